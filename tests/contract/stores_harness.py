@@ -1,0 +1,161 @@
+"""What the contract suite of stores needs: each store, asked directly and by means of a store process, in the same words.
+
+Owns: `KINDS`, `Asked`, `asked_of`. Every wait has a limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kvbridge.config.stores import FileStoreSettings, MooncakeStoreSettings, StoreSettings
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.stores.base import Answer, ObjectStore, StoredObject
+from kvbridge.tier.stores.client import Operation, StoreClient, StoreLimits
+from kvbridge.tier.stores.pages import PageStore
+from tests.helpers.mooncake_servers import MooncakeServers
+from tests.helpers.stored_pages import StoredPages, ids
+
+KINDS = ("files", "mooncake")
+WAYS = ("direct", "process")
+TIMEOUT_S = 20.0
+"""For an order that is to succeed, however busy the machine is."""
+READY_S = 90.0
+LIMITS = StoreLimits(start_s=READY_S, settle_s=1.0, close_s=3.0, remember_s=0.0)
+
+
+@contextmanager
+def settings_of(kind: str, folder: Path) -> Iterator[tuple[StoreSettings, MooncakeServers | None]]:
+    """A store of its own."""
+    if kind == "files":
+        yield FileStoreSettings(directory=folder / "store", max_bytes=64 << 20), None
+        return
+    servers = MooncakeServers(folder)
+    try:
+        servers.start()
+        yield MooncakeStoreSettings(master=servers.address), servers
+    finally:
+        servers.stop()
+
+
+class Client:
+    """A `StoreClient` for tests without a loop: theirs runs while they wait."""
+
+    def __init__(self, settings: StoreSettings, pages: StoredPages, limits: StoreLimits = LIMITS) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.client = StoreClient(settings, pages.shared, limits, log_level="warning")
+        self.loop.run_until_complete(self._start())
+
+    async def _start(self) -> None:
+        self.client.start()
+
+    def close(self) -> None:
+        self.loop.run_until_complete(self.client.close())
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+    def begin(
+        self, verb: str, keys: Keys, pages: np.ndarray | None = None, timeout_s: float = TIMEOUT_S, form: int = 0
+    ) -> Operation:
+        async def call() -> Operation:
+            ask = getattr(self.client, verb)
+            return (
+                ask(form, keys, timeout_s=timeout_s) if pages is None else ask(form, keys, pages, timeout_s=timeout_s)
+            )
+
+        return self.loop.run_until_complete(call())
+
+    def answer(self, operation: Operation) -> Answer:
+        async def wait() -> Answer:
+            return await asyncio.wait_for(asyncio.shield(operation.answer), READY_S)
+
+        return self.loop.run_until_complete(wait())
+
+    def settled(self, operation: Operation) -> None:
+        async def wait() -> None:
+            await asyncio.wait_for(asyncio.shield(operation.settled), READY_S)
+
+        self.loop.run_until_complete(wait())
+
+    def until(self, what: str, look: Callable[[], object], timeout_s: float = READY_S) -> None:
+        async def wait() -> None:
+            ends_s = time.monotonic() + timeout_s
+            while not look():
+                assert time.monotonic() < ends_s, f"{what}: not within {timeout_s:g} s"
+                await asyncio.sleep(0.01)
+
+        self.loop.run_until_complete(wait())
+
+    def rest(self, seconds: float) -> None:
+        """Between two looks at what cannot be waited for otherwise."""
+        self.loop.run_until_complete(asyncio.sleep(seconds))
+
+    def until_ready(self) -> None:
+        self.until("the store process is ready", lambda: self.client.capabilities)
+
+
+@dataclass
+class Asked:
+    """A store, asked in one of the ways."""
+
+    kind: str
+    way: str
+    raw: ObjectStore
+    """The same store without anything above it: to put lies into it."""
+    pages: StoredPages
+    direct: PageStore | None = None
+    process: Client | None = None
+    planted: list[np.ndarray] = field(default_factory=list)
+
+    def __call__(self, verb: str, keys: Keys, *pages: int, form: int = 0, timeout_s: float = TIMEOUT_S) -> list[str]:
+        """Ask, and return the outcomes."""
+        found = self.ask(verb, keys, ids(*pages) if verb in {"put", "get"} else None, form=form, timeout_s=timeout_s)
+        assert found.settled, found
+        return [outcome.value for outcome in found.outcomes]
+
+    def ask(self, verb: str, keys: Keys, pages: np.ndarray | None, *, form: int = 0, timeout_s: float) -> Answer:
+        if self.process is not None:
+            return self.process.answer(self.process.begin(verb, keys, pages, timeout_s, form))
+        assert self.direct is not None
+        ask, until_s = getattr(self.direct, verb), time.monotonic() + timeout_s
+        return ask(form, keys, until_s) if pages is None else ask(form, keys, pages, until_s)
+
+    def plant(self, name: str, data: bytes) -> None:
+        """Put any bytes under a name."""
+        held = np.frombuffer(data, dtype=np.uint8).copy()
+        self.planted.append(held)  # the library may look at it as long as it likes
+        pieces = np.array([[held.ctypes.data, len(held)]], dtype=np.uint64)
+        until_s = time.monotonic() + TIMEOUT_S
+        self.raw.remove([name], until_s)
+        answer = self.raw.write([StoredObject(name, pieces)], until_s)
+        assert answer.outcomes[0] == "stored", answer
+
+    def taken(self, name: str, length: int) -> bytes:
+        """What is under a name."""
+        held = np.zeros(length, dtype=np.uint8)
+        pieces = np.array([[held.ctypes.data, length]], dtype=np.uint64)
+        answer = self.raw.read([StoredObject(name, pieces)], time.monotonic() + TIMEOUT_S)
+        assert answer.outcomes[0] == "hit", answer
+        return held.tobytes()
+
+
+@contextmanager
+def asked_of(kind: str, way: str, raw: ObjectStore, settings: StoreSettings, pages: StoredPages) -> Iterator[Asked]:
+    """A store that answers, asked in one way."""
+    if way == "direct":
+        direct = PageStore(raw, pages.forms)
+        yield Asked(kind, way, raw, pages, direct=direct)
+        direct.close()
+        return
+    client = Client(settings, pages)
+    try:
+        client.until_ready()
+        yield Asked(kind, way, raw, pages, process=client)
+    finally:
+        client.close()

@@ -1,0 +1,305 @@
+"""A store behind its process, when either of them dies, hangs or comes back: answers in time, pages told apart, nothing wrong."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvbridge.config.stores import FileStoreSettings
+from kvbridge.tier.stores.base import Outcome
+from kvbridge.tier.stores.breaker import BreakerState
+from kvbridge.tier.stores.client import StoreLimits
+from tests.contract.stores_harness import READY_S, TIMEOUT_S, Client, settings_of
+from tests.helpers.mooncake_servers import MooncakeServers
+from tests.helpers.stopping import stop
+from tests.helpers.stored_pages import HALF, StoredPages, ids, new_keys
+
+SHORT_S = 0.3
+
+
+@pytest.fixture(scope="module")
+def pages() -> Iterator[StoredPages]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
+        made = StoredPages(Path(path))
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module", name="files")
+def shared_files(pages: StoredPages) -> Iterator[Client]:
+    """A client of a store of files, for tests that leave its process running and its breaker closed."""
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path,
+        settings_of("files", Path(path)) as (settings, _),
+    ):
+        client = Client(settings, pages)
+        yield client
+        client.close()
+
+
+@pytest.fixture
+def client(files: Client, pages: StoredPages) -> Client:
+    pages.fill()
+    files.until_ready()
+    stored_again(files, pages)
+    assert not files.client.unsettled
+    return files
+
+
+def outcomes(client: Client, verb: str, keys, pages=None, timeout_s: float = TIMEOUT_S) -> tuple[str, ...]:
+    return tuple(each.value for each in client.answer(client.begin(verb, keys, pages, timeout_s)).outcomes)
+
+
+@pytest.mark.parametrize("verb", ["get", "put"])
+def test_a_process_that_hangs_is_answered_for_in_time_and_its_pages_are_settled_by_its_end(
+    client: Client, pages: StoredPages, verb: str
+):
+    keys, pid = new_keys(2), client.client.pid
+    assert outcomes(client, "put", keys[:1], ids(0)) == ("stored",)
+    stop(pid)
+    operation = client.begin(verb, keys, ids(HALF, HALF + 1), SHORT_S)
+    answer = client.answer(operation)
+    assert answer.outcomes == (Outcome.TIMED_OUT,) * 2
+    assert not answer.settled
+    assert not operation.settled.done()
+    assert client.client.unsettled == [operation]
+    client.settled(operation)
+    assert not Path(f"/proc/{pid}").exists(), "settled means that the process has ended"
+    assert client.client.unsettled == []
+    client.until_ready()
+    assert client.client.pid != pid
+    assert outcomes(client, "get", keys[:1], ids(HALF)) == ("hit",), "the store has lost nothing"
+    assert pages.read(HALF) == pages.read(0)
+
+
+def test_a_process_that_was_only_slow_settles_its_pages_itself(client: Client, monkeypatch: pytest.MonkeyPatch):
+    keys, pid = new_keys(1), client.client.pid
+    monkeypatch.setattr(client.client, "_limits", StoreLimits(settle_s=READY_S))
+    stop(pid)
+    operation = client.begin("put", keys, ids(0), SHORT_S)
+    assert client.answer(operation).outcomes == (Outcome.TIMED_OUT,)
+    assert not operation.settled.done()
+    os.kill(pid, signal.SIGCONT)
+    client.settled(operation)
+    assert client.client.pid == pid
+    assert outcomes(client, "has", keys) == ("absent",), "it read the order after its deadline, and did not begin it"
+
+
+@pytest.mark.parametrize("verb", ["get", "put"])
+def test_a_process_that_is_killed_in_the_middle(client: Client, pages: StoredPages, verb: str):
+    keys, pid = new_keys(2), client.client.pid
+    assert outcomes(client, "put", keys[:1], ids(0)) == ("stored",)
+    stop(pid)
+    operation = client.begin(verb, keys, ids(HALF, HALF + 1))
+    os.kill(pid, signal.SIGKILL)
+    answer = client.answer(operation)
+    assert answer.outcomes == (Outcome.UNREACHABLE,) * 2
+    assert answer.settled
+    assert "SIGKILL" in answer.detail
+    client.settled(operation)
+    assert not Path(f"/proc/{pid}").exists()
+    at_once = client.begin("get", keys, ids(HALF, HALF + 1))
+    assert at_once.settled.done(), "while there is no process, nobody waits"
+    assert at_once.answer.result().outcomes == (Outcome.UNREACHABLE,) * 2
+    client.until_ready()
+    assert outcomes(client, "get", keys[:1], ids(HALF)) == ("hit",)
+    assert pages.read(HALF) == pages.read(0)
+
+
+def test_to_give_up_waiting_leaves_the_account_of_pages_as_it_is(client: Client):
+    pid = client.client.pid
+    stop(pid)
+    operation = client.begin("get", new_keys(1), ids(HALF), SHORT_S)
+    operation.answer.cancel()
+    client.settled(operation)
+    assert not Path(f"/proc/{pid}").exists()
+    assert client.client.breaker.state is BreakerState.CLOSED
+    assert client.client.unsettled == []
+
+
+def test_a_dead_store_costs_its_first_failures_and_then_nothing(pages: StoredPages):
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
+        limits = StoreLimits(start_s=READY_S, settle_s=READY_S, failures=2)
+        client = Client(FileStoreSettings(directory=Path(path) / "store", max_bytes=1 << 20), pages, limits)
+        try:
+            client.until_ready()
+            keys = new_keys(1)
+            assert outcomes(client, "put", keys, ids(0)) == ("stored",)
+            stop(client.client.pid)
+            for _ in range(2):
+                assert outcomes(client, "get", keys, ids(HALF), 0.05) == ("timed_out",)
+            assert client.client.breaker.state is BreakerState.OPEN
+            sent = client.client._number
+            for _ in range(100):
+                operation = client.begin("get", keys, ids(HALF))
+                assert operation.settled.done()
+                assert operation.answer.result().outcomes == (Outcome.UNREACHABLE,)
+            assert client.client._number == sent, "it is not asked, so nobody waits for it"
+            os.kill(client.client.pid, signal.SIGCONT)
+            client.until("it is asked again", lambda: retried(client, keys))
+            assert client.client.breaker.state is BreakerState.CLOSED
+        finally:
+            client.close()
+
+
+def retried(client: Client, keys) -> bool:
+    """Ask without waiting; whether an earlier answer was a hit."""
+    client.client.get(0, keys, ids(HALF), timeout_s=TIMEOUT_S)
+    return client.client.counts["get", Outcome.HIT] > 0
+
+
+def test_what_was_missing_is_not_asked_for_again_before_it_is_put(pages: StoredPages):
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
+        limits = StoreLimits(start_s=READY_S, remember_s=READY_S)
+        client = Client(FileStoreSettings(directory=Path(path) / "store", max_bytes=1 << 20), pages, limits)
+        try:
+            client.until_ready()
+            keys = new_keys(2)
+            assert outcomes(client, "put", keys[:1], ids(0)) == ("stored",)
+            assert outcomes(client, "get", keys, ids(HALF, HALF + 1)) == ("hit", "absent")
+            again = client.begin("get", keys, ids(HALF, HALF + 1))
+            assert again.asked == [0]
+            assert client.answer(again).outcomes == (Outcome.HIT, Outcome.ABSENT)
+            alone = client.begin("get", keys[1:], ids(HALF))
+            assert alone.settled.done(), "nobody is asked"
+            assert outcomes(client, "put", keys[1:], ids(1)) == ("stored",)
+            assert outcomes(client, "get", keys, ids(HALF, HALF + 1)) == ("hit", "hit")
+        finally:
+            client.close()
+
+
+def test_a_store_that_cannot_be_opened_is_told_and_tried_again(pages: StoredPages):
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
+        directory = Path(path) / "store"
+        directory.mkdir(mode=0o755)
+        client = Client(FileStoreSettings(directory=directory, max_bytes=1 << 20), pages)
+        try:
+            client.until("the reason is known", lambda: "chmod 0700" in client.client._process.why_not)
+            answer = client.answer(client.begin("get", new_keys(1), ids(HALF)))
+            assert answer.outcomes == (Outcome.UNREACHABLE,)
+            assert "chmod 0700" in answer.detail or "being started" in answer.detail
+            directory.chmod(0o700)
+            client.until_ready()
+            assert outcomes(client, "put", new_keys(1), ids(0)) == ("stored",)
+        finally:
+            client.close()
+
+
+def test_after_close_everything_is_settled(pages: StoredPages):
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
+        limits = StoreLimits(start_s=READY_S, close_s=0.2)
+        client = Client(FileStoreSettings(directory=Path(path) / "store", max_bytes=1 << 20), pages, limits)
+        client.until_ready()
+        pid = client.client.pid
+        stop(pid)
+        operation = client.begin("get", new_keys(1), ids(HALF))
+        client.close()
+        assert operation.settled.done()
+        assert operation.answer.result().outcomes == (Outcome.UNREACHABLE,)
+        assert not Path(f"/proc/{pid}").exists()
+
+
+_NODE = """
+import asyncio, sys
+from pathlib import Path
+from kvbridge.config.stores import FileStoreSettings
+from tests.contract.stores_harness import Client
+from tests.helpers.stopping import stop
+from tests.helpers.stored_pages import StoredPages
+folder = Path(sys.argv[1])
+client = Client(FileStoreSettings(directory=folder / "store", max_bytes=1 << 20), StoredPages(folder))
+client.until_ready()
+print("pid", client.client.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_store_process_ends_with_its_node():
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
+        node = subprocess.Popen(
+            [sys.executable, "-c", _NODE, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            said = next(line for line in node.stdout if line.startswith("pid "))
+            pidfd = os.pidfd_open(int(said.split()[1]))
+        finally:
+            node.kill()
+            node.communicate(timeout=READY_S)
+        ended, _, _ = select.select([pidfd], [], [], READY_S)
+        os.close(pidfd)
+        assert ended
+
+
+# ------------------------------------------------------------------------------------------- Mooncake
+
+
+@pytest.fixture(scope="module")
+def mooncake(pages: StoredPages) -> Iterator[tuple[Client, MooncakeServers]]:
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path,
+        settings_of("mooncake", Path(path)) as (settings, servers),
+    ):
+        assert servers is not None
+        client = Client(settings, pages, StoreLimits(start_s=READY_S, settle_s=0.5, failures=1_000, remember_s=0.0))
+        client.until_ready()
+        yield client, servers
+        client.close()
+
+
+def test_mooncakes_master_is_killed_and_comes_back(mooncake: tuple[Client, MooncakeServers], pages: StoredPages):
+    client, servers = mooncake
+    pages.fill()
+    client.until_ready()
+    keys = new_keys(1)
+    assert outcomes(client, "put", keys, ids(0)) == ("stored",)
+    servers.kill_master()
+    answer = client.answer(client.begin("get", keys, ids(HALF), 0.5))
+    assert answer.outcomes[0] in {"timed_out", "unreachable"}
+    servers.start_master()
+    stored_again(client, pages)
+
+
+def test_an_owner_of_mooncakes_memory_that_hangs_keeps_no_page(
+    mooncake: tuple[Client, MooncakeServers], pages: StoredPages
+):
+    client, servers = mooncake
+    pages.fill()
+    client.until_ready()
+    stored_again(client, pages)
+    keys, pid = new_keys(1), client.client.pid
+    assert outcomes(client, "put", keys, ids(0)) == ("stored",)
+    servers.halt_owner()
+    try:
+        operation = client.begin("get", keys, ids(HALF), 0.5)
+        assert client.answer(operation).outcomes[0] in {"timed_out", "unreachable"}
+        client.settled(operation)
+        assert not Path(f"/proc/{pid}").exists()
+        mark = pages.read(1)
+        pages.write(HALF, mark)
+    finally:
+        servers.go_on()
+    stored_again(client, pages)
+    assert pages.read(HALF) == mark, "the transfer that hung has ended with its process"
+
+
+def stored_again(client: Client, pages: StoredPages) -> None:
+    """The store takes and gives pages, at last."""
+    ends_s = time.monotonic() + READY_S
+    while time.monotonic() < ends_s:
+        client.until_ready()
+        keys = new_keys(1)
+        stored = outcomes(client, "put", keys, ids(2), 5.0) == ("stored",)
+        if stored and outcomes(client, "get", keys, ids(HALF + 2), 5.0) == ("hit",):
+            assert pages.read(HALF + 2) == pages.read(2)
+            return
+        client.rest(0.1)
+    raise AssertionError(f"the store does not work again within {READY_S:g} s")

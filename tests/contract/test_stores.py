@@ -1,0 +1,201 @@
+"""Every store, asked directly and through a store process: what it must give back, and what it must never give."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.stores.base import StoredObject
+from kvbridge.tier.stores.objects import VERSION, object_name
+from kvbridge.tier.stores.serving import open_store
+from tests.contract.stores_harness import KINDS, WAYS, Asked, asked_of, settings_of
+from tests.helpers.mooncake_servers import SEGMENT_BYTES
+from tests.helpers.stored_pages import HALF, PAGES, StoredPages, ids, new_keys
+
+
+@pytest.fixture(scope="module")
+def pages() -> Iterator[StoredPages]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
+        made = StoredPages(Path(path))
+        yield made
+        made.close()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def store(request: pytest.FixtureRequest, pages: StoredPages) -> Iterator[dict[str, Asked]]:
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path,
+        settings_of(request.param, Path(path)) as (settings, _),
+    ):
+        raw = open_store(settings)
+        with (
+            asked_of(request.param, "direct", raw, settings, pages) as direct,
+            asked_of(request.param, "process", raw, settings, pages) as process,
+        ):
+            yield {"direct": direct, "process": process}
+
+
+@pytest.fixture(params=WAYS)
+def asked(request: pytest.FixtureRequest, store: dict[str, Asked]) -> Asked:
+    found = store[request.param]
+    found.pages.fill()
+    return found
+
+
+def test_a_page_comes_back_as_it_was(asked: Asked):
+    keys = new_keys(HALF)
+    assert asked("has", keys) == ["absent"] * HALF
+    assert asked("put", keys, *range(HALF)) == ["stored"] * HALF
+    assert asked("has", keys) == ["present"] * HALF
+    assert asked("get", keys, *range(HALF, PAGES)) == ["hit"] * HALF
+    for page in range(HALF):
+        assert asked.pages.read(HALF + page) == asked.pages.read(page)
+
+
+def test_a_pool_of_another_layout_reads_the_same_objects(asked: Asked):
+    keys = new_keys(HALF)
+    assert asked("put", keys, *range(HALF)) == ["stored"] * HALF
+    assert asked("get", keys, *reversed(range(HALF, PAGES)), form=1) == ["hit"] * HALF
+    for page in range(HALF):
+        assert asked.pages.read(PAGES - 1 - page, form=1) == asked.pages.read(page)
+
+
+def test_what_is_there_stays_and_can_be_dropped(asked: Asked):
+    keys = new_keys(2)
+    assert asked("put", keys, 0, 1) == ["stored"] * 2
+    assert asked("put", keys, 0, 1) == ["stored"] * 2
+    assert asked("drop", keys[:1]) == ["dropped"]
+    assert asked("drop", keys[:1]) == ["dropped"]
+    assert asked("has", keys) == ["absent", "present"]
+    assert asked("get", keys, HALF, HALF + 1) == ["absent", "hit"]
+    assert asked.pages.read(HALF + 1) == asked.pages.read(1)
+
+
+def test_ways_see_each_others_objects(store: dict[str, Asked], pages: StoredPages):
+    pages.fill()
+    keys = new_keys(2)
+    assert store["direct"]("put", keys[:1], 0) == ["stored"]
+    assert store["process"]("put", keys[1:], 1) == ["stored"]
+    assert store["process"]("get", keys[:1], HALF) == ["hit"]
+    assert store["direct"]("get", keys[1:], HALF + 1) == ["hit"]
+    assert pages.read(HALF) == pages.read(0)
+    assert pages.read(HALF + 1) == pages.read(1)
+
+
+def _changed(at: int) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        found = bytearray(data)
+        found[at] ^= 0x10
+        return bytes(found)
+
+    return change
+
+
+LIES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "one wrong bit in the last byte": (_changed(-1), "wrong_digest"),
+    "one wrong bit in a key": (_changed(40), "wrong_digest"),
+    "one wrong bit in a digest": (_changed(60), "wrong_digest"),
+    "no header": (_changed(0), "wrong_digest"),
+    "zeros": (lambda data: bytes(len(data)), "wrong_digest"),
+    "a header and zeros": (lambda data: data[:200] + bytes(len(data) - 200), "wrong_digest"),
+    "another version": (lambda data: data[:8] + bytes([VERSION + 1]) + data[9:], "other_version"),
+    "the first half": (lambda data: data[: len(data) // 2], "short"),
+    "one byte less": (lambda data: data[:-1], "short"),
+    "one byte more": (lambda data: data + b"x", "short"),
+    "one byte": (lambda data: b"x", "short"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_lie_is_a_miss_of_its_kind_and_gone(asked: Asked, lie: str):
+    change, kind = LIES[lie]
+    [key] = keys = new_keys(1)
+    name = object_name(asked.pages.form, key)
+    assert asked("put", keys, 0) == ["stored"]
+    asked.plant(name, change(asked.taken(name, asked.pages.form.object_bytes)))
+    assert asked("get", keys, HALF) == [kind]
+    assert asked("has", keys) == ["absent"], "a bad object is dropped"
+    assert asked("put", keys, 0) == ["stored"]
+    assert asked("get", keys, HALF) == ["hit"]
+    assert asked.pages.read(HALF) == asked.pages.read(0)
+
+
+@pytest.mark.parametrize("identity", ["model", "revision", "fingerprint", "adapter", "namespace"])
+def test_the_bytes_of_another_key_are_a_miss(asked: Asked, identity: str):
+    mine, theirs = new_keys(1), new_keys(1, **{identity: "another"})
+    names = [object_name(asked.pages.form, keys[0]) for keys in (mine, theirs)]
+    assert names[0] != names[1]
+    assert asked("put", theirs, 1) == ["stored"]
+    asked.plant(names[0], asked.taken(names[1], asked.pages.form.object_bytes))
+    assert asked("get", mine, HALF) == ["other_key"]
+    assert asked("get", theirs, HALF) == ["hit"]
+
+
+def test_good_and_bad_ones_in_one_request(asked: Asked):
+    keys = new_keys(4)
+    assert asked("put", keys[:3], 0, 1, 2) == ["stored"] * 3
+    name = object_name(asked.pages.form, keys[1])
+    asked.plant(name, _changed(-1)(asked.taken(name, asked.pages.form.object_bytes)))
+    assert asked("get", keys, *range(HALF, HALF + 4)) == ["hit", "wrong_digest", "hit", "absent"]
+    assert asked.pages.read(HALF) == asked.pages.read(0)
+    assert asked.pages.read(HALF + 2) == asked.pages.read(2)
+
+
+@pytest.mark.parametrize("store", ["mooncake"], indirect=True)
+def test_a_mooncake_that_is_full_says_so_and_takes_pages_again_later(store: dict[str, Asked], pages: StoredPages):
+    """What was just read is leased and cannot be evicted, so there comes an object that finds no room."""
+    pages.fill()
+    raw, until_s = store["direct"].raw, time.monotonic() + 30.0
+    memory = np.zeros(SEGMENT_BYTES // 8, dtype=np.uint8)
+    pieces = np.array([[memory.ctypes.data, len(memory)]], dtype=np.uint64)
+    large = [StoredObject(object_name(pages.form, key), pieces) for key in new_keys(9)]
+    found = []
+    for each in large:
+        answer = raw.write([each], until_s)
+        assert answer.settled
+        found += answer.outcomes
+        if answer.outcomes == ("stored",):
+            assert raw.read([each], until_s).outcomes == ("hit",)
+    assert set(found) == {"stored", "full"}
+    assert raw.remove([each.name for each in large], until_s).outcomes == ("dropped",) * len(large)
+    assert raw.write(large[-1:], until_s).outcomes == ("stored",)
+    assert store["process"]("put", new_keys(1), 0) == ["stored"]
+    raw.remove([large[-1].name], until_s)
+
+
+def test_a_deadline_that_has_passed_touches_nothing(asked: Asked):
+    keys = new_keys(1)
+    assert asked("put", keys, 0) == ["stored"]
+    asked.pages.write(HALF, asked.pages.read(1))
+    answer = asked.ask("get", keys, ids(HALF), timeout_s=-1.0)
+    assert [outcome.value for outcome in answer.outcomes] == ["timed_out"]
+    assert asked("get", keys, HALF + 1) == ["hit"], "the one after it has its turn, so the first one's is over"
+    assert asked.pages.read(HALF) == asked.pages.read(1)
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows"),
+    [
+        (new_keys(1), ids(PAGES)),
+        (new_keys(1), ids(-1)),
+        (new_keys(2), ids(1)),
+        (new_keys(1), np.array([[0, 1]], dtype=np.int32)),
+        (Keys(), np.empty((0, 1), dtype=np.int32)),
+        (Keys(new_keys(1).data * 2), ids(0, 1)),
+        (new_keys(257), ids(*[0] * 257)),
+    ],
+    ids=["no such page", "negative", "too few", "two spaces", "nothing", "twice", "too many"],
+)
+def test_what_can_never_work_is_refused_before_it_begins(asked: Asked, keys: Keys, rows: np.ndarray):
+    for verb in ("put", "get"):
+        with pytest.raises(InvalidInputError):
+            asked.ask(verb, keys, rows, timeout_s=1.0)
+    with pytest.raises(InvalidInputError):
+        asked.ask("get", new_keys(1), ids(0), form=2, timeout_s=1.0)

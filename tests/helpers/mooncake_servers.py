@@ -1,0 +1,94 @@
+"""A real Mooncake Store of a test's own: its master, and a process that gives it memory."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from kvbridge.core.errors import PeerError
+from kvbridge.daemon.children import ChildProcess, wait_for
+from tests.helpers.stopping import stop
+from tests.helpers.tried_cluster import free_ports
+
+START_S = 60.0
+SEGMENT_BYTES = 64 << 20
+LEASE_MS = 30_000
+"""For how long what was read cannot be evicted. A get that takes longer fails, so it is longer than any wait of a busy machine."""
+_MASTER = Path(sys.executable).with_name("mooncake_master")
+_OWNER = """
+import os, sys
+from mooncake.store import MooncakeDistributedStore
+owner = MooncakeDistributedStore()
+code = owner.setup("127.0.0.1", "P2PHANDSHAKE", int(sys.argv[2]), 1 << 20, "tcp", "", sys.argv[1])
+print("owner", code, flush=True)
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+class MooncakeServers:
+    """Both processes end with the test process, however it ends."""
+
+    def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
+        self._master = ChildProcess("mooncake_master", folder / "master.log", ends_with_us=True)
+        self._owner = ChildProcess("owner of a segment", folder / "owner.log", ends_with_us=True)
+        self._segment_bytes = segment_bytes
+        self._ports: list[int] = []
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._ports[0]}"
+
+    def start(self) -> None:
+        for attempt in range(5):  # somebody else may take the ports first
+            self._ports = free_ports(2)
+            try:
+                self.start_master()
+                break
+            except PeerError:
+                if attempt == 4:
+                    raise
+        process = self._owner.launch([sys.executable, "-c", _OWNER, self.address, str(self._segment_bytes)], piped=True)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line == b"owner 0\n", (line, self._owner.log(20))
+
+    def start_master(self) -> None:
+        """Start it (again) where it was. It has forgotten everything; the owner gives it its memory again by itself."""
+        port, metrics_port = self._ports
+        self._master.launch(
+            [
+                *(str(_MASTER), f"--rpc_port={port}", "--rpc_address=127.0.0.1", f"--metrics_port={metrics_port}"),
+                *("--metrics_host=127.0.0.1", "--enable_metric_reporting=false", "--logtostderr"),
+                f"--default_kv_lease_ttl={LEASE_MS}",
+            ]
+        )
+        wait_for("mooncake_master answers", self._answers, timeout_s=START_S, watched=[self._master])
+
+    def kill_master(self) -> None:
+        self._master.kill()
+
+    def halt_owner(self) -> None:
+        """Keep it from answering, though its connections stay."""
+        assert self._owner.process is not None
+        stop(self._owner.process.pid)
+
+    def go_on(self) -> None:
+        self._owner.kill(signal.SIGCONT)
+
+    def stop(self) -> None:
+        for child in (self._owner, self._master):
+            if child.process is not None:
+                child.kill()
+                for pipe in (child.process.stdin, child.process.stdout):
+                    if pipe is not None:
+                        pipe.close()
+
+    def _answers(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self._ports[0]), 1.0).close()
+        except OSError:
+            return False
+        return True
