@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from kvbridge.config.endpoints import Seconds
 from kvbridge.config.transports import MooncakeProtocol
 from kvbridge.core.ids import FrozenModel, Positive
 
@@ -37,6 +38,23 @@ class MooncakeStoreSettings(FrozenModel):
     """RDMA adapters to use, separated by commas; empty: all."""
     replicas: Positive = 1
     """Copies that are kept of each page."""
+
+
+class StoreLimits(FrozenModel):
+    """How long a store process is waited for, and how much it is given to do."""
+
+    start_s: Seconds = 120.0
+    """For a process to be ready: longer than Mooncake waits for its master."""
+    settle_s: Seconds = 2.0
+    """From the deadline of an order to the end of the process, if its pages are not settled by then."""
+    close_s: Seconds = 3.0
+    """For what is under way when the node ends, and again for the process."""
+    calls: Positive = 4
+    """Orders that the process works on at once."""
+    failures: Positive = 3
+    """In a row, after which the store is not asked for a while."""
+    remember_s: Annotated[float, Field(ge=0)] = 5.0
+    """How long what was missing or bad is not asked for again."""
 
 
 StoreSettings = Annotated[FileStoreSettings | MooncakeStoreSettings, Field(discriminator="kind")]

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +49,14 @@ def raw_checksums(
         for address, length in zip(addresses.tolist(), lengths.tolist(), strict=True)
     ]
     return np.array(values, dtype=np.uint32) ^ np.uint32(_INVERTED)
+
+
+def checksum(stretches: Iterable[ctypes.Array[Any]]) -> int:
+    """Return the CRC-32C of stretches of this process's memory, as of one that they make together."""
+    value = 0
+    for stretch in stretches:
+        value = crc32c(stretch, value)
+    return value
 
 
 def _of_device(device: int) -> DeviceDigest:

@@ -6,6 +6,7 @@ Owns: `KINDS`, `Asked`, `asked_of`. Every wait has a limit.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbridge.config.stores import FileStoreSettings, MooncakeStoreSettings, StoreSettings
+from kvbridge.config.stores import FileStoreSettings, MooncakeStoreSettings, StoreLimits, StoreSettings
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores.base import Answer, ObjectStore, StoredObject
-from kvbridge.tier.stores.client import Operation, StoreClient, StoreLimits
+from kvbridge.tier.stores.client import Operation, StoreClient
 from kvbridge.tier.stores.pages import PageStore
 from tests.helpers.mooncake_servers import MooncakeServers
 from tests.helpers.stored_pages import StoredPages, ids
@@ -97,7 +98,7 @@ class Client:
         self.loop.run_until_complete(asyncio.sleep(seconds))
 
     def until_ready(self) -> None:
-        self.until("the store process is ready", lambda: self.client.capabilities)
+        self.until("the store process is ready", lambda: self.client.process.capabilities)
 
 
 @dataclass
@@ -111,7 +112,7 @@ class Asked:
     pages: StoredPages
     direct: PageStore | None = None
     process: Client | None = None
-    planted: list[np.ndarray] = field(default_factory=list)
+    planted: list[object] = field(default_factory=list)
 
     def __call__(self, verb: str, keys: Keys, *pages: int, form: int = 0, timeout_s: float = TIMEOUT_S) -> list[str]:
         """Ask, and return the outcomes."""
@@ -128,21 +129,19 @@ class Asked:
 
     def plant(self, name: str, data: bytes) -> None:
         """Put any bytes under a name."""
-        held = np.frombuffer(data, dtype=np.uint8).copy()
+        held = ctypes.create_string_buffer(data, len(data))
         self.planted.append(held)  # the library may look at it as long as it likes
-        pieces = np.array([[held.ctypes.data, len(held)]], dtype=np.uint64)
         until_s = time.monotonic() + TIMEOUT_S
         self.raw.remove([name], until_s)
-        answer = self.raw.write([StoredObject(name, pieces)], until_s)
+        answer = self.raw.write([StoredObject(name, [held])], until_s)
         assert answer.outcomes[0] == "stored", answer
 
     def taken(self, name: str, length: int) -> bytes:
         """What is under a name."""
-        held = np.zeros(length, dtype=np.uint8)
-        pieces = np.array([[held.ctypes.data, length]], dtype=np.uint64)
-        answer = self.raw.read([StoredObject(name, pieces)], time.monotonic() + TIMEOUT_S)
+        held = ctypes.create_string_buffer(length)
+        answer = self.raw.read([StoredObject(name, [held])], time.monotonic() + TIMEOUT_S)
         assert answer.outcomes[0] == "hit", answer
-        return held.tobytes()
+        return held.raw
 
 
 @contextmanager

@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.config.stores import FileStoreSettings
+from kvbridge.config.stores import FileStoreSettings, StoreLimits
 from kvbridge.tier.stores.base import Outcome
 from kvbridge.tier.stores.breaker import BreakerState
-from kvbridge.tier.stores.client import StoreLimits
 from tests.contract.stores_harness import READY_S, TIMEOUT_S, Client, settings_of
 from tests.helpers.mooncake_servers import MooncakeServers
 from tests.helpers.stopping import stop
@@ -63,7 +62,7 @@ def outcomes(client: Client, verb: str, keys, pages=None, timeout_s: float = TIM
 def test_a_process_that_hangs_is_answered_for_in_time_and_its_pages_are_settled_by_its_end(
     client: Client, pages: StoredPages, verb: str
 ):
-    keys, pid = new_keys(2), client.client.pid
+    keys, pid = new_keys(2), client.client.process.pid
     assert outcomes(client, "put", keys[:1], ids(0)) == ("stored",)
     stop(pid)
     operation = client.begin(verb, keys, ids(HALF, HALF + 1), SHORT_S)
@@ -76,13 +75,13 @@ def test_a_process_that_hangs_is_answered_for_in_time_and_its_pages_are_settled_
     assert not Path(f"/proc/{pid}").exists(), "settled means that the process has ended"
     assert client.client.unsettled == []
     client.until_ready()
-    assert client.client.pid != pid
+    assert client.client.process.pid != pid
     assert outcomes(client, "get", keys[:1], ids(HALF)) == ("hit",), "the store has lost nothing"
     assert pages.read(HALF) == pages.read(0)
 
 
 def test_a_process_that_was_only_slow_settles_its_pages_itself(client: Client, monkeypatch: pytest.MonkeyPatch):
-    keys, pid = new_keys(1), client.client.pid
+    keys, pid = new_keys(1), client.client.process.pid
     monkeypatch.setattr(client.client, "_limits", StoreLimits(settle_s=READY_S))
     stop(pid)
     operation = client.begin("put", keys, ids(0), SHORT_S)
@@ -90,13 +89,13 @@ def test_a_process_that_was_only_slow_settles_its_pages_itself(client: Client, m
     assert not operation.settled.done()
     os.kill(pid, signal.SIGCONT)
     client.settled(operation)
-    assert client.client.pid == pid
+    assert client.client.process.pid == pid
     assert outcomes(client, "has", keys) == ("absent",), "it read the order after its deadline, and did not begin it"
 
 
 @pytest.mark.parametrize("verb", ["get", "put"])
 def test_a_process_that_is_killed_in_the_middle(client: Client, pages: StoredPages, verb: str):
-    keys, pid = new_keys(2), client.client.pid
+    keys, pid = new_keys(2), client.client.process.pid
     assert outcomes(client, "put", keys[:1], ids(0)) == ("stored",)
     stop(pid)
     operation = client.begin(verb, keys, ids(HALF, HALF + 1))
@@ -116,7 +115,7 @@ def test_a_process_that_is_killed_in_the_middle(client: Client, pages: StoredPag
 
 
 def test_to_give_up_waiting_leaves_the_account_of_pages_as_it_is(client: Client):
-    pid = client.client.pid
+    pid = client.client.process.pid
     stop(pid)
     operation = client.begin("get", new_keys(1), ids(HALF), SHORT_S)
     operation.answer.cancel()
@@ -134,7 +133,7 @@ def test_a_dead_store_costs_its_first_failures_and_then_nothing(pages: StoredPag
             client.until_ready()
             keys = new_keys(1)
             assert outcomes(client, "put", keys, ids(0)) == ("stored",)
-            stop(client.client.pid)
+            stop(client.client.process.pid)
             for _ in range(2):
                 assert outcomes(client, "get", keys, ids(HALF), 0.05) == ("timed_out",)
             assert client.client.breaker.state is BreakerState.OPEN
@@ -144,7 +143,7 @@ def test_a_dead_store_costs_its_first_failures_and_then_nothing(pages: StoredPag
                 assert operation.settled.done()
                 assert operation.answer.result().outcomes == (Outcome.UNREACHABLE,)
             assert client.client._number == sent, "it is not asked, so nobody waits for it"
-            os.kill(client.client.pid, signal.SIGCONT)
+            os.kill(client.client.process.pid, signal.SIGCONT)
             client.until("it is asked again", lambda: retried(client, keys))
             assert client.client.breaker.state is BreakerState.CLOSED
         finally:
@@ -183,7 +182,7 @@ def test_a_store_that_cannot_be_opened_is_told_and_tried_again(pages: StoredPage
         directory.mkdir(mode=0o755)
         client = Client(FileStoreSettings(directory=directory, max_bytes=1 << 20), pages)
         try:
-            client.until("the reason is known", lambda: "chmod 0700" in client.client._process.why_not)
+            client.until("the reason is known", lambda: "chmod 0700" in client.client.process.why_not)
             answer = client.answer(client.begin("get", new_keys(1), ids(HALF)))
             assert answer.outcomes == (Outcome.UNREACHABLE,)
             assert "chmod 0700" in answer.detail or "being started" in answer.detail
@@ -199,7 +198,7 @@ def test_after_close_everything_is_settled(pages: StoredPages):
         limits = StoreLimits(start_s=READY_S, close_s=0.2)
         client = Client(FileStoreSettings(directory=Path(path) / "store", max_bytes=1 << 20), pages, limits)
         client.until_ready()
-        pid = client.client.pid
+        pid = client.client.process.pid
         stop(pid)
         operation = client.begin("get", new_keys(1), ids(HALF))
         client.close()
@@ -218,7 +217,7 @@ from tests.helpers.stored_pages import StoredPages
 folder = Path(sys.argv[1])
 client = Client(FileStoreSettings(directory=folder / "store", max_bytes=1 << 20), StoredPages(folder))
 client.until_ready()
-print("pid", client.client.pid, flush=True)
+print("pid", client.client.process.pid, flush=True)
 sys.stdin.read()
 """
 
@@ -275,7 +274,7 @@ def test_an_owner_of_mooncakes_memory_that_hangs_keeps_no_page(
     pages.fill()
     client.until_ready()
     stored_again(client, pages)
-    keys, pid = new_keys(1), client.client.pid
+    keys, pid = new_keys(1), client.client.process.pid
     assert outcomes(client, "put", keys, ids(0)) == ("stored",)
     servers.halt_owner()
     try:

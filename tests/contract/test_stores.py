@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -13,8 +14,8 @@ import pytest
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores.base import StoredObject
-from kvbridge.tier.stores.objects import VERSION, object_name
-from kvbridge.tier.stores.serving import open_store
+from kvbridge.tier.stores.objects import HEADER_BYTES, VERSION, object_name
+from kvbridge.tier.stores.process import open_store
 from tests.contract.stores_harness import KINDS, WAYS, Asked, asked_of, settings_of
 from tests.helpers.mooncake_servers import SEGMENT_BYTES
 from tests.helpers.stored_pages import HALF, PAGES, StoredPages, ids, new_keys
@@ -100,12 +101,12 @@ def _changed(at: int) -> Callable[[bytes], bytes]:
 
 LIES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "one wrong bit in the last byte": (_changed(-1), "wrong_digest"),
-    "one wrong bit in a key": (_changed(40), "wrong_digest"),
-    "one wrong bit in a digest": (_changed(60), "wrong_digest"),
+    "one wrong bit in a key": (_changed(30), "wrong_digest"),
+    "one wrong bit in a digest": (_changed(50), "wrong_digest"),
     "no header": (_changed(0), "wrong_digest"),
     "zeros": (lambda data: bytes(len(data)), "wrong_digest"),
-    "a header and zeros": (lambda data: data[:200] + bytes(len(data) - 200), "wrong_digest"),
-    "another version": (lambda data: data[:8] + bytes([VERSION + 1]) + data[9:], "other_version"),
+    "a header and zeros": (lambda data: data[:HEADER_BYTES] + bytes(len(data) - HEADER_BYTES), "wrong_digest"),
+    "another version": (lambda data: data[:7] + bytes([VERSION + 1]) + data[8:], "other_version"),
     "the first half": (lambda data: data[: len(data) // 2], "short"),
     "one byte less": (lambda data: data[:-1], "short"),
     "one byte more": (lambda data: data + b"x", "short"),
@@ -153,8 +154,7 @@ def test_a_mooncake_that_is_full_says_so_and_takes_pages_again_later(store: dict
     """What was just read is leased and cannot be evicted, so there comes an object that finds no room."""
     pages.fill()
     raw, until_s = store["direct"].raw, time.monotonic() + 30.0
-    memory = np.zeros(SEGMENT_BYTES // 8, dtype=np.uint8)
-    pieces = np.array([[memory.ctypes.data, len(memory)]], dtype=np.uint64)
+    pieces = [ctypes.create_string_buffer(SEGMENT_BYTES // 8)]
     large = [StoredObject(object_name(pages.form, key), pieces) for key in new_keys(9)]
     found = []
     for each in large:

@@ -44,7 +44,7 @@ from kvbridge.http.problems import Problem, error_of, make_problem, problem_resp
 from kvbridge.node.sender.offers import check_offer
 from kvbridge.tier.stores import messages as store_wire
 from kvbridge.tier.stores.base import Capabilities, Outcome, Verb
-from kvbridge.tier.stores.objects import ObjectForm, Part, encode_header, read_header
+from kvbridge.tier.stores.objects import ObjectForm, encode_header, read_header
 from kvbridge.transport.backend import read_endpoint
 from kvbridge.transport.base import Endpoint
 from kvbridge.transport.extents import Extents
@@ -108,7 +108,7 @@ VRAM = SharedRegion(
     origins=(CudaOrigin(handle=bytes(range(200, 256)) + b"8 bytes.", device_uuid=UUID, length_bytes=4096),),
 )
 POINT = StreamPoint(ring="r", handle=bytes(64), device_uuid=UUID)
-STORED = ObjectForm(parts=tuple(Part(component="c4_kv", layer=layer, page_bytes=1_000) for layer in (2, 4)))
+STORED = ObjectForm([REGION.region])
 PAGE_KEY = bytes(range(16))
 SECTION = Section(prompt_tokens=600, start_token=0, stop_token=512, layers=(0, 1))
 
@@ -148,8 +148,8 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
         store_wire.StoreOrder(number=1, verb=Verb.GET, form=1, keys=bytes(32), pages=bytes(8), until_s=12.5),
     ),
     store_wire.STORE_TO_NODE: (
-        store_wire.StoreReady(capabilities=Capabilities(kind="files", batch=16, across_hosts=False)),
-        store_wire.StoreFailed(code="config_invalid", message="no"),
+        store_wire.StoreReady(capabilities=Capabilities(kind="files", batch=16)),
+        store_wire.StoreFailed(message="no"),
         store_wire.StoreReport(number=1, outcomes=(Outcome.HIT, Outcome.SHORT), settled=False, detail="why"),
     ),
     WORKER_TO_NODE: (
@@ -315,7 +315,7 @@ DECODERS: tuple[Decoder, ...] = (
         "bodies",
         lambda data: read_header(STORED, PAGE_KEY, data),
         (),
-        (encode_header(STORED, PAGE_KEY, np.array([1, 2**32 - 1], dtype=np.uint32)),),
+        (encode_header(STORED, PAGE_KEY, 2**32 - 1),),
     ),
     Decoder(
         "allowed-keys",

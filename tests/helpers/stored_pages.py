@@ -13,7 +13,7 @@ from kvbridge.core.geometry.presets import preset
 from kvbridge.pool.memory.layout import Chunking, HostLayout, host_placement
 from kvbridge.pool.memory.mapped_pool import MappedPool
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
-from kvbridge.tier.stores.places import PagePlaces
+from kvbridge.tier.stores.objects import ObjectForm
 
 PAGES = 16
 HALF = PAGES // 2
@@ -40,8 +40,8 @@ class StoredPages:
         ]
         self.forms: list[tuple[Region, ...]] = [pool.regions() for pool in self.pools]
         self.shared = [pool.shared_regions() for pool in self.pools]
-        self.places = [PagePlaces(regions) for regions in self.forms]
-        self.form = self.places[0].form
+        self.places = [ObjectForm(regions) for regions in self.forms]
+        self.form = self.places[0]
         self._random = np.random.default_rng(secrets.randbits(64))
 
     def close(self) -> None:
@@ -49,20 +49,20 @@ class StoredPages:
             pool.close()
 
     def read(self, page: int, form: int = 0) -> bytes:
-        addresses = self.places[form].addresses(np.array([page], dtype=np.int32)).tolist()
-        return b"".join(map(ctypes.string_at, addresses, self.form.lengths.tolist()))
+        addresses = self.places[form].addresses(np.array([page], dtype=np.int32))
+        return b"".join(map(ctypes.string_at, addresses, self.form.lengths))
 
     def write(self, page: int, data: bytes, form: int = 0) -> None:
         at = 0
-        addresses = self.places[form].addresses(np.array([page], dtype=np.int32)).tolist()
-        for address, length in zip(addresses, self.form.lengths.tolist(), strict=True):
+        addresses = self.places[form].addresses(np.array([page], dtype=np.int32))
+        for address, length in zip(addresses, self.form.lengths, strict=True):
             ctypes.memmove(address, data[at : at + length], length)
             at += length
 
     def fill(self) -> None:
         """Random bytes in the first half of each pool, the same in both; zeros in the second."""
         for page in range(PAGES):
-            data = self._random.bytes(int(self.form.lengths.sum())) if page < HALF else bytes(self.form.lengths.sum())
+            data = self._random.bytes(self.form.payload_bytes) if page < HALF else bytes(self.form.payload_bytes)
             for form in range(len(self.forms)):
                 self.write(page, data, form)
 

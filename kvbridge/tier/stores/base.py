@@ -5,19 +5,13 @@ Owns: the interface, the outcomes, and what the caller can do about each. Must n
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from kvbridge.core.ids import FrozenModel, Positive
-
-Pieces = npt.NDArray[np.uint64]
-"""Addresses of this process and lengths in bytes, one row each: the form of the kernel's `struct iovec`."""
-
 
 BATCH_LIMIT = 256
 """Objects of one request at most."""
@@ -51,6 +45,7 @@ class Outcome(StrEnum):
     WRONG_DIGEST = "wrong_digest"
     """Its bytes, or its header, are not those that were stored."""
     OTHER_VERSION = "other_version"
+    """Another release has written it, in a form that this one does not read."""
     FULL = "full"
     """The store has no room for it, now."""
     TIMED_OUT = "timed_out"
@@ -115,12 +110,13 @@ class StoredObject(NamedTuple):
     """An object by its name, and the memory that its bytes lie in or go to, in their order."""
 
     name: str
-    pieces: Pieces
+    pieces: list[ctypes.Array[ctypes.c_char]]
+    """Stretches of memory of this process that others hold, as arrays of bytes."""
 
     @property
     def length_bytes(self) -> int:
         """Of all pieces."""
-        return int(self.pieces[:, 1].sum())
+        return sum(map(len, self.pieces))
 
 
 class Capabilities(FrozenModel):
@@ -128,9 +124,7 @@ class Capabilities(FrozenModel):
 
     kind: str
     batch: Positive
-    """Objects of one request that it handles well together; more are taken, up to what a message holds."""
-    across_hosts: bool
-    """Whether other hosts find what this one stores."""
+    """Objects that it moves together. It takes more, and moves them one batch after the other."""
 
 
 class ObjectStore(Protocol):
@@ -146,7 +140,7 @@ class ObjectStore(Protocol):
         """What it is."""
 
     def write(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
-        """Keep objects whole, or not at all: `stored`, or why not. One that is there already stays as it is."""
+        """Keep objects whole, or not at all: `stored`, or why not. One of the same name and length stays as it is."""
 
     def read(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
         """Fill the pieces: `hit`, which nobody has compared yet, or why not; what the pieces hold is then undefined."""

@@ -6,8 +6,11 @@ Owns: both, as arithmetic of given times. Must not know: clocks, stores, why som
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import StrEnum
+
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
 
 
 class BreakerState(StrEnum):
@@ -19,40 +22,6 @@ class BreakerState(StrEnum):
     """It is not: it has failed too often."""
     HALF_OPEN = "half_open"
     """One request tries whether it works again; all others are answered as if it were open."""
-
-
-class BreakerEvent(StrEnum):
-    """What changes that."""
-
-    SUCCESS = "success"
-    """A request has been answered, be it with a miss."""
-    FAILURE = "failure"
-    """The store did not answer, or could not."""
-    LAST_FAILURE = "last_failure"
-    """The same, and it was the last of those that are borne in a row."""
-    COOLED = "cooled"
-    """The pause is over, and there is a request."""
-
-
-_C, _O, _H = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.HALF_OPEN
-_S, _F, _L, _P = BreakerEvent.SUCCESS, BreakerEvent.FAILURE, BreakerEvent.LAST_FAILURE, BreakerEvent.COOLED
-
-TRANSITIONS: Mapping[tuple[BreakerState, BreakerEvent], BreakerState] = {
-    (_C, _S): _C,
-    (_C, _F): _C,
-    (_C, _L): _O,
-    (_O, _S): _O,  # late answers to requests from before: they prove nothing about now
-    (_O, _F): _O,
-    (_O, _L): _O,
-    (_O, _P): _H,
-    (_H, _S): _C,
-    (_H, _F): _O,
-    (_H, _L): _O,
-}
-"""What follows from what. A breaker that is not open does not cool."""
-
-FIRST_PAUSE_S = 1.0
-LONGEST_PAUSE_S = 30.0
 
 
 class Breaker:
@@ -71,26 +40,23 @@ class Breaker:
     def admits(self, now_s: float) -> bool:
         """Whether a request goes to the store now. One that does is followed by `success` or `failure`."""
         if self.state is BreakerState.OPEN and now_s >= self._until_s:
-            self.state = TRANSITIONS[self.state, BreakerEvent.COOLED]
+            self.state = BreakerState.HALF_OPEN
             return True
         return self.state is BreakerState.CLOSED
 
     def success(self) -> None:
-        """A request was answered."""
-        self.state = TRANSITIONS[self.state, BreakerEvent.SUCCESS]
-        if self.state is BreakerState.CLOSED:
-            self._failures, self._pause_s = 0, FIRST_PAUSE_S
+        """A request was answered, be it with a miss. While open, it is one from before, and proves nothing about now."""
+        if self.state is not BreakerState.OPEN:
+            self.state, self._failures, self._pause_s = BreakerState.CLOSED, 0, FIRST_PAUSE_S
 
     def failure(self, now_s: float) -> None:
-        """A request was not answered, or the store has told that it cannot."""
+        """A request was not answered, or the store has told that it cannot. While open, this is nothing new."""
         self._failures += 1
-        before = self.state
-        last = self._failures >= self._limit
-        self.state = TRANSITIONS[before, BreakerEvent.LAST_FAILURE if last else BreakerEvent.FAILURE]
-        if self.state is BreakerState.OPEN and before is not BreakerState.OPEN:
-            if before is BreakerState.HALF_OPEN:
-                self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
-            self._until_s = now_s + self._pause_s
+        if self.state is BreakerState.HALF_OPEN:
+            self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)
+        elif self.state is BreakerState.OPEN or self._failures < self._limit:
+            return
+        self.state, self._until_s = BreakerState.OPEN, now_s + self._pause_s
 
 
 class FailedKeys:
@@ -100,9 +66,6 @@ class FailedKeys:
         """At most `most` are remembered; the oldest go first."""
         self._keep_s, self._most = keep_s, most
         self._until_s: OrderedDict[str, float] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._until_s)
 
     def add(self, names: Iterable[str], now_s: float) -> None:
         """Their objects have just been found missing or bad."""
@@ -119,8 +82,4 @@ class FailedKeys:
 
     def has(self, name: str, now_s: float) -> bool:
         """Whether it is still remembered."""
-        until_s = self._until_s.get(name)
-        if until_s is None or now_s < until_s:
-            return until_s is not None
-        del self._until_s[name]
-        return False
+        return now_s < self._until_s.get(name, now_s)

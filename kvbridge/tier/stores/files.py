@@ -2,101 +2,85 @@
 
 Owns: the directory, what it may take, who goes first. Must not know: pages, headers, digests.
 
-    DIRECTORY/usage           two numbers, and the lock of all who change the directory
-    DIRECTORY/3f/NAME         an object, in one of 256 directories by the last digits of its name
-    DIRECTORY/writing-RANDOM  what one process is writing, locked as long as it lives
+    DIRECTORY/usage      the bytes of all objects, and the lock of all who add or remove one
+    DIRECTORY/3f/NAME    an object, in one of 256 directories by the last digits of its name
 
-Several processes of one host may use a directory. What they agree on: whoever begins, ends or removes a file holds the lock of
-`usage` for that moment and keeps its first number right: the bytes of all files, with those of files that are being written
-counted at their full length from the start. So the bound holds for all of them together, if all say the same. The second number
-counts changes, by which a process sees that others have changed the directory, and lists it anew before it evicts. A process that
-was killed may leave the first number too large by a file; listing corrects it, at each start and before anybody is told `full`.
+Several processes of one host may use a directory. An object is written to a file without a name (O_TMPFILE), which goes with its
+process however that ends, and gets its name when it is whole: under the lock of `usage`, when there is room for it. So the bound
+holds for all processes together, if all say the same; what is just being written comes on top, an object for each thread. Whoever
+is killed between a name and the number leaves it wrong by a file, until it is counted anew: at each start, and before anybody is
+told `full`.
 
-Who was used longest ago goes first. A use is noted in memory and as the file's time of modification, from which the order is
-rebuilt. To read takes no lock: a file that is gone is a miss, one that goes meanwhile stays readable. Nothing is flushed to the
-disk: what a power failure leaves is compared like everything else. A process that is stopped while it holds the lock (which it does
-for microseconds, but for listing) makes the others' puts time out until it goes on or ends.
+Who was used longest ago goes first, by the time of modification, which a use renews: the oldest eighth of at least a thousand
+objects, which are a fair sample since names are hashes. To read takes no lock: a file that is gone is a miss, one that goes
+meanwhile stays readable. Nothing is flushed to the disk: what a power failure leaves is compared like everything else. A process
+that is stopped while it holds the lock makes the others' puts time out until it goes on or ends.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
-import itertools
 import os
-import secrets
-import shutil
 import struct
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from ctypes import Array, c_char
+from itertools import cycle
 from pathlib import Path
 
-import numpy as np
 import structlog
 
 from kvbridge.config.stores import FileStoreSettings
 from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import ConfigError
-from kvbridge.tier.stores.base import Answer, Capabilities, Outcome, Pieces, StoredObject
+from kvbridge.tier.stores.base import Answer, Capabilities, Outcome, StoredObject
 from kvbridge.tier.stores.objects import is_object_name
 
 log = structlog.get_logger(__name__)
 
-WRITING = "writing-"
 OPEN_TIMEOUT_S = 30.0
 """For the lock while a store is opened, which others hold for as long as they list the directory."""
 LOOK_AGAIN_S = 0.0005
-EVICT_TO = 15 / 16
-"""Of the bound, so that a full store does not evict with each put."""
+SAMPLE = 1_000
 _VECTORS = 1024
 """IOV_MAX."""
-_USAGE = struct.Struct("<qq")
+_FOLDERS = [f"{number:02x}" for number in range(256)]
+_USAGE = struct.Struct("<q")
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-_libc = ctypes.CDLL(None, use_errno=True)
-for _call in (_libc.preadv, _libc.pwritev):
-    _call.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64]
-    _call.restype = ctypes.c_ssize_t
 
 
 class FileStore:
     """See `base.ObjectStore`. Close it, or end the process."""
 
-    capabilities = Capabilities(kind="files", batch=16, across_hosts=False)
+    capabilities = Capabilities(kind="files", batch=1)
 
     def __init__(self, settings: FileStoreSettings) -> None:
-        """Open the directory, list it, and remove what dead processes were writing. Raises ConfigError when it cannot be used."""
-        self._directory = settings.directory
+        """Open the directory and count what is in it. Raises ConfigError when it cannot be used."""
         self._max_bytes = settings.max_bytes
-        self._folders = {f"{number:02x}": self._directory / f"{number:02x}" for number in range(256)}
-        self._known: OrderedDict[str, int] = OrderedDict()
-        """Objects with their lengths, the one that was used longest ago first."""
-        self._order = threading.Lock()
-        """Over `_known`; held for moments, so that reading never waits for another process."""
         self._changing = threading.Lock()
         """Taken before the lock of `usage`, which only keeps other processes out."""
-        self._changes = -1
-        """The second number of `usage`, when nobody but us has changed anything since it was listed."""
-        self._numbers = itertools.count()
+        self._turn = cycle(_FOLDERS)
+        """The folders in the order in which they are looked through for what is old."""
+        directory = settings.directory
         with ExitStack() as opened:
             try:
-                _make_private(self._directory)
-                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-                self._usage = os.open(self._directory / "usage", flags, 0o600)
+                self._root = _open_private(directory)
+                opened.callback(os.close, self._root)
+                self._usage = self._open("usage", os.O_RDWR | os.O_CREAT)
                 opened.callback(os.close, self._usage)
-                self._writing, lock = _make_writing(self._directory)
-                opened.callback(os.close, lock)
-                opened.callback(shutil.rmtree, self._writing, ignore_errors=True)
+                os.close(self._open(".", os.O_WRONLY | os.O_TMPFILE))
                 with self._alone(monotonic() + OPEN_TIMEOUT_S):
-                    self._list()
+                    for folder in _FOLDERS:
+                        with suppress(FileExistsError):
+                            os.mkdir(folder, 0o700, dir_fd=self._root)
+                    self._count_anew()
             except (OSError, _LateError) as error:
                 raise ConfigError(
-                    f"the store's directory {self._directory} cannot be used: {error}; it must be on a file system of this host "
-                    "that this user may write and that knows locks (flock)"
+                    f"the store's directory {directory} cannot be used: {error}; it must be on a file system of this host that "
+                    "this user may write and that knows locks and files without a name (flock, O_TMPFILE: ext4, xfs, btrfs, tmpfs)"
                 ) from error
             self._closing = opened.pop_all()
 
@@ -110,7 +94,7 @@ class FileStore:
 
     def present(self, names: Sequence[str], until_s: float) -> Answer:
         """See `ObjectStore.present`."""
-        return _each(names, until_s, lambda name: _PRESENCE[self._path(name).exists()])
+        return _each(names, until_s, lambda name: Outcome.ABSENT if self._length(name) is None else Outcome.PRESENT)
 
     def remove(self, names: Sequence[str], until_s: float) -> Answer:
         """See `ObjectStore.remove`."""
@@ -126,81 +110,48 @@ class FileStore:
     # ------------------------------------------------------------------ one object
 
     def _write(self, each: StoredObject, until_s: float) -> Outcome:
-        length, path = each.length_bytes, self._path(each.name)
-        with suppress(FileNotFoundError):
-            if path.stat().st_size == length:
-                self._used(each.name, length, path)
-                return Outcome.STORED
-        written = self._writing / f"{each.name}.{next(self._numbers)}"
-        with self._alone(until_s):
-            if not self._make_room(length):
-                return Outcome.FULL
-            descriptor = self._begin(written, length)
-        try:
-            with _closing(descriptor):
-                _move(_libc.pwritev, descriptor, each.pieces)
+        length = each.length_bytes
+        if self._length(each.name) == length:
+            os.utime(_path(each.name), dir_fd=self._root)
+            return Outcome.STORED
+        if length > self._max_bytes:
+            return Outcome.FULL
+        with _closing(self._open(".", os.O_WRONLY | os.O_TMPFILE)) as descriptor:
+            if _move(os.pwritev, descriptor, each.pieces) != length:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             with self._alone(until_s):
-                self._count(-_remove_file(path))
-                written.rename(path)
-                self._used(each.name, length, path)
-        except (OSError, _LateError):
-            self._give_up(written)
-            raise
+                total = self._total() - self._unlink(each.name)
+                total = self._make_room(total, self._max_bytes - length)
+                # `dst_dir_fd` is what makes this follow the link to the file without a name.
+                os.link(f"/proc/self/fd/{descriptor}", _path(each.name), dst_dir_fd=self._root, follow_symlinks=True)
+                self._set_total(total + length)
         return Outcome.STORED
 
-    def _begin(self, written: Path, length: int) -> int:
-        """Make a file to write to, counted as it will be; we are alone, so whoever lists sees both or neither."""
-        descriptor = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.ftruncate(descriptor, length)
-        except OSError:
-            os.close(descriptor)
-            written.unlink(missing_ok=True)
-            raise
-        self._count(length)
-        return descriptor
-
-    def _give_up(self, written: Path) -> None:
-        """Take back what was begun. When others hold the lock, the number stays too large until somebody lists the directory."""
-        with suppress(OSError, _LateError), self._alone(monotonic()):
-            self._count(-_remove_file(written))
-        written.unlink(missing_ok=True)
-
     def _read(self, each: StoredObject) -> Outcome:
-        path = self._path(each.name)
         try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            descriptor = self._open(_path(each.name), os.O_RDONLY)
         except FileNotFoundError:
-            self._note(each.name, None)
             return Outcome.ABSENT
         with _closing(descriptor):
             length = each.length_bytes
-            if os.fstat(descriptor).st_size != length or _move(_libc.preadv, descriptor, each.pieces) != length:
+            if os.fstat(descriptor).st_size != length or _move(os.preadv, descriptor, each.pieces) != length:
                 return Outcome.SHORT
-            self._used(each.name, length, descriptor)
+            os.utime(descriptor)
         return Outcome.HIT
 
     def _remove(self, name: str, until_s: float) -> Outcome:
         with self._alone(until_s):
-            self._note(name, None)
-            self._count(-_remove_file(self._path(name)))
+            self._set_total(self._total() - self._unlink(name))
         return Outcome.DROPPED
 
-    def _used(self, name: str, length: int, file: Path | int) -> None:
-        now_ns = time.time_ns()
-        with suppress(OSError):  # it was removed meanwhile, which the next who wants it will see
-            os.utime(file, ns=(now_ns, now_ns))
-        self._note(name, length)
+    def _open(self, path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=self._root)
 
-    def _note(self, name: str, length: int | None) -> None:
-        """An object was used just now, or is not there any more (None)."""
-        with self._order:
-            self._known.pop(name, None)
-            if length is not None:
-                self._known[name] = length
-
-    def _path(self, name: str) -> Path:
-        return self._folders[name[-2:]] / name
+    def _length(self, name: str) -> int | None:
+        try:
+            return os.stat(_path(name), dir_fd=self._root, follow_symlinks=False).st_size
+        except FileNotFoundError:
+            return None
 
     # ------------------------------------------------------------------ all of them; the callers are alone
 
@@ -208,11 +159,11 @@ class FileStore:
     def _alone(self, until_s: float) -> Iterator[None]:
         """Keep other threads and processes from changing the directory. Raises _LateError when others hold the lock too long."""
         if not self._changing.acquire(timeout=max(0.0, until_s - monotonic())):
-            raise _LateError("other requests keep it busy")
+            raise _LateError("other requests keep the store's directory busy")
         try:
             while not _flocked(self._usage):
                 if monotonic() >= until_s:
-                    raise _LateError("another process holds its lock")
+                    raise _LateError("another process holds the lock of the store's directory")
                 time.sleep(LOOK_AGAIN_S)
             try:
                 yield
@@ -221,67 +172,74 @@ class FileStore:
         finally:
             self._changing.release()
 
-    def _make_room(self, length: int) -> bool:
-        """Evict until there is room for so many bytes more. Returns whether there is."""
-        most = self._max_bytes - length
-        if most < 0:
-            return False
-        total, changes = self._read_usage()
-        if total <= most:
-            return True
-        if changes != self._changes:
-            total = self._list()
-        total = self._evict(total, max(0, int(EVICT_TO * self._max_bytes) - length))
-        if total > most:  # what is counted and not known
-            total = self._evict(self._list(), most)
-        return total <= most
+    def _unlink(self, name: str) -> int:
+        """Remove an object if it is there. Returns the bytes that it took."""
+        length = self._length(name)
+        if length is None:
+            return 0
+        os.unlink(_path(name), dir_fd=self._root)
+        return length
 
-    def _evict(self, total: int, most: int) -> int:
-        before = total
+    def _make_room(self, total: int, most: int) -> int:
+        """Evict until all objects take at most so many bytes, and return how many they take."""
+        counted = False
         while total > most:
-            with self._order:
-                if not self._known:
-                    break
-                name, _ = self._known.popitem(last=False)
-            total -= _remove_file(self._path(name))
-        self._count(total - before)
+            found, expected = self._sample()
+            if not counted and total > 2 * expected:  # somebody has removed files by hand, say
+                total, counted = self._count_anew(), True
+                continue
+            for _, name, _ in found[: max(1, len(found) // 8)]:
+                if total > most or len(found) >= SAMPLE:
+                    total -= self._unlink(name)
+            self._set_total(total)
         return total
 
-    def _list(self) -> int:
-        """Take stock of the directory, and remove what dead processes were writing. Returns the bytes of all that is left."""
-        found, writing_bytes = [], 0
-        for path in self._directory.glob(f"{WRITING}*"):
-            writing_bytes += _tend_writing(path, self._writing)
-        for folder in self._folders.values():
-            folder.mkdir(mode=0o700, exist_ok=True)
-            for file in os.scandir(folder):
-                with suppress(FileNotFoundError):
-                    if is_object_name(file.name):
-                        facts = file.stat(follow_symlinks=False)
-                        found.append((facts.st_mtime_ns, file.name, facts.st_size))
-        with self._order:
-            self._known = OrderedDict((name, length) for _, name, length in sorted(found))
-        total = sum(length for _, _, length in found) + writing_bytes
-        self._changes = self._read_usage()[1]
-        os.pwrite(self._usage, _USAGE.pack(total, self._changes), 0)
+    def _sample(self) -> tuple[list[tuple[int, str, int]], float]:
+        """Objects of the next folders, the one first that was used longest ago, and what so many would make in all folders."""
+        found: list[tuple[int, str, int]] = []
+        looked = 0
+        while looked < len(_FOLDERS) and len(found) < SAMPLE:
+            found += self._list(next(self._turn))
+            looked += 1
+        return sorted(found), sum(length for _, _, length in found) * len(_FOLDERS) / looked
+
+    def _list(self, folder: str) -> Iterator[tuple[int, str, int]]:
+        with _closing(self._open(folder, os.O_RDONLY | os.O_DIRECTORY)) as descriptor, os.scandir(descriptor) as files:
+            for file in files:
+                if is_object_name(file.name):
+                    facts = file.stat(follow_symlinks=False)
+                    yield facts.st_mtime_ns, file.name, facts.st_size
+
+    def _count_anew(self) -> int:
+        total = sum(length for folder in _FOLDERS for _, _, length in self._list(folder))
+        self._set_total(total)
         return total
 
-    def _count(self, more_bytes: int) -> None:
-        total, changes = self._read_usage()
-        if changes == self._changes:
-            self._changes += 1
-        os.pwrite(self._usage, _USAGE.pack(total + more_bytes, changes + 1), 0)
-
-    def _read_usage(self) -> tuple[int, int]:
+    def _total(self) -> int:
         data = os.pread(self._usage, _USAGE.size, 0)
-        return _USAGE.unpack(data) if len(data) == _USAGE.size else (0, 0)
+        return int(_USAGE.unpack(data)[0]) if len(data) == _USAGE.size else self._count_anew()
 
-
-_PRESENCE = {True: Outcome.PRESENT, False: Outcome.ABSENT}
+    def _set_total(self, total: int) -> None:
+        os.pwrite(self._usage, _USAGE.pack(total), 0)
 
 
 class _LateError(Exception):
     """The deadline came before the lock."""
+
+
+def _open_private(directory: Path) -> int:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    facts = directory.stat()
+    if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        raise ConfigError(
+            f"the store's directory {directory} must belong to this user alone (chown {os.geteuid()}, chmod 0700): who can write "
+            "there can put other bytes under every key"
+        )
+    return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+
+
+def _path(name: str) -> str:
+    return f"{name[-2:]}/{name}"
 
 
 def _each(items: Sequence[object], until_s: float, act: Callable[..., Outcome]) -> Answer:
@@ -300,101 +258,30 @@ def _each(items: Sequence[object], until_s: float, act: Callable[..., Outcome]) 
     return Answer(tuple(outcomes), detail=detail)
 
 
-def _move(call: Callable[..., int], descriptor: int, pieces: Pieces) -> int:
-    """Read or write all pieces, one after the other from the file's beginning. Returns how many bytes were there."""
-    left, offset = pieces.copy(), 0
-    while len(left):
-        vectors = left[:_VECTORS]
-        moved = call(descriptor, vectors.ctypes.data, len(vectors), offset)
-        if moved < 0:
-            code = ctypes.get_errno()
-            if code == errno.EINTR:
-                continue
-            raise OSError(code, os.strerror(code))
-        if moved == 0:
-            break
+def _move(call: Callable[..., int], descriptor: int, pieces: Sequence[Array[c_char]]) -> int:
+    """Read or write all pieces, one after the other from the file's beginning. Returns how many bytes were there, or fitted."""
+    offset = 0
+    for start in range(0, len(pieces), _VECTORS):
+        some = pieces[start : start + _VECTORS]
+        moved = call(descriptor, some, offset)
         offset += moved
-        ends = np.cumsum(vectors[:, 1])
-        whole = int(np.searchsorted(ends, moved, side="right"))
-        rest = moved - int(ends[whole - 1]) if whole else moved
-        left = left[whole:]
-        if rest:
-            left[0] += np.array([rest, -rest], dtype=np.int64).astype(np.uint64)
+        if moved != sum(map(len, some)):
+            break
     return offset
 
 
 @contextmanager
-def _closing(descriptor: int) -> Iterator[None]:
+def _closing(descriptor: int) -> Iterator[int]:
     try:
-        yield
+        yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _remove_file(path: Path) -> int:
-    """Remove a file if it is there. Returns its length."""
-    try:
-        length = path.stat().st_size
-        path.unlink()
-    except FileNotFoundError:
-        return 0
-    return length
-
-
-def _make_private(directory: Path) -> None:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    facts = directory.stat()
-    if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
-        raise ConfigError(
-            f"the store's directory {directory} must belong to this user alone (chown {os.geteuid()}, chmod 0700): who can write "
-            "there can put other bytes under every key"
-        )
-
-
-def _make_writing(directory: Path) -> tuple[Path, int]:
-    """Make a directory for what this process writes. Returns it with the descriptor that holds its lock."""
-    while True:
-        path = directory / f"{WRITING}{secrets.token_hex(8)}"
-        path.mkdir(mode=0o700)
-        with suppress(FileNotFoundError):  # another process has taken it for a dead one's before it was locked
-            descriptor = _lock_directory(path)
-            if descriptor is not None:
-                if path.exists():
-                    return path, descriptor
-                os.close(descriptor)
-
-
-def _lock_directory(path: Path) -> int | None:
-    """Lock a directory. Returns the descriptor that holds the lock, or None when another one does."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    if _flocked(descriptor):
-        return descriptor
-    os.close(descriptor)
-    return None
-
-
 def _flocked(descriptor: int) -> bool:
-    """Take the lock of a file or directory if nobody has it. Returns whether it is ours."""
+    """Take the lock of a file if nobody has it. Returns whether it is ours."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
-
-
-def _tend_writing(path: Path, ours: Path) -> int:
-    """Return the bytes of what a process is writing; remove what a dead one was."""
-    with suppress(FileNotFoundError):
-        descriptor = None if path == ours else _lock_directory(path)
-        if descriptor is None:
-            return sum(_length(Path(file.path)) for file in os.scandir(path))
-        with _closing(descriptor):
-            shutil.rmtree(path, ignore_errors=True)
-    return 0
-
-
-def _length(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0

@@ -1,9 +1,9 @@
 """What a node and its store process say to each other, typed, and how a message is put on the wire.
 
-Owns: names, fields, limits. Must not know: sockets, how an order is carried out.
+Owns: names, fields, limits. Must not know: pipes, how an order is carried out.
 
-A message is its length as an unsigned 32-bit little-endian integer and so many bytes of its codec's making. The connection is
-a pair of sockets that only the two processes have: the end of either process is the end of it.
+A message is its length as an unsigned 32-bit little-endian integer and so many bytes of its codec's making. They go over the
+process's standard input and output, which only the two have: the end of either process is the end of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Reason = Annotated[str, Field(max_length=REASON_CHARS)]
 
 
 class StoreSetup(FrozenModel):
-    """Node to process, first message: what store, and what of the host pool is kept in it."""
+    """Node to process, first message: what store, and what of the node's memory is kept in it."""
 
     type: Literal["store_setup"] = "store_setup"
     settings: Annotated[str, Field(max_length=10_000)]
@@ -49,7 +49,6 @@ class StoreFailed(FrozenModel):
     """Process to node: I cannot serve, and end; the text gives cause and cure."""
 
     type: Literal["store_failed"] = "store_failed"
-    code: Annotated[str, Field(max_length=100)]
     message: Reason
 
 

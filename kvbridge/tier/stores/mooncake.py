@@ -16,11 +16,12 @@ What the library does (0.3.13, measured, and read in its source), and what follo
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any
 
 from kvbridge.config.stores import MooncakeStoreSettings
 from kvbridge.config.transports import MooncakeProtocol
@@ -63,42 +64,10 @@ REMOVE_OUTCOMES = {
 PRESENCE = {1: Outcome.PRESENT, 0: Outcome.ABSENT}
 
 
-class Library(Protocol):
-    """The part of `mooncake.store.MooncakeDistributedStore` that is used. One answer for each name, in order."""
-
-    def setup(self, *words: Any) -> int:  # noqa: ANN401 - four texts and two numbers, in its own order
-        """0 when the master has answered."""
-
-    def register_buffer(self, address: int, length: int, /) -> int:
-        """0 when it was."""
-
-    def batch_put_from_multi_buffers(
-        self, names: list[str], addresses: list[list[int]], lengths: list[list[int]], config: object, /
-    ) -> list[int]:
-        """0, or a code."""
-
-    def batch_get_into_multi_buffers(
-        self, names: list[str], addresses: list[list[int]], lengths: list[list[int]], /
-    ) -> list[int]:
-        """Bytes, or a code."""
-
-    def batch_is_exist(self, names: list[str], /) -> list[int]:
-        """1, 0, or a code."""
-
-    def batch_remove(self, names: list[str], force: bool, /) -> list[int]:
-        """0, or a code."""
-
-    def get_size(self, name: str, /) -> int:
-        """Bytes, or a code."""
-
-    def close(self) -> int:
-        """0."""
-
-
 class MooncakeStore:
     """See `base.ObjectStore`. Only the end of the process ends all that it has begun."""
 
-    capabilities = Capabilities(kind="mooncake", batch=16, across_hosts=True)
+    capabilities = Capabilities(kind="mooncake", batch=16)
 
     def __init__(self, settings: MooncakeStoreSettings) -> None:
         """Connect to the master.
@@ -119,7 +88,7 @@ class MooncakeStore:
                 f"the store of the mooncake library cannot be loaded ({error}); install kvbridge[cpu] on a host without CUDA, "
                 "kvbridge[cuda] on one with it, and the system package libibverbs1"
             ) from error
-        self._library = cast("Library", MooncakeDistributedStore())
+        self._library: Any = MooncakeDistributedStore()
         self._config = ReplicateConfig()
         self._config.replica_num = settings.replicas
         code = self._library.setup(
@@ -156,7 +125,7 @@ class MooncakeStore:
         names, addresses, lengths = _apart(objects)
 
         def get() -> list[int]:
-            codes = self._library.batch_get_into_multi_buffers(names, addresses, lengths)
+            codes: list[int] = self._library.batch_get_into_multi_buffers(names, addresses, lengths)
             if len(codes) != len(objects):
                 return codes
             return [self._read_code(each, code) for each, code in zip(objects, codes, strict=True)]
@@ -191,8 +160,8 @@ class MooncakeStore:
 def _apart(objects: Sequence[StoredObject]) -> tuple[list[str], list[list[int]], list[list[int]]]:
     return (
         [each.name for each in objects],
-        [each.pieces[:, 0].tolist() for each in objects],
-        [each.pieces[:, 1].tolist() for each in objects],
+        [list(map(ctypes.addressof, each.pieces)) for each in objects],
+        [list(map(len, each.pieces)) for each in objects],
     )
 
 

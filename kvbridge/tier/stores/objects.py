@@ -1,19 +1,18 @@
-"""The form of an object in a store: one page of one rank, all of its components and layers, and what proves that it is that.
+"""The form of an object in a store: one page, all components and layers; where its parts lie, and what proves that it is that.
 
-Owns: names, the header, and what is wrong with one. Must not know: memory, files, libraries, how a digest is computed.
+Owns: names, the header, what is wrong with one, that arithmetic. Must not know: memory, files, libraries, how a digest is computed.
 
-An object is a header and then its parts, each the page of one layer of one component, without anything between them and in the
-order of `ObjectForm.parts`. The header, all numbers little-endian:
+An object is a header and then its parts, each the page of one layer of one component, without anything between them, in the order
+of components' names and layers. The header, 64 bytes, all numbers little-endian:
 
 | bytes | what |
 |---|---|
-| 8 | `kvbpage` and a line feed |
-| 2, 2, 4 | version; number of parts; bytes of the header |
-| 16 | form: BLAKE2b over the version and the parts' components, layers, lanes and lengths |
+| 8 | `kvbpage` and the version |
+| 16 | form: BLAKE2b over the parts' components, layers, lanes and lengths |
 | 16 | page key (`tier.keys`), which names model, revision, fingerprint, adapter, namespace, and all tokens up to the page's end |
 | 8 | bytes of all parts |
-| 8 a part | its length and its raw CRC-32C, as `kernels.digest` computes it |
-| 16 | BLAKE2b of all that precedes |
+| 4 | their CRC-32C, as of one stretch |
+| 12 | BLAKE2b of all that precedes |
 
 So two objects have the same name only if their bytes must be the same, whoever has computed them; and whatever a store returns
 under a name is known for what it is, or for not being that. Digests find accidents, not malice: who may write into a store can
@@ -25,105 +24,78 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
-from collections.abc import Iterable
-from enum import StrEnum
-from functools import cached_property
-from typing import Self
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, UnsupportedError
 from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.ids import FrozenModel, NonNegative, Positive
-from kvbridge.tier.keys import KEY_BYTES
+from kvbridge.core.ids import IndexSpace, MemoryKind
+from kvbridge.tier.keys import KEY_BYTES, Keys
+from kvbridge.tier.stores.base import BATCH_LIMIT, Outcome
 
 VERSION = 1
-MAGIC = b"kvbpage\n"
+MAGIC = b"kvbpage"
 FORM_DOMAIN = b"kvbridge store forms v%d\n" % VERSION
 """So that releases of two versions never want the same name, and do not drop each other's objects."""
-CHECK_BYTES = 16
 
-Digests = npt.NDArray[np.uint32]
+PageIds = npt.NDArray[np.int32]
 
-_FIXED = struct.Struct("<8sHHI16s16sQ")
-_PART = np.dtype([("length", "<u4"), ("digest", "<u4")])
-_LARGEST_PART_BYTES = 2**32 - 1
-_MOST_PARTS = 2**16 - 1
+_HEAD = struct.Struct("<7sB16s16sQI")
+_CHECK_BYTES = 12
+HEADER_BYTES = _HEAD.size + _CHECK_BYTES
 _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}")
 
 
-class HeaderFault(StrEnum):
-    """Why bytes are not the header that they should be: kinds of misses, by the names that `base.Outcome` has for them."""
+class ObjectForm:
+    """What objects of one kind consist of, and where the parts of a page are. Pools of other layouts have the same form."""
 
-    OTHER_VERSION = "other_version"
-    """Another release has written it, in a form that this one does not read."""
-    OTHER_KEY = "other_key"
-    """A whole header, of another page or of other layers and lanes."""
-    WRONG_DIGEST = "wrong_digest"
-    """No header, or one that has changed since it was written."""
-
-
-class Part(FrozenModel):
-    """A page of one layer of one component, as a rank holds it."""
-
-    component: ComponentKind
-    layer: NonNegative
-    lane_start: NonNegative = 0
-    lane_stop: Positive = 1
-    page_bytes: Positive
-
-
-class ObjectForm(FrozenModel):
-    """What objects of one kind consist of, in order. Equal forms read each other's objects, whatever the layouts of their pools."""
-
-    parts: tuple[Part, ...]
-
-    @classmethod
-    def of_regions(cls, regions: Iterable[Region]) -> Self:
-        """Return the form of the pages of some regions: those that a rank keeps and restores together.
-
-        Raises InvalidInputError for regions that cannot be one object.
-        """
-        found = sorted(regions, key=region_order)
-        if len({(region.component, region.layer) for region in found}) != len(found):
-            raise InvalidInputError("an object holds a component of a layer once; two regions are of the same one")
-        if not found or len(found) > _MOST_PARTS:
-            raise InvalidInputError(f"an object has 1 to {_MOST_PARTS} parts, got {len(found)}")
-        if max(region.page_bytes for region in found) > _LARGEST_PART_BYTES:
-            raise InvalidInputError(f"a part of an object has at most {_LARGEST_PART_BYTES} bytes")
-        shared = ("component", "layer", "lane_start", "lane_stop", "page_bytes")
-        return cls(parts=tuple(Part(**{name: getattr(region, name) for name in shared}) for region in found))
-
-    @cached_property
-    def name(self) -> bytes:
-        """16 bytes that name it."""
+    def __init__(self, regions: Iterable[Region]) -> None:
+        """`regions`: of a page. Raises InvalidInputError when they cannot be one object, UnsupportedError for device memory."""
+        ordered = sorted(regions, key=lambda region: (region.component, region.layer))
+        if not ordered or len({(region.component, region.layer) for region in ordered}) != len(ordered):
+            raise InvalidInputError("an object has at least one part, and each component of a layer once")
+        if any(region.memory is not MemoryKind.DRAM for region in ordered):
+            raise UnsupportedError("a store takes pages of host memory; copy them there first")
         words = [
-            f"{part.component} {part.layer} {part.lane_start} {part.lane_stop} {part.page_bytes}\n".encode()
-            for part in self.parts
+            f"{region.component} {region.layer} {region.lane_start} {region.lane_stop} {region.page_bytes}\n"
+            for region in ordered
         ]
-        return _hash(FORM_DOMAIN + b"".join(words))
-
-    @cached_property
-    def lengths(self) -> npt.NDArray[np.int64]:
+        self.name = _hash(FORM_DOMAIN + "".join(words).encode(), 16)
+        self.lengths = [region.page_bytes for region in ordered]
         """Bytes of each part."""
-        return np.array([part.page_bytes for part in self.parts], dtype=np.int64)
+        self.payload_bytes = sum(self.lengths)
+        self.object_bytes = HEADER_BYTES + self.payload_bytes
+        self.spaces: tuple[IndexSpace, ...] = tuple(sorted({region.space for region in ordered}))
+        """The spaces that a page has an id in, in the order in which requests name them."""
+        self._columns = np.array([self.spaces.index(region.space) for region in ordered])
+        self._per_extent = np.array([region.pages_per_extent for region in ordered], dtype=np.int64)
+        self._strides = np.array([region.page_stride_bytes for region in ordered], dtype=np.int64)
+        counts = [len(region.extent_addresses) for region in ordered]
+        self._first_extents = np.cumsum([0, *counts[:-1]])
+        self._addresses = np.array([one for region in ordered for one in region.extent_addresses], dtype=np.int64)
+        self._page_counts = [
+            min(region.page_count for region in ordered if region.space is space) for space in self.spaces
+        ]
 
-    @cached_property
-    def header_bytes(self) -> int:
-        """Of every object's header."""
-        return _FIXED.size + _PART.itemsize * len(self.parts) + CHECK_BYTES
+    def check(self, pages: PageIds, count: int) -> None:
+        """Raise InvalidInputError unless `pages` has a row for each of `count` objects, with the id of a page in each space."""
+        if pages.shape != (count, len(self.spaces)):
+            raise InvalidInputError(
+                f"each of {count} objects needs a page id of each of {', '.join(self.spaces)}, got ids of shape {pages.shape}"
+            )
+        for column, (space, existing) in enumerate(zip(self.spaces, self._page_counts, strict=True)):
+            wrong = (pages[:, column] < 0) | (pages[:, column] >= existing)
+            if wrong.any():
+                page = pages[wrong, column][0]
+                raise PageOutOfBoundsError(f"page {page} of space {space} does not exist; there are {existing}")
 
-    @cached_property
-    def object_bytes(self) -> int:
-        """Of a whole object."""
-        return self.header_bytes + int(self.lengths.sum())
-
-
-def region_order(region: Region) -> tuple[str, int]:
-    """Where the pages of a region stand in an object."""
-    return region.component, region.layer
+    def addresses(self, page: PageIds) -> list[int]:
+        """Return where each part of a page begins; `page` is its id in each space."""
+        extents, indexes = np.divmod(page[self._columns].astype(np.int64), self._per_extent)
+        found: list[int] = (self._addresses[self._first_extents + extents] + indexes * self._strides).tolist()
+        return found
 
 
 def object_name(form: ObjectForm, key: bytes) -> str:
@@ -138,32 +110,38 @@ def is_object_name(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def encode_header(form: ObjectForm, key: bytes, digests: Digests) -> bytes:
-    """Return the header of an object; `digests[i]` is the raw CRC-32C of part i."""
-    parts = np.empty(len(form.parts), dtype=_PART)
-    parts["length"], parts["digest"] = form.lengths, digests
-    payload_bytes = form.object_bytes - form.header_bytes
-    fixed = _FIXED.pack(MAGIC, VERSION, len(parts), form.header_bytes, form.name, key, payload_bytes)
-    head = fixed + parts.tobytes()
-    return head + _hash(head)
+def encode_header(form: ObjectForm, key: bytes, digest: int) -> bytes:
+    """Return the header of an object; `digest`: the CRC-32C of its parts."""
+    head = _HEAD.pack(MAGIC, VERSION, form.name, key, form.payload_bytes, digest)
+    return head + _hash(head, _CHECK_BYTES)
 
 
-def read_header(form: ObjectForm, key: bytes, data: bytes) -> Digests | HeaderFault:
-    """Return the digests of the parts that follow a header, or why it is not that of this form and key. Never raises."""
-    if len(data) < _FIXED.size + CHECK_BYTES or data[: len(MAGIC)] != MAGIC:
-        return HeaderFault.WRONG_DIGEST
-    _, version, _, _, name, found_key, _ = _FIXED.unpack_from(data)
+def read_header(form: ObjectForm, key: bytes, data: bytes) -> int | Outcome:
+    """Return the digest of the parts that follow a header, or why it is not that of this form and key. Never raises."""
+    if len(data) != HEADER_BYTES:
+        return Outcome.WRONG_DIGEST
+    magic, version, name, found_key, payload_bytes, digest = _HEAD.unpack_from(data)
+    if magic != MAGIC:
+        return Outcome.WRONG_DIGEST
     if version != VERSION:
-        return HeaderFault.OTHER_VERSION
-    if _hash(data[:-CHECK_BYTES]) != data[-CHECK_BYTES:]:
-        return HeaderFault.WRONG_DIGEST
-    if (name, found_key) != (form.name, key):
-        return HeaderFault.OTHER_KEY
-    parts = np.frombuffer(data, _PART, len(form.parts), _FIXED.size)
-    if data != encode_header(form, key, parts["digest"]):
-        return HeaderFault.WRONG_DIGEST
-    return parts["digest"].astype(np.uint32)
+        return Outcome.OTHER_VERSION
+    if _hash(data[:-_CHECK_BYTES], _CHECK_BYTES) != data[-_CHECK_BYTES:]:
+        return Outcome.WRONG_DIGEST
+    if (name, found_key, payload_bytes) != (form.name, key, form.payload_bytes):
+        return Outcome.OTHER_KEY
+    return int(digest)
 
 
-def _hash(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=CHECK_BYTES, usedforsecurity=False).digest()
+def check_request(forms: Sequence[ObjectForm], form: int, keys: Keys) -> ObjectForm:
+    """Return the form of a request. Raises InvalidInputError when there is none, and for keys that cannot be one request."""
+    if not 0 <= form < len(forms):
+        raise InvalidInputError(f"there is no form {form} of objects here, only {len(forms)}")
+    if not 1 <= len(keys) <= BATCH_LIMIT:
+        raise InvalidInputError(f"a request is about 1 to {BATCH_LIMIT} objects, got {len(keys)}")
+    if len(set(keys.to_list())) != len(keys):
+        raise InvalidInputError("a request names a page key twice; ask for each page once")
+    return forms[form]
+
+
+def _hash(data: bytes, size: int) -> bytes:
+    return hashlib.blake2b(data, digest_size=size, usedforsecurity=False).digest()

@@ -1,25 +1,22 @@
 """Pages of a pool into a store and back, compared before anybody uses them.
 
-Owns: the headers' memory, making and checking digests. Must not know: which store it is, processes,
-who wants the pages.
+Owns: the headers' memory, making and checking digests. Must not know: which store it is, processes, who wants the pages.
 
 What a store answers is believed only where it says no. A `hit` of `PageStore` means that every byte of the page has been compared
-with a digest that was made where the page was computed, whatever came between.
+with a digest that was made where the page was computed, whatever came between. A digest is computed right before a batch is
+written and right after it was read, while the bytes are still in the processor's caches.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import queue
-from collections.abc import Sequence
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable, Sequence
 
 from kvbridge.core.clock import monotonic
 from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.ids import MemoryKind
-from kvbridge.kernels.digest import raw_checksums
+from kvbridge.kernels.digest import checksum
 from kvbridge.pool.memory.sharing import registered_extents
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores.base import (
@@ -29,15 +26,21 @@ from kvbridge.tier.stores.base import (
     Capabilities,
     ObjectStore,
     Outcome,
-    Pieces,
     Remedy,
     StoredObject,
 )
-from kvbridge.tier.stores.objects import HeaderFault, ObjectForm, encode_header, object_name, read_header
-from kvbridge.tier.stores.places import PageIds, PagePlaces, check_request
+from kvbridge.tier.stores.objects import (
+    HEADER_BYTES,
+    ObjectForm,
+    PageIds,
+    check_request,
+    encode_header,
+    object_name,
+    read_header,
+)
 
-Rows = npt.NDArray[np.uint8]
-"""Memory for the headers of one request, one row each."""
+Move = Callable[[ObjectForm, list[bytes], list[StoredObject]], Answer]
+"""What is done with a batch: the form, the page keys and the objects, one for each key."""
 
 
 class PageStore:
@@ -49,15 +52,16 @@ class PageStore:
         Raises InvalidInputError for regions that cannot be one object, RegistrationError for memory that the store cannot use.
         """
         self._store = store
-        self.places = tuple(PagePlaces(regions) for regions in forms)
-        self._row_bytes = -(-max(places.form.header_bytes for places in self.places) // 64) * 64
-        memory = mmap.mmap(-1, calls * BATCH_LIMIT * self._row_bytes)
-        rows = np.frombuffer(memory, dtype=np.uint8).reshape(calls, BATCH_LIMIT, self._row_bytes)
+        self.forms = [ObjectForm(regions) for regions in forms]
+        memory = mmap.mmap(-1, calls * BATCH_LIMIT * HEADER_BYTES)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         extents = registered_extents(region for regions in forms for region in regions)
-        store.use_memory([(rows.ctypes.data, len(memory)), *((each.address, each.length_bytes) for each in extents)])
-        self._free: queue.SimpleQueue[Rows] = queue.SimpleQueue()
-        for each in rows:
-            self._free.put(each)
+        store.use_memory([(start, len(memory)), *((each.address, each.length_bytes) for each in extents)])
+        self._headers: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """Addresses of memory for the headers of one request each."""
+        self._memory = memory
+        for call in range(calls):
+            self._headers.put(start + call * BATCH_LIMIT * HEADER_BYTES)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -70,85 +74,88 @@ class PageStore:
         `pages`: int32 of shape (keys, spaces of the form). As all verbs: raises InvalidInputError for what names no page, and
         nothing for what the store does; the pages are in use until an answer that is settled.
         """
-        places = self._checked(form, keys, pages)
-        rows = self._rows(until_s)
-        if rows is None:
-            return _late(keys)
-        objects = self._objects(places, keys, pages, rows)
-        for row, key, each in zip(rows, keys.to_list(), objects, strict=False):
-            header = encode_header(places.form, key, _digests(each.pieces[1:]))
-            row[: len(header)] = np.frombuffer(header, dtype=np.uint8)
-        answer = self._store.write(objects, until_s)
-        if answer.settled:  # else the store may still look at these rows
-            self._free.put(rows)
-        return answer
+
+        def write(form: ObjectForm, keys: list[bytes], objects: list[StoredObject]) -> Answer:
+            for key, (_, [header, *parts]) in zip(keys, objects, strict=True):
+                header.raw = encode_header(form, key, checksum(parts))
+            return self._store.write(objects, until_s)
+
+        return self._in_batches(form, keys, pages, until_s, write)
 
     def get(self, form: int, keys: Keys, pages: PageIds, until_s: float) -> Answer:
         """Fill pages: `hit`, or a miss by its kind; then what the page holds is undefined. Bad objects are dropped."""
-        places = self._checked(form, keys, pages)
-        rows = self._rows(until_s)
-        if rows is None:
-            return _late(keys)
-        objects = self._objects(places, keys, pages, rows)
-        read = self._store.read(objects, until_s)
-        if not read.settled:  # what was read may change under our eyes, and so may these rows
-            return _without_hits(read)
-        outcomes = list(read.outcomes)
-        for index, key in enumerate(keys.to_list()):
-            if outcomes[index] is Outcome.HIT:
-                header = rows[index, : places.form.header_bytes].tobytes()
-                outcomes[index] = _compare(places.form, key, header, objects[index].pieces[1:])
-        self._free.put(rows)
-        bad = [
-            each.name for each, outcome in zip(objects, outcomes, strict=True) if REMEDIES[outcome] is Remedy.REPLACE
-        ]
-        if bad:
-            self._store.remove(bad, until_s)
-        return Answer(tuple(outcomes), detail=read.detail)
+
+        def read(form: ObjectForm, keys: list[bytes], objects: list[StoredObject]) -> Answer:
+            answer = self._store.read(objects, until_s)
+            if not answer.settled:  # what was read may change under our eyes, and so may the headers
+                return _without_hits(answer)
+            outcomes = tuple(
+                _compare(form, key, each) if outcome is Outcome.HIT else outcome
+                for key, each, outcome in zip(keys, objects, answer.outcomes, strict=True)
+            )
+            judged = zip(objects, outcomes, strict=True)
+            bad = [each.name for each, outcome in judged if REMEDIES[outcome] is Remedy.REPLACE]
+            if bad:
+                self._store.remove(bad, until_s)
+            return Answer(outcomes, detail=answer.detail)
+
+        return self._in_batches(form, keys, pages, until_s, read)
 
     def has(self, form: int, keys: Keys, until_s: float) -> Answer:
         """`present` or `absent`, which may be otherwise a moment later."""
         names = self._names(form, keys)
-        return self._store.present(names, until_s) if monotonic() < until_s else _late(keys)
+        return self._store.present(names, until_s) if monotonic() < until_s else _late(len(keys))
 
     def drop(self, form: int, keys: Keys, until_s: float) -> Answer:
         """`dropped`."""
         names = self._names(form, keys)
-        return self._store.remove(names, until_s) if monotonic() < until_s else _late(keys)
+        return self._store.remove(names, until_s) if monotonic() < until_s else _late(len(keys))
 
     def close(self) -> None:
         """Let go of the store."""
         self._store.close()
 
-    def _names(self, form: int, keys: Keys) -> list[str]:
-        places = check_request(self.places, form, keys)
-        return [object_name(places.form, key) for key in keys.to_list()]
+    def _names(self, number: int, keys: Keys) -> list[str]:
+        form = check_request(self.forms, number, keys)
+        return [object_name(form, key) for key in keys.to_list()]
 
-    def _checked(self, form: int, keys: Keys, pages: PageIds) -> PagePlaces:
-        places = check_request(self.places, form, keys)
-        places.check(pages, len(keys))
-        return places
-
-    def _objects(self, places: PagePlaces, keys: Keys, pages: PageIds, rows: Rows) -> list[StoredObject]:
-        found = []
-        for index, (key, page) in enumerate(zip(keys.to_list(), pages, strict=True)):
-            pieces = np.empty((1 + len(places.form.parts), 2), dtype=np.uint64)
-            pieces[0] = rows.ctypes.data + index * self._row_bytes, places.form.header_bytes
-            pieces[1:, 0], pieces[1:, 1] = places.addresses(page), places.form.lengths
-            found.append(StoredObject(object_name(places.form, key), pieces))
-        return found
-
-    def _rows(self, until_s: float) -> Rows | None:
-        """Memory for the headers of one request; None at the deadline, until which other requests may have all of it."""
+    def _in_batches(self, number: int, keys: Keys, pages: PageIds, until_s: float, move: Move) -> Answer:
+        """Move the objects of a request, a batch after the other until the deadline, or until one is not settled."""
+        form = check_request(self.forms, number, keys)
+        form.check(pages, len(keys))
         try:
-            left_s = until_s - monotonic()
-            return self._free.get(timeout=left_s) if left_s > 0 else None
+            headers = self._headers.get(timeout=max(0.0, until_s - monotonic()))
         except queue.Empty:
-            return None
+            return _late(len(keys))
+        names, batch = keys.to_list(), self.capabilities.batch
+        outcomes: list[Outcome] = []
+        settled, details = True, set()
+        while settled and len(outcomes) < len(names) and monotonic() < until_s:
+            some = range(len(outcomes), min(len(names), len(outcomes) + batch))
+            objects = [
+                StoredObject(
+                    object_name(form, names[index]),
+                    [_stretch(headers + index * HEADER_BYTES, HEADER_BYTES), *_parts(form, pages[index])],
+                )
+                for index in some
+            ]
+            answer = move(form, [names[index] for index in some], objects)
+            outcomes += answer.outcomes
+            settled = answer.settled
+            details.add(answer.detail)
+        if settled:  # else the store may still look at the headers
+            self._headers.put(headers)
+        late = len(names) - len(outcomes)
+        if late:
+            details.add(LATE)
+        return Answer((*outcomes, *[Outcome.TIMED_OUT] * late), settled, "; ".join(sorted(details - {""})))
 
 
-def _late(keys: Keys) -> Answer:
-    return Answer.of_all(Outcome.TIMED_OUT, len(keys), detail="the deadline came before its turn")
+LATE = "the deadline came before its turn"
+
+
+def _late(count: int) -> Answer:
+    return Answer.of_all(Outcome.TIMED_OUT, count, detail=LATE)
 
 
 def _without_hits(read: Answer) -> Answer:
@@ -156,12 +163,17 @@ def _without_hits(read: Answer) -> Answer:
     return Answer(outcomes, settled=False, detail=read.detail)
 
 
-def _digests(pieces: Pieces) -> npt.NDArray[np.uint32]:
-    return raw_checksums(pieces[:, 0], pieces[:, 1].astype(np.int64), MemoryKind.DRAM)
+def _stretch(address: int, length: int) -> ctypes.Array[ctypes.c_char]:
+    return (ctypes.c_char * length).from_address(address)
 
 
-def _compare(form: ObjectForm, key: bytes, header: bytes, pieces: Pieces) -> Outcome:
-    expected = read_header(form, key, header)
-    if isinstance(expected, HeaderFault):
-        return Outcome(expected.value)
-    return Outcome.HIT if np.array_equal(expected, _digests(pieces)) else Outcome.WRONG_DIGEST
+def _parts(form: ObjectForm, page: PageIds) -> list[ctypes.Array[ctypes.c_char]]:
+    return list(map(_stretch, form.addresses(page), form.lengths))
+
+
+def _compare(form: ObjectForm, key: bytes, found: StoredObject) -> Outcome:
+    header, *parts = found.pieces
+    expected = read_header(form, key, header.raw)
+    if isinstance(expected, Outcome):
+        return expected
+    return Outcome.HIT if expected == checksum(parts) else Outcome.WRONG_DIGEST

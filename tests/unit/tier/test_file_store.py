@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import signal
 import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -50,9 +53,10 @@ class Held:
 
     def __init__(self, number: int, length: int = LENGTH, pieces: int = 7) -> None:
         self.memory = np.full(length, number % 251, dtype=np.uint8)
-        cuts = np.linspace(0, length, pieces + 1).astype(np.int64)
-        addresses = self.memory.ctypes.data + cuts[:-1]
-        self.object = StoredObject(name(number), np.stack([addresses, np.diff(cuts)], axis=1).astype(np.uint64))
+        cuts = np.linspace(0, length, pieces + 1).astype(np.int64).tolist()
+        self.object = StoredObject(
+            name(number), [(ctypes.c_char * (stop - at)).from_buffer(self.memory, at) for at, stop in pairwise(cuts)]
+        )
 
 
 def put(store: FileStore, number: int, length: int = LENGTH) -> str:
@@ -86,8 +90,7 @@ def test_the_bound_holds_and_the_longest_unused_go(make: Make, tmp_path: Path):
     assert numbers(tmp_path) == set(range(8))
     assert get(store, 0) == "hit"
     assert put(store, 8) == "stored"
-    assert {1, 2} & numbers(tmp_path) == set()
-    assert {0, 7, 8} <= numbers(tmp_path)
+    assert numbers(tmp_path) == {0, *range(2, 9)}
     for number in range(9, 100):
         assert put(store, number) == "stored"
         assert total(tmp_path) <= 8 * LENGTH
@@ -164,25 +167,39 @@ def test_a_file_that_is_removed_while_it_is_read_stays_readable(make: Make, monk
     assert get(one, 1) == "absent"
 
 
-def test_what_dead_processes_were_writing_is_removed_and_not_counted(make: Make, tmp_path: Path):
-    alive = make(8)
-    dead = tmp_path / "store" / "writing-00"
-    dead.mkdir()
-    (dead / "half").write_bytes(bytes(5 * LENGTH))
-    put(alive, 1)
-    make(8)
-    assert not dead.exists()
-    assert len(list(tmp_path.glob("store/writing-*"))) == 2, "those of the living stay"
-    assert usage(tmp_path) == LENGTH
+def test_a_process_that_is_killed_while_it_writes_leaves_nothing(make: Make, tmp_path: Path):
+    command = [sys.executable, "-c", _KILLED, str(tmp_path / "store")]
+    assert subprocess.run(command, timeout=60, check=False).returncode == -signal.SIGKILL
+    store = make(8)
+    assert usage(tmp_path) == total(tmp_path) == 0
+    assert [path for path in (tmp_path / "store").rglob("*") if path.is_file()] == [tmp_path / "store/usage"]
+    assert put(store, 1) == "stored"
 
 
-def test_a_wrong_count_is_put_right_before_anybody_is_told_full(make: Make, tmp_path: Path):
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from tests.unit.tier.test_file_store import FileStore, FileStoreSettings, LENGTH, files, put
+store = FileStore(FileStoreSettings(directory=Path(sys.argv[1]), max_bytes=8 * LENGTH))
+move = files._move
+def killed(*given):
+    assert move(*given) == LENGTH
+    os.kill(os.getpid(), signal.SIGKILL)
+files._move = killed
+put(store, 1)
+"""
+
+
+def test_a_count_that_others_have_made_wrong_is_put_right_and_costs_nobody_his_place(make: Make, tmp_path: Path):
     store = make(8)
     put(store, 1)
-    with (tmp_path / "store/usage").open("r+b") as file:
-        file.write((100 * LENGTH).to_bytes(8, "little"))
-    assert put(store, 2) == "stored"
-    assert usage(tmp_path) == total(tmp_path)
+    for number in range(2, 9):
+        put(store, number)
+        (tmp_path / "store" / name(number)[-2:] / name(number)).unlink()
+    assert usage(tmp_path) == 8 * LENGTH
+    assert put(store, 10) == "stored"
+    assert usage(tmp_path) == total(tmp_path) == 2 * LENGTH
+    assert numbers(tmp_path) == {1, 10}
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
@@ -210,25 +227,34 @@ def get_outcome(store: FileStore, number: int) -> str:
     return store.read([Held(number).object], soon()).outcomes[0].value
 
 
-@pytest.mark.parametrize("code", [0, errno.EIO])
-def test_whoever_lists_while_another_writes_counts_it_right(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+def test_the_same_object_from_two_processes_at_once_is_counted_once(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     one, other = make(8), make(8)
-    put(one, 1)
     move = files._move
 
-    def listed_meanwhile(call, descriptor, pieces):
-        with other._alone(soon()):
-            assert other._list() == 2 * LENGTH
-        if code:
-            raise OSError(code, os.strerror(code))
+    def put_meanwhile(call, descriptor, pieces):
+        monkeypatch.setattr(files, "_move", move)
+        assert put(other, 1) == "stored"
         return move(call, descriptor, pieces)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "_move", listed_meanwhile)
-        assert put(one, 2) == ("unreachable" if code else "stored")
-    assert usage(tmp_path) == total(tmp_path) == (1 if code else 2) * LENGTH
+    monkeypatch.setattr(files, "_move", put_meanwhile)
+    assert put(one, 1) == "stored"
+    assert usage(tmp_path) == total(tmp_path) == LENGTH
+
+
+def test_a_large_store_evicts_old_ones_by_samples(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(files, "SAMPLE", 64)
+    store, count = make(1_000), 3_000
+    for number in range(count):
+        held = Held(number)
+        object_name = f"{0:032x}-{number * 2_654_435_761 % 2**32:032x}"
+        assert store.write([StoredObject(object_name, held.object.pieces)], soon()).outcomes == ("stored",)
+    kept = numbers(tmp_path)
+    assert usage(tmp_path) == total(tmp_path) <= 1_000 * LENGTH
+    ages = [number for number in range(count) if number * 2_654_435_761 % 2**32 in kept]
+    assert len(ages) > 900
+    assert min(ages) > count - 2_000, "nobody stays who is twice as old as a store of strict order would keep"
 
 
 def test_another_process_that_keeps_the_lock_costs_no_more_than_the_deadline(make: Make):
@@ -250,22 +276,11 @@ def test_an_object_of_more_pieces_than_a_call_takes(make: Make):
     assert (held.memory == 3).all()
 
 
-def test_short_moves_go_on_where_they_stopped(make: Make, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_that_takes_a_part_only_is_full(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = make(8)
-    preadv = files._libc.preadv
-
-    def stingy(descriptor: int, vectors: int, count: int, offset: int) -> int:
-        first = np.ctypeslib.as_array((files.ctypes.c_uint64 * 2).from_address(vectors)).copy()
-        first[1] = min(int(first[1]), 37)
-        return preadv(descriptor, first.ctypes.data, 1, offset)
-
-    held, source = Held(0), Held(9)
-    source.memory[:] = np.arange(LENGTH) % 251
-    store.write([source.object], soon())
-    descriptor = os.open(store._path(name(9)), os.O_RDONLY)
-    assert files._move(stingy, descriptor, held.object.pieces) == LENGTH
-    os.close(descriptor)
-    assert (held.memory == source.memory).all()
+    monkeypatch.setattr(files.os, "pwritev", lambda descriptor, pieces, offset: LENGTH - 1)
+    assert store.write([Held(1).object], soon()).outcomes == ("full",)
+    assert usage(tmp_path) == total(tmp_path) == 0
 
 
 _HAMMER = """
@@ -311,7 +326,6 @@ def test_several_processes_at_once_and_one_that_is_killed(make: Make, tmp_path: 
             process.communicate(timeout=20)
     store = make(8)
     assert usage(tmp_path) == total(tmp_path) <= 8 * LENGTH
-    assert len(list(tmp_path.glob("store/writing-*"))) == 1, "the dead ones' are removed"
     for number in numbers(tmp_path):
         assert get(store, number) == "hit"
 

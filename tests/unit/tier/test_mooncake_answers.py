@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvbridge.config.stores import MooncakeStoreSettings
@@ -15,7 +15,9 @@ from kvbridge.tier.stores.base import BROKEN, StoredObject
 from kvbridge.tier.stores.mooncake import MooncakeStore
 
 LENGTH = 100
-OBJECTS = [StoredObject(name, np.array([[4096, 60], [8192, 40]], dtype=np.uint64)) for name in ("a", "b")]
+OBJECTS = [
+    StoredObject(name, [ctypes.create_string_buffer(60), ctypes.create_string_buffer(40)]) for name in ("a", "b")
+]
 
 
 class FakeLibrary:

@@ -1,32 +1,16 @@
-"""When a store is asked: every transition, and the short memory of single keys."""
+"""When a store is asked: what opens and closes the breaker, and the short memory of single keys."""
 
 from __future__ import annotations
-
-from itertools import product
 
 import pytest
 
 from kvbridge.tier.stores.breaker import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
-    TRANSITIONS,
     Breaker,
-    BreakerEvent,
     BreakerState,
     FailedKeys,
 )
-
-
-def test_every_transition_is_decided():
-    undecided = set(product(BreakerState, BreakerEvent)) - TRANSITIONS.keys()
-    assert undecided == {
-        (BreakerState.CLOSED, BreakerEvent.COOLED),
-        (BreakerState.HALF_OPEN, BreakerEvent.COOLED),
-    }
-    reached = {BreakerState.CLOSED}
-    for _ in BreakerState:
-        reached |= {after for (before, _), after in TRANSITIONS.items() if before in reached}
-    assert reached == set(BreakerState)
 
 
 def test_it_opens_after_failures_in_a_row_only():
@@ -79,7 +63,6 @@ def test_failed_keys_are_forgotten_in_time_by_success_and_by_number():
     failed.add(["a", "b"], 0.0)
     assert failed.has("a", 1.9)
     assert not failed.has("a", 2.0)
-    assert len(failed) == 1
     failed.forget(["b", "never"])
     assert not failed.has("b", 0.0)
     failed.add("abc", 10.0)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvbridge.config.stores import FileStoreSettings
+from kvbridge.config.stores import FileStoreSettings, StoreLimits
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
@@ -17,7 +17,7 @@ from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
 from kvbridge.tier.stores.base import Capabilities, Outcome, Verb
 from kvbridge.tier.stores.breaker import BreakerState
-from kvbridge.tier.stores.client import StoreClient, StoreLimits
+from kvbridge.tier.stores.client import StoreClient
 from kvbridge.tier.stores.messages import StoreOrder, StoreReport
 from tests.helpers.stored_pages import ids, new_keys
 
@@ -29,7 +29,7 @@ TIMEOUT_S = 60.0
 class FakeProcess:
     """Takes orders, and does nothing."""
 
-    capabilities: Capabilities | None = Capabilities(kind="fake", batch=1, across_hosts=False)
+    capabilities: Capabilities | None = Capabilities(kind="fake", batch=1)
     why_not = "there is none"
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Case:
         shared = SharedRegion(region=region, origins=(FileOrigin(path="/dev/shm/none"),))
         settings = FileStoreSettings(directory=Path("/none"), max_bytes=1)
         self.client = StoreClient(settings, [[shared]], StoreLimits(failures=1, settle_s=TIMEOUT_S, **limits))
-        self.process = self.client._process = FakeProcess()
+        self.process = self.client.process = FakeProcess()
 
     def get(self, keys=None, *pages: int):
         keys = keys or new_keys(1)
