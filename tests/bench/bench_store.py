@@ -141,8 +141,8 @@ def _measure(
         def without_digests() -> Answer:
             """All that a get does but looking at the bytes."""
             with (
-                mock.patch.object(page_store, "checksum", lambda parts: 0),
-                mock.patch.object(page_store, "read_header", lambda form, key, data: 0),
+                mock.patch.object(page_store, "checksum", return_value=0),
+                mock.patch.object(page_store, "read_header", return_value=0),
             ):
                 return pages.get(0, keys, target, until_s)
 

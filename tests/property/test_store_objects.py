@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +13,10 @@ from hypothesis import strategies as st
 from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, UnsupportedError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind
+from kvbridge.pool.memory.layout import HostLayout, host_placement
+from kvbridge.pool.memory.mapped_pool import MappedPool
 from kvbridge.tier.stores.base import Outcome
 from kvbridge.tier.stores.objects import (
     HEADER_BYTES,
@@ -130,12 +136,30 @@ def test_parts_lie_where_their_regions_say(regions: list[Region], data: st.DataO
         extent, index = divmod(page[one.space], one.pages_per_extent)
         address = one.extent_addresses[extent] + index * one.page_stride_bytes
         expected[one.component, one.layer] = address, one.page_bytes
-    found = list(zip(form.addresses(row), form.lengths, strict=True))
-    assert found == [expected[place] for place in sorted(expected)]
+    found = [
+        address + at for address, length in zip(form.addresses(row), form.lengths, strict=True) for at in range(length)
+    ]
+    assert found == [address + at for _, (address, length) in sorted(expected.items()) for at in range(length)]
     column = data.draw(st.integers(0, len(form.spaces) - 1))
     row[column] = data.draw(st.sampled_from([-1, counts[form.spaces[column]], 2**31 - 1]))
     with pytest.raises(PageOutOfBoundsError):
         form.check(row.reshape(1, -1), 1)
+
+
+def test_parts_that_follow_one_another_are_one_stretch(tmp_path: Path):
+    geometry = preset("tiny-v4")
+    kinds = [component.kind for component in geometry.components if component.host_capable]
+    with ExitStack() as stack:
+        forms = []
+        for layout in HostLayout:
+            placement = host_placement(geometry, kinds, page_count=3, layout=layout)
+            pool = stack.enter_context(MappedPool.create(placement, tmp_path, layout))
+            forms.append(ObjectForm(pool.regions()))
+    apart, *together = forms
+    assert len(apart.lengths) > len(kinds)
+    assert [len(form.lengths) for form in together] == [len(kinds)] * 2
+    assert {form.name for form in forms} == {apart.name}
+    assert {form.payload_bytes for form in forms} == {sum(apart.lengths)}
 
 
 def test_what_cannot_be_an_object_is_refused():

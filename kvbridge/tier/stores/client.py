@@ -72,9 +72,6 @@ class Operation:
     def __await__(self) -> Generator[Any, None, Answer]:
         return asyncio.shield(self.answer).__await__()
 
-    def __repr__(self) -> str:
-        return f"<{self.verb} of {len(self.names)} objects, {'' if self.settled.done() else 'not '}settled>"
-
 
 class StoreClient:
     """A store, by means of a process of its own. Used in one running loop: `start` it, and `close` it."""
@@ -164,13 +161,11 @@ class StoreClient:
             for index, name in enumerate(operation.names)
             if verb is not Verb.GET or not self._failed.has(name, now_s)
         ]
+        without = Answer.of_all(Outcome.ABSENT, len(keys), detail="it was missing a moment ago")
+        if operation.asked and (why_not := self._why_not(now_s)):
+            without, operation.asked = Answer.of_all(Outcome.UNREACHABLE, len(keys), detail=why_not), []
         if not operation.asked:
-            self._end(operation, Answer.of_all(Outcome.ABSENT, len(keys), detail="it was missing a moment ago"))
-            self._settle(operation)
-            return operation
-        why_not = self._why_not(now_s)
-        if why_not:
-            self._end(operation, Answer.of_all(Outcome.UNREACHABLE, len(keys), detail=why_not))
+            self._end(operation, without)
             self._settle(operation)
             return operation
         self._number += 1

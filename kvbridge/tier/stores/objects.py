@@ -63,8 +63,11 @@ class ObjectForm:
             for region in ordered
         ]
         self.name = _hash(FORM_DOMAIN + "".join(words).encode(), 16)
-        self.lengths = [region.page_bytes for region in ordered]
-        """Bytes of each part."""
+        heads = [not index or not _together(ordered[index - 1], region) for index, region in enumerate(ordered)]
+        runs = np.flatnonzero(heads)
+        self.lengths: list[int] = np.add.reduceat([region.page_bytes for region in ordered], runs).tolist()
+        """Bytes of each stretch of memory that parts of a page lie in, one after the other."""
+        ordered = [ordered[index] for index in runs]
         self.payload_bytes = sum(self.lengths)
         self.object_bytes = HEADER_BYTES + self.payload_bytes
         self.spaces: tuple[IndexSpace, ...] = tuple(sorted({region.space for region in ordered}))
@@ -92,10 +95,17 @@ class ObjectForm:
                 raise PageOutOfBoundsError(f"page {page} of space {space} does not exist; there are {existing}")
 
     def addresses(self, page: PageIds) -> list[int]:
-        """Return where each part of a page begins; `page` is its id in each space."""
+        """Return where each stretch of a page begins; `page` is its id in each space."""
         extents, indexes = np.divmod(page[self._columns].astype(np.int64), self._per_extent)
         found: list[int] = (self._addresses[self._first_extents + extents] + indexes * self._strides).tolist()
         return found
+
+
+def _together(one: Region, next_one: Region) -> bool:
+    """Whether, in every page, the second region's bytes follow the first one's."""
+    same = ("space", "pages_per_extent", "page_count", "page_stride_bytes")
+    ends = tuple(address + one.page_bytes for address in one.extent_addresses)
+    return ends == next_one.extent_addresses and all(getattr(one, name) == getattr(next_one, name) for name in same)
 
 
 def object_name(form: ObjectForm, key: bytes) -> str:
