@@ -151,6 +151,7 @@ class NodeParts:
             host=self.memory.host,
             twins=self.memory.twins,
             stage_tp_ranks=tuple(sorted(other.tp for other in self.layout.parts if other.pp == rank.pp)),
+            **({} if config.tier.host is None else {"copy_backend": config.tier.host.backend.value}),
             transports=config.transports.model_dump_json(),
             transfer_timeout_s=config.timeouts.transfer_s,
             epoch=epoch,
@@ -222,11 +223,11 @@ def _backups(
     config: NodeConfig, prefixes: PrefixCache | None, workers: WorkerSet, book: PageBook, events: EventStream
 ) -> Backups | None:
     """Make what moves cached pages down to host memory, when there is some."""
-    if prefixes is None or config.tier.host is None:
+    if prefixes is None or prefixes.twins is None or config.tier.host is None:
         return None
     settings = config.tier.host.backup
     limits = CopyLimits(copy_s=config.timeouts.copy_s, link_share=settings.link_share)
-    return Backups(BackupController(prefixes, settings), workers, book, events, limits)
+    return Backups(BackupController(prefixes, prefixes.twins, book, settings), workers, book, events, limits)
 
 
 def _metrics(config: NodeConfig, role: Role, geometry: ModelGeometry, layout: NodeLayout) -> Metrics:

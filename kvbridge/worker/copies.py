@@ -9,6 +9,7 @@ decode: at most `link_share` of each second is used, whatever the link can do.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,25 +17,34 @@ from typing import Protocol
 
 import structlog
 
+from kvbridge.config.tier import CopyBackend
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.geometry.twins import twin_space
-from kvbridge.core.ids import IndexSpace, Rank
+from kvbridge.core.ids import TWINS, IndexSpace, MemoryKind, PageMoves
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.core.wire.worker_messages import CopyPages, PagesCopied
-from kvbridge.tier.copies import PageMoves
+from kvbridge.kernels.cuda import runtime
+from kvbridge.pool.memory.layout import RankPart
+from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier, backup_shares
 from kvbridge.worker.link import NodeLink
+from kvbridge.worker.transports import RankIdentity
 
 log = structlog.get_logger(__name__)
 
 
-class Copier(Protocol):
-    """What is needed of a `TwinCopier`."""
+SLICE_BYTES = {MemoryKind.DRAM: 4 << 20, MemoryKind.VRAM: 64 << 20}
+"""Copied between two looks at the transfers: about a millisecond."""
 
-    @property
-    def page_bytes(self) -> Mapping[IndexSpace, int]:
-        """What it copies of one page of each device space."""
+
+class Copier(Protocol):
+    """What makes the copies of a rank."""
+
+    slice_pages: Mapping[IndexSpace, int]
+    """Of how many pages of each device space a slice consists."""
+    page_bytes: Mapping[IndexSpace, int]
+    """What is copied here of a page, on average over the pages of an order."""
 
     def copy(self, moves: PageMoves) -> int:
         """Begin to copy and return a ticket. Raises InvalidInputError before anything is touched, TransportError."""
@@ -43,7 +53,54 @@ class Copier(Protocol):
         """Whether the copy is proved to be done; never waits. Raises TransportError."""
 
     def close(self) -> None:
-        """Let it go."""
+        """Wait for what was begun, and let everything go."""
+
+
+class BackupCopier:
+    """What a rank copies to its node's twins: its own lanes, and of what its stage holds several times its share of the pages."""
+
+    def __init__(self, identity: RankIdentity) -> None:
+        """Raises InvalidInputError when the node has no twins, UnsupportedError for what the GPU cannot copy."""
+        geometry, regions, tp_ranks = identity.geometry, identity.manifest.regions, identity.stage_tp_ranks
+        gpu = next((region.device for region in regions if region.memory is MemoryKind.VRAM), None)
+        part = RankPart(
+            rank=identity.rank,
+            pp_size=identity.manifest.pp_size,
+            tp_size=identity.manifest.tp_size,
+            layers=tuple(sorted({region.layer for region in regions})),
+        )
+        shares = backup_shares(geometry, part, tp_ranks)
+        means = CopyMeans(CopyBackend(identity.copy_backend), gpu)
+        self._copier = TwinCopier(
+            geometry, regions, identity.twins, direction=Direction.BACKUP, means=means, shares=shares
+        )
+        self._stream = None if gpu is None else runtime.Stream.create(gpu)
+        copied = {(region.component, region.layer, region.space): region for region in identity.twins}
+        found = dict.fromkeys(TWINS, 0.0)
+        for region in regions:
+            twin = copied.get((region.component, region.layer, TWINS.get(region.space, region.space)))
+            if twin is not None and region.space in TWINS:
+                lanes = (region.lane_stop - region.lane_start) / (twin.lane_stop - twin.lane_start)
+                found[region.space] += twin.page_bytes * lanes / shares[region.component][1]
+        slice_bytes = SLICE_BYTES[MemoryKind.DRAM if gpu is None else MemoryKind.VRAM]
+        self.page_bytes = {space: int(each) for space, each in found.items()}
+        # Slices begin where a share does: what they cut is shared out as the whole order would be.
+        unit = math.lcm(*(count for _, count in shares.values()))
+        self.slice_pages = {space: unit * max(1, int(slice_bytes // max(1, unit * each))) for space, each in found.items()}
+
+    def copy(self, moves: PageMoves) -> int:
+        """See Copier."""
+        return self._copier.copy(moves, stream=0 if self._stream is None else self._stream.handle)
+
+    def done(self, ticket: int) -> bool:
+        """See Copier."""
+        return self._copier.done(ticket)
+
+    def close(self) -> None:
+        """See Copier."""
+        self._copier.close()
+        if self._stream is not None:
+            self._stream.close()
 
 
 @dataclass(eq=False)
@@ -58,14 +115,18 @@ class PageCopies:
     """The orders of one rank to copy pages, one after another."""
 
     def __init__(
-        self, rank: Rank, link: NodeLink, create: Callable[[], Copier], *, slice_bytes: int, clock: Clock
+        self,
+        identity: RankIdentity,
+        link: NodeLink,
+        *,
+        clock: Clock,
+        create: Callable[[RankIdentity], Copier] = BackupCopier,
     ) -> None:
-        """`create`: called with the first order; what it raises fails that. `slice_bytes`: about a millisecond of copying."""
-        self._rank = rank
+        """`create`: called with the first order; what it raises fails that."""
+        self._identity = identity
         self._link = link
-        self._create = create
-        self._slice_bytes = slice_bytes
         self._clock = clock
+        self._create = create
         self._copier: Copier | None = None
         self._waiting: deque[CopyPages] = deque()
         self._order: _Order | None = None
@@ -101,7 +162,7 @@ class PageCopies:
 
     def _step(self, request: CopyPages) -> bool:
         if self._copier is None:
-            self._copier = self._create()
+            self._copier = self._create(self._identity)
         if self._order is None:
             self._order = _Order(request, deque(self._slices(self._copier, request)))
         if self._ticket is not None:
@@ -143,9 +204,9 @@ class PageCopies:
                 raise InvalidInputError(
                     f"{len(device)} pages of '{space}' cannot be copied to {len(twins)} of '{move.twins.space}'"
                 )
-            pages = max(1, self._slice_bytes // max(1, copier.page_bytes[space]))
-            for at in range(0, len(device), pages):
-                yield {space: (device[at : at + pages], twins[at : at + pages])}
+            for at in range(0, len(device), copier.slice_pages[space]):
+                part = slice(at, at + copier.slice_pages[space])
+                yield {space: (device[part], twins[part])}
 
     def _end(self, error: Exception | None = None) -> None:
         """Answer an order. One that fails while a slice is under way may still be written."""
@@ -153,7 +214,7 @@ class PageCopies:
         code = "" if error is None else error.code if isinstance(error, BridgeError) else BridgeError.code
         self._link.send(
             PagesCopied(
-                rank=self._rank,
+                rank=self._identity.rank,
                 order=request.order,
                 bytes=0 if order is None else order.bytes,
                 seconds=0.0 if order is None else order.busy_s,

@@ -61,6 +61,8 @@ class WorkerSetup(FrozenModel):
     """The node's twins of device pages, for this worker's copies alone: no peer hears of them, and no transport registers them."""
     stage_tp_ranks: tuple[NonNegative, ...] = ()
     """The tensor-parallel indices of the ranks of this worker's stage on this node, who share the twins."""
+    copy_backend: Name = "kernel"
+    """`tier.host.backend`: what copies pages to their twins on a GPU."""
     transports: Annotated[str, Field(max_length=100_000)]
     transfer_timeout_s: Annotated[float, Field(gt=0)]
     """`timeouts.transfer_s`."""

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
 
 from kvbridge.core.errors import BridgeError, InvalidInputError, TransportError
-from kvbridge.core.ids import IndexSpace, PageTable, Rank
+from kvbridge.core.ids import IndexSpace, PageMoves, PageTable
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.worker_messages import CopyPages, PageMove, PagesCopied
-from kvbridge.tier.copies import PageMoves
 from kvbridge.worker.copies import PageCopies
+from kvbridge.worker.transports import RankIdentity
 from tests.helpers.manual_clock import ManualClock
+from tests.helpers.rooms import GEOMETRY, R1, manifest
 
 FULL, TWIN = IndexSpace.FULL, IndexSpace.FULL_TWIN
-RANK = Rank(pp=0, tp=1)
+RANK = R1
+IDENTITY = RankIdentity(GEOMETRY, manifest(rank=R1, tp_size=2), (), ())
 PAGE_BYTES = 1_000
 
 
@@ -25,6 +27,7 @@ class FakeCopier:
 
     def __init__(self) -> None:
         self.page_bytes: Mapping[IndexSpace, int] = {FULL: PAGE_BYTES, IndexSpace.SWA: 4 * PAGE_BYTES}
+        self.slice_pages: Mapping[IndexSpace, int] = {FULL: 4, IndexSpace.SWA: 1}
         self.begun: list[dict[IndexSpace, list[int]]] = []
         self.is_done = True
         self.refuse: Exception | None = None
@@ -54,7 +57,10 @@ class Bench:
         self.clock = ManualClock()
         self.copier = FakeCopier()
         self.said: list[PagesCopied] = []
-        self.copies = PageCopies(RANK, self, lambda: self.copier, slice_bytes=4 * PAGE_BYTES, clock=self.clock)
+        self.copies = self.make(lambda _: self.copier)
+
+    def make(self, create: Callable[[RankIdentity], FakeCopier]) -> PageCopies:
+        return PageCopies(IDENTITY, self, clock=self.clock, create=create)
 
     def send(self, message: PagesCopied) -> None:
         self.said.append(message)
@@ -198,10 +204,10 @@ def test_a_defect_in_copying_does_not_end_the_rank(bench: Bench) -> None:
 def test_a_rank_that_cannot_copy_says_so_to_each_order() -> None:
     bench = Bench()
 
-    def create() -> FakeCopier:
+    def create(_: RankIdentity) -> FakeCopier:
         raise TransportError("no twins here")
 
-    bench.copies = PageCopies(RANK, bench, create, slice_bytes=1, clock=bench.clock)
+    bench.copies = bench.make(create)
     for number in (1, 2):
         bench.copies.take(order(number, 1))
     bench.run()
