@@ -116,6 +116,10 @@ class PrefixIndex:
         """Return the keys of records."""
         return self._records.keys(records)
 
+    def prompt_of(self, key: bytes) -> Keys:
+        """Return the keys of all pages up to the one of this key; empty when it is not known."""
+        return self._records.keys(self._records.path_to(key))
+
     def uses(self, path: RecordArray) -> npt.NDArray[np.int32]:
         """How often each record of a path was used; none more often than its parent."""
         return self._uses[path]

@@ -276,8 +276,22 @@ class PrefixCache:
         self._looking[looking].pin(self._index)
         return looking
 
+    def look_on_host(self, keys: Keys) -> PathPages:
+        """Let somebody look at what of a prompt is on the host, until `looked`: twins, pages of the home, and checkpoints."""
+        host = self._index.host
+        assert host is not None, "only a cache with twins has anything there"
+        path = self._index.match(keys)
+        path = path[: host.depth(path)]
+        ends = {at + 1: int(path[at]) for at in np.flatnonzero(host.checkpointed(path)).tolist()}
+        checkpoints = {page_count: host.checkpoint(record) for page_count, record in ends.items()}
+        looking = PathPages(path, host.pages(path) | self._index.home_pages(path), checkpoints)
+        reader = Reader(path, 0, len(path), tuple((host, record) for record in ends.values()))
+        reader.pin(self._index)
+        self._looking[looking] = reader
+        return looking
+
     def looked(self, looking: PathPages) -> None:
-        """End what `look` began; harmless when it has been ended."""
+        """End what `look` or `look_on_host` began; harmless when it has been ended."""
         if looking in self._looking:
             self._end(self._looking.pop(looking))
 
@@ -318,6 +332,15 @@ class PrefixCache:
 
     def __contains__(self, owner: object) -> bool:
         return owner in self._readers
+
+    def prompt_of(self, key: bytes) -> Keys:
+        """The keys of all pages up to the one of this key; empty when it is not cached (any more)."""
+        return self._index.prompt_of(key)
+
+    def restorable(self, keys: Keys) -> int:
+        """How many pages of a prompt are cached with a checkpoint at the end, on the device or the host."""
+        path = self._index.match(keys)
+        return int(max(np.flatnonzero(self._restorable(path)) + 1, default=0))
 
     def known(self, keys: Keys) -> int:
         """How many pages of a prompt are cached now, whoever may use them."""

@@ -5,6 +5,7 @@ Owns: the form of both. Must not know: who reads, when that ends.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -123,6 +124,8 @@ class PathPages:
 
     path: RecordArray
     pages: Pages
+    checkpoints: Mapping[int, PageIdArray] = field(default_factory=dict)
+    """By the number of pages at whose end they are."""
 
 
 def some(pages: Pages) -> Pages:

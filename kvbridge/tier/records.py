@@ -76,6 +76,11 @@ class Records:
         # Keys come from outside: those that are no chain match as far as a path here has the same.
         return path[: keys.shared_with(self.keys(path))]
 
+    def path_to(self, key: bytes) -> RecordArray:
+        """Return the path whose last record has this key; empty when there is none."""
+        record = self._record_of.get(key)
+        return _NO_RECORDS if record is None else self._path(record)
+
     def is_path(self, records: RecordArray) -> bool:
         """Whether each is the parent of the next, wherever the first is."""
         if self.parent_at[records[0]] == _UNUSED:
