@@ -45,6 +45,8 @@ class StoreLimits(FrozenModel):
 
     start_s: Seconds = 120.0
     """For a process to be ready: longer than Mooncake waits for its master."""
+    put_s: Seconds = 10.0
+    """For an order to store pages; who fetches some waits `tier.prefetch_s`."""
     settle_s: Seconds = 2.0
     """From the deadline of an order to the end of the process, if its pages are not settled by then."""
     close_s: Seconds = 3.0

@@ -10,7 +10,9 @@ from typing import Annotated, Literal, Self
 
 from pydantic import ByteSize, Field, model_validator
 
+from kvbridge.config.endpoints import Seconds
 from kvbridge.config.pools import HostLayout
+from kvbridge.config.stores import StoreLimits, StoreSettings
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.prefixes import ModelIdentity
 
@@ -109,6 +111,13 @@ class TierConfig(FrozenModel):
     """Host memory below the device, to which prefixes move when the device has no room for them. Null: none; what the device has no
     room for is gone."""
 
+    store: StoreSettings | None = None
+    """Where prefixes go below host memory, so that they outlive this daemon, or are found by others: `files` or `mooncake`. Needs
+    `host`. Null: nowhere."""
+    store_limits: StoreLimits = StoreLimits()
+    prefetch_s: Seconds = 0.5
+    """A request waits at most so long, before it is admitted, for what the store has of its prompt; it goes on with what has come."""
+
     @property
     def model(self) -> ModelIdentity | None:
         """What the node says it holds; None: nothing."""
@@ -127,4 +136,8 @@ class TierConfig(FrozenModel):
             )
         if self.host is not None and not self.enabled:
             raise ValueError("host is set but nothing stays: set enabled to true, or host to null")
+        if self.store is not None and self.host is None:
+            raise ValueError(
+                "store is set but host is not: what a store has comes to host memory first; set host, or store to null"
+            )
         return self

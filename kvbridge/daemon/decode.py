@@ -78,7 +78,9 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             **parts.reports,
         },
     )
-    admission = AdmissionController(rooms.requests, parts.book, limits=config.admission, events=parts.events)
+    admission = AdmissionController(
+        rooms.requests, parts.book, limits=config.admission, events=parts.events, prefetch=parts.prefetch
+    )
     api = EngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
     return NodeDaemon(parts, peers, rooms, admission, api)
 

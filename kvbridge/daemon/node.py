@@ -121,6 +121,9 @@ class NodeDaemon:
             lambda rank: parts.worker_setup(rank, self.peers.epoch), None if parts.adopted else names
         )
         self._background(parts.worker_host.failed(), "workers")
+        if parts.stored is not None:
+            parts.stored.open(parts.memory.twins, parts.memory.host, log_level=config.telemetry.log_level.value)
+            self._background(parts.stored.failed(), "store")
 
     async def failed(self) -> None:
         """Raise when a part that the daemon cannot do without has ended."""
@@ -156,6 +159,8 @@ class NodeDaemon:
             last_first.callback(parts.engine_socket.close)
             last_first.push_async_callback(self.peers.close, min(1.0, self._closing_part_s))
             last_first.push_async_callback(parts.worker_host.close, 2 * self._closing_part_s)
+            if parts.stored is not None:
+                last_first.push_async_callback(parts.stored.close)
             if self.overview.announcer is not None:
                 last_first.push_async_callback(self.overview.announcer.close)
             if self._http is not None:

@@ -24,9 +24,11 @@ from kvbridge.daemon.engine_socket import EngineSocket
 from kvbridge.daemon.memory import NodeLayout, NodeMemory, plan_memory
 from kvbridge.daemon.model import load_geometry
 from kvbridge.daemon.worker_host import Reports, WorkerHost
+from kvbridge.node.admission.controller import Prefetch
 from kvbridge.node.backups import Backups, CopyLimits
 from kvbridge.node.engines import AttachedEngines
 from kvbridge.node.receiver.verification import growing_kinds
+from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.layout import even_boundaries
@@ -65,6 +67,8 @@ class NodeParts:
     copies: HostTierReader
     backups: Backups | None
     """What moves those pages down to host memory; None: nothing does."""
+    stored: StoredPrefixes | None
+    """What moves them to a store below host memory and back; None: nothing does."""
     memory: NodeMemory
     worker_host: WorkerHost
     engine_socket: EngineSocket
@@ -102,6 +106,7 @@ class NodeParts:
             prefixes=prefixes,
             copies=copies,
             backups=_backups(config, prefixes, worker_host.workers, book, events),
+            stored=_stored(config, prefixes, book, geometry),
             memory=NodeMemory(layout),
             worker_host=worker_host,
             engine_socket=socket,
@@ -179,6 +184,11 @@ class NodeParts:
         )
 
     @property
+    def prefetch(self) -> Prefetch | None:
+        """What is done about the prompt of a request before it is admitted; None: nothing."""
+        return None if self.stored is None else self.stored.prefetch
+
+    @property
     def reports(self) -> Reports:
         """Who takes what rank workers of either role say."""
         return {} if self.backups is None else {PagesCopied: self.backups.copied}
@@ -228,6 +238,15 @@ def _backups(
     settings = config.tier.host.backup
     limits = CopyLimits(copy_s=config.timeouts.copy_s, link_share=settings.link_share)
     return Backups(BackupController(prefixes, prefixes.twins, book, settings), workers, book, events, limits)
+
+
+def _stored(
+    config: NodeConfig, prefixes: PrefixCache | None, book: PageBook, geometry: ModelGeometry
+) -> StoredPrefixes | None:
+    """Make what moves host pages to a store and back, when there is one."""
+    if prefixes is None or prefixes.twins is None or config.tier.store is None:
+        return None
+    return StoredPrefixes(prefixes, prefixes.twins, book, config.tier, geometry)
 
 
 def _metrics(config: NodeConfig, role: Role, geometry: ModelGeometry, layout: NodeLayout) -> Metrics:

@@ -80,7 +80,9 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
             **parts.reports,
         },
     )
-    admission = AdmissionController(rooms.requests, parts.book, limits=config.admission, events=parts.events)
+    admission = AdmissionController(
+        rooms.requests, parts.book, limits=config.admission, events=parts.events, prefetch=parts.prefetch
+    )
     api = EngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
     return NodeDaemon(parts, peers, rooms, admission, api)
 

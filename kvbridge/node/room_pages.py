@@ -103,7 +103,7 @@ class RoomPages:
             room.owner,
             room.keys,
             lambda shared: {space: count - shared.get(space, 0) for space, count in demand.items()},
-            at_most=(room.prompt_tokens - self.computes) // page,
+            at_most=len(self.shareable(room.keys, room.prompt_tokens)),
             from_checkpoint=self.computes and needs_checkpoints(geometry),
         )
         both = ((space, (got.prefix.get(space), own)) for space, own in got.own.items())
@@ -121,6 +121,10 @@ class RoomPages:
                 from_checkpoint=bool(len(got.checkpoint) or len(got.checkpoint_twin)),
             )
         )
+
+    def shareable(self, keys: Keys, prompt_tokens: int) -> Keys:
+        """Those of a prompt's keys whose pages a room can share: one that computes has at least one token left to compute."""
+        return keys[: (prompt_tokens - self.computes) // self.settings.geometry.tokens_per_page]
 
     def shorten(self, room: Room[Any], tokens: int) -> None:
         """Prefill, before anything of the room is leased: let it read only so many tokens of the prefix that it got.

@@ -116,6 +116,11 @@ class RoomRequests(Generic[RoomT]):
         keys = keys_of(request.page_hashes, request.prompt_tokens, settings.geometry.tokens_per_page)
         return keys if settings.shares_prefixes else Keys()
 
+    def shareable_keys(self, request: AdmissionRequest) -> Keys:
+        """Those of a request whose pages its room could share. Raises all that `demand` does."""
+        self.demand(request)
+        return self.pages.shareable(self._keys(request), request.prompt_tokens)
+
     def drop_prefixes(self) -> DroppedPrefixes:
         """Forget every cached prefix; rooms under way keep what they read. Raises ConflictError where none are kept."""
         prefixes = self.pages.prefixes

@@ -55,10 +55,11 @@ STABLE_AFTER_S = 30.0
 class Operation:
     """One order. `await` it for its answer; giving that up changes nothing."""
 
-    def __init__(self, verb: Verb, names: Sequence[str]) -> None:
+    def __init__(self, verb: Verb, form: ObjectForm, keys: Keys) -> None:
         loop = asyncio.get_running_loop()
         self.verb = verb
-        self.names = names
+        self.form = form
+        self.names = [object_name(form, key) for key in keys.to_list()]
         self.asked: list[int] = []
         """Which of its objects the store was asked for, by position."""
         self.answer: asyncio.Future[Answer] = loop.create_future()
@@ -82,6 +83,7 @@ class StoreClient:
         forms: Sequence[Sequence[SharedRegion]],
         limits: StoreLimits | None = None,
         *,
+        model: str = "",
         log_level: str = "info",
         stderr: int | None = None,
     ) -> None:
@@ -90,11 +92,12 @@ class StoreClient:
         `stderr`: descriptor for the log of the process. Raises InvalidInputError for regions that cannot be objects.
         """
         self._limits = limits or StoreLimits()
-        self._forms = [ObjectForm(shared.region for shared in form) for form in forms]
+        self._forms = [ObjectForm((shared.region for shared in form), model) for form in forms]
         self.process = StoreProcess(
             StoreSetup(
                 settings=settings.model_dump_json(),
                 forms=tuple(tuple(form) for form in forms),
+                model=model,
                 calls=self._limits.calls,
             ),
             start_s=self._limits.start_s,
@@ -110,6 +113,8 @@ class StoreClient:
         self.breaker = Breaker(self._limits.failures)
         self.counts: Counter[tuple[Verb, Outcome]] = Counter()
         """Objects, by what was asked and how it ended."""
+        self.moved_bytes: Counter[Verb] = Counter()
+        """Of pages that were put or got, whole."""
 
     def start(self) -> None:
         """Start the process. Until it is ready (it has `capabilities`), the store is `unreachable`."""
@@ -155,11 +160,10 @@ class StoreClient:
             known.check(pages, len(keys))
         loop = asyncio.get_running_loop()
         now_s = loop.time()
-        operation = Operation(verb, [object_name(known, key) for key in keys.to_list()])
+        operation = Operation(verb, known, keys)
+        remembers = verb in {Verb.GET, Verb.HAS}
         operation.asked = [
-            index
-            for index, name in enumerate(operation.names)
-            if verb is not Verb.GET or not self._failed.has(name, now_s)
+            index for index, name in enumerate(operation.names) if not (remembers and self._failed.has(name, now_s))
         ]
         without = Answer.of_all(Outcome.ABSENT, len(keys), detail="it was missing a moment ago")
         if operation.asked and (why_not := self._why_not(now_s)):
@@ -235,7 +239,7 @@ class StoreClient:
         by_remedy: dict[Remedy, list[str]] = {}
         for name, outcome in zip(operation.names, answer.outcomes, strict=True):
             by_remedy.setdefault(REMEDIES[outcome], []).append(name)
-        if operation.verb is Verb.GET:
+        if operation.verb in {Verb.GET, Verb.HAS}:
             self._failed.add(by_remedy.get(Remedy.COMPUTE, []) + by_remedy.get(Remedy.REPLACE, []), now_s)
         elif operation.verb is Verb.PUT:
             self._failed.forget(by_remedy.get(Remedy.NOTHING, []))
@@ -244,6 +248,8 @@ class StoreClient:
     def _end(self, operation: Operation, answer: Answer) -> None:
         for outcome in answer.outcomes:
             self.counts[operation.verb, outcome] += 1
+            if outcome in {Outcome.HIT, Outcome.STORED}:
+                self.moved_bytes[operation.verb] += operation.form.payload_bytes
         if not operation.answer.done():
             operation.answer.set_result(answer)
 

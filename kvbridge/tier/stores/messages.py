@@ -34,6 +34,8 @@ class StoreSetup(FrozenModel):
     """A section of `config.stores`, as JSON."""
     forms: Annotated[tuple[tuple[SharedRegion, ...], ...], Field(min_length=1, max_length=256)]
     """For each kind of object, all regions that its pages lie in."""
+    model: Annotated[str, Field(max_length=1_000)] = ""
+    """What objects of other models are told apart by, beside their page keys."""
     calls: Annotated[int, Field(ge=1, le=64)]
     """Requests that are under way at once."""
 

@@ -8,7 +8,7 @@ of components' names and layers. The header, 64 bytes, all numbers little-endian
 | bytes | what |
 |---|---|
 | 8 | `kvbpage` and the version |
-| 16 | form: BLAKE2b over the parts' components, layers, lanes and lengths |
+| 16 | form: BLAKE2b over the parts' components, layers, lanes and lengths, and the node's word which model it is |
 | 16 | page key (`tier.keys`), which names model, revision, fingerprint, adapter, namespace, and all tokens up to the page's end |
 | 8 | bytes of all parts |
 | 4 | their CRC-32C, as of one stretch |
@@ -51,8 +51,11 @@ _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}")
 class ObjectForm:
     """What objects of one kind consist of, and where the parts of a page are. Pools of other layouts have the same form."""
 
-    def __init__(self, regions: Iterable[Region]) -> None:
-        """`regions`: of a page. Raises InvalidInputError when they cannot be one object, UnsupportedError for device memory."""
+    def __init__(self, regions: Iterable[Region], model: str = "") -> None:
+        """`regions`: of a page. `model`: what else tells whose bytes they are: name, revision and fingerprint.
+
+        Raises InvalidInputError when they cannot be one object, UnsupportedError for device memory.
+        """
         ordered = sorted(regions, key=lambda region: (region.component, region.layer))
         if not ordered or len({(region.component, region.layer) for region in ordered}) != len(ordered):
             raise InvalidInputError("an object has at least one part, and each component of a layer once")
@@ -62,7 +65,7 @@ class ObjectForm:
             f"{region.component} {region.layer} {region.lane_start} {region.lane_stop} {region.page_bytes}\n"
             for region in ordered
         ]
-        self.name = _hash(FORM_DOMAIN + "".join(words).encode(), 16)
+        self.name = _hash(FORM_DOMAIN + "".join([*words, model]).encode(), 16)
         heads = [not index or not _together(ordered[index - 1], region) for index, region in enumerate(ordered)]
         runs = np.flatnonzero(heads)
         self.lengths: list[int] = np.add.reduceat([region.page_bytes for region in ordered], runs).tolist()

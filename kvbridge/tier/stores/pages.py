@@ -46,13 +46,16 @@ Move = Callable[[ObjectForm, list[bytes], list[StoredObject]], Answer]
 class PageStore:
     """A store of pages. Thread-safe as its store is; at most `calls` requests at once, further ones wait."""
 
-    def __init__(self, store: ObjectStore, forms: Sequence[Sequence[Region]], *, calls: int = 4) -> None:
+    def __init__(
+        self, store: ObjectStore, forms: Sequence[Sequence[Region]], *, model: str = "", calls: int = 4
+    ) -> None:
         """`forms`: of each kind of object the regions of this process that its pages lie in; requests name them by position.
 
-        Raises InvalidInputError for regions that cannot be one object, RegistrationError for memory that the store cannot use.
+        `model`: see ObjectForm. Raises InvalidInputError for regions that cannot be one object, RegistrationError for memory that
+        the store cannot use.
         """
         self._store = store
-        self.forms = [ObjectForm(regions) for regions in forms]
+        self.forms = [ObjectForm(regions, model) for regions in forms]
         memory = mmap.mmap(-1, calls * BATCH_LIMIT * HEADER_BYTES)
         start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         extents = registered_extents(region for regions in forms for region in regions)

@@ -103,7 +103,7 @@ class _Serving:
         ends = accumulate((len(form) for form in setup.forms), initial=0)
         forms = [mapped.regions[start:stop] for start, stop in pairwise(ends)]
         settings: StoreSettings = TypeAdapter(StoreSettings).validate_json(setup.settings)
-        self.store = PageStore(open_store(settings), forms, calls=setup.calls)
+        self.store = PageStore(open_store(settings), forms, model=setup.model, calls=setup.calls)
         self._link = link
         self.orders: queue.SimpleQueue[StoreOrder] = queue.SimpleQueue()
         link.send(StoreReady(capabilities=self.store.capabilities))

@@ -1,0 +1,377 @@
+"""Prefixes of a node in the store below its host memory: written once they are on the host, fetched before a request is admitted.
+
+Owns: what waits to be written, what is being fetched, pages that the store may still write. Must not know: which store it is, how
+it moves bytes, rooms, engines.
+
+Both go by way of host pages. What is written is pinned there until the store has let go of it. What is fetched goes to pages that
+are reserved for it, all or nothing, and enters the index only when the store's process has compared every byte. A request waits for
+that at most `tier.prefetch_s` and goes on with what has come. Pages of a get that has not ended by then belong to nobody until it has,
+by the store's word or by the end of its process; that of a put likewise keeps its pins. Whatever the store does, a request finds what is
+cached or computes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count, takewhile
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from kvbridge.config.tier import TierConfig
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import CapacityError
+from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.geometry.manifest import fingerprint
+from kvbridge.core.geometry.pages import window_pages
+from kvbridge.core.ids import IndexSpace, PageIdArray
+from kvbridge.core.wire.shared_memory import SharedRegion
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.holdings import Pages
+from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
+from kvbridge.tier.keys import KEY_BYTES, Keys
+from kvbridge.tier.prefix_cache import PrefixCache
+from kvbridge.tier.readers import PathPages
+from kvbridge.tier.stores.base import BATCH_LIMIT, Outcome
+from kvbridge.tier.stores.breaker import BreakerState
+from kvbridge.tier.stores.client import Operation, StoreClient
+from kvbridge.tier.twins import Twins
+
+log = structlog.get_logger(__name__)
+
+PAGES, CHECKPOINTS = 0, 1
+"""Forms of objects, by their number: what a page of a prompt consists of, and windows and states at the end of one."""
+ORDER_PAGES = 16
+"""Objects of one order to the store."""
+ORDERS = 2
+"""Gets of one prompt that are under way at once. A store that is too slow for a prompt fails so many in a row, which alone does not
+open its breaker."""
+MOST_WAITING = 4_096
+"""Prompts that wait to be written; the one that has waited longest is forgotten then."""
+PAUSE_S = 1.0
+"""After a put that has failed."""
+JUST_THE_END = 1 << 30
+"""Stands for the first page to be written where none is, only a checkpoint."""
+
+
+@dataclass(eq=False)
+class _Get:
+    """Objects of a prompt that are to come, and the pages that they go to."""
+
+    form: int
+    owner: Owner
+    start: int
+    """Pages: the first. Checkpoint: at the end of how many pages it is."""
+    keys: Keys
+    pages: Pages
+    operation: Operation | None = None
+    """None: the store was not asked."""
+    hits: int = 0
+    """Of its first objects, how many have come whole."""
+    has_failed: bool = False
+    """Something of it has not come."""
+
+
+@dataclass
+class FetchSums:
+    """What became of requests that the store was asked about, since the daemon was started."""
+
+    requests: Counter[str] = field(default_factory=Counter)
+    """`found`, all that the store was known to have; `part`; `nothing`."""
+    pages: int = 0
+    """Of prompts, that came."""
+    seconds: float = 0.0
+    """That requests waited."""
+
+
+class StoredPrefixes:
+    """Called from the event loop's thread only."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        twins: Twins,
+        book: PageBook,
+        settings: TierConfig,
+        geometry: ModelGeometry,
+        *,
+        clock: Clock = monotonic,
+    ) -> None:
+        """`twins`: those of the cache. `settings.store` is set."""
+        self._cache, self._twins, self._book, self._settings, self._clock = cache, twins, book, settings, clock
+        self._geometry = geometry
+        self.client: StoreClient | None = None
+        """None until there is memory to put and get."""
+        self._has_checkpoints = False
+        self._spaces: tuple[tuple[IndexSpace, ...], ...] = ()
+        """Those of each form, in the order in which orders name them."""
+        self._numbers = count(1)
+        self._fetching: dict[bytes, asyncio.Task[None]] = {}
+        """By the first key that is fetched."""
+        self._waiting: dict[bytes, int] = {}
+        """Prompts to be written, by the keys of their last pages: from which page on."""
+        self._woken = asyncio.Event()
+        self._inserting = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self.sums = FetchSums()
+        twins.watch(self)
+
+    def open(self, twins: Sequence[SharedRegion], host: Sequence[SharedRegion], *, log_level: str = "info") -> None:
+        """The memory is there: start the store's process. `host`: pages that prefixes have on the host anyway.
+
+        Raises InvalidInputError for memory that a store cannot hold.
+        """
+        ends = [shared for shared in twins if shared.region.space is IndexSpace.SWA_TWIN]
+        pages = [*host, *(shared for shared in twins if shared.region.space is IndexSpace.FULL_TWIN)]
+        forms = [pages, ends] if ends else [pages]
+        settings = self._settings
+        assert settings.store is not None, "nobody makes this without a store"
+        model = f"{settings.model_name}\n{settings.model_revision}\n{fingerprint(self._geometry)}"
+        self.client = StoreClient(settings.store, forms, settings.store_limits, model=model, log_level=log_level)
+        self._has_checkpoints = bool(ends)
+        self._spaces = tuple(tuple(sorted({shared.region.space for shared in form})) for form in forms)
+        self.client.start()
+        self._tasks = [asyncio.create_task(self._write_out(), name="write prefixes to the store")]
+
+    async def failed(self) -> None:
+        """Raise when what works here has ended by a defect. Not to be called before `open`."""
+        assert self.client is not None
+        ways = [*self._tasks, asyncio.create_task(self.client.process.failed())]
+        ended, _ = await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+
+    async def close(self) -> None:
+        """End the process and all that is under way. Harmless when nothing is open."""
+        tasks = [*self._tasks, *self._fetching.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self.client is not None:
+            await self.client.close()
+
+    # ------------------------------------------------------------------ from the store
+
+    async def prefetch(self, keys: Keys) -> None:
+        """Bring to the host what the store has of these keys and nothing here has, until `tier.prefetch_s` has passed.
+
+        Never raises for what the store does. Requests for the same prompt wait for the same pages.
+        """
+        have = self._usable(keys)
+        if self.client is None or have == len(keys):
+            return
+        task = self._fetching.get(keys[have])
+        if task is None:
+            task = asyncio.create_task(self._fetch(keys, have), name="fetch a prefix from the store")
+            self._fetching[keys[have]] = task
+            task.add_done_callback(lambda _: self._fetching.pop(keys[have], None))
+        await asyncio.shield(task)
+
+    def _usable(self, keys: Keys) -> int:
+        """How many pages a request could have now."""
+        return self._cache.restorable(keys) if self._has_checkpoints else self._cache.known(keys)
+
+    async def _fetch(self, keys: Keys, have: int) -> None:
+        begun_s = self._clock()
+        until_s = begun_s + self._settings.prefetch_s
+        stop = await self._stored(keys, have, until_s)
+        pinned = self._cache.look_on_host(keys[:stop])
+        came = 0
+        try:
+            gets = self._reserve(keys, len(pinned.path), stop) if stop > have else []
+            try:
+                await self._get_all(gets, until_s)
+            finally:
+                came = self._keep(gets, keys)
+        finally:
+            self._cache.looked(pinned)
+            seconds = self._clock() - begun_s
+            outcome = "nothing" if not came else "found" if self._usable(keys) >= stop else "part"
+            self.sums.requests[outcome] += 1
+            self.sums.pages += came
+            self.sums.seconds += seconds
+            log.debug(
+                "prefix_fetched", outcome=outcome, wanted_pages=stop - have, pages=came, seconds=round(seconds, 4)
+            )
+
+    async def _stored(self, keys: Keys, have: int, until_s: float) -> int:
+        """Of the keys, as far as which the store seems to have what lacks here; `have` when that is of no use."""
+        stop = self._cache.known(keys)
+        while stop < len(keys):
+            some = keys[stop : stop + BATCH_LIMIT]
+            found = len(list(takewhile(bool, await self._present(PAGES, some, until_s))))
+            stop += found
+            if found < len(some):
+                break
+        if not self._has_checkpoints:
+            return stop
+        first = max(have, stop - BATCH_LIMIT)
+        ends = await self._present(CHECKPOINTS, keys[first:stop], until_s) if stop > first else []
+        return max((first + at + 1 for at, is_there in enumerate(ends) if is_there), default=have)
+
+    async def _present(self, form: int, keys: Keys, until_s: float) -> list[bool]:
+        assert self.client is not None
+        left_s = until_s - self._clock()
+        if left_s <= 0:
+            return []
+        answer = await self.client.has(form, keys, timeout_s=left_s)
+        return [outcome is Outcome.PRESENT for outcome in answer.outcomes]
+
+    def _reserve(self, keys: Keys, start: int, stop: int) -> list[_Get]:
+        """Give what is to come its pages, all or nothing."""
+        cuts = [*range(start, stop, ORDER_PAGES), stop]
+        wanted = [(PAGES, at, keys[at:end]) for at, end in zip(cuts, cuts[1:], strict=False)]
+        if self._has_checkpoints:
+            pages = len(window_pages(self._geometry, stop * self._geometry.tokens_per_page))
+            wanted.insert(0, (CHECKPOINTS, stop, _part_keys(keys[stop - 1], pages)))
+        gets: list[_Get] = []
+        try:
+            for form, at, some in wanted:
+                owner = Owner(NO_ROOM, -next(self._numbers))  # those of backups count upwards
+                demand = dict.fromkeys(self._spaces[form], len(some))
+                gets.append(_Get(form, owner, at, some, self._book.reserve(owner, demand, state=PageState.LEASED)))
+        except CapacityError as error:
+            log.debug("prefix_not_fetched", pages=stop - start, reason=str(error))
+            for get in gets:
+                self._book.move(get.owner, PageState.LEASED, PageState.HELD)
+                self._book.free(get.owner)
+            return []
+        return gets
+
+    async def _get_all(self, gets: Sequence[_Get], until_s: float) -> None:
+        """Ask for everything, some at a time, until the deadline or until something is missing."""
+        some_at_a_time = asyncio.Semaphore(ORDERS)
+
+        async def ask(get: _Get) -> None:
+            async with some_at_a_time:
+                left_s = until_s - self._clock()
+                if left_s <= 0 or any(other.has_failed for other in gets):
+                    return
+                assert self.client is not None
+                ids = np.stack([get.pages[space] for space in self._spaces[get.form]], axis=1)
+                get.operation = self.client.get(get.form, get.keys, ids, timeout_s=left_s)
+                answer = await get.operation
+                get.hits = len(list(takewhile(lambda outcome: outcome is Outcome.HIT, answer.outcomes)))
+                get.has_failed = get.hits < len(get.keys)
+
+        await asyncio.gather(*map(ask, gets))
+
+    def _keep(self, gets: Sequence[_Get], keys: Keys) -> int:
+        """Let what has come whole enter the index, as far as nothing before it is missing; return how many pages are new."""
+        came, is_behind = 0, True
+        self._inserting = True
+        try:
+            for get in sorted(gets, key=lambda get: get.form):  # a checkpoint is at the end of pages
+                if not self._let_go(get):
+                    is_behind = False
+                    continue
+                is_whole = get.hits == len(get.keys)
+                if get.form == PAGES and is_behind and get.hits:
+                    pages = {space: ids[: get.hits] for space, ids in get.pages.items()}
+                    came += self._twins.insert(get.owner, keys[: get.start + get.hits], get.start, pages)
+                elif get.form == CHECKPOINTS and is_behind and is_whole:
+                    none: Pages = {space: np.empty(0, dtype=np.int32) for space in self._spaces[PAGES]}
+                    [twins] = get.pages.values()
+                    self._twins.insert(get.owner, keys[: get.start], get.start, none, checkpoints={get.start: twins})
+                is_behind = is_behind and is_whole
+                self._book.free(get.owner)
+        finally:
+            self._inserting = False
+        return came
+
+    def _let_go(self, get: _Get) -> bool:
+        """Whether nobody writes these pages any more. If not, they are nobody's until the store has let go of them."""
+        operation = get.operation
+        if operation is None or operation.settled.done():
+            self._book.move(get.owner, PageState.LEASED, PageState.HELD)
+            return True
+        why = f"{get.owner}: the store may still write pages that it did not fetch in time (limit: tier.prefetch_s)"
+        self._book.quarantine(get.owner, why)
+        operation.settled.add_done_callback(lambda _: self._book.release_quarantined(why))
+        return False
+
+    # ------------------------------------------------------------------ to the store
+
+    def added(self, keys: Keys, start: int, pages: Pages) -> None:
+        """See TwinWatcher."""
+        del pages
+        self._wait(keys[-1], start)
+
+    def checkpoint_added(self, key: bytes, pages: PageIdArray) -> None:
+        """See TwinWatcher."""
+        del pages
+        self._wait(key, JUST_THE_END)
+
+    def removed(self, pages: Pages) -> None:
+        """See TwinWatcher."""
+
+    def _wait(self, key: bytes, start: int) -> None:
+        if self._inserting:  # it comes from there
+            return
+        self._waiting[key] = min(start, self._waiting.get(key, start))
+        if len(self._waiting) > MOST_WAITING:
+            del self._waiting[next(iter(self._waiting))]
+        self._woken.set()
+
+    async def _write_out(self) -> None:
+        """Write what waits, one order after the other: whoever fetches finds the store's process free."""
+        while True:
+            if not self._waiting:
+                self._woken.clear()
+                await self._woken.wait()
+            key = next(iter(self._waiting))
+            start = self._waiting.pop(key)
+            asked = await self._write(self._cache.prompt_of(key), start)
+            if not asked:
+                self._waiting.setdefault(key, start)
+                await asyncio.sleep(PAUSE_S)
+
+    async def _write(self, keys: Keys, start: int) -> bool:
+        """Write the pages of a prompt from `start` on, and checkpoints. Returns whether the store took the question."""
+        looking = self._cache.look_on_host(keys)
+        settled: list[asyncio.Future[None]] = []
+        asked = True
+        for form, some, ids in self._objects(looking, keys, start):
+            assert self.client is not None
+            put_s = self._settings.store_limits.put_s
+            there = self.client.has(form, some, timeout_s=put_s)
+            answer = await there
+            lacking = [at for at, outcome in enumerate(answer.outcomes) if outcome is Outcome.ABSENT]
+            if lacking and not answer.failed:
+                put = self.client.put(form, Keys(b"".join(some[at] for at in lacking)), ids[lacking], timeout_s=put_s)
+                settled.append(put.settled)
+                answer = await put
+            if answer.failed:
+                asked = (
+                    self.client.process.capabilities is not None and self.client.breaker.state is BreakerState.CLOSED
+                )
+                break
+        # Not in case of failure: whoever cancels this ends the store's process.
+        for future in settled:
+            await asyncio.shield(future)
+        self._cache.looked(looking)
+        return asked
+
+    def _objects(self, looking: PathPages, keys: Keys, start: int) -> Iterator[tuple[int, Keys, npt.NDArray[np.int32]]]:
+        """Yield forms, page keys and pages of what is to be written, an order at a time."""
+        end = len(looking.path)
+        for at in range(start, end, ORDER_PAGES):
+            some = slice(at, min(end, at + ORDER_PAGES))
+            yield PAGES, keys[some], np.stack([looking.pages[space][some] for space in self._spaces[PAGES]], axis=1)
+        for page_count, twins in looking.checkpoints.items():
+            if page_count > start or page_count == end:
+                yield CHECKPOINTS, _part_keys(keys[page_count - 1], len(twins)), twins.reshape(-1, 1)
+
+
+def _part_keys(key: bytes, parts: int) -> Keys:
+    """Under which keys the pages of a checkpoint are kept; mostly it is one."""
+    others = (
+        hashlib.blake2b(key, digest_size=KEY_BYTES, salt=part.to_bytes(8, "little"), usedforsecurity=False).digest()
+        for part in range(1, parts)
+    )
+    return Keys(b"".join([key, *others]))
