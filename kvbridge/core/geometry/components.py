@@ -18,7 +18,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive
+from kvbridge.core.ids import REQUEST_SPACES, FrozenModel, IndexSpace, NonNegative, Positive
 
 
 class ComponentKind(StrEnum):
@@ -109,7 +109,7 @@ class Component(FrozenModel):
     def _check(self) -> Self:
         if list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"{self.kind}: layers must be ascending and distinct, got {self.layers}")
-        if self.space is IndexSpace.HOST:
+        if self.space not in REQUEST_SPACES or self.space is IndexSpace.HOST:
             raise ValueError(
                 f"{self.kind}: `space` names the device index space; 'host' is where it may reside instead"
             )
