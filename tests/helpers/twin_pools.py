@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +12,7 @@ from kvbridge.config.pools import HostLayout
 from kvbridge.core.geometry.components import Component, Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.pages import window_pages
-from kvbridge.core.geometry.twins import twin_components, twin_page_bytes, twin_space
+from kvbridge.core.geometry.twins import twin_components, twin_space
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageMoves, Rank
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, twin_placement
 from kvbridge.pool.memory.placement import Placement
@@ -154,7 +155,7 @@ class TwinPools:
             for real, each in zip(self.memory[rank], content if content is not None else self.memory[rank], strict=True)
         ]
 
-    def __enter__(self) -> TwinPools:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Any geometry, layout, backend and scattered pages, both ways: twins get exactly what they keep, and nothing beside it is touched."""
+"""Any geometry, layout, backend and scattered pages, both ways: twins get what they keep, and nothing beside it is touched."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_layer_first_twins_keep_what_is_live():
     assert placement.memory is MemoryKind.DRAM
     assert {(region.lane_start, region.lane_stop) for region in placement.regions} == {(0, 1)}
     assert all(region.page_stride_bytes == region.page_bytes for region in placement.regions)
-    found = {space: 0 for space in TWIN_COUNTS}
+    found = dict.fromkeys(TWIN_COUNTS, 0)
     for region in placement.regions:
         found[region.space] += region.page_bytes
     assert found == {IndexSpace.FULL_TWIN: 998_208, IndexSpace.SWA_TWIN: 4_080_000}
