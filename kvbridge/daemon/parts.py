@@ -203,7 +203,7 @@ class NodeParts:
             self.backups.gone(rank, reason)
         if rank in self.layout.orders:
             if self.prefixes is not None:
-                self.prefixes.lose_device()
+                self.prefixes.drop()
             self.engines.memory_lost(rank, f"rank worker {rank} is gone: {reason}")
 
 

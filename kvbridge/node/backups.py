@@ -30,7 +30,7 @@ from kvbridge.pool.accounts.page_states import NO_ROOM, Owner
 from kvbridge.telemetry.host_tier import CopyEnded
 from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.controller import BackupController
-from kvbridge.tier.prefix_cache import Backup
+from kvbridge.tier.twins import Backup
 
 log = structlog.get_logger(__name__)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from kvbridge.config.tier import BackupPolicy, HostBackup
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import CapacityError
+from kvbridge.core.ids import TWINS
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.tier.keys import Keys
@@ -43,9 +44,13 @@ class BackupController:
         """`twins`: those of the cache."""
         self._cache, self._twins, self._book, self._settings, self._clock = cache, twins, book, settings, clock
         [self._space, *_] = cache.spaces
-        self._low_pages = int(settings.low_share * sum(book.counts()[self._space].values()))
+        counts = book.counts()
+        self._low_pages = int(settings.low_share * sum(counts[self._space].values()))
+        self._order_pages = min(settings.order_pages, sum(counts[TWINS[self._space]].values()))
         self._waiting: dict[bytes, Keys] = {}
         """Prompts of which something is to go down, by the keys of their last pages."""
+        self._under_way: dict[Owner, Keys] = {}
+        """Of the backups of the present order."""
         self._pause_s = FIRST_PAUSE_S
         self._not_before_s = 0.0
         self.refused = 0
@@ -84,7 +89,7 @@ class BackupController:
         started: list[Backup] = []
         if self._clock() < self._not_before_s:
             return started
-        settings, left = self._settings, self._settings.order_pages
+        settings, left = self._settings, self._order_pages
         min_uses = settings.uses if settings.policy is BackupPolicy.WRITE_THROUGH_SELECTIVE else 0
         for keys in self._candidates():
             try:
@@ -97,8 +102,11 @@ class BackupController:
                 continue
             if backup is not None:
                 started.append(backup)
+                self._under_way[backup.owner] = keys
                 left -= backup.pages
-            elif not started:  # else it may have to wait for what this order copies
+            if backup is None and started:
+                continue  # perhaps it has to wait for what this order copies
+            if backup is None or backup.start + backup.pages == len(keys):
                 self._waiting.pop(keys[-1], None)
             if left <= 0:
                 break
@@ -125,6 +133,9 @@ class BackupController:
         is begun for a while."""
         for backup in backups:
             self._twins.end_backup(backup, done=done)
+            keys = self._under_way.pop(backup.owner)
+            if not done and self._settings.policy is not BackupPolicy.WRITE_BACK:
+                self._wait(keys)
         if done:
             self._pause_s = FIRST_PAUSE_S
             return

@@ -18,7 +18,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.ids import REQUEST_SPACES, FrozenModel, IndexSpace, NonNegative, Positive
+from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive
 
 
 class ComponentKind(StrEnum):

@@ -123,7 +123,7 @@ def test_what_several_prompts_need_is_one_order(bench):
 def test_a_rank_that_fails_fails_the_order_once_the_others_have_answered(bench):
     order = bench.begin()
     bench.answer(order, R0, error_code="invalid_input", error="page 99 does not exist")
-    assert bench.twins() == {PageState.FREE: 28, PageState.HELD: 4}, "the other rank is still writing"
+    assert bench.twins() == {PageState.FREE: 28, PageState.LEASED: 4}, "the other rank is still writing"
     bench.answer(order, R1)
     assert bench.twins() == {PageState.FREE: 32}
     [fact] = bench.ended
@@ -194,7 +194,7 @@ def test_a_worker_that_dies_in_the_middle_fails_the_order_when_the_others_have_a
     order = bench.begin()
     bench.workers.gone(R1, "killed")
     bench.backups.gone(R1, "killed")
-    assert bench.twins() == {PageState.FREE: 28, PageState.HELD: 4}
+    assert bench.twins() == {PageState.FREE: 28, PageState.LEASED: 4}
     bench.answer(order, R0)
     assert bench.twins() == {PageState.FREE: 32}
     [fact] = bench.ended
