@@ -1,0 +1,531 @@
+"""Prefixes that go to a real store by way of host pages and come back: whole, in time, or not at all; whatever becomes of the store."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from itertools import count, takewhile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvbridge.config.stores import StoreLimits
+from kvbridge.config.tier import HostTier, TierConfig
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.twins import twin_components
+from kvbridge.core.ids import IndexSpace, Rank
+from kvbridge.node.stored_prefixes import ORDER_PAGES, StoredPrefixes
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
+from kvbridge.pool.memory.layout import RankPart, twin_placement
+from kvbridge.pool.memory.mapped_pool import MappedPool
+from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.prefix_cache import PrefixCache
+from kvbridge.tier.stores.base import Outcome, Verb
+from kvbridge.tier.stores.breaker import BreakerState
+from kvbridge.tier.stores.objects import ObjectForm
+from tests.contract.stores_harness import KINDS, READY_S, settings_of
+from tests.helpers.mooncake_servers import MooncakeServers
+from tests.helpers.stopping import stop
+from tests.helpers.stored_pages import new_keys
+
+FULL, SWA, FULL_TWIN, SWA_TWIN = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN
+TOTAL = {FULL: 48, SWA: 4, FULL_TWIN: 96, SWA_TWIN: 8}
+AT_ONCE_S = 5.0
+"""For what takes no time, on a machine that is busy."""
+
+
+class Node:
+    """The cache of a prefill node with real twins in shared memory, and a store of its own process. No GPU: twins are written here."""
+
+    def __init__(self, store: Any, folder: Path, *, prefetch_s: float = READY_S, **limits: float) -> None:
+        self.geometry = preset("tiny-v4")
+        part = RankPart.of(self.geometry, Rank(pp=0, tp=0), pp_size=1, tp_size=1)
+        components = twin_components(self.geometry, frozenset(), checkpoints=True)
+        counts = {space: TOTAL[space] for space in (FULL_TWIN, SWA_TWIN)}
+        self.pool = MappedPool.create(
+            twin_placement(self.geometry, [part], components, page_counts=counts), folder, f"twins-{os.urandom(4).hex()}"
+        )
+        self.book = PageBook(TOTAL)
+        index = PrefixIndex((FULL,), TOTAL[FULL] + TOTAL[FULL_TWIN], has_twins=True)
+        self.cache = PrefixCache(self.book, index, restores=True)
+        self.forms = {
+            space: ObjectForm(region for region in self.pool.regions() if region.space is space)
+            for space in (FULL_TWIN, SWA_TWIN)
+        }
+        self.rooms, self.copies = count(1), count(1)
+        self.random = np.random.default_rng()
+        settings = TierConfig(
+            enabled=True,
+            model_name="tiny",
+            model_revision="1",
+            host=HostTier(pages=TOTAL[FULL_TWIN]),
+            store=store,
+            prefetch_s=prefetch_s,
+            store_limits=StoreLimits(**{"start_s": READY_S, "settle_s": 1.0, "remember_s": 0.0} | limits),
+        )
+        assert self.cache.twins is not None
+        self.stored = StoredPrefixes(self.cache, self.cache.twins, self.book, settings, self.geometry)
+        self.loop = asyncio.new_event_loop()
+        self.run(self._open())
+
+    async def _open(self) -> None:
+        self.stored.open(self.pool.shared_regions(), (), log_level="warning")
+
+    def run(self, work: Awaitable[Any], limit_s: float = READY_S) -> Any:
+        async def wait() -> Any:
+            return await asyncio.wait_for(work, limit_s)
+
+        return self.loop.run_until_complete(wait())
+
+    def until(self, what: str, look: Callable[[], object]) -> None:
+        async def wait() -> None:
+            ends_s = time.monotonic() + READY_S
+            while not look():
+                assert time.monotonic() < ends_s, f"{what}: not within {READY_S:g} s"
+                await asyncio.sleep(0.005)
+
+        self.run(wait(), READY_S + 5)
+
+    def again(self, what: str, works: Callable[[], bool]) -> None:
+        """Try something until it works."""
+        ends_s = time.monotonic() + READY_S
+        while not works():
+            assert time.monotonic() < ends_s, f"{what}: not within {READY_S:g} s"
+            self.run(asyncio.sleep(0.05))
+
+    @property
+    def process(self):
+        return self.stored.client.process
+
+    def until_ready(self) -> None:
+        self.until("the store process is ready", lambda: self.process.capabilities)
+
+    def close(self) -> None:
+        self.run(self.stored.close())
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+        self.cache.check_integrity()
+        assert not self.book.quarantine_reasons()
+        self.pool.close()
+
+    # ------------------------------------------------------------------ a prompt
+
+    def read(self, space: IndexSpace, page: int) -> bytes:
+        form = self.forms[space]
+        addresses = form.addresses(np.array([page], dtype=np.int32))
+        return b"".join(map(ctypes.string_at, addresses, form.lengths))
+
+    def write(self, space: IndexSpace, page: int, data: bytes) -> None:
+        form, at = self.forms[space], 0
+        for address, length in zip(form.addresses(np.array([page], dtype=np.int32)), form.lengths, strict=True):
+            ctypes.memmove(address, data[at : at + length], length)
+            at += length
+
+    def computed(self, keys: Keys, *, checkpoint: bool = True) -> list[bytes]:
+        """Have a prompt computed, kept and backed up; return what its twins hold, the checkpoint's last."""
+        owner = Owner(next(self.rooms), 1)
+        got = self.cache.admit(owner, keys, lambda shared: {FULL: len(keys) - shared[FULL], SWA: int(checkpoint)})
+        start = got.prefix_pages
+        assert not got.twins
+        self.cache.keep(owner, keys, start, {FULL: got.own[FULL]})
+        if checkpoint:
+            self.cache.keep_checkpoint(owner, len(keys), got.own[SWA])
+        self.cache.let_go(owner)
+        self.book.free(owner)
+        backup = self.cache.twins.start_backup(Owner(NO_ROOM, next(self.copies)), keys, at_most=len(keys))
+        for device, twins in backup.moves.values():
+            for page in twins.tolist():
+                space = SWA_TWIN if device is backup.moves.get(SWA, (None,))[0] else FULL_TWIN
+                self.write(space, page, self.random.bytes(self.forms[space].payload_bytes))
+
+        async def end() -> None:
+            self.cache.twins.end_backup(backup, done=True)
+
+        self.run(end())
+        return self.held(keys)
+
+    def held(self, keys: Keys) -> list[bytes]:
+        """What the host has of a prompt: its pages, then the checkpoints."""
+        looking = self.cache.look_on_host(keys)
+        found = [self.read(FULL_TWIN, page) for page in looking.pages[FULL_TWIN].tolist()]
+        found += [self.read(SWA_TWIN, page) for ids in looking.checkpoints.values() for page in ids.tolist()]
+        self.cache.looked(looking)
+        return found
+
+    def until_written(self) -> None:
+        client = self.stored.client
+        self.until("everything is written", lambda: not self.stored._waiting and not client.unsettled and self.idle)
+
+    @property
+    def idle(self) -> bool:
+        return not self.cache._looking
+
+    def forget(self) -> None:
+        """Drop everything here, and overwrite it."""
+        self.cache.drop()
+        self.cache.check_integrity()
+        for space in (FULL_TWIN, SWA_TWIN):
+            assert self.book.available_pages()[space] == TOTAL[space]
+            for page in range(TOTAL[space]):
+                self.write(space, page, bytes(self.forms[space].payload_bytes))
+
+    def fetch(self, keys: Keys) -> float:
+        """Have a request look for its prompt; return how long it waited."""
+        begun_s = time.monotonic()
+        self.run(self.stored.prefetch(keys))
+        self.cache.check_integrity()
+        return time.monotonic() - begun_s
+
+    def counted(self, verb: Verb) -> dict[str, int]:
+        return {outcome.value: n for (asked, outcome), n in self.stored.client.counts.items() if asked is verb}
+
+    def all_free(self) -> None:
+        self.until("no page is kept from others", lambda: not self.book.quarantine_reasons())
+        counts = self.book.counts()
+        for space in (FULL_TWIN, SWA_TWIN):
+            assert counts[space][PageState.LEASED] == counts[space][PageState.HELD] == 0
+
+
+@contextmanager
+def node_of(kind: str, **limits: float) -> Iterator[tuple[Node, MooncakeServers | None]]:
+    with (
+        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path,
+        settings_of(kind, Path(path)) as (settings, servers),
+    ):
+        node = Node(settings, Path(path), **limits)
+        try:
+            node.until_ready()
+            yield node, servers
+        finally:
+            node.close()
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def shared(request: pytest.FixtureRequest) -> Iterator[Node]:
+    with node_of(request.param) as (node, _):
+        yield node
+
+
+@pytest.fixture
+def node(shared: Node) -> Iterator[Node]:
+    yield shared
+    shared.until_written()
+    shared.forget()
+    shared.all_free()
+
+
+def test_a_prompt_comes_back_from_the_store_when_this_node_has_nothing_of_it(node: Node):
+    keys = new_keys(2 * ORDER_PAGES + 3)
+    held = node.computed(keys)
+    node.until_written()
+    node.forget()
+    before = node.counted(Verb.PUT)
+    node.fetch(keys)
+    assert node.held(keys) == held
+    assert node.cache.restorable(keys) == len(keys)
+    node.until_written()
+    assert node.counted(Verb.PUT) == before, "what comes from there is not written again"
+
+
+def test_what_goes_on_from_what_is_here_comes_alone(node: Node):
+    keys = new_keys(12)
+    first = node.computed(keys[:5])
+    held = node.computed(keys)
+    node.until_written()
+    node.cache.drop_page(keys, 5)
+    assert node.held(keys) == first
+    hits = node.counted(Verb.GET).get("hit", 0)
+    node.fetch(keys)
+    assert node.held(keys)[:12] == held[:12]
+    assert node.counted(Verb.GET)["hit"] - hits == 7 + 1, "seven pages and the checkpoint at their end"
+
+
+def test_a_prompt_that_leaves_what_is_stored_gets_it_as_far_as_a_checkpoint(node: Node):
+    keys = new_keys(9)
+    node.computed(keys[:4])
+    held = node.computed(keys)
+    node.until_written()
+    node.forget()
+    other = Keys(keys[:6].data + new_keys(3).data)
+    node.fetch(other)
+    assert node.cache.restorable(other) == 4, "behind it an engine could not go on"
+    assert node.held(other)[:4] == held[:4]
+
+
+def test_requests_for_one_prompt_fetch_it_once(node: Node):
+    keys = new_keys(6)
+    held = node.computed(keys)
+    node.until_written()
+    node.forget()
+    hits = node.counted(Verb.GET).get("hit", 0)
+
+    async def together() -> None:
+        await asyncio.gather(*(node.stored.prefetch(keys) for _ in range(8)))
+
+    node.run(together())
+    assert node.held(keys) == held
+    assert node.counted(Verb.GET)["hit"] - hits == 6 + 1
+
+
+def test_a_request_that_is_given_up_leaves_its_fetch_to_itself(node: Node):
+    keys = new_keys(6)
+    held = node.computed(keys)
+    node.until_written()
+    node.forget()
+
+    async def give_up() -> None:
+        request = asyncio.create_task(node.stored.prefetch(keys))
+        await asyncio.sleep(0)
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
+
+    node.run(give_up())
+    node.until("the fetch has ended", lambda: not node.stored._fetching)
+    assert node.held(keys) == held
+
+
+def test_a_host_without_room_fetches_nothing_and_evicts_nothing_that_is_read(node: Node):
+    keys, others = new_keys(8), new_keys(3)
+    node.computed(keys)
+    node.until_written()
+    node.forget()
+    node.computed(others)
+    node.until_written()
+    looking = node.cache.look_on_host(others)
+    owner = Owner(next(node.rooms), 1)
+    node.book.reserve(owner, {FULL_TWIN: TOTAL[FULL_TWIN] - 3 - 5})
+    node.fetch(keys)
+    assert node.held(keys) == []
+    assert len(node.held(others)) == 3 + 1
+    node.cache.looked(looking)
+    node.book.free(owner)
+
+
+def test_unknown_prompts_get_nothing(node: Node):
+    keys = new_keys(3)
+    node.fetch(keys)
+    assert node.held(keys) == []
+    assert node.stored.sums.requests["nothing"] > 0
+
+
+# ------------------------------------------------------------------------------------------- lies
+
+
+def lie(node: Node, name: str, change: Callable[[bytes], bytes]) -> None:
+    """Change what lies in a store of files."""
+    settings = node.stored._settings.store
+    path = settings.directory / name[-2:] / name
+    path.write_bytes(change(path.read_bytes()))
+
+
+LIES: dict[str, tuple[Callable[[bytes], bytes], Outcome]] = {
+    "half": (lambda data: data[: len(data) // 2], Outcome.SHORT),
+    "one wrong bit": (lambda data: data[:-1] + bytes([data[-1] ^ 4]), Outcome.WRONG_DIGEST),
+    "zeros": (lambda data: bytes(len(data)), Outcome.WRONG_DIGEST),
+}
+
+
+@pytest.fixture(scope="module")
+def files() -> Iterator[Node]:
+    with node_of("files") as (node, _):
+        yield node
+
+
+@pytest.mark.parametrize("kind", LIES)
+def test_a_lie_in_the_middle_ends_the_prefix_before_it(files: Node, kind: str):
+    keys = new_keys(7)
+    files.computed(keys[:2])
+    held = files.computed(keys)
+    files.until_written()
+    files.forget()
+    change, outcome = LIES[kind]
+    [page_form, _] = files.stored.client._forms
+    lie(files, f"{page_form.name.hex()}-{keys[4].hex()}", change)
+    before = files.counted(Verb.GET).get(outcome, 0)
+    files.fetch(keys)
+    assert files.held(keys)[:4] == held[:4]
+    assert len(files.held(keys)) < 7
+    assert files.counted(Verb.GET)[outcome] == before + 1
+    files.forget()
+    files.all_free()
+
+
+def test_the_bytes_of_another_page_are_no_page_of_this_prompt(files: Node):
+    keys, others = new_keys(3), new_keys(3)
+    files.computed(keys)
+    files.computed(others)
+    files.until_written()
+    files.forget()
+    [page_form, _] = files.stored.client._forms
+    names = [f"{page_form.name.hex()}-{some[0].hex()}" for some in (keys, others)]
+    directory = files.stored._settings.store.directory
+    (directory / names[0][-2:] / names[0]).write_bytes((directory / names[1][-2:] / names[1]).read_bytes())
+    files.fetch(keys)
+    assert files.held(keys) == []
+    assert files.counted(Verb.GET)["other_key"] == 1
+    files.forget()
+
+
+# ------------------------------------------------------------------------------------------- a store that fails
+
+
+def test_a_store_that_hangs_costs_a_request_its_deadline_and_later_ones_nothing():
+    with node_of("files", prefetch_s=0.3, failures=2, settle_s=READY_S) as (node, _):
+        keys = new_keys(5)
+        node.computed(keys)
+        node.until_written()
+        node.forget()
+        pid = node.process.pid
+        stop(pid)
+        waited = [node.fetch(keys) for _ in range(2)]
+        assert all(0.29 < seconds < 0.3 + AT_ONCE_S for seconds in waited)
+        assert node.stored.client.breaker.state is BreakerState.OPEN
+        asked = node.stored.client._number
+        for _ in range(20):
+            node.fetch(keys)
+        assert node.stored.client._number <= asked + 1, "one tries whether it works again"
+        os.kill(pid, signal.SIGCONT)
+        node.again("it works again", lambda: node.fetch(keys) >= 0 and node.cache.restorable(keys) == 5)
+        node.all_free()
+
+
+def test_pages_of_a_get_that_has_not_ended_are_nobodys_until_the_process_has(monkeypatch: pytest.MonkeyPatch):
+    with node_of("files", prefetch_s=0.5, settle_s=0.5) as (node, _):
+        keys = new_keys(5)
+        held = node.computed(keys)
+        node.until_written()
+        node.forget()
+        pid, get = node.process.pid, node.stored.client.get
+
+        def hang(*given: Any, **named: Any) -> Any:
+            stop(pid)
+            return get(*given, **named)
+
+        monkeypatch.setattr(node.stored.client, "get", hang)
+        node.fetch(keys)
+        monkeypatch.undo()
+        assert node.held(keys) == []
+        counts = node.book.counts()
+        assert counts[FULL_TWIN][PageState.QUARANTINED] + counts[SWA_TWIN][PageState.QUARANTINED] == 6
+        assert any("tier.prefetch_s" in why for why in node.book.quarantine_reasons())
+        node.all_free()
+        assert not Path(f"/proc/{pid}").exists(), "only its end proves that it writes no more"
+        node.until_ready()
+        node.fetch(keys)
+        assert node.held(keys) == held
+
+
+def test_a_store_that_becomes_slow_gives_what_has_come_by_the_deadline(monkeypatch: pytest.MonkeyPatch):
+    with node_of("files", prefetch_s=2.0, settle_s=READY_S) as (node, _):
+        keys = new_keys(TOTAL[FULL])
+        held = node.computed(keys)
+        node.until_written()
+        node.forget()
+        pid, get, asked = node.process.pid, node.stored.client.get, []
+
+        def slower(form: int, *given: Any, **named: Any) -> Any:
+            if len(asked) == 2:  # one of those has been answered, else this one would not be asked for
+                stop(pid)
+            operation = get(form, *given, **named)
+            asked.append((form, operation))
+            return operation
+
+        monkeypatch.setattr(node.stored.client, "get", slower)
+        seconds = node.fetch(keys)
+        os.kill(pid, signal.SIGCONT)
+        assert seconds < 2.0 + AT_ONCE_S
+        outcomes = [outcome for form, operation in asked if form == 0 for outcome in operation.answer.result().outcomes]
+        came = list(takewhile(lambda outcome: outcome is Outcome.HIT, outcomes))
+        assert len(came) < len(keys)
+        assert node.held(keys)[: len(came)] == held[: len(came)]
+        assert node.cache.known(keys) == len(came)
+        node.all_free()
+
+
+@pytest.mark.parametrize("verb", ["get", "put"])
+def test_a_process_that_is_killed_in_the_middle_loses_nothing_but_time(verb: str, monkeypatch: pytest.MonkeyPatch):
+    with node_of("files", prefetch_s=READY_S) as (node, _):
+        keys = new_keys(5)
+        client, pid = node.stored.client, node.process.pid
+        ask = getattr(client, verb)
+
+        def killed(*given: Any, **named: Any) -> Any:
+            monkeypatch.undo()
+            stop(pid)
+            operation = ask(*given, **named)
+            os.kill(pid, signal.SIGKILL)
+            return operation
+
+        if verb == "put":
+            monkeypatch.setattr(client, verb, killed)
+        held = node.computed(keys)
+        if verb == "put":
+            node.until("it was killed", lambda: not Path(f"/proc/{pid}").exists())
+            node.until_ready()
+            node.until_written()
+            assert node.held(keys) == held, "the host has it still"
+            return
+        node.until_written()
+        node.forget()
+        monkeypatch.setattr(client, verb, killed)
+        assert node.fetch(keys) < READY_S
+        assert node.held(keys) == []
+        node.all_free()
+        node.until_ready()
+        node.fetch(keys)
+        assert node.held(keys) == held
+
+
+def test_a_full_store_takes_what_it_can_and_the_host_keeps_the_rest():
+    with node_of("files") as (node, _):
+        settings = node.stored._settings.store
+        page_bytes = node.forms[FULL_TWIN].object_bytes
+        assert settings.max_bytes > 40 * page_bytes, "this store is large; its neighbour below is not"
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
+        small = settings.model_copy(update={"directory": Path(path) / "store", "max_bytes": page_bytes // 2})
+        node = Node(small, Path(path))
+        try:
+            node.until_ready()
+            keys = new_keys(3)
+            held = node.computed(keys, checkpoint=False)
+            node.until_written()
+            assert node.counted(Verb.PUT) == {"full": 3}
+            assert node.held(keys) == held
+            assert node.stored.client.breaker.state is BreakerState.CLOSED
+        finally:
+            node.close()
+
+
+def test_mooncakes_master_is_killed_and_comes_back():
+    with node_of("mooncake", prefetch_s=0.5, failures=2, put_s=2.0) as (node, servers):
+        assert servers is not None
+        keys = new_keys(4)
+        node.computed(keys)
+        node.until_written()
+        node.forget()
+        servers.kill_master()
+        for _ in range(4):
+            assert node.fetch(keys) < 0.5 + AT_ONCE_S
+        assert node.held(keys) == []
+        servers.start_master()
+        node.all_free()
+
+        def works() -> bool:
+            fresh = new_keys(4)
+            held = node.computed(fresh)
+            node.until_written()
+            node.forget()
+            node.fetch(fresh)
+            return node.held(fresh) == held
+
+        node.again("it stores and gives again", works)
