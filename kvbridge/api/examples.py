@@ -137,6 +137,17 @@ PREFILL_STATUS: dict[str, Any] = _NODE | {
         "last_failure": "",
         "refused_prompts": 0,
     },
+    "store": {
+        "kind": "files",
+        "state": "closed",
+        "why_not": "",
+        "pid": 4711,
+        "objects": {"put": {"stored": 58}, "get": {"hit": 12, "wrong_digest": 1}, "has": {"present": 13, "absent": 70}},
+        "fetched_pages": 12,
+        "prefetches": {"found": 1, "part": 1, "nothing": 5},
+        "waiting_prompts": 0,
+        "unsettled": 0,
+    },
     "quarantine": {},
     "problems": [],
     "traffic": {

@@ -204,6 +204,8 @@ class NodeStatus(FrozenModel):
     """Null where none stay (`tier.enabled`)."""
     host_tier: HostTierStatus | None = None
     """Null where prefixes are kept on the device alone (`tier.host`)."""
+    store: PrefixStoreStatus | None = None
+    """Null where nothing is kept below host memory (`tier.store`)."""
     quarantine: dict[str, tuple[str, ...]]
     """By reason: whose pages nobody may use yet."""
     problems: tuple[ProblemStatus, ...]
@@ -253,6 +255,30 @@ class HostTierStatus(FrozenModel):
     last_failure: str
     refused_prompts: NonNegative
     """Not copied, since there was no host page that nobody reads."""
+
+
+class PrefixStoreStatus(FrozenModel):
+    """The store below host memory, as this node has found it since it was started."""
+
+    kind: str
+    """`files` or `mooncake`."""
+    state: str
+    """`starting`: its process is not ready; `closed`: it is asked; `open`: it has failed too often, and is not asked for a while;
+    `half_open`: one request tries whether it works again."""
+    why_not: str
+    """Why its process is not ready; empty when it is."""
+    pid: NonNegative
+    """Of the process, 0 while there is none."""
+    objects: dict[str, dict[str, NonNegative]]
+    """By what was asked (`put`, `get`, `has`, `drop`) and how it ended."""
+    fetched_pages: NonNegative
+    """Of prompts, that came from there."""
+    prefetches: dict[str, NonNegative]
+    """Requests whose prompts were looked for: `found`, all that there was; `part` of it; `nothing`."""
+    waiting_prompts: NonNegative
+    """Prompts and answers that wait to be written."""
+    unsettled: NonNegative
+    """Orders whose pages the store may still read or write."""
 
 
 class StoreStatus(FrozenModel):

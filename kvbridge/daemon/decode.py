@@ -53,6 +53,7 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             engines=parts.engines,
             events=parts.events,
             prefixes=parts.prefixes,
+            prefetch=parts.prefetch,
         ),
         RoomSettings(
             geometry=parts.geometry,
@@ -78,9 +79,7 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             **parts.reports,
         },
     )
-    admission = AdmissionController(
-        rooms.requests, parts.book, limits=config.admission, events=parts.events, prefetch=parts.prefetch
-    )
+    admission = AdmissionController(rooms.requests, parts.book, limits=config.admission, events=parts.events)
     api = EngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
     return NodeDaemon(parts, peers, rooms, admission, api)
 

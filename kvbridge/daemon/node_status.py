@@ -59,7 +59,18 @@ from kvbridge.telemetry.metrics import (
     WAITING,
     WORKERS,
 )
-from kvbridge.telemetry.tier_metrics import TIER_IN_FLIGHT, TIER_PAGES, TIER_REFUSED, TIER_WAITING
+from kvbridge.telemetry.tier_metrics import (
+    STORE_BYTES,
+    STORE_OBJECTS,
+    STORE_PREFETCHES,
+    STORE_SECONDS,
+    STORE_STATE,
+    STORE_WAITING,
+    TIER_IN_FLIGHT,
+    TIER_PAGES,
+    TIER_REFUSED,
+    TIER_WAITING,
+)
 
 SHOWN_LINKS = 64
 """Of one node: those that carried most."""
@@ -159,6 +170,7 @@ class NodeOverview:
             available_pages=parts.book.available_pages(),
             prefixes=self._prefixes(),
             host_tier=self._host_tier(),
+            store=None if parts.stored is None else parts.stored.status(),
             quarantine={reason: tuple(map(str, owners)) for reason, owners in parts.book.quarantine_reasons().items()},
             problems=self._problems(),
             traffic=self._traffic(),
@@ -255,6 +267,7 @@ class NodeOverview:
             metrics.assign(TIER_IN_FLIGHT, tier.in_flight_pages)
             metrics.assign(TIER_WAITING, tier.waiting_prompts)
             metrics.assign(TIER_REFUSED, tier.refused_prompts)
+        self._render_store()
         if self._parts.identity.role is Role.DECODE:
             metrics.assign(EPOCH, self._peers.epoch)
         metrics.assign(WAITING, self._admission.waiting)
@@ -262,6 +275,22 @@ class NodeOverview:
         metrics.assign(STARVED, self._admission.starved_s())
         metrics.assign(READY, self.readiness().ready)
         return metrics.render(accept)
+
+    def _render_store(self) -> None:
+        metrics, stored = self._parts.metrics, self._parts.stored
+        if stored is None or stored.client is None:
+            return
+        store = stored.status()
+        metrics.replace(STORE_STATE, {(store.state,): 1})
+        for verb, outcomes in store.objects.items():
+            for outcome, objects in outcomes.items():
+                metrics.assign(STORE_OBJECTS, objects, verb, outcome)
+        for asked, moved_bytes in stored.client.moved_bytes.items():
+            metrics.assign(STORE_BYTES, moved_bytes, asked.value)
+        for outcome, requests in store.prefetches.items():
+            metrics.assign(STORE_PREFETCHES, requests, outcome)
+        metrics.assign(STORE_SECONDS, stored.sums.seconds)
+        metrics.assign(STORE_WAITING, store.waiting_prompts)
 
     def _render_pools(self) -> None:
         metrics, counts = self._parts.metrics, self._parts.book.counts()

@@ -24,10 +24,10 @@ from kvbridge.daemon.engine_socket import EngineSocket
 from kvbridge.daemon.memory import NodeLayout, NodeMemory, plan_memory
 from kvbridge.daemon.model import load_geometry
 from kvbridge.daemon.worker_host import Reports, WorkerHost
-from kvbridge.node.admission.controller import Prefetch
 from kvbridge.node.backups import Backups, CopyLimits
 from kvbridge.node.engines import AttachedEngines
 from kvbridge.node.receiver.verification import growing_kinds
+from kvbridge.node.rooms import Prefetch
 from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook

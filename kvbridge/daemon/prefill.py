@@ -57,6 +57,7 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
             engines=parts.engines,
             events=parts.events,
             prefixes=parts.prefixes,
+            prefetch=parts.prefetch,
         ),
         RoomSettings(
             geometry=parts.geometry,
@@ -80,9 +81,7 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
             **parts.reports,
         },
     )
-    admission = AdmissionController(
-        rooms.requests, parts.book, limits=config.admission, events=parts.events, prefetch=parts.prefetch
-    )
+    admission = AdmissionController(rooms.requests, parts.book, limits=config.admission, events=parts.events)
     api = EngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
     return NodeDaemon(parts, peers, rooms, admission, api)
 

@@ -8,7 +8,7 @@ An engine names a room without its generation. It means the attempt that it uses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Protocol
@@ -35,6 +35,10 @@ EngineCalls = Mapping[type[Call], Callable[[AttachedEngine, Any], Pages | Restor
 """Who carries out each call of an engine; what is not listed, a node of this role does not know. No answer is Accepted."""
 
 
+Prefetch = Callable[[Keys], Awaitable[None]]
+"""Brings to this node what it can of the pages of these keys, within a time of its own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomPorts:
     """What a room of either side touches."""
@@ -45,6 +49,8 @@ class RoomPorts:
     events: EventStream
     prefixes: PrefixCache | None = None
     """None: the node shares nothing."""
+    prefetch: Prefetch | None = None
+    """None: it has no store below host memory."""
 
 
 class AdmittingSide(Protocol[RoomT]):
@@ -69,6 +75,8 @@ class RoomRequests(Generic[RoomT]):
     workers: WorkerSet
     side: AdmittingSide[RoomT]
     clock: Clock
+    prefetch: Prefetch | None = None
+    """None: nothing is stored."""
 
     def missing(self) -> str:
         """Why no room can be admitted now whatever is free, or an empty text."""
@@ -116,10 +124,11 @@ class RoomRequests(Generic[RoomT]):
         keys = keys_of(request.page_hashes, request.prompt_tokens, settings.geometry.tokens_per_page)
         return keys if settings.shares_prefixes else Keys()
 
-    def shareable_keys(self, request: AdmissionRequest) -> Keys:
-        """Those of a request whose pages its room could share. Raises all that `demand` does."""
+    async def fetch(self, request: AdmissionRequest) -> None:
+        """Have what is stored of a prompt brought here, before it is admitted. Raises all that `demand` does."""
         self.demand(request)
-        return self.pages.shareable(self._keys(request), request.prompt_tokens)
+        if self.prefetch is not None:
+            await self.prefetch(self.pages.shareable(self._keys(request), request.prompt_tokens))
 
     def drop_prefixes(self) -> DroppedPrefixes:
         """Forget every cached prefix; rooms under way keep what they read. Raises ConflictError where none are kept."""

@@ -5,9 +5,9 @@ it moves bytes, rooms, engines.
 
 Both go by way of host pages. What is written is pinned there until the store has let go of it. What is fetched goes to pages that
 are reserved for it, all or nothing, and enters the index only when the store's process has compared every byte. A request waits for
-that at most `tier.prefetch_s` and goes on with what has come. Pages of a get that has not ended by then belong to nobody until it has,
-by the store's word or by the end of its process; that of a put likewise keeps its pins. Whatever the store does, a request finds what is
-cached or computes it.
+that at most `tier.prefetch_s` and goes on with what has come. Pages of a get that has not ended by then belong to nobody until it
+has, by the store's word or by the end of its process; those of a put stay pinned likewise. Whatever the store does, a request finds
+what is cached or computes it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count, takewhile
+from itertools import count, pairwise, takewhile
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 
+from kvbridge.api.status import PrefixStoreStatus
 from kvbridge.config.tier import TierConfig
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import CapacityError
@@ -155,6 +156,25 @@ class StoredPrefixes:
         if self.client is not None:
             await self.client.close()
 
+    def status(self) -> PrefixStoreStatus:
+        """What operators are shown."""
+        client, store = self.client, self._settings.store
+        objects: dict[str, dict[str, int]] = {}
+        for (verb, outcome), number in ({} if client is None else client.counts).items():
+            objects.setdefault(verb.value, {})[outcome.value] = number
+        is_ready = client is not None and client.process.capabilities is not None
+        return PrefixStoreStatus(
+            kind="" if store is None else store.kind,
+            state=client.breaker.state.value if client is not None and is_ready else "starting",
+            why_not="its memory is being made" if client is None else client.process.why_not,
+            pid=0 if client is None else client.process.pid,
+            objects=objects,
+            fetched_pages=self.sums.pages,
+            prefetches=dict(self.sums.requests),
+            waiting_prompts=len(self._waiting),
+            unsettled=0 if client is None else len(client.unsettled),
+        )
+
     # ------------------------------------------------------------------ from the store
 
     async def prefetch(self, keys: Keys) -> None:
@@ -225,7 +245,7 @@ class StoredPrefixes:
     def _reserve(self, keys: Keys, start: int, stop: int) -> list[_Get]:
         """Give what is to come its pages, all or nothing."""
         cuts = [*range(start, stop, ORDER_PAGES), stop]
-        wanted = [(PAGES, at, keys[at:end]) for at, end in zip(cuts, cuts[1:], strict=False)]
+        wanted = [(PAGES, at, keys[at:end]) for at, end in pairwise(cuts)]
         if self._has_checkpoints:
             pages = len(window_pages(self._geometry, stop * self._geometry.tokens_per_page))
             wanted.insert(0, (CHECKPOINTS, stop, _part_keys(keys[stop - 1], pages)))

@@ -1,4 +1,4 @@
-"""Prefixes that go to a real store by way of host pages and come back: whole, in time, or not at all; whatever becomes of the store."""
+"""Prefixes that go to a real store by way of host pages and come back: whole, in time, or not at all, whatever the store does."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ AT_ONCE_S = 5.0
 
 
 class Node:
-    """The cache of a prefill node with real twins in shared memory, and a store of its own process. No GPU: twins are written here."""
+    """The cache of a prefill node, real twins in shared memory, and a store in a process of its own. Tests write the twins."""
 
     def __init__(self, store: Any, folder: Path, *, prefetch_s: float = READY_S, **limits: float) -> None:
         self.geometry = preset("tiny-v4")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +46,6 @@ from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.context import TRACE
 from kvbridge.telemetry.events import RequestAnswered, RequestRefused, RequestWaited, WaitOutcome
 from kvbridge.telemetry.stream import EventStream
-from kvbridge.tier.keys import Keys
 
 log = structlog.get_logger(__name__)
 
@@ -55,10 +54,6 @@ QUEUE_FULL, WAIT_TIMEOUT = "queue_full", "wait_timeout"
 """Kinds of `capacity`, for those who count refusals."""
 LEFT = "left"
 """Stands for the code of an error where the caller did not wait for one."""
-
-
-Prefetch = Callable[[Keys], Awaitable[None]]
-"""Brings to this node what it can of the pages of these keys, within a time of its own."""
 
 
 @dataclass(eq=False)
@@ -81,17 +76,15 @@ class AdmissionController:
         *,
         limits: AdmissionConfig,
         events: EventStream,
-        prefetch: Prefetch | None = None,
         clock: Clock = monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """`draw` spreads Retry-After. `prefetch`: what is done, before a request is admitted, about pages of its prompt."""
+        """`draw` spreads Retry-After."""
         self._requests = requests
         self._rooms = requests.rooms
         self._book = book
         self._limits = limits
         self._events = events
-        self._prefetch = prefetch
         self._clock = clock
         self._queue: AdmissionQueue[_WaitingRequest] = AdmissionQueue(
             max_waiting=limits.max_waiting, max_overtakes=limits.max_overtakes
@@ -115,8 +108,8 @@ class AdmissionController:
         asked_s, code, report = self._clock(), LEFT, None
         try:
             self._check_namespace(request, may_name)
-            if self._prefetch is not None and request.page_hashes:
-                await self._fetch(request, self._prefetch)
+            if self._requests.prefetch is not None and request.page_hashes:
+                await self._fetch(request)
             report = self.admit_now(request) if not request.wait_s else await self._admit_in_time(request)
             code = ""
         except BridgeError as error:
@@ -142,16 +135,15 @@ class AdmissionController:
             self._refused(request.client, error)
             raise
 
-    async def _fetch(self, request: AdmissionRequest, prefetch: Prefetch) -> None:
-        """Have what is stored of a prompt brought here, unless the request would be refused whatever comes."""
+    async def _fetch(self, request: AdmissionRequest) -> None:
+        """Have what is stored of a prompt brought here, unless the request would be refused whatever came."""
         try:
             self._require_open()
             self._check_caps(request.client)
-            keys = self._requests.shareable_keys(request)
+            await self._requests.fetch(request)
         except BridgeError as error:
             self._refused(request.client, error)
             raise
-        await prefetch(keys)
 
     async def _admit_in_time(self, request: AdmissionRequest) -> RoomReport:
         try:
