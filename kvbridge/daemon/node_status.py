@@ -27,7 +27,7 @@ from kvbridge.api.status import (
     TrafficStatus,
 )
 from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.ids import TWINS, IndexSpace, Role
+from kvbridge.core.ids import REQUEST_SPACES, IndexSpace, Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.features import DIRECTORY_FEATURES
 from kvbridge.core.wire.messages import REASON_CHARS
@@ -306,6 +306,6 @@ class NodeOverview:
         return Load(
             rooms=len(self._rooms.open()),
             prefixes_kept_s=None if prefixes is None else round(prefixes.kept_s(), 3),
-            available_pages={space.value: available[space] for space in available if space not in TWINS.values()},
-            total_pages={space.value: totals[space] for space in totals if space not in TWINS.values()},
+            available_pages={space.value: available[space] for space in available if space in REQUEST_SPACES},
+            total_pages={space.value: totals[space] for space in totals if space in REQUEST_SPACES},
         )
