@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 from kvbridge.core.errors import RoomFailedError
-from kvbridge.core.ids import PageIdArray, Tables
+from kvbridge.core.ids import PageIdArray, Rank, Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
@@ -54,6 +54,26 @@ class RoomIdentity(TypedDict):
     peer: str
 
 
+@dataclass(slots=True, eq=False)
+class LoadBack:
+    """What a room shares that lies in host memory: its engines copy it into pages of its own."""
+
+    twins: Tables
+    """Where it lies, by the twins' spaces."""
+    ranks: set[Rank] = field(default_factory=set)
+    """On which it is there, as their engines say."""
+    bytes: int = 0
+    """That these have copied."""
+    seconds: float = 0.0
+    """For which the slowest was copying."""
+
+    def arrived(self, ranks: Iterable[Rank], copied_bytes: int, seconds: float) -> None:
+        """It is there on these ranks."""
+        self.ranks.update(ranks)
+        self.bytes += copied_bytes
+        self.seconds = max(self.seconds, seconds)
+
+
 @dataclass(eq=False)
 class Room(Generic[StateT]):
     """One attempt at one request on this node. Written by its service only."""
@@ -86,6 +106,10 @@ class Room(Generic[StateT]):
     """Prefill: how much of the prompt it held already, where its engine starts to compute."""
     checkpoint: PageIdArray | None = None
     """Prefill: the cached windows and states that its engine starts from, to be read only; None: it has not been asked for."""
+    host_tokens: int = 0
+    """Of the prefix that it was given at its admission, the last so many tokens were in host memory alone."""
+    load: LoadBack | None = None
+    """These, and its checkpoint if that is there too; None: nothing is to be loaded, or not any more."""
     shared_pages: int = 0
     """Of the pages in each growing space, those that it had not to be given: cached ones."""
     keys: Keys = field(default_factory=Keys)
