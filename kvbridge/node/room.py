@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 from kvbridge.core.errors import RoomFailedError
-from kvbridge.core.ids import PageIdArray, Rank, Tables
+from kvbridge.core.ids import IndexSpace, PageIdArray, PageMoves, Rank, Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
@@ -55,20 +55,22 @@ class RoomIdentity(TypedDict):
 
 
 @dataclass(slots=True, eq=False)
-class LoadBack:
-    """What a room shares that lies in host memory: its engines copy it into pages of its own."""
+class Load:
+    """What is cached on the host only, and engines copy into pages of a room before they read them."""
 
-    twins: Tables
-    """Where it lies, by the twins' spaces."""
+    first_page: int
+    """Of the prompt: the first of those in the spaces that grow with the tokens."""
+    moves: PageMoves
+    """The room's own pages and the twins that belong into them, which stay until it lets go; of `swa`, a checkpoint."""
     ranks: set[Rank] = field(default_factory=set)
-    """On which it is there, as their engines say."""
+    """Where it is there, as the engines of these ranks have said."""
     bytes: int = 0
-    """That these have copied."""
+    """That they have copied."""
     seconds: float = 0.0
-    """For which the slowest was copying."""
+    """While the slowest of them was copying."""
 
     def arrived(self, ranks: Iterable[Rank], copied_bytes: int, seconds: float) -> None:
-        """It is there on these ranks."""
+        """An engine says that it is there on its ranks."""
         self.ranks.update(ranks)
         self.bytes += copied_bytes
         self.seconds = max(self.seconds, seconds)
@@ -107,11 +109,11 @@ class Room(Generic[StateT]):
     checkpoint: PageIdArray | None = None
     """Prefill: the cached windows and states that its engine starts from, to be read only; None: it has not been asked for."""
     host_tokens: int = 0
-    """Of the prefix that it was given at its admission, the last so many tokens were in host memory alone."""
-    load: LoadBack | None = None
-    """These, and its checkpoint if that is there too; None: nothing is to be loaded, or not any more."""
-    shared_pages: int = 0
-    """Of the pages in each growing space, those that it had not to be given: cached ones."""
+    """Of the prefix that it was given, the last so many tokens were in host memory alone."""
+    shared_pages: dict[IndexSpace, int] = field(default_factory=dict)
+    """Of its pages in each space, the first ones, those that it had not to be given: cached ones."""
+    load: Load | None = None
+    """What engines have to load back before they can read it; None: nothing, or nothing any more."""
     keys: Keys = field(default_factory=Keys)
     """Of the prompt's whole pages, until it ends; empty: it shares nothing."""
     namespace: str = ""
@@ -134,6 +136,11 @@ class Room(Generic[StateT]):
     def over(self) -> bool:
         """Whether its table has ended."""
         return self.state in self.final_states
+
+    @property
+    def pages_in_place(self) -> int:
+        """How many pages of its prompt it reads in every space where they are cached, without anything to load."""
+        return min(self.shared_pages.values(), default=0)
 
     @property
     def owner(self) -> Owner:
