@@ -40,7 +40,7 @@ class DecodeRoom:
     amounts: Amounts
     phases_s: dict[str, float]
     host_tokens: int = 0
-    """Of `prefix_tokens`, the last so many that were in the node's host memory alone, and are loaded (see `by_layer` of `claim`)."""
+    """Of `prefix_tokens`, the last so many that were in the node's host memory alone and are loaded (see `by_layer` of `claim`)."""
     traceparent: str = ""
     """The room's span in W3C's form, for the engine's own spans to be parts of; empty when the request is not traced."""
 
@@ -65,10 +65,10 @@ class DecodeEngine(Engine):
         `page_hashes`: the `page_keys` of the request's prompt as this engine has it. Needed for a room that was admitted with keys,
         else without effect. Raises KeyMismatchError, and the room fails, when they are others.
 
-        What the node holds of the prompt in host memory alone, while it belongs on the device, is loaded by copies on a GPU stream of
-        their own. The current stream of each GPU waits for all of them. `by_layer`: it does not, and the engine calls `wait_layer`
-        before it touches a layer of the room. With pools in host memory all is there when this returns. Raises TransportError when
-        the copies cannot be submitted; the room is given up then.
+        What the node holds of the prompt in host memory alone, though it belongs on the device, is loaded by copies on a GPU stream
+        of their own. The current stream of each GPU waits for all of them. `by_layer`: it does not, and the engine calls
+        `wait_layer` before it touches a layer of the room. With pools in host memory all is there when this returns. Raises
+        TransportError when the copies cannot be submitted; the room is given up then.
         """
         pages = self._call(Claim(call=self._link.number(), room=room, page_hashes=page_hashes.data), Pages)
         self._load_back(room, pages, by_layer=by_layer)

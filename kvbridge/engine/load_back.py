@@ -1,16 +1,17 @@
 """Pages of a prefix that the node has in host memory, on their way into the pages of a room.
 
-Owns: the copiers of this process (one a rank), their streams, and the loads of rooms that have not been let go of. Must not know: the
-verbs, which prompts these are.
+Owns: the copiers of this process (one a rank), their streams, and the loads of rooms that have not been let go of. Must not know:
+the verbs, which prompts these are.
 
-The engine's own process copies, on a stream of its own: a kernel of another process would take turns with the engine's compute. Nothing
-here waits for a GPU. Sources and destinations stay what they are until the room is let go of, which is behind the points of its load.
-With pools in host memory the copies are done when `start` returns, and there are no points.
+The engine's own process copies, on a stream of its own: a kernel of another process would take turns with the engine's compute.
+Nothing here waits for a GPU. Sources and destinations stay what they are until the room is let go of, which is behind the points of
+its load. With pools in host memory the copies are done when `start` returns, and there are no points.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -18,14 +19,16 @@ from typing import Any
 
 import torch
 
+from kvbridge.config.tier import CopyBackend
 from kvbridge.core.closing import Closing
 from kvbridge.core.geometry.tables import tables_from_wire
-from kvbridge.core.ids import IndexSpace, PageIdArray, Rank
+from kvbridge.core.geometry.twins import twin_pieces
+from kvbridge.core.ids import IndexSpace, PageMoves, Rank
 from kvbridge.core.wire.engine_messages import Pages
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.attachment import Attachment
 from kvbridge.engine.stream_order import StreamChoice, StreamOrder
-from kvbridge.tier.copies import CopyMeans, Direction, PageMoves, TwinCopier
+from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,8 @@ class RankCopier:
     """The GPU; None: host memory."""
     layers: frozenset[int]
     """That have twins."""
+    page_bytes: Mapping[IndexSpace, int]
+    """What is copied of a page of each device space that has twins on this rank."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,17 +70,24 @@ def rank_copiers(attachment: Attachment) -> dict[Rank, RankCopier]:
     with ExitStack() as stack:
         for rank, views in attachment.views.items() if attachment.twins else ():
             geometry = views.geometry
-            regions = [
-                views.region(twin.component, twin.layer, space=geometry.component(twin.component).space).region
-                for twin in attachment.twins
-                if twin.layer in views.layers(twin.component)
-            ]
+            regions, page_bytes = [], Counter[IndexSpace]()
+            for twin in attachment.twins:
+                component = geometry.component(twin.component)
+                if twin.layer not in views.layers(component.kind):
+                    continue
+                region = views.region(component.kind, twin.layer, space=component.space).region
+                lanes = [(each.lane_start, each.lane_stop) for each in (region, twin)]
+                page_bytes[region.space] += sum(
+                    piece.length_bytes for piece in twin_pieces(geometry, component, *lanes)
+                )
+                regions.append(region)
             if not regions:
                 continue  # a stage of layers that have none, such as windows alone on decode
-            means = CopyMeans(attachment.answer.copy_backend, views.device)
+            means = CopyMeans(CopyBackend(attachment.answer.copy_backend), views.device)
             copier = TwinCopier(geometry, regions, attachment.twins, direction=Direction.LOAD_BACK, means=means)
             stack.callback(copier.close)
-            found[rank] = RankCopier(copier, views.device, frozenset(region.layer for region in regions))
+            layers = frozenset(region.layer for region in regions)
+            found[rank] = RankCopier(copier, views.device, layers, page_bytes)
         stack.pop_all()
     return found
 
@@ -84,7 +96,7 @@ class LoadBacks(Closing):
     """The loads of one engine process. Used by one thread."""
 
     def __init__(self, copiers: Mapping[Rank, RankCopier], order: StreamOrder) -> None:
-        """`copiers`: of each rank that this process serves; none where the node has nothing in host memory. They are closed here."""
+        """`copiers`: of each rank that this process serves, none where the node has nothing in host memory. They are closed here."""
         self._copiers = copiers
         self._order = order
         devices = {each.device for each in copiers.values() if each.device is not None}
@@ -102,8 +114,9 @@ class LoadBacks(Closing):
         load.began = self._marks()
         try:
             for rank, each in self._copiers.items():
-                load.tickets[rank] = each.copier.copy(moves, stream=self._handle(each.device))
-                load.bytes += sum(len(ids) * each.copier.page_bytes[space] for space, (ids, _) in moves.items())
+                held = {space: ids for space, ids in moves.items() if space in each.page_bytes}
+                load.tickets[rank] = each.copier.copy(held, stream=self._handle(each.device))
+                load.bytes += sum(len(own) * each.page_bytes[space] for space, (own, _) in held.items())
         finally:
             load.ended = self._marks()
             load.points = self._order.points_of({device: self._handle(device) for device in self._streams})
@@ -151,7 +164,7 @@ class LoadBacks(Closing):
 def page_moves(pages: Pages) -> PageMoves:
     """Return which device pages an answer wants to be loaded, and from which twins."""
     own, twins = tables_from_wire(pages.tables), tables_from_wire(pages.load)
-    moves: dict[IndexSpace, tuple[PageIdArray, PageIdArray]] = {}
+    moves: PageMoves = {}
     if (found := twins.get(IndexSpace.FULL_TWIN)) is not None:
         first, stop = found.first_page, found.first_page + len(found)
         moves[IndexSpace.FULL] = own[IndexSpace.FULL].ids[first:stop], found.ids

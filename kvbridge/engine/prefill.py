@@ -118,7 +118,7 @@ class PrefillEngine(Engine):
         """
         return self._call(AskRestorable(call=self._link.number(), room=room), Restorable).tokens
 
-    def begin(
+    def begin(  # noqa: PLR0913 - each is something else that an engine may say of a room
         self,
         room: int,
         *,
@@ -142,8 +142,8 @@ class PrefillEngine(Engine):
         own, and all engines have to start at the same token. So they compare what `restorable` says, and all begin with the largest
         number that every node has. Raises CapacityError when there are no pages for what is to be computed besides.
 
-        What the node holds of the prompt in host memory, windows and states at its end included, is loaded by copies on a GPU stream
-        of their own. The current stream of each GPU waits for all of them. `by_layer`: it does not, and the engine calls
+        What the node holds of the prompt in host memory, windows and states at its end among it, is loaded by copies on a GPU
+        stream of their own. The current stream of each GPU waits for all of them. `by_layer`: it does not, and the engine calls
         `wait_layer` before it touches a layer of `tables` or `restore`. With pools in host memory all is there when this returns.
         Raises TransportError when the copies cannot be submitted; the room is given up then.
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 from kvbridge.core.errors import RoomFailedError
-from kvbridge.core.ids import IndexSpace, PageIdArray, PageMoves, Rank, Tables
+from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray, PageMoves, PageTable, Rank, Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
@@ -68,6 +68,15 @@ class Load:
     """That they have copied."""
     seconds: float = 0.0
     """While the slowest of them was copying."""
+
+    @property
+    def twins(self) -> Tables:
+        """The twins as engines are told: of pages from `first_page` on, and of a checkpoint."""
+        growing = {space: self.first_page for space in self.moves if space is not IndexSpace.SWA}
+        return {
+            TWINS[space]: PageTable(TWINS[space], twins, growing.get(space, 0))
+            for space, (_, twins) in self.moves.items()
+        }
 
     def arrived(self, ranks: Iterable[Rank], copied_bytes: int, seconds: float) -> None:
         """An engine says that it is there on its ranks."""

@@ -119,6 +119,7 @@ class RoomPages:
                 miss_tokens=room.prompt_tokens - hit_tokens,
                 hit_bytes=got.prefix_pages * self.settings.growing_page_bytes,
                 from_checkpoint=bool(len(got.checkpoint) or len(got.checkpoint_twin)),
+                host_tokens=room.host_tokens,
             )
         )
 
@@ -173,6 +174,7 @@ class RoomPages:
             room.checkpoint = got.checkpoint_own if len(got.checkpoint_own) else got.checkpoint
         else:
             room.prefix_tokens = tokens
+        room.host_tokens = (got.prefix_pages - got.device_pages) * self.settings.geometry.tokens_per_page
         room.shared_pages = {space: len(ids) for space, ids in got.prefix.items()}
         moves = {
             space: (room.tables[space].ids[got.device_pages : got.prefix_pages], got.twins[twin])

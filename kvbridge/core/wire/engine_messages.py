@@ -258,6 +258,8 @@ class Attached(Answer):
     """The node's host pool."""
     twins: tuple[SharedRegion, ...] = ()
     """The node's twins of device pages, from which an engine loads what its rooms are told to."""
+    copy_backend: Name = "kernel"
+    """What copies them (`tier.host.backend`)."""
     features: Features = Features()
 
 

@@ -110,11 +110,16 @@ class ReceiverVerbs:
         When it is on all ranks, others share those pages, and the rest of the prompt behind them.
         """
         room = self.rooms.find(message.room, message.generation)
-        if room is None or room.load is None or room.state is not ReceiverState.CLAIMED or engine.name not in room.users:
+        if (
+            room is None
+            or room.load is None
+            or room.state is not ReceiverState.CLAIMED
+            or engine.name not in room.users
+        ):
             return
         room.load.arrived(engine.ranks, message.bytes, message.seconds)
         if room.load.ranks >= self.checks.workers.layers.keys():
-            self.pages.restore(room)
+            self.pages.restored(room)
             self.checks.keep(room, room.keys)
 
     def _held(self, engine: AttachedEngine, room_id: int) -> ReceiverRoom:

@@ -118,6 +118,7 @@ class RoomCheckpoints:
             self.pages.hold(room)
         if book.state(room.owner) is not PageState.HELD:
             return
+        self.pages.restored(room)  # what comes behind it stays only if that does
         self.pages.keep(room, room.keys)
         written = frozenset.intersection(*(work.checkpoints for work in room.ranks.values())) | {room.prompt_tokens}
         for tokens in sorted(written & room.checkpoints.keys()):

@@ -96,8 +96,6 @@ class SenderVerbs:
         room = self.rooms.find(message.room, message.generation)
         if room is not None and room.load is not None and not room.load.ranks.issuperset(engine.ranks):
             room.load.arrived(engine.ranks, message.bytes, message.seconds)
-            if room.load.ranks >= room.ranks.keys():
-                self.pages.tell_loaded(room)
 
     def _take_tables(self, room: SenderRoom, tables: Tables, computed_tokens: int) -> None:
         if not self.pages.settings.adopted:

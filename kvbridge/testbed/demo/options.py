@@ -77,7 +77,8 @@ class DemoOptions(CommandOptions):
     host_tier: Annotated[
         bool,
         typer.Option(
-            "--host-tier", help="With --turns: device pools too small for them, so that prefixes come back from host memory."
+            "--host-tier",
+            help="With --turns: device pools too small for them, so that prefixes come back from host memory.",
         ),
     ] = False
     keep_answers: Annotated[

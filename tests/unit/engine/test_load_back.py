@@ -5,8 +5,6 @@ The node, the GPU and the copies are this test's.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 import pytest
 import torch
@@ -95,8 +93,6 @@ class LoadingGpu(Gpu):
 class Copier:
     """Notes what it is given."""
 
-    page_bytes: ClassVar = {IndexSpace.FULL: 1000, IndexSpace.SWA: 10}
-
     def __init__(self, *, fails: bool = False) -> None:
         self.copied: list[tuple] = []
         self.waits: list[tuple] = []
@@ -150,7 +146,8 @@ def loading(kind, *copiers: Copier, ranks=((R0, (0, 1)), (R1, (2, 3)))):
     gpu, link = LoadingGpu(), LoadingLink()
     made = kind(Attachment(link, None, Mapped(), {}, gpu), close_timeout_s=0.05)
     by_rank = {
-        rank: RankCopier(copier, 0, frozenset(layers)) for (rank, layers), copier in zip(ranks, copiers, strict=False)
+        rank: RankCopier(copier, 0, frozenset(layers), {IndexSpace.FULL: 1000, IndexSpace.SWA: 10})
+        for (rank, layers), copier in zip(ranks, copiers, strict=False)
     }
     made._loads = LoadBacks(by_rank, gpu)
     return made, link, gpu
@@ -169,7 +166,7 @@ def test_own_pages_and_their_twins_are_told_apart_by_space():
 
 def test_all_layers_are_enqueued_at_once_and_the_engine_waits_for_them_on_its_stream():
     first, second = Copier(), Copier()
-    prefill, link, _ = loading(PrefillEngine, first, second)
+    prefill, _, _ = loading(PrefillEngine, first, second)
     begun = prefill.begin(1, prompt_tokens=1200)
     moves = {IndexSpace.FULL: ([11, 12], [40, 42]), IndexSpace.SWA: ([7], [9])}
     assert first.copied == second.copied == [(moves, LOAD_STREAM)]
@@ -266,7 +263,7 @@ def test_a_load_that_cannot_be_enqueued_gives_the_room_up_behind_what_was(kind, 
 
 
 def test_closing_waits_for_loads():
-    prefill, link, gpu = loading(PrefillEngine, Copier())
+    prefill, _, gpu = loading(PrefillEngine, Copier())
     prefill.begin(1, prompt_tokens=1200, by_layer=True)
     gpu.is_past = True
     with pytest.raises(Exception, match="has not come to the end of its work"):
