@@ -125,6 +125,18 @@ PREFILL_STATUS: dict[str, Any] = _NODE | {
         "miss_tokens": 9_250,
         "checkpoints": 3,
     },
+    "host_tier": {
+        "device_pages": 2,
+        "both_pages": 6,
+        "host_pages": 40,
+        "waiting_prompts": 1,
+        "in_flight_pages": 2,
+        "backed_up_pages": 58,
+        "backed_up_bytes": 57_896_064,
+        "failed_orders": 0,
+        "last_failure": "",
+        "refused_prompts": 0,
+    },
     "quarantine": {},
     "problems": [],
     "traffic": {

@@ -20,16 +20,18 @@ from kvbridge.core.ids import TWINS, IndexSpace, NodeIdentity, Rank, Role
 from kvbridge.core.wire.engine_messages import Attached
 from kvbridge.core.wire.features import ENGINE_FEATURES, Feature, Features
 from kvbridge.core.wire.messages import NodeDescription
-from kvbridge.core.wire.worker_messages import WorkerSetup
+from kvbridge.core.wire.worker_messages import PagesCopied, WorkerSetup
 from kvbridge.daemon.engine_socket import EngineSocket
 from kvbridge.daemon.memory import NodeLayout, NodeMemory, plan_memory
 from kvbridge.daemon.model import load_geometry
-from kvbridge.daemon.worker_host import WorkerHost
+from kvbridge.daemon.worker_host import Reports, WorkerHost
+from kvbridge.node.backups import Backups, CopyLimits
 from kvbridge.node.engines import AttachedEngines
 from kvbridge.node.receiver.verification import growing_kinds
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.layout import even_boundaries
+from kvbridge.telemetry.host_tier import HostTierReader
 from kvbridge.telemetry.metrics import BUILD
 from kvbridge.telemetry.phases import PHASES
 from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames, StatusReader
@@ -37,6 +39,7 @@ from kvbridge.telemetry.registry import Metrics, library_versions
 from kvbridge.telemetry.specs import Direction
 from kvbridge.telemetry.stream import EventStream
 from kvbridge.telemetry.timelines import RoomTimelines
+from kvbridge.tier.controller import BackupController
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.policy import POLICIES
 from kvbridge.tier.prefix_cache import PrefixCache
@@ -60,6 +63,9 @@ class NodeParts:
     book: PageBook
     prefixes: PrefixCache | None
     """The pages of the book that stay; None: none do."""
+    copies: HostTierReader
+    backups: Backups | None
+    """What moves those pages down to host memory; None: nothing does."""
     memory: NodeMemory
     worker_host: WorkerHost
     engine_socket: EngineSocket
@@ -77,11 +83,12 @@ class NodeParts:
             StatusReader(),
             EventStream(),
         )
-        lines = LogReader(names, metrics)
-        for reader in (names, MetricsReader(metrics, names), lines, recent, timelines):
+        lines, copies = LogReader(names, metrics), HostTierReader(metrics)
+        for reader in (names, MetricsReader(metrics, names), lines, recent, timelines, copies):
             events.add_reader(reader.table)
         layers, book = {rank: part.layers for rank, part in layout.parts.items()}, layout.book()
-        socket = EngineSocket(config.timeouts.engine_settle_s, events)
+        socket, worker_host = EngineSocket(config.timeouts.engine_settle_s, events), WorkerHost(config, layers, events)
+        prefixes = _prefixes(config, geometry, layout, book)
         return cls(
             config=config,
             identity=NodeIdentity(role, config.instance, config.node, secrets.token_hex(8)),
@@ -93,9 +100,11 @@ class NodeParts:
             events=events,
             layout=layout,
             book=book,
-            prefixes=_prefixes(config, geometry, layout, book),
+            prefixes=prefixes,
+            copies=copies,
+            backups=_backups(config, prefixes, worker_host.workers, book, events),
             memory=NodeMemory(layout),
-            worker_host=WorkerHost(config, layers, events),
+            worker_host=worker_host,
             engine_socket=socket,
             engines=AttachedEngines(socket.send, tuple(layers), events),
         )
@@ -143,6 +152,7 @@ class NodeParts:
             host=self.memory.host,
             twins=self.memory.twins,
             stage_tp_ranks=tuple(sorted(other.tp for other in self.layout.parts if other.pp == rank.pp)),
+            **({} if config.tier.host is None else {"copy_backend": config.tier.host.backend.value}),
             transports=config.transports.model_dump_json(),
             transfer_timeout_s=config.timeouts.transfer_s,
             epoch=epoch,
@@ -171,11 +181,19 @@ class NodeParts:
             features=Features(has=ENGINE_FEATURES.has, requires=(Feature.LOAD_BACK,) if tier else ()),
         )
 
-    def memory_lost(self, rank: Rank, reason: str) -> None:
+    @property
+    def reports(self) -> Reports:
+        """Who takes what rank workers of either role say."""
+        return {} if self.backups is None else {PagesCopied: self.backups.copied}
+
+    def worker_gone(self, rank: Rank, reason: str) -> None:
         """A rank worker is gone, and its rooms know: of the device memory that it had made, if any, engines and prefixes let go.
 
-        A prefix is held by all ranks of a node or not at all, and what of it lies in the host pool is of no use alone.
+        A prefix is held by all ranks of a node or not at all. What of it is in the host tier stays; in the host pool alone it is of
+        no use.
         """
+        if self.backups is not None:
+            self.backups.gone(rank, reason)
         if rank in self.layout.orders:
             if self.prefixes is not None:
                 self.prefixes.drop()
@@ -202,6 +220,17 @@ def _prefixes(config: NodeConfig, geometry: ModelGeometry, layout: NodeLayout, b
         digest_words=len(growing_kinds(geometry)) if verifies else 0,
     )
     return PrefixCache(book, index, restores=True)
+
+
+def _backups(
+    config: NodeConfig, prefixes: PrefixCache | None, workers: WorkerSet, book: PageBook, events: EventStream
+) -> Backups | None:
+    """Make what moves cached pages down to host memory, when there is some."""
+    if prefixes is None or prefixes.twins is None or config.tier.host is None:
+        return None
+    settings = config.tier.host.backup
+    limits = CopyLimits(copy_s=config.timeouts.copy_s, link_share=settings.link_share)
+    return Backups(BackupController(prefixes, prefixes.twins, book, settings), workers, book, events, limits)
 
 
 def _metrics(config: NodeConfig, role: Role, geometry: ModelGeometry, layout: NodeLayout) -> Metrics:

@@ -24,7 +24,7 @@ from kvbridge.pool.accounts.holdings import Pages
 from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.readers import Admitted, Dropped, PathPages, Reader, some
+from kvbridge.tier.readers import Admitted, Dropped, PathPages, Reader, Residency, some
 from kvbridge.tier.records import RecordArray
 from kvbridge.tier.twins import Twins
 
@@ -368,6 +368,12 @@ class PrefixCache:
         """How many pages of prompts somebody reads, and how many nobody does."""
         device = self._index.device
         return device.pinned, len(device) - device.pinned
+
+    def residency(self) -> Residency:
+        """How many pages of prompts are where."""
+        index = self._index
+        device, host = len(index.device), 0 if index.host is None else len(index.host)
+        return Residency(device=len(index) - host, both=device + host - len(index), host=len(index) - device)
 
     def check_integrity(self) -> None:
         """Count book and index again, and compare one with the other and both with the readers. Raises IntegrityError."""

@@ -108,6 +108,16 @@ class Admitted:
     """Pages that are its own alone, beside those."""
 
 
+class Residency(NamedTuple):
+    """Where pages of prompts are; one is a page of each space."""
+
+    device: int
+    """On the device alone."""
+    both: int
+    host: int
+    """On the host alone."""
+
+
 class Dropped(NamedTuple):
     """What has been forgotten. One page is a page of each space that grows with the tokens."""
 
