@@ -43,7 +43,7 @@ CHECKPOINTS = 2
 """Of windows and states that a request may leave on prefill: at its last page's end, and where it left a known prefix."""
 IN_FLIGHT = 4
 """Requests at once."""
-SERVED_BY_SMALL_POOLS = 2
+SERVED_BY_SMALL_POOLS = 1
 """Of the longest requests, those that fit at once with `--host-tier`."""
 RING_PAGES = 2
 LIBRARY_TOP_K = 512
