@@ -117,8 +117,7 @@ class ReceiverVerbs:
             or engine.name not in room.users
         ):
             return
-        room.load.arrived(engine.ranks, message.bytes, message.seconds)
-        if room.load.ranks >= self.checks.workers.layers.keys():
+        if self.pages.loaded(room, engine.ranks, message, of=self.checks.workers.layers):
             self.pages.restored(room)
             self.checks.keep(room, room.keys)
 

@@ -94,8 +94,8 @@ class SenderVerbs:
         It is told for the figures: others share those pages when the room is over, as they do all that its engines have written.
         """
         room = self.rooms.find(message.room, message.generation)
-        if room is not None and room.load is not None and not room.load.ranks.issuperset(engine.ranks):
-            room.load.arrived(engine.ranks, message.bytes, message.seconds)
+        if room is not None and room.load is not None:
+            self.pages.loaded(room, engine.ranks, message, of=room.ranks)
 
     def _take_tables(self, room: SenderRoom, tables: Tables, computed_tokens: int) -> None:
         if not self.pages.settings.adopted:
