@@ -40,8 +40,8 @@ SPACES = {
     "host": "host pages",
     "swa": "sliding-window pages",
     "request": "request slots",
-    "full_twin": "token pages in the host tier",
-    "swa_twin": "checkpoints in the host tier",
+    "full_twin": "token pages on the host",
+    "swa_twin": "checkpoints on the host",
 }
 ROLES = {"prefill": BLUE, "decode": ORANGE}
 QUANTILES = {"p50": (SKY, "o", "half of the requests"), "p90": (BLUE, "s", "90 %"), "p99": (VERMILLION, "D", "99 %")}
