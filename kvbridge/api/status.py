@@ -230,6 +230,8 @@ class PrefixStatus(FrozenModel):
     """Prompt tokens of rooms with page keys that were cached when these were admitted."""
     miss_tokens: NonNegative
     """The others of these rooms."""
+    host_tokens: NonNegative = 0
+    """Of `hit_tokens`, those whose pages were in host memory alone and came back from there."""
     checkpoints: NonNegative
     """Prefill: windows and states that are kept now; without those at its end no engine goes on with a prefix."""
 

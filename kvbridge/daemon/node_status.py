@@ -189,6 +189,7 @@ class NodeOverview:
             evicted_pages=prefixes.evicted_pages,
             hit_tokens=self._parts.recent.hit_tokens,
             miss_tokens=self._parts.recent.miss_tokens,
+            host_tokens=self._parts.recent.host_tokens,
             checkpoints=prefixes.checkpoint_count,
         )
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from kvbridge import __version__
 from kvbridge.config.pools import MemoryOwner
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.config.tier import CopyBackend
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.geometry.components import Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.tables import GROWING_SPACES
 from kvbridge.core.ids import TWINS, IndexSpace, NodeIdentity, Rank, Role
 from kvbridge.core.wire.engine_messages import Attached
-from kvbridge.core.wire.features import ENGINE_FEATURES
+from kvbridge.core.wire.features import ENGINE_FEATURES, Feature, Features
 from kvbridge.core.wire.messages import NodeDescription
 from kvbridge.core.wire.worker_messages import PagesCopied, WorkerSetup
 from kvbridge.daemon.engine_socket import EngineSocket
@@ -167,6 +168,7 @@ class NodeParts:
         if self.memory.problem and self.layout.total_bytes:  # engines that adopt still share our host pool
             raise NotReadyError(f"nothing to attach to yet: {self.memory.problem}; try again shortly")
         made = {rank: self.workers.device(rank) for rank in ranks if rank in self.layout.orders}
+        tier = self.config.tier.host
         return Attached(
             call=call,
             instance=self.identity.instance,
@@ -180,7 +182,8 @@ class NodeParts:
             device={str(rank): made.get(rank) or self.memory.device.get(rank, ()) for rank in ranks},
             host=self.memory.host,
             twins=self.memory.twins,
-            features=ENGINE_FEATURES,
+            copy_backend=(tier.backend if tier else CopyBackend.KERNEL).value,
+            features=Features(has=ENGINE_FEATURES.has, requires=(Feature.LOAD_BACK,) if tier else ()),
         )
 
     @property
@@ -226,7 +229,7 @@ def _prefixes(config: NodeConfig, geometry: ModelGeometry, layout: NodeLayout, b
         policy=POLICIES[config.tier.policy](),
         digest_words=len(growing_kinds(geometry)) if verifies else 0,
     )
-    return PrefixCache(book, index)
+    return PrefixCache(book, index, restores=True)
 
 
 def _backups(

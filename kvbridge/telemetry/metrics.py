@@ -100,6 +100,12 @@ METRICS: tuple[MetricSpec, ...] = (
         "growing rows and prefill does not compute them, or not.",
         values={"outcome": ("hit", "miss")},
     ),
+    HOST_TOKENS := MetricSpec(
+        "kvbridge_prefix_host_tokens_total",
+        _COUNTER,
+        (),
+        "Of the tokens that were hit, those whose pages were in host memory alone (`tier.host`) and came back from there.",
+    ),
     PREFIX_BYTES := MetricSpec(
         "kvbridge_prefix_saved_bytes_total",
         _COUNTER,

@@ -169,6 +169,7 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
         engine.Publish(call=3, room=5, upto_token=512, layers=(0, 1), after={"pp0.tp0": POINT}),
         engine.Finish(call=4, room=5, metadata=b"first token"),
         engine.AbortRoom(call=5, room=5, reason="enough"),
+        engine.Loaded(call=6, room=5, generation=1),
     ),
     NODE_TO_ENGINE: (
         engine.Attached(
@@ -183,7 +184,7 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
             device={"pp0.tp0": (REGION, VRAM)},
         ),
         engine.Detached(reason="the worker is gone"),
-        engine.Pages(call=2, room=5, generation=1, prompt_tokens=600, tables=TABLES, amounts=AMOUNTS),
+        engine.Pages(call=2, room=5, generation=1, prompt_tokens=600, tables=TABLES, amounts=AMOUNTS, load=TABLES),
         engine.RoomEvent(room=5, generation=1, kind="committed"),
     ),
 }

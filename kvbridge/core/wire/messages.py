@@ -38,8 +38,8 @@ MAX_METADATA_BYTES = 64 * 1024
 MAX_TABLE_BYTES = 4 * 65_536
 MAX_PAGE_HASHES_BYTES = 16 * 65_536
 """Page keys of a request, for as many pages as a table has."""
-MAX_ROOM_METADATA_BYTES = 28 * MAX_METADATA_BYTES
-"""What all writers of one room may send along: a claim is answered with it and four full tables, in one frame."""
+MAX_ROOM_METADATA_BYTES = 24 * MAX_METADATA_BYTES
+"""What all writers of one room may send along: a claim is answered with it and five full tables, in one frame."""
 REASON_CHARS = 2_000
 """A reason is cut to this length; messages carry up to 4,000 characters, so a hop can still say whose reason it is."""
 MAX_NODE_RANKS = 256
