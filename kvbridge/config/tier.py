@@ -116,7 +116,7 @@ class TierConfig(FrozenModel):
     `host`. Null: nowhere."""
     store_limits: StoreLimits = StoreLimits()
     prefetch_s: Seconds = 0.5
-    """A request waits at most so long, before it is admitted, for what the store has of its prompt, and goes on with what has come."""
+    """A request waits at most so long, before it is admitted, for what the store has of its prompt; it goes on with what came."""
 
     @property
     def model(self) -> ModelIdentity | None:

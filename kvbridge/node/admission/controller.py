@@ -27,14 +27,7 @@ from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import AdmissionStatus, ClientStatus
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import (
-    BridgeError,
-    CapacityError,
-    ClientLimitError,
-    InvalidInputError,
-    NamespaceError,
-    NotReadyError,
-)
+from kvbridge.core.errors import BridgeError, CapacityError, ClientLimitError, InvalidInputError, NotReadyError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter, first_end
@@ -107,9 +100,7 @@ class AdmissionController:
         """
         asked_s, code, report = self._clock(), LEFT, None
         try:
-            self._check_namespace(request, may_name)
-            if self._requests.prefetch is not None and request.page_hashes:
-                await self._fetch(request)
+            await self._prepare(request, may_name)
             report = self.admit_now(request) if not request.wait_s else await self._admit_in_time(request)
             code = ""
         except BridgeError as error:
@@ -128,19 +119,14 @@ class AdmissionController:
                 )
             )
 
-    def _check_namespace(self, request: AdmissionRequest, may_name: Namespaces) -> None:
+    async def _prepare(self, request: AdmissionRequest, may_name: Namespaces) -> None:
+        """Check the namespace, and have what is stored of the prompt brought here unless it is refused whatever comes."""
         try:
             may_name.require(request.namespace, keyed=bool(request.page_hashes))
-        except NamespaceError as error:
-            self._refused(request.client, error)
-            raise
-
-    async def _fetch(self, request: AdmissionRequest) -> None:
-        """Have what is stored of a prompt brought here, unless the request would be refused whatever came."""
-        try:
-            self._require_open()
-            self._check_caps(request.client)
-            await self._requests.fetch(request)
+            if self._requests.prefetch is not None and request.page_hashes:
+                self._require_open()
+                self._check_caps(request.client)
+                await self._requests.fetch(request)
         except BridgeError as error:
             self._refused(request.client, error)
             raise
