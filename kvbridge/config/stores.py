@@ -41,7 +41,7 @@ class MooncakeStoreSettings(FrozenModel):
 
 
 class StoreLimits(FrozenModel):
-    """How long a store process is waited for, and how much it is given to do."""
+    """How long a store is waited for, and how much it is given to do. It is used in a process of its own."""
 
     start_s: Seconds = 120.0
     """For a process to be ready: longer than Mooncake waits for its master."""
@@ -49,10 +49,6 @@ class StoreLimits(FrozenModel):
     """For an order to store pages; who fetches some waits `tier.prefetch_s`."""
     settle_s: Seconds = 2.0
     """From the deadline of an order to the end of the process, if its pages are not settled by then."""
-    close_s: Seconds = 3.0
-    """For what is under way when the node ends, and again for the process."""
-    calls: Positive = 4
-    """Orders that the process works on at once."""
     failures: Positive = 3
     """In a row, after which the store is not asked for a while."""
     remember_s: Annotated[float, Field(ge=0)] = 5.0

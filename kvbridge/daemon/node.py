@@ -51,8 +51,9 @@ log = structlog.get_logger(__name__)
 
 TICK_S = 0.05
 """How often deadlines are looked at."""
-CLOSING_PARTS = 9
-"""`timeouts.shutdown_close_s` in equal parts: rooms that are aborted get one, HTTP two, rank workers four, peers one, spans one."""
+CLOSING_PARTS = 10
+"""`timeouts.shutdown_close_s` in equal parts: rooms that are aborted get one, HTTP two, the store below host memory one, rank workers
+four, peers one, spans one."""
 
 
 class Peers(ShownPeers, Protocol):
@@ -160,7 +161,7 @@ class NodeDaemon:
             last_first.push_async_callback(self.peers.close, min(1.0, self._closing_part_s))
             last_first.push_async_callback(parts.worker_host.close, 2 * self._closing_part_s)
             if parts.stored is not None:
-                last_first.push_async_callback(parts.stored.close)
+                last_first.push_async_callback(parts.stored.close, self._closing_part_s)
             if self.overview.announcer is not None:
                 last_first.push_async_callback(self.overview.announcer.close)
             if self._http is not None:

@@ -147,14 +147,14 @@ class StoredPrefixes:
         for task in ended:
             task.result()
 
-    async def close(self) -> None:
-        """End the process and all that is under way. Harmless when nothing is open."""
+    async def close(self, timeout_s: float) -> None:
+        """End the process and all that is under way, by force after that time. Harmless when nothing is open."""
         tasks = [*self._tasks, *self._fetching.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.client is not None:
-            await self.client.close()
+            await self.client.close(timeout_s)
 
     def status(self) -> PrefixStoreStatus:
         """What operators are shown."""

@@ -59,7 +59,7 @@ TIER_METRICS: tuple[MetricSpec, ...] = (
         "Prompts and answers that were not copied to host memory, since there was no page there that nobody reads.",
     ),
     STORE_STATE := MetricSpec(
-        "kvbridge_store_state",
+        "kvbridge_prefix_store_state",
         _GAUGE,
         ("state",),
         "1 for the state of the store below host memory: starting, its process is not ready; closed, it is asked; open, it has "
@@ -67,7 +67,7 @@ TIER_METRICS: tuple[MetricSpec, ...] = (
         values={"state": ("starting", "closed", "open", "half_open")},
     ),
     STORE_OBJECTS := MetricSpec(
-        "kvbridge_store_objects_total",
+        "kvbridge_prefix_store_objects_total",
         _COUNTER,
         ("verb", "outcome"),
         "Objects (pages with all components and layers) that the store was asked to put, get, or whether it has them, by how that "
@@ -75,21 +75,21 @@ TIER_METRICS: tuple[MetricSpec, ...] = (
         "and unreachable are misses.",
     ),
     STORE_BYTES := MetricSpec(
-        "kvbridge_store_bytes_total", _COUNTER, ("verb",), "Bytes of objects that were put or got whole."
+        "kvbridge_prefix_store_bytes_total", _COUNTER, ("verb",), "Bytes of objects that were put or got whole."
     ),
     STORE_PREFETCHES := MetricSpec(
-        "kvbridge_store_prefetches_total",
+        "kvbridge_prefix_store_prefetches_total",
         _COUNTER,
         ("outcome",),
         "Requests whose prompts were looked for in the store: all that there was came in time (found), a part of it, or nothing.",
     ),
     STORE_SECONDS := MetricSpec(
-        "kvbridge_store_prefetch_seconds_total",
+        "kvbridge_prefix_store_prefetch_seconds_total",
         _COUNTER,
         (),
         "For how long they waited, together; each at most tier.prefetch_s.",
     ),
     STORE_WAITING := MetricSpec(
-        "kvbridge_store_waiting_prompts", _GAUGE, (), "Prompts and answers that wait to be written to the store."
+        "kvbridge_prefix_store_waiting_prompts", _GAUGE, (), "Prompts and answers that wait to be written to the store."
     ),
 )

@@ -187,7 +187,7 @@ def _process(settings: StoreSettings, pool: MappedPool) -> Iterator[Callable[[Ke
     try:
         yield lambda keys, pages: loop.run_until_complete(ask(keys, pages))
     finally:
-        loop.run_until_complete(client.close())
+        loop.run_until_complete(client.close(6.0))
         loop.close()
 
 

@@ -28,7 +28,7 @@ WAYS = ("direct", "process")
 TIMEOUT_S = 20.0
 """For an order that is to succeed, however busy the machine is."""
 READY_S = 90.0
-LIMITS = StoreLimits(start_s=READY_S, settle_s=1.0, close_s=3.0, remember_s=0.0)
+LIMITS = StoreLimits(start_s=READY_S, settle_s=1.0, remember_s=0.0)
 
 
 @contextmanager
@@ -56,8 +56,8 @@ class Client:
     async def _start(self) -> None:
         self.client.start()
 
-    def close(self) -> None:
-        self.loop.run_until_complete(self.client.close())
+    def close(self, timeout_s: float = 6.0) -> None:
+        self.loop.run_until_complete(self.client.close(timeout_s))
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
 

@@ -195,13 +195,13 @@ def test_a_store_that_cannot_be_opened_is_told_and_tried_again(pages: StoredPage
 
 def test_after_close_everything_is_settled(pages: StoredPages):
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
-        limits = StoreLimits(start_s=READY_S, close_s=0.2)
+        limits = StoreLimits(start_s=READY_S)
         client = Client(FileStoreSettings(directory=Path(path) / "store", max_bytes=1 << 20), pages, limits)
         client.until_ready()
         pid = client.client.process.pid
         stop(pid)
         operation = client.begin("get", new_keys(1), ids(HALF))
-        client.close()
+        client.close(0.4)
         assert operation.settled.done()
         assert operation.answer.result().outcomes == (Outcome.UNREACHABLE,)
         assert not Path(f"/proc/{pid}").exists()

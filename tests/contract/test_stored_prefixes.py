@@ -111,7 +111,7 @@ class Node:
         self.until("the store process is ready", lambda: self.process.capabilities)
 
     def close(self) -> None:
-        self.run(self.stored.close())
+        self.run(self.stored.close(6.0))
         self.loop.run_until_complete(self.loop.shutdown_default_executor())
         self.loop.close()
         self.cache.check_integrity()

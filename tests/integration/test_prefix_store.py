@@ -106,10 +106,10 @@ def test_a_conversation_goes_on_from_the_store(tiers: Tiers) -> None:
     assert (begun.host_tokens, claimed.host_tokens) == (3 * PAGE, 3 * PAGE)
     assert [store(daemon)["fetched_pages"] for daemon in tiers.both] == [pages + 3 for pages in before]
     for daemon in tiers.both:
-        assert metric(daemon, "kvbridge_store_objects_total", verb="get", outcome="hit") >= 3
-        assert metric(daemon, "kvbridge_store_bytes_total", verb="get") > 0
-        assert metric(daemon, "kvbridge_store_prefetches_total", outcome="found") >= 1
-        assert metric(daemon, "kvbridge_store_state", state="closed") == 1
+        assert metric(daemon, "kvbridge_prefix_store_objects_total", verb="get", outcome="hit") >= 3
+        assert metric(daemon, "kvbridge_prefix_store_bytes_total", verb="get") > 0
+        assert metric(daemon, "kvbridge_prefix_store_prefetches_total", outcome="found") >= 1
+        assert metric(daemon, "kvbridge_prefix_store_state", state="closed") == 1
 
 
 def test_every_turn_of_several_conversations_comes_from_the_store(tiers: Tiers) -> None:

@@ -159,33 +159,33 @@ BOARD = Board(
                 lines(
                     "State of the store",
                     "Closed: it is asked. Open: it has failed too often and is left alone for a while; requests go on without it.",
-                    Query(now("store_state", "state"), "{{state}}"),
+                    Query(now("prefix_store_state", "state"), "{{state}}"),
                 ),
                 lines(
                     "Objects",
                     "A second, by what was asked and how it ended. Absent is a miss; short, other_key and wrong_digest are bad "
                     "objects, which were dropped.",
-                    Query(rate("store_objects_total", "verb, outcome"), "{{verb}} {{outcome}}"),
+                    Query(rate("prefix_store_objects_total", "verb, outcome"), "{{verb}} {{outcome}}"),
                     unit="ops",
                 ),
                 lines(
                     "Bytes to and from the store",
                     "A second, of whole objects.",
-                    Query(rate("store_bytes_total", "verb"), "{{verb}}"),
+                    Query(rate("prefix_store_bytes_total", "verb"), "{{verb}}"),
                     unit="Bps",
                 ),
                 lines(
                     "Prompts that were looked for",
                     "A second: all that the store had of them came in time, a part of it, or nothing.",
-                    Query(rate("store_prefetches_total", "outcome"), "{{outcome}}"),
+                    Query(rate("prefix_store_prefetches_total", "outcome"), "{{outcome}}"),
                     unit="ops",
                 ),
                 lines(
                     "Time that a request waited for it",
                     "On average; at most tier.prefetch_s.",
                     Query(
-                        f"{rate('store_prefetch_seconds_total', 'job, instance')} / "
-                        f"clamp_min({rate('store_prefetches_total', 'job, instance')}, {_LEAST_RATE}) * {NAME}",
+                        f"{rate('prefix_store_prefetch_seconds_total', 'job, instance')} / "
+                        f"clamp_min({rate('prefix_store_prefetches_total', 'job, instance')}, {_LEAST_RATE}) * {NAME}",
                         "{{daemon}}",
                     ),
                     unit="s",
@@ -193,7 +193,7 @@ BOARD = Board(
                 lines(
                     "Prompts that wait to be written",
                     "They grow when pages come to the host faster than the store takes them.",
-                    Query(of_each("store_waiting_prompts"), "{{daemon}}"),
+                    Query(of_each("prefix_store_waiting_prompts"), "{{daemon}}"),
                 ),
             ),
         ),

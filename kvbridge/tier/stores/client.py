@@ -45,6 +45,8 @@ from kvbridge.tier.stores.objects import ObjectForm, PageIds, check_request, obj
 
 log = structlog.get_logger(__name__)
 
+CALLS = 4
+"""Orders that a process works on at once."""
 NO_PAGES: PageIds = np.empty(0, dtype=np.int32)
 FIRST_PAUSE_S = 0.2
 LONGEST_PAUSE_S = 10.0
@@ -98,7 +100,7 @@ class StoreClient:
                 settings=settings.model_dump_json(),
                 forms=tuple(tuple(form) for form in forms),
                 model=model,
-                calls=self._limits.calls,
+                calls=CALLS,
             ),
             start_s=self._limits.start_s,
             on_report=self._on_report,
@@ -120,12 +122,12 @@ class StoreClient:
         """Start the process. Until it is ready (it has `capabilities`), the store is `unreachable`."""
         self.process.start()
 
-    async def close(self) -> None:
-        """Let what is under way end, then end the process. Afterwards everything is settled."""
+    async def close(self, timeout_s: float) -> None:
+        """Let what is under way end, then the process, each within half of the time. Afterwards everything is settled."""
         waits = [operation.settled for operation in self._under_way.values()]
         if waits:
-            await asyncio.wait(waits, timeout=self._limits.close_s)
-        await self.process.close(self._limits.close_s)
+            await asyncio.wait(waits, timeout=timeout_s / 2)
+        await self.process.close(timeout_s / 2)
 
     @property
     def unsettled(self) -> list[Operation]:
