@@ -23,7 +23,7 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.segments import StagingPool
 from kvbridge.kernels.page_copies import CudaPageCopier
 from kvbridge.kernels.places import IdPairs, PageMemory, PagePair
-from kvbridge.kernels.reference import copy_operations
+from kvbridge.kernels.reference import copy_each
 from kvbridge.pool.memory.host_registration import Range, registered_ranges
 
 IdLists = Sequence[tuple[PageIdArray, PageIdArray]]
@@ -33,6 +33,7 @@ AddressArray = npt.NDArray[np.uint64]
 RING = 4
 """Copies whose lists of ids can be on their way before another stretch of page-locked memory is made for them."""
 RING_BYTES = 64 * 1024
+NOTHING = np.empty(0, dtype=np.uint64)
 
 
 class PageCopies(Closing):
@@ -66,7 +67,7 @@ class ReferenceCopies(PageCopies):
         """Copy now; there is no stream."""
         del stream
         operations = self._addresses.operations(lists)
-        copy_operations(operations.source, operations.destination, operations.length)
+        copy_each(operations.source, operations.destination, operations.length)
         self._last += 1
         return self._last
 
@@ -219,14 +220,14 @@ class _Side:
         for row, memory in zip(self._extents, memories, strict=True):
             row[: len(memory.extent_addresses)] = memory.extent_addresses
         self._per_extent = np.array([[memory.pages_per_extent] for memory in memories], dtype=np.int64)
-        self._strides = np.array([[memory.page_stride_bytes] for memory in memories], dtype=np.int64)
+        self._strides = np.array([[memory.page_stride_bytes] for memory in memories], dtype=np.uint64)
 
-    def addresses(self, pages: npt.NDArray[np.int64]) -> AddressArray:
-        """Return where each of the pages begins in each region: uint64 [regions, pages]."""
+    def addresses(self, pages: npt.NDArray[np.integer]) -> AddressArray:
+        """Return where each of the pages begins in each region: uint64 [regions * pages]."""
         if self._extents.shape[1] == 1:
-            return self._extents + (pages * self._strides).astype(np.uint64)
+            return (self._extents + pages.astype(np.uint64) * self._strides).ravel()
         extent, within = np.divmod(pages[None, :], self._per_extent)
-        return np.take_along_axis(self._extents, extent, axis=1) + (within * self._strides).astype(np.uint64)
+        return (np.take_along_axis(self._extents, extent, axis=1) + within.astype(np.uint64) * self._strides).ravel()
 
 
 class _Group:
@@ -236,20 +237,17 @@ class _Group:
         self.table = pairs[0].table
         self._source = _Side([pair.source for pair in pairs])
         self._destination = _Side([pair.destination for pair in pairs])
-        self._lengths = np.array([[pair.page_bytes] for pair in pairs], dtype=np.int64)
+        self._lengths = np.array([pair.page_bytes for pair in pairs], dtype=np.uint64)
         self._dense = dense
 
-    def columns(self, source: PageIdArray, destination: PageIdArray) -> tuple[AddressArray, AddressArray, AddressArray]:
-        origins, targets = source.astype(np.int64), destination.astype(np.int64)
-        pages = np.ones(len(origins), dtype=np.int64)
+    def operations(self, source: PageIdArray, destination: PageIdArray) -> Operations:
+        lengths = np.repeat(self._lengths, len(source))
         if self._dense:
-            runs = find_runs(origins, targets)
-            origins, targets, pages = runs.source, runs.destination, runs.pages
-        return (
-            self._source.addresses(origins).ravel(),
-            self._destination.addresses(targets).ravel(),
-            (self._lengths * pages).astype(np.uint64).ravel(),
-        )
+            runs = find_runs(source, destination)
+            if len(runs) < len(source):
+                source, destination = runs.source, runs.destination
+                lengths = np.outer(self._lengths, runs.pages.astype(np.uint64)).ravel()
+        return Operations(self._source.addresses(source), self._destination.addresses(destination), lengths)
 
 
 class _Addresses:
@@ -261,8 +259,13 @@ class _Addresses:
 
     def operations(self, lists: IdLists) -> Operations:
         """Return what is to be copied, in any order."""
-        named = [group.columns(*lists[group.table]) for group in self._groups]
-        return Operations(*(np.concatenate(column) for column in zip(*named, strict=True)))
+        found = [group.operations(*lists[group.table]) for group in self._groups if len(lists[group.table][0])]
+        if len(found) == 1:
+            return found[0]
+        columns = ("source", "destination", "length")
+        return Operations(
+            *(np.concatenate([getattr(each, column) for each in found] or [NOTHING]) for column in columns)
+        )
 
 
 def _form(pair: PagePair) -> tuple[int, bool]:
