@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,12 +49,12 @@ def copy_operations(source_addresses: AddressArray, destination_addresses: Addre
             each.append(chosen)
     if each:
         rest = np.concatenate(each)
-        copy_each(source_addresses[rest], destination_addresses[rest], lengths[rest])
+        copy_each(source_addresses[rest].tolist(), destination_addresses[rest].tolist(), lengths[rest].tolist())
 
 
-def copy_each(source: AddressArray, destination: AddressArray, lengths: AddressArray) -> None:
+def copy_each(source: Sequence[int], destination: Sequence[int], lengths: Sequence[int]) -> None:
     """As `copy_operations`, each stretch by a call of its own: for those of a KiB and more, and without looking at them first."""
-    deque(map(_memmove, destination.tolist(), source.tolist(), lengths.tolist()), maxlen=0)
+    deque(map(_memmove, destination, source, lengths), maxlen=0)
 
 
 def _by_length(lengths: AddressArray) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
