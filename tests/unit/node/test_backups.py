@@ -250,5 +250,3 @@ def test_a_host_that_is_full_of_what_is_read_refuses_and_requests_go_on():
     assert bench.tier.twins_held() == 0
     bench.tier.room("c", 8)
     bench.tier.cache.check_integrity()
-
-
