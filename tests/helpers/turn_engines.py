@@ -136,7 +136,10 @@ class TurnEngines:
         fed, logits = self._decode(claimed, first, steps, prompt=prompt, sparse=sparse)
         ends(live.prefill, room, "completed")
         eventually("let go of by both", lambda: all(map(_idle, (live.prefill, live.decode))))
-        answer, host_tokens = Answer(fed, torch.stack([first.logits, *logits])), (begun.host_tokens, claimed.host_tokens)
+        answer, host_tokens = (
+            Answer(fed, torch.stack([first.logits, *logits])),
+            (begun.host_tokens, claimed.host_tokens),
+        )
         return Turn(answer, claimed.prefix_tokens, begun.computed_tokens, host_tokens)
 
     def _keys(self, tokens: Tokens) -> Keys:

@@ -29,9 +29,7 @@ def tier(**host: Any) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveCluster]:
     """Device pools that hold two or three prompts. Every test has conversations of its own."""
-    with live_cluster(
-        prefill=tier(checkpoint_pages=8), decode=tier(), pages=POOL
-    ) as running:
+    with live_cluster(prefill=tier(checkpoint_pages=8), decode=tier(), pages=POOL) as running:
         assert running.sender
         assert running.reader
         yield running
@@ -86,7 +84,9 @@ class Pages:
         self.sent = [device_page(live.sender, FULL, int(begun.tables[FULL].ids[page])) for page in whole]
         self.received = [device_page(live.reader, FULL, int(claimed.tables[FULL].ids[page])) for page in whole]
         self.checkpoints = [
-            device_page(live.sender, SWA, int(page)) for tables in begun.checkpoints.values() for page in tables[SWA].ids
+            device_page(live.sender, SWA, int(page))
+            for tables in begun.checkpoints.values()
+            for page in tables[SWA].ids
         ]
         live.reader.release(turn.room)
 
@@ -106,7 +106,9 @@ def test_whole_pages_and_checkpoints_of_a_room_that_has_ended_are_on_the_host(li
 def test_what_it_cost_is_counted(live: LiveCluster) -> None:
     before = host_tier(live.prefill)
     Turn(live, 2, 600).cross()
-    after = eventually("copied", lambda: (now := backed_up(live.prefill))["backed_up_pages"] > before["backed_up_pages"] and now)
+    after = eventually(
+        "copied", lambda: (now := backed_up(live.prefill))["backed_up_pages"] > before["backed_up_pages"] and now
+    )
     assert after["backed_up_pages"] - before["backed_up_pages"] == 2
     labels = {"direction": "backup"}
     copied = metric(live.prefill, "kvbridge_host_tier_copied_bytes_total", **labels)

@@ -125,9 +125,7 @@ def test_what_is_forgotten_while_it_is_copied(live: LiveCluster) -> None:
 
 
 def test_a_host_without_place_refuses_and_rooms_go_on() -> None:
-    with live_cluster(
-        prefill=tier(pages=4, checkpoint_pages=1), decode=tier(pages=4), pages=POOL
-    ) as live:
+    with live_cluster(prefill=tier(pages=4, checkpoint_pages=1), decode=tier(pages=4), pages=POOL) as live:
         assert live.sender
         assert live.reader
         few = Pages(live, 1, 4 * PAGE)

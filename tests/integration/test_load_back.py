@@ -93,19 +93,14 @@ class Tiers:
             eventually(f"{daemon.name} has backed up", lambda daemon=daemon: settled(daemon))
 
     def forget(self, *, leave: int = 0) -> None:
-        """Push all that nobody reads off both devices but so many pages, by rooms that take everything else."""
+        """Push all that nobody reads off both devices but so many pages, by a request that writes everything else."""
         for daemon in self.both:
             eventually("all let go of", lambda daemon=daemon: not status(daemon)["prefixes"]["readers"])
             all_free(daemon)
-        tokens = (POOL_PAGES - leave) * PAGE
-        on_decode = self.live.admit_on_decode(tokens)
-        answer = http("POST", self.live.prefill, "/v1/requests", json={"prompt_tokens": tokens})
-        assert answer.status_code == 201, answer.text
-        for daemon, room in zip(self.both, (answer.json()["room"], on_decode), strict=True):
-            assert status(daemon)["pools"]["full"]["cached"] <= leave
-            assert http("DELETE", daemon, f"/v1/requests/{room}").status_code == 200
-            ends(daemon, room, "aborted", "aborted")
+        self.live.overwrite(POOL_PAGES - leave)
+        for daemon in self.both:
             all_free(daemon)
+            assert status(daemon)["pools"]["full"]["cached"] <= leave
 
 
 @pytest.fixture(scope="module", params=settings(), ids=str)

@@ -20,7 +20,7 @@ from tests.helpers.cluster import cluster, eventually
 from tests.helpers.live_rooms import LiveCluster, status
 from tests.helpers.matrices import kept
 from tests.helpers.turn_engines import PAGE, ModelAlone, Turn, TurnEngines, turn_engines
-from tests.integration.test_turns import DIFFERS, POOL_PAGES, Conversation, squeeze
+from tests.integration.test_turns import DIFFERS, POOL_PAGES, Conversation
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -77,7 +77,7 @@ class Forgotten(Conversation):
     def goes_on(self, end: int) -> Turn:
         for daemon in (self.engines.live.prefill, self.engines.live.decode):
             eventually(f"{daemon.name} has backed up", lambda daemon=daemon: settled(daemon))
-            squeeze(daemon, self.engines.live, leave=0)
+        self.engines.live.overwrite(POOL_PAGES)
         turn = super().goes_on(end)
         assert turn.host_tokens == (turn.computed_tokens, turn.prefix_tokens), "not all of it came from the host"
         return turn
