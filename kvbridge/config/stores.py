@@ -19,6 +19,7 @@ class FileStoreSettings(FrozenModel):
     """Pages as files of one directory of this host, which several daemons may share."""
 
     kind: Literal["files"] = "files"
+    """What it is."""
     directory: Path
     """Made with mode 0700 if it is not there. It must belong to the daemon's user, and to nobody else."""
     max_bytes: Positive
@@ -29,6 +30,7 @@ class MooncakeStoreSettings(FrozenModel):
     """A Mooncake Store, whose memory others provide: this node only puts and gets."""
 
     kind: Literal["mooncake"] = "mooncake"
+    """What it is."""
     master: Annotated[str, Field(pattern=r"^[^\s:]+:[0-9]{1,5}$")]
     """host:port of mooncake_master."""
     host: str = "127.0.0.1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 from collections import Counter
 from collections.abc import Awaitable
 
@@ -17,9 +18,11 @@ from kvbridge.core.errors import (
     ClientLimitError,
     ConflictError,
     InvalidInputError,
+    NamespaceError,
     NotReadyError,
 )
 from kvbridge.core.ids import IndexSpace, Role
+from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.states import RoomState
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.admission.pressure import Reservation
@@ -47,6 +50,13 @@ class Rooms:
         self.lacking = ""
         self.admitted: list[int] = []
         self.reserved: list[Reservation] = []
+        self.prefetch: object = None
+        self.fetched: list[int | None] = []
+
+    async def fetch(self, request: AdmissionRequest) -> None:
+        self.demand(request)
+        await asyncio.sleep(0)
+        self.fetched.append(request.room)
 
     def missing(self) -> str:
         return self.lacking
@@ -164,6 +174,32 @@ async def test_what_fits_is_admitted_at_once(made):
     assert (await bench.waits(2, 5)).done()
     assert bench.rooms.admitted == [1, 2]
     assert bench.events.waits == []
+
+
+async def test_what_is_stored_of_a_prompt_is_fetched_before_it_is_admitted_and_for_nobody_who_is_refused(made):
+    bench = made(client_max_rooms=1)
+    bench.rooms.prefetch = bench.rooms.fetch
+    keys = base64.b64encode(bytes(16)).decode()
+
+    def asked(room: int, **more: object) -> AdmissionRequest:
+        return AdmissionRequest(prompt_tokens=2, room=room, page_hashes=keys, **more)
+
+    task = asyncio.create_task(bench.admission.admit(asked(1, client="a")))
+    await asyncio.sleep(0)
+    assert bench.rooms.admitted == [], "its prompt comes first"
+    await task
+    assert (bench.rooms.fetched, bench.rooms.admitted) == ([1], [1])
+    with pytest.raises(ClientLimitError):
+        await bench.admission.admit(asked(2, client="a"))
+    with pytest.raises(ConflictError):
+        await bench.admission.admit(asked(1, client="b"))
+    with pytest.raises(NamespaceError):
+        await bench.admission.admit(asked(3, client="c", namespace="secret"), Namespaces())
+    await bench.admission.admit(AdmissionRequest(prompt_tokens=2, room=4, client="d"))
+    bench.admission.close("the end")
+    with pytest.raises(NotReadyError):
+        await bench.admission.admit(asked(5, client="e"))
+    assert bench.rooms.fetched == [1]
 
 
 async def test_who_waits_is_admitted_when_pages_become_free(made):
