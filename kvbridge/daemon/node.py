@@ -52,8 +52,8 @@ log = structlog.get_logger(__name__)
 TICK_S = 0.05
 """How often deadlines are looked at."""
 CLOSING_PARTS = 10
-"""`timeouts.shutdown_close_s` in equal parts: rooms that are aborted get one, HTTP two, the store below host memory one, rank workers
-four, peers one, spans one."""
+"""`timeouts.shutdown_close_s` in equal parts: rooms that are aborted get one, HTTP two, the store below host memory one, rank
+workers four, peers one, spans one."""
 
 
 class Peers(ShownPeers, Protocol):

@@ -53,7 +53,9 @@ class Node:
         components = twin_components(self.geometry, frozenset(), checkpoints=True)
         counts = {space: TOTAL[space] for space in (FULL_TWIN, SWA_TWIN)}
         self.pool = MappedPool.create(
-            twin_placement(self.geometry, [part], components, page_counts=counts), folder, f"twins-{os.urandom(4).hex()}"
+            twin_placement(self.geometry, [part], components, page_counts=counts),
+            folder,
+            f"twins-{os.urandom(4).hex()}",
         )
         self.book = PageBook(TOTAL)
         index = PrefixIndex((FULL,), TOTAL[FULL] + TOTAL[FULL_TWIN], has_twins=True)

@@ -23,9 +23,7 @@ from tests.helpers.live_rooms import all_free, http, live_cluster, metric, statu
 from tests.helpers.stopping import stop
 from tests.integration.test_load_back import PAGE, Conversation, Setting, Tiers
 
-SETTING = Setting(
-    HostLayout.PAGE_FIRST, DeviceLayout.LAYER_FIRST, CopyBackend.KERNEL, BackupPolicy.WRITE_THROUGH
-)
+SETTING = Setting(HostLayout.PAGE_FIRST, DeviceLayout.LAYER_FIRST, CopyBackend.KERNEL, BackupPolicy.WRITE_THROUGH)
 PREFETCH_S = 2.0
 BUSY_S = 10.0
 """What a request may take besides on a machine that is busy."""
@@ -141,7 +139,9 @@ def test_a_store_that_hangs_or_dies_costs_a_request_its_deadline_at_most(tiers: 
     talk.admit(4 * PAGE)
     waited_s = time.monotonic() - begun_s
     assert waited_s < (2 * PREFETCH_S if number is signal.SIGSTOP else 0.0) + BUSY_S
-    assert talk.begin().computed_tokens in ({0} if number is signal.SIGSTOP else {0, 3 * PAGE}), "unless it came back at once"
+    assert talk.begin().computed_tokens in ({0} if number is signal.SIGSTOP else {0, 3 * PAGE}), (
+        "unless it came back at once"
+    )
     talk.compute()
     talk.check()
     talk.end()
