@@ -37,7 +37,7 @@ from kvbridge.pool.accounts.holdings import Pages
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.tier.keys import KEY_BYTES, Keys
 from kvbridge.tier.prefix_cache import PrefixCache
-from kvbridge.tier.readers import PathPages
+from kvbridge.tier.looks import PathPages
 from kvbridge.tier.stores.base import BATCH_LIMIT, Outcome
 from kvbridge.tier.stores.breaker import BreakerState
 from kvbridge.tier.stores.client import Operation, StoreClient
@@ -200,7 +200,7 @@ class StoredPrefixes:
         begun_s = self._clock()
         until_s = begun_s + self._settings.prefetch_s
         stop = await self._stored(keys, have, until_s)
-        pinned = self._cache.look_on_host(keys[:stop])
+        pinned = self._cache.looks.begin_on_host(keys[:stop])
         came = 0
         try:
             gets = self._reserve(keys, len(pinned.path), stop) if stop > have else []
@@ -209,7 +209,7 @@ class StoredPrefixes:
             finally:
                 came = self._keep(gets, keys)
         finally:
-            self._cache.looked(pinned)
+            self._cache.looks.end(pinned)
             seconds = self._clock() - begun_s
             outcome = "nothing" if not came else "found" if self._usable(keys) >= stop else "part"
             self.sums.requests[outcome] += 1
@@ -353,7 +353,7 @@ class StoredPrefixes:
 
     async def _write(self, keys: Keys, start: int) -> bool:
         """Write the pages of a prompt from `start` on, and checkpoints. Returns whether the store took the question."""
-        looking = self._cache.look_on_host(keys)
+        looking = self._cache.looks.begin_on_host(keys)
         settled: list[asyncio.Future[None]] = []
         asked = True
         for form, some, ids in self._objects(looking, keys, start):
@@ -374,7 +374,7 @@ class StoredPrefixes:
         # Not in case of failure: whoever cancels this ends the store's process.
         for future in settled:
             await asyncio.shield(future)
-        self._cache.looked(looking)
+        self._cache.looks.end(looking)
         return asked
 
     def _objects(self, looking: PathPages, keys: Keys, start: int) -> Iterator[tuple[int, Keys, npt.NDArray[np.int32]]]:

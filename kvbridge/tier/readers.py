@@ -5,15 +5,16 @@ Owns: the form of both. Must not know: who reads, when that ends.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kvbridge.core.errors import BridgeError, IntegrityError
 from kvbridge.core.ids import IndexSpace, PageIdArray
 from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.keys import Keys
 from kvbridge.tier.records import RecordArray
 from kvbridge.tier.residence import Pages, Residence
 
@@ -103,16 +104,6 @@ class Admitted:
     """Pages that are its own alone, beside those."""
 
 
-class Residency(NamedTuple):
-    """Where pages of prompts are; one is a page of each space."""
-
-    device: int
-    """On the device alone."""
-    both: int
-    host: int
-    """On the host alone."""
-
-
 class Dropped(NamedTuple):
     """What has been forgotten. One page is a page of each space that grows with the tokens."""
 
@@ -122,14 +113,14 @@ class Dropped(NamedTuple):
     """Of these, those that are still read."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PathPages:
-    """Cached pages of a prompt, from its first one on, that stay where they are until `PrefixCache.looked`."""
+class PathWatcher(Protocol):
+    """Told of prefixes on the device, in the middle of the call: takes note, and calls nothing back."""
 
-    path: RecordArray
-    pages: Pages
-    checkpoints: Mapping[int, PageIdArray] = field(default_factory=dict)
-    """By the number of pages at whose end they are."""
+    def kept(self, keys: Keys) -> None:
+        """Pages of this prompt are new on the device, its last ones."""
+
+    def used(self, keys: Keys) -> None:
+        """Somebody found this beginning of a prompt here."""
 
 
 def some(pages: Pages) -> Pages:

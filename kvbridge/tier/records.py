@@ -72,14 +72,14 @@ class Records:
                 known, last = middle, record
         if not known:
             return _NO_RECORDS
-        path = self._path(last)
+        path = self.path(last)
         # Keys come from outside: those that are no chain match as far as a path here has the same.
         return path[: keys.shared_with(self.keys(path))]
 
     def path_to(self, key: bytes) -> RecordArray:
         """Return the path whose last record has this key; empty when there is none."""
         record = self._record_of.get(key)
-        return _NO_RECORDS if record is None else self._path(record)
+        return _NO_RECORDS if record is None else self.path(record)
 
     def is_path(self, records: RecordArray) -> bool:
         """Whether each is the parent of the next, wherever the first is."""
@@ -161,7 +161,7 @@ class Records:
             if not holds:
                 raise IntegrityError(f"prefix index: {fact} contradict the {len(self)} records")
 
-    def _path(self, record: int) -> RecordArray:
+    def path(self, record: int) -> RecordArray:
         """All records from a prompt's first page to this one."""
         parent_at = self.parent_at
         found = []

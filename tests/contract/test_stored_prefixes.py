@@ -158,10 +158,10 @@ class Node:
 
     def held(self, keys: Keys) -> list[bytes]:
         """What the host has of a prompt: its pages, then the checkpoints."""
-        looking = self.cache.look_on_host(keys)
+        looking = self.cache.looks.begin_on_host(keys)
         found = [self.read(FULL_TWIN, page) for page in looking.pages[FULL_TWIN].tolist()]
         found += [self.read(SWA_TWIN, page) for ids in looking.checkpoints.values() for page in ids.tolist()]
-        self.cache.looked(looking)
+        self.cache.looks.end(looking)
         return found
 
     def until_written(self) -> None:
@@ -170,7 +170,7 @@ class Node:
 
     @property
     def idle(self) -> bool:
-        return not self.cache._looking
+        return not self.cache.looks.readers
 
     def forget(self) -> None:
         """Drop everything here, and overwrite it."""
@@ -303,13 +303,13 @@ def test_a_host_without_room_fetches_nothing_and_evicts_nothing_that_is_read(nod
     node.forget()
     node.computed(others)
     node.until_written()
-    looking = node.cache.look_on_host(others)
+    looking = node.cache.looks.begin_on_host(others)
     owner = Owner(next(node.rooms), 1)
     node.book.reserve(owner, {FULL_TWIN: TOTAL[FULL_TWIN] - 3 - 5})
     node.fetch(keys)
     assert node.held(keys) == []
     assert len(node.held(others)) == 3 + 1
-    node.cache.looked(looking)
+    node.cache.looks.end(looking)
     node.book.free(owner)
 
 
