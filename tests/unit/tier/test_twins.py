@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from itertools import count
 
-import numpy as np
 import pytest
 
-from kvbridge.core.errors import CapacityError, ConflictError, NotFoundError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
