@@ -143,7 +143,7 @@ class PrefixCache:
         self._book.cache(owner, {})  # refuses what is not held before the index takes anything
         if not np.array_equal(self._index.match(keys, at_most=start), reader.path):
             return 0
-        if self._index.device.depth(reader.path) < start:
+        if self._index.device.depth(reader.path) < start or self._index.device.is_lost(self._index.match(keys)):
             return 0
         inserted = self._index.insert(keys, start, pages, now=self._clock(), digests=digests)
         try:
@@ -174,6 +174,8 @@ class PrefixCache:
         self._book.cache(owner, {})  # refuses what is not held
         path = reader.path[: start + max(map(len, pages.values()), default=0)]
         path = path[: np.count_nonzero(~self._index.is_dropped(path))]
+        if self._index.device.is_lost(path):
+            return 0
         here = self._index.device.depth(path)
         new = {space: ids[here - start : len(path) - start] for space, ids in pages.items()}
         if here < len(path):
@@ -203,7 +205,9 @@ class PrefixCache:
                 f"{owner}: no checkpoint at the end of page {page_count}, it reads {len(path)} pages so far"
             )
         record, device = path[page_count - 1 : page_count], self._index.device
-        if device.checkpointed(record)[0] or self._index.is_dropped(record)[0] or not device.has(record)[0]:
+        if device.checkpointed(record)[0] or self._index.is_dropped(record)[0] or device.lost(record)[0]:
+            return False
+        if not device.has(record)[0]:
             return False
         self._book.cache(owner, {CHECKPOINT_SPACE: pages})
         device.set_checkpoint(int(record[0]), pages)
@@ -309,13 +313,25 @@ class PrefixCache:
         self._empty_at_s = self._clock()
         return self._drop(None)
 
+    def lose_device(self) -> Dropped:
+        """Forget what is on the device, whose memory is gone; what is on the host as well stays there.
+
+        That comes to the device again when those have let go that read it there.
+        """
+        if self.twins is None:
+            return self.drop()
+        return self._dropped(self._index.lose_device)
+
     def drop_page(self, keys: Keys, page: int) -> Dropped:
         """Forget one page of a prompt and all that depends on it, as `drop` does with everything; harmless when it is not known."""
         return self._drop(self._index.match(keys, at_most=page + 1)[page:])
 
     def _drop(self, records: RecordArray | None) -> Dropped:
+        return self._dropped(lambda: self._index.drop(records))
+
+    def _dropped(self, drop: Callable[[], Pages]) -> Dropped:
         known, there = self._index.reachable, len(self._index)
-        self._uncache(self._index.drop(records))
+        self._uncache(drop())
         dropped = known - self._index.reachable
         return Dropped(dropped, dropped - (there - len(self._index)))
 
