@@ -17,7 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, IntegrityError, NotFoundError
+from kvbridge.core.errors import (
+    BridgeError,
+    CapacityError,
+    ConflictError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+)
 from kvbridge.core.ids import IndexSpace, PageIdArray
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.holdings import Pages
@@ -59,7 +66,9 @@ class PrefixCache:
         self._empty_at_s = clock()
         """When everything was last forgotten at once."""
         self.evicted_pages = 0
-        """Of prompts, so far; one is a page of each space."""
+        """Of prompts, so far, that are nowhere any more; one is a page of each space."""
+        self.evicted_from = {"device": 0, "host": 0}
+        """Pages of prompts that are not on the device any more, or on the host, whether they still are on the other or not."""
         self.evicted_checkpoints = 0
         book.use_cache(self)
 
@@ -84,13 +93,13 @@ class PrefixCache:
             path = path[: max((np.flatnonzero(self._restorable(path)) + 1).tolist(), default=0)]
         try:
             return self._admit(owner, keys, path, demand, from_checkpoint=from_checkpoint)
-        except CapacityError as error:
+        except (CapacityError, InvalidInputError) as error:
             if not (from_checkpoint and len(path)):
                 raise  # each page of a prefix is one page less to reserve, so that it would not fit without one either
             try:  # but a checkpoint takes pages in which the owner's own windows may have to be
                 return self._admit(owner, keys, path[:0], demand, from_checkpoint=False)
-            except CapacityError:
-                raise error from None
+            except CapacityError as without:
+                raise (error if isinstance(error, CapacityError) else without) from None
 
     def _admit(self, owner: Owner, keys: Keys, path: RecordArray, demand: Demand, *, from_checkpoint: bool) -> Admitted:
         if owner in self._readers:
@@ -359,11 +368,14 @@ class PrefixCache:
 
     def evict(self, lacking: Mapping[IndexSpace, int]) -> Mapping[IndexSpace, PageIdArray]:
         """See PageCache."""
-        before, checkpoints = len(self._index), self.checkpoint_count
+        before, checkpoints = self._sizes(), self.checkpoint_count
         pages = some(self._index.evict(lacking))
         if self.twins is not None:
             self.twins.forgotten(pages)
-        self.evicted_pages += before - len(self._index)
+        gone, *evicted = (left - there for left, there in zip(before, self._sizes(), strict=True))
+        self.evicted_pages += gone
+        for tier, count in zip(self.evicted_from, evicted, strict=True):
+            self.evicted_from[tier] += count
         self.evicted_checkpoints += checkpoints - self.checkpoint_count
         return pages
 
@@ -421,6 +433,10 @@ class PrefixCache:
             return self._readers[owner]
         except KeyError:
             raise NotFoundError(f"{owner} reads no cached pages: it was never admitted here, or has let go") from None
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """How many pages of prompts there are, how many are on the device, and how many on the host."""
+        return len(self._index), len(self._index.device), 0 if self._index.host is None else len(self._index.host)
 
     def _restorable(self, path: RecordArray) -> npt.NDArray[np.bool_]:
         """Behind which records of a path an owner can go on."""
