@@ -72,7 +72,9 @@ class LostDevice(RuleBasedStateMachine):
             return None
         for page, key in zip(got.prefix[FULL].tolist(), keys.to_list(), strict=False):
             assert self.holds[FULL, page] == key, "a page that was lost"
-        for page, key in zip(got.twins.get(TWIN, np.empty(0)).tolist(), keys.to_list()[got.device_pages :], strict=False):
+        for page, key in zip(
+            got.twins.get(TWIN, np.empty(0)).tolist(), keys.to_list()[got.device_pages :], strict=False
+        ):
             assert self.holds[TWIN, page] == key
         for page, key in zip(got.prefix[HOST].tolist(), keys.to_list(), strict=False):
             assert self.holds[HOST, page] == key
