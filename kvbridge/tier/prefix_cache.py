@@ -202,9 +202,7 @@ class PrefixCache:
                 f"{owner}: no checkpoint at the end of page {page_count}, it reads {len(path)} pages so far"
             )
         record, device = path[page_count - 1 : page_count], self._index.device
-        if device.checkpointed(record)[0] or self._index.is_dropped(record)[0] or device.lost(record)[0]:
-            return False
-        if not device.has(record)[0]:
+        if self._index.is_dropped(record)[0] or not device.lacks_checkpoint(record)[0]:
             return False
         self._book.cache(owner, {CHECKPOINT_SPACE: pages})
         device.set_checkpoint(int(record[0]), pages)
@@ -285,27 +283,19 @@ class PrefixCache:
     def drop(self) -> Dropped:
         """Forget every prefix; pages that are read are free when their readers let go."""
         self._empty_at_s = self._clock()
-        return self._drop(None)
+        return self._dropped(self._index.drop)
 
     def lose_device(self) -> Dropped:
-        """Forget what is on the device, whose memory is gone; what is on the host as well stays there.
-
-        That comes to the device again when those have let go that read it there.
-        """
-        if self.twins is None:
-            return self.drop()
-        return self._dropped(self._index.lose_device)
+        """Forget what is on the device, whose memory is gone. What is on the host as well stays there."""
+        return self.drop() if self.twins is None else self._dropped(self._index.lose_device)
 
     def drop_page(self, keys: Keys, page: int) -> Dropped:
         """Forget one page of a prompt and all that depends on it, as `drop` does with everything; harmless when it is not known."""
-        return self._drop(self._index.match(keys, at_most=page + 1)[page:])
+        return self._dropped(self._index.drop, self._index.match(keys, at_most=page + 1)[page:])
 
-    def _drop(self, records: RecordArray | None) -> Dropped:
-        return self._dropped(lambda: self._index.drop(records))
-
-    def _dropped(self, drop: Callable[[], Pages]) -> Dropped:
+    def _dropped(self, drop: Callable[..., Pages], *which: RecordArray) -> Dropped:
         known, there = self._index.reachable, len(self._index)
-        self._uncache(drop())
+        self._uncache(drop(*which))
         dropped = known - self._index.reachable
         return Dropped(dropped, dropped - (there - len(self._index)))
 
@@ -364,9 +354,7 @@ class PrefixCache:
 
     def residency(self) -> Residency:
         """How many pages of prompts are where."""
-        index = self._index
-        device, host = len(index.device), 0 if index.host is None else len(index.host)
-        return Residency(device=len(index) - host, both=device + host - len(index), host=len(index) - device)
+        return Residency.of(self._index)
 
     def check_integrity(self) -> None:
         """Count book and index again, and compare one with the other and both with the readers. Raises IntegrityError."""

@@ -261,7 +261,13 @@ def test_the_ranks_of_a_stage_copy_every_byte_between_them(monkeypatch, model, t
         for part, regions in zip(pools.parts, pools.regions, strict=False):
             of_rank = manifest(geometry, part.rank, tp_size=tp_size).model_copy(update={"regions": regions})
             identity = RankIdentity(
-                geometry, of_rank, (), (), twins=pools.twins, stage_tp_ranks=tuple(range(tp_size)), copy_backend="kernel"
+                geometry,
+                of_rank,
+                (),
+                (),
+                twins=pools.twins,
+                stage_tp_ranks=tuple(range(tp_size)),
+                copy_backend="kernel",
             )
             bench = Bench()
             bench.copies = PageCopies(identity, bench, clock=bench.clock)
