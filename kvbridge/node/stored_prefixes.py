@@ -36,8 +36,8 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.holdings import Pages
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.tier.keys import KEY_BYTES, Keys
-from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.looks import PathPages
+from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.stores.base import BATCH_LIMIT, Outcome
 from kvbridge.tier.stores.breaker import BreakerState
 from kvbridge.tier.stores.client import Operation, StoreClient

@@ -31,7 +31,7 @@ from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.looks import Looks, PathPages
-from kvbridge.tier.readers import Admitted, Dropped, PathWatcher, Reader, check_pins, some
+from kvbridge.tier.readers import Admitted, Dropped, PathWatcher, Reader, Residency, check_pins, some
 from kvbridge.tier.records import RecordArray
 from kvbridge.tier.twins import Twins
 
@@ -140,7 +140,7 @@ class PrefixCache:
         self._book.cache(owner, {})  # refuses what is not held before the index takes anything
         if not np.array_equal(self._index.match(keys, at_most=start), reader.path):
             return 0
-        if self._index.device.depth(reader.path) < start:
+        if self._index.device.depth(reader.path) < start or self._index.device.is_lost(self._index.match(keys)):
             return 0
         inserted = self._index.insert(keys, start, pages, now=self._clock(), digests=digests)
         try:
@@ -171,6 +171,8 @@ class PrefixCache:
         self._book.cache(owner, {})  # refuses what is not held
         path = reader.path[: start + max(map(len, pages.values()), default=0)]
         path = path[: np.count_nonzero(~self._index.is_dropped(path))]
+        if self._index.device.is_lost(path):
+            return 0
         here = self._index.device.depth(path)
         new = {space: ids[here - start : len(path) - start] for space, ids in pages.items()}
         if here < len(path):
@@ -200,7 +202,7 @@ class PrefixCache:
                 f"{owner}: no checkpoint at the end of page {page_count}, it reads {len(path)} pages so far"
             )
         record, device = path[page_count - 1 : page_count], self._index.device
-        if device.checkpointed(record)[0] or self._index.is_dropped(record)[0] or not device.has(record)[0]:
+        if self._index.is_dropped(record)[0] or not device.lacks_checkpoint(record)[0]:
             return False
         self._book.cache(owner, {CHECKPOINT_SPACE: pages})
         device.set_checkpoint(int(record[0]), pages)
@@ -281,15 +283,19 @@ class PrefixCache:
     def drop(self) -> Dropped:
         """Forget every prefix; pages that are read are free when their readers let go."""
         self._empty_at_s = self._clock()
-        return self._drop(None)
+        return self._dropped(self._index.drop)
+
+    def lose_device(self) -> Dropped:
+        """Forget what is on the device, whose memory is gone. What is on the host as well stays there."""
+        return self.drop() if self.twins is None else self._dropped(self._index.lose_device)
 
     def drop_page(self, keys: Keys, page: int) -> Dropped:
         """Forget one page of a prompt and all that depends on it, as `drop` does with everything; harmless when it is not known."""
-        return self._drop(self._index.match(keys, at_most=page + 1)[page:])
+        return self._dropped(self._index.drop, self._index.match(keys, at_most=page + 1)[page:])
 
-    def _drop(self, records: RecordArray | None) -> Dropped:
+    def _dropped(self, drop: Callable[..., Pages], *which: RecordArray) -> Dropped:
         known, there = self._index.reachable, len(self._index)
-        self._uncache(self._index.drop(records))
+        self._uncache(drop(*which))
         dropped = known - self._index.reachable
         return Dropped(dropped, dropped - (there - len(self._index)))
 
@@ -354,6 +360,10 @@ class PrefixCache:
         """How many pages of prompts somebody reads, and how many nobody does."""
         device = self._index.device
         return device.pinned, len(device) - device.pinned
+
+    def residency(self) -> Residency:
+        """How many pages of prompts are where."""
+        return Residency.of(self._index)
 
     def check_integrity(self) -> None:
         """Count book and index again, and compare one with the other and both with the readers. Raises IntegrityError."""
