@@ -1,7 +1,7 @@
 """Prefixes that come back from host memory, through real daemons: every byte, states included, whatever was evicted in between.
 
-For every legal combination of layouts, copy backend and backup policy. Bytes follow from a conversation and the place of a row, so what
-comes out of another conversation's page, or out of one that was not loaded, is seen.
+For every legal combination of layouts, copy backend and backup policy. Bytes follow from a conversation and the place of a row, so
+what comes out of another conversation's page, or out of one that was not loaded, is seen.
 """
 
 from __future__ import annotations
