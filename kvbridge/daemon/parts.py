@@ -196,7 +196,7 @@ class NodeParts:
             self.backups.gone(rank, reason)
         if rank in self.layout.orders:
             if self.prefixes is not None:
-                self.prefixes.drop()
+                self.prefixes.lose_device()
             self.engines.memory_lost(rank, f"rank worker {rank} is gone: {reason}")
 
 

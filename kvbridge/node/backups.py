@@ -164,7 +164,9 @@ class Backups:
         self._order = None
         if order.writing:
             ranks = ", ".join(sorted(map(str, order.writing)))
-            order.why = f"backup order {order.number}: rank workers {ranks} may still write to its twins; {order.reason}"
+            order.why = (
+                f"backup order {order.number}: rank workers {ranks} may still write to its twins; {order.reason}"
+            )
             self._late[order.number] = order
             for backup in order.backups:
                 self.book.quarantine(backup.owner, order.why)

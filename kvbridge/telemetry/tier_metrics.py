@@ -50,7 +50,10 @@ TIER_METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_host_tier_in_flight_pages", _GAUGE, (), "Pages that are being copied to host memory now."
     ),
     TIER_WAITING := MetricSpec(
-        "kvbridge_host_tier_waiting_prompts", _GAUGE, (), "Prompts and answers whose pages wait to be copied to host memory."
+        "kvbridge_host_tier_waiting_prompts",
+        _GAUGE,
+        (),
+        "Prompts and answers whose pages wait to be copied to host memory.",
     ),
     TIER_REFUSED := MetricSpec(
         "kvbridge_host_tier_refused_total",

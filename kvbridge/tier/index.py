@@ -116,6 +116,10 @@ class PrefixIndex:
         """Return the keys of records."""
         return self._records.keys(records)
 
+    def path(self, record: int) -> RecordArray:
+        """Return the path that ends with a record."""
+        return self._records.path(record)
+
     def uses(self, path: RecordArray) -> npt.NDArray[np.int32]:
         """How often each record of a path was used; none more often than its parent."""
         return self._uses[path]
@@ -179,7 +183,7 @@ class PrefixIndex:
         over = []
         for residence, part in parts:
             ended = residence.unpin(part)
-            ended = ended[self._records.is_hidden(ended)]
+            ended = ended[self._records.is_hidden(ended) | residence.lost(ended)]
             if len(ended) and residence is not self.home:
                 over.append((residence, ended[::-1]))
         return self._release(over) if over else {}
@@ -293,6 +297,20 @@ class PrefixIndex:
         dropped = self._records.descendants(self._records.all() if records is None else records)
         self._records.hide(dropped[~self._records.is_hidden(dropped)])
         return self._release([(one, one.unpinned(dropped)) for one in self.residences if one is not self.home])
+
+    def lose_device(self) -> Pages:
+        """What is on the device is lost: records that are on the host as well are there only, the others unreachable.
+
+        Returns the pages that nobody reads. Those of the others come with the last `unpin`.
+        """
+        there = self._records.deepest_first(self._records.all())
+        there = there[self.device.has(there)]
+        unread = self.device.unpinned(there)
+        read = there[~np.isin(there, unread)]
+        gone = there if self.host is None else there[~self.host.has(there)]
+        self._records.hide(gone[~self._records.is_hidden(gone)])
+        self.device.lose(read[~np.isin(read, gone)])
+        return self._release([(self.device, unread)])
 
     def withdraw(self, inserted: Inserted) -> None:
         """Undo `insert`, in the same step: the pages are their owner's again."""

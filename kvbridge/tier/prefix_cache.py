@@ -17,7 +17,14 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, IntegrityError, NotFoundError
+from kvbridge.core.errors import (
+    BridgeError,
+    CapacityError,
+    ConflictError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+)
 from kvbridge.core.ids import IndexSpace, PageIdArray
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.holdings import Pages
@@ -59,7 +66,9 @@ class PrefixCache:
         self._empty_at_s = clock()
         """When everything was last forgotten at once."""
         self.evicted_pages = 0
-        """Of prompts, so far; one is a page of each space."""
+        """Of prompts, so far, that are nowhere any more; one is a page of each space."""
+        self.evicted_from = {"device": 0, "host": 0}
+        """Pages of prompts that are not on the device any more, or on the host, whether they still are on the other or not."""
         self.evicted_checkpoints = 0
         book.use_cache(self)
 
@@ -84,13 +93,13 @@ class PrefixCache:
             path = path[: max((np.flatnonzero(self._restorable(path)) + 1).tolist(), default=0)]
         try:
             return self._admit(owner, keys, path, demand, from_checkpoint=from_checkpoint)
-        except CapacityError as error:
+        except (CapacityError, InvalidInputError) as error:
             if not (from_checkpoint and len(path)):
                 raise  # each page of a prefix is one page less to reserve, so that it would not fit without one either
             try:  # but a checkpoint takes pages in which the owner's own windows may have to be
                 return self._admit(owner, keys, path[:0], demand, from_checkpoint=False)
-            except CapacityError:
-                raise error from None
+            except CapacityError as without:
+                raise (error if isinstance(error, CapacityError) else without) from None
 
     def _admit(self, owner: Owner, keys: Keys, path: RecordArray, demand: Demand, *, from_checkpoint: bool) -> Admitted:
         if owner in self._readers:
@@ -143,7 +152,7 @@ class PrefixCache:
         self._book.cache(owner, {})  # refuses what is not held before the index takes anything
         if not np.array_equal(self._index.match(keys, at_most=start), reader.path):
             return 0
-        if self._index.device.depth(reader.path) < start:
+        if self._index.device.depth(reader.path) < start or self._index.device.is_lost(self._index.match(keys)):
             return 0
         inserted = self._index.insert(keys, start, pages, now=self._clock(), digests=digests)
         try:
@@ -174,6 +183,8 @@ class PrefixCache:
         self._book.cache(owner, {})  # refuses what is not held
         path = reader.path[: start + max(map(len, pages.values()), default=0)]
         path = path[: np.count_nonzero(~self._index.is_dropped(path))]
+        if self._index.device.is_lost(path):
+            return 0
         here = self._index.device.depth(path)
         new = {space: ids[here - start : len(path) - start] for space, ids in pages.items()}
         if here < len(path):
@@ -203,7 +214,9 @@ class PrefixCache:
                 f"{owner}: no checkpoint at the end of page {page_count}, it reads {len(path)} pages so far"
             )
         record, device = path[page_count - 1 : page_count], self._index.device
-        if device.checkpointed(record)[0] or self._index.is_dropped(record)[0] or not device.has(record)[0]:
+        if device.checkpointed(record)[0] or self._index.is_dropped(record)[0] or device.lost(record)[0]:
+            return False
+        if not device.has(record)[0]:
             return False
         self._book.cache(owner, {CHECKPOINT_SPACE: pages})
         device.set_checkpoint(int(record[0]), pages)
@@ -309,13 +322,25 @@ class PrefixCache:
         self._empty_at_s = self._clock()
         return self._drop(None)
 
+    def lose_device(self) -> Dropped:
+        """Forget what is on the device, whose memory is gone; what is on the host as well stays there.
+
+        That comes to the device again when those have let go that read it there.
+        """
+        if self.twins is None:
+            return self.drop()
+        return self._dropped(self._index.lose_device)
+
     def drop_page(self, keys: Keys, page: int) -> Dropped:
         """Forget one page of a prompt and all that depends on it, as `drop` does with everything; harmless when it is not known."""
         return self._drop(self._index.match(keys, at_most=page + 1)[page:])
 
     def _drop(self, records: RecordArray | None) -> Dropped:
+        return self._dropped(lambda: self._index.drop(records))
+
+    def _dropped(self, drop: Callable[[], Pages]) -> Dropped:
         known, there = self._index.reachable, len(self._index)
-        self._uncache(self._index.drop(records))
+        self._uncache(drop())
         dropped = known - self._index.reachable
         return Dropped(dropped, dropped - (there - len(self._index)))
 
@@ -343,11 +368,14 @@ class PrefixCache:
 
     def evict(self, lacking: Mapping[IndexSpace, int]) -> Mapping[IndexSpace, PageIdArray]:
         """See PageCache."""
-        before, checkpoints = len(self._index), self.checkpoint_count
+        before, checkpoints = self._sizes(), self.checkpoint_count
         pages = some(self._index.evict(lacking))
         if self.twins is not None:
             self.twins.forgotten(pages)
-        self.evicted_pages += before - len(self._index)
+        gone, *evicted = (left - there for left, there in zip(before, self._sizes(), strict=True))
+        self.evicted_pages += gone
+        for tier, count in zip(self.evicted_from, evicted, strict=True):
+            self.evicted_from[tier] += count
         self.evicted_checkpoints += checkpoints - self.checkpoint_count
         return pages
 
@@ -405,6 +433,10 @@ class PrefixCache:
             return self._readers[owner]
         except KeyError:
             raise NotFoundError(f"{owner} reads no cached pages: it was never admitted here, or has let go") from None
+
+    def _sizes(self) -> tuple[int, int, int]:
+        """How many pages of prompts there are, how many are on the device, and how many on the host."""
+        return len(self._index), len(self._index.device), 0 if self._index.host is None else len(self._index.host)
 
     def _restorable(self, path: RecordArray) -> npt.NDArray[np.bool_]:
         """Behind which records of a path an owner can go on."""

@@ -46,6 +46,8 @@ class Residence:
         self._pins = np.zeros(records.capacity, dtype=np.int32)
         self._pins_at = self._pins.data
         self._victims = Victims(self._subtree, pages=self._pages[0], pins=self._pins, rank=rank)
+        self._is_lost = np.zeros(records.capacity, dtype=np.bool_)
+        self._lost_count = 0
         self.checkpoint_space = checkpoint_space
         self._checkpoints = Checkpoints(records.capacity)
 
@@ -59,8 +61,17 @@ class Residence:
         return self._subtree.has(records)
 
     def depth(self, path: RecordArray) -> int:
-        """How many records of a path are here: its first ones."""
-        return self._subtree.depth(path)
+        """How many records of a path are here, and not lost: its first ones."""
+        return 0 if self.is_lost(path) else self._subtree.depth(path)
+
+    def is_lost(self, path: RecordArray) -> bool:
+        """Whether a path begins with lost records: none of it is here for anybody new, nor comes before those are gone."""
+        return bool(self._lost_count and len(path) and self._is_lost[path[0]])
+
+    def lost(self, records: RecordArray) -> npt.NDArray[np.bool_]:
+        """Which of the records are lost."""
+        found: npt.NDArray[np.bool_] = self._is_lost[records]
+        return found
 
     def pages(self, records: RecordArray) -> Pages:
         """Return the pages of records that are here, in their order."""
@@ -74,6 +85,10 @@ class Residence:
         """Return those of the records that are here and that nobody pins."""
         found: RecordArray = records[self.has(records) & (self._pins[records] == 0)]
         return found
+
+    def leaves(self) -> RecordArray:
+        """Return the records that could be evicted first: leaves that nobody pins, by their rank."""
+        return self._victims.leaves()
 
     def evictable(self) -> dict[IndexSpace, int]:
         """How many pages of each space could go now."""
@@ -107,7 +122,7 @@ class Residence:
         pins = self._pins[path]
         if pins.min() < 1:
             raise IntegrityError(f"record {path[pins.argmin()]} is unpinned more often than it was pinned")
-        for at in np.flatnonzero(self.checkpointed(path)).tolist() if len(self._checkpoints) else ():
+        for at in np.flatnonzero(self._checkpoints.among(path)).tolist() if len(self._checkpoints) else ():
             if self._checkpoints.pins(int(path[at])) >= pins[at]:
                 raise IntegrityError(f"record {path[at]} is unpinned by a reader who still pins its checkpoint")
 
@@ -134,8 +149,8 @@ class Residence:
         return len(self._checkpoints)
 
     def checkpointed(self, records: RecordArray) -> npt.NDArray[np.bool_]:
-        """Which of the records have a checkpoint here."""
-        return self._checkpoints.among(records)
+        """Which of the records have a checkpoint here, and are not lost."""
+        return self._checkpoints.among(records) & ~self._is_lost[records]
 
     def checkpoint(self, record: int) -> PageIdArray:
         """Return the pages of a record's checkpoint. Raises NotFoundError when it has none here."""
@@ -183,6 +198,11 @@ class Residence:
         oldest = self._checkpoints.oldest(page_count)
         return oldest, self._of_checkpoints(self._checkpoints.take(oldest))
 
+    def lose(self, records: RecordArray) -> None:
+        """What these hold here is gone; their pages stay until nobody pins them any more. A path is lost from its start."""
+        self._lost_count += int(np.count_nonzero(~self._is_lost[records]))
+        self._is_lost[records] = True
+
     def remove(self, records: RecordArray) -> Pages:
         """Give up records that nobody pins, and their checkpoints; each comes before its parent."""
         for record in records.tolist():
@@ -194,6 +214,8 @@ class Residence:
     def _clear(self, records: RecordArray) -> Pages:
         """Return the pages of leaves that have been taken off, with their checkpoints."""
         self._count -= len(records)
+        self._lost_count -= int(np.count_nonzero(self._is_lost[records]))
+        self._is_lost[records] = False
         self._victims.forget(records)
         return self.pages(records) | self._of_checkpoints(self._checkpoints.take(records))
 
@@ -216,7 +238,8 @@ class Residence:
             "pinned records": self.pinned == np.count_nonzero(self._pins[there]) == np.count_nonzero(self._pins),
             "candidates, leaves and places": self._victims.add_up(),
             "pages and records": all(len(np.unique(ids)) == len(ids) for ids in self.pages(there).values()),
-            "checkpoints and records": self.checkpointed(there).sum() == len(self._checkpoints),
+            "checkpoints and records": self._checkpoints.among(there).sum() == len(self._checkpoints),
+            "lost ones": self._lost_count == self._is_lost.sum() == np.count_nonzero(self._pins[self._is_lost]),
         }
         for fact, holds in facts.items():
             if not holds:

@@ -87,6 +87,17 @@ class Twins:
         """Tell `watcher` from now on."""
         self._watchers.append(watcher)
 
+    @property
+    def missing_pages(self) -> int:
+        """How many pages of prompts are on the device only."""
+        return len(self._index) - len(self._host)
+
+    def cold(self, count: int) -> list[Keys]:
+        """Return up to so many prompts that nobody reads and that end on the device only, those that would be evicted first."""
+        leaves = self._index.device.leaves()
+        kept = self._host.has(leaves) | self._is_copied[leaves] | self._index.is_dropped(leaves)
+        return [self._index.keys(self._index.path(record)) for record in leaves[~kept][:count].tolist()]
+
     # ------------------------------------------------------------------------------------- backups
 
     def start_backup(self, owner: Owner, keys: Keys, *, at_most: int, min_uses: int = 0) -> Backup | None:

@@ -41,10 +41,13 @@ SLICE_BYTES = {MemoryKind.DRAM: 4 << 20, MemoryKind.VRAM: 64 << 20}
 class Copier(Protocol):
     """What makes the copies of a rank."""
 
-    slice_pages: Mapping[IndexSpace, int]
-    """Of how many pages of each device space a slice consists."""
-    page_bytes: Mapping[IndexSpace, int]
-    """What is copied here of a page, on average over the pages of an order."""
+    @property
+    def slice_pages(self) -> Mapping[IndexSpace, int]:
+        """Of how many pages of each device space a slice consists."""
+
+    @property
+    def page_bytes(self) -> Mapping[IndexSpace, int]:
+        """What is copied here of a page, on average over the pages of an order."""
 
     def copy(self, moves: PageMoves) -> int:
         """Begin to copy and return a ticket. Raises InvalidInputError before anything is touched, TransportError."""
@@ -83,10 +86,12 @@ class BackupCopier:
                 lanes = (region.lane_stop - region.lane_start) / (twin.lane_stop - twin.lane_start)
                 found[region.space] += twin.page_bytes * lanes / shares[region.component][1]
         slice_bytes = SLICE_BYTES[MemoryKind.DRAM if gpu is None else MemoryKind.VRAM]
-        self.page_bytes = {space: int(each) for space, each in found.items()}
+        self.page_bytes: Mapping[IndexSpace, int] = {space: int(each) for space, each in found.items()}
         # Slices begin where a share does: what they cut is shared out as the whole order would be.
         unit = math.lcm(*(count for _, count in shares.values()))
-        self.slice_pages = {space: unit * max(1, int(slice_bytes // max(1, unit * each))) for space, each in found.items()}
+        self.slice_pages: Mapping[IndexSpace, int] = {
+            space: unit * max(1, int(slice_bytes // max(1, unit * each))) for space, each in found.items()
+        }
 
     def copy(self, moves: PageMoves) -> int:
         """See Copier."""

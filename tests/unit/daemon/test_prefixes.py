@@ -73,7 +73,7 @@ def test_the_end_of_a_worker_takes_all_prefixes_when_it_had_made_device_memory(t
     cache.keep(owner, keys, 0, own)
     cache.let_go(owner)
     node.book.free(owner)
-    node.memory_lost(Rank(pp=0, tp=tp), "a test")
+    node.worker_gone(Rank(pp=0, tp=tp), "a test")
     assert cache.pages() == (0, left)
     assert [node.book.counts()[space][PageState.CACHED] for space in (FULL, HOST)] == [left, left]
     cache.check_integrity()

@@ -160,18 +160,18 @@ def test_the_share_holds_from_one_order_to_the_next(bench: Bench) -> None:
     assert [answer.order for answer in bench.said] == [1, 2]
 
 
+def malformed() -> PageMove:
+    good = order(1, 1).moves[0]
+    return good.model_copy(update={"device": good.device.model_copy(update={"ids": b"abc"})})
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         pytest.param(move(table(FULL, 0, 3), table(TWIN, 0, 2)), id="numbers"),
         pytest.param(move(table(FULL, 0, 2), table(IndexSpace.SWA_TWIN, 0, 2)), id="spaces"),
         pytest.param(move(table(IndexSpace.HOST, 0, 2), table(TWIN, 0, 2)), id="no-twins"),
-        pytest.param(
-            move(table(FULL, 0, 2), table(TWIN, 0, 2)).model_copy(
-                update={"device": order(1, 1).moves[0].device.model_copy(update={"ids": b"abc"})}
-            ),
-            id="malformed",
-        ),
+        pytest.param(malformed(), id="malformed"),
     ],
 )
 def test_tables_that_do_not_belong_together_fail_their_order_alone(bench: Bench, wrong: PageMove) -> None:
