@@ -30,8 +30,8 @@ IdLists = Sequence[tuple[PageIdArray, PageIdArray]]
 """For each list that pairs name: ids of the pages that are read and of those that are written."""
 AddressArray = npt.NDArray[np.uint64]
 
-RING = 4
-"""Copies whose lists of ids can be on their way before another stretch of page-locked memory is made for them."""
+RING = 32
+"""Copies whose lists of ids can be on their way before more page-locked memory is made for them, which may wait for the device."""
 RING_BYTES = 64 * 1024
 NOTHING = np.empty(0, dtype=np.uint64)
 
