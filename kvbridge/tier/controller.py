@@ -116,7 +116,7 @@ class BackupController:
         if self._settings.policy is not BackupPolicy.WRITE_BACK:
             yield from list(self._waiting.values())
         elif self._safe_pages < self._low_pages:
-            for keys in self._cache.cold(OLDEST):
+            for keys in self._twins.cold(OLDEST):
                 yield keys
                 if self._safe_pages >= self._low_pages:
                     return
