@@ -107,7 +107,7 @@ def test_a_conversation_that_the_devices_cannot_hold_comes_back_from_the_host(sc
         output, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, errors
     report = json.loads(output)
-    assert report["verdict"] == "EQUAL: 15 of 15 requests gave the very logits of the model alone"
+    assert report["verdict"].startswith("EQUAL: 15 of 15 requests gave the very logits of the model alone")
     assert (report["host_tier"], report["pages_left"]) == (True, 0)
     hits = [request for request in report["requests"] if request["by_itself"] and request["page_keys"]]
     # A request without reuse takes the whole device between two of them.

@@ -169,5 +169,7 @@ def test_with_a_host_tier_something_has_to_come_back_on_both_sides(decode, prefi
     assert made.good == bool(decode and prefill)
     text = " ".join(printed(made, 110).split())
     assert f"on decode {768 - decode:,} tokens of prefixes came from the device and {decode:,} from host memory" in text
-    assert f"on prefill {512 - prefill:,} tokens of prefixes came from the device and {prefill:,} from host memory" in text
+    assert (
+        f"on prefill {512 - prefill:,} tokens of prefixes came from the device and {prefill:,} from host memory" in text
+    )
     assert ("Nothing came back from host memory on one of the two sides" in text) != made.good
