@@ -15,6 +15,8 @@ import pytest
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 pytest.importorskip("mooncake", reason="the extra 'cpu' or 'cuda' is not installed")
 
+from tests.helpers.matrices import kept
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 TIMEOUT_S = 200
@@ -95,6 +97,23 @@ def test_a_conversation_goes_on_from_what_both_nodes_hold(scratch):
         assert cold["prompt_tokens"] == hit["prompt_tokens"]
         sent = [sum(amount["bytes"] for amount in request["amounts"].values()) for request in (hit, cold)]
         assert sent[0] + hit["spared_bytes"] == sent[1]
+    assert not list(scratch.iterdir())
+
+
+@pytest.mark.parametrize("sparse", [kept("", True), kept("--sparse --hot-rows 64", False)], ids=["dense", "sparse"])
+def test_a_conversation_that_the_devices_cannot_hold_comes_back_from_the_host(scratch, sparse):
+    arguments = ("--turns", "3", "--prompts", "3", "--steps", "8", "--host-tier", "--transport", "local", "--json")
+    with demo(*arguments, *sparse.split()) as process:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, errors
+    report = json.loads(output)
+    assert report["verdict"].startswith("EQUAL: 15 of 15 requests gave the very logits of the model alone")
+    assert (report["host_tier"], report["pages_left"]) == (True, 0)
+    hits = [request for request in report["requests"] if request["by_itself"] and request["page_keys"]]
+    # A request without reuse takes the whole device between two of them.
+    for request in hits[1:]:
+        assert request["host_tokens"]["prefill"] == request["computed_tokens"] > 0, "nothing came back"
+        assert request["host_tokens"]["decode"] == request["prefix_tokens"] > 0, "nothing came back"
     assert not list(scratch.iterdir())
 
 

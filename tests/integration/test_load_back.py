@@ -1,7 +1,7 @@
 """Prefixes that come back from host memory, through real daemons: every byte, states included, whatever was evicted in between.
 
-For every legal combination of layouts, copy backend and backup policy. Bytes follow from a conversation and the place of a row, so what
-comes out of another conversation's page, or out of one that was not loaded, is seen.
+For every legal combination of layouts, copy backend and backup policy. Bytes follow from a conversation and the place of a row, so
+what comes out of another conversation's page, or out of one that was not loaded, is seen.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvbridge.engine import DecodeRoom, Engine, PrefillRoom
 from kvbridge.engine.adapters import synthetic
 from kvbridge.tier.copies import LEGAL, Direction
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, live_cluster, metric, report, status
+from tests.helpers.live_rooms import LiveCluster, busy_pages, ends, http, live_cluster, metric, report, status
 from tests.helpers.matrices import kept
 
 PAGE = 256
@@ -82,6 +82,12 @@ class Tiers:
     def both(self) -> tuple[DaemonProcess, DaemonProcess]:
         return self.live.prefill, self.live.decode
 
+    def let_go(self) -> bool:
+        """Whether no room has anything; engines with a GPU are given the chance to say what they still have to."""
+        self.live.sender.events()
+        self.live.reader.events()
+        return not any(busy_pages(daemon) or status(daemon)["prefixes"]["readers"] for daemon in self.both)
+
     def on_host(self) -> None:
         """Wait until all that the devices keep is on the host as well."""
 
@@ -94,12 +100,10 @@ class Tiers:
 
     def forget(self, *, leave: int = 0) -> None:
         """Push all that nobody reads off both devices but so many pages, by a request that writes everything else."""
-        for daemon in self.both:
-            eventually("all let go of", lambda daemon=daemon: not status(daemon)["prefixes"]["readers"])
-            all_free(daemon)
+        eventually("all let go of", self.let_go)
         self.live.overwrite(POOL_PAGES - leave)
+        eventually("all let go of", self.let_go)
         for daemon in self.both:
-            all_free(daemon)
             assert status(daemon)["pools"]["full"]["cached"] <= leave
 
 
@@ -132,9 +136,8 @@ def nothing_is_left(tiers: Tiers) -> Iterator[None]:
         assert http("DELETE", daemon, "/v1/prefixes").is_success
     tiers.by_layer = False
     yield
-    for daemon in tiers.both:
-        all_free(daemon)
-        assert not status(daemon)["quarantine"]
+    eventually("all let go of", tiers.let_go)
+    assert not any(status(daemon)["quarantine"] for daemon in tiers.both)
 
 
 class Conversation:
@@ -204,8 +207,13 @@ class Conversation:
 
     def end(self) -> None:
         ends(self.live.prefill, self.room, "completed")
-        for daemon in self.tiers.both:
-            eventually("let go of", lambda daemon=daemon: not report(daemon, self.room)["pages"])
+
+        def over() -> bool:
+            self.live.sender.events()
+            self.live.reader.events()
+            return not any(report(daemon, self.room)["pages"] for daemon in self.tiers.both)
+
+        eventually("let go of", over)
 
     def _wait_layers(self, engine: Engine, room: int) -> None:
         for rank in engine.ranks if self.tiers.by_layer else ():
@@ -303,8 +311,7 @@ def test_an_abort_after_the_load_leaves_the_host_as_it_was(tiers: Tiers) -> None
     tiers.live.sender.abort(room, "a test")
     ends(tiers.live.decode, room, "failed", "aborted")
     turns.begun = None
-    for daemon in tiers.both:
-        all_free(daemon)
+    eventually("all let go of", tiers.let_go)
     _, claimed = turns.cross(4 * PAGE + 1)
     assert (claimed.prefix_tokens, claimed.host_tokens) == (3 * PAGE, 3 * PAGE)
 
