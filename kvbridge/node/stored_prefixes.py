@@ -194,7 +194,7 @@ class StoredPrefixes:
 
     def _usable(self, keys: Keys) -> int:
         """How many pages a request could have now."""
-        return self._cache.restorable(keys) if self._has_checkpoints else self._cache.known(keys)
+        return self._cache.looks.restorable(keys) if self._has_checkpoints else self._cache.known(keys)
 
     async def _fetch(self, keys: Keys, have: int) -> None:
         begun_s = self._clock()
@@ -346,7 +346,7 @@ class StoredPrefixes:
                 await self._woken.wait()
             key = next(iter(self._waiting))
             start = self._waiting.pop(key)
-            asked = await self._write(self._cache.prompt_of(key), start)
+            asked = await self._write(self._cache.looks.prompt_of(key), start)
             if not asked:
                 self._waiting.setdefault(key, start)
                 await asyncio.sleep(PAUSE_S)

@@ -64,6 +64,18 @@ class Looks:
         self._readers[looking] = reader
         return looking
 
+    def prompt_of(self, key: bytes) -> Keys:
+        """The keys of all pages up to the one of this key; empty when it is not cached (any more)."""
+        return self._index.prompt_of(key)
+
+    def restorable(self, keys: Keys) -> int:
+        """How many pages of a prompt are cached with a checkpoint at the end, on the device or the host."""
+        path, host = self._index.match(keys), self._index.host
+        found = self._index.device.checkpointed(path)
+        if host is not None:
+            found = found | host.checkpointed(path)
+        return int(max(np.flatnonzero(found) + 1, default=0))
+
     def end(self, looking: PathPages) -> None:
         """End what `begin` or `begin_on_host` began; harmless when it has been ended."""
         if looking in self._readers:

@@ -302,15 +302,6 @@ class PrefixCache:
     def __contains__(self, owner: object) -> bool:
         return owner in self._readers
 
-    def prompt_of(self, key: bytes) -> Keys:
-        """The keys of all pages up to the one of this key; empty when it is not cached (any more)."""
-        return self._index.prompt_of(key)
-
-    def restorable(self, keys: Keys) -> int:
-        """How many pages of a prompt are cached with a checkpoint at the end, on the device or the host."""
-        path = self._index.match(keys)
-        return int(max(np.flatnonzero(self._restorable(path)) + 1, default=0))
-
     def known(self, keys: Keys) -> int:
         """How many pages of a prompt are cached now, whoever may use them."""
         return len(self._index.match(keys))

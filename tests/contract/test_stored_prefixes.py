@@ -234,7 +234,7 @@ def test_a_prompt_comes_back_from_the_store_when_this_node_has_nothing_of_it(nod
     before = node.counted(Verb.PUT)
     node.fetch(keys)
     assert node.held(keys) == held
-    assert node.cache.restorable(keys) == len(keys)
+    assert node.cache.looks.restorable(keys) == len(keys)
     node.until_written()
     assert node.counted(Verb.PUT) == before, "what comes from there is not written again"
 
@@ -260,7 +260,7 @@ def test_a_prompt_that_leaves_what_is_stored_gets_it_as_far_as_a_checkpoint(node
     node.forget()
     other = Keys(keys[:6].data + new_keys(3).data)
     node.fetch(other)
-    assert node.cache.restorable(other) == 4, "behind it an engine could not go on"
+    assert node.cache.looks.restorable(other) == 4, "behind it an engine could not go on"
     assert node.held(other)[:4] == held[:4]
 
 
@@ -397,7 +397,7 @@ def test_a_store_that_hangs_costs_a_request_its_deadline_and_later_ones_nothing(
             node.fetch(keys)
         assert node.stored.client._number <= asked + 1, "one tries whether it works again"
         os.kill(pid, signal.SIGCONT)
-        node.again("it works again", lambda: node.fetch(keys) >= 0 and node.cache.restorable(keys) == 5)
+        node.again("it works again", lambda: node.fetch(keys) >= 0 and node.cache.looks.restorable(keys) == 5)
         node.all_free()
 
 
