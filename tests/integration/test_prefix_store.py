@@ -153,3 +153,20 @@ def test_a_store_that_hangs_or_dies_costs_a_request_its_deadline_at_most(tiers: 
     talk.begun = None
     begun, claimed = talk.cross(5 * PAGE)
     assert (begun.computed_tokens, claimed.prefix_tokens) == (4 * PAGE, 4 * PAGE), "nothing is lost with a process"
+
+
+def test_daemons_that_are_killed_find_their_prefixes_in_the_store_again(tiers: Tiers) -> None:
+    talk = Conversation(tiers, 60)
+    talk.cross(3 * PAGE)
+    stored(tiers)
+    tiers.live.detach()
+    for daemon in tiers.both:
+        daemon.kill()
+        daemon.start()
+    tiers.live.cluster.wait_ready()
+    for daemon in tiers.both:
+        eventually("its store is asked", lambda daemon=daemon: store(daemon)["state"] == "closed")
+    talk.begun = None
+    begun, claimed = talk.cross(4 * PAGE)
+    assert (begun.computed_tokens, claimed.prefix_tokens) == (3 * PAGE, 3 * PAGE)
+    assert (begun.host_tokens, claimed.host_tokens) == (3 * PAGE, 3 * PAGE)

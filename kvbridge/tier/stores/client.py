@@ -87,26 +87,19 @@ class StoreClient:
         *,
         model: str = "",
         log_level: str = "info",
-        stderr: int | None = None,
     ) -> None:
-        """`forms`: of each kind of object the regions of the host pool that its pages lie in; orders name them by position.
+        """`forms`: of each kind of object the regions of host memory that its pages lie in; orders name them by position.
 
-        `stderr`: descriptor for the log of the process. Raises InvalidInputError for regions that cannot be objects.
+        `model`: see ObjectForm. Raises InvalidInputError for regions that cannot be objects.
         """
         self._limits = limits or StoreLimits()
         self._forms = [ObjectForm((shared.region for shared in form), model) for form in forms]
         self.process = StoreProcess(
-            StoreSetup(
-                settings=settings.model_dump_json(),
-                forms=tuple(tuple(form) for form in forms),
-                model=model,
-                calls=CALLS,
-            ),
+            StoreSetup(settings=settings.model_dump_json(), forms=tuple(map(tuple, forms)), model=model, calls=CALLS),
             start_s=self._limits.start_s,
             on_report=self._on_report,
             on_gone=self._on_gone,
             log_level=log_level,
-            stderr=stderr,
         )
         self._under_way: dict[int, Operation] = {}
         """All that is not settled, by number."""
@@ -168,8 +161,12 @@ class StoreClient:
             index for index, name in enumerate(operation.names) if not (remembers and self._failed.has(name, now_s))
         ]
         without = Answer.of_all(Outcome.ABSENT, len(keys), detail="it was missing a moment ago")
-        if operation.asked and (why_not := self._why_not(now_s)):
-            without, operation.asked = Answer.of_all(Outcome.UNREACHABLE, len(keys), detail=why_not), []
+        is_ready = self.process.capabilities is not None
+        if operation.asked and not (is_ready and self.breaker.admits(now_s)):
+            why = (
+                "the store has failed too often, and is asked again after a pause" if is_ready else self.process.why_not
+            )
+            without, operation.asked = Answer.of_all(Outcome.UNREACHABLE, len(keys), detail=why), []
         if not operation.asked:
             self._end(operation, without)
             self._settle(operation)
@@ -188,12 +185,6 @@ class StoreClient:
             )
         )
         return operation
-
-    def _why_not(self, now_s: float) -> str:
-        """Why the store is not asked now; empty when it is, and then its answer counts."""
-        if self.process.capabilities is None:
-            return self.process.why_not
-        return "" if self.breaker.admits(now_s) else "the store has failed too often, and is asked again after a pause"
 
     def _on_report(self, report: StoreReport) -> None:
         operation = self._under_way.get(report.number)
@@ -221,30 +212,27 @@ class StoreClient:
     def _on_gone(self, reason: str) -> None:
         """The process has ended: so have all reading and writing of pages."""
         operations, self._under_way = list(self._under_way.values()), {}
+        detail = f"the store process ended meanwhile: {reason}"
         for operation in operations:
             if not operation.judged:
-                detail = f"the store process ended meanwhile: {reason}"
                 self._judge(operation, Answer.of_all(Outcome.UNREACHABLE, len(operation.names), detail=detail))
             self._settle(operation)
 
     def _judge(self, operation: Operation, answer: Answer) -> None:
         """Give the answer of an order that the store was asked, and take note of what it says about the store."""
         operation.judged = True
-        before = self.breaker.state
-        now_s = asyncio.get_running_loop().time()
+        before, now_s = self.breaker.state, asyncio.get_running_loop().time()
         if answer.failed:
             self.breaker.failure(now_s)
         else:
             self.breaker.success()
         if self.breaker.state is not before:
             log.warning("store_breaker", state=self.breaker.state.value, before=before.value, reason=answer.detail)
-        by_remedy: dict[Remedy, list[str]] = {}
-        for name, outcome in zip(operation.names, answer.outcomes, strict=True):
-            by_remedy.setdefault(REMEDIES[outcome], []).append(name)
+        found = [(name, REMEDIES[outcome]) for name, outcome in zip(operation.names, answer.outcomes, strict=True)]
         if operation.verb in {Verb.GET, Verb.HAS}:
-            self._failed.add(by_remedy.get(Remedy.COMPUTE, []) + by_remedy.get(Remedy.REPLACE, []), now_s)
+            self._failed.add((name for name, remedy in found if remedy in {Remedy.COMPUTE, Remedy.REPLACE}), now_s)
         elif operation.verb is Verb.PUT:
-            self._failed.forget(by_remedy.get(Remedy.NOTHING, []))
+            self._failed.forget(name for name, remedy in found if remedy is Remedy.NOTHING)
         self._end(operation, answer)
 
     def _end(self, operation: Operation, answer: Answer) -> None:
@@ -273,7 +261,6 @@ class StoreProcess:
         on_report: Callable[[StoreReport], None],
         on_gone: Callable[[str], None],
         log_level: str,
-        stderr: int | None,
     ) -> None:
         """`on_gone(reason)`: the process has ended, with all of its threads; called before the next one is started.
 
@@ -284,7 +271,6 @@ class StoreProcess:
         self._on_report = on_report
         self._on_gone = on_gone
         self._log_level = log_level
-        self._stderr = stderr
         self._task: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._reason = ""
@@ -301,13 +287,13 @@ class StoreProcess:
         return 0 if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the process, and keep one running from now on."""
+        """Keep a process running from now on."""
         self._task = asyncio.create_task(self._keep(), name="keep the store process")
 
     async def failed(self) -> None:
-        """Raise when the process is not looked after any more, by a defect. Not to be called before `start`."""
-        assert self._task is not None
-        await asyncio.shield(self._task)
+        """Raise when the process, once started, is not looked after any more, by a defect."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
 
     def send(self, order: StoreOrder) -> None:
         """Give the process something to do, while it has `capabilities`."""
@@ -337,9 +323,9 @@ class StoreProcess:
         self._take_no_more("the node ends")
         if self._task is None:
             return
-        if self._process is None:
+        if self._process is None or self._process.stdin is None:
             self._task.cancel()
-        elif self._process.stdin is not None:
+        else:
             self._process.stdin.close()
         await asyncio.wait([self._task], timeout=timeout_s)
         self.kill(f"it did not end within {timeout_s:g} s")
@@ -355,12 +341,10 @@ class StoreProcess:
             begun_s = loop.time()
             reason = await self._run()
             self._take_no_more(f"the store process has ended: {reason}")
+            self._on_gone(reason)
             if not self._closing:
                 log.error("store_process_gone", reason=reason)
-            self._on_gone(reason)
-            if self._closing:
-                return
-            await asyncio.sleep(pause_s)
+                await asyncio.sleep(pause_s)
             pause_s = FIRST_PAUSE_S if loop.time() - begun_s > STABLE_AFTER_S else min(LONGEST_PAUSE_S, 2 * pause_s)
 
     async def _run(self) -> str:
@@ -372,7 +356,6 @@ class StoreProcess:
                 *("--log-level", self._log_level, "--parent", str(os.getpid())),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
-                stderr=self._stderr,
                 start_new_session=True,  # Ctrl-C is the node's
                 # It is told all that it is to know: no token travels further than it must.
                 env={name: value for name, value in os.environ.items() if not name.startswith("KVBRIDGE_")},
