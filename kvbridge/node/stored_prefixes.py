@@ -13,7 +13,6 @@ what is cached or computes it.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,12 +34,13 @@ from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.holdings import Pages
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
-from kvbridge.tier.keys import KEY_BYTES, Keys
+from kvbridge.tier.keys import Keys
 from kvbridge.tier.looks import PathPages
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.stores.base import BATCH_LIMIT, Outcome
 from kvbridge.tier.stores.breaker import BreakerState
 from kvbridge.tier.stores.client import Operation, StoreClient
+from kvbridge.tier.stores.objects import linked, part_keys
 from kvbridge.tier.twins import Twins
 
 log = structlog.get_logger(__name__)
@@ -183,7 +183,7 @@ class StoredPrefixes:
         Never raises for what the store does. Requests for the same prompt wait for the same pages.
         """
         have = self._usable(keys)
-        if self.client is None or have == len(keys):
+        if self.client is None or have == len(keys) or len(set(keys.to_list())) != len(keys):
             return
         task = self._fetching.get(keys[have])
         if task is None:
@@ -222,8 +222,9 @@ class StoredPrefixes:
     async def _stored(self, keys: Keys, have: int, until_s: float) -> int:
         """Of the keys, as far as which the store seems to have what lacks here; `have` when that is of no use."""
         stop = self._cache.known(keys)
+        links = linked(keys)
         while stop < len(keys):
-            some = keys[stop : stop + BATCH_LIMIT]
+            some = links[stop : stop + BATCH_LIMIT]
             found = len(list(takewhile(bool, await self._present(PAGES, some, until_s))))
             stop += found
             if found < len(some):
@@ -245,10 +246,11 @@ class StoredPrefixes:
     def _reserve(self, keys: Keys, start: int, stop: int) -> list[_Get]:
         """Give what is to come its pages, all or nothing."""
         cuts = [*range(start, stop, ORDER_PAGES), stop]
-        wanted = [(PAGES, at, keys[at:end]) for at, end in pairwise(cuts)]
+        links = linked(keys)
+        wanted = [(PAGES, at, links[at:end]) for at, end in pairwise(cuts)]
         if self._has_checkpoints:
             pages = len(window_pages(self._geometry, stop * self._geometry.tokens_per_page))
-            wanted.insert(0, (CHECKPOINTS, stop, _part_keys(keys[stop - 1], pages)))
+            wanted.insert(0, (CHECKPOINTS, stop, part_keys(keys[stop - 1], pages)))
         gets: list[_Get] = []
         try:
             for form, at, some in wanted:
@@ -379,19 +381,10 @@ class StoredPrefixes:
 
     def _objects(self, looking: PathPages, keys: Keys, start: int) -> Iterator[tuple[int, Keys, npt.NDArray[np.int32]]]:
         """Yield forms, page keys and pages of what is to be written, an order at a time."""
-        end = len(looking.path)
+        end, links = len(looking.path), linked(keys)
         for at in range(start, end, ORDER_PAGES):
             some = slice(at, min(end, at + ORDER_PAGES))
-            yield PAGES, keys[some], np.stack([looking.pages[space][some] for space in self._spaces[PAGES]], axis=1)
+            yield PAGES, links[some], np.stack([looking.pages[space][some] for space in self._spaces[PAGES]], axis=1)
         for page_count, twins in looking.checkpoints.items():
             if page_count > start or page_count == end:
-                yield CHECKPOINTS, _part_keys(keys[page_count - 1], len(twins)), twins.reshape(-1, 1)
-
-
-def _part_keys(key: bytes, parts: int) -> Keys:
-    """Under which keys the pages of a checkpoint are kept; mostly it is one."""
-    others = (
-        hashlib.blake2b(key, digest_size=KEY_BYTES, salt=part.to_bytes(8, "little"), usedforsecurity=False).digest()
-        for part in range(1, parts)
-    )
-    return Keys(b"".join([key, *others]))
+                yield CHECKPOINTS, part_keys(keys[page_count - 1], len(twins)), twins.reshape(-1, 1)

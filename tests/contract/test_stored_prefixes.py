@@ -32,7 +32,7 @@ from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.stores.base import Outcome, Verb
 from kvbridge.tier.stores.breaker import BreakerState
-from kvbridge.tier.stores.objects import ObjectForm
+from kvbridge.tier.stores.objects import ObjectForm, linked
 from tests.contract.stores_harness import KINDS, READY_S, settings_of
 from tests.helpers.mooncake_servers import MooncakeServers
 from tests.helpers.stopping import stop
@@ -320,6 +320,22 @@ def test_unknown_prompts_get_nothing(node: Node):
     assert node.stored.sums.requests["nothing"] > 0
 
 
+def test_keys_that_are_no_chain_find_nothing_beyond_their_own(node: Node):
+    """Whoever sends them may know keys of other prompts, and must not have pages enter in places that are not theirs."""
+    keys, others = new_keys(5), new_keys(5)
+    held = node.computed(keys[:2])
+    node.computed(keys)
+    node.computed(others)
+    node.until_written()
+    node.forget()
+    node.fetch(Keys(keys[:2].data + others[2:].data))
+    assert node.held(keys) == held
+    node.fetch(Keys(others[:1].data + others[:1].data + others[1:].data))
+    assert node.held(others) == []
+    node.fetch(others)
+    assert node.cache.looks.restorable(others) == 5
+
+
 # ------------------------------------------------------------------------------------------- lies
 
 
@@ -352,7 +368,7 @@ def test_a_lie_in_the_middle_ends_the_prefix_before_it(files: Node, kind: str):
     files.forget()
     change, outcome = LIES[kind]
     [page_form, _] = files.stored.client._forms
-    lie(files, f"{page_form.name.hex()}-{keys[4].hex()}", change)
+    lie(files, f"{page_form.name.hex()}-{linked(keys)[4].hex()}", change)
     before = files.counted(Verb.GET).get(outcome, 0)
     files.fetch(keys)
     assert files.held(keys)[:4] == held[:4]
@@ -369,7 +385,7 @@ def test_the_bytes_of_another_page_are_no_page_of_this_prompt(files: Node):
     files.until_written()
     files.forget()
     [page_form, _] = files.stored.client._forms
-    names = [f"{page_form.name.hex()}-{some[0].hex()}" for some in (keys, others)]
+    names = [f"{page_form.name.hex()}-{linked(some)[0].hex()}" for some in (keys, others)]
     directory = files.stored._settings.store.directory
     (directory / names[0][-2:] / names[0]).write_bytes((directory / names[1][-2:] / names[1]).read_bytes())
     files.fetch(keys)

@@ -9,7 +9,7 @@ of components' names and layers. The header, 64 bytes, all numbers little-endian
 |---|---|
 | 8 | `kvbpage` and the version |
 | 16 | form: BLAKE2b over the parts' components, layers, lanes and lengths, and the node's word which model it is |
-| 16 | page key (`tier.keys`), which names model, revision, fingerprint, adapter, namespace, and all tokens up to the page's end |
+| 16 | key: made of page keys (`tier.keys`), which name model, revision, fingerprint, adapter, namespace, and all tokens up to a page's end |
 | 8 | bytes of all parts |
 | 4 | their CRC-32C, as of one stretch |
 | 12 | BLAKE2b of all that precedes |
@@ -116,6 +116,21 @@ def object_name(form: ObjectForm, key: bytes) -> str:
     if len(key) != KEY_BYTES:
         raise InvalidInputError(f"a page key has {KEY_BYTES} bytes, got {len(key)}")
     return f"{form.name.hex()}-{key.hex()}"
+
+
+def linked(keys: Keys) -> Keys:
+    """Under which keys the pages of a prompt are kept: each with the page before it.
+
+    The keys of a request can be anything until an engine has stated those of its tokens. So such that are no chain find nothing,
+    and what is found is a chain.
+    """
+    found = keys.to_list()
+    return Keys(b"".join(_hash(before + key, KEY_BYTES) for before, key in zip([b"", *found], found, strict=False)))
+
+
+def part_keys(key: bytes, parts: int) -> Keys:
+    """Under which keys the pages of a checkpoint are kept, by the key of the page at whose end it is; mostly it is one."""
+    return Keys(b"".join([key, *(_hash(key + part.to_bytes(4, "little"), KEY_BYTES) for part in range(1, parts))]))
 
 
 def is_object_name(name: str) -> bool:
