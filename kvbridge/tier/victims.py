@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
-from kvbridge.tier.records import NO_RECORD, RecordArray, Records
+from kvbridge.tier.records import NO_RECORD, RecordArray, Subtree
 
 _OLD_SHARE = 0.2
 """So many of all records are old."""
@@ -33,7 +33,7 @@ class Victims:
 
     def __init__(
         self,
-        records: Records,
+        records: Subtree,
         *,
         pages: npt.NDArray[np.int32],
         pins: npt.NDArray[np.int32],
@@ -77,6 +77,11 @@ class Victims:
         found += self._oldest(count - len(found))
         return np.array(found, dtype=np.int32)
 
+    def leaves(self) -> RecordArray:
+        """Return the leaves that nobody pins, the one of the lowest rank first."""
+        leaves = np.flatnonzero((self._records.children == 0) & (self._pins == 0))
+        return leaves[np.argsort(self._rank[leaves], kind="stable")].astype(np.int32)
+
     def add_up(self) -> bool:
         """Recount."""
         there = self._records.all()
@@ -87,7 +92,7 @@ class Victims:
         )
 
     def _leaves(self) -> list[tuple[float, int]]:
-        leaves = np.flatnonzero((self._records.children == 0) & (self._pins == 0))
+        leaves = self.leaves()
         return list(zip(self._rank[leaves].tolist(), leaves.tolist(), strict=True))
 
     def _neighbours(self, count: int) -> list[int]:
