@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -31,22 +30,13 @@ from kvbridge.pool.accounts.holdings import Pages
 from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.readers import Admitted, Dropped, PathPages, Reader, Residency, check_pins, some
+from kvbridge.tier.looks import Looks, PathPages
+from kvbridge.tier.readers import Admitted, Dropped, PathWatcher, Reader, Residency, check_pins, some
 from kvbridge.tier.records import RecordArray
 from kvbridge.tier.twins import Twins
 
 Demand = Callable[[Mapping[IndexSpace, int]], Mapping[IndexSpace, int]]
 """From the cached pages of each space that an owner is to read to the pages that it needs of each space beside them."""
-
-
-class PathWatcher(Protocol):
-    """Told of prefixes on the device, in the middle of the call: takes note, and calls nothing back."""
-
-    def kept(self, keys: Keys) -> None:
-        """Pages of this prompt are new on the device, its last ones."""
-
-    def used(self, keys: Keys) -> None:
-        """Somebody found this beginning of a prompt here."""
 
 
 class PrefixCache:
@@ -59,7 +49,7 @@ class PrefixCache:
         self._clock = clock
         self._restores = restores and index.host is not None
         self._readers: dict[Owner, Reader] = {}
-        self._looking: dict[PathPages, Reader] = {}
+        self.looks = Looks(index, end=self._end)
         self._watchers: list[PathWatcher] = []
         self.twins = Twins(book, index, index.host, clock, end=self._end) if index.host is not None else None
         """How prefixes come to the host; None: they do not."""
@@ -67,8 +57,6 @@ class PrefixCache:
         """When everything was last forgotten at once."""
         self.evicted_pages = 0
         """Of prompts, so far, that are nowhere any more; one is a page of each space."""
-        self.evicted_from = {"device": 0, "host": 0}
-        """Pages of prompts that are not on the device any more, or on the host, whether they still are on the other or not."""
         self.evicted_checkpoints = 0
         book.use_cache(self)
 
@@ -214,9 +202,7 @@ class PrefixCache:
                 f"{owner}: no checkpoint at the end of page {page_count}, it reads {len(path)} pages so far"
             )
         record, device = path[page_count - 1 : page_count], self._index.device
-        if device.checkpointed(record)[0] or self._index.is_dropped(record)[0] or device.lost(record)[0]:
-            return False
-        if not device.has(record)[0]:
+        if self._index.is_dropped(record)[0] or not device.lacks_checkpoint(record)[0]:
             return False
         self._book.cache(owner, {CHECKPOINT_SPACE: pages})
         device.set_checkpoint(int(record[0]), pages)
@@ -284,32 +270,9 @@ class PrefixCache:
     # ------------------------------------------------------------------------------------- what the pages hold
 
     def look(self, owner: Owner) -> PathPages:
-        """Let somebody look at the pages that an owner reads in place, until `looked`, whatever becomes of the owner."""
+        """Let somebody look at the pages that an owner reads in place, until `looks.end`, whatever becomes of the owner."""
         reader = self._reader(owner)
-        path = reader.path[: reader.device]
-        looking = PathPages(path, self._index.pages(path))
-        self._looking[looking] = Reader(path, len(path))
-        self._looking[looking].pin(self._index)
-        return looking
-
-    def looked(self, looking: PathPages) -> None:
-        """End what `look` began; harmless when it has been ended."""
-        if looking in self._looking:
-            self._end(self._looking.pop(looking))
-
-    def is_digested(self, looking: PathPages) -> npt.NDArray[np.bool_]:
-        """Of which of these pages it is known what they held when they came."""
-        return self._index.digests(looking.path)[1]
-
-    def set_digests(self, looking: PathPages, start: int, digests: DigestArray) -> None:
-        """Note what these pages from `start` on hold, as far as it is not known; one row each."""
-        self._index.set_digests(looking.path[start:], digests)
-
-    def changed(self, looking: PathPages, digests: DigestArray) -> npt.NDArray[np.bool_]:
-        """Where these pages do not hold any more what they held when they came, by page and word of their digests."""
-        expected, is_known = self._index.digests(looking.path)
-        changed: npt.NDArray[np.bool_] = (expected != digests) & is_known[:, np.newaxis]
-        return changed
+        return self.looks.begin(reader.path[: reader.device])
 
     def readers_of(self, looking: PathPages, page: int) -> list[Owner]:
         """Owners that read one of these pages."""
@@ -320,27 +283,19 @@ class PrefixCache:
     def drop(self) -> Dropped:
         """Forget every prefix; pages that are read are free when their readers let go."""
         self._empty_at_s = self._clock()
-        return self._drop(None)
+        return self._dropped(self._index.drop)
 
     def lose_device(self) -> Dropped:
-        """Forget what is on the device, whose memory is gone; what is on the host as well stays there.
-
-        That comes to the device again when those have let go that read it there.
-        """
-        if self.twins is None:
-            return self.drop()
-        return self._dropped(self._index.lose_device)
+        """Forget what is on the device, whose memory is gone. What is on the host as well stays there."""
+        return self.drop() if self.twins is None else self._dropped(self._index.lose_device)
 
     def drop_page(self, keys: Keys, page: int) -> Dropped:
         """Forget one page of a prompt and all that depends on it, as `drop` does with everything; harmless when it is not known."""
-        return self._drop(self._index.match(keys, at_most=page + 1)[page:])
+        return self._dropped(self._index.drop, self._index.match(keys, at_most=page + 1)[page:])
 
-    def _drop(self, records: RecordArray | None) -> Dropped:
-        return self._dropped(lambda: self._index.drop(records))
-
-    def _dropped(self, drop: Callable[[], Pages]) -> Dropped:
+    def _dropped(self, drop: Callable[..., Pages], *which: RecordArray) -> Dropped:
         known, there = self._index.reachable, len(self._index)
-        self._uncache(drop())
+        self._uncache(drop(*which))
         dropped = known - self._index.reachable
         return Dropped(dropped, dropped - (there - len(self._index)))
 
@@ -368,14 +323,11 @@ class PrefixCache:
 
     def evict(self, lacking: Mapping[IndexSpace, int]) -> Mapping[IndexSpace, PageIdArray]:
         """See PageCache."""
-        before, checkpoints = self._sizes(), self.checkpoint_count
+        before, checkpoints = len(self._index), self.checkpoint_count
         pages = some(self._index.evict(lacking))
         if self.twins is not None:
             self.twins.forgotten(pages)
-        gone, *evicted = (left - there for left, there in zip(before, self._sizes(), strict=True))
-        self.evicted_pages += gone
-        for tier, count in zip(self.evicted_from, evicted, strict=True):
-            self.evicted_from[tier] += count
+        self.evicted_pages += before - len(self._index)
         self.evicted_checkpoints += checkpoints - self.checkpoint_count
         return pages
 
@@ -402,9 +354,7 @@ class PrefixCache:
 
     def residency(self) -> Residency:
         """How many pages of prompts are where."""
-        index = self._index
-        device, host = len(index.device), 0 if index.host is None else len(index.host)
-        return Residency(device=len(index) - host, both=device + host - len(index), host=len(index) - device)
+        return Residency.of(self._index)
 
     def check_integrity(self) -> None:
         """Count book and index again, and compare one with the other and both with the readers. Raises IntegrityError."""
@@ -418,7 +368,7 @@ class PrefixCache:
                 raise IntegrityError(
                     f"pages of '{space}' are cached or in the index, not both: {differing.tolist()[:8]}"
                 )
-        readers = [*self._readers.values(), *self._looking.values()]
+        readers = [*self._readers.values(), *self.looks.readers]
         if self.twins is not None:
             readers += [backup.reader for backup in self.twins.backups.values()]
         check_pins(self._index, readers)
@@ -433,10 +383,6 @@ class PrefixCache:
             return self._readers[owner]
         except KeyError:
             raise NotFoundError(f"{owner} reads no cached pages: it was never admitted here, or has let go") from None
-
-    def _sizes(self) -> tuple[int, int, int]:
-        """How many pages of prompts there are, how many are on the device, and how many on the host."""
-        return len(self._index), len(self._index.device), 0 if self._index.host is None else len(self._index.host)
 
     def _restorable(self, path: RecordArray) -> npt.NDArray[np.bool_]:
         """Behind which records of a path an owner can go on."""

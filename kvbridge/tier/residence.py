@@ -152,6 +152,11 @@ class Residence:
         """Which of the records have a checkpoint here, and are not lost."""
         return self._checkpoints.among(records) & ~self._is_lost[records]
 
+    def lacks_checkpoint(self, records: RecordArray) -> npt.NDArray[np.bool_]:
+        """Which of the records are here, not lost, and have none."""
+        lacks: npt.NDArray[np.bool_] = self.has(records) & ~self._checkpoints.among(records) & ~self._is_lost[records]
+        return lacks
+
     def checkpoint(self, record: int) -> PageIdArray:
         """Return the pages of a record's checkpoint. Raises NotFoundError when it has none here."""
         return self._checkpoints.pages(record)

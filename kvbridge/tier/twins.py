@@ -87,11 +87,6 @@ class Twins:
         """Tell `watcher` from now on."""
         self._watchers.append(watcher)
 
-    @property
-    def missing_pages(self) -> int:
-        """How many pages of prompts are on the device only."""
-        return len(self._index) - len(self._host)
-
     def cold(self, count: int) -> list[Keys]:
         """Return up to so many prompts that nobody reads and that end on the device only, those that would be evicted first."""
         leaves = self._index.device.leaves()
