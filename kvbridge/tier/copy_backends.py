@@ -67,7 +67,8 @@ class ReferenceCopies(PageCopies):
         """Copy now; there is no stream."""
         del stream
         for addresses, lengths in self._addresses.columns(lists):
-            copy_each(*addresses.tolist(), lengths.tolist())
+            sources, destinations = addresses.tolist()
+            copy_each(sources, destinations, lengths.tolist())
         self._last += 1
         return self._last
 
@@ -228,12 +229,13 @@ class _Group:
 
     def columns(self, source: PageIdArray, destination: PageIdArray) -> tuple[AddressArray, AddressArray]:
         """Return addresses uint64 [2, copies] of sources and destinations, and uint64 [copies], how long they are."""
-        if self._dense and len(runs := find_runs(source, destination)) < len(source):
+        pages = np.array((source, destination), dtype=np.int64)
+        if self._dense and len(runs := find_runs(*pages)) < len(source):
+            pages = np.array((runs.source, runs.destination))
             lengths = np.outer(self._lengths, runs.pages.astype(np.uint64)).ravel()
-            source, destination = runs.source, runs.destination
         else:
             lengths = np.repeat(self._lengths, len(source))
-        pages = np.array((source, destination))[:, None, :]
+        pages = pages[:, None, :]
         if self._extents.shape[2] == 1:
             addresses = self._extents + pages.astype(np.uint64) * self._strides
         else:
@@ -258,8 +260,8 @@ class _Addresses:
     def operations(self, lists: IdLists) -> Operations:
         """Return all of it."""
         found = [(NOTHING[None].repeat(2, axis=0), NOTHING), *self.columns(lists)]
-        addresses = np.concatenate([each for each, _ in found], axis=1)
-        return Operations(*addresses, np.concatenate([lengths for _, lengths in found]))
+        source, destination = np.concatenate([each for each, _ in found], axis=1)
+        return Operations(source, destination, np.concatenate([lengths for _, lengths in found]))
 
 
 def _form(pair: PagePair) -> tuple[int, bool]:

@@ -65,6 +65,8 @@ def test_nothing_on_the_host_waits_and_the_arrays_are_free_at_once(
     ):
         gate, other = Gate(device, stack), streams.other
         expected = pools.expected(MOVES, Direction.LOAD_BACK)
+        copier.copy({}, stream=stream)  # a kernel that is not loaded yet would wait for the stream
+        reached(streams.main)
         given = {space: (ids[0].copy(), ids[1].copy()) for space, ids in MOVES.items()}
         with gate.holding(stream):
             tickets = [copier.copy(given, stream=stream)]
