@@ -94,6 +94,8 @@ class BackupController:
             try:
                 backup = self._twins.start_backup(owner(), keys, at_most=left, min_uses=min_uses)
             except CapacityError:
+                if started:
+                    break  # perhaps there are twins when those are on the host, and nobody reads them
                 self.refused += 1
                 if self._waiting.pop(keys[-1], None) is None:  # it will be the oldest again
                     self._not_before_s = self._clock() + FIRST_PAUSE_S

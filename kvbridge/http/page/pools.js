@@ -35,7 +35,7 @@ export function drawPools(root, pools, available) {
 }
 
 // Of a node that keeps prefixes: how many pages, who reads them, what they were good for.
-export function drawPrefixes(root, {role, prefixes}) {
+export function drawPrefixes(root, {role, prefixes, host_tier: tier}) {
   root.hidden = !prefixes;
   if (!prefixes) return;
   const {read_pages: read, unread_pages: unread, readers, evicted_pages: evicted, hit_tokens: hit, miss_tokens: miss} = prefixes;
@@ -45,6 +45,7 @@ export function drawPrefixes(root, {role, prefixes}) {
     ["Hits", hit + miss ? `${percent(hit, hit + miss)} of ${plural(hit + miss, "prompt token")} with keys` : "no prompt with keys yet"],
     ["Evicted", plural(evicted, "page")],
   ];
+  if (tier) facts.push(["On the host", `${plural(tier.both_pages + tier.host_pages, "page")}, ${count(tier.host_pages)} only there`]);
   if (role === "prefill") facts.push(["Checkpoints", count(prefixes.checkpoints)]);
   keyed(root.lastElementChild, facts, {
     key: ([name]) => name,

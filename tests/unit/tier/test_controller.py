@@ -329,3 +329,14 @@ def test_what_is_read_and_only_on_a_device_that_dies_is_gone_with_its_reader(mak
     assert bench.cache.known(keys("a", 4)) == 0
     bench.end(reader)
     assert bench.book.counts()[FULL][PageState.FREE] == 16
+
+
+def test_what_does_not_fit_beside_what_is_on_its_way_waits_for_the_next_order(make):
+    bench = make(host=6, policy=THROUGH)
+    bench.room("a", 4)
+    bench.room("b", 4)
+    assert bench.order() == 6
+    assert [bench.on_host(name, 4) for name in "ab"] == [4, 2]
+    assert (bench.controller.refused, bench.controller.waiting) == (0, 1)
+    assert bench.order() == 2
+    assert [bench.on_host(name, 4) for name in "ab"] == [2, 4]

@@ -275,4 +275,7 @@ def test_the_ranks_of_a_stage_copy_every_byte_between_them(monkeypatch, model, t
             said.append(bench.run())
             bench.copies.close()
         assert [answer.error for answer in said] == [""] * tp_size
+        of_page = {space: sum(twin.page_bytes for twin in pools.twins if twin.space is TWINS[space]) for space in moves}
+        whole = sum(len(device) * of_page[space] for space, (device, _) in moves.items())
+        assert sum(answer.bytes for answer in said) == pytest.approx(whole, abs=tp_size), "each byte is counted once"
         pools.compare(expected)
