@@ -9,7 +9,7 @@ of components' names and layers. The header, 64 bytes, all numbers little-endian
 |---|---|
 | 8 | `kvbpage` and the version |
 | 16 | form: BLAKE2b over the parts' components, layers, lanes and lengths, and the node's word which model it is |
-| 16 | key: made of page keys (`tier.keys`), which name model, revision, fingerprint, adapter, namespace, and all tokens up to a page's end |
+| 16 | key, made of page keys (`tier.keys`): model, revision, fingerprint, adapter, namespace, all tokens up to a page's end |
 | 8 | bytes of all parts |
 | 4 | their CRC-32C, as of one stretch |
 | 12 | BLAKE2b of all that precedes |
