@@ -112,13 +112,15 @@ class FileStore:
     def _write(self, each: StoredObject, until_s: float) -> Outcome:
         length = each.length_bytes
         if self._length(each.name) == length:
-            os.utime(_path(each.name), dir_fd=self._root)
+            with suppress(FileNotFoundError), _closing(self._open(_path(each.name), os.O_RDONLY)) as descriptor:
+                _used(descriptor)
             return Outcome.STORED
         if length > self._max_bytes:
             return Outcome.FULL
         with _closing(self._open(".", os.O_WRONLY | os.O_TMPFILE)) as descriptor:
             if _move(os.pwritev, descriptor, each.pieces) != length:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            _used(descriptor)
             with self._alone(until_s):
                 total = self._total() - self._unlink(each.name)
                 total = self._make_room(total, self._max_bytes - length)
@@ -136,7 +138,7 @@ class FileStore:
             length = each.length_bytes
             if os.fstat(descriptor).st_size != length or _move(os.preadv, descriptor, each.pieces) != length:
                 return Outcome.SHORT
-            os.utime(descriptor)
+            _used(descriptor)
         return Outcome.HIT
 
     def _remove(self, name: str, until_s: float) -> Outcome:
@@ -238,6 +240,12 @@ def _open_private(directory: Path) -> int:
     return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
+def _used(descriptor: int) -> None:
+    """Note that an object was used now, by a finer clock than that of the kernel's own notes."""
+    now_ns = time.time_ns()
+    os.utime(descriptor, ns=(now_ns, now_ns))
+
+
 def _path(name: str) -> str:
     return f"{name[-2:]}/{name}"
 
@@ -253,7 +261,7 @@ def _each(items: Sequence[object], until_s: float, act: Callable[..., Outcome]) 
         except OSError as error:
             outcome = Outcome.FULL if error.errno in _NO_ROOM else Outcome.UNREACHABLE
             detail = f"{error.strerror} ({error.filename})" if error.filename else str(error.strerror)
-            log.warning("store_disk_full" if outcome is Outcome.FULL else "store_file_failed", reason=detail)
+            log.warning("store_file_failed", outcome=outcome.value, reason=detail)
         outcomes.append(outcome)
     return Answer(tuple(outcomes), detail=detail)
 
