@@ -10,16 +10,19 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvbridge.config.pools import DeviceLayout, HostLayout
+from kvbridge.config.stores import StoreSettings
 from kvbridge.config.tier import BackupPolicy, CopyBackend
 from tests.contract.stores_harness import KINDS, settings_of
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import all_free, http, live_cluster, metric, status
+from tests.helpers.mooncake_servers import MooncakeServers
 from tests.helpers.stopping import stop
 from tests.integration.test_load_back import PAGE, Conversation, Setting, Tiers
 
@@ -29,37 +32,46 @@ BUSY_S = 10.0
 """What a request may take besides on a machine that is busy."""
 
 
+Below = tuple[StoreSettings, MooncakeServers | None]
+
+
 @pytest.fixture(scope="module", params=KINDS)
-def tiers(request: pytest.FixtureRequest) -> Iterator[Tiers]:
+def below(request: pytest.FixtureRequest) -> Iterator[Below]:
+    """A store of the module's own."""
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path,
-        settings_of(request.param, Path(path)) as (store, _),
+        settings_of(request.param, Path(path)) as made,
     ):
-        tier: dict[str, Any] = {
-            "enabled": True,
-            "model_name": "tiny",
-            "model_revision": "1",
-            "store": store.model_dump(mode="json"),
-            "prefetch_s": PREFETCH_S,
-            "store_limits": {"failures": 2, "remember_s": 0.0, "settle_s": 1.0},
-        }
-        host = {"pages": 64, "layout": SETTING.host.value, "backend": SETTING.backend.value}
-        with live_cluster(
-            prefill={"tier": tier | {"host": host | {"checkpoint_pages": 16}}},
-            decode={"tier": tier | {"host": host}},
-            pages={"full": 24, "swa": 12, "request": 6},
-            host_pages=96,
-        ) as running:
-            assert running.sender
-            assert running.reader
-            yield Tiers(running, SETTING)
-            running.no_traceback()
+        yield made
+
+
+@pytest.fixture(scope="module")
+def tiers(below: Below) -> Iterator[Tiers]:
+    tier: dict[str, Any] = {
+        "enabled": True,
+        "model_name": "tiny",
+        "model_revision": "1",
+        "store": below[0].model_dump(mode="json"),
+        "prefetch_s": PREFETCH_S,
+        "store_limits": {"failures": 2, "remember_s": 0.0, "settle_s": 1.0, "put_s": 3.0},
+    }
+    host = {"pages": 64, "layout": SETTING.host.value, "backend": SETTING.backend.value}
+    with live_cluster(
+        prefill={"tier": tier | {"host": host | {"checkpoint_pages": 16}}},
+        decode={"tier": tier | {"host": host}},
+        pages={"full": 24, "swa": 12, "request": 6},
+        host_pages=96,
+    ) as running:
+        assert running.sender
+        assert running.reader
+        yield Tiers(running, SETTING)
+        running.no_traceback()
 
 
 @pytest.fixture(autouse=True)
 def _stores_work(tiers: Tiers) -> Iterator[None]:
     for daemon in tiers.both:
-        eventually("its store is asked", lambda daemon=daemon: store(daemon)["state"] == "closed")
+        eventually("its store is asked", lambda daemon=daemon: revived(tiers, daemon), 120.0)
     yield
     for daemon in tiers.both:
         all_free(daemon)
@@ -153,6 +165,81 @@ def test_a_store_that_hangs_or_dies_costs_a_request_its_deadline_at_most(tiers: 
     talk.begun = None
     begun, claimed = talk.cross(5 * PAGE)
     assert (begun.computed_tokens, claimed.prefix_tokens) == (4 * PAGE, 4 * PAGE), "nothing is lost with a process"
+
+
+@pytest.mark.parametrize("below", ["files"], indirect=True)
+@pytest.mark.parametrize(("lie", "kind"), [("a bit", "wrong_digest"), ("half", "short"), ("another", "other_key")])
+def test_a_store_that_lies_is_found_out_and_the_prompt_computed(
+    tiers: Tiers, below: Below, lie: str, kind: str
+) -> None:
+    talk = Conversation(tiers, 40 + len(lie))
+    talk.cross(3 * PAGE)
+    stored(tiers)
+    forget(tiers)
+    forms: dict[str, list[Path]] = {}
+    for path in below[0].directory.glob("??/*"):
+        forms.setdefault(path.name.partition("-")[0], []).append(path)
+    for paths in forms.values():
+        whole = [path.read_bytes() for path in paths]
+        for path, data, other in zip(paths, whole, [*whole[1:], whole[0]], strict=True):
+            changed = {"a bit": data[:-1] + bytes([data[-1] ^ 1]), "half": data[: len(data) // 2], "another": other}
+            path.write_bytes(changed[lie])
+    talk.begun = None
+    begun, claimed = talk.cross(4 * PAGE)
+    assert (begun.computed_tokens, claimed.prefix_tokens) == (0, 0)
+    name = "kvbridge_prefix_store_objects_total"
+    found = sum(metric(daemon, name, verb="get", outcome=kind) for daemon in tiers.both)
+    assert found >= 1, "by whoever asked first, and dropped then: for the other it is absent"
+    stored(tiers)
+    forget(tiers)
+    talk.begun = None
+    begun, claimed = talk.cross(5 * PAGE)
+    assert (begun.computed_tokens, claimed.prefix_tokens) == (4 * PAGE, 4 * PAGE), "bad ones have been replaced"
+    for paths in forms.values():  # the next test's objects shall have neighbours that are right
+        for path in paths:
+            path.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("below", ["mooncake"], indirect=True)
+def test_requests_go_on_while_mooncakes_master_is_away(tiers: Tiers, below: Below) -> None:
+    talk, servers = Conversation(tiers, 50), below[1]
+    assert servers is not None
+    talk.cross(3 * PAGE)
+    stored(tiers)
+    forget(tiers)
+    servers.kill_master()
+    begun_s = time.monotonic()
+    talk.begun = None
+    begun, claimed = talk.cross(4 * PAGE)
+    assert time.monotonic() - begun_s < 2 * PREFETCH_S + 2 * BUSY_S
+    assert (begun.computed_tokens, claimed.prefix_tokens) == (0, 0)
+    servers.start_master()
+    for daemon in tiers.both:
+        eventually("it is asked again", lambda daemon=daemon: revived(tiers, daemon), 120.0)
+    numbers = count(500)
+
+    def comes_back() -> bool:
+        """The owner of the memory comes to the new master by itself, and until then there is no room."""
+        again = Conversation(tiers, next(numbers))
+        again.cross(2 * PAGE)
+        stored(tiers)
+        forget(tiers)
+        again.begun = None
+        begun, claimed = again.cross(3 * PAGE)
+        return (begun.computed_tokens, claimed.prefix_tokens) == (2 * PAGE, 2 * PAGE)
+
+    eventually("prefixes come back", comes_back, 120.0)
+
+
+def revived(tiers: Tiers, daemon: DaemonProcess) -> bool:
+    """Have a daemon try its store again, by a request; whether it works."""
+    if store(daemon)["state"] in {"closed", "starting"}:
+        return bool(store(daemon)["state"] == "closed")
+    for each in tiers.both:
+        all_free(each)
+    talk = Conversation(tiers, 1_000 + time.monotonic_ns() % 1_000_000)
+    talk.cross(2 * PAGE)
+    return False
 
 
 def test_daemons_that_are_killed_find_their_prefixes_in_the_store_again(tiers: Tiers) -> None:

@@ -48,8 +48,7 @@ log = structlog.get_logger(__name__)
 CALLS = 4
 """Orders that a process works on at once."""
 NO_PAGES: PageIds = np.empty(0, dtype=np.int32)
-FIRST_PAUSE_S = 0.2
-LONGEST_PAUSE_S = 10.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
 STABLE_AFTER_S = 30.0
 """A process that was ready for so long is followed by the next one after the first pause."""
 
