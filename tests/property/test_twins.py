@@ -449,9 +449,9 @@ class TwinMachine(RuleBasedStateMachine):
         loose = [page for at, page in sorted(room.own[SWA].items()) if page not in got.checkpoint_own.tolist()]
         room.own[SWA] = dict(enumerate(got.checkpoint_own.tolist() + loose))
         room.reads, room.start, room.found, room.to_load = fewer, device, pages, to_load
+        self.forget_unread()
         self.notice_evictions(before, demand)
         self.given({space: pages.values() for space, pages in room.own.items()})
-        self.forget_unread()
 
     # ------------------------------------------------------------------ copies to the host
 
@@ -483,12 +483,19 @@ class TwinMachine(RuleBasedStateMachine):
         start = self.depth(path, FULL_TWIN)
         path = path[: start + at_most]
         under_way = {one for copy in self.copies.values() if copy.reads for one, _ in copy.reads.checkpoints}
-        wanted = [one for one in path if one.checkpoints.keys() == {SWA} and one not in under_way]
+        wanted, left = [], PAGES[SWA_TWIN]
+        for one in reversed([one for one in path if one.checkpoints.keys() == {SWA}]):
+            left -= len(one.checkpoints[SWA])
+            if left < 0:
+                break
+            wanted = wanted if one in under_way else [one, *wanted]
         if len(path) == start:
             path = path[: max((path.index(one) for one in wanted), default=-1) + 1]
             start = len(path)
         reads = Reads(path, len(path), start, [(one, SWA) for one in wanted])
         demand = {FULL_TWIN: len(path) - start, SWA_TWIN: sum(len(one.checkpoints[SWA]) for one in wanted)}
+        if start < len(path) and not self.fits({SWA_TWIN: demand[SWA_TWIN]}, reads):
+            wanted, reads.checkpoints, demand[SWA_TWIN] = [], [], 0
         before, owner, fits = self.free(), self.owner(room=False), self.fits(demand, reads)
         try:
             backup = self.cache.twins.start_backup(owner, keys_of(prompt), at_most=at_most)

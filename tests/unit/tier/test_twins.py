@@ -468,3 +468,29 @@ def test_cold_prompts_that_are_on_the_device_only_are_named_oldest_first(bench):
     bench.back_up("b", 2)
     assert bench.twins.cold(1) == [keys("c", 2)]
     bench.end(reader)
+
+
+def test_a_prompt_that_is_longer_than_the_host_is_backed_up_as_far_as_it_fits():
+    bench = Bench(full_twin=3)
+    bench.warm("a", 5)
+    assert bench.back_up("a", 5) == 3
+    with pytest.raises(CapacityError):
+        bench.start("a", 5)
+
+
+def test_checkpoints_that_do_not_fit_on_the_host_keep_no_page_from_it():
+    bench = Bench(swa_twin=2)
+    for pages in (1, 2, 3):
+        bench.warm("a", pages, checkpoint=True)
+    assert bench.back_up("a", 3) == 3
+    path = bench.index.match(keys("a", 3))
+    assert bench.index.host.checkpointed(path).tolist() == [False, True, True], "the last ones"
+    taken = Owner(NO_ROOM, 90)
+    bench.book.reserve(taken, {SWA_TWIN: 2})
+    bench.warm("b", 2, checkpoint=True)
+    assert bench.back_up("b", 2) == 2
+    with pytest.raises(CapacityError, match="'swa_twin' lacks 1 pages"):
+        bench.start("b", 2)
+    bench.book.free(taken)
+    assert list(bench.start("b", 2).moves) == [SWA]
+    bench.cache.check_integrity()
