@@ -7,6 +7,8 @@ what comes out of another conversation's page, or out of one that was not loaded
 from __future__ import annotations
 
 import base64
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -314,6 +316,58 @@ def test_an_abort_after_the_load_leaves_the_host_as_it_was(tiers: Tiers) -> None
     eventually("all let go of", tiers.let_go)
     _, claimed = turns.cross(4 * PAGE + 1)
     assert (claimed.prefix_tokens, claimed.host_tokens) == (3 * PAGE, 3 * PAGE)
+
+
+KILLED = """
+import sys, os
+from pathlib import Path
+from kvbridge.core.wire.engine_messages import *
+from kvbridge.core.wire.features import ENGINE_FEATURES
+from kvbridge.core.ids import Role
+from kvbridge.engine.link import EngineLink
+folder, role, room, tokens, keys = sys.argv[1], Role(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+link = EngineLink(Path(folder), name=f"engine-{os.getpid()}", timeout_s=20)
+link.call(Attach(call=link.number(), role=role, features=ENGINE_FEATURES), Attached)
+said = {"call": link.number(), "room": room, "page_hashes": bytes.fromhex(keys)}
+pages = link.call(Begin(**said, prompt_tokens=tokens) if role is Role.PREFILL else Claim(**said), Pages)
+print(len(pages.load), flush=True)
+sys.stdin.read()
+"""
+"""An engine that is told what to load, and never says that it has."""
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_is_killed_while_it_loads_leaves_nothing_behind(tiers: Tiers, role: str) -> None:
+    if tiers.setting.policy is not WRITE_THROUGH:
+        pytest.skip("the policy does not matter here")
+    turns, live = Conversation(tiers, 40 + (role == "decode")), tiers.live
+    warm(tiers, turns, 3 * PAGE + 9)
+    tiers.on_host()
+    tiers.forget()
+    turns.begun = None
+    room = turns.admit(5 * PAGE)
+    if role == "decode":
+        turns.compute()
+    daemon = live.prefill if role == "prefill" else live.decode
+    keys = turns.keys(turns.length).data.hex()
+    if role == "decode":
+        eventually("committed", lambda: report(daemon, room)["state"] == "committed")
+    command = [sys.executable, "-c", KILLED, str(daemon.runtime_dir), role, str(room), str(turns.length), keys]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert int(process.stdout.readline()) == (2 if role == "prefill" else 1), "nothing was to be loaded"
+            assert status(daemon)["prefixes"]["readers"] == 1
+        finally:
+            process.kill()
+    eventually("its end", lambda: report(daemon, room)["state"] == "failed")
+    eventually("all let go of", tiers.let_go)
+    turns.begun = None
+    begun, claimed = turns.cross(5 * PAGE + 1)
+    if role == "prefill":
+        assert (begun.host_tokens, claimed.host_tokens) == (3 * PAGE, 3 * PAGE), "and the host has what it had"
+    else:  # prefill has finished what the decode engine did not live to read
+        assert claimed.host_tokens == 3 * PAGE
 
 
 # ---------------------------------------------------------------------------------------------- many
