@@ -39,6 +39,8 @@ def prompt(name: str, pages: int) -> Keys:
 class Rooms:
     """Rooms whose pages are their prompt tokens; a client's name is its prompt."""
 
+    prefetch = None
+
     def __init__(self, book: PageBook, cache: PrefixCache) -> None:
         self.book, self.cache, self.rooms = book, cache, self
         self.got: dict[int, Admitted] = {}
