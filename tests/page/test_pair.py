@@ -113,7 +113,12 @@ def test_what_a_stranger_wrote_is_text(pair: Pair, tab: Browser) -> None:
 
 
 def test_it_shows_what_is_cached_and_what_that_was_good_for(pair: Pair, tab: Browser) -> None:
-    facts = {"Cached": "3 pages", "Pinned": "0 pages by 0 rooms", "Evicted": "0 pages", "On the host": "3 pages, 0 only there"}
+    facts = {
+        "Cached": "3 pages",
+        "Pinned": "0 pages by 0 rooms",
+        "Evicted": "0 pages",
+        "On the host": "3 pages, 0 only there",
+    }
     for daemon, more in (("decode", {}), ("prefill", {"Checkpoints": "1"})):
         node = getattr(pair.live, daemon)
         eventually("copied", lambda node=node: status(node)["host_tier"]["both_pages"] == 3)
