@@ -154,7 +154,7 @@ class PrefixMatched(RoomFact):
     """What of its growing components a decode node need not be sent; 0 on a prefill node."""
     from_checkpoint: bool = False
     host_tokens: int = 0
-    """Whether it goes on, on prefill, from windows and states that were kept; of the hit tokens, those that were on the host alone."""
+    """Whether prefill goes on from windows and states that were kept; of the hit tokens, those that were on the host alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
