@@ -35,17 +35,32 @@ class PoolFit(FrozenModel):
 
     pool_bytes: NonNegative | None
     """None: a pool in which everything fits."""
+    host_bytes: NonNegative = 0
+    """Of a host tier below it; 0: there is none."""
     pages: Positive
     policy: str
     hit_tokens: NonNegative
     """Of all prompts, in whole pages that were there when their request came."""
     hit_rate: float
     """`hit_tokens` among the tokens of all prompts."""
+    host_hit_tokens: NonNegative = 0
+    """Of `hit_tokens`, those that were in the host tier only."""
     evicted_pages: NonNegative
+    """From the pool itself."""
     pages_in_a_run: float | None
     """Consecutive pages that requests got from the full pool, on average; None: it was never full."""
     too_long: NonNegative
-    """Requests whose prompt has more pages than the pool: they were left out."""
+    """Requests whose prompt has more pages than the pool, or than the host tier: they were left out."""
+
+    @property
+    def sizes(self) -> tuple[int | None, int]:
+        """Bytes of the pool and of the host tier below it."""
+        return self.pool_bytes, self.host_bytes
+
+    @property
+    def gib(self) -> float:
+        """GiB of both; only for a pool that has a size."""
+        return ((self.pool_bytes or 0) + self.host_bytes) / GIB
 
 
 class TraceFit(FrozenModel):
@@ -79,22 +94,23 @@ def fit_trace(geometry: ModelGeometry, path: Path, pools: str) -> TraceFit:
     tokens = sum(request.input_length for request in requests)
     everything = max(1, sum(len(keys) for _, keys in prompts))
     found = []
-    for size in (*sizes, None):
-        pages = everything if size is None else size // page_bytes
-        if not pages:
-            raise InvalidInputError(f"--pool {ByteSize(size or 0).human_readable()}: one page has {page_bytes} bytes")
+    for size, host_bytes in (*sizes, (None, 0)):
+        pages = everything if size is None else _pages(size, page_bytes)
+        host_pages = _pages(host_bytes, page_bytes) if host_bytes else 0
         for name, policy in POLICIES.items():
             if size is None and name != "lru":
                 continue  # nothing is evicted
-            run = run_cache(prompts, pages, policy())
+            run = run_cache(prompts, pages, policy(), host_pages=host_pages)
             hit_tokens = run.hit_pages * geometry.tokens_per_page
             found.append(
                 PoolFit(
                     pool_bytes=size,
+                    host_bytes=host_bytes,
                     pages=pages,
                     policy=name,
                     hit_tokens=hit_tokens,
                     hit_rate=hit_tokens / tokens,
+                    host_hit_tokens=run.host_hit_pages * geometry.tokens_per_page,
                     evicted_pages=run.evicted_pages,
                     pages_in_a_run=run.late_pages / run.late_runs if run.late_runs else None,
                     too_long=run.too_long,
@@ -125,18 +141,20 @@ def print_trace_fit(report: TraceFit, console: Console) -> None:
         table.add_column(f"hits, {TITLES[name]}", justify="right", max_width=20)
     for name in POLICIES:
         table.add_column(f"pages in a run, {name}", justify="right", max_width=16)
-    rows: dict[int | None, dict[str, PoolFit]] = {}
+    rows: dict[tuple[int | None, int], dict[str, PoolFit]] = {}
     for pool in report.pools:
-        rows.setdefault(pool.pool_bytes, {})[pool.policy] = pool
-    for size, by_policy in rows.items():
+        rows.setdefault(pool.sizes, {})[pool.policy] = pool
+    for (size, host_bytes), by_policy in rows.items():
         first = by_policy["lru"]
         hits = [f"{by_policy.get(name, first).hit_rate:.1%}" for name in POLICIES]
         runs = [by_policy.get(name, first).pages_in_a_run for name in POLICIES]
         said = [f"{run:.1f}" if run else "never full" for run in runs]
-        table.add_row(_name(size), f"{first.pages:,}", *hits, *said, end_section=size is None)
+        table.add_row(_name(size, host_bytes), f"{first.pages:,}", *hits, *said, end_section=size is None)
     console.print(table)
     left_out = max(pool.too_long for pool in report.pools)
     more = f" Up to {left_out} requests were left out: their prompts are longer than a pool." if left_out else ""
+    if _has_tiers(report):
+        more += " A + B: a pool of A on the device, and below it a host tier of B that gets a copy of every page."
     console.print(
         "Hits: share of all prompt tokens whose pages were there when the request came. A pool: all components that grow with "
         "the tokens, on device and host together. Pages in a run: consecutive pages that a request got from the full pool, on "
@@ -160,17 +178,20 @@ def draw_trace_fit(report: TraceFit, path: Path) -> None:
             color=QUIET,
         )
         for name, (colour, marker) in COLOURS.items():
-            shown = [pool for pool in report.pools if pool.policy == name and pool.pool_bytes]
-            sizes = [pool.pool_bytes / GIB for pool in shown if pool.pool_bytes]
-            style: dict[str, Any] = {"color": colour, "marker": marker, "label": TITLES[name]}
-            hits.plot(sizes, [100 * pool.hit_rate for pool in shown], **style)
-            runs.plot(sizes, [pool.pages_in_a_run or float("nan") for pool in shown], **style)
+            style: dict[str, Any] = {"color": colour, "marker": marker}
+            ours = [pool for pool in report.pools if pool.policy == name and pool.pool_bytes]
+            alone, tiered = ([pool for pool in ours if bool(pool.host_bytes) is wanted] for wanted in (False, True))
+            hollow = style | {"linestyle": "none", "markerfacecolor": "white"}
+            for shown, form in ((alone, style | {"label": TITLES[name]}), (tiered, hollow)):
+                sizes = [pool.gib for pool in shown]
+                hits.plot(sizes, [100 * pool.hit_rate for pool in shown], **form)
+                runs.plot(sizes, [pool.pages_in_a_run or float("nan") for pool in shown], **form)
         _label(hits, report.pools)
-        ticks = sorted({pool.pool_bytes / GIB for pool in report.pools if pool.pool_bytes})
+        ticks = sorted({pool.gib for pool in report.pools if pool.pool_bytes})
         for axes in (hits, runs):
             axes.set_xscale("log", base=2)
             axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-            axes.set_xlabel("pool, GiB")
+            axes.set_xlabel("pool, GiB" + ("; hollow: most of it on the host" if _has_tiers(report) else ""))
             axes.set_ylim(bottom=0)
             axes.margins(x=0.08)
         hits.set_ylim(top=100 * endless.hit_rate * 1.2)
@@ -184,12 +205,12 @@ def draw_trace_fit(report: TraceFit, path: Path) -> None:
 
 def _label(axes: Any, pools: tuple[PoolFit, ...]) -> None:  # noqa: ANN401 - of matplotlib, an extra
     """Write the rates beside their points, the higher of two above and the lower below."""
-    for size in sorted({pool.pool_bytes for pool in pools if pool.pool_bytes}):
-        low, high = sorted(pool.hit_rate for pool in pools if pool.pool_bytes == size)
-        for rate, above in ((high, 7), (low, -14)):
+    for size in sorted({pool.gib for pool in pools if pool.pool_bytes}):
+        rates = sorted(pool.hit_rate for pool in pools if pool.pool_bytes and pool.gib == size)
+        for rate, above in ((rates[-1], 7), (rates[0], -14)):
             axes.annotate(
                 f"{rate:.1%}",
-                (size / GIB, 100 * rate),
+                (size, 100 * rate),
                 xytext=(0, above),
                 textcoords="offset points",
                 ha="center",
@@ -211,13 +232,29 @@ def _prompts(geometry: ModelGeometry, requests: tuple[TraceRequest, ...]) -> lis
     ]
 
 
-def _sizes(text: str) -> list[int]:
+def _sizes(text: str) -> list[tuple[int, int]]:
+    """Bytes of each pool and of the host tier below it, if any."""
     try:
-        sizes = [TypeAdapter(ByteSize).validate_python(part.strip()) for part in text.split(",")]
+        sizes = [[TypeAdapter(ByteSize).validate_python(part.strip()) for part in pool.split("+")] for pool in text.split(",")]
+        return sorted({(int(size), int(sum(host))) for size, *host in sizes})
     except ValidationError:
-        raise InvalidInputError(f"--pool: sizes such as 16GiB, separated by commas, are needed, got '{text}'") from None
-    return sorted(set(sizes))
+        raise InvalidInputError(
+            f"--pool: sizes such as 16GiB, or 4GiB+60GiB for a device pool above a host tier, separated by commas, are needed, "
+            f"got '{text}'"
+        ) from None
 
 
-def _name(size: int | None) -> str:
-    return "endless" if size is None else ByteSize(size).human_readable(separator=" ")
+def _pages(size: int, page_bytes: int) -> int:
+    pages = size // page_bytes
+    if not pages:
+        raise InvalidInputError(f"--pool {ByteSize(size).human_readable()}: one page has {page_bytes} bytes")
+    return pages
+
+
+def _has_tiers(report: TraceFit) -> bool:
+    return any(pool.host_bytes for pool in report.pools)
+
+
+def _name(size: int | None, host_bytes: int) -> str:
+    sizes = [ByteSize(each).human_readable(separator=" ") for each in (size, host_bytes) if each]
+    return " + ".join(sizes) or "endless"

@@ -227,9 +227,10 @@ def kept(results: Results) -> str:
     """How much of a trace pools of prefixes would hold."""
     rows = tuple(
         (
-            f"{pool['pool_bytes'] / 2**30:g} GiB" if pool["pool_bytes"] else "endless",
+            " + ".join(f"{pool[size] / 2**30:g} GiB" for size in ("pool_bytes", "host_bytes") if pool[size]) or "endless",
             POLICIES[pool["policy"]],
             f"{100 * pool['hit_rate']:.2f} %",
+            f"{100 * pool['host_hit_tokens'] / pool['hit_tokens']:.0f} %" if pool["host_bytes"] else "",
             number(pool["pages_in_a_run"]) if pool["pages_in_a_run"] else "",
         )
         for pool in results["pools"]
@@ -238,7 +239,8 @@ def kept(results: Results) -> str:
         f"{results['requests']:,} requests of `{results['trace']}` ({results['prompt_tokens']:,} tokens, {results['model']}) "
         f"through the index in {results['seconds']:.0f} s on one core."
     )
-    return f"{line}\n\n{markdown(Table('', ('pool', 'evicted first', 'prompt tokens found', 'pages in a run given out'), rows))}"
+    columns = ("pool", "evicted first", "prompt tokens found", "of these, loaded back", "pages in a run given out")
+    return f"{line}\n\n{markdown(Table('', columns, rows))}"
 
 
 def used(results: Results) -> str:

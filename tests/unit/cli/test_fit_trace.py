@@ -66,6 +66,17 @@ def test_a_pool_that_is_too_small_evicts(trace):
     assert "4 requests were left out" in run(trace, "--pool", str(3 * page_bytes)).output.replace("\n", " ")
 
 
+def test_a_host_tier_keeps_what_the_pool_evicts(trace):
+    page_bytes = report(trace).page_bytes
+    lru = report(trace, "--pool", f"{4 * page_bytes} + {20 * page_bytes}").pools[0]
+    assert lru.sizes == (4 * page_bytes, 20 * page_bytes)
+    # The third prompt takes two pages of the first on the device, and the fourth has them back from the host.
+    assert (lru.hit_tokens, lru.host_hit_tokens) == (10 * PAGE, 2 * PAGE)
+    shown = run(trace, "--pool", f"{4 * page_bytes}+{20 * page_bytes}").output
+    assert "KiB + " in shown or "MiB + " in shown
+    assert "a host tier of B" in shown.replace("\n", " ")
+
+
 def test_the_table_has_a_line_for_each_pool(trace):
     result = run(trace, "--pool", "64MiB,1MiB")
     assert result.exit_code == 0, result.output
@@ -77,7 +88,7 @@ def test_the_table_has_a_line_for_each_pool(trace):
 
 def test_a_picture(trace, tmp_path):
     pytest.importorskip("matplotlib")
-    assert run(trace, "--pool", "1MiB,64MiB", "--plot", str(tmp_path / "fit.png")).exit_code == 0
+    assert run(trace, "--pool", "1MiB,64MiB,1MiB+63MiB", "--plot", str(tmp_path / "fit.png")).exit_code == 0
     assert (tmp_path / "fit.png").read_bytes().startswith(b"\x89PNG")
     refused = run(trace, "--plot", str(tmp_path / "nowhere" / "fit.png"))
     assert refused.exit_code == 1

@@ -46,6 +46,24 @@ def test_hits_are_no_fewer_than_those_of_least_recently_used_pages(page_count):
         assert found.late_pages >= found.late_runs
 
 
+@pytest.mark.parametrize(("page_count", "host_pages"), [(30, 100), (40, 250), (40, 5000), (100, 100)])
+def test_a_host_tier_finds_what_a_pool_of_its_size_would(page_count, host_pages):
+    """Every page is copied down when it comes, so the host alone decides what is kept; the device, what need not come back."""
+    rng = np.random.default_rng(3)
+    prompts = []
+    for number in range(400):
+        shared, own = int(rng.integers(0, 12)), int(rng.integers(1, 20))
+        tokens = [*([shared] * shared), *rng.integers(100, 104, own)]
+        prompts.append((float(number), page_keys(IDENTITY, tokens)))
+    found = run_cache(prompts, page_count, LeastRecentlyUsed(), host_pages=host_pages)
+    alone = run_cache(prompts, host_pages, LeastRecentlyUsed())
+    assert found.hit_pages == pytest.approx(alone.hit_pages, rel=0.02)
+    assert 0 < found.host_hit_pages < found.hit_pages
+    assert not found.too_long
+    small = run_cache(prompts, page_count, LeastRecentlyUsed())
+    assert found.hit_pages > small.hit_pages or page_count == host_pages
+
+
 def conversations(turns: int) -> CacheRun:
     """Sixty conversations at a time, each turn after some others, through a pool that holds about half of them."""
     rng = np.random.default_rng(5)
