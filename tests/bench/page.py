@@ -313,10 +313,14 @@ def reused(results: Results) -> str:
     held = {
         name: f"{100 * tokens / results['arrived_tokens']:.2f} %" for name, tokens in results["found_tokens"].items()
     }
+    pools = "pools that hold all of it"
+    if on_host := settings.get("host_tokens"):
+        pools = f"pools of {settings['pool_tokens']:,} tokens above a host tier of {on_host:,}"
+        held |= {role: f"{held[role]} (loaded back: {held[f'{role}_host']})" for role in ("decode", "prefill")}
     sent = sum(amount["bytes"] for amount in results["amounts"].values())
     return (
         f"{results['completed']:,} of {results['requests']:,} requests of `{results['trace']}` (geometry of {settings['model']}, "
-        f"{settings['max_in_flight']} at a time, pools that hold all of it) over {NAMES[settings['transport']]}: "
+        f"{settings['max_in_flight']} at a time, {pools}) over {NAMES[settings['transport']]}: "
         f"{sent / 1e9:.3f} GB sent of {results['whole_bytes'] / 1e9:.3f} GB without prefixes "
         f"({sent / results['whole_bytes']:.3f}), {results['checked_bytes'] / 1e9:.3f} GB compared, "
         f"{results['mismatched_bytes']} bytes wrong. Of all prompt tokens decode held {held['decode']}, "
@@ -399,6 +403,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "used pools": ("used-pools-2-cores.json", used),
     "shared rooms": ("shared-rooms-2-cores.json", shared),
     "reuse": ("replay-conversation-1000-tiny-v4.json", reused),
+    "reuse from the host": ("replay-conversation-1000-host-tier-tiny-v4.json", reused),
     "one GPU": ("gpu-h200.json", one_gpu),
     "two GPUs": ("gpu-h200-x2.json", two_gpus),
 }
