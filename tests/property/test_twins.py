@@ -52,6 +52,8 @@ class Entry:
     checkpoints: dict[IndexSpace, list[int]] = field(default_factory=dict)
     """Of `SWA` and `SWA_TWIN`."""
     dropped: bool = False
+    lost: bool = False
+    """Its page on the device is, whose memory is gone, until nobody reads that any more."""
 
 
 @dataclass(eq=False)
@@ -164,6 +166,8 @@ class TwinMachine(RuleBasedStateMachine):
         return found
 
     def depth(self, path, space):
+        if space is FULL and path and path[0].lost:
+            return 0
         return sum(space in entry.pages for entry in path)
 
     def readers(self):
@@ -227,11 +231,12 @@ class TwinMachine(RuleBasedStateMachine):
 
     def forget_unread(self):
         """Of what is dropped only what is read stays, where it is read."""
-        for entry in [entry for entry in self.entries if entry.dropped]:
-            for space in (FULL, FULL_TWIN):
+        for entry in [entry for entry in self.entries if entry.dropped or entry.lost]:
+            for space in (FULL, FULL_TWIN) if entry.dropped else (FULL,):
                 if space in entry.pages and entry.pages[space] not in self.pinned(self.readers(), space):
                     del entry.pages[space]
                     entry.checkpoints.pop(IndexSpace(str(space).replace("full", "swa")), None)
+            entry.lost = entry.lost and FULL in entry.pages
             if not entry.pages.keys() - {HOST}:
                 self.entries.remove(entry)
 
@@ -253,18 +258,22 @@ class TwinMachine(RuleBasedStateMachine):
     def admit(self, prompt, windows, from_checkpoint):
         self.admit_as(prompt, windows, from_checkpoint)
 
+    def ends(self, entry):
+        """Where a checkpoint of a page is from which a request can go on."""
+        found = [SWA] if SWA in entry.checkpoints and not entry.lost else []
+        return found + ([SWA_TWIN] if SWA_TWIN in entry.checkpoints and self.restores else [])
+
     def plan(self, prompt, from_checkpoint):
         """What a request would read, and how many pages it has to load windows into."""
         path = self.match(prompt)
         if not self.restores:
             path = path[: self.depth(path, FULL)]
-        ends = (SWA, SWA_TWIN) if self.restores else (SWA,)
-        while from_checkpoint and path and not path[-1].checkpoints.keys() & set(ends):
+        while from_checkpoint and path and not self.ends(path[-1]):
             path.pop()
         device = self.depth(path, FULL)
         reads = Reads(path, device, len(path) if device < len(path) else 0)
         if from_checkpoint and path:
-            where = SWA if SWA in path[-1].checkpoints else SWA_TWIN
+            where = self.ends(path[-1])[0]
             reads.checkpoints = [(path[-1], where)]
             if where is SWA_TWIN:
                 reads.host = len(path)
@@ -326,6 +335,7 @@ class TwinMachine(RuleBasedStateMachine):
                 self.holds[SWA, room.own[SWA][at]] = self.holds[SWA_TWIN, page]
         if room.start < room.found:
             whole = [entry for entry in path if not entry.dropped]
+            whole = [] if whole and whole[0].lost else whole
             here = self.depth(whole, FULL)
             pages = {FULL: array(room.own[FULL][at] for at in range(room.start, room.found))}
             assert self.cache.restored(owner, room.start, pages) == len(whole) - here
@@ -339,7 +349,7 @@ class TwinMachine(RuleBasedStateMachine):
         for one in loads:
             ids = [room.own[SWA][at] for at in range(len(one.checkpoints[SWA_TWIN]))]
             kept = self.cache.keep_checkpoint(owner, room.found, array(ids))
-            assert kept is (not one.dropped and FULL in one.pages and SWA not in one.checkpoints)
+            assert kept is (not one.dropped and not one.lost and FULL in one.pages and SWA not in one.checkpoints)
             if kept:
                 one.checkpoints[SWA] = [room.own[SWA].pop(at) for at in range(len(ids))]
 
@@ -358,6 +368,7 @@ class TwinMachine(RuleBasedStateMachine):
                 self.holds[space, page] = room.prompt[: at + 1]
         known = self.match(room.prompt[:stop])
         possible = known[:start] == reads.path and self.depth(reads.path, FULL) == start
+        possible = possible and not (known and known[0].lost)
         given = {space: array(ids.values()) for space, ids in own.items()}
         found = self.cache.keep(owner, keys_of(room.prompt)[:stop], start, given)
         assert found == (max(0, stop - max(start, self.depth(known, FULL))) if possible else 0)
@@ -381,7 +392,7 @@ class TwinMachine(RuleBasedStateMachine):
             return
         self.holds[SWA, room.own[SWA][at]] = "end of " + entry.prompt
         kept = self.cache.keep_checkpoint(owner, len(room.reads.path), array([room.own[SWA][at]]))
-        assert kept is (not entry.dropped and FULL in entry.pages and SWA not in entry.checkpoints)
+        assert kept is (not entry.dropped and not entry.lost and FULL in entry.pages and SWA not in entry.checkpoints)
         if kept:
             entry.checkpoints[SWA] = [room.own[SWA].pop(at)]
 
@@ -425,7 +436,7 @@ class TwinMachine(RuleBasedStateMachine):
         fewer = Reads(path, device, pages if device < pages else 0)
         to_load = 0
         if reads.checkpoints and pages:
-            where = SWA if SWA in path[-1].checkpoints else SWA_TWIN
+            where = SWA if SWA in path[-1].checkpoints and not path[-1].lost else SWA_TWIN
             if where not in path[-1].checkpoints or (where is SWA_TWIN and FULL_TWIN not in path[-1].pages):
                 return
             fewer.checkpoints = [(path[-1], where)]
@@ -618,6 +629,18 @@ class TwinMachine(RuleBasedStateMachine):
         self.given({space: self.book.reserve(owner, demand)[space].tolist()})
         self.book.free(owner)
         self.notice_evictions(before, demand)
+
+    @precondition(lambda self: len(self.entries) > 4)
+    @rule()
+    def lose_device(self):
+        """The device's memory is gone with the worker that had it."""
+        self.cache.lose_device()
+        for entry in self.entries:
+            if FULL in entry.pages and FULL_TWIN not in entry.pages:
+                entry.dropped = True
+            elif FULL in entry.pages and not entry.dropped:
+                entry.lost = True
+        self.forget_unread()
 
     @precondition(lambda self: len(self.entries) > 6)
     @rule()
