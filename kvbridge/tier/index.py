@@ -394,9 +394,9 @@ class PrefixIndex:
 
     def _forget(self, records: RecordArray) -> tuple[RecordArray, Pages]:
         """Of records, each before its parent, forget those that are nowhere any more; return them and the pages of their home."""
-        gone = records[~self.device.has(records)]
-        if self.host is not None:
-            gone = gone[~self.host.has(gone)]
+        left = records if self.host is None else records[~self.host.has(records)]
+        gone, lost = left[~self.device.has(left)], left[self.device.lost(left)]
+        self._records.hide(lost[~self._records.is_hidden(lost)])
         pages = {} if self.home is None else self.home.remove(gone[self.home.has(gone)])
         self._records.forget(gone)
         return gone, pages

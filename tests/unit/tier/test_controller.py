@@ -340,3 +340,18 @@ def test_what_does_not_fit_beside_what_is_on_its_way_waits_for_the_next_order(ma
     assert (bench.controller.refused, bench.controller.waiting) == (0, 1)
     assert bench.order() == 2
     assert [bench.on_host(name, 4) for name in "ab"] == [2, 4]
+
+
+def test_a_page_that_is_lost_on_the_device_is_unknown_once_its_twin_is_evicted(make):
+    bench = make(host=4, policy=THROUGH)
+    bench.room("a", 2)
+    bench.settle()
+    reader, _ = bench.admit("a", 3)
+    bench.cache.lose_device()
+    assert bench.cache.known(keys("a", 2)) == 2
+    bench.room("b", 4)
+    bench.settle()
+    assert (bench.on_host("b", 4), bench.cache.known(keys("a", 2))) == (4, 0)
+    bench.cache.check_integrity()
+    bench.end(reader)
+    assert bench.book.counts()[FULL][PageState.CACHED] == 4
