@@ -1,6 +1,6 @@
-"""Who may share a prefix with whom: the model that a node says it holds, and namespaces of tenants.
+"""Who may share a prefix with whom, and for how long it is to stay: models, namespaces of tenants, retention.
 
-Owns: both as values, and the rules between them. Must not know: page keys, tokens of requests, who holds which page.
+Owns: these as values, and the rules between them. Must not know: page keys, tokens of requests, who holds which page.
 """
 
 from __future__ import annotations
@@ -48,6 +48,23 @@ def identity_conflict(prefill: ModelIdentity | None, decode: ModelIdentity | Non
         f"the decode side holds {decode}, the prefill side {said}: give both the same tier.model_name and "
         "tier.model_revision, prefill first"
     )
+
+
+RETENTION_PRIORITIES = 3
+"""The highest priority of a retention."""
+
+
+class Retention(FrozenModel):
+    """How much the cached pages of a request matter, and for how long after it has used them last.
+
+    Pages of a higher priority are evicted after those of a lower one. It falls in equal steps, to 0 when `for_s` is over: then they
+    are pages like any others. While there are others to evict these stay; no page is ever kept from a request that needs room.
+    """
+
+    priority: Annotated[int, Field(ge=0, le=RETENTION_PRIORITIES)]
+    """0: like any other request's."""
+    for_s: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
+    """Seconds without a use by such a request; at most a day."""
 
 
 @dataclass(frozen=True, slots=True)

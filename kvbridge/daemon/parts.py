@@ -39,6 +39,7 @@ from kvbridge.telemetry.timelines import RoomTimelines
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.policy import POLICIES
 from kvbridge.tier.prefix_cache import PrefixCache
+from kvbridge.tier.retention import Evicted
 
 NodeConfig = PrefillConfig | DecodeConfig
 
@@ -172,7 +173,7 @@ class NodeParts:
         """
         if rank in self.layout.orders:
             if self.prefixes is not None:
-                self.prefixes.drop()
+                self.prefixes.drop(Evicted.MEMORY_LOST)
             self.engines.memory_lost(rank, f"rank worker {rank} is gone: {reason}")
 
 
@@ -192,6 +193,7 @@ def _prefixes(config: NodeConfig, geometry: ModelGeometry, layout: NodeLayout, b
         min(layout.owned[space] for space in spaces),
         policy=POLICIES[config.tier.policy](),
         digest_words=len(growing_kinds(geometry)) if verifies else 0,
+        retained_share=config.tier.retained_share,
     )
     return PrefixCache(book, index)
 

@@ -32,6 +32,7 @@ from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.index import DigestArray
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
+from kvbridge.tier.retention import Claim
 
 log = structlog.get_logger(__name__)
 
@@ -105,6 +106,8 @@ class RoomPages:
             at_most=(room.prompt_tokens - self.computes) // page,
             from_checkpoint=self.computes and needs_checkpoints(geometry),
         )
+        if room.retention is not None:
+            self.prefixes.retain(room.owner, Claim(room.namespace, room.retention))
         both = ((space, (admitted.prefix.get(space), own)) for space, own in admitted.own.items())
         self._set_tables(
             room, {space: np.concatenate([ids for ids in parts if ids is not None]) for space, parts in both}

@@ -17,6 +17,7 @@ Records are numbers and what is known of them is in arrays: a page takes less th
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from kvbridge.tier.checkpoints import Checkpoints, join
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.policy import EvictionPolicy, LeastRecentlyUsed
 from kvbridge.tier.records import NO_RECORD, RecordArray, Records
+from kvbridge.tier.retention import Claim, Evicted, Retentions, base_rank
 from kvbridge.tier.victims import Victims
 
 DigestArray = npt.NDArray[np.uint32]
@@ -58,6 +60,7 @@ class PrefixIndex:
         *,
         policy: EvictionPolicy | None = None,
         digest_words: int = 0,
+        retained_share: float = 0.0,
     ) -> None:
         """`spaces`: those in which every record has one page. `capacity`: as many records as the smallest of them has pages."""
         if not spaces or len(set(spaces)) != len(spaces) or CHECKPOINT_SPACE in spaces:
@@ -74,9 +77,12 @@ class PrefixIndex:
         self._pins = np.zeros(capacity, dtype=np.int32)
         self._rank = np.zeros(capacity, dtype=np.float64)
         self._uses = np.zeros(capacity, dtype=np.int32)
+        self.retentions = Retentions(capacity, share=retained_share)
         self._pins_at = self._pins.data
         self._victims = Victims(self._records, pages=self._pages[0], pins=self._pins, rank=self._rank)
         self._pinned = 0
+        self.evicted: Counter[Evicted] = Counter()
+        """Records that have gone since others needed their pages, or their checkpoint's."""
         self.kept_since = -math.inf
         """What was used after this has not been evicted, nor has its checkpoint; unknown where the policy goes by more."""
 
@@ -181,8 +187,30 @@ class PrefixIndex:
         """Note that a path was used at `now`, a number that never falls. Raises IntegrityError when it is no path."""
         if self._is_path(records, "touch", whole=True):
             uses = self._uses[records] = self._uses[records] + 1
-            self._rank[records] = self._policy.rank(now, uses)
+            self._rank[records] = self._policy.rank(now, uses) + self.retentions.added_rank(records)
             self._victims.offer(int(records[-1]))
+
+    def retain(self, records: RecordArray, now: float, claim: Claim) -> bool:
+        """Let a path go after others for as long as a claim says from `now` on.
+
+        False, and nothing has changed, when the claim's namespace retains as much as it may. Raises IntegrityError when it is no path.
+        """
+        if not self._is_path(records, "retain", whole=True):
+            return True
+        self.decay(now)
+        if not self.retentions.retain(records, now, claim):
+            return False
+        self._rank_anew(records)
+        return True
+
+    def decay(self, now: float) -> None:
+        """Let priorities of records fall whose time is over."""
+        self._rank_anew(self.retentions.decay(now))
+
+    def _rank_anew(self, records: RecordArray) -> None:
+        self._rank[records] = base_rank(self._rank[records]) + self.retentions.added_rank(records)
+        for record in records[self._records.children[records] == 0].tolist():
+            self._victims.offer(record)
 
     # ------------------------------------------------------------------------------------- pages that come
 
@@ -258,7 +286,8 @@ class PrefixIndex:
             raise CapacityError(f"cached pages that nobody reads are too few, by {needs}", lacking=short)
         victims = self._victims.take(max((lacking.get(space, 0) for space in self.spaces), default=0))
         if len(victims):
-            self._policy.evicted(float(self._rank[victims].min()))
+            self._policy.evicted(float(base_rank(self._rank[victims]).min()))
+            self.evicted += self.retentions.reasons(victims)
         found = self._clear(victims)
         oldest = self._checkpoints.oldest(lacking.get(CHECKPOINT_SPACE, 0) - len(found[CHECKPOINT_SPACE]))
         self._note_evicted(victims)
@@ -280,6 +309,7 @@ class PrefixIndex:
         """Compare every structure with every other. Raises IntegrityError that names the first contradiction."""
         self._records.check_integrity()
         self._checkpoints.check_integrity(self._pins)
+        self.retentions.check_integrity()
         there, parent = self._records.all(), self._records.parent
         inner = there[parent[there] != NO_RECORD]
         by_children = np.bincount(parent[inner], weights=self._pins[inner], minlength=len(self._pins))
@@ -322,7 +352,7 @@ class PrefixIndex:
 
     def _note_evicted(self, records: RecordArray) -> None:
         if self._policy.rank_is_time and len(records):
-            self.kept_since = max(self.kept_since, float(self._rank[records].max()))
+            self.kept_since = max(self.kept_since, float(base_rank(self._rank[records]).max()))
 
     def _release(self, records: RecordArray) -> Pages:
         """Give up records that nobody reads and no key reaches, each before its parent."""
@@ -336,5 +366,6 @@ class PrefixIndex:
         """Return the pages of leaves that have been taken off, with their checkpoints."""
         pages = self.pages(records) | {CHECKPOINT_SPACE: self._checkpoints.take(records)}
         self._victims.forget(records)
+        self.retentions.forget(records)
         self._records.forget(records)
         return pages

@@ -9,6 +9,7 @@ each can be counted again from the others: the index's pages are the book's cach
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.records import RecordArray
+from kvbridge.tier.retention import Claim, Evicted
 
 Demand = Callable[[int], Mapping[IndexSpace, int]]
 """From the pages of a prefix that is cached to the pages that an owner needs of each space beside it."""
@@ -79,11 +81,14 @@ class PrefixCache:
         self._index = index
         self._clock = clock
         self._readers: dict[Owner, _Reader] = {}
+        self._claims: dict[Owner, Claim] = {}
+        """What owners ask for all pages that they read; it counts from their last use of them on."""
         self._looking: set[PathPages] = set()
         self._empty_at_s = clock()
         """When everything was last forgotten at once."""
-        self.evicted_pages = 0
-        """Of prompts, so far; one is a page of each space."""
+        self._forgotten: Counter[Evicted] = Counter()
+        self.claims_refused = 0
+        """Owners whose namespace retained as many pages as it may: what they ask does not count any more."""
         self.evicted_checkpoints = 0
         book.use_cache(self)
 
@@ -163,6 +168,7 @@ class PrefixCache:
             raise
         self._index.pin(inserted.records)
         reader.path = np.concatenate((reader.path, inserted.records))
+        self._retain(owner)
         return len(new)
 
     def keep_checkpoint(self, owner: Owner, page_count: int, pages: PageIdArray) -> bool:
@@ -187,8 +193,25 @@ class PrefixCache:
     def let_go(self, owner: Owner) -> None:
         """An owner reads no cached page any more, by proof. Raises NotFoundError for one that was never admitted, or has let go."""
         reader = self._reader(owner)
+        self._retain(owner)
+        self._claims.pop(owner, None)
         del self._readers[owner]
         self._end(reader)
+
+    def retain(self, owner: Owner, claim: Claim) -> None:
+        """Let the pages that an owner reads, now and later, go after others for as long as it asks, from its last use of them on.
+
+        Without effect once the namespace retains as much as it may; `claims_refused` tells. Raises NotFoundError as `let_go`.
+        """
+        self._reader(owner)
+        self._claims[owner] = claim
+        self._retain(owner)
+
+    def _retain(self, owner: Owner) -> None:
+        claim = self._claims.get(owner)
+        if claim and not self._index.retain(self._readers[owner].path, self._clock(), claim):
+            del self._claims[owner]
+            self.claims_refused += 1
 
     def _end(self, reader: _Reader) -> None:
         if not len(reader.path):
@@ -280,19 +303,20 @@ class PrefixCache:
 
     # ------------------------------------------------------------------------------------- what is forgotten
 
-    def drop(self) -> Dropped:
+    def drop(self, why: Evicted = Evicted.OPERATOR) -> Dropped:
         """Forget every prefix; pages that are read are free when their readers let go."""
         self._empty_at_s = self._clock()
-        return self._drop(None)
+        return self._drop(None, why)
 
     def drop_page(self, keys: Keys, page: int) -> Dropped:
         """Forget one page of a prompt and all that depends on it, as `drop` does with everything; harmless when it is not known."""
-        return self._drop(self._index.match(keys, at_most=page + 1)[page:])
+        return self._drop(self._index.match(keys, at_most=page + 1)[page:], Evicted.INTEGRITY)
 
-    def _drop(self, records: RecordArray | None) -> Dropped:
+    def _drop(self, records: RecordArray | None, why: Evicted) -> Dropped:
         known, there = self._index.reachable, len(self._index)
         self._book.uncache(_some(self._index.drop(records)))
         dropped = known - self._index.reachable
+        self._forgotten[why] += dropped
         return Dropped(dropped, dropped - (there - len(self._index)))
 
     def __contains__(self, owner: object) -> bool:
@@ -319,9 +343,9 @@ class PrefixCache:
 
     def evict(self, lacking: Mapping[IndexSpace, int]) -> Mapping[IndexSpace, PageIdArray]:
         """See PageCache."""
-        before, checkpoints = len(self._index), self.checkpoint_count
+        checkpoints = self.checkpoint_count
+        self._index.decay(self._clock())
         pages = _some(self._index.evict(lacking))
-        self.evicted_pages += before - len(self._index)
         self.evicted_checkpoints += checkpoints - self.checkpoint_count
         return pages
 
@@ -331,6 +355,20 @@ class PrefixCache:
     def readers(self) -> int:
         """How many owners have been admitted and have not let go."""
         return len(self._readers)
+
+    @property
+    def evicted_pages(self) -> int:
+        """Pages of prompts that made room for others, so far; one is a page of each space."""
+        return self._index.evicted.total()
+
+    def gone(self) -> Mapping[Evicted, int]:
+        """How many pages of prompts are not cached any more, so far, by why."""
+        return self._index.evicted + self._forgotten
+
+    def retained(self) -> Mapping[str, int]:
+        """How many pages of prompts each namespace has retained now."""
+        self._index.decay(self._clock())
+        return self._index.retentions.by_namespace
 
     @property
     def checkpoint_count(self) -> int:
@@ -366,6 +404,8 @@ class PrefixCache:
             expected[reader.path] += 1  # a path has no record twice
             if reader.checkpointed is not None:
                 restoring[reader.checkpointed] = restoring.get(reader.checkpointed, 0) + 1
+        if not self._claims.keys() <= self._readers.keys():
+            raise IntegrityError(f"owners claim pages that they do not read, in {self._index!r}")
         if not np.array_equal(pins, expected) or restoring != checkpoint_pins:
             raise IntegrityError(f"pins do not add up to what {len(self._readers)} owners read, in {self._index!r}")
 
