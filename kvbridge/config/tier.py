@@ -31,8 +31,8 @@ class TierConfig(FrozenModel):
     (for pools that are small for their load) likewise by length, age and uses."""
 
     retained_share: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """How many of all cached pages there can be may be retained for one namespace at once, as a share: requests say with `retention`
-    that their pages are to go after others. Beyond it they count as without. 0: `retention` is without effect here."""
+    """Share of all pages that can be cached which one namespace may have retained at once: its requests say with `retention` that
+    their pages are to go after others. Beyond it they count as without. 0: `retention` is without effect here."""
 
     checkpoint_interval_tokens: NonNegative = 0
     """Prefill, models with windows: so often in a prompt its engine is asked to keep windows and states, from which others go on

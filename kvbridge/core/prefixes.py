@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, Self
 
 from pydantic import Field
@@ -65,6 +66,23 @@ class Retention(FrozenModel):
     """0: like any other request's."""
     for_s: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
     """Seconds without a use by such a request; at most a day."""
+
+
+class Evicted(StrEnum):
+    """Why cached pages have gone."""
+
+    SPACE = "space"
+    """Requests needed the room."""
+    RETENTION_ENDED = "retention_ended"
+    """So, too; and they had been retained, until some time ago."""
+    RETAINED = "retained"
+    """So, too; although they were retained: nothing else was left, or nothing else lay so well."""
+    OPERATOR = "operator"
+    """All were dropped by request (`DELETE /v1/prefixes`)."""
+    INTEGRITY = "integrity"
+    """They did not hold any more what they had held, or go on from such pages."""
+    MEMORY_LOST = "memory_lost"
+    """The rank worker that had made the memory is gone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,8 +51,10 @@ from kvbridge.telemetry.metrics import (
     POOL_BYTES,
     PREFIX_EVICTED,
     PREFIX_PAGES,
+    PREFIX_RETAINED,
     QUARANTINED,
     READY,
+    RETENTION_REFUSED,
     ROOMS,
     STARVED,
     WAITING,
@@ -171,10 +173,12 @@ class NodeOverview:
             read_pages=read,
             unread_pages=unread,
             readers=prefixes.readers,
-            evicted_pages=prefixes.evicted_pages,
+            evicted_pages=dict(prefixes.gone()),
             hit_tokens=self._parts.recent.hit_tokens,
             miss_tokens=self._parts.recent.miss_tokens,
             checkpoints=prefixes.checkpoint_count,
+            retained_pages=dict(prefixes.retained().most_common(8)),
+            retention_refused=prefixes.claims_refused,
         )
 
     def _problems(self) -> tuple[ProblemStatus, ...]:
@@ -224,7 +228,11 @@ class NodeOverview:
         self._render_pools()
         if (prefixes := self._prefixes()) is not None:
             metrics.replace(PREFIX_PAGES, {("read",): prefixes.read_pages, ("unread",): prefixes.unread_pages})
-            metrics.assign(PREFIX_EVICTED, prefixes.evicted_pages)
+            for reason, count in prefixes.evicted_pages.items():
+                metrics.assign(PREFIX_EVICTED, count, reason.value)
+            metrics.assign(RETENTION_REFUSED, prefixes.retention_refused)
+        if self._parts.prefixes is not None:
+            metrics.assign(PREFIX_RETAINED, self._parts.prefixes.retained().total())
         if self._parts.prefixes is not None and self._parts.identity.role is Role.PREFILL:
             metrics.assign(CHECKPOINTS, self._parts.prefixes.checkpoint_count)
             metrics.assign(CHECKPOINTS_EVICTED, self._parts.prefixes.evicted_checkpoints)

@@ -16,6 +16,7 @@ from kvbridge.core.geometry.components import Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.tables import GROWING_SPACES
 from kvbridge.core.ids import IndexSpace, NodeIdentity, Rank, Role
+from kvbridge.core.prefixes import Evicted
 from kvbridge.core.wire.engine_messages import Attached
 from kvbridge.core.wire.features import ENGINE_FEATURES
 from kvbridge.core.wire.messages import NodeDescription
@@ -39,7 +40,6 @@ from kvbridge.telemetry.timelines import RoomTimelines
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.policy import POLICIES
 from kvbridge.tier.prefix_cache import PrefixCache
-from kvbridge.tier.retention import Evicted
 
 NodeConfig = PrefillConfig | DecodeConfig
 

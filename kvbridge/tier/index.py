@@ -26,11 +26,12 @@ import numpy.typing as npt
 
 from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputError, NotFoundError
 from kvbridge.core.ids import IndexSpace, PageIdArray
+from kvbridge.core.prefixes import Evicted
 from kvbridge.tier.checkpoints import Checkpoints, join
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.policy import EvictionPolicy, LeastRecentlyUsed
 from kvbridge.tier.records import NO_RECORD, RecordArray, Records
-from kvbridge.tier.retention import Claim, Evicted, Retentions, base_rank
+from kvbridge.tier.retention import Claim, Retentions, base_rank
 from kvbridge.tier.victims import Victims
 
 DigestArray = npt.NDArray[np.uint32]
@@ -193,7 +194,7 @@ class PrefixIndex:
     def retain(self, records: RecordArray, now: float, claim: Claim) -> bool:
         """Let a path go after others for as long as a claim says from `now` on.
 
-        False, and nothing has changed, when the claim's namespace retains as much as it may. Raises IntegrityError when it is no path.
+        False, and nothing has changed, when its namespace retains as much as it may. Raises IntegrityError when it is no path.
         """
         if not self._is_path(records, "retain", whole=True):
             return True

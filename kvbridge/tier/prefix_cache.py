@@ -20,13 +20,14 @@ import numpy.typing as npt
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, IntegrityError, NotFoundError
 from kvbridge.core.ids import IndexSpace, PageIdArray
+from kvbridge.core.prefixes import Evicted
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.holdings import Pages
 from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.records import RecordArray
-from kvbridge.tier.retention import Claim, Evicted
+from kvbridge.tier.retention import Claim
 
 Demand = Callable[[int], Mapping[IndexSpace, int]]
 """From the pages of a prefix that is cached to the pages that an owner needs of each space beside it."""
@@ -365,7 +366,7 @@ class PrefixCache:
         """How many pages of prompts are not cached any more, so far, by why."""
         return self._index.evicted + self._forgotten
 
-    def retained(self) -> Mapping[str, int]:
+    def retained(self) -> Counter[str]:
         """How many pages of prompts each namespace has retained now."""
         self._index.decay(self._clock())
         return self._index.retentions.by_namespace

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from enum import StrEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import IntegrityError
-from kvbridge.core.prefixes import RETENTION_PRIORITIES, Retention
+from kvbridge.core.prefixes import RETENTION_PRIORITIES, Evicted, Retention
 from kvbridge.tier.records import RecordArray
 
 PRIORITY_RANK = 2.0**36
@@ -25,23 +24,6 @@ PRIORITY_RANK = 2.0**36
 _LOOK_EVERY_S = 1.0
 """So late at most a priority falls: each look goes over all retained records."""
 _ENDED = -1
-
-
-class Evicted(StrEnum):
-    """Why cached pages have gone."""
-
-    SPACE = "space"
-    """Requests needed the room."""
-    RETENTION_ENDED = "retention_ended"
-    """So, too; and they had been retained, until some time ago."""
-    RETAINED = "retained"
-    """So, too; although they were retained: nothing else was left, or nothing else lay so well."""
-    OPERATOR = "operator"
-    """All were dropped by request (`DELETE /v1/prefixes`)."""
-    INTEGRITY = "integrity"
-    """They did not hold any more what they had held, or go on from such pages."""
-    MEMORY_LOST = "memory_lost"
-    """The rank worker that had made the memory is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +127,8 @@ class Retentions:
             raise IntegrityError(f"namespaces {over} have more than {self.limit} retained records")
 
     def _at(self, records: RecordArray, now: float) -> npt.NDArray[np.int8]:
-        return np.count_nonzero(self._until_s[:, records] > now, axis=0).astype(np.int8)
+        found: npt.NDArray[np.int8] = (self._until_s[:, records] > now).sum(axis=0, dtype=np.int8)
+        return found
 
     def _number_of(self, namespace: str) -> int:
         if namespace not in self._numbers:
