@@ -290,7 +290,9 @@ class PrefixIndex:
             self._policy.evicted(float(base_rank(self._rank[victims]).min()))
             self.evicted += self.retentions.reasons(victims)
         found = self._clear(victims)
-        oldest = self._checkpoints.oldest(lacking.get(CHECKPOINT_SPACE, 0) - len(found[CHECKPOINT_SPACE]))
+        oldest = self._checkpoints.oldest(
+            lacking.get(CHECKPOINT_SPACE, 0) - len(found[CHECKPOINT_SPACE]), self.retentions
+        )
         self._note_evicted(victims)
         self._note_evicted(oldest)
         return found | {CHECKPOINT_SPACE: join([found[CHECKPOINT_SPACE], self._checkpoints.take(oldest)])}

@@ -46,6 +46,7 @@ class Retentions:
         self._until_s = np.zeros((RETENTION_PRIORITIES, capacity))
         """When a record's priority falls below each of 1, 2, ...: never ascending."""
         self._priority = np.zeros(capacity, dtype=np.int8)
+        self._priority_at = self._priority.data
         self._number = np.zeros(capacity, dtype=np.int32)
         """Of the namespace."""
         self._names: dict[int, str] = {}
@@ -91,6 +92,14 @@ class Retentions:
         self._priority[ended] = _ENDED
         self._uncount(ended)
         return records
+
+    def priorities(self) -> range:
+        """The priorities that records can have now, the lowest first."""
+        return range(RETENTION_PRIORITIES + 1) if len(self) else range(1)
+
+    def priority(self, record: int) -> int:
+        """Return the priority of a record now."""
+        return max(self._priority_at[record], 0)
 
     def added_rank(self, records: RecordArray) -> npt.NDArray[np.float64]:
         """What the priorities of records add to their ranks."""
