@@ -141,6 +141,8 @@ class NodeParts:
             device=self.memory.device.get(rank, ()),
             allocate=self.layout.orders.get(rank),
             host=self.memory.host,
+            twins=self.memory.twins,
+            stage_tp_ranks=tuple(sorted(other.tp for other in self.layout.parts if other.pp == rank.pp)),
             transports=config.transports.model_dump_json(),
             transfer_timeout_s=config.timeouts.transfer_s,
             epoch=epoch,
@@ -163,6 +165,7 @@ class NodeParts:
             tp_size=self.config.parallelism.tp_size,
             device={str(rank): made.get(rank) or self.memory.device.get(rank, ()) for rank in ranks},
             host=self.memory.host,
+            twins=self.memory.twins,
             features=ENGINE_FEATURES,
         )
 
