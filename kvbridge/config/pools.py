@@ -132,11 +132,21 @@ class DevicePages(FrozenModel):
 
 
 class HostLayout(StrEnum):
-    """How the pages of the host pool follow one another."""
+    """How the pages of a pool in host memory follow one another."""
+
+    LAYER_FIRST = "layer_first"
+    """All pages of one layer of one component, then all of the next."""
+    PAGE_FIRST = "page_first"
+    """A page of all layers and components is one stretch of memory."""
+    PAGE_FIRST_DIRECT = "page_first_direct"
+    """The same bytes at the same places, for the copy engines alone."""
+
+
+class DeviceLayout(StrEnum):
+    """How the pages of a device pool follow one another; as in `HostLayout`."""
 
     LAYER_FIRST = "layer_first"
     PAGE_FIRST = "page_first"
-    PAGE_FIRST_DIRECT = "page_first_direct"
 
 
 class HostPool(FrozenModel):
@@ -179,6 +189,9 @@ class PrefillPools(FrozenModel):
     memory: MemoryOwner = MemoryOwner.OWNED
     """`owned`: the daemon allocates, engines attach; `adopted`: the engine brings its own tensors and page ids."""
     device: DevicePages = DevicePages()
+    device_layout: DeviceLayout = DeviceLayout.LAYER_FIRST
+    """`layer_first`; or `page_first`, for engines that can take tensors with strides: a page of all layers is one stretch of
+    memory."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -187,6 +200,8 @@ class PrefillPools(FrozenModel):
             raise ValueError("memory is owned but device.full is 0: say how many pages to allocate on each rank")
         if self.memory is MemoryOwner.ADOPTED and asked:
             raise ValueError("memory is adopted, so the engine's own pools decide: leave device.* at 0")
+        if self.memory is MemoryOwner.ADOPTED and self.device_layout is not DeviceLayout.LAYER_FIRST:
+            raise ValueError("memory is adopted, so the engine's own pools decide: leave device_layout at layer_first")
         return self
 
 

@@ -1,18 +1,55 @@
-"""Settings of prefixes that stay: which model their pages belong to.
+"""Settings of prefixes that stay: which model their pages belong to, and the host memory below the device.
 
-Owns: that section and the relations inside it. Must not know: keys, pages, who may name which namespace.
+Owns: that section and the relations inside it. Must not know: keys, pages, who may name which namespace, what copies pages.
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ByteSize, Field, model_validator
 
+from kvbridge.config.pools import HostLayout
 from kvbridge.core.ids import FrozenModel, NonNegative
 from kvbridge.core.prefixes import ModelIdentity
 
 Text = Annotated[str, Field(max_length=200)]
+
+
+class CopyBackend(StrEnum):
+    """What copies pages between a device and their twins on the host."""
+
+    KERNEL = "kernel"
+    """One launch of a kernel for all pages, layers and components, on few of the GPU's multiprocessors."""
+    DIRECT = "direct"
+    """The GPU's copy engines, in one batch, without any multiprocessor; they need pages that are one stretch of memory."""
+
+
+class HostTier(FrozenModel):
+    """Host memory for prefixes below the device: *twins*, host pages that hold what device pages hold.
+
+    On prefill, of everything that a prefix takes; on decode, of what is not in the host pool anyway (`pools.host`). They are made
+    where the host pool is made, and page-locked like it.
+    """
+
+    pages: NonNegative = 0
+    """Size in pages of `tokens_per_page` tokens; or give `size_bytes`."""
+    size_bytes: ByteSize = ByteSize(0)
+    """Size in bytes ("64GiB" is understood) with checkpoints, rounded down to whole pages; or give `pages`."""
+    checkpoint_pages: NonNegative = 0
+    """Prefill, models with windows: how many checkpoints of windows and states. Without one at its end, or close to it, a prefix is
+    of no use, so count one for each prompt that is to be kept."""
+    layout: HostLayout = HostLayout.LAYER_FIRST
+    """`layer_first`; `page_first`: a page is one stretch of memory; `page_first_direct`: the same, for backend `direct` alone."""
+    backend: CopyBackend = CopyBackend.KERNEL
+    """`kernel`, or `direct`: pages of `page_first` or `page_first_direct`, on the device (`pools.device_layout`) as on the host."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if bool(self.pages) == bool(self.size_bytes):
+            raise ValueError("set exactly one of pages and size_bytes")
+        return self
 
 
 class TierConfig(FrozenModel):
@@ -44,6 +81,10 @@ class TierConfig(FrozenModel):
     token at a time, so whoever goes on from them gets other roundings than one who computes the whole prompt; false: the prompt's
     pages only."""
 
+    host: HostTier | None = None
+    """Host memory below the device, to which prefixes move when the device has no room for them. Null: none; what the device has no
+    room for is gone."""
+
     @property
     def model(self) -> ModelIdentity | None:
         """What the node says it holds; None: nothing."""
@@ -60,4 +101,6 @@ class TierConfig(FrozenModel):
                 "enabled without model_name and model_revision: geometry does not tell weights apart, and pages of other weights "
                 "under the same key would be wrong answers; set both"
             )
+        if self.host is not None and not self.enabled:
+            raise ValueError("host is set but nothing stays: set enabled to true, or host to null")
         return self

@@ -55,6 +55,10 @@ class IndexSpace(StrEnum):
     """Request slots; a request holds exactly one."""
     HOST = "host"
     """Pages of the node's host pool."""
+    FULL_TWIN = "full_twin"
+    """Host pages, each with what a page of `full` holds. Like `swa_twin` a node's own: no peer ever names one."""
+    SWA_TWIN = "swa_twin"
+    """Host pages, each with what a page of `swa` holds at the end of a prefix."""
 
 
 class MemoryKind(StrEnum):
@@ -135,6 +139,12 @@ class PageTable:
     def __len__(self) -> int:
         return len(self.ids)
 
+
+TWINS = {IndexSpace.FULL: IndexSpace.FULL_TWIN, IndexSpace.SWA: IndexSpace.SWA_TWIN}
+"""The space of the twins of each space that has some."""
+
+PageMoves = dict[IndexSpace, tuple[PageIdArray, PageIdArray]]
+"""Copies between tiers, by the space on the device: pages there and their twins, int32, of equal length."""
 
 Tables = dict[IndexSpace, PageTable]
 """All pages of one request on one node: at most one table for each space."""

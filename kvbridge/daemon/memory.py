@@ -1,7 +1,8 @@
 """The memory of a node: which pools it has, created and shared.
 
-Owns: the device pools of the node's ranks and its host pool, and how big they are. What lies on a GPU is only laid out here: the
-rank worker makes it, and this process never touches CUDA. Must not know: rooms, workers' processes, transports.
+Owns: the device pools of the node's ranks, its host pool and its twins of device pages, and how big they are. What lies on a GPU is
+only laid out here: the rank worker makes it, and this process never touches CUDA. Must not know: rooms, workers' processes,
+transports.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvbridge.config.pools import DecodePools, HostLayout, HostPool, MemoryOwner, RankPlacement
+from kvbridge.config.pools import DecodePools, DeviceLayout, HostLayout, HostPool, MemoryOwner, RankPlacement
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError, DeadlineError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.hot_buffer import sparse_component
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import DeviceAllocationRequest, SharedRegion
+from kvbridge.daemon.host_tier import plan_twins
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
@@ -48,6 +50,8 @@ class NodeLayout:
     adopted: dict[IndexSpace, int]
     orders: dict[Rank, DeviceAllocationRequest] = field(default_factory=dict)
     """The ranks whose device memory their workers make, with what they are to make."""
+    twins: Placement | None = None
+    """The host tier; None when it is off."""
 
     def book(self) -> PageBook:
         """Open the page accounts for this layout."""
@@ -71,7 +75,7 @@ class NodeLayout:
                 start, stop = part.lanes(component)
                 each = len(layers) * component.page_bytes(stop - start)
                 found[component.space] = found.get(component.space, 0) + each
-        for region in self.host.regions if self.host else ():
+        for region in (region for placement in self._hosts() for region in placement.regions):
             found[region.space] = found.get(region.space, 0) + region.page_bytes
         return found
 
@@ -80,7 +84,7 @@ class NodeLayout:
         return {rank: placement for rank, placement in self.device.items() if rank not in self.orders}
 
     def _hosts(self) -> list[Placement]:
-        return [self.host] if self.host else []
+        return [placement for placement in (self.host, self.twins) if placement is not None]
 
 
 def plan_memory(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry) -> NodeLayout:
@@ -90,7 +94,9 @@ def plan_memory(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry) -
     host_kinds = _host_kinds(config, geometry)
     spaces = _device_spaces(geometry, host_kinds)
     host = _host(config, geometry, host_kinds)
-    owned = {IndexSpace.HOST: _page_count(host)} if host else {}
+    twins = plan_twins(config, geometry, tuple(parts.values()), host_kinds)
+    owned = {} if host is None else host.page_counts()
+    owned |= {} if twins is None else twins.page_counts()
     if config.pools.memory is MemoryOwner.ADOPTED:
         return NodeLayout(parts, {}, host, host_kinds, owned, dict.fromkeys(spaces, ADOPTED_PAGE_LIMIT))
     counts = {space: int(getattr(config.pools.device, space.value)) for space in spaces}
@@ -98,17 +104,18 @@ def plan_memory(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry) -
     for space, count in counts.items():
         if count < 1:
             raise ConfigError(f"pools.device.{space}: the model needs pages of space '{space}', got {count}")
-    chunking = Chunking()
+    page_first = config.pools.device_layout is DeviceLayout.PAGE_FIRST
     device = {
-        rank: device_placement(geometry, part, page_counts=counts, exclude=host_kinds, chunking=chunking)
+        rank: device_placement(geometry, part, page_counts=counts, exclude=host_kinds, page_first=page_first)
         for rank, part in parts.items()
     }
+    exclude = tuple(sorted(host_kinds))
     orders = {
-        rank: DeviceAllocationRequest(device=part.device, page_counts=counts, exclude=tuple(sorted(host_kinds)))
+        rank: DeviceAllocationRequest(device=part.device, page_counts=counts, exclude=exclude, page_first=page_first)
         for rank, part in parts.items()
         if part.memory is MemoryKind.VRAM
     }
-    return NodeLayout(parts, device, host, host_kinds, owned | counts, {}, orders)
+    return NodeLayout(parts, device, host, host_kinds, owned | counts, {}, orders, twins)
 
 
 def _part(config: PrefillConfig | DecodeConfig, geometry: ModelGeometry, placed: RankPlacement) -> RankPart:
@@ -182,10 +189,6 @@ def _host_pages(asked: HostPool, geometry: ModelGeometry, kinds: frozenset[Compo
     return pages
 
 
-def _page_count(placement: Placement) -> int:
-    return placement.page_counts()[IndexSpace.HOST]
-
-
 class _CancelledError(Exception):
     """The creation was told to stop."""
 
@@ -199,6 +202,7 @@ class NodeMemory:
     """Why it is not there yet; empty when it is."""
     device: dict[Rank, tuple[SharedRegion, ...]] = field(default_factory=dict)
     host: tuple[SharedRegion, ...] = ()
+    twins: tuple[SharedRegion, ...] = ()
     group: int | None = None
     """Whose members may map the pools besides this user."""
     _stack: ExitStack = field(default_factory=ExitStack)
@@ -240,18 +244,21 @@ class NodeMemory:
             self.problem = f"memory is being created ({share:.0%} of {total} bytes)"
             on_progress(done + pool_bytes, total)
 
+        def make(placement: Placement, name: str) -> tuple[SharedRegion, ...]:
+            nonlocal done
+            pool = MappedPool.create(placement, directory, f"{prefix}.{name}", on_progress=report)
+            self._stack.callback(pool.close)
+            self._share(pool)
+            done += placement.total_bytes
+            return pool.shared_regions()
+
         try:
             for rank, placement in self.layout.shared_device().items():
-                pool = MappedPool.create(placement, directory, f"{prefix}.{rank}", on_progress=report)
-                self._stack.callback(pool.close)
-                self._share(pool)
-                self.device[rank] = pool.shared_regions()
-                done += placement.total_bytes
+                self.device[rank] = make(placement, str(rank))
             if self.layout.host is not None:
-                host = MappedPool.create(self.layout.host, directory, f"{prefix}.host", on_progress=report)
-                self._stack.callback(host.close)
-                self._share(host)
-                self.host = host.shared_regions()
+                self.host = make(self.layout.host, "host")
+            if self.layout.twins is not None:
+                self.twins = make(self.layout.twins, "twins")
         except BaseException:
             self.close()
             raise
@@ -265,7 +272,7 @@ class NodeMemory:
         """Remove every pool. Nothing writes to them any more."""
         self._stack.close()
         self.device.clear()
-        self.host = ()
+        self.host = self.twins = ()
 
 
 def memory_directory(config: PrefillConfig | DecodeConfig) -> Path:

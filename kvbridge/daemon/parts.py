@@ -15,7 +15,7 @@ from kvbridge.core.errors import NotReadyError
 from kvbridge.core.geometry.components import Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.tables import GROWING_SPACES
-from kvbridge.core.ids import IndexSpace, NodeIdentity, Rank, Role
+from kvbridge.core.ids import TWINS, IndexSpace, NodeIdentity, Rank, Role
 from kvbridge.core.prefixes import Evicted
 from kvbridge.core.wire.engine_messages import Attached
 from kvbridge.core.wire.features import ENGINE_FEATURES
@@ -141,6 +141,8 @@ class NodeParts:
             device=self.memory.device.get(rank, ()),
             allocate=self.layout.orders.get(rank),
             host=self.memory.host,
+            twins=self.memory.twins,
+            stage_tp_ranks=tuple(sorted(other.tp for other in self.layout.parts if other.pp == rank.pp)),
             transports=config.transports.model_dump_json(),
             transfer_timeout_s=config.timeouts.transfer_s,
             epoch=epoch,
@@ -163,6 +165,7 @@ class NodeParts:
             tp_size=self.config.parallelism.tp_size,
             device={str(rank): made.get(rank) or self.memory.device.get(rank, ()) for rank in ranks},
             host=self.memory.host,
+            twins=self.memory.twins,
             features=ENGINE_FEATURES,
         )
 
@@ -188,9 +191,11 @@ def _prefixes(config: NodeConfig, geometry: ModelGeometry, layout: NodeLayout, b
     if not (config.tier.enabled and spaces) or layout.adopted or in_full != {Liveness.GROWING}:
         return None
     verifies = isinstance(config, DecodeConfig) and config.integrity.verify_on_hit
+    twins = {TWINS[space]: layout.owned.get(TWINS[space], 0) for space in spaces if space in TWINS}
     index = PrefixIndex(
         spaces,
-        min(layout.owned[space] for space in spaces),
+        min(layout.owned[space] + twins.get(TWINS.get(space, space), 0) for space in spaces),
+        has_twins=any(twins.values()),
         policy=POLICIES[config.tier.policy](),
         digest_words=len(growing_kinds(geometry)) if verifies else 0,
         retained_share=config.tier.retained_share,

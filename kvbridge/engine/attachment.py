@@ -46,6 +46,8 @@ class Attachment:
     """For each rank that this engine serves: its device pools and the node's host pool."""
     order: StreamOrder
     """The GPUs of these ranks."""
+    twins: tuple[Region, ...] = ()
+    """The node's twins of device pages."""
     closers: list[Callable[[], None]] = field(default_factory=list)
     """What else ends with the attachment, and before its memory is unmapped (adopted pools: the workers)."""
 
@@ -95,10 +97,10 @@ def attach(
         brought = {rank: _adopted_regions(answer, rank, given) for rank, given in (adopted or {}).items()}
         devices = [region for rank in answer.ranks for region in answer.device.get(str(rank), ())]
         with _present_gpu_kept():
-            mapped = stack.enter_context(MappedRegions((*answer.host, *devices), link.daemon_user))
+            mapped = stack.enter_context(MappedRegions((*answer.twins, *answer.host, *devices), link.daemon_user))
             views = _views(answer, mapped, brought)
             order = StreamOrder(views)
-            attachment = Attachment(link, answer, mapped, views, order)
+            attachment = Attachment(link, answer, mapped, views, order, mapped.regions[: len(answer.twins)])
             if order.devices and on_progress is not None:
                 registration = stack.enter_context(
                     HostRegistration(mapped.mappings, device=order.devices[0], on_progress=on_progress)
@@ -111,7 +113,7 @@ def attach(
 def _views(
     answer: Attached, mapped: MappedRegions, brought: Mapping[Rank, tuple[Region, ...]]
 ) -> dict[Rank, PoolViews]:
-    left = iter(mapped.regions)
+    left = iter(mapped.regions[len(answer.twins) :])
     host = tuple(islice(left, len(answer.host)))
     views = {}
     for rank in answer.ranks:

@@ -72,11 +72,11 @@ class PageCopier(Copier):
         """
 
     @abstractmethod
-    def wait_group(self, group: int, *, stream: int) -> None:
-        """Have another stream wait until the latest copy is done with a group, before it is done with all.
+    def wait_group(self, group: int, *, stream: int, sequence: int | None = None) -> None:
+        """Have another stream wait until a copy is done with a group, before it is done with all.
 
-        Call it after that `copy`; waits that overtake their copy never end. Needs `signals`. Not under graph capture: within a
-        graph, wait for the copy as a whole.
+        `sequence`: which copy, counted from 1 on; None for the latest. Call it after that `copy`; waits that overtake their copy
+        never end. Needs `signals`. Not under graph capture: within a graph, wait for the copy as a whole.
         """
 
     @abstractmethod
@@ -105,9 +105,9 @@ class ReferencePageCopier(PageCopier):
             lengths = np.full(len(source), pair.page_bytes, dtype=np.uint64)
             copy_operations(pair.source.addresses(source), pair.destination.addresses(destination), lengths)
 
-    def wait_group(self, group: int, *, stream: int) -> None:
+    def wait_group(self, group: int, *, stream: int, sequence: int | None = None) -> None:
         """Nothing to wait for."""
-        del stream
+        del stream, sequence
         self._check_group(group)
 
     def replayed(self) -> None:
@@ -166,15 +166,16 @@ class CudaPageCopier(PageCopier):
         if not buffers.is_capturing(self.device, stream):
             self._sequence += 1
 
-    def wait_group(self, group: int, *, stream: int) -> None:
+    def wait_group(self, group: int, *, stream: int, sequence: int | None = None) -> None:
         """The stream's hardware waits; no thread and no block does."""
         self._check_group(group)
         if not self._signals:
             raise UnsupportedError("this page copier was built without signals, so no stream can wait for a group")
-        if self._sequence:
-            buffers.wait_value(
-                self.device, self._buffers.flag_address(self.groups.index(group)), self._sequence, stream
-            )
+        number = self._sequence if sequence is None else sequence
+        if not 0 <= number <= self._sequence:
+            raise InvalidInputError(f"a stream cannot wait for page copy {number}: {self._sequence} were launched")
+        if number:
+            buffers.wait_value(self.device, self._buffers.flag_address(self.groups.index(group)), number, stream)
 
     def replayed(self) -> None:
         """Counts like a copy."""

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 from kvbridge.core.errors import RoomFailedError
-from kvbridge.core.ids import PageIdArray, Tables
+from kvbridge.core.ids import IndexSpace, PageIdArray, PageMoves, Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import Retention
 from kvbridge.core.session.states import RoomState
@@ -55,6 +55,16 @@ class RoomIdentity(TypedDict):
     peer: str
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Load:
+    """What is cached on the host only, and an engine copies into pages of a room before it reads them."""
+
+    first_page: int
+    """Of the prompt: the first of those in the spaces that grow with the tokens."""
+    moves: PageMoves
+    """The room's own pages and the twins that belong into them, which stay until it lets go; of `swa`, a checkpoint."""
+
+
 @dataclass(eq=False)
 class Room(Generic[StateT]):
     """One attempt at one request on this node. Written by its service only."""
@@ -87,8 +97,10 @@ class Room(Generic[StateT]):
     """Prefill: how much of the prompt it held already, where its engine starts to compute."""
     checkpoint: PageIdArray | None = None
     """Prefill: the cached windows and states that its engine starts from, to be read only; None: it has not been asked for."""
-    shared_pages: int = 0
-    """Of the pages in each growing space, those that it had not to be given: cached ones."""
+    shared_pages: dict[IndexSpace, int] = field(default_factory=dict)
+    """Of its pages in each space, the first ones, those that it had not to be given: cached ones."""
+    load: Load | None = None
+    """What an engine has to load back before it can read it; None: nothing."""
     keys: Keys = field(default_factory=Keys)
     """Of the prompt's whole pages, until it ends; empty: it shares nothing."""
     namespace: str = ""
@@ -112,6 +124,11 @@ class Room(Generic[StateT]):
     def over(self) -> bool:
         """Whether its table has ended."""
         return self.state in self.final_states
+
+    @property
+    def pages_in_place(self) -> int:
+        """How many pages of its prompt it reads in every space where they are cached, without anything to load."""
+        return min(self.shared_pages.values(), default=0)
 
     @property
     def owner(self) -> Owner:

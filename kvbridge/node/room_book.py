@@ -20,7 +20,6 @@ from typing import Any, Generic, TypeVar
 from kvbridge.api.rooms import RoomPage, RoomQuery, RoomReport
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import ConflictError, StaleError, UnknownRoomError
-from kvbridge.core.geometry.tables import GROWING_SPACES
 from kvbridge.core.ids import ROOM_BITS, Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.node.admission.pressure import Reservation
@@ -230,10 +229,7 @@ class RoomBook(Generic[RoomT]):
         found = [
             Reservation(
                 room.begin_by_s - now_s,
-                {
-                    space: len(table) - room.shared_pages * (space in GROWING_SPACES)
-                    for space, table in room.tables.items()
-                },
+                {space: len(table) - room.shared_pages.get(space, 0) for space, table in room.tables.items()},
                 room.client,
             )
             for room in self._live

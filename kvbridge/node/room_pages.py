@@ -22,9 +22,9 @@ from kvbridge.core.geometry.checkpoints import needs_checkpoints
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.geometry.tables import GROWING_SPACES, check_demand, joined_tables, request_tables
-from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
+from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray, PageTable, Tables
 from kvbridge.core.plan.digests import DigestKind
-from kvbridge.node.room import Quarantine, Room
+from kvbridge.node.room import Load, Quarantine, Room
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.events import PrefixMatched, RoomQuarantined
@@ -32,6 +32,7 @@ from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.index import DigestArray
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
+from kvbridge.tier.readers import Admitted
 from kvbridge.tier.retention import Claim
 
 log = structlog.get_logger(__name__)
@@ -99,32 +100,28 @@ class RoomPages:
             return
         geometry = self.settings.geometry
         page = geometry.tokens_per_page
-        admitted = self.prefixes.admit(
+        got = self.prefixes.admit(
             room.owner,
             room.keys,
-            lambda pages: {space: count - pages * (space in GROWING_SPACES) for space, count in demand.items()},
+            lambda shared: {space: count - shared.get(space, 0) for space, count in demand.items()},
             at_most=(room.prompt_tokens - self.computes) // page,
             from_checkpoint=self.computes and needs_checkpoints(geometry),
         )
         if room.retention is not None:
             self.prefixes.retain(room.owner, Claim(room.namespace, room.retention))
-        both = ((space, (admitted.prefix.get(space), own)) for space, own in admitted.own.items())
+        both = ((space, (got.prefix.get(space), own)) for space, own in got.own.items())
         self._set_tables(
             room, {space: np.concatenate([ids for ids in parts if ids is not None]) for space, parts in both}
         )
-        room.shared_pages = admitted.prefix_pages
-        if self.computes:
-            room.computed_tokens, room.checkpoint = admitted.prefix_pages * page, admitted.checkpoint
-        else:
-            room.prefix_tokens = admitted.prefix_pages * page
-        hit_tokens = admitted.prefix_pages * page
+        self._set_prefix(room, got)
+        hit_tokens = got.prefix_pages * page
         self.events.emit(
             PrefixMatched(
                 **room.identity,
                 hit_tokens=hit_tokens,
                 miss_tokens=room.prompt_tokens - hit_tokens,
-                hit_bytes=admitted.prefix_pages * self.settings.growing_page_bytes,
-                from_checkpoint=bool(len(admitted.checkpoint)),
+                hit_bytes=got.prefix_pages * self.settings.growing_page_bytes,
+                from_checkpoint=bool(len(got.checkpoint) or len(got.checkpoint_twin)),
             )
         )
 
@@ -136,12 +133,10 @@ class RoomPages:
         if self.prefixes is None:
             return
         geometry = self.settings.geometry
-        held, left = (count // geometry.tokens_per_page for count in (room.computed_tokens, tokens))
+        left = tokens // geometry.tokens_per_page
         got = self.prefixes.shorten(room.owner, left, from_checkpoint=needs_checkpoints(geometry))
-        for space in self.prefixes.spaces:
-            ids = np.concatenate((got.prefix[space], got.own[space], room.tables[space].ids[held:]))
-            room.tables[space] = PageTable(space, ids)
-        room.computed_tokens, room.checkpoint, room.shared_pages = tokens, got.checkpoint, left
+        self._give_instead(room, left, got.own)
+        self._set_prefix(room, got)
 
     def give_up_prefix(self, room: Room[Any], page_count: int) -> None:
         """Decode, before anything of the room is leased: it reads only so many pages of its prefix, and is sent the rest.
@@ -149,11 +144,47 @@ class RoomPages:
         Raises CapacityError when there are no pages for that.
         """
         assert self.prefixes is not None, "only rooms of a node that shares prefixes have one"
-        own = self.prefixes.give_up(room.owner, page_count)
-        for space, ids in own.items():
-            parts = room.tables[space].ids[:page_count], ids, room.tables[space].ids[page_count + len(ids) :]
+        got = self.prefixes.give_up(room.owner, page_count)
+        self._give_instead(room, page_count, got.own)
+        self._set_prefix(room, got)
+
+    def restored(self, room: Room[Any]) -> int:
+        """What the room loaded back is in its own pages, by proof, which it holds: others may read them. Returns how many are new."""
+        if self.prefixes is None or room.load is None:
+            return 0
+        page_count, load, room.load = self.prefixes.reads(room.owner), room.load, None
+        new = 0
+        if load.first_page < page_count:
+            growing = {space: own for space, (own, _) in load.moves.items() if space is not IndexSpace.SWA}
+            new = self.prefixes.restored(room.owner, growing)
+        if IndexSpace.SWA in load.moves:
+            self.prefixes.keep_checkpoint(room.owner, page_count, load.moves[IndexSpace.SWA][0])
+        return new
+
+    def _give_instead(self, room: Room[Any], page_count: int, pages: Mapping[IndexSpace, PageIdArray]) -> None:
+        """Put pages of its own in a room's tables, for those that it read in place beyond so many."""
+        for space, ids in pages.items():
+            shared = room.shared_pages[space]
+            parts = room.tables[space].ids[: min(page_count, shared)], ids, room.tables[space].ids[shared:]
             room.tables[space] = PageTable(space, np.concatenate(parts))
-        room.prefix_tokens, room.shared_pages = page_count * self.settings.geometry.tokens_per_page, page_count
+
+    def _set_prefix(self, room: Room[Any], got: Admitted) -> None:
+        """Note what a room, whose tables are complete, has of the cache."""
+        tokens = got.prefix_pages * self.settings.geometry.tokens_per_page
+        if self.computes:
+            room.computed_tokens = tokens
+            room.checkpoint = got.checkpoint_own if len(got.checkpoint_own) else got.checkpoint
+        else:
+            room.prefix_tokens = tokens
+        room.shared_pages = {space: len(ids) for space, ids in got.prefix.items()}
+        moves = {
+            space: (room.tables[space].ids[got.device_pages : got.prefix_pages], got.twins[twin])
+            for space, twin in TWINS.items()
+            if twin in got.twins
+        }
+        if len(got.checkpoint_twin):
+            moves[IndexSpace.SWA] = got.checkpoint_own, got.checkpoint_twin
+        room.load = Load(got.device_pages, moves) if moves else None
 
     def _set_tables(self, room: Room[Any], ids: Mapping[IndexSpace, PageIdArray]) -> None:
         room.tables = request_tables(self.settings.geometry, ids, prompt_tokens=room.prompt_tokens)

@@ -1,14 +1,15 @@
 """Which prefixes a node has: a record for each cached page, found by its key.
 
-Owns: the pages of records in every space that grows with the tokens, their pins, last use, digests and checkpoints, and what is
-evicted. Must not know: memory, the page book, requests, a clock of its own.
+Owns: records, their last use and their digests, where they reside, and what is evicted. Must not know: memory, the page book,
+requests, a clock of its own.
 
-- Readers pin whole paths (`records.py`), so a record is pinned at least as often as its children together, and below one that
-  nobody pins nobody pins anything.
-- Only leaves that nobody pins are evicted, so no page is ever without its parent. The policy ranks paths when they are used; among
-  what is old, neighbours go together (`victims.py`).
-- A record that is dropped while it is pinned is *unreachable* at once, for every key, and its pages come back with the last unpin.
-- A *checkpoint* is the windows and states at exactly a record's end, in pages of `swa`; it has pins of its own (`checkpoints.py`).
+- A record is on the device, on the host as its *twin*, or both; in each `Residence` it has pages, readers and checkpoints of their
+  own. Of a path the first records are on the device and the others on the host only.
+- What a space holds that has no twins (the host pool) is the record's as such, wherever else it is: its *home*.
+- Only what nobody pins is evicted, leaf by leaf, so no page is ever without its parent. The policy ranks paths when they are used;
+  among what is old, neighbours go together (`victims.py`). A record that is nowhere any more is gone.
+- A record that is dropped is *unreachable* at once, for every key, and pages of it that somebody pins come back with the last unpin.
+- A *checkpoint* is the windows and states at exactly a record's end; it has pins of its own (`checkpoints.py`).
 
 Records are numbers and what is known of them is in arrays: a page takes less than 300 bytes, and 4 for each of its
 `digest_words`. Those who read a record, or its number, have pinned it, or do so in the same step.
@@ -25,19 +26,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputError, NotFoundError
-from kvbridge.core.ids import IndexSpace, PageIdArray
+from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray
 from kvbridge.core.prefixes import Evicted
-from kvbridge.tier.checkpoints import Checkpoints, join
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.policy import EvictionPolicy, LeastRecentlyUsed
 from kvbridge.tier.records import NO_RECORD, RecordArray, Records
+from kvbridge.tier.residence import Pages, Residence, merged
 from kvbridge.tier.retention import Claim, Retentions, base_rank
-from kvbridge.tier.victims import Victims
 
 DigestArray = npt.NDArray[np.uint32]
 """Of shape (records, digest_words)."""
-Pages = dict[IndexSpace, PageIdArray]
-"""Page ids of each space, int32."""
 CHECKPOINT_SPACE = IndexSpace.SWA
 
 
@@ -47,8 +45,12 @@ class Inserted:
 
     records: RecordArray
     """Of all of `keys[start:]`."""
-    kept: npt.NDArray[np.bool_]
-    """Which of the pages given are the index's now; of the others it had the first arrival, and they stay the caller's."""
+    residence: Residence
+    """Where they were inserted."""
+    new: RecordArray
+    """Those of them, the last ones, that are new there."""
+    pages: Pages
+    """Those of the pages given that are the index's now; of the others it had the first arrival, and they stay the caller's."""
 
 
 class PrefixIndex:
@@ -61,29 +63,41 @@ class PrefixIndex:
         *,
         policy: EvictionPolicy | None = None,
         digest_words: int = 0,
+        has_twins: bool = False,
         retained_share: float = 0.0,
     ) -> None:
-        """`spaces`: those in which every record has one page. `capacity`: as many records as the smallest of them has pages."""
-        if not spaces or len(set(spaces)) != len(spaces) or CHECKPOINT_SPACE in spaces:
+        """`spaces`: those in which a record has one page. `capacity`: as many records as there can be.
+
+        `has_twins`: what is in `full` may be on the host as well, or on the host only.
+        """
+        on_device = tuple(space for space in spaces if space in TWINS or not has_twins)
+        if not on_device or len(set(spaces)) != len(spaces) or CHECKPOINT_SPACE in spaces:
             raise InvalidInputError(
                 f"an index has one page of each of some spaces that grow with the tokens, got {list(spaces)}"
             )
         self.spaces = tuple(spaces)
         self._policy = policy or LeastRecentlyUsed()
+        self.capacity = capacity
         self._records = Records(capacity)
-        self._checkpoints = Checkpoints(capacity)
-        self._pages = np.zeros((len(spaces), capacity), dtype=np.int32)
         self._digests = np.zeros((capacity, digest_words), dtype=np.uint32)
         self._is_digested = np.zeros(capacity, dtype=np.bool_)
-        self._pins = np.zeros(capacity, dtype=np.int32)
         self._rank = np.zeros(capacity, dtype=np.float64)
         self._uses = np.zeros(capacity, dtype=np.int32)
         self.retentions = Retentions(capacity, share=retained_share)
-        self._pins_at = self._pins.data
-        self._victims = Victims(self._records, pages=self._pages[0], pins=self._pins, rank=self._rank)
-        self._pinned = 0
         self.evicted: Counter[Evicted] = Counter()
-        """Records that have gone since others needed their pages, or their checkpoint's."""
+        """Records that are gone since others needed their pages."""
+        self.device = Residence(self._records, on_device, self._rank, checkpoint_space=CHECKPOINT_SPACE)
+        self.host: Residence | None = None
+        """Of twins; None: there are none."""
+        self.home: Residence | None = None
+        """Of pages that a record has wherever it is; None: none, or there are no twins and `device` has them."""
+        if has_twins:
+            twins = [TWINS[space] for space in on_device]
+            self.host = Residence(self._records, twins, self._rank, checkpoint_space=TWINS[CHECKPOINT_SPACE])
+            if len(on_device) < len(spaces):
+                homes = [space for space in spaces if space not in on_device]
+                self.home = Residence(self._records, homes, self._rank)
+        self.residences = tuple(one for one in (self.device, self.host, self.home) if one is not None)
         self.kept_since = -math.inf
         """What was used after this has not been evicted, nor has its checkpoint; unknown where the policy goes by more."""
 
@@ -94,22 +108,32 @@ class PrefixIndex:
         return len(self._records)
 
     @property
-    def checkpoint_count(self) -> int:
-        """How many records have a checkpoint."""
-        return len(self._checkpoints)
-
-    @property
     def reachable(self) -> int:
         """How many records keys lead to."""
         return len(self._records) - self._records.hidden_count
 
     def match(self, keys: Keys, *, at_most: int | None = None) -> RecordArray:
-        """Return the path of the longest known run of `keys` from the first on, of at most so many pages. Changes nothing."""
+        """Return the path of the longest known run of `keys` from the first on, of at most so many pages. Changes nothing.
+
+        The first `device.depth(path)` of them are on the device, the others on the host only; if there are such, all are.
+        """
         return self._records.match(keys, len(keys) if at_most is None else at_most)
 
+    def keys(self, records: RecordArray) -> Keys:
+        """Return the keys of records."""
+        return self._records.keys(records)
+
+    def uses(self, path: RecordArray) -> npt.NDArray[np.int32]:
+        """How often each record of a path was used; none more often than its parent."""
+        return self._uses[path]
+
     def pages(self, records: RecordArray) -> Pages:
-        """Return the pages of records in each space, in their order."""
-        return {space: self._pages[row, records] for row, space in enumerate(self.spaces)}
+        """Return the pages of records that are on the device, in their order, by space."""
+        return self.device.pages(records) | self.home_pages(records)
+
+    def home_pages(self, records: RecordArray) -> Pages:
+        """Return the pages that records have wherever they are."""
+        return {} if self.home is None else self.home.pages(records)
 
     def digests(self, records: RecordArray) -> tuple[DigestArray, npt.NDArray[np.bool_]]:
         """Return the digests of records, and which of them have one; those of the others are zeros."""
@@ -121,87 +145,71 @@ class PrefixIndex:
         self._digests[records[new]] = digests[new]
         self._is_digested[records[new]] = True
 
-    def checkpointed(self, records: RecordArray) -> npt.NDArray[np.bool_]:
-        """Which of the records have a checkpoint."""
-        return self._checkpoints.among(records)
-
-    def checkpoint(self, record: int) -> PageIdArray:
-        """Return the pages of a record's checkpoint. Raises NotFoundError when it has none."""
-        return self._checkpoints.pages(record)
-
     def is_dropped(self, records: RecordArray) -> npt.NDArray[np.bool_]:
         """Which of the records no key reaches any more."""
         return self._records.is_hidden(records)
 
-    def pins(self) -> tuple[npt.NDArray[np.int32], dict[int, int]]:
-        """Return the readers of each record, by its number, and those of each checkpoint, by its record's."""
-        return self._pins.copy(), self._checkpoints.readers()
-
     def evictable(self) -> dict[IndexSpace, int]:
         """How many pages of each space `evict` could give now."""
-        return dict.fromkeys(self.spaces, len(self) - self._pinned) | {
-            CHECKPOINT_SPACE: self._checkpoints.unpinned_pages
-        }
+        found = self.device.evictable()
+        for residence in self.residences[1:]:
+            found |= residence.evictable()
+        return found
 
     def all_pages(self) -> Pages:
         """Return every page that is the index's, those of checkpoints and of unreachable records too."""
-        return self.pages(self._records.all()) | {CHECKPOINT_SPACE: self._checkpoints.all_pages()}
+        return merged([residence.all_pages() for residence in self.residences])
 
     # ------------------------------------------------------------------------------------- use
 
-    def pin(self, records: RecordArray) -> None:
+    def pin(self, records: RecordArray, *, device: int | None = None, host: int = 0) -> None:
         """Count a reader on every record of a path, or of a part that continues a path which the same reader has pinned.
 
-        Raises IntegrityError, and changes nothing, when the records are no such path.
+        It reads the first `device` of them on the device (None: all), and the first `host` on the host. Raises IntegrityError, and
+        changes nothing, when the records are no such path or not there.
         """
-        if not self._is_path(records, "pin"):
-            return
-        parent = self._records.parent_at[records[0]]
-        if parent != NO_RECORD and not self._pins_at[parent]:
-            raise IntegrityError(f"record {records[0]} cannot be pinned: nobody pins its parent {parent}")
-        pins = self._pins[records]
-        self._pins[records] = pins + 1
-        self._pinned += len(records) - int(np.count_nonzero(pins))
+        parts = self._parts(records, device, host, "pin")
+        for residence, part in parts:
+            residence.require_pinnable(part)
+        for residence, part in parts:
+            residence.pin(part)
 
-    def unpin(self, records: RecordArray) -> Pages:
+    def unpin(self, records: RecordArray, *, device: int | None = None, host: int = 0) -> Pages:
         """End what `pin` began, for all that one reader has pinned: a path from a prompt's first page on.
 
         Returns the pages that the last reader of dropped records has let go; mostly it is empty. Raises IntegrityError, and
         changes nothing, when the records are no such path or somebody has unpinned them before.
         """
-        if not self._is_path(records, "unpin", whole=True):
-            return {}
-        pins = self._pins[records] - 1
-        if pins.min() < 0:
-            raise IntegrityError(f"record {records[pins.argmin()]} is unpinned more often than it was pinned")
-        for at in np.flatnonzero(self._checkpoints.among(records)).tolist() if len(self._checkpoints) else ():
-            if self._checkpoints.pins(int(records[at])) > pins[at]:
-                raise IntegrityError(f"record {records[at]} is unpinned by a reader who still pins its checkpoint")
-        self._pins[records] = pins
-        ended = records[pins == 0]
-        self._pinned -= len(ended)
-        self._victims.offer(int(records[-1]))
-        unreachable = ended[self._records.is_hidden(ended)]
-        return self._release(unreachable[::-1]) if len(unreachable) else {}
+        parts = self._parts(records, device, host, "unpin", whole=True)
+        for residence, part in parts:
+            residence.require_pinned(part)
+        over = []
+        for residence, part in parts:
+            ended = residence.unpin(part)
+            ended = ended[self._records.is_hidden(ended)]
+            if len(ended) and residence is not self.home:
+                over.append((residence, ended[::-1]))
+        return self._release(over) if over else {}
 
     def touch(self, records: RecordArray, now: float) -> None:
         """Note that a path was used at `now`, a number that never falls. Raises IntegrityError when it is no path."""
         if self._is_path(records, "touch", whole=True):
             uses = self._uses[records] = self._uses[records] + 1
             self._rank[records] = self._policy.rank(now, uses) + self.retentions.added_rank(records)
-            self._victims.offer(int(records[-1]))
+            for residence in self.residences:
+                residence.used(records)
 
-    def retain(self, records: RecordArray, now: float, claim: Claim) -> bool:
+    def retain(self, path: RecordArray, now: float, claim: Claim) -> bool:
         """Let a path go after others for as long as a claim says from `now` on.
 
         False, and nothing has changed, when its namespace retains as much as it may. Raises IntegrityError when it is no path.
         """
-        if not self._is_path(records, "retain", whole=True):
+        if not self._is_path(path, "retain", whole=True):
             return True
         self.decay(now)
-        if not self.retentions.retain(records, now, claim):
+        if not self.retentions.retain(path, now, claim):
             return False
-        self._rank_anew(records)
+        self._rank_anew(path)
         return True
 
     def decay(self, now: float) -> None:
@@ -209,9 +217,10 @@ class PrefixIndex:
         self._rank_anew(self.retentions.decay(now))
 
     def _rank_anew(self, records: RecordArray) -> None:
-        self._rank[records] = base_rank(self._rank[records]) + self.retentions.added_rank(records)
-        for record in records[self._records.children[records] == 0].tolist():
-            self._victims.offer(record)
+        if len(records):
+            self._rank[records] = base_rank(self._rank[records]) + self.retentions.added_rank(records)
+            for residence in self.residences:
+                residence.ranked_anew(records)
 
     # ------------------------------------------------------------------------------------- pages that come
 
@@ -223,61 +232,55 @@ class PrefixIndex:
         *,
         now: float,
         digests: DigestArray | None = None,
+        to_host: bool = False,
     ) -> Inserted:
-        """Take the pages of `keys[start:]`, one of each space for each key; those of `keys[:start]` must be known.
+        """Take the pages of `keys[start:]`, one of each space for each key; those of `keys[:start]` must be known where they go.
 
-        A page that is known keeps its first arrival; `Inserted` says which pages were taken. Used at `now`, like the path before
-        them. Raises NotFoundError when `keys[:start]` are not known (any more), InvalidInputError for keys that are no chain and
-        for arrays of another length; the index is as before then.
+        They go to the device, or with `to_host` to the host: twins then, and pages of the home. A page that is known there keeps
+        its first arrival; `Inserted` says which pages were taken. Used at `now`, like the path before them. Raises NotFoundError
+        when `keys[:start]` are not known there (any more), InvalidInputError for keys that are no chain and for arrays of another
+        length; the index is as before then.
         """
-        self._require_arrays(len(keys) - start, pages, digests)
+        residence = self._host() if to_host else self.device
+        self._require_arrays(residence, len(keys) - start, pages, digests)
         path = self.match(keys)
-        known = len(path)
-        if known < start:
-            raise NotFoundError(f"page {start} cannot be cached: only {known} pages before it are known (any more)")
+        known, here = len(path), residence.depth(path)
+        if here < start:
+            raise NotFoundError(f"page {start} cannot be cached: only {here} pages before it are known (any more)")
         if known < len(keys):
             records = self._records.create(keys, path)
-            for row, space in enumerate(self.spaces):
-                self._pages[row, records] = pages[space][known - start :]
-            self._victims.place(records)
             self._digests[records] = 0 if digests is None else digests[known - start :]
             self._is_digested[records] = digests is not None
             self._uses[records] = 0
             path = np.concatenate((path, records))
+        taken = {space: pages[space][here - start :] for space in residence.spaces}
+        if here < len(keys):
+            residence.add(path[here:], taken)
+        if self.home is not None:
+            taken |= {space: pages[space][known - start :] for space in self.home.spaces}
+            if known < len(keys):
+                self.home.add(path[known:], taken)
         self.touch(path, now)
-        return Inserted(path[start:], np.arange(start, len(keys)) >= known)
+        return Inserted(path[start:], residence, path[here:], taken)
 
-    # ------------------------------------------------------------------------------------- checkpoints
+    def add_twins(self, path: RecordArray, start: int, pages: Mapping[IndexSpace, PageIdArray]) -> None:
+        """Let the records of a path from `start` on, which are on the device, be on the host as well; those before are."""
+        self._host().add(path[start:], pages)
+        self._host().used(path)
 
-    def set_checkpoint(self, record: int, pages: PageIdArray) -> bool:
-        """Keep the windows and states at a record's end. False when it has some: those stay, these are still the caller's."""
-        if self._records.children_at[record] == NO_RECORD or not len(pages):
-            raise IntegrityError(f"record {record} cannot have a checkpoint of {len(pages)} pages in {self!r}")
-        is_new = not self._checkpoints.among(np.array([record]))[0]
-        if is_new:
-            self._checkpoints.add(record, pages)
-        return is_new
-
-    def pin_checkpoint(self, record: int) -> PageIdArray:
-        """Count a reader on a record's checkpoint and return its pages; the reader pins the record, too, and for longer.
-
-        Raises NotFoundError when there is none (any more).
-        """
-        if self._checkpoints.pins(record) >= self._pins_at[record]:
-            raise IntegrityError(f"the checkpoint of record {record} is read by somebody who has not pinned the record")
-        return self._checkpoints.pin(record)
-
-    def unpin_checkpoint(self, record: int) -> None:
-        """End what `pin_checkpoint` began. Raises IntegrityError when it has been ended."""
-        self._checkpoints.unpin(record)
+    def add_device(self, path: RecordArray, start: int, pages: Mapping[IndexSpace, PageIdArray]) -> None:
+        """Let the records of a path from `start` on, which are on the host, be on the device as well; those before are."""
+        self.device.add(path[start:], pages)
+        self.device.used(path)
 
     # ------------------------------------------------------------------------------------- pages that go
 
     def evict(self, lacking: Mapping[IndexSpace, int]) -> Pages:
         """Give up at least so many pages of each space, all or nothing: old leaves, neighbours together.
 
-        A record that goes gives its page of every space and its checkpoint, so there may be more than was asked for. When only
-        `swa` lacks pages, checkpoints go and records stay. Raises CapacityError when `evictable` has fewer.
+        A record gives its page of every space of where it goes from, and its checkpoint there, so there may be more than was asked
+        for; from the home it goes with all that it has. When only checkpoints' pages lack, checkpoints go and records stay. Raises
+        CapacityError when `evictable` has fewer.
         """
         evictable = self.evictable()
         short = {space: count - evictable.get(space, 0) for space, count in lacking.items()}
@@ -285,56 +288,87 @@ class PrefixIndex:
         if short:
             needs = ", ".join(f"{count} of '{space}'" for space, count in short.items())
             raise CapacityError(f"cached pages that nobody reads are too few, by {needs}", lacking=short)
-        victims = self._victims.take(max((lacking.get(space, 0) for space in self.spaces), default=0))
-        if len(victims):
-            self._policy.evicted(float(base_rank(self._rank[victims]).min()))
-            self.evicted += self.retentions.reasons(victims)
-        found = self._clear(victims)
-        oldest = self._checkpoints.oldest(
-            lacking.get(CHECKPOINT_SPACE, 0) - len(found[CHECKPOINT_SPACE]), self.retentions
-        )
-        self._note_evicted(victims)
+        found: list[Pages] = []
+        for residence in reversed(self.residences):  # what goes from its home goes from everywhere
+            given = merged(found)
+            left = {space: count - len(given.get(space, ())) for space, count in lacking.items()}
+            victims, pages = residence.take(max((left.get(space, 0) for space in residence.spaces), default=0))
+            found.append(pages)
+            if len(victims):
+                self._policy.evicted(float(base_rank(self._rank[victims]).min()))
+                others = self.residences if residence is self.home else ()
+                found += [other.remove(victims[other.has(victims)]) for other in others]
+                gone, pages = self._forget(victims, evicted=True)
+                self._note_evicted(gone)
+                found.append(pages)
+            found.append(self._evict_checkpoints(residence, lacking, merged(found)))
+        return merged(found)
+
+    def _evict_checkpoints(self, residence: Residence, lacking: Mapping[IndexSpace, int], given: Pages) -> Pages:
+        space = residence.checkpoint_space
+        if space is None:
+            return {}
+        oldest, pages = residence.take_checkpoints(lacking.get(space, 0) - len(given.get(space, ())), self.retentions)
+        others = [other for other in self.residences if other is not residence]
+        for other in others:
+            oldest = oldest[~other.checkpointed(oldest)]
         self._note_evicted(oldest)
-        return found | {CHECKPOINT_SPACE: join([found[CHECKPOINT_SPACE], self._checkpoints.take(oldest)])}
+        return pages
 
     def drop(self, records: RecordArray | None = None) -> Pages:
-        """Make records and all that depends on them unreachable at once; None: all there are.
+        """Make records and all that depends on them unreachable at once, wherever they are; None: all there are.
 
         Returns the pages that nobody reads. Those of the others come with the last `unpin`.
         """
         dropped = self._records.descendants(self._records.all() if records is None else records)
         self._records.hide(dropped[~self._records.is_hidden(dropped)])
-        return self._release(dropped[self._pins[dropped] == 0])
+        return self._release([(one, one.unpinned(dropped)) for one in self.residences if one is not self.home])
+
+    def withdraw(self, inserted: Inserted) -> None:
+        """Undo `insert`, in the same step: the pages are their owner's again."""
+        self._release([(inserted.residence, inserted.new[::-1])])
 
     # ------------------------------------------------------------------------------------- for operators
 
     def check_integrity(self) -> None:
         """Compare every structure with every other. Raises IntegrityError that names the first contradiction."""
         self._records.check_integrity()
-        self._checkpoints.check_integrity(self._pins)
         self.retentions.check_integrity()
-        there, parent = self._records.all(), self._records.parent
-        inner = there[parent[there] != NO_RECORD]
-        by_children = np.bincount(parent[inner], weights=self._pins[inner], minlength=len(self._pins))
-        needed = np.maximum(by_children[there], self._records.is_hidden(there))
-        facts = {
-            "pins of records and their children": bool((self._pins[there] >= needed).all()),
-            "pinned records": self._pinned == np.count_nonzero(self._pins[there]) == np.count_nonzero(self._pins),
-            "candidates, leaves and places": self._victims.add_up(),
-            "pages and records": all(len(np.unique(ids)) == len(ids) for ids in self.pages(there).values()),
-            "checkpoints and records": self._checkpoints.among(there).sum() == len(self._checkpoints),
-        }
-        for fact, holds in facts.items():
-            if not holds:
-                raise IntegrityError(f"{fact} contradict each other in {self!r}")
+        there = self._records.all()
+        is_hidden = np.zeros(self._records.capacity, dtype=np.bool_)
+        is_hidden[there] = self._records.is_hidden(there)
+        for residence in self.residences:
+            residence.check_integrity(is_hidden)
+        everywhere = self.device.has(there) if self.host is None else self.device.has(there) | self.host.has(there)
+        if not everywhere.all() or (self.home is not None and not self.home.has(there).all()):
+            raise IntegrityError(f"records are nowhere, or not in their home: {self!r}")
 
     def __repr__(self) -> str:
+        residences = ", ".join(map(repr, self.residences))
         return (
-            f"<prefix index: {len(self)} of {self._records.capacity} records, {self._pinned} pinned, "
-            f"{self._records.hidden_count} unreachable, {len(self._checkpoints)} checkpoints>"
+            f"<prefix index: {len(self)} of {self._records.capacity} records, {self._records.hidden_count} unreachable; "
+            f"{residences}>"
         )
 
     # ------------------------------------------------------------------------------------- inside
+
+    def _host(self) -> Residence:
+        if self.host is None:
+            raise InvalidInputError(f"there are no twins here: {self!r}")
+        return self.host
+
+    def _parts(
+        self, records: RecordArray, device: int | None, host: int, verb: str, *, whole: bool = False
+    ) -> list[tuple[Residence, RecordArray]]:
+        """What a reader of records pins in each residence."""
+        if not self._is_path(records, verb, whole=whole):
+            return []
+        if self.host is None:
+            return [(self.device, records)]
+        parts = [(self.device, records[:device]), (self.host, records[:host])]
+        if self.home is not None:
+            parts.append((self.home, records))
+        return [(residence, part) for residence, part in parts if len(part)]
 
     def _is_path(self, records: RecordArray, verb: str, *, whole: bool = False) -> bool:
         """Whether there is anything to do. Raises IntegrityError for what is no path."""
@@ -345,10 +379,13 @@ class PrefixIndex:
             raise IntegrityError(f"{verb}: {len(records)} records from {records[0]} on are no path of {self!r}")
         return True
 
-    def _require_arrays(self, count: int, pages: Mapping[IndexSpace, PageIdArray], digests: DigestArray | None) -> None:
+    def _require_arrays(
+        self, residence: Residence, count: int, pages: Mapping[IndexSpace, PageIdArray], digests: DigestArray | None
+    ) -> None:
         lengths = {space: len(ids) for space, ids in pages.items()}
-        if count < 0 or lengths != dict.fromkeys(self.spaces, count):
-            raise InvalidInputError(f"{count} keys need so many pages of each of {list(self.spaces)}, got {lengths}")
+        spaces = residence.spaces + (() if self.home is None else self.home.spaces)
+        if count < 0 or lengths != dict.fromkeys(spaces, count):
+            raise InvalidInputError(f"{count} keys need so many pages of each of {list(spaces)}, got {lengths}")
         words = self._digests.shape[1]
         if digests is not None and digests.shape != (count, words):
             raise InvalidInputError(f"{count} pages need {words} words of digests each, got {digests.shape}")
@@ -357,18 +394,20 @@ class PrefixIndex:
         if self._policy.rank_is_time and len(records):
             self.kept_since = max(self.kept_since, float(base_rank(self._rank[records]).max()))
 
-    def _release(self, records: RecordArray) -> Pages:
-        """Give up records that nobody reads and no key reaches, each before its parent."""
-        for record in records.tolist():
-            parent = self._records.remove_leaf(record)
-            if parent != NO_RECORD:
-                self._victims.offer(parent)
-        return self._clear(records)
+    def _release(self, parts: Sequence[tuple[Residence, RecordArray]]) -> Pages:
+        """Give up records that nobody reads in a residence; there, each comes before its parent."""
+        found = [residence.remove(records) for residence, records in parts]
+        records = np.unique(np.concatenate([records for _, records in parts]))
+        return merged([*found, self._forget(self._records.deepest_first(records))[1]])
 
-    def _clear(self, records: RecordArray) -> Pages:
-        """Return the pages of leaves that have been taken off, with their checkpoints."""
-        pages = self.pages(records) | {CHECKPOINT_SPACE: self._checkpoints.take(records)}
-        self._victims.forget(records)
-        self.retentions.forget(records)
-        self._records.forget(records)
-        return pages
+    def _forget(self, records: RecordArray, *, evicted: bool = False) -> tuple[RecordArray, Pages]:
+        """Of records, each before its parent, forget those that are nowhere any more; return them and the pages of their home."""
+        gone = records[~self.device.has(records)]
+        if self.host is not None:
+            gone = gone[~self.host.has(gone)]
+        pages = {} if self.home is None else self.home.remove(gone[self.home.has(gone)])
+        if evicted:
+            self.evicted += self.retentions.reasons(gone)
+        self.retentions.forget(gone)
+        self._records.forget(gone)
+        return gone, pages

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,65 +26,41 @@ from kvbridge.pool.accounts.holdings import Pages
 from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
 from kvbridge.tier.keys import Keys
+from kvbridge.tier.readers import Admitted, Dropped, PathPages, Reader, some
 from kvbridge.tier.records import RecordArray
 from kvbridge.tier.retention import Claim
+from kvbridge.tier.twins import Twins
 
-Demand = Callable[[int], Mapping[IndexSpace, int]]
-"""From the pages of a prefix that is cached to the pages that an owner needs of each space beside it."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Admitted:
-    """What an owner got."""
-
-    prefix: Pages
-    """Cached pages that hold the first pages of its prompt, in their order, by space; to be read only, until it lets go."""
-    checkpoint: PageIdArray
-    """Windows and states at the end of the prefix, to be read only; empty unless they were asked for."""
-    own: Pages
-    """Pages that are its own alone."""
-
-    @property
-    def prefix_pages(self) -> int:
-        """Of how many pages of the prompt the prefix consists."""
-        return max(map(len, self.prefix.values()), default=0)
+Demand = Callable[[Mapping[IndexSpace, int]], Mapping[IndexSpace, int]]
+"""From the cached pages of each space that an owner is to read to the pages that it needs of each space beside them."""
 
 
-class Dropped(NamedTuple):
-    """What has been forgotten. One page is a page of each space that grows with the tokens."""
+class PathWatcher(Protocol):
+    """Told of prefixes on the device, in the middle of the call: takes note, and calls nothing back."""
 
-    pages: int
-    """Of prompts and answers, which no request finds any more."""
-    read: int
-    """Of these, those that are still read."""
+    def kept(self, keys: Keys) -> None:
+        """Pages of this prompt are new on the device, its last ones."""
 
-
-@dataclass(slots=True)
-class _Reader:
-    path: RecordArray
-    checkpointed: int | None = None
-    """The record whose checkpoint it reads."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PathPages:
-    """Cached pages of a prompt, from its first one on, that stay where they are until `PrefixCache.looked`."""
-
-    path: RecordArray
-    pages: Pages
+    def used(self, keys: Keys) -> None:
+        """Somebody found this beginning of a prompt here."""
 
 
 class PrefixCache:
     """The cached prefixes of one node. Implements the book's PageCache. Not thread-safe: it belongs to the one deciding thread."""
 
-    def __init__(self, book: PageBook, index: PrefixIndex, *, clock: Clock = monotonic) -> None:
+    def __init__(self, book: PageBook, index: PrefixIndex, *, clock: Clock = monotonic, restores: bool = False) -> None:
+        """`restores`: what is on the host only is of use, since owners can have it loaded back."""
         self._book = book
         self._index = index
         self._clock = clock
-        self._readers: dict[Owner, _Reader] = {}
+        self._restores = restores and index.host is not None
+        self._readers: dict[Owner, Reader] = {}
         self._claims: dict[Owner, Claim] = {}
         """What owners ask for all pages that they read; it counts from their last use of them on."""
-        self._looking: set[PathPages] = set()
+        self._looking: dict[PathPages, Reader] = {}
+        self._watchers: list[PathWatcher] = []
+        self.twins = Twins(book, index, index.host, clock, end=self._end) if index.host is not None else None
+        """How prefixes come to the host; None: they do not."""
         self._empty_at_s = clock()
         """When everything was last forgotten at once."""
         self._forgotten: Counter[Evicted] = Counter()
@@ -92,6 +68,10 @@ class PrefixCache:
         """Owners whose namespace retained as many pages as it may: what they ask does not count any more."""
         self.evicted_checkpoints = 0
         book.use_cache(self)
+
+    def watch(self, watcher: PathWatcher) -> None:
+        """Tell `watcher` from now on."""
+        self._watchers.append(watcher)
 
     # ------------------------------------------------------------------------------------- owners
 
@@ -104,8 +84,10 @@ class PrefixCache:
         been kept is of use. Raises what `PageBook.reserve` does.
         """
         path = self._index.match(keys, at_most=at_most)
+        if not self._restores:
+            path = path[: self._index.device.depth(path)]
         if from_checkpoint:
-            path = path[: max((np.flatnonzero(self._index.checkpointed(path)) + 1).tolist(), default=0)]
+            path = path[: max((np.flatnonzero(self._restorable(path)) + 1).tolist(), default=0)]
         try:
             return self._admit(owner, keys, path, demand, from_checkpoint=from_checkpoint)
         except CapacityError as error:
@@ -121,20 +103,27 @@ class PrefixCache:
             raise ConflictError(
                 f"{owner} was admitted already, with a prefix of {len(self._readers[owner].path)} pages"
             )
-        reader = _Reader(path, int(path[-1]) if from_checkpoint and len(path) else None)
-        self._index.pin(path)
-        checkpoint = path[:0] if reader.checkpointed is None else self._index.pin_checkpoint(reader.checkpointed)
+        reader = Reader.of(self._index, path, self._index.device.depth(path), from_checkpoint=from_checkpoint)
+        reader.pin(self._index)
         try:
-            needed = demand(len(path))
+            shared = reader.shared(self._index)
+            needed = dict(demand(shared))
             # What cannot be cached goes back soon, and among pages that stay it would leave a hole.
-            apart = {space: max(0, needed.get(space, 0) - (len(keys) - len(path))) for space in self.spaces}
+            apart = {space: max(0, needed.get(space, 0) - (len(keys) - shared[space])) for space in self.spaces}
+            to_load = len(reader.checkpoint(self._index.host))
+            if to_load:
+                needed[CHECKPOINT_SPACE] = needed.get(CHECKPOINT_SPACE, 0) + to_load
             own = self._book.reserve(owner, needed, scattered=apart)
         except BridgeError:
-            self._unpin(reader)
+            reader.unpin(self._index)
             raise
+        if to_load:
+            own[CHECKPOINT_SPACE], reader.checkpoint_own = np.split(own[CHECKPOINT_SPACE], [-to_load])
         self._readers[owner] = reader
         self._index.touch(path, self._clock())
-        return Admitted(self._index.pages(path), checkpoint, own)
+        for watcher in self._watchers if len(path) else ():
+            watcher.used(keys[: len(path)])
+        return reader.admitted(self._index, own)
 
     def keep(
         self,
@@ -160,22 +149,56 @@ class PrefixCache:
         self._book.cache(owner, {})  # refuses what is not held before the index takes anything
         if not np.array_equal(self._index.match(keys, at_most=start), reader.path):
             return 0
+        if self._index.device.depth(reader.path) < start:
+            return 0
         inserted = self._index.insert(keys, start, pages, now=self._clock(), digests=digests)
-        new = inserted.records[inserted.kept]
         try:
-            self._book.cache(owner, {space: ids[inserted.kept] for space, ids in pages.items()})
+            self._book.cache(owner, inserted.pages)
         except BridgeError:
-            self._index.drop(new[:1])
+            self._index.withdraw(inserted)
             raise
+        if reader.device < start:
+            self._reads(owner, start, reader.host)
         self._index.pin(inserted.records)
-        reader.path = np.concatenate((reader.path, inserted.records))
+        reader = self._readers[owner]
+        reader.path, reader.device = np.concatenate((reader.path, inserted.records)), len(keys)
         self._retain(owner)
-        return len(new)
+        for watcher in self._watchers if len(inserted.new) else ():
+            watcher.kept(keys)
+        return len(inserted.new)
+
+    def restored(self, owner: Owner, pages: Mapping[IndexSpace, PageIdArray]) -> int:
+        """Keep pages of an owner that hold, on the device, what it read on the host only, from the first such page on.
+
+        They are whole by proof, and nobody writes them any more. It goes on reading them; those that came to the device by
+        somebody else meanwhile stay its own. Returns how many are new there. Raises ConflictError when its pages are not held.
+        """
+        reader, device = self._reader(owner), self._index.device
+        self._book.cache(owner, {})
+        path = reader.path[: reader.device + max(map(len, pages.values()), default=0)]
+        path = path[: np.count_nonzero(~self._index.is_dropped(path))]
+        here = device.depth(path)
+        if len(path) <= reader.device:
+            return 0
+        if here < len(path):
+            new = {space: ids[here - reader.device : len(path) - reader.device] for space, ids in pages.items()}
+            self._book.cache(owner, new)
+            self._index.add_device(path, here, new)
+        all_here = len(path) == len(reader.path) and not len(reader.checkpoint_own)
+        self._reads(owner, len(path), 0 if all_here else reader.host)
+        return len(path) - here
+
+    def _reads(self, owner: Owner, device: int, host: int) -> None:
+        """Let an owner read so much of its path in each residence from now on."""
+        before = self._readers[owner]
+        after = self._readers[owner] = replace(before, device=device, host=host)
+        after.pin(self._index)
+        self._end(before)
 
     def keep_checkpoint(self, owner: Owner, page_count: int, pages: PageIdArray) -> bool:
         """Keep an owner's `pages` as the windows and states at the end of the first `page_count` pages that it reads.
 
-        False, and they stay the owner's, when there are some already or that prefix has been dropped. Raises ConflictError when
+        False, and they stay the owner's, when there are some already, or that page is not on the device (any more). Raises ConflictError when
         the owner does not read so many pages, or these are not its own and held.
         """
         path = self._reader(owner).path
@@ -183,11 +206,11 @@ class PrefixCache:
             raise ConflictError(
                 f"{owner}: no checkpoint at the end of page {page_count}, it reads {len(path)} pages so far"
             )
-        record = path[page_count - 1 : page_count]
-        if self._index.checkpointed(record)[0] or self._index.is_dropped(record)[0]:
+        record, device = path[page_count - 1 : page_count], self._index.device
+        if device.checkpointed(record)[0] or self._index.is_dropped(record)[0] or not device.has(record)[0]:
             return False
         self._book.cache(owner, {CHECKPOINT_SPACE: pages})
-        self._index.set_checkpoint(int(record[0]), pages)
+        device.set_checkpoint(int(record[0]), pages)
         self._book.became_available({CHECKPOINT_SPACE: len(pages)})
         return True
 
@@ -214,31 +237,32 @@ class PrefixCache:
             del self._claims[owner]
             self.claims_refused += 1
 
-    def _end(self, reader: _Reader) -> None:
+    def _end(self, reader: Reader) -> None:
         if not len(reader.path):
             return
         before = self._book.available_pages()
-        self._book.uncache(_some(self._unpin(reader)))
+        self._uncache(reader.unpin(self._index))
         now = self._book.available_pages()
         self._book.became_available(
             {space: count - before[space] for space, count in now.items() if count > before[space]}
         )
 
-    def give_up(self, owner: Owner, page_count: int) -> Pages:
+    def give_up(self, owner: Owner, page_count: int) -> Admitted:
         """Let an owner read only the first `page_count` pages of its prefix, whose others have been dropped.
 
-        Returns pages of its own for those. Raises CapacityError when there are none; it reads fewer all the same.
+        As for `shorten`, without checkpoints; but when it raises CapacityError it reads fewer all the same.
         """
         reader = self._reader(owner)
-        fewer = _Reader(reader.path[:page_count])
-        self._index.pin(fewer.path)
+        path = reader.path[:page_count]
+        fewer = Reader.of(self._index, path, min(reader.device, page_count), from_checkpoint=False)
+        fewer.pin(self._index)
         self._readers[owner] = fewer
         self._end(reader)  # first: nobody else may read those either
-        return self._book.grow(owner, dict.fromkeys(self.spaces, len(reader.path) - page_count))
+        return fewer.admitted(self._index, self._book.grow(owner, self._given_up(reader, fewer)))
 
     def checkpoints(self, owner: Owner) -> list[int]:
         """At the ends of how many pages of those that an owner reads there is a checkpoint now, ascending."""
-        return (np.flatnonzero(self._index.checkpointed(self._reader(owner).path)) + 1).tolist()
+        return (np.flatnonzero(self._restorable(self._reader(owner).path)) + 1).tolist()
 
     def shorten(self, owner: Owner, page_count: int, *, from_checkpoint: bool) -> Admitted:
         """Let an owner read only the first `page_count` pages of its prefix, and give it pages of its own for the others.
@@ -247,42 +271,39 @@ class PrefixCache:
         there is no checkpoint (any more).
         """
         reader = self._reader(owner)
-        given_up = len(reader.path) - page_count
-        fewer = _Reader(
-            reader.path[:page_count], int(reader.path[page_count - 1]) if from_checkpoint and page_count else None
-        )
-        self._index.pin(fewer.path)
+        path = reader.path[:page_count]
+        fewer = Reader.of(self._index, path, min(reader.device, page_count), from_checkpoint=from_checkpoint)
+        fewer.pin(self._index)
         try:
-            checkpoint = (
-                fewer.path[:0] if fewer.checkpointed is None else self._index.pin_checkpoint(fewer.checkpointed)
-            )
+            to_load = len(fewer.checkpoint(self._index.host))
+            needed = self._given_up(reader, fewer)
+            if to_load > len(reader.checkpoint_own):
+                needed[CHECKPOINT_SPACE] = to_load - len(reader.checkpoint_own)
+            own = self._book.grow(owner, needed)
         except BridgeError:
-            self._index.unpin(fewer.path)
+            self._end(fewer)
             raise
-        try:
-            own = self._book.grow(owner, dict.fromkeys(self.spaces, given_up))
-        except BridgeError:
-            self._unpin(fewer)
-            raise
+        pages_for_it = np.concatenate((reader.checkpoint_own, own.pop(CHECKPOINT_SPACE, reader.checkpoint_own[:0])))
+        fewer.checkpoint_own = pages_for_it[:to_load]
         self._readers[owner] = fewer
         self._end(reader)
-        return Admitted(self._index.pages(fewer.path), checkpoint, own)
+        return fewer.admitted(self._index, own)
 
     # ------------------------------------------------------------------------------------- what the pages hold
 
     def look(self, owner: Owner) -> PathPages:
-        """Let somebody look at the pages that an owner reads now, until `looked`, whatever becomes of the owner."""
-        path = self._reader(owner).path
-        self._index.pin(path)
+        """Let somebody look at the pages that an owner reads in place, until `looked`, whatever becomes of the owner."""
+        reader = self._reader(owner)
+        path = reader.path[: reader.device]
         looking = PathPages(path, self._index.pages(path))
-        self._looking.add(looking)
+        self._looking[looking] = Reader(path, len(path))
+        self._looking[looking].pin(self._index)
         return looking
 
     def looked(self, looking: PathPages) -> None:
         """End what `look` began; harmless when it has been ended."""
         if looking in self._looking:
-            self._looking.remove(looking)
-            self._end(_Reader(looking.path))
+            self._end(self._looking.pop(looking))
 
     def is_digested(self, looking: PathPages) -> npt.NDArray[np.bool_]:
         """Of which of these pages it is known what they held when they came."""
@@ -315,7 +336,7 @@ class PrefixCache:
 
     def _drop(self, records: RecordArray | None, why: Evicted) -> Dropped:
         known, there = self._index.reachable, len(self._index)
-        self._book.uncache(_some(self._index.drop(records)))
+        self._uncache(self._index.drop(records))
         dropped = known - self._index.reachable
         self._forgotten[why] += dropped
         return Dropped(dropped, dropped - (there - len(self._index)))
@@ -346,7 +367,9 @@ class PrefixCache:
         """See PageCache."""
         checkpoints = self.checkpoint_count
         self._index.decay(self._clock())
-        pages = _some(self._index.evict(lacking))
+        pages = some(self._index.evict(lacking))
+        if self.twins is not None:
+            self.twins.forgotten(pages)
         self.evicted_checkpoints += checkpoints - self.checkpoint_count
         return pages
 
@@ -374,7 +397,7 @@ class PrefixCache:
     @property
     def checkpoint_count(self) -> int:
         """How many checkpoints there are."""
-        return self._index.checkpoint_count
+        return self._index.device.checkpoint_count
 
     def kept_s(self) -> float:
         """What was used within so many seconds, and kept, is still here: how long a prefix lasts that nobody uses again."""
@@ -382,8 +405,8 @@ class PrefixCache:
 
     def pages(self) -> tuple[int, int]:
         """How many pages of prompts somebody reads, and how many nobody does."""
-        unread = self._index.evictable()[self.spaces[0]]
-        return len(self._index) - unread, unread
+        device = self._index.device
+        return device.pinned, len(device) - device.pinned
 
     def check_integrity(self) -> None:
         """Count book and index again, and compare one with the other and both with the readers. Raises IntegrityError."""
@@ -397,36 +420,44 @@ class PrefixCache:
                 raise IntegrityError(
                     f"pages of '{space}' are cached or in the index, not both: {differing.tolist()[:8]}"
                 )
-        pins, checkpoint_pins = self._index.pins()
-        expected, restoring = np.zeros_like(pins), dict.fromkeys(checkpoint_pins, 0)
-        for looking in self._looking:
-            expected[looking.path] += 1
-        for reader in self._readers.values():
-            expected[reader.path] += 1  # a path has no record twice
-            if reader.checkpointed is not None:
-                restoring[reader.checkpointed] = restoring.get(reader.checkpointed, 0) + 1
         if not self._claims.keys() <= self._readers.keys():
             raise IntegrityError(f"owners claim pages that they do not read, in {self._index!r}")
-        if not np.array_equal(pins, expected) or restoring != checkpoint_pins:
-            raise IntegrityError(f"pins do not add up to what {len(self._readers)} owners read, in {self._index!r}")
+        readers = [*self._readers.values(), *self._looking.values()]
+        if self.twins is not None:
+            readers += [backup.reader for backup in self.twins.backups.values()]
+        for residence in self._index.residences:
+            pins, checkpoint_pins = residence.pins()
+            expected, restoring = np.zeros_like(pins), dict.fromkeys(checkpoint_pins, 0)
+            for reader in readers:
+                expected[reader.reads(residence, self._index)] += 1  # a path has no record twice
+                for where, record in reader.checkpoints:
+                    if where is residence:
+                        restoring[record] = restoring.get(record, 0) + 1
+            if not np.array_equal(pins, expected) or restoring != checkpoint_pins:
+                raise IntegrityError(f"pins do not add up to what {len(readers)} readers read in {residence!r}")
 
     def __repr__(self) -> str:
         return f"<prefix cache: {len(self._readers)} readers, {self._index!r}>"
 
     # ------------------------------------------------------------------------------------- inside
 
-    def _reader(self, owner: Owner) -> _Reader:
+    def _reader(self, owner: Owner) -> Reader:
         try:
             return self._readers[owner]
         except KeyError:
             raise NotFoundError(f"{owner} reads no cached pages: it was never admitted here, or has let go") from None
 
-    def _unpin(self, reader: _Reader) -> Mapping[IndexSpace, PageIdArray]:
-        if reader.checkpointed is not None:
-            self._index.unpin_checkpoint(reader.checkpointed)
-        return self._index.unpin(reader.path)
+    def _restorable(self, path: RecordArray) -> npt.NDArray[np.bool_]:
+        """Behind which records of a path an owner can go on."""
+        found = self._index.device.checkpointed(path)
+        return found | self._index.host.checkpointed(path) if self._restores and self._index.host is not None else found
 
+    def _given_up(self, before: Reader, after: Reader) -> dict[IndexSpace, int]:
+        left = after.shared(self._index)
+        return {space: count - left[space] for space, count in before.shared(self._index).items()}
 
-def _some(pages: Mapping[IndexSpace, PageIdArray]) -> Pages:
-    """Leave out spaces of which there is no page: the node may not have them."""
-    return {space: ids for space, ids in pages.items() if len(ids)}
+    def _uncache(self, pages: Pages) -> None:
+        pages = some(pages)
+        self._book.uncache(pages)
+        if self.twins is not None:
+            self.twins.forgotten(pages)

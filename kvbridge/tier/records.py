@@ -21,10 +21,10 @@ RecordArray = npt.NDArray[np.int32]
 """Numbers of records, in the order of their pages in a prompt unless something else is said."""
 
 NO_RECORD = -1
-"""The parent of a prompt's first page; the children of a number that is no record now."""
+"""The parent of a prompt's first page; the children of a record that is not in a subtree."""
+_UNUSED = -2
+"""The parent of a number that is no record now."""
 _NO_RECORDS = np.empty(0, dtype=np.int32)
-
-
 _FEW = 16
 """So few records are looked at faster one by one."""
 
@@ -41,11 +41,8 @@ class Records:
         self._key = np.zeros((capacity, 2), dtype=np.uint64)
         self._depth = np.zeros(capacity, dtype=np.int32)
         self._is_hidden = np.zeros(capacity, dtype=np.bool_)
-        self.parent = np.zeros(capacity, dtype=np.int32)
-        self.children = np.full(capacity, NO_RECORD, dtype=np.int32)
-        # One record at a time is read several times faster through these.
-        self.parent_at, self.children_at = self.parent.data, self.children.data
-        self.leaf_count = 0
+        self.parent = np.full(capacity, _UNUSED, dtype=np.int32)
+        self.parent_at = self.parent.data  # one at a time is read several times faster through this
         self._unused = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         """A stack of the numbers that are no records, `_unused_count` high."""
         self._unused_count = capacity
@@ -61,7 +58,7 @@ class Records:
 
     def all(self) -> RecordArray:
         """All records, hidden ones among them, by their number."""
-        return np.flatnonzero(self.children != NO_RECORD).astype(np.int32)
+        return np.flatnonzero(self.parent != _UNUSED).astype(np.int32)
 
     def match(self, keys: Keys, at_most: int) -> RecordArray:
         """Return the path of the longest known run of `keys` from the first on, of at most so many pages."""
@@ -77,22 +74,22 @@ class Records:
             return _NO_RECORDS
         path = self._path(last)
         # Keys come from outside: those that are no chain match as far as a path here has the same.
-        return path[: keys.shared_with(self._keys(path))]
+        return path[: keys.shared_with(self.keys(path))]
 
     def is_path(self, records: RecordArray) -> bool:
         """Whether each is the parent of the next, wherever the first is."""
+        if self.parent_at[records[0]] == _UNUSED:
+            return False
         if len(records) <= _FEW:
-            numbers, parent_at, children_at = records.tolist(), self.parent_at, self.children_at
-            follow = all(parent_at[child] == parent for parent, child in pairwise(numbers))
-            return follow and all(children_at[number] != NO_RECORD for number in numbers)
-        return bool((self.parent[records[1:]] == records[:-1]).all() and (self.children[records] >= 0).all())
+            return all(self.parent_at[child] == parent for parent, child in pairwise(records.tolist()))
+        return bool((self.parent[records[1:]] == records[:-1]).all())
 
     def is_hidden(self, records: RecordArray) -> npt.NDArray[np.bool_]:
         """Which of the records no key leads to any more."""
         return self._is_hidden[records]
 
     def create(self, keys: Keys, path: RecordArray) -> RecordArray:
-        """Make a record for each of the keys behind a path, the last of them a leaf.
+        """Make a record for each of the keys behind a path; they have to enter a subtree next.
 
         Raises InvalidInputError for keys that are no chain, IntegrityError when there are more pages than can be.
         """
@@ -110,36 +107,19 @@ class Records:
         parent = int(path[-1]) if known else NO_RECORD
         self.parent[records[0]] = parent
         self.parent[records[1:]] = records[:-1]
-        self.children[records] = 1
-        self.children_at[records[-1]] = 0
-        self.leaf_count += 1
-        if known:
-            self.leaf_count -= self.children_at[parent] == 0
-            self.children_at[parent] += 1
         return records
 
     def hide(self, records: RecordArray) -> None:
         """Let no key lead to these any more; whatever depends on one of them is among them or hidden."""
-        for key in self._keys(records).to_list():
+        for key in self.keys(records).to_list():
             del self._record_of[key]
         self._is_hidden[records] = True
 
-    def remove_leaf(self, record: int) -> int:
-        """Take a leaf off; it must be `forget`-ed next. Returns its parent if that is a leaf now, else NO_RECORD."""
-        children_at = self.children_at
-        children_at[record] = NO_RECORD
-        parent: int = self.parent_at[record]
-        if parent != NO_RECORD:
-            children_at[parent] -= 1
-            if not children_at[parent]:
-                return parent  # one leaf for the other
-        self.leaf_count -= 1
-        return NO_RECORD
-
     def forget(self, records: RecordArray) -> None:
-        """Give the numbers of leaves that have been taken off back, and let no key lead to them."""
+        """Give the numbers of records that are in no subtree any more back, and let no key lead to them."""
         self.hide(records[~self._is_hidden[records]])
         self._is_hidden[records] = False
+        self.parent[records] = _UNUSED
         self._unused[self._unused_count : self._unused_count + len(records)] = records
         self._unused_count += len(records)
 
@@ -165,14 +145,11 @@ class Records:
         seen = there[~self._is_hidden[there]]
         parents = self.parent[there]
         inner = parents != NO_RECORD
-        children = np.bincount(parents[inner], minlength=self.capacity)
         facts = {
-            "used and unused numbers": np.array_equal(unused, np.flatnonzero(self.children == NO_RECORD)),
-            "keys": self._record_of == dict(zip(self._keys(seen).to_list(), seen.tolist(), strict=True)),
-            "parents": bool((self.children[parents[inner]] > 0).all()),
+            "used and unused numbers": np.array_equal(unused, np.flatnonzero(self.parent == _UNUSED)),
+            "keys": self._record_of == dict(zip(self.keys(seen).to_list(), seen.tolist(), strict=True)),
+            "parents": bool((self.parent[parents[inner]] != _UNUSED).all()),
             "depths": bool((self._depth[there] == np.where(inner, self._depth[parents] + 1, 0)).all()),
-            "children": bool((self.children[there] == children[there]).all()),
-            "leaves": self.leaf_count == np.count_nonzero(self.children == 0),
             "hidden ones": not (self._is_hidden[parents] & inner & ~self._is_hidden[there]).any(),
         }
         for fact, holds in facts.items():
@@ -189,5 +166,66 @@ class Records:
         found.reverse()
         return np.array(found, dtype=np.int32)
 
-    def _keys(self, records: RecordArray) -> Keys:
+    def keys(self, records: RecordArray) -> Keys:
+        """The keys of records."""
         return Keys(self._key[records].tobytes())
+
+
+class Subtree:
+    """A set of records in which none is without its parent: which they are, and how many children each has among them."""
+
+    def __init__(self, records: Records) -> None:
+        self.capacity = records.capacity
+        self._parent, self._parent_at = records.parent, records.parent_at
+        self.children = np.full(records.capacity, NO_RECORD, dtype=np.int32)
+        self.children_at = self.children.data
+        self.leaf_count = 0
+
+    def all(self) -> RecordArray:
+        """All records of the set, by their number."""
+        return np.flatnonzero(self.children != NO_RECORD).astype(np.int32)
+
+    def has(self, records: RecordArray) -> npt.NDArray[np.bool_]:
+        """Which of the records are in the set."""
+        is_in: npt.NDArray[np.bool_] = self.children[records] != NO_RECORD
+        return is_in
+
+    def depth(self, path: RecordArray) -> int:
+        """How many records of a path are in the set: its first ones."""
+        if not len(path) or self.children_at[path[-1]] != NO_RECORD:
+            return len(path)
+        return int(np.count_nonzero(self.has(path)))
+
+    def add(self, records: RecordArray) -> None:
+        """Take records in that continue a path of the set; the last of them is a leaf."""
+        parent = self._parent_at[records[0]]
+        self.children[records] = 1
+        self.children_at[records[-1]] = 0
+        self.leaf_count += 1
+        if parent != NO_RECORD:
+            self.leaf_count -= self.children_at[parent] == 0
+            self.children_at[parent] += 1
+
+    def remove_leaf(self, record: int) -> int:
+        """Take a leaf off. Returns its parent if that is a leaf now, else NO_RECORD."""
+        children_at = self.children_at
+        children_at[record] = NO_RECORD
+        parent: int = self._parent_at[record]
+        if parent != NO_RECORD:
+            children_at[parent] -= 1
+            if not children_at[parent]:
+                return parent  # one leaf for the other
+        self.leaf_count -= 1
+        return NO_RECORD
+
+    def adds_up(self) -> bool:
+        """Recount."""
+        there = self.all()
+        parents = self._parent[there]
+        inner = parents[parents != NO_RECORD]
+        children = np.bincount(inner, minlength=self.capacity)
+        return (
+            bool((parents >= NO_RECORD).all() and (self.children[inner] > 0).all())
+            and bool((self.children[there] == children[there]).all())
+            and self.leaf_count == np.count_nonzero(self.children == 0)
+        )

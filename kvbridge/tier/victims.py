@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
-from kvbridge.tier.records import NO_RECORD, RecordArray, Records
+from kvbridge.tier.records import NO_RECORD, RecordArray, Subtree
 from kvbridge.tier.retention import PRIORITY_RANK
 
 _OLD_SHARE = 0.2
@@ -34,7 +34,7 @@ class Victims:
 
     def __init__(
         self,
-        records: Records,
+        records: Subtree,
         *,
         pages: npt.NDArray[np.int32],
         pins: npt.NDArray[np.int32],

@@ -133,4 +133,6 @@ def _identity(setup: WorkerSetup, settings: TransportSettings, memory: WorkerMem
     )
     check_manifest(manifest, setup.geometry)
     order = tuple(str(name) for name in settings.order)
-    return RankIdentity(setup.geometry, manifest, memory.extents, order, epoch=setup.epoch, made=memory.made)
+    return RankIdentity(
+        setup.geometry, manifest, memory.extents, order, epoch=setup.epoch, made=memory.made, twins=memory.twins
+    )

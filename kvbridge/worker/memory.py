@@ -38,6 +38,8 @@ class WorkerMemory:
     """The pieces to register with transports."""
     made: tuple[SharedRegion, ...] = ()
     """Device memory that the worker has made, as engines open it."""
+    twins: tuple[Region, ...] = ()
+    """The node's twins of device pages, in no manifest and registered with no transport."""
 
 
 def bring_memory(
@@ -51,9 +53,10 @@ def bring_memory(
     """Map what the node owns, make what it asks for on the GPU, adopt what this process brings; `stack` undoes it.
 
     Only device memory that was made stays: others may have it open until this process ends (see `cuda_pool`). `on_progress`
-    hears how far page-locking the host pool has come. Raises RegistrationError, InvalidInputError, UnsupportedError.
+    hears how far page-locking the host pool and the twins has come. Raises RegistrationError, InvalidInputError, UnsupportedError.
     """
     mapped = stack.enter_context(MappedRegions((*setup.device, *setup.host)))
+    kept = stack.enter_context(MappedRegions(setup.twins))
     regions, extents = mapped.regions, registered_extents(mapped.regions, mapped.opened)
     made: tuple[SharedRegion, ...] = ()
     part = RankPart(rank=setup.rank, pp_size=setup.pp_size, tp_size=setup.tp_size, layers=setup.layers)
@@ -67,8 +70,9 @@ def bring_memory(
         regions, extents = regions + ours.regions(), [*extents, *ours.extents()]
     device = _gpu(regions)
     if device is not None:
-        stack.enter_context(HostRegistration(mapped.mappings, device=device, on_progress=on_progress))
-    return WorkerMemory(regions, tuple(extents), made)
+        locked = (*mapped.mappings, *kept.mappings)
+        stack.enter_context(HostRegistration(locked, device=device, on_progress=on_progress))
+    return WorkerMemory(regions, tuple(extents), made, kept.regions)
 
 
 def _make(setup: WorkerSetup, part: RankPart, on_progress: Progress) -> CudaPool:
@@ -79,6 +83,7 @@ def _make(setup: WorkerSetup, part: RankPart, on_progress: Progress) -> CudaPool
         part.model_copy(update={"memory": MemoryKind.VRAM, "device": request.device}),
         page_counts=request.page_counts,
         exclude=request.exclude,
+        page_first=request.page_first,
     )
     return CudaPool.create(placement, on_progress=on_progress)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvbridge.core.clock import Clock
 from kvbridge.core.geometry.components import ModelGeometry
-from kvbridge.core.geometry.manifest import RankManifest
+from kvbridge.core.geometry.manifest import RankManifest, Region
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import TransportEndpoint
 from kvbridge.core.wire.shared_memory import SharedRegion
@@ -43,6 +43,8 @@ class RankIdentity:
     """Of the first endpoints that are given out."""
     made: tuple[SharedRegion, ...] = ()
     """Device memory that this worker has made, as engines open it."""
+    twins: tuple[Region, ...] = ()
+    """The node's twins of device pages, at addresses of this process."""
 
     @property
     def rank(self) -> Rank:

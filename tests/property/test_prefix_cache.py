@@ -196,17 +196,19 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self.cache.admit(owner, keys_of(has.prompt), lambda prefix_pages: {FULL: 0})
 
     def admit_as(self, owner, prompt, more, windows, at_most, from_checkpoint):
-        def demand(prefix_pages):
-            return dict.fromkeys(GROWING, len(prompt) + more - prefix_pages) | {SWA: windows}
+        def demand(shared):
+            return {space: len(prompt) + more - shared[space] for space in GROWING} | {SWA: windows}
 
         path = self.match(prompt)[:at_most]
         while from_checkpoint and path and not path[-1].checkpoint:
             path.pop()
         restores = path[-1] if from_checkpoint and path else None
-        fits = self.fits(demand(len(path)), path, [restores] if restores else [])
-        if not fits and restores and self.fits(demand(0)):
+        fits = self.fits(demand(dict.fromkeys(GROWING, len(path))), path, [restores] if restores else [])
+        if not fits and restores and self.fits(demand(dict.fromkeys(GROWING, 0))):
             fits, path, restores = True, [], None
-        assert fits or not self.fits(demand(0)), "without its prefix it would have been admitted"
+        assert fits or not self.fits(demand(dict.fromkeys(GROWING, 0))), (
+            "without its prefix it would have been admitted"
+        )
         before = self.free_pages()
         wanted = {"at_most": at_most, "from_checkpoint": from_checkpoint}
         got = self.call(fits, self.cache.admit, owner, keys_of(prompt), demand, **wanted)
@@ -218,7 +220,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             assert got.prefix[space].tolist() == [entry.pages[space] for entry in path]
         assert got.checkpoint.tolist() == (restores.checkpoint if restores else [])
         self.has[owner] = Has(prompt, path=path, restores=restores)
-        self.notice_evictions(before, demand(len(path)))
+        self.notice_evictions(before, demand(dict.fromkeys(GROWING, len(path))))
         for space, ids in got.own.items():
             table = self.has[owner].table if space in GROWING else self.has[owner].loose
             table[space] = ids.tolist()
@@ -399,7 +401,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_reader_is_counted(self):
-        pins, _ = self.index.pins()
+        pins, _ = self.index.device.pins()
         readers = [entry for has in self.has.values() if has.reads for entry in has.path]
         assert int(pins.sum()) == len(readers)
         for entry in self.entries:

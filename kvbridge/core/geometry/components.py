@@ -63,6 +63,9 @@ class Liveness(StrEnum):
     """One row that summarises everything: row [0, 1)."""
 
 
+DEVICE_SPACES = (IndexSpace.FULL, IndexSpace.SWA, IndexSpace.REQUEST)
+
+
 class RowInterval(FrozenModel):
     """Rows [start, stop) of one component."""
 
@@ -109,9 +112,9 @@ class Component(FrozenModel):
     def _check(self) -> Self:
         if list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"{self.kind}: layers must be ascending and distinct, got {self.layers}")
-        if self.space is IndexSpace.HOST:
+        if self.space not in DEVICE_SPACES:
             raise ValueError(
-                f"{self.kind}: `space` names the device index space; 'host' is where it may reside instead"
+                f"{self.kind}: `space` names the device index space; '{self.space}' is not one of {', '.join(DEVICE_SPACES)}"
             )
         if self.rows_per_logical_page % self.slots_per_page and self.liveness is not Liveness.WHOLE:
             raise ValueError(

@@ -244,6 +244,8 @@ class Attached(Answer):
     """The device regions of each rank, keyed by `str(rank)`; missing for adopted ranks."""
     host: tuple[SharedRegion, ...] = ()
     """The node's host pool."""
+    twins: tuple[SharedRegion, ...] = ()
+    """The node's twins of device pages, from which an engine loads what its rooms are told to."""
     features: Features = Features()
 
 

@@ -63,6 +63,8 @@ class DeviceAllocationRequest(FrozenModel):
     page_counts: dict[IndexSpace, Positive]
     exclude: tuple[ComponentKind, ...] = ()
     """Components that live in the node's host pool instead."""
+    page_first: bool = False
+    """Whether a page of all layers is one stretch of memory."""
 
 
 class StreamPoint(FrozenModel):

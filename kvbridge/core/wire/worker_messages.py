@@ -55,6 +55,10 @@ class WorkerSetup(FrozenModel):
     """Device memory of this rank that the worker is to make (device: cuda). With neither, it adopts an engine's."""
     host: tuple[SharedRegion, ...]
     """The node's host pool; empty when there is none."""
+    twins: tuple[SharedRegion, ...] = ()
+    """The node's twins of device pages, for this worker's copies alone: no peer hears of them, and no transport registers them."""
+    stage_tp_ranks: tuple[NonNegative, ...] = ()
+    """The tensor-parallel indices of the ranks of this worker's stage on this node, who share the twins."""
     transports: Annotated[str, Field(max_length=100_000)]
     transfer_timeout_s: Annotated[float, Field(gt=0)]
     """`timeouts.transfer_s`."""

@@ -303,6 +303,11 @@ class Event:
         use(self.device)
         return _is_done("cudaEventQuery", self.handle)
 
+    def hold(self, stream: int) -> None:
+        """Have a stream wait for the last record; the host does not."""
+        use(self.device)
+        call("cudaStreamWaitEvent", stream, self.handle, 0)
+
     def synchronize(self) -> None:
         """Wait for the last record."""
         use(self.device)

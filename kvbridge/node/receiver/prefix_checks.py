@@ -79,7 +79,7 @@ class PrefixChecks:
 
     def begin(self, room: ReceiverRoom) -> bool:
         """Look at the cached pages that a room got, if that is wanted and there are any; whether it has to wait for it."""
-        wanted = self.pages.settings.verifies_hits and bool(room.shared_pages)
+        wanted = self.pages.settings.verifies_hits and bool(room.pages_in_place)
         room.unchecked = wanted and self._look(room, room.keys, 0, on_hit=True)
         return room.unchecked
 

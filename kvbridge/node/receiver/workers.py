@@ -94,7 +94,7 @@ class ReceiverWorkers:
     def _share(self, room: ReceiverRoom, whole: int) -> None:
         """A room that waited shares so many pages, and is sent the others."""
         pages = self.checks.pages
-        if whole < room.shared_pages:
+        if whole < room.pages_in_place:
             try:
                 pages.give_up_prefix(room, whole)
             except CapacityError as error:

@@ -52,14 +52,17 @@ class PageCache(Protocol):
         """Forget pages, at least as many of each space as `lacking` says (never more than are evictable), and return them."""
 
 
+NO_ROOM = -1
+
+
 class Owner(NamedTuple):
-    """One attempt at one request: a room with its generation."""
+    """One attempt at one request: a room with its generation. Or, with `NO_ROOM`, a copy between tiers, counted by generation."""
 
     room: int
     generation: int
 
     def __str__(self) -> str:
-        return f"room {self.room} generation {self.generation}"
+        return f"copy {self.generation}" if self.room == NO_ROOM else f"room {self.room} generation {self.generation}"
 
 
 class PageWatcher(Protocol):

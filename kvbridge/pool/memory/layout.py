@@ -1,12 +1,12 @@
-"""How the components of a rank or of a node's host pool are laid out in memory.
+"""How the components of a rank, of a node's host pool or of its twins are laid out in memory.
 
 Owns: the decision which region begins where. Pure: the same input gives the same `Placement` in every process.
 Must not know: addresses, files, devices.
 
 A *block* is what is laid out as one: in the `layer_first` form one layer of one component, page after page; in the
-`page_first` forms (which place the same bytes, and differ in what copies them) all layers of one component, and page
-`p` of every layer before page `p + 1` of any. The layouts differ in which regions share a block, and so in strides;
-nothing after this module asks which one it was.
+`page_first` forms (which place the same bytes, and differ in what copies them) all layers of all components of an index
+space, and page `p` of every one of them before page `p + 1` of any: so a page id is one stretch of memory. The layouts
+differ in which regions share a block, and so in strides; nothing after this module asks which one it was.
 
 Blocks begin at multiples of 4 KiB and never touch, so that two addresses of different blocks are never neighbours. A
 block that is longer than an extent is cut between pages; the parts touch unless a new mapping begins, so that within
@@ -16,9 +16,10 @@ an entry.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Self
 
 from pydantic import Field
@@ -27,6 +28,7 @@ from kvbridge.config.pools import HostLayout
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import Region, lane_interval
+from kvbridge.core.geometry.twins import twin_page_bytes, twin_space
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank
 from kvbridge.pool.memory.extent import EXTENT_ALIGNMENT_BYTES, align_up, pages_per_extent
 from kvbridge.pool.memory.placement import PlacedMapping, Placement
@@ -118,13 +120,16 @@ def device_placement(
     page_counts: Mapping[IndexSpace, int],
     exclude: Collection[ComponentKind] = frozenset(),
     chunking: Chunking | None = None,
+    page_first: bool = False,
 ) -> Placement:
     """Lay out the device pool of one rank: every component but `exclude` (on decode: those in the host pool).
+
+    With `page_first`, strides are still multiples of every component's `page_alignment_bytes`, as attention kernels want them.
 
     Raises InvalidInputError when a space that is needed has no page count, a page is longer than an extent, or heads do
     not divide.
     """
-    blocks = []
+    found = []
     for component, layers in part.components(geometry, exclude):
         page_count = page_counts.get(component.space, 0)
         if page_count < 1:
@@ -132,14 +137,14 @@ def device_placement(
                 f"{component.kind} on rank {part.rank} needs at least one page of space '{component.space}'"
             )
         start, stop = part.lanes(component)
-        page_bytes = component.page_bytes(stop - start)
-        blocks += [
-            _Block(component.kind, (layer,), component.space, page_count, page_bytes, (start, stop)) for layer in layers
-        ]
-    if not blocks:
+        form = _Pages(component.kind, component.space, page_count, component.page_bytes(stop - start), (start, stop))
+        found += [(form, layer) for layer in layers]
+    if not found:
         raise InvalidInputError(
             f"rank {part.rank} with layers {part.layers} would hold no component of '{geometry.name}' on its device"
         )
+    alignment = math.lcm(*(component.page_alignment_bytes for component in geometry.components)) if page_first else 1
+    blocks = _blocks(found, page_first=page_first, alignment_bytes=alignment)
     return _pack(blocks, f"device-{part.rank}", chunking or Chunking(), memory=part.memory, device=part.device)
 
 
@@ -157,7 +162,7 @@ def host_placement(
     Raises InvalidInputError for a kind that cannot live on the host or that no layer has, UnsupportedError for one that
     is split by heads.
     """
-    blocks = []
+    found = []
     for component in (geometry.component(kind) for kind in sorted(set(kinds))):
         if not component.host_capable:
             raise InvalidInputError(f"{component.kind} of '{geometry.name}' cannot live in the host pool")
@@ -169,32 +174,85 @@ def host_placement(
         held = tuple(layer for layer in component.layers if layers is None or layer in layers)
         if not held:
             raise InvalidInputError(f"no layer of this node has {component.kind}, so its host pool cannot hold it")
-        together = [(layer,) for layer in held] if layout is HostLayout.LAYER_FIRST else [held]
-        blocks += [
-            _Block(component.kind, block, IndexSpace.HOST, page_count, component.page_bytes()) for block in together
-        ]
-    if not blocks or page_count < 1:
+        form = _Pages(component.kind, IndexSpace.HOST, page_count, component.page_bytes())
+        found += [(form, layer) for layer in held]
+    if not found or page_count < 1:
         raise InvalidInputError(f"a host pool needs a component and a page, got {sorted(kinds)} and {page_count} pages")
-    return _pack(blocks, "host", chunking or Chunking())
+    return _pack(_blocks(found, page_first=layout is not HostLayout.LAYER_FIRST), "host", chunking or Chunking())
+
+
+def twin_placement(
+    geometry: ModelGeometry,
+    parts: Collection[RankPart],
+    components: Iterable[Component],
+    *,
+    page_counts: Mapping[IndexSpace, int],
+    layout: HostLayout = HostLayout.LAYER_FIRST,
+    chunking: Chunking | None = None,
+) -> Placement:
+    """Lay out a node's twins of `components`, for all layers and lanes that its ranks hold; `page_counts` are of twin spaces.
+
+    A page of a component that is split by heads holds the lanes of all ranks here, one after another, and each rank's part of it
+    is its own. Raises InvalidInputError when a space that is needed has no page count, or nothing of the components is here.
+    """
+    found = []
+    for component in components:
+        space = twin_space(component.space)
+        page_count = page_counts.get(space, 0)
+        if page_count < 1:
+            raise InvalidInputError(f"twins of {component.kind} need at least one page of space '{space}'")
+        for layer in component.layers:
+            held = [part.lanes(component) for part in parts if layer in part.layers]
+            if held:
+                start, stop = min(start for start, _ in held), max(stop for _, stop in held)
+                page_bytes = twin_page_bytes(geometry, component, stop - start)
+                found.append((_Pages(component.kind, space, page_count, page_bytes, (start, stop)), layer))
+    if not found:
+        raise InvalidInputError(f"this node holds no component of '{geometry.name}' that could have twins on the host")
+    return _pack(_blocks(found, page_first=layout is not HostLayout.LAYER_FIRST), "twins", chunking or Chunking())
 
 
 # ------------------------------------------------------------------------------------------- inside
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """Pages of some layers of one component, interleaved: page 0 of every layer, page 1 of every layer, ..."""
+class _Pages:
+    """The form of the pages of one component."""
 
     kind: ComponentKind
-    layers: tuple[int, ...]
     space: IndexSpace
     page_count: int
     page_bytes: int
     lanes: tuple[int, int] = (0, 1)
 
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Pages of some layers, all of one space, interleaved: page 0 of each of them, then page 1 of each, ..."""
+
+    layers: tuple[tuple[_Pages, int], ...]
+    alignment_bytes: int = 1
+    """Of the stride."""
+
+    @property
+    def page_count(self) -> int:
+        return self.layers[0][0].page_count
+
     @property
     def stride_bytes(self) -> int:
-        return len(self.layers) * self.page_bytes
+        return align_up(sum(form.page_bytes for form, _ in self.layers), self.alignment_bytes)
+
+    @property
+    def label(self) -> str:
+        kinds = dict.fromkeys(form.kind for form, _ in self.layers)
+        return f"{', '.join(kinds)}, {len(self.layers)} layers together"
+
+
+def _blocks(found: list[tuple[_Pages, int]], *, page_first: bool, alignment_bytes: int = 1) -> list[_Block]:
+    if not page_first:
+        return [_Block((each,)) for each in found]
+    by_space = sorted(found, key=lambda each: each[0].space)  # stable: components and layers keep their order
+    return [_Block(tuple(each), alignment_bytes) for _, each in groupby(by_space, key=lambda each: each[0].space)]
 
 
 class _Packer:
@@ -240,7 +298,7 @@ def _pack(
         try:
             per_extent = pages_per_extent(block.page_count, block.stride_bytes, longest)
         except InvalidInputError as error:
-            raise InvalidInputError(f"{block.kind}, {len(block.layers)} layers together: {error}") from error
+            raise InvalidInputError(f"{block.label}: {error}") from error
         mappings, offsets = zip(
             *(
                 packer.put(min(per_extent, block.page_count - first) * block.stride_bytes, first=first == 0)
@@ -249,21 +307,23 @@ def _pack(
             strict=True,
         )
         homes += [mappings] * len(block.layers)
-        regions += [
-            Region(
-                component=block.kind,
-                layer=layer,
-                space=block.space,
-                memory=memory,
-                device=device,
-                extent_addresses=tuple(offset + index * block.page_bytes for offset in offsets),
-                pages_per_extent=per_extent,
-                page_count=block.page_count,
-                page_bytes=block.page_bytes,
-                page_stride_bytes=block.stride_bytes,
-                lane_start=block.lanes[0],
-                lane_stop=block.lanes[1],
+        begin = 0
+        for form, layer in block.layers:
+            regions.append(
+                Region(
+                    component=form.kind,
+                    layer=layer,
+                    space=form.space,
+                    memory=memory,
+                    device=device,
+                    extent_addresses=tuple(offset + begin for offset in offsets),
+                    pages_per_extent=per_extent,
+                    page_count=form.page_count,
+                    page_bytes=form.page_bytes,
+                    page_stride_bytes=block.stride_bytes,
+                    lane_start=form.lanes[0],
+                    lane_stop=form.lanes[1],
+                )
             )
-            for index, layer in enumerate(block.layers)
-        ]
+            begin += form.page_bytes
     return Placement(mappings=packer.mappings(name), regions=tuple(regions), homes=tuple(homes))

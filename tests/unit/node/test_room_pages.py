@@ -102,7 +102,7 @@ def test_a_room_reads_what_is_cached_and_has_its_own_pages_behind_it(bench, over
 def test_a_prompt_that_is_wholly_held_needs_no_page_of_its_own_that_grows(bench):
     bench.warm(2 * PAGE)
     room = bench.room(2 * PAGE)
-    assert (room.prefix_tokens, room.shared_pages) == (2 * PAGE, 2)
+    assert (room.prefix_tokens, room.pages_in_place) == (2 * PAGE, 2)
     assert [len(bench.pages.own_tables(room)[space]) for space in (FULL, HOST)] == [0, 0]
     bench.pages.lease(room)
     bench.pages.hold(room)

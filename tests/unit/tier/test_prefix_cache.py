@@ -33,7 +33,7 @@ class Bench:
 
     def admit(self, owner: Owner, name: str, pages: int, windows: int = 0, **wanted):
         self.clock.advance(1.0)
-        demand = lambda prefix: {FULL: pages - prefix, SWA: windows}  # noqa: E731 - it is one
+        demand = lambda prefix: {FULL: pages - prefix[FULL], SWA: windows}  # noqa: E731 - it is one
         return self.cache.admit(owner, keys(name, pages), demand, **wanted)
 
     def keep(self, owner: Owner, name: str, start: int, ids) -> int:
@@ -200,7 +200,7 @@ def test_a_pool_that_has_been_full_for_long_still_gives_long_runs():
     for room, pages in enumerate(lengths.tolist()):
         clock.advance(1.0)
         chain, owner = keys(f"{room}", pages), Owner(room, 1)
-        got = cache.admit(owner, chain, lambda prefix, pages=pages: {FULL: pages - prefix})
+        got = cache.admit(owner, chain, lambda prefix, pages=pages: {FULL: pages - prefix[FULL]})
         cache.keep(owner, chain, 0, got.own)
         cache.let_go(owner)
         book.free(owner)
@@ -266,7 +266,7 @@ def test_a_policy_that_goes_by_more_than_time_says_only_since_when_there_is_anyt
     cache = PrefixCache(book, PrefixIndex((FULL,), PAGES, policy=GreedyDual()), clock=clock)
     for owner, name in ((A, "a"), (B, "b"), (C, "c")):
         clock.advance(1.0)
-        ids = cache.admit(owner, keys(name, 8), lambda prefix: {FULL: 8 - prefix}).own
+        ids = cache.admit(owner, keys(name, 8), lambda prefix: {FULL: 8 - prefix[FULL]}).own
         cache.keep(owner, keys(name, 8), 0, ids)
         cache.let_go(owner)
         book.free(owner)

@@ -64,11 +64,11 @@ def test_a_second_arrival_keeps_the_first():
     pool = Pool()
     first = pool.add("abc")
     second = pool.add("abcde")
-    assert second.kept.tolist() == [False, False, False, True, True]
+    assert second.new.tolist() == second.records[3:].tolist()
     assert second.records[:3].tolist() == first.records.tolist()
     assert pool.index.pages(second.records)[FULL].tolist() == [0, 1, 2, 6, 7]
     again = pool.add("abcde", start=2)
-    assert not again.kept.any()
+    assert not len(again.new)
     assert again.records.tolist() == second.records[2:].tolist()
 
 
@@ -233,23 +233,25 @@ class TestCheckpoints:
         pool.add("abc")
         pool.add("abx")
         for name, text in enumerate(("ab", "abc", "abx")):
-            assert pool.index.set_checkpoint(int(pool.match(text)[-1]), np.array([2 * name, 2 * name + 1], np.int32))
+            assert pool.index.device.set_checkpoint(
+                int(pool.match(text)[-1]), np.array([2 * name, 2 * name + 1], np.int32)
+            )
         return pool
 
     def test_the_first_stays(self, pool):
-        assert not pool.index.set_checkpoint(int(pool.match("ab")[-1]), np.array([9], np.int32))
-        assert pool.index.checkpoint(int(pool.match("ab")[-1])).tolist() == [0, 1]
-        assert pool.index.checkpointed(pool.match("abc")).tolist() == [False, True, True]
+        assert not pool.index.device.set_checkpoint(int(pool.match("ab")[-1]), np.array([9], np.int32))
+        assert pool.index.device.checkpoint(int(pool.match("ab")[-1])).tolist() == [0, 1]
+        assert pool.index.device.checkpointed(pool.match("abc")).tolist() == [False, True, True]
         with pytest.raises(NotFoundError):
-            pool.index.checkpoint(int(pool.match("a")[-1]))
+            pool.index.device.checkpoint(int(pool.match("a")[-1]))
 
     def test_they_go_alone_before_pages_do_the_oldest_first(self, pool):
         path = pool.match("ab")
         pool.index.pin(path)
-        pool.index.pin_checkpoint(int(path[-1]))
+        pool.index.device.pin_checkpoint(int(path[-1]))
         assert pool.index.evictable()[SWA] == 4
         assert pool.index.evict({SWA: 1})[SWA].tolist() == [2, 3]
-        pool.index.unpin_checkpoint(int(path[-1]))
+        pool.index.device.unpin_checkpoint(int(path[-1]))
         pool.index.unpin(path)
         found = pool.index.evict({SWA: 3})
         assert found[SWA].tolist() == [4, 5, 0, 1]  # that which was read is the younger one
@@ -268,14 +270,14 @@ class TestCheckpoints:
     def test_who_restores_pins_the_page_too_and_for_longer(self, pool):
         path = pool.match("abc")
         with pytest.raises(IntegrityError, match="not pinned the record"):
-            pool.index.pin_checkpoint(int(path[-1]))
+            pool.index.device.pin_checkpoint(int(path[-1]))
         pool.index.pin(path)
-        pool.index.pin_checkpoint(int(path[-1]))
+        pool.index.device.pin_checkpoint(int(path[-1]))
         with pytest.raises(IntegrityError, match="still pins its checkpoint"):
             pool.index.unpin(path)
-        pool.index.unpin_checkpoint(int(path[-1]))
+        pool.index.device.unpin_checkpoint(int(path[-1]))
         with pytest.raises(IntegrityError, match="more often"):
-            pool.index.unpin_checkpoint(int(path[-1]))
+            pool.index.device.unpin_checkpoint(int(path[-1]))
         pool.index.unpin(path)
         pool.index.check_integrity()
 
@@ -286,7 +288,7 @@ def test_candidates_that_are_outdated_do_not_pile_up():
     path = pool.match("abc")
     for now in range(5000):
         pool.index.touch(path, now=10.0 + now)
-    assert len(pool.index._victims._candidates) < 1100
+    assert len(pool.index.device._victims._candidates) < 1100
     assert pool.evict(3) == [2, 1, 0]
 
 
@@ -314,4 +316,7 @@ def test_more_pages_than_there_are_is_a_defect():
     pool = Pool(capacity=3)
     with pytest.raises(IntegrityError, match="of 3 that there are"):
         pool.add("abcd")
-    assert repr(pool.index) == "<prefix index: 0 of 3 records, 0 pinned, 0 unreachable, 0 checkpoints>"
+    assert (
+        repr(pool.index)
+        == "<prefix index: 0 of 3 records, 0 unreachable; <0 records in full, host: 0 pinned, 0 checkpoints>>"
+    )

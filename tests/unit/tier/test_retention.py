@@ -41,7 +41,7 @@ class Bench:
         self.rooms += 1
         owner = Owner(self.rooms, 1)
         prompt = keys(name, pages)
-        got = self.cache.admit(owner, prompt, lambda prefix: {FULL: pages - prefix, SWA: int(checkpoint)})
+        got = self.cache.admit(owner, prompt, lambda shared: {FULL: pages - shared[FULL], SWA: int(checkpoint)})
         if wanted is not None:
             self.cache.retain(owner, wanted)
         self.cache.keep(owner, prompt, got.prefix_pages, {FULL: got.own[FULL]})
@@ -116,7 +116,7 @@ def test_the_priority_falls_in_equal_steps(bench):
 
 def test_its_time_begins_with_the_last_use_which_is_the_end_of_a_request(bench):
     owner, prompt = Owner(7, 1), keys("agent", 4)
-    got = bench.cache.admit(owner, prompt, lambda prefix: {FULL: 4 - prefix})
+    got = bench.cache.admit(owner, prompt, lambda shared: {FULL: 4 - shared[FULL]})
     bench.cache.retain(owner, claim(1, 30))
     bench.cache.keep(owner, prompt, 0, {FULL: got.own[FULL]})
     bench.clock.advance(100.0)
@@ -180,8 +180,12 @@ def test_the_checkpoint_of_a_retained_prompt_goes_after_others():
     bench.warm("agent", 2, claim(1), checkpoint=True)
     bench.warm("x", 2, checkpoint=True)
     bench.need(0, windows=3)
-    assert bench.cache.admit(Owner(7, 1), keys("agent", 3), lambda n: {FULL: 3 - n}, from_checkpoint=True).prefix_pages
-    assert not bench.cache.admit(Owner(8, 1), keys("x", 3), lambda n: {FULL: 3 - n}, from_checkpoint=True).prefix_pages
+    assert bench.cache.admit(
+        Owner(7, 1), keys("agent", 3), lambda n: {FULL: 3 - n[FULL]}, from_checkpoint=True
+    ).prefix_pages
+    assert not bench.cache.admit(
+        Owner(8, 1), keys("x", 3), lambda n: {FULL: 3 - n[FULL]}, from_checkpoint=True
+    ).prefix_pages
 
 
 def test_what_is_dropped_is_counted_by_why_and_its_place_in_the_share_comes_back():

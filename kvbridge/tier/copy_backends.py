@@ -1,0 +1,330 @@
+"""What carries out the copies of `TwinCopier`: processor, kernel or copy engines.
+
+Owns: three ways to copy listed pages of some pairs of regions, and when each copy is done. Must not know: which side is the device,
+what pages hold.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Sequence
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbridge.core.closing import Closing
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.ids import PageIdArray
+from kvbridge.core.plan.operations import Operations
+from kvbridge.core.plan.runs import find_runs
+from kvbridge.kernels.cuda import runtime
+from kvbridge.kernels.cuda.segments import StagingPool
+from kvbridge.kernels.page_copies import CudaPageCopier
+from kvbridge.kernels.places import IdPairs, PageMemory, PagePair
+from kvbridge.kernels.reference import copy_operations
+from kvbridge.pool.memory.host_registration import Range, registered_ranges
+
+IdLists = Sequence[tuple[PageIdArray, PageIdArray]]
+"""For each list that pairs name: ids of the pages that are read and of those that are written."""
+AddressArray = npt.NDArray[np.uint64]
+
+RING = 4
+"""Copies whose lists of ids can be on their way before another stretch of page-locked memory is made for them."""
+RING_BYTES = 64 * 1024
+
+
+class PageCopies(Closing):
+    """Copies pages of some pairs. Tickets count its copies from 1 on."""
+
+    @abstractmethod
+    def copy(self, lists: IdLists, *, stream: int) -> int:
+        """Begin to copy, in the order of a stream; ids exist. The arrays may be dropped at once."""
+
+    @abstractmethod
+    def wait_group(self, group: int, ticket: int, *, stream: int) -> None:
+        """Have a stream wait until a copy is done with a group at least."""
+
+    @abstractmethod
+    def wait(self, ticket: int, *, stream: int) -> None:
+        """Have a stream wait until a copy is done."""
+
+    @abstractmethod
+    def done(self, ticket: int) -> bool:
+        """Whether a copy is done; never waits. Raises TransportError when the device failed."""
+
+
+class ReferenceCopies(PageCopies):
+    """By the processor: done when `copy` returns."""
+
+    def __init__(self, pairs: Sequence[PagePair]) -> None:
+        self._addresses = _Addresses(pairs)
+        self._last = 0
+
+    def copy(self, lists: IdLists, *, stream: int) -> int:
+        """Copy now; there is no stream."""
+        del stream
+        operations = self._addresses.operations(lists)
+        copy_operations(operations.source, operations.destination, operations.length)
+        self._last += 1
+        return self._last
+
+    def wait_group(self, group: int, ticket: int, *, stream: int) -> None:
+        """Nothing to wait for."""
+        del group
+        self.wait(ticket, stream=stream)
+
+    def wait(self, ticket: int, *, stream: int) -> None:
+        """Nothing to wait for."""
+        del stream
+        self.done(ticket)
+
+    def done(self, ticket: int) -> bool:
+        """Always."""
+        return _known(ticket, self._last)
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
+class KernelCopies(PageCopies):
+    """By one launch of the page copy kernel. Memory: device, or host that is registered with CUDA."""
+
+    def __init__(self, device: int, pairs: Sequence[PagePair], *, blocks: int) -> None:
+        """Raises as `CudaPageCopier` does."""
+        self._tickets = _Tickets(device)
+        self._copier = CudaPageCopier(device, pairs, blocks=blocks, signals=True)
+        self._staging = StagingPool(device)
+        self._staging.reserve(RING_BYTES, RING)
+
+    def copy(self, lists: IdLists, *, stream: int) -> int:
+        """Put the ids into page-locked memory, from there to the device, and launch."""
+        arrays = [np.asarray(ids) for pair in lists for ids in pair]
+        staging = self._staging.take(sum(-(-array.nbytes // 8) * 8 for array in arrays))
+        addresses = staging.put(arrays)
+        staging.send(stream=stream)
+        named = zip(addresses[::2], addresses[1::2], (len(source) for source, _ in lists), strict=True)
+        self._copier.copy([IdPairs(*each) for each in named], stream=stream)
+        staging.record(stream)
+        return self._tickets.record(stream)
+
+    def wait_group(self, group: int, ticket: int, *, stream: int) -> None:
+        """The stream's hardware waits for the group's flag."""
+        if not self.done(ticket):
+            self._copier.wait_group(group, stream=stream, sequence=ticket)
+
+    def wait(self, ticket: int, *, stream: int) -> None:
+        """The stream waits for the launch's end."""
+        self._tickets.wait(ticket, stream)
+
+    def done(self, ticket: int) -> bool:
+        """Whether the launch has ended."""
+        return self._tickets.done(ticket)
+
+    def close(self) -> None:
+        """Wait for what was launched, and give everything back. Harmless when closed."""
+        self._tickets.close()
+        self._staging.close()
+        self._copier.close()
+
+
+class DirectCopies(PageCopies):
+    """By the copy engines, in one batch; a copy is done with all groups at once."""
+
+    def __init__(self, device: int, pairs: Sequence[PagePair]) -> None:
+        self._device = device
+        self._addresses = _Addresses(pairs)
+        self._tickets = _Tickets(device)
+        self._ranges = tuple(registered_ranges())
+
+    def copy(self, lists: IdLists, *, stream: int) -> int:
+        """Submit one batch; `stream` is not the default one."""
+        operations = split_at_registrations(self._addresses.operations(lists), self._ranges)
+        runtime.copy_batch(
+            operations.destination.tolist(),
+            operations.source.tolist(),
+            operations.length.tolist(),
+            device=self._device,
+            stream=stream,
+        )
+        return self._tickets.record(stream)
+
+    def wait_group(self, group: int, ticket: int, *, stream: int) -> None:
+        """The stream waits for the batch's end, since pages go as wholes."""
+        del group
+        self.wait(ticket, stream=stream)
+
+    def wait(self, ticket: int, *, stream: int) -> None:
+        """The stream waits for the batch's end."""
+        self._tickets.wait(ticket, stream)
+
+    def done(self, ticket: int) -> bool:
+        """Whether the batch has ended."""
+        return self._tickets.done(ticket)
+
+    def close(self) -> None:
+        """Wait for what was submitted. Harmless when closed."""
+        self._tickets.close()
+
+
+def joined(pairs: Sequence[PagePair]) -> list[PagePair]:
+    """Make one pair of those whose bytes follow each other in every page on both sides."""
+    found: list[PagePair] = []
+    ordered = sorted(pairs, key=lambda pair: (pair.group, pair.table, pair.source.extent_addresses))
+    for pair in ordered:
+        if found and _follows(found[-1], pair):
+            last = found.pop()
+            whole = last.page_bytes + pair.page_bytes
+            pair = PagePair(last.source, last.destination, whole, last.group, last.table)  # noqa: PLW2901 - what was two is one
+        found.append(pair)
+    return found
+
+
+def split_at_registrations(operations: Operations, ranges: Sequence[Range]) -> Operations:
+    """Cut operations where host memory that was registered as one piece ends: copy engines refuse what crosses into the next.
+
+    `ranges` are (address, bytes) of mappings, which are registered in chunks of `runtime.REGISTER_CHUNK_BYTES`.
+    """
+    for address, length_bytes in ranges:
+        for side in ("source", "destination"):
+            operations = _split(operations, side, address, length_bytes)
+    return operations
+
+
+# ------------------------------------------------------------------------------------------- inside
+
+
+def _follows(first: PagePair, second: PagePair) -> bool:
+    sides = ((first.source, second.source), (first.destination, second.destination))
+    whole = first.page_bytes + second.page_bytes
+    return (first.group, first.table) == (second.group, second.table) and all(
+        (one.pages_per_extent, one.page_stride_bytes, one.page_count)
+        == (other.pages_per_extent, other.page_stride_bytes, other.page_count)
+        and whole <= one.page_stride_bytes
+        and all(
+            begin + first.page_bytes == next_begin
+            for begin, next_begin in zip(one.extent_addresses, other.extent_addresses, strict=True)
+        )
+        for one, other in sides
+    )
+
+
+class _Side:
+    """Addresses of pages of several regions at once."""
+
+    def __init__(self, memories: Sequence[PageMemory]) -> None:
+        most = max(len(memory.extent_addresses) for memory in memories)
+        self._extents = np.zeros((len(memories), most), dtype=np.uint64)
+        for row, memory in zip(self._extents, memories, strict=True):
+            row[: len(memory.extent_addresses)] = memory.extent_addresses
+        self._per_extent = np.array([[memory.pages_per_extent] for memory in memories], dtype=np.int64)
+        self._strides = np.array([[memory.page_stride_bytes] for memory in memories], dtype=np.int64)
+
+    def addresses(self, pages: npt.NDArray[np.int64]) -> AddressArray:
+        """Return where each of the pages begins in each region: uint64 [regions, pages]."""
+        if self._extents.shape[1] == 1:
+            return self._extents + (pages * self._strides).astype(np.uint64)
+        extent, within = np.divmod(pages[None, :], self._per_extent)
+        return np.take_along_axis(self._extents, extent, axis=1) + (within * self._strides).astype(np.uint64)
+
+
+class _Group:
+    """Pairs of one list that are alike in whether pages next to each other are one stretch on both sides."""
+
+    def __init__(self, pairs: Sequence[PagePair], *, dense: bool) -> None:
+        self.table = pairs[0].table
+        self._source = _Side([pair.source for pair in pairs])
+        self._destination = _Side([pair.destination for pair in pairs])
+        self._lengths = np.array([[pair.page_bytes] for pair in pairs], dtype=np.int64)
+        self._dense = dense
+
+    def columns(self, source: PageIdArray, destination: PageIdArray) -> tuple[AddressArray, AddressArray, AddressArray]:
+        origins, targets = source.astype(np.int64), destination.astype(np.int64)
+        pages = np.ones(len(origins), dtype=np.int64)
+        if self._dense:
+            runs = find_runs(origins, targets)
+            origins, targets, pages = runs.source, runs.destination, runs.pages
+        return (
+            self._source.addresses(origins).ravel(),
+            self._destination.addresses(targets).ravel(),
+            (self._lengths * pages).astype(np.uint64).ravel(),
+        )
+
+
+class _Addresses:
+    """From listed pages to operations by address."""
+
+    def __init__(self, pairs: Sequence[PagePair]) -> None:
+        ordered = sorted(pairs, key=_form)
+        self._groups = [_Group(list(alike), dense=form[1]) for form, alike in groupby(ordered, key=_form)]
+
+    def operations(self, lists: IdLists) -> Operations:
+        """Return what is to be copied, in any order."""
+        named = [group.columns(*lists[group.table]) for group in self._groups]
+        return Operations(*(np.concatenate(column) for column in zip(*named, strict=True)))
+
+
+def _form(pair: PagePair) -> tuple[int, bool]:
+    sides = pair.source, pair.destination
+    dense = all(len(side.extent_addresses) == 1 and side.page_stride_bytes == pair.page_bytes for side in sides)
+    return pair.table, dense
+
+
+def _split(operations: Operations, side: str, address: int, length_bytes: int) -> Operations:
+    columns = np.array([operations.source, operations.destination, operations.length])
+    here = 0 if side == "source" else 1
+    begin, edge, done = np.uint64(address), np.uint64(runtime.REGISTER_CHUNK_BYTES), list[npt.NDArray[np.uint64]]()
+    while True:
+        inside = (columns[here] >= begin) & (columns[here] < np.uint64(address + length_bytes))
+        room = edge - (columns[here] - begin) % edge
+        crossing = inside & (columns[2] > room)
+        if not crossing.any():
+            return Operations(*np.concatenate([*done, columns], axis=1)) if done else Operations(*columns)
+        cut = room[crossing]
+        head = columns[:, crossing].copy()
+        head[2] = cut
+        done.append(head)
+        columns[:2, crossing] += cut
+        columns[2, crossing] -= cut
+
+
+class _Tickets:
+    """When copies on a device are done: an event behind each, used again."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._pending: deque[tuple[int, runtime.Event]] = deque()
+        self._free: list[runtime.Event] = []
+        self._last = self._done = 0
+
+    def record(self, stream: int) -> int:
+        event = self._free.pop() if self._free else runtime.Event.create(self._device)
+        event.record(stream)
+        self._last += 1
+        self._pending.append((self._last, event))
+        return self._last
+
+    def wait(self, ticket: int, stream: int) -> None:
+        if not self.done(ticket):
+            self._pending[ticket - self._pending[0][0]][1].hold(stream)
+
+    def done(self, ticket: int) -> bool:
+        _known(ticket, self._last)
+        while self._pending and self._pending[0][1].reached():
+            self._done, event = self._pending.popleft()
+            self._free.append(event)
+        return ticket <= self._done
+
+    def close(self) -> None:
+        while self._pending:
+            self._pending[0][1].synchronize()
+            self._free.append(self._pending.popleft()[1])
+        while self._free:
+            self._free.pop().close()
+
+
+def _known(ticket: int, last: int) -> bool:
+    if not 1 <= ticket <= last:
+        raise InvalidInputError(f"there is no copy {ticket} among the {last} that were begun")
+    return True

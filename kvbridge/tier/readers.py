@@ -1,0 +1,130 @@
+"""What somebody reads of an index, and what owners are told of it.
+
+Owns: the form of both. Must not know: who reads, when that ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from kvbridge.core.errors import BridgeError
+from kvbridge.core.ids import IndexSpace, PageIdArray
+from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.records import RecordArray
+from kvbridge.tier.residence import Pages, Residence
+
+NO_PAGES = np.empty(0, dtype=np.int32)
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """Pins a path from a prompt's first page on: so many of its first records on the device, so many on the host."""
+
+    path: RecordArray
+    device: int
+    host: int = 0
+    checkpoints: tuple[tuple[Residence, int], ...] = ()
+    """Those that it reads, each by where it is and its record."""
+    checkpoint_own: PageIdArray = field(default_factory=lambda: NO_PAGES)
+    """Pages of its own into which one is to be loaded."""
+
+    @classmethod
+    def of(cls, index: PrefixIndex, path: RecordArray, device: int, *, from_checkpoint: bool) -> Reader:
+        """Whoever goes on behind a path: on the device as far as that, then on the host, with its checkpoint where that is."""
+        host, end = len(path) if device < len(path) else 0, path[-1:]
+        if not (from_checkpoint and len(path)):
+            return cls(path, device, host)
+        if index.host is None or index.device.checkpointed(end)[0]:
+            return cls(path, device, host, ((index.device, int(end[0])),))
+        return cls(path, device, len(path), ((index.host, int(end[0])),))
+
+    def pin(self, index: PrefixIndex) -> None:
+        """Begin. Raises NotFoundError when a checkpoint is not there (any more), and pins nothing."""
+        index.pin(self.path, device=self.device, host=self.host)
+        begun: list[tuple[Residence, int]] = []
+        try:
+            for residence, record in self.checkpoints:
+                residence.pin_checkpoint(record)
+                begun.append((residence, record))
+        except BridgeError:
+            self.checkpoints = tuple(begun)
+            self.unpin(index)
+            raise
+
+    def unpin(self, index: PrefixIndex) -> Pages:
+        """End it, once. Returns pages of dropped records that nobody reads any more."""
+        for residence, record in self.checkpoints:
+            residence.unpin_checkpoint(record)
+        return index.unpin(self.path, device=self.device, host=self.host)
+
+    def shared(self, index: PrefixIndex) -> dict[IndexSpace, int]:
+        """How many cached pages of each space it reads in place."""
+        return {space: self.device if space in index.device.spaces else len(self.path) for space in index.spaces}
+
+    def reads(self, residence: Residence, index: PrefixIndex) -> RecordArray:
+        """What it pins in a residence."""
+        if residence is index.home:
+            return self.path
+        return self.path[: self.device if residence is index.device else self.host]
+
+    def checkpoint(self, residence: Residence | None) -> PageIdArray:
+        """The pages of the checkpoint that it reads in a residence; empty when there is none."""
+        found = [residence.checkpoint(record) for where, record in self.checkpoints if where is residence]
+        return found[0] if found else NO_PAGES
+
+    def admitted(self, index: PrefixIndex, own: Pages) -> Admitted:
+        """What it is told, with these pages of its own."""
+        return Admitted(
+            prefix=index.device.pages(self.path[: self.device]) | index.home_pages(self.path),
+            prefix_pages=len(self.path),
+            device_pages=self.device,
+            twins={} if index.host is None else some(index.host.pages(self.path[self.device :])),
+            checkpoint=self.checkpoint(index.device),
+            checkpoint_twin=self.checkpoint(index.host),
+            checkpoint_own=self.checkpoint_own,
+            own=own,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class Admitted:
+    """What an owner got of its prompt's first `prefix_pages` pages, which are cached, and for the rest of it."""
+
+    prefix: Pages
+    """Cached pages, to be read only, until it lets go: on the device of the first `device_pages` of them, in the home of all."""
+    prefix_pages: int
+    device_pages: int
+    twins: Pages
+    """Those of the others, which are on the host only. What they hold belongs into the first of its `own` pages on the device."""
+    checkpoint: PageIdArray
+    """Windows and states at the end of the prefix, to be read only; empty unless they were asked for and are on the device."""
+    checkpoint_twin: PageIdArray
+    """The same when they are on the host only: they belong into `checkpoint_own`, pages of its own."""
+    checkpoint_own: PageIdArray
+    own: Pages
+    """Pages that are its own alone, beside those."""
+
+
+class Dropped(NamedTuple):
+    """What has been forgotten. One page is a page of each space that grows with the tokens."""
+
+    pages: int
+    """Of prompts and answers, which no request finds any more."""
+    read: int
+    """Of these, those that are still read."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PathPages:
+    """Cached pages of a prompt, from its first one on, that stay where they are until `PrefixCache.looked`."""
+
+    path: RecordArray
+    pages: Pages
+
+
+def some(pages: Pages) -> Pages:
+    """Leave out spaces of which there is no page: the node may not have them."""
+    return {space: ids for space, ids in pages.items() if len(ids)}

@@ -1,0 +1,238 @@
+"""Records that have a page in each of some spaces: on the device, on the host, or as such.
+
+Owns: which records these are, their pages, readers and checkpoints there, and which of them go first. Must not know: keys, other
+residences, what becomes of the pages.
+
+No record is in a residence without its parent. Readers pin whole paths, so a record is pinned at least as often as its children
+together, and below one that nobody pins nobody pins anything: all that nobody pins can go, leaf by leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbridge.core.errors import IntegrityError
+from kvbridge.core.ids import IndexSpace, PageIdArray
+from kvbridge.tier.checkpoints import Checkpoints, join
+from kvbridge.tier.records import NO_RECORD, RecordArray, Records, Subtree
+from kvbridge.tier.retention import Retentions
+from kvbridge.tier.victims import Victims
+
+Pages = dict[IndexSpace, PageIdArray]
+"""Page ids of each space, int32."""
+
+
+class Residence:
+    """Some of the records of an index. The index alone changes it, but for its checkpoints."""
+
+    def __init__(
+        self,
+        records: Records,
+        spaces: Sequence[IndexSpace],
+        rank: npt.NDArray[np.float64],
+        *,
+        checkpoint_space: IndexSpace | None = None,
+    ) -> None:
+        """`rank`: of each record; the lowest goes first. `checkpoint_space`: of checkpoints at the ends of records here."""
+        self.spaces = tuple(spaces)
+        self.pinned = 0
+        """How many records somebody pins."""
+        self._subtree = Subtree(records)
+        self._parent, self._parent_at = records.parent, records.parent_at
+        self._count = 0
+        self._pages = np.zeros((len(spaces), records.capacity), dtype=np.int32)
+        self._pins = np.zeros(records.capacity, dtype=np.int32)
+        self._pins_at = self._pins.data
+        self._victims = Victims(self._subtree, pages=self._pages[0], pins=self._pins, rank=rank)
+        self.checkpoint_space = checkpoint_space
+        self._checkpoints = Checkpoints(records.capacity)
+
+    # ------------------------------------------------------------------------------------- looking
+
+    def __len__(self) -> int:
+        return self._count
+
+    def has(self, records: RecordArray) -> npt.NDArray[np.bool_]:
+        """Which of the records are here."""
+        return self._subtree.has(records)
+
+    def depth(self, path: RecordArray) -> int:
+        """How many records of a path are here: its first ones."""
+        return self._subtree.depth(path)
+
+    def pages(self, records: RecordArray) -> Pages:
+        """Return the pages of records that are here, in their order."""
+        return {space: self._pages[row, records] for row, space in enumerate(self.spaces)}
+
+    def all_pages(self) -> Pages:
+        """Return every page that records have here, those of checkpoints too."""
+        return self.pages(self._subtree.all()) | self._of_checkpoints(self._checkpoints.all_pages())
+
+    def unpinned(self, records: RecordArray) -> RecordArray:
+        """Return those of the records that are here and that nobody pins."""
+        return records[self.has(records) & (self._pins[records] == 0)]
+
+    def evictable(self) -> dict[IndexSpace, int]:
+        """How many pages of each space could go now."""
+        found = dict.fromkeys(self.spaces, len(self) - self.pinned)
+        if self.checkpoint_space is not None:
+            found[self.checkpoint_space] = self._checkpoints.unpinned_pages
+        return found
+
+    def pins(self) -> tuple[npt.NDArray[np.int32], dict[int, int]]:
+        """Return the readers of each record, by its number, and those of each checkpoint, by its record's."""
+        return self._pins.copy(), self._checkpoints.readers()
+
+    # ------------------------------------------------------------------------------------- use
+
+    def require_pinnable(self, records: RecordArray) -> None:
+        """Raise IntegrityError unless a path is here, and what it continues is pinned."""
+        if self._subtree.children_at[records[-1]] == NO_RECORD:
+            raise IntegrityError(f"record {records[-1]} cannot be pinned: it is not in {self!r}")
+        parent = self._parent_at[records[0]]
+        if parent != NO_RECORD and not self._pins_at[parent]:
+            raise IntegrityError(f"record {records[0]} cannot be pinned: nobody pins its parent {parent}")
+
+    def pin(self, records: RecordArray) -> None:
+        """Count a reader on every record of a path, or of a part that continues one that the same reader has pinned."""
+        pins = self._pins[records]
+        self._pins[records] = pins + 1
+        self.pinned += len(records) - int(np.count_nonzero(pins))
+
+    def require_pinned(self, path: RecordArray) -> None:
+        """Raise IntegrityError unless somebody pins a path, beside those that restore from its checkpoints."""
+        pins = self._pins[path]
+        if pins.min() < 1:
+            raise IntegrityError(f"record {path[pins.argmin()]} is unpinned more often than it was pinned")
+        for at in np.flatnonzero(self.checkpointed(path)).tolist() if len(self._checkpoints) else ():
+            if self._checkpoints.pins(int(path[at])) >= pins[at]:
+                raise IntegrityError(f"record {path[at]} is unpinned by a reader who still pins its checkpoint")
+
+    def unpin(self, path: RecordArray) -> RecordArray:
+        """End what `pin` began, for all that one reader has pinned. Returns those that nobody pins any more."""
+        pins = self._pins[path] - 1
+        self._pins[path] = pins
+        ended = path[pins == 0]
+        self.pinned -= len(ended)
+        self._victims.offer(int(path[-1]))
+        return ended
+
+    def used(self, path: RecordArray) -> None:
+        """A path was used, or some of it came."""
+        here = self.depth(path)
+        if here:
+            self._victims.offer(int(path[here - 1]))
+
+    def ranked_anew(self, records: RecordArray) -> None:
+        """Records, of which some may be here, have another rank."""
+        for leaf in records[self._subtree.children[records] == 0].tolist():
+            self._victims.offer(leaf)
+
+    # ------------------------------------------------------------------------------------- checkpoints
+
+    @property
+    def checkpoint_count(self) -> int:
+        """How many records have a checkpoint here."""
+        return len(self._checkpoints)
+
+    def checkpointed(self, records: RecordArray) -> npt.NDArray[np.bool_]:
+        """Which of the records have a checkpoint here."""
+        return self._checkpoints.among(records)
+
+    def checkpoint(self, record: int) -> PageIdArray:
+        """Return the pages of a record's checkpoint. Raises NotFoundError when it has none here."""
+        return self._checkpoints.pages(record)
+
+    def set_checkpoint(self, record: int, pages: PageIdArray) -> bool:
+        """Keep the windows and states at a record's end. False when it has some: those stay, these are still the caller's."""
+        if self._subtree.children_at[record] == NO_RECORD or not len(pages):
+            raise IntegrityError(f"record {record} cannot have a checkpoint of {len(pages)} pages in {self!r}")
+        is_new = not self.checkpointed(np.array([record]))[0]
+        if is_new:
+            self._checkpoints.add(record, pages)
+        return is_new
+
+    def pin_checkpoint(self, record: int) -> PageIdArray:
+        """Count a reader on a record's checkpoint and return its pages; the reader pins the record, too, and for longer.
+
+        Raises NotFoundError when there is none (any more).
+        """
+        if self._checkpoints.pins(record) >= self._pins_at[record]:
+            raise IntegrityError(f"the checkpoint of record {record} is read by somebody who has not pinned the record")
+        return self._checkpoints.pin(record)
+
+    def unpin_checkpoint(self, record: int) -> None:
+        """End what `pin_checkpoint` began. Raises IntegrityError when it has been ended."""
+        self._checkpoints.unpin(record)
+
+    # ------------------------------------------------------------------------------------- what comes and goes
+
+    def add(self, records: RecordArray, pages: Mapping[IndexSpace, PageIdArray]) -> None:
+        """Take in records that continue a path that is here, one page of each space for each; `used` is to be told next."""
+        for row, space in enumerate(self.spaces):
+            self._pages[row, records] = pages[space]
+        self._subtree.add(records)
+        self._count += len(records)
+        self._victims.place(records)
+
+    def take(self, count: int) -> tuple[RecordArray, Pages]:
+        """Evict `count` records and their checkpoints: old leaves that nobody pins, neighbours together, each before its parent."""
+        victims = self._victims.take(count) if count > 0 else np.empty(0, dtype=np.int32)
+        return victims, self._clear(victims)
+
+    def take_checkpoints(self, page_count: int, retentions: Retentions) -> tuple[RecordArray, Pages]:
+        """Evict the checkpoints that were used longest ago, retained ones last, for so many pages; return their records, too."""
+        oldest = self._checkpoints.oldest(page_count, retentions)
+        return oldest, self._of_checkpoints(self._checkpoints.take(oldest))
+
+    def remove(self, records: RecordArray) -> Pages:
+        """Give up records that nobody pins, and their checkpoints; each comes before its parent."""
+        for record in records.tolist():
+            parent = self._subtree.remove_leaf(record)
+            if parent != NO_RECORD:
+                self._victims.offer(parent)
+        return self._clear(records)
+
+    def _clear(self, records: RecordArray) -> Pages:
+        """Return the pages of leaves that have been taken off, with their checkpoints."""
+        self._count -= len(records)
+        self._victims.forget(records)
+        return self.pages(records) | self._of_checkpoints(self._checkpoints.take(records))
+
+    def _of_checkpoints(self, pages: PageIdArray) -> Pages:
+        return {} if self.checkpoint_space is None else {self.checkpoint_space: pages}
+
+    # ------------------------------------------------------------------------------------- for operators
+
+    def check_integrity(self, is_hidden: npt.NDArray[np.bool_]) -> None:
+        """Compare every structure with every other; hidden records are here while somebody pins them. Raises IntegrityError."""
+        self._checkpoints.check_integrity(self._pins)
+        there = self._subtree.all()
+        inner = there[self._parent[there] != NO_RECORD]
+        by_children = np.bincount(self._parent[inner], weights=self._pins[inner], minlength=len(self._pins))
+        facts = {
+            "children and leaves": self._subtree.adds_up() and len(there) == len(self),
+            "pins of records and their children": bool(
+                (self._pins[there] >= np.maximum(by_children[there], is_hidden[there])).all()
+            ),
+            "pinned records": self.pinned == np.count_nonzero(self._pins[there]) == np.count_nonzero(self._pins),
+            "candidates, leaves and places": self._victims.add_up(),
+            "pages and records": all(len(np.unique(ids)) == len(ids) for ids in self.pages(there).values()),
+            "checkpoints and records": self.checkpointed(there).sum() == len(self._checkpoints),
+        }
+        for fact, holds in facts.items():
+            if not holds:
+                raise IntegrityError(f"{fact} contradict each other in {self!r}")
+
+    def __repr__(self) -> str:
+        spaces = ", ".join(self.spaces)
+        return f"<{len(self)} records in {spaces}: {self.pinned} pinned, {len(self._checkpoints)} checkpoints>"
+
+
+def merged(parts: Sequence[Pages]) -> Pages:
+    """Return pages of several origins, space by space."""
+    spaces = dict.fromkeys(space for pages in parts for space in pages)
+    return {space: join([pages[space] for pages in parts if space in pages]) for space in spaces}

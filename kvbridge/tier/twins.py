@@ -1,0 +1,224 @@
+"""How prefixes come to the host: backups of what is on the device, and pages that come from elsewhere.
+
+Owns: the copies to the host that are under way, what each pins and which pages it fills. Must not know: how bytes are copied, who
+decides what is backed up and when.
+
+A page is on the host once its copy is proved done. Until then its twin is leased to the copy, like any page that a transfer writes,
+and what it copies is pinned. A copy that fails frees its own pages and changes nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kvbridge.core.clock import Clock
+from kvbridge.core.errors import BridgeError, NotFoundError
+from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray, PageMoves
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.tier.checkpoints import join
+from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.readers import Reader, some
+from kvbridge.tier.records import RecordArray
+from kvbridge.tier.residence import Pages, Residence
+
+CHECKPOINT_TWINS = TWINS[CHECKPOINT_SPACE]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Backup:
+    """One copy from the device to the host that is under way."""
+
+    owner: Owner
+    """Has the twins until it ends."""
+    moves: PageMoves
+    """What is to be copied: nothing writes it, and it stays where it is."""
+    start: int
+    """Of its path, the records from here on are copied; of those before, checkpoints may be."""
+    reader: Reader
+    checkpoints: dict[int, PageIdArray]
+    """By record, the twins of its checkpoint."""
+
+    @property
+    def records(self) -> RecordArray:
+        """Whose pages are copied."""
+        return self.reader.path[self.start :]
+
+    @property
+    def pages(self) -> int:
+        """How many pages of prompts."""
+        return len(self.records)
+
+
+class TwinWatcher(Protocol):
+    """Told what the host has, in the middle of the call that changes it: takes note, and calls nothing back."""
+
+    def added(self, keys: Keys, start: int, pages: Pages) -> None:
+        """The pages of `keys[start:]` are on the host from now on: these twins, and those of the home."""
+
+    def checkpoint_added(self, key: bytes, pages: PageIdArray) -> None:
+        """The windows and states at the end of the page of this key are, too."""
+
+    def removed(self, pages: Pages) -> None:
+        """These twins hold nothing any more, and will be somebody else's."""
+
+
+class Twins:
+    """The host's side of a prefix cache. Not thread-safe: it belongs to the one deciding thread."""
+
+    def __init__(
+        self, book: PageBook, index: PrefixIndex, host: Residence, clock: Clock, *, end: Callable[[Reader], None]
+    ) -> None:
+        """`end`: is given every reader whose reading is over."""
+        self._book, self._index, self._host, self._clock, self._end = book, index, host, clock, end
+        self._keeps_checkpoints = CHECKPOINT_TWINS in book.owned_spaces()
+        self._is_copied = np.zeros(index.capacity, dtype=np.bool_)
+        """Which records a backup that is under way copies."""
+        self.backups: dict[Owner, Backup] = {}
+        """Those under way."""
+        self._watchers: list[TwinWatcher] = []
+
+    def watch(self, watcher: TwinWatcher) -> None:
+        """Tell `watcher` from now on."""
+        self._watchers.append(watcher)
+
+    # ------------------------------------------------------------------------------------- backups
+
+    def start_backup(self, owner: Owner, keys: Keys, *, at_most: int, min_uses: int = 0) -> Backup | None:
+        """Begin to copy what of a prompt is on the device and not on the host, parents first: at most so many pages.
+
+        `min_uses`: only what was used so often, its arrival included. Checkpoints on the way come along, where twins of them are
+        kept. `owner` is one of its own, and has the twins, leased, until `end_backup`. Returns None when there is nothing to copy, or
+        nothing but behind what another backup is copying. Raises CapacityError, and nothing has changed, when there are no twins for
+        it; ConflictError when the owner has pages.
+        """
+        path = self._index.match(keys)
+        path = path[: self._index.device.depth(path)]
+        path = path[: np.count_nonzero(~self._is_copied[path] & (self._index.uses(path) >= min_uses))]
+        start = self._host.depth(path)
+        path = path[: start + at_most]
+        lacking = self._lacking_checkpoints(path)
+        path = path if len(path) > start else path[: max(lacking, default=-1) + 1]
+        if not len(path):
+            return None
+        return self._start(owner, path, min(start, len(path)), [int(path[at]) for at in lacking])
+
+    def _start(self, owner: Owner, path: RecordArray, start: int, ends: list[int]) -> Backup:
+        device = self._index.device
+        checkpoints = [device.checkpoint(record) for record in ends]
+        sources = device.pages(path[start:]) | {CHECKPOINT_SPACE: join(checkpoints)}
+        sources = some(sources)
+        reader = Reader(path, len(path), start, tuple((device, record) for record in ends))
+        reader.pin(self._index)
+        try:
+            demand = {TWINS[space]: len(ids) for space, ids in sources.items()}
+            twins = self._book.reserve(owner, demand, state=PageState.LEASED)
+        except BridgeError:
+            self._end(reader)
+            raise
+        cuts = np.cumsum([len(ids) for ids in checkpoints])[:-1]
+        of_ends = dict(zip(ends, np.split(twins[CHECKPOINT_TWINS], cuts), strict=True)) if ends else {}
+        moves = {space: (ids, twins[TWINS[space]]) for space, ids in sources.items()}
+        backup = self.backups[owner] = Backup(owner, moves, start, reader, of_ends)
+        self._is_copied[backup.records] = True
+        return backup
+
+    def end_backup(self, backup: Backup, *, done: bool) -> int:
+        """End a backup, once, by the proof that its copy touches nothing any more; return how many pages are on the host by it.
+
+        `done`: it is whole, on every rank. Twins that nobody needs are free then, unless the book has them in quarantine: so they
+        stay, and what was copied is not pinned for them. Raises NotFoundError when it has been ended.
+        """
+        if self.backups.pop(backup.owner, None) is not backup:
+            raise NotFoundError(f"{backup.owner} is not under way (any more)")
+        self._is_copied[backup.records] = False
+        added = 0
+        if self._book.state(backup.owner) is PageState.LEASED:
+            self._book.move(backup.owner, PageState.LEASED, PageState.HELD)
+            added = self._enter(backup) if done else 0
+            self._book.free(backup.owner)
+        self._end(backup.reader)
+        return added
+
+    def _enter(self, backup: Backup) -> int:
+        path = backup.reader.path
+        path = path[: np.count_nonzero(~self._index.is_dropped(path))]
+        here = self._host.depth(path)  # more than at the start, when others came first
+        new = max(0, len(path) - here)
+        if new:
+            ids = {TWINS[space]: pair[1] for space, pair in backup.moves.items() if space != CHECKPOINT_SPACE}
+            pages = {space: twins[here - backup.start : len(path) - backup.start] for space, twins in ids.items()}
+            self._book.cache(backup.owner, pages)
+            self._index.add_twins(path, here, pages)
+            self._tell_added(path, here)
+        for record, twins in backup.checkpoints.items():
+            if record in path:
+                self._keep_checkpoint(backup.owner, record, twins)
+        return new
+
+    def _lacking_checkpoints(self, path: RecordArray) -> list[int]:
+        """Places in a path of checkpoints that are on the device, and neither on the host nor on their way."""
+        if not self._keeps_checkpoints:
+            return []
+        under_way = {record for backup in self.backups.values() for record in backup.checkpoints}
+        lacking = self._index.device.checkpointed(path) & ~self._host.checkpointed(path)
+        return [at for at in np.flatnonzero(lacking).tolist() if int(path[at]) not in under_way]
+
+    # ------------------------------------------------------------------------------------- pages from elsewhere
+
+    def insert(
+        self,
+        owner: Owner,
+        keys: Keys,
+        start: int,
+        pages: Mapping[IndexSpace, PageIdArray],
+        *,
+        checkpoints: Mapping[int, PageIdArray] | None = None,
+        digests: DigestArray | None = None,
+    ) -> int:
+        """Keep an owner's pages that hold what belongs to `keys[start:]`, of twins and of the home; return how many are new there.
+
+        `checkpoints`: by the number of pages at whose end they are, twins of them. `keys[:start]` have to be on the host; nothing
+        is kept when they are not (any more). What is not kept stays the owner's, whose pages must be held: nobody writes them any
+        more. Raises ConflictError when they are not, InvalidInputError for keys that are no chain.
+        """
+        self._book.cache(owner, {})  # refuses what is not held before the index takes anything
+        if self._host.depth(self._index.match(keys, at_most=start)) < start:
+            return 0
+        inserted = self._index.insert(keys, start, pages, now=self._clock(), digests=digests, to_host=True)
+        try:
+            self._book.cache(owner, inserted.pages)
+        except BridgeError:
+            self._index.withdraw(inserted)
+            raise
+        path = self._index.match(keys)
+        if len(inserted.new):
+            self._tell_added(path, len(path) - len(inserted.new))
+        for page_count, twins in (checkpoints or {}).items():
+            self._keep_checkpoint(owner, int(path[page_count - 1]), twins)
+        return len(inserted.new)
+
+    def forgotten(self, pages: Pages) -> None:
+        """These pages are not the index's any more."""
+        twins = some({space: ids for space, ids in pages.items() if space in TWINS.values()})
+        for watcher in self._watchers if twins else ():
+            watcher.removed(twins)
+
+    # ------------------------------------------------------------------------------------- inside
+
+    def _keep_checkpoint(self, owner: Owner, record: int, twins: PageIdArray) -> None:
+        if not self._host.checkpointed(np.array([record]))[0]:
+            self._book.cache(owner, {CHECKPOINT_TWINS: twins})
+            self._host.set_checkpoint(record, twins)
+            for watcher in self._watchers:
+                watcher.checkpoint_added(self._index.keys(np.array([record]))[0], twins)
+
+    def _tell_added(self, path: RecordArray, start: int) -> None:
+        for watcher in self._watchers:
+            pages = self._host.pages(path[start:]) | self._index.home_pages(path[start:])
+            watcher.added(self._index.keys(path), start, pages)
