@@ -38,6 +38,7 @@ from kvbridge.telemetry.specs import Direction
 from kvbridge.telemetry.stream import EventStream
 from kvbridge.telemetry.timelines import RoomTimelines
 from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.journal import KeptHeader
 from kvbridge.tier.policy import POLICIES
 from kvbridge.tier.prefix_cache import PrefixCache
 
@@ -127,6 +128,19 @@ class NodeParts:
             model_identity=self.config.tier.model,
             geometry=self.geometry,
             ranks=self.workers.packed(),
+        )
+
+    def kept_header(self) -> KeptHeader:
+        """What the journal of this node's kept pools says of them. Only a node that says which model it holds keeps any."""
+        model = self.config.tier.model
+        assert model is not None, "prefixes stay only where it is known of which model they are"
+        return KeptHeader(
+            incarnation=self.identity.incarnation,
+            fingerprint=fingerprint(self.geometry),
+            model_identity=model,
+            ranks=tuple(map(str, self.layout.parts)),
+            layout=self.layout.kept_form,
+            files=(),
         )
 
     def worker_setup(self, rank: Rank, epoch: int) -> WorkerSetup:

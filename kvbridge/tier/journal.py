@@ -11,13 +11,11 @@ be lost, the page's digest tells.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
-import numpy as np
-import numpy.typing as npt
 from crc32c import crc32c
 from pydantic import Field, ValidationError
 
@@ -31,21 +29,10 @@ _MAGIC = b"kvbridge twins 1"
 _LENGTHS = struct.Struct("<II")
 """Bytes of the header's JSON, and their checksum."""
 _MOST_HEADER_BYTES = 1 << 20
-_ENTRY = np.dtype(
-    [
-        ("kind", "<u4"),
-        ("twin", "<u4"),
-        ("home", "<i4"),
-        ("depth", "<u4"),
-        ("key", f"V{KEY_BYTES}"),
-        ("parent", f"V{KEY_BYTES}"),
-        ("digest", "<u4"),
-        ("place", "<u2"),
-        ("places", "<u2"),
-        ("unused", "<u4"),
-        ("checksum", "<u4"),
-    ]
-)
+_ENTRY = struct.Struct(f"<IIiI{KEY_BYTES}s{KEY_BYTES}sIHH")
+"""Kind, twin, home, depth, key, parent's key, digest, place, places; after them zeros and the checksum of all before it."""
+_CHECKED_BYTES = ENTRY_BYTES - 4
+_CHECKSUM = struct.Struct("<I")
 NO_PAGE = -1
 
 
@@ -105,9 +92,10 @@ class HeldPage:
     """NO_PAGE where there is no home."""
     digest: int
 
-    def entry(self, kind: EntryKind = EntryKind.PAGE) -> bytes:
+    def entry(self) -> bytes:
         """Return the entry that says so."""
-        return _pack(kind, self.twin, self)
+        told = {"home": self.home, "depth": self.depth, "digest": self.digest}
+        return _sealed(EntryKind.PAGE, self.twin, key=self.key, parent=self.parent, **told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,13 +106,13 @@ class HeldCheckpoint:
     twins: tuple[int, ...]
     digests: tuple[int, ...]
 
-    def entries(self) -> bytes:
-        """Return the entries that say so."""
-        found = np.zeros(len(self.twins), dtype=_ENTRY)
-        found["kind"], found["twin"], found["digest"] = EntryKind.CHECKPOINT, self.twins, self.digests
-        found["key"] = np.void(self.key)
-        found["place"], found["places"] = np.arange(len(self.twins)), len(self.twins)
-        return _sealed(found)
+    def entries(self) -> dict[int, bytes]:
+        """Return the entries that say so, by twin."""
+        kind, places = EntryKind.CHECKPOINT, len(self.twins)
+        return {
+            twin: _sealed(kind, twin, key=self.key, digest=digest, place=place, places=places)
+            for place, (twin, digest) in enumerate(zip(self.twins, self.digests, strict=True))
+        }
 
 
 @dataclass(slots=True)
@@ -151,10 +139,10 @@ class Contents:
             if page.key in inner:
                 continue
             path = [page]
-            while path[-1].parent and path[-1].parent in by_key and len(path) <= page.depth:
+            while path[-1].depth and path[-1].parent in by_key and len(path) <= page.depth:
                 path.append(by_key[path[-1].parent])
             path.reverse()
-            if [each.depth for each in path] == list(range(len(path))) and not path[0].parent:
+            if [each.depth for each in path] == list(range(len(path))):
                 found.append((Keys(b"".join(each.key for each in path)), path))
         return found
 
@@ -182,11 +170,9 @@ def read_header(data: bytes) -> tuple[KeptHeader, int]:
     return header, start + length + -(start + length) % ENTRY_BYTES
 
 
-def gone(twins: Sequence[int] | npt.NDArray[np.int32], kind: EntryKind) -> bytes:
+def gone(twins: Iterable[int], kind: EntryKind) -> bytes:
     """Return entries that take back what pages of twins hold; `kind` is one of the two for that."""
-    found = np.zeros(len(twins), dtype=_ENTRY)
-    found["kind"], found["twin"] = kind, twins
-    return _sealed(found)
+    return b"".join(_sealed(kind, twin) for twin in twins)
 
 
 def replay(data: bytes) -> Contents:
@@ -194,29 +180,24 @@ def replay(data: bytes) -> Contents:
 
     `data`: without the header. What is damaged or cut off is left out.
     """
-    whole = len(data) // ENTRY_BYTES
-    entries = np.frombuffer(data, dtype=_ENTRY, count=whole)
     contents = Contents(damaged=int(len(data) % ENTRY_BYTES != 0))
     twin_of: dict[bytes, int] = {}
-    parts: dict[int, tuple[bytes, int, int, int]] = {}
-    """By twin of a checkpoint: its key, its place, of how many, its digest."""
-    for at in range(whole):
-        raw = data[at * ENTRY_BYTES : (at + 1) * ENTRY_BYTES]
-        entry = entries[at]
-        if crc32c(raw[:-4]) != int(entry["checksum"]):
+    parts: dict[int, _Part] = {}
+    for start in range(0, len(data) - ENTRY_BYTES + 1, ENTRY_BYTES):
+        if crc32c(data[start : start + _CHECKED_BYTES]) != _CHECKSUM.unpack_from(data, start + _CHECKED_BYTES)[0]:
             contents.damaged += 1
             continue
         contents.entries += 1
-        twin = int(entry["twin"])
-        match int(entry["kind"]):
+        kind, twin, home, depth, key, parent, digest, place, places = _ENTRY.unpack_from(data, start)
+        match kind:
             case EntryKind.PAGE:
-                page = _page(entry)
-                contents.pages.pop(twin, None)
-                contents.pages[twin], twin_of[page.key] = page, twin  # an earlier page of this key is left out below
+                contents.pages.pop(twin, None)  # so that it comes last
+                contents.pages[twin] = HeldPage(key, parent if depth else b"", depth, twin, home, digest)
+                twin_of[key] = twin
             case EntryKind.PAGE_GONE:
                 contents.pages.pop(twin, None)
             case EntryKind.CHECKPOINT:
-                parts[twin] = entry["key"].tobytes(), int(entry["place"]), int(entry["places"]), int(entry["digest"])
+                parts[twin] = _Part(key, place, places, digest)
             case EntryKind.CHECKPOINT_GONE:
                 parts.pop(twin, None)
             case _:
@@ -227,44 +208,38 @@ def replay(data: bytes) -> Contents:
     return contents
 
 
-def whole_journal(header: KeptHeader, contents: Contents) -> Iterable[bytes]:
-    """Return a journal of exactly these contents, in pieces."""
-    yield header_bytes(header)
-    for page in contents.pages.values():
-        yield page.entry()
-    for checkpoint in contents.checkpoints.values():
-        yield checkpoint.entries()
+class _Part(NamedTuple):
+    """One page of a checkpoint."""
+
+    key: bytes
+    place: int
+    places: int
+    digest: int
 
 
-def _page(entry: np.void) -> HeldPage:
-    depth = int(entry["depth"])
-    parent = entry["parent"].tobytes() if depth else b""
-    return HeldPage(entry["key"].tobytes(), parent, depth, int(entry["twin"]), int(entry["home"]), int(entry["digest"]))
-
-
-def _checkpoints(parts: Mapping[int, tuple[bytes, int, int, int]]) -> dict[bytes, HeldCheckpoint]:
-    by_key: dict[bytes, dict[int, tuple[int, int, int]]] = {}
-    for twin, (key, place, places, digest) in parts.items():
-        by_key.setdefault(key, {})[place] = twin, places, digest
+def _checkpoints(parts: Mapping[int, _Part]) -> dict[bytes, HeldCheckpoint]:
+    by_key: dict[bytes, dict[int, int]] = {}
+    for twin, part in parts.items():
+        by_key.setdefault(part.key, {})[part.place] = twin
     found = {}
-    for key, pages in by_key.items():
-        in_order = [pages[place] for place in sorted(pages)]
-        if sorted(pages) == list(range(len(pages))) and all(places == len(pages) for _, places, _ in in_order):
-            found[key] = HeldCheckpoint(
-                key, tuple(twin for twin, _, _ in in_order), tuple(digest for _, _, digest in in_order)
-            )
+    for key, twin_at in by_key.items():
+        twins = tuple(twin_at[place] for place in sorted(twin_at))
+        if sorted(twin_at) == list(range(len(twins))) and all(parts[twin].places == len(twins) for twin in twins):
+            found[key] = HeldCheckpoint(key, twins, tuple(parts[twin].digest for twin in twins))
     return found
 
 
-def _pack(kind: EntryKind, twin: int, page: HeldPage) -> bytes:
-    found = np.zeros(1, dtype=_ENTRY)
-    found["kind"], found["twin"], found["home"], found["depth"] = kind, twin, page.home, page.depth
-    found["key"], found["parent"] = np.void(page.key), np.void(page.parent.ljust(KEY_BYTES, b"\0"))
-    found["digest"] = page.digest
-    return _sealed(found)
-
-
-def _sealed(entries: npt.NDArray[np.void]) -> bytes:
-    for entry in entries:
-        entry["checksum"] = crc32c(entry.tobytes()[:-4])
-    return entries.tobytes()
+def _sealed(  # noqa: PLR0913 - the fields of an entry
+    kind: EntryKind,
+    twin: int,
+    *,
+    home: int = NO_PAGE,
+    depth: int = 0,
+    key: bytes = b"",
+    parent: bytes = b"",
+    digest: int = 0,
+    place: int = 0,
+    places: int = 0,
+) -> bytes:
+    entry = _ENTRY.pack(kind, twin, home, depth, key, parent, digest, place, places).ljust(_CHECKED_BYTES, b"\0")
+    return entry + _CHECKSUM.pack(crc32c(entry))
