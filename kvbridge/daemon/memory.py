@@ -270,8 +270,8 @@ class NodeMemory:
             self.problem = f"memory is being created ({share:.0%} of {total} bytes)"
             on_progress(done + pool_bytes, total)
 
-        wanted: dict[Rank | str, Placement | None] = dict(self.layout.shared_device())
-        wanted |= {"host": self.layout.host, "twins": self.layout.twins}
+        wanted: dict[Rank | str, Placement | None] = {"host": self.layout.host, "twins": self.layout.twins}
+        wanted.update(self.layout.shared_device())
         try:
             for whose, placement in wanted.items():
                 if placement is not None:
