@@ -41,6 +41,7 @@ COLOURS: Mapping[str, Mapping[str, str]] = {
         "absent": ORANGE,
     },
     "{{direction}}": {"sent": BLUE, "received": ORANGE},
+    "{{residency}}": {"device": SKY, "both": GREEN, "host": BLUE},
     "{{transport}}": {"local": GREEN, "mooncake": BLUE, "nixl": ORANGE},
     "p50": {"p50": SKY},
     "p90": {"p90": BLUE},

@@ -127,6 +127,18 @@ PREFILL_STATUS: dict[str, Any] = _NODE | {
         "retained_pages": {"acme": 2},
         "retention_refused": 0,
     },
+    "host_tier": {
+        "device_pages": 2,
+        "both_pages": 6,
+        "host_pages": 40,
+        "waiting_prompts": 1,
+        "in_flight_pages": 2,
+        "backed_up_pages": 58,
+        "backed_up_bytes": 57_896_064,
+        "failed_orders": 0,
+        "last_failure": "",
+        "refused_prompts": 0,
+    },
     "quarantine": {},
     "problems": [],
     "traffic": {

@@ -142,6 +142,8 @@ class RoomReport(FrozenModel):
     """How much of the prompt decode held already, which is not sent."""
     computed_tokens: NonNegative = 0
     """Prefill: how much of the prompt prefill held already, where its engine starts to compute."""
+    host_tokens: NonNegative = 0
+    """Of what this node held, the last so many tokens were in its host memory alone and come back from there."""
     namespace: str = ""
     """Who shares its prefix, as the request named it."""
     reason_code: str = ""

@@ -202,6 +202,8 @@ class NodeStatus(FrozenModel):
     """What a request can have now: free pages, and cached ones that nobody reads."""
     prefixes: PrefixStatus | None = None
     """Null where none stay (`tier.enabled`)."""
+    host_tier: HostTierStatus | None = None
+    """Null where prefixes are kept on the device alone (`tier.host`)."""
     quarantine: dict[str, tuple[str, ...]]
     """By reason: whose pages nobody may use yet."""
     problems: tuple[ProblemStatus, ...]
@@ -226,12 +228,37 @@ class PrefixStatus(FrozenModel):
     """Prompt tokens of rooms with page keys that were cached when these were admitted."""
     miss_tokens: NonNegative
     """The others of these rooms."""
+    host_tokens: NonNegative = 0
+    """Of `hit_tokens`, those whose pages were in host memory alone and came back from there."""
     checkpoints: NonNegative
     """Prefill: windows and states that are kept now; without those at its end no engine goes on with a prefix."""
     retained_pages: dict[str, NonNegative]
     """Pages that are to go after others now, as requests said with `retention`, by namespace: the eight that have most."""
     retention_refused: NonNegative
     """Requests whose `retention` did not count, since their namespace had as many retained pages as it may."""
+
+
+class HostTierStatus(FrozenModel):
+    """Where the pages of `prefixes` are, and what was copied from the device to host memory. Pages as there."""
+
+    device_pages: NonNegative
+    """On the device alone: gone when others need the place."""
+    both_pages: NonNegative
+    """On the device and, by proof, on the host."""
+    host_pages: NonNegative
+    """On the host alone."""
+    waiting_prompts: NonNegative
+    """Prompts and answers whose pages wait to be copied."""
+    in_flight_pages: NonNegative
+    """Being copied now."""
+    backed_up_pages: NonNegative
+    """Copied since the daemon was started, as the following ones."""
+    backed_up_bytes: NonNegative
+    failed_orders: NonNegative
+    """Orders to copy that have failed; their pages are on the device as before."""
+    last_failure: str
+    refused_prompts: NonNegative
+    """Not copied, since there was no host page that nobody reads."""
 
 
 class StoreStatus(FrozenModel):

@@ -112,7 +112,7 @@ class IntegrityConfig(FrozenModel):
     verify_on_hit: bool = False
     """Compare cached pages with the digests that they had when they came, before a room shares them (`tier.enabled`). One that
     differs is dropped, with all prefixes that go on from it, and the room is sent these tokens anew. Every byte of a prefix is
-    read once when it comes and once for each room that shares it, before that room is offered."""
+    read once when it comes and once for each room that shares it, before that room is offered. Not together with `tier.host`."""
 
 
 class DecodeConfig(DaemonConfig):
@@ -134,6 +134,11 @@ class DecodeConfig(DaemonConfig):
             raise ValueError(
                 "integrity.verify_on_hit is set but this node keeps no prefix: set it to false, or tier.enabled to true with pools "
                 "that are the daemon's own"
+            )
+        if self.integrity.verify_on_hit and self.tier.host is not None:
+            raise ValueError(
+                "integrity.verify_on_hit and tier.host are both set: rank workers look at device pages, so a page that comes back "
+                "from host memory would be shared without a look; set one of them to false or null"
             )
         return self
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal, Self
 from pydantic import ByteSize, Field, model_validator
 
 from kvbridge.config.pools import HostLayout
-from kvbridge.core.ids import FrozenModel, NonNegative
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.prefixes import ModelIdentity
 
 Text = Annotated[str, Field(max_length=200)]
@@ -24,6 +24,33 @@ class CopyBackend(StrEnum):
     """One launch of a kernel for all pages, layers and components, on few of the GPU's multiprocessors."""
     DIRECT = "direct"
     """The GPU's copy engines, in one batch, without any multiprocessor; they need pages that are one stretch of memory."""
+
+
+class BackupPolicy(StrEnum):
+    """When cached pages are copied to the host."""
+
+    WRITE_THROUGH = "write_through"
+    """As they come."""
+    WRITE_THROUGH_SELECTIVE = "write_through_selective"
+    """Once they have been used `uses` times."""
+    WRITE_BACK = "write_back"
+    """The oldest, ahead of need: while the device has less than `low_share` of its pages to give without losing anything."""
+
+
+class HostBackup(FrozenModel):
+    """Which pages are copied to the host, when, and how much of the link to the device that may take."""
+
+    policy: BackupPolicy = BackupPolicy.WRITE_THROUGH
+    """`write_through`: every page as it comes. `write_through_selective`: what was used `uses` times. `write_back`: the oldest, while
+    fewer than `low_share` of the device's pages could be given to requests without losing a prefix. No request waits for any."""
+    uses: Positive = 2
+    """`write_through_selective`: so often, the request that computed the page included."""
+    low_share: Annotated[float, Field(gt=0, le=1)] = 0.25
+    """`write_back`: share of the device's pages that are free, or cached on the host as well."""
+    order_pages: Positive = 256
+    """Pages of `tokens_per_page` tokens that are on their way at one time, of all requests together."""
+    link_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of the time in which a rank copies to the host. The rest is left to transfers and, on decode, to loads of sparse rows."""
 
 
 class HostTier(FrozenModel):
@@ -44,6 +71,7 @@ class HostTier(FrozenModel):
     """`layer_first`; `page_first`: a page is one stretch of memory; `page_first_direct`: the same, for backend `direct` alone."""
     backend: CopyBackend = CopyBackend.KERNEL
     """`kernel`, or `direct`: pages of `page_first` or `page_first_direct`, on the device (`pools.device_layout`) as on the host."""
+    backup: HostBackup = HostBackup()
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -81,6 +81,8 @@ class DaemonTimeouts(_Timeouts):
     verify_s: Seconds = 60.0
     """Decode: the digests of a room that has arrived are computed (integrity.digest), or those of the cached pages that a room is
     to share (integrity.verify_on_hit)."""
+    copy_s: Seconds = 30.0
+    """Rank workers have copied the pages of one order between the device and host memory (tier.host)."""
     claim_s: Seconds = 120.0
     """A committed room waits for the decode engine to claim it."""
     engine_settle_s: Annotated[float, Field(ge=0, le=60)] = 0.5

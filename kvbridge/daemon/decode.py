@@ -75,6 +75,7 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             EndpointsRevoked: lambda message: fence.revoked(message.rank, message.before_epoch),
             Digested: rooms.workers.digested,
             Verified: rooms.workers.verified,
+            **parts.reports,
         },
     )
     admission = AdmissionController(rooms.requests, parts.book, limits=config.admission, events=parts.events)
@@ -161,7 +162,7 @@ class PrefillPeers:
         """See WorkerListener: perhaps with device memory that it made."""
         made = rank in self._parts.layout.orders
         self._rooms.workers.gone(rank, reason, memory_lost=made)
-        self._parts.memory_lost(rank, reason)
+        self._parts.worker_gone(rank, reason)
 
     # ------------------------------------------------------------------ prefill nodes
 

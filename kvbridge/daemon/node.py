@@ -202,6 +202,8 @@ class NodeDaemon:
             self.admission.tick()
             self.peers.tick()
             self.parts.worker_host.watch()
+            if self.parts.backups is not None:
+                self.parts.backups.tick()
             self.parts.lines.look()
             self._traces.look()
             if self.parts.memory.kept is not None:

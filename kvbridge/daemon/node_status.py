@@ -17,6 +17,7 @@ from kvbridge.api.status import (
     BootstrapLinkStatus,
     DecodeNodeStatus,
     FenceStatus,
+    HostTierStatus,
     ModelStatus,
     NodeStatus,
     PeerStatuses,
@@ -60,6 +61,7 @@ from kvbridge.telemetry.metrics import (
     WAITING,
     WORKERS,
 )
+from kvbridge.telemetry.tier_metrics import TIER_IN_FLIGHT, TIER_PAGES, TIER_REFUSED, TIER_WAITING
 
 SHOWN_LINKS = 64
 """Of one node: those that carried most."""
@@ -158,6 +160,7 @@ class NodeOverview:
             pools=parts.book.counts(),
             available_pages=parts.book.available_pages(),
             prefixes=self._prefixes(),
+            host_tier=self._host_tier(),
             quarantine={reason: tuple(map(str, owners)) for reason, owners in parts.book.quarantine_reasons().items()},
             problems=self._problems(),
             traffic=self._traffic(),
@@ -176,9 +179,28 @@ class NodeOverview:
             evicted_pages=dict(prefixes.gone()),
             hit_tokens=self._parts.recent.hit_tokens,
             miss_tokens=self._parts.recent.miss_tokens,
+            host_tokens=self._parts.recent.host_tokens,
             checkpoints=prefixes.checkpoint_count,
             retained_pages=dict(prefixes.retained().most_common(8)),
             retention_refused=prefixes.claims_refused,
+        )
+
+    def _host_tier(self) -> HostTierStatus | None:
+        prefixes, backups = self._parts.prefixes, self._parts.backups
+        if prefixes is None or backups is None:
+            return None
+        where, copied = prefixes.residency(), self._parts.copies.sums["backup"]
+        return HostTierStatus(
+            device_pages=where.device,
+            both_pages=where.both,
+            host_pages=where.host,
+            waiting_prompts=backups.controller.waiting,
+            in_flight_pages=backups.pages_in_flight,
+            backed_up_pages=copied.pages,
+            backed_up_bytes=copied.bytes,
+            failed_orders=copied.failed,
+            last_failure=copied.last_failure,
+            refused_prompts=backups.controller.refused,
         )
 
     def _problems(self) -> tuple[ProblemStatus, ...]:
@@ -236,6 +258,12 @@ class NodeOverview:
         if self._parts.prefixes is not None and self._parts.identity.role is Role.PREFILL:
             metrics.assign(CHECKPOINTS, self._parts.prefixes.checkpoint_count)
             metrics.assign(CHECKPOINTS_EVICTED, self._parts.prefixes.evicted_checkpoints)
+        if (tier := self._host_tier()) is not None:
+            pages = {"device": tier.device_pages, "both": tier.both_pages, "host": tier.host_pages}
+            metrics.replace(TIER_PAGES, {(residency,): count for residency, count in pages.items()})
+            metrics.assign(TIER_IN_FLIGHT, tier.in_flight_pages)
+            metrics.assign(TIER_WAITING, tier.waiting_prompts)
+            metrics.assign(TIER_REFUSED, tier.refused_prompts)
         if self._parts.identity.role is Role.DECODE:
             metrics.assign(EPOCH, self._peers.epoch)
         metrics.assign(WAITING, self._admission.waiting)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvbridge import __version__
 from kvbridge.config.pools import MemoryOwner
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.config.tier import CopyBackend
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.geometry.components import Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
@@ -18,18 +19,20 @@ from kvbridge.core.geometry.tables import GROWING_SPACES
 from kvbridge.core.ids import TWINS, IndexSpace, NodeIdentity, Rank, Role
 from kvbridge.core.prefixes import Evicted
 from kvbridge.core.wire.engine_messages import Attached
-from kvbridge.core.wire.features import ENGINE_FEATURES
+from kvbridge.core.wire.features import ENGINE_FEATURES, Feature, Features
 from kvbridge.core.wire.messages import NodeDescription
-from kvbridge.core.wire.worker_messages import WorkerSetup
+from kvbridge.core.wire.worker_messages import PagesCopied, WorkerSetup
 from kvbridge.daemon.engine_socket import EngineSocket
 from kvbridge.daemon.memory import NodeLayout, NodeMemory, plan_memory
 from kvbridge.daemon.model import load_geometry
-from kvbridge.daemon.worker_host import WorkerHost
+from kvbridge.daemon.worker_host import Reports, WorkerHost
+from kvbridge.node.backups import Backups, CopyLimits
 from kvbridge.node.engines import AttachedEngines
 from kvbridge.node.receiver.verification import growing_kinds
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.layout import even_boundaries
+from kvbridge.telemetry.host_tier import HostTierReader
 from kvbridge.telemetry.metrics import BUILD
 from kvbridge.telemetry.phases import PHASES
 from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames, StatusReader
@@ -37,6 +40,7 @@ from kvbridge.telemetry.registry import Metrics, library_versions
 from kvbridge.telemetry.specs import Direction
 from kvbridge.telemetry.stream import EventStream
 from kvbridge.telemetry.timelines import RoomTimelines
+from kvbridge.tier.controller import BackupController
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.journal import KeptHeader
 from kvbridge.tier.policy import POLICIES
@@ -61,6 +65,9 @@ class NodeParts:
     book: PageBook
     prefixes: PrefixCache | None
     """The pages of the book that stay; None: none do."""
+    copies: HostTierReader
+    backups: Backups | None
+    """What moves those pages down to host memory; None: nothing does."""
     memory: NodeMemory
     worker_host: WorkerHost
     engine_socket: EngineSocket
@@ -78,11 +85,12 @@ class NodeParts:
             StatusReader(),
             EventStream(),
         )
-        lines = LogReader(names, metrics)
-        for reader in (names, MetricsReader(metrics, names), lines, recent, timelines):
+        lines, copies = LogReader(names, metrics), HostTierReader(metrics)
+        for reader in (names, MetricsReader(metrics, names), lines, recent, timelines, copies):
             events.add_reader(reader.table)
         layers, book = {rank: part.layers for rank, part in layout.parts.items()}, layout.book()
-        socket = EngineSocket(config.timeouts.engine_settle_s, events)
+        socket, worker_host = EngineSocket(config.timeouts.engine_settle_s, events), WorkerHost(config, layers, events)
+        prefixes = _prefixes(config, geometry, layout, book)
         return cls(
             config=config,
             identity=NodeIdentity(role, config.instance, config.node, secrets.token_hex(8)),
@@ -94,9 +102,11 @@ class NodeParts:
             events=events,
             layout=layout,
             book=book,
-            prefixes=_prefixes(config, geometry, layout, book),
+            prefixes=prefixes,
+            copies=copies,
+            backups=_backups(config, prefixes, worker_host.workers, book, events),
             memory=NodeMemory(layout),
-            worker_host=WorkerHost(config, layers, events),
+            worker_host=worker_host,
             engine_socket=socket,
             engines=AttachedEngines(socket.send, tuple(layers), events),
         )
@@ -157,6 +167,7 @@ class NodeParts:
             host=self.memory.host,
             twins=self.memory.twins,
             stage_tp_ranks=tuple(sorted(other.tp for other in self.layout.parts if other.pp == rank.pp)),
+            **({} if config.tier.host is None else {"copy_backend": config.tier.host.backend.value}),
             transports=config.transports.model_dump_json(),
             transfer_timeout_s=config.timeouts.transfer_s,
             epoch=epoch,
@@ -167,6 +178,7 @@ class NodeParts:
         if self.memory.problem and self.layout.total_bytes:  # engines that adopt still share our host pool
             raise NotReadyError(f"nothing to attach to yet: {self.memory.problem}; try again shortly")
         made = {rank: self.workers.device(rank) for rank in ranks if rank in self.layout.orders}
+        tier = self.config.tier.host
         return Attached(
             call=call,
             instance=self.identity.instance,
@@ -180,14 +192,23 @@ class NodeParts:
             device={str(rank): made.get(rank) or self.memory.device.get(rank, ()) for rank in ranks},
             host=self.memory.host,
             twins=self.memory.twins,
-            features=ENGINE_FEATURES,
+            copy_backend=(tier.backend if tier else CopyBackend.KERNEL).value,
+            features=Features(has=ENGINE_FEATURES.has, requires=(Feature.LOAD_BACK,) if tier else ()),
         )
 
-    def memory_lost(self, rank: Rank, reason: str) -> None:
+    @property
+    def reports(self) -> Reports:
+        """Who takes what rank workers of either role say."""
+        return {} if self.backups is None else {PagesCopied: self.backups.copied}
+
+    def worker_gone(self, rank: Rank, reason: str) -> None:
         """A rank worker is gone, and its rooms know: of the device memory that it had made, if any, engines and prefixes let go.
 
-        A prefix is held by all ranks of a node or not at all, and what of it lies in the host pool is of no use alone.
+        A prefix is held by all ranks of a node or not at all. What of it is in the host tier stays; in the host pool alone it is of
+        no use.
         """
+        if self.backups is not None:
+            self.backups.gone(rank, reason)
         if rank in self.layout.orders:
             if self.prefixes is not None:
                 self.prefixes.drop(Evicted.MEMORY_LOST)
@@ -214,7 +235,18 @@ def _prefixes(config: NodeConfig, geometry: ModelGeometry, layout: NodeLayout, b
         digest_words=len(growing_kinds(geometry)) if verifies else 0,
         retained_share=config.tier.retained_share,
     )
-    return PrefixCache(book, index)
+    return PrefixCache(book, index, restores=True)
+
+
+def _backups(
+    config: NodeConfig, prefixes: PrefixCache | None, workers: WorkerSet, book: PageBook, events: EventStream
+) -> Backups | None:
+    """Make what moves cached pages down to host memory, when there is some."""
+    if prefixes is None or prefixes.twins is None or config.tier.host is None:
+        return None
+    settings = config.tier.host.backup
+    limits = CopyLimits(copy_s=config.timeouts.copy_s, link_share=settings.link_share)
+    return Backups(BackupController(prefixes, prefixes.twins, book, settings), workers, book, events, limits)
 
 
 def _metrics(config: NodeConfig, role: Role, geometry: ModelGeometry, layout: NodeLayout) -> Metrics:

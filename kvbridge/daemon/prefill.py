@@ -77,6 +77,7 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
             Digested: rooms.workers.digested,
             Sent: rooms.workers.sent,
             RoomClosed: rooms.workers.room_closed,
+            **parts.reports,
         },
     )
     admission = AdmissionController(rooms.requests, parts.book, limits=config.admission, events=parts.events)
@@ -172,7 +173,7 @@ class DecodePeers:
     def worker_gone(self, rank: Rank, reason: str) -> None:
         """See WorkerListener."""
         self._rooms.workers.gone(rank, reason)
-        self._parts.memory_lost(rank, reason)
+        self._parts.worker_gone(rank, reason)
 
     # ------------------------------------------------------------------ decode nodes
 

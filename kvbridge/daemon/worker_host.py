@@ -24,6 +24,7 @@ from kvbridge.core.wire.worker_messages import (
     Digested,
     EndpointsRevoked,
     NodeToWorker,
+    PagesCopied,
     PeerConnected,
     RoomClosed,
     Sent,
@@ -50,7 +51,7 @@ CAUSES = {"killed": "killed", "exit": "exited", "start": "start_failed"}
 ABSENT_AFTER_S = 0.5
 """A node that has not looked for so long was itself stopped or starved: what its workers said meanwhile is still unread."""
 
-WorkerReport = PeerConnected | Digested | Sent | Verified | RoomClosed | EndpointsRevoked
+WorkerReport = PeerConnected | Digested | Sent | Verified | PagesCopied | RoomClosed | EndpointsRevoked
 """What a worker says about rooms and peers."""
 
 

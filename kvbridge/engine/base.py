@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self
 
 from kvbridge.core.closing import Closing
-from kvbridge.core.errors import DetachedError, UnsupportedError
+from kvbridge.core.errors import BridgeError, DetachedError, UnsupportedError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import Region, fingerprint
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Call, Release, RoomEvent
+from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Call, Loaded, Pages, Release, RoomEvent
 from kvbridge.engine.adopted import adopt
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, attach
 from kvbridge.engine.link import AnswerT, EngineLink
+from kvbridge.engine.load_back import Load, LoadBacks, rank_copiers
 from kvbridge.engine.stream_order import LOOK_AGAIN_S, DeferredCalls, StreamChoice
 from kvbridge.engine.views import PoolViews
 from kvbridge.pool.memory.extent import Progress, ignore_progress
@@ -38,6 +40,12 @@ class Engine(Closing):
         self._deferred = DeferredCalls()
         self._close_timeout_s = close_timeout_s
         self._closed = False
+        try:
+            self._loads = LoadBacks(rank_copiers(attachment), self._order)
+        except BaseException:
+            attachment.close(through=True)
+            raise
+        attachment.closers.append(self._loads.close)
 
     @classmethod
     def attach(
@@ -123,6 +131,38 @@ class Engine(Closing):
         """Global layer ids of a rank."""
         return self._attachment.answer.layers[str(rank)]
 
+    def wait_layer(self, room: int, layer: int, *, stream: StreamChoice = None) -> None:
+        """Let `stream` (default: the current one) go on only when what the room loads of a layer is there; the host does not wait.
+
+        For rooms that were begun or claimed `by_layer`: before the layer reads or writes a page of the room. Without effect in a
+        room that loads nothing, and with pools in host memory.
+        """
+        self._loads.wait_layer(room, layer, stream)
+
+    def _load_back(self, room: int, pages: Pages, *, by_layer: bool) -> None:
+        """Enqueue what a begun or claimed room is to load, if anything; the node hears of it when the GPUs are through.
+
+        The room is given up when that fails, and the error raised.
+        """
+        if not pages.load:
+            return
+        try:
+            load = self._loads.start(room, pages, by_layer=by_layer)
+            self._load_began(pages, load)
+        except BridgeError as error:
+            self.abort(room, f"pages of its prefix cannot be loaded from host memory: {error}")
+            raise
+        arrived = partial(self._order.passed, frozenset(load.points.values()))
+        self._deferred.send_when(arrived, f"load of room {room}", partial(self._say_loaded, pages, load))
+
+    def _load_began(self, pages: Pages, load: Load) -> None:
+        """A load is enqueued."""
+
+    def _say_loaded(self, pages: Pages, load: Load) -> None:
+        figures = {"bytes": load.bytes, "seconds": load.seconds()}
+        said = Loaded(call=self._link.number(), room=pages.room, generation=pages.generation, **figures)
+        self._link.call(said, Accepted)
+
     def abort(self, room: int, reason: str, *, stream: StreamChoice = None) -> None:
         """Give a room up; this engine submits nothing more that touches its pages. Harmless on a room that is over.
 
@@ -167,7 +207,7 @@ class Engine(Closing):
         through = False
         try:
             if self._order.devices:
-                self._deferred.send_when(self._order.reached(None), "close", lambda: None)
+                self._deferred.send_when(self._order.reached(None, self._loads.points()), "close", lambda: None)
             self._deferred.finish(self._close_timeout_s)
             through = True
         finally:
@@ -180,11 +220,13 @@ class Engine(Closing):
 
     def _let_go(self, message: Release | AbortRoom, stream: StreamChoice) -> None:
         """Tell the node that pages can be used again, as soon as this engine's GPU does not use them any more."""
+        loaded = self._loads.points(message.room)
+        self._loads.forget(message.room)
         if not self._order.devices:
             self._call(message, Accepted)
             return
         what = f"{message.type} of room {message.room}"
-        self._deferred.send_when(self._order.reached(stream), what, lambda: self._say(message))
+        self._deferred.send_when(self._order.reached(stream, loaded), what, lambda: self._say(message))
 
     def _say(self, message: Release | AbortRoom) -> None:
         self._link.call(message, Accepted)

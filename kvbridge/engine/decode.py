@@ -39,6 +39,8 @@ class DecodeRoom:
     """What each prefill rank's engine gave to `finish`, keyed by `str(rank)`."""
     amounts: Amounts
     phases_s: dict[str, float]
+    host_tokens: int = 0
+    """Of `prefix_tokens`, the last so many that were in the node's host memory alone and are loaded (see `by_layer` of `claim`)."""
     traceparent: str = ""
     """The room's span in W3C's form, for the engine's own spans to be parts of; empty when the request is not traced."""
 
@@ -57,13 +59,19 @@ class DecodeEngine(Engine):
         call = Provide(call=self._link.number(), room=room, tables=to_wire(tables), prefix_tokens=prefix_tokens)
         self._call(call, Accepted)
 
-    def claim(self, room: int, *, page_hashes: Keys = NO_KEYS) -> DecodeRoom:
+    def claim(self, room: int, *, page_hashes: Keys = NO_KEYS, by_layer: bool = False) -> DecodeRoom:
         """Take a committed room. Raises RoomFailedError with the first cause, ConflictError when it is not committed yet.
 
         `page_hashes`: the `page_keys` of the request's prompt as this engine has it. Needed for a room that was admitted with keys,
         else without effect. Raises KeyMismatchError, and the room fails, when they are others.
+
+        What the node holds of the prompt in host memory alone, though it belongs on the device, is loaded by copies on a GPU stream
+        of their own. The current stream of each GPU waits for all of them. `by_layer`: it does not, and the engine calls
+        `wait_layer` before it touches a layer of the room. With pools in host memory all is there when this returns. Raises
+        TransportError when the copies cannot be submitted; the room is given up then.
         """
         pages = self._call(Claim(call=self._link.number(), room=room, page_hashes=page_hashes.data), Pages)
+        self._load_back(room, pages, by_layer=by_layer)
         return DecodeRoom(
             room,
             pages.generation,
@@ -73,21 +81,25 @@ class DecodeEngine(Engine):
             pages.metadata,
             pages.amounts,
             pages.phases_s,
+            pages.host_tokens,
             pages.traceparent,
         )
 
-    def wait_claim(self, room: int, timeout_s: float, *, page_hashes: Keys = NO_KEYS) -> DecodeRoom:
+    def wait_claim(
+        self, room: int, timeout_s: float, *, page_hashes: Keys = NO_KEYS, by_layer: bool = False
+    ) -> DecodeRoom:
         """Wait until a room is committed and claim it. Raises RoomFailedError when it ends first, else DeadlineError.
 
-        `page_hashes` and what else is raised: as `claim`.
+        `page_hashes`, `by_layer` and what else is raised: as `claim`.
         """
         deadline_s = time.monotonic() + timeout_s
+        claim = partial(self.claim, room, page_hashes=page_hashes, by_layer=by_layer)
         with suppress(ConflictError):  # it may have been committed before we attached
-            return self.claim(room, page_hashes=page_hashes)
+            return claim()
         while (left_s := deadline_s - time.monotonic()) > 0:
             for event in self._await_events(partial(self._link.first_event, room), left_s):
                 if event.kind == "committed":
-                    return self.claim(room, page_hashes=page_hashes)
+                    return claim()
                 if event.kind in {"aborted", "failed"}:
                     raise RoomFailedError(f"room {room} {event.kind}: {event.reason}")
         raise DeadlineError(f"room {room} was not committed within {timeout_s} s")

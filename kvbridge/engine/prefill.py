@@ -30,6 +30,7 @@ from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment
 from kvbridge.engine.base import Engine
+from kvbridge.engine.load_back import Load
 from kvbridge.engine.stream_order import StreamChoice
 from kvbridge.tier.keys import NO_KEYS, Keys
 
@@ -47,6 +48,8 @@ class PrefillRoom:
     computed_tokens: int
     """Tokens that this node already holds: where the engine starts to compute. Their rows are in `tables`, to be read only, and
     count as published."""
+    host_tokens: int
+    """Of these, the last so many that were in the node's host memory, and are loaded into `tables` (see `by_layer` of `begin`)."""
     tables: Tables
     restore: Tables
     """From what to start, as the tables of a request of `computed_tokens` tokens: the same rows, and the windows and states as they
@@ -67,6 +70,7 @@ def _begun_room(room: int, pages: Pages) -> PrefillRoom:
         pages.prompt_tokens,
         pages.prefix_tokens,
         pages.computed_tokens,
+        pages.host_tokens,
         tables,
         tables | tables_from_wire((pages.restore.table,) if pages.restore else ()),
         {one.tokens: tables | tables_from_wire((one.table,)) for one in pages.checkpoints},
@@ -118,7 +122,7 @@ class PrefillEngine(Engine):
         """
         return self._call(AskRestorable(call=self._link.number(), room=room), Restorable).tokens
 
-    def begin(
+    def begin(  # noqa: PLR0913 - each is something else that an engine may say of a room
         self,
         room: int,
         *,
@@ -127,6 +131,7 @@ class PrefillEngine(Engine):
         tables: Tables | None = None,
         computed_tokens: int = 0,
         at_most: int | None = None,
+        by_layer: bool = False,
     ) -> PrefillRoom:
         """Start to compute an admitted room and learn its pages; adopted pools name theirs in `tables`.
 
@@ -140,6 +145,11 @@ class PrefillEngine(Engine):
         `at_most`: start at no more than so many tokens, which an instance of several prefill nodes needs: each has a cache of its
         own, and all engines have to start at the same token. So they compare what `restorable` says, and all begin with the largest
         number that every node has. Raises CapacityError when there are no pages for what is to be computed besides.
+
+        What the node holds of the prompt in host memory, windows and states at its end among it, is loaded by copies on a GPU
+        stream of their own. The current stream of each GPU waits for all of them. `by_layer`: it does not, and the engine calls
+        `wait_layer` before it touches a layer of `tables` or `restore`. With pools in host memory all is there when this returns.
+        Raises TransportError when the copies cannot be submitted; the room is given up then.
 
         Raises UnknownRoomError, ConflictError on a second begin, and with pools on a GPU for a room of which an earlier attempt was
         neither finished nor aborted; InvalidInputError when the lengths differ.
@@ -159,7 +169,11 @@ class PrefillEngine(Engine):
         pages = self._call(message, Pages)
         if by_gpu:
             self._begun[room] = pages.generation, set()
+        self._load_back(room, pages, by_layer=by_layer)
         return _begun_room(room, pages)
+
+    def _load_began(self, pages: Pages, load: Load) -> None:
+        self._say_published(pages.room, pages.computed_tokens, None, load.points)
 
     def publish(
         self, room: int, upto_token: int, *, layers: Sequence[int] | None = None, stream: StreamChoice = None
@@ -171,14 +185,17 @@ class PrefillEngine(Engine):
 
         Raises InvalidInputError past the prompt, ConflictError backwards or when the room is over.
         """
-        chosen = None if layers is None else tuple(layers)
-        points = self._order.points(stream)
+        self._say_published(room, upto_token, layers, self._order.points(stream))
+
+    def _say_published(
+        self, room: int, upto_token: int, layers: Sequence[int] | None, points: Mapping[str, StreamPoint]
+    ) -> None:
         message = Publish(
             call=self._link.number(),
             room=room,
             upto_token=upto_token,
-            layers=chosen,
-            after=points,
+            layers=None if layers is None else tuple(layers),
+            after=dict(points),
         )
         self._call(message, Accepted)
         if room in self._begun:
@@ -194,6 +211,7 @@ class PrefillEngine(Engine):
         GPU has written what was published of it, of which this or a later call informs the node.
         """
         begun = self._begun.get(room)
+        self._loads.forget(room)
         message = Finish(
             call=self._link.number(),
             room=room,

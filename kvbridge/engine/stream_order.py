@@ -47,8 +47,16 @@ class StreamOrder:
 
     def points(self, stream: StreamChoice) -> dict[str, StreamPoint]:
         """Mark the present end of the stream for each rank with a GPU, by the rank's name."""
-        marked = {device: self._mark(device, handle) for device, handle in self._streams(stream).items()}
+        return self.points_of(self._streams(stream))
+
+    def points_of(self, streams: Mapping[int, int]) -> dict[str, StreamPoint]:
+        """The same for streams of our own: the handle of one for each GPU."""
+        marked = {device: self._mark(device, handle) for device, handle in streams.items()}
         return {str(rank): marked[device] for rank, device in self._devices.items()}
+
+    def handle(self, device: int | None, stream: StreamChoice) -> int:
+        """The chosen stream of one GPU, as launches take it; 0 for host memory (None)."""
+        return 0 if device is None else self._streams(stream)[device]
 
     def _mark(self, device: int, handle: int) -> StreamPoint:
         with _current(device):
@@ -61,9 +69,12 @@ class StreamOrder:
         """Whether the GPUs have come past all of these `points`; never waits. Raises TransportError for what has failed there."""
         return self._marks.reached(points)
 
-    def reached(self, stream: StreamChoice) -> Callable[[], bool]:
-        """Mark the present end of the stream on each GPU; the result says, as `passed` does, whether all of them are there."""
-        return partial(self.passed, frozenset(self.points(stream).values()))
+    def reached(self, stream: StreamChoice, also: frozenset[StreamPoint] = frozenset()) -> Callable[[], bool]:
+        """Mark the present end of the stream on each GPU.
+
+        The result says, as `passed` does, whether all of them are there, and past the points `also`.
+        """
+        return partial(self.passed, also.union(self.points(stream).values()))
 
     def _streams(self, stream: StreamChoice) -> dict[int, int]:
         """The handle to use on each GPU. Raises InvalidInputError for one stream where there are several GPUs."""

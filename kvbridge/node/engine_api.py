@@ -29,7 +29,7 @@ from kvbridge.core.wire.engine_messages import (
     Refused,
     Release,
 )
-from kvbridge.core.wire.features import ENGINE_FEATURES, agree
+from kvbridge.core.wire.features import agree
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engines import AttachedEngine, AttachedEngines
@@ -115,9 +115,9 @@ class EngineApi:
     def _attach(self, engine: str, message: Attach) -> Attached:
         if message.role is not self._role:
             raise InvalidInputError(f"this is a {self._role} daemon; a {message.role} engine cannot attach to it")
-        agree(ENGINE_FEATURES, message.features, us="this node", them="the engine")
         ranks = self._engines.ranks_of_node(engine, message.ranks)
         answer = self._answer_attach(message.call, ranks)
+        agree(answer.features, message.features, us="this node", them="the engine")
         self._engines.attach(AttachedEngine(engine, self._pid(engine), ranks))
         return answer
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 
 from kvbridge.core.errors import RoomFailedError
-from kvbridge.core.ids import IndexSpace, PageIdArray, PageMoves, Tables
+from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray, PageMoves, PageTable, Rank, Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import Retention
 from kvbridge.core.session.states import RoomState
@@ -55,14 +55,35 @@ class RoomIdentity(TypedDict):
     peer: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Load:
-    """What is cached on the host only, and an engine copies into pages of a room before it reads them."""
+    """What is cached on the host only, and engines copy into pages of a room before they read them."""
 
     first_page: int
     """Of the prompt: the first of those in the spaces that grow with the tokens."""
     moves: PageMoves
     """The room's own pages and the twins that belong into them, which stay until it lets go; of `swa`, a checkpoint."""
+    ranks: set[Rank] = field(default_factory=set)
+    """Where it is there, as the engines of these ranks have said."""
+    bytes: int = 0
+    """That they have copied."""
+    seconds: float = 0.0
+    """While the slowest of them was copying."""
+
+    @property
+    def twins(self) -> Tables:
+        """The twins as engines are told: of pages from `first_page` on, and of a checkpoint."""
+        growing = {space: self.first_page for space in self.moves if space is not IndexSpace.SWA}
+        return {
+            TWINS[space]: PageTable(TWINS[space], twins, growing.get(space, 0))
+            for space, (_, twins) in self.moves.items()
+        }
+
+    def arrived(self, ranks: Iterable[Rank], copied_bytes: int, seconds: float) -> None:
+        """An engine says that it is there on its ranks."""
+        self.ranks.update(ranks)
+        self.bytes += copied_bytes
+        self.seconds = max(self.seconds, seconds)
 
 
 @dataclass(eq=False)
@@ -97,10 +118,12 @@ class Room(Generic[StateT]):
     """Prefill: how much of the prompt it held already, where its engine starts to compute."""
     checkpoint: PageIdArray | None = None
     """Prefill: the cached windows and states that its engine starts from, to be read only; None: it has not been asked for."""
+    host_tokens: int = 0
+    """Of the prefix that it was given, the last so many tokens were in host memory alone."""
     shared_pages: dict[IndexSpace, int] = field(default_factory=dict)
     """Of its pages in each space, the first ones, those that it had not to be given: cached ones."""
     load: Load | None = None
-    """What an engine has to load back before it can read it; None: nothing."""
+    """What engines have to load back before they can read it; None: nothing, or nothing any more."""
     keys: Keys = field(default_factory=Keys)
     """Of the prompt's whole pages, until it ends; empty: it shares nothing."""
     namespace: str = ""

@@ -187,6 +187,7 @@ class RoomBook(Generic[RoomT]):
             prompt_tokens=room.prompt_tokens,
             prefix_tokens=room.prefix_tokens,
             computed_tokens=room.computed_tokens,
+            host_tokens=room.host_tokens,
             namespace=room.namespace,
             reason_code=room.reason_code,
             reason=room.reason,

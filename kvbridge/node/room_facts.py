@@ -84,6 +84,7 @@ class RoomFacts:
             prompt_tokens=room.prompt_tokens,
             prefix_tokens=room.prefix_tokens,
             computed_tokens=room.computed_tokens,
+            host_tokens=room.host_tokens,
             tables=to_wire(room.tables),
             traceparent=room.trace.traceparent if room.trace is not None else "",
         )

@@ -9,7 +9,7 @@ and quarantined; it lets go of what it reads when its own go back, on whatever w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +22,14 @@ from kvbridge.core.geometry.checkpoints import needs_checkpoints
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.geometry.tables import GROWING_SPACES, check_demand, joined_tables, request_tables
-from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray, PageTable, Tables
+from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray, PageTable, Rank, Tables
 from kvbridge.core.plan.digests import DigestKind
+from kvbridge.core.wire.engine_messages import Loaded
 from kvbridge.node.room import Load, Quarantine, Room
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.events import PrefixMatched, RoomQuarantined
+from kvbridge.telemetry.host_tier import CopyEnded
 from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.index import DigestArray
 from kvbridge.tier.keys import Keys
@@ -122,6 +124,7 @@ class RoomPages:
                 miss_tokens=room.prompt_tokens - hit_tokens,
                 hit_bytes=got.prefix_pages * self.settings.growing_page_bytes,
                 from_checkpoint=bool(len(got.checkpoint) or len(got.checkpoint_twin)),
+                host_tokens=room.host_tokens,
             )
         )
 
@@ -148,17 +151,30 @@ class RoomPages:
         self._give_instead(room, page_count, got.own)
         self._set_prefix(room, got)
 
+    def loaded(self, room: Room[Any], ranks: Iterable[Rank], said: Loaded, *, of: Collection[Rank]) -> bool:
+        """An engine has loaded what a room is to load into the memory of these ranks; whether that makes it all of the ranks `of`."""
+        load = room.load
+        if load is None or load.ranks.issuperset(ranks):
+            return False
+        load.arrived(ranks, said.bytes, said.seconds)
+        if not load.ranks.issuperset(of):
+            return False
+        pages = room.host_tokens // self.settings.geometry.tokens_per_page
+        figures = {"bytes": load.bytes, "busy_s": load.seconds, "seconds": load.seconds}
+        self.events.emit(CopyEnded(direction="load_back", pages=pages, **figures))
+        return True
+
     def restored(self, room: Room[Any]) -> int:
-        """What the room loaded back is in its own pages, by proof, which it holds: others may read them. Returns how many are new."""
+        """Let others read what a room has loaded back, by proof, into pages that it holds; return how many are new."""
         if self.prefixes is None or room.load is None:
             return 0
-        page_count, load, room.load = self.prefixes.reads(room.owner), room.load, None
-        new = 0
-        if load.first_page < page_count:
-            growing = {space: own for space, (own, _) in load.moves.items() if space is not IndexSpace.SWA}
-            new = self.prefixes.restored(room.owner, growing)
-        if IndexSpace.SWA in load.moves:
-            self.prefixes.keep_checkpoint(room.owner, page_count, load.moves[IndexSpace.SWA][0])
+        load, room.load = room.load, None
+        ids = {space: own for space, (own, _) in load.moves.items()}
+        checkpoint = ids.pop(IndexSpace.SWA, None)
+        new = self.prefixes.restored(room.owner, load.first_page, ids) if ids else 0
+        if checkpoint is not None:
+            page_count = room.computed_tokens // self.settings.geometry.tokens_per_page
+            self.prefixes.keep_checkpoint(room.owner, page_count, checkpoint)
         return new
 
     def _give_instead(self, room: Room[Any], page_count: int, pages: Mapping[IndexSpace, PageIdArray]) -> None:
@@ -176,6 +192,7 @@ class RoomPages:
             room.checkpoint = got.checkpoint_own if len(got.checkpoint_own) else got.checkpoint
         else:
             room.prefix_tokens = tokens
+        room.host_tokens = (got.prefix_pages - got.device_pages) * self.settings.geometry.tokens_per_page
         room.shared_pages = {space: len(ids) for space, ids in got.prefix.items()}
         moves = {
             space: (room.tables[space].ids[got.device_pages : got.prefix_pages], got.twins[twin])

@@ -154,6 +154,8 @@ class PrefixMatched(RoomFact):
     """What of its growing components a decode node need not be sent; 0 on a prefill node."""
     from_checkpoint: bool = False
     """Prefill: it goes on from windows and states that were kept."""
+    host_tokens: int = 0
+    """Of the hit ones, those whose pages were in host memory alone and come back from there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

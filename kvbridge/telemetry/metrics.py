@@ -18,6 +18,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.phases import LIMITS, PHASES
 from kvbridge.telemetry.service_metrics import SERVICE_METRICS
 from kvbridge.telemetry.specs import DECODE, EVERYBODY, PHASE_BUCKETS_S, PREFILL, MetricKind, MetricSpec
+from kvbridge.telemetry.tier_metrics import TIER_METRICS
 
 MAX_LABEL_VALUES = 64
 """Distinct words that an open label of one metric may show; further ones count as "other"."""
@@ -100,6 +101,12 @@ METRICS: tuple[MetricSpec, ...] = (
         "growing rows and prefill does not compute them, or not.",
         values={"outcome": ("hit", "miss")},
     ),
+    HOST_TOKENS := MetricSpec(
+        "kvbridge_prefix_host_tokens_total",
+        _COUNTER,
+        (),
+        "Of the tokens that were hit, those whose pages were in host memory alone (`tier.host`) and came back from there.",
+    ),
     PREFIX_BYTES := MetricSpec(
         "kvbridge_prefix_saved_bytes_total",
         _COUNTER,
@@ -170,6 +177,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "Cached pages that did not hold any more what they held when they came (integrity.verify_on_hit); they were dropped.",
         (DECODE,),
     ),
+    *TIER_METRICS,
     # Peers.
     PEERS := MetricSpec(
         "kvbridge_peers",

@@ -61,6 +61,7 @@ from kvbridge.telemetry.metrics import (
     DIGEST_MISMATCHES,
     ENDED_BY_LIMIT,
     FRAMES_REFUSED,
+    HOST_TOKENS,
     MESSAGES_REFUSED,
     PEER_FAILURES,
     PHASE,
@@ -176,6 +177,7 @@ class MetricsReader:
     def _prefix_matched(self, _now_s: float, fact: PrefixMatched) -> None:
         self._metrics.count(PREFIX_TOKENS, "hit", by=fact.hit_tokens)
         self._metrics.count(PREFIX_TOKENS, "miss", by=fact.miss_tokens)
+        self._metrics.count(HOST_TOKENS, by=fact.host_tokens)
         if fact.hit_bytes:  # a prefill node has no such metric
             self._metrics.count(PREFIX_BYTES, by=fact.hit_bytes)
         if fact.from_checkpoint:  # nor a decode node this
@@ -331,8 +333,9 @@ class StatusReader:
     def __init__(self) -> None:
         self._problems: deque[Problem] = deque(maxlen=RECENT_PROBLEMS)
         self._traffic: dict[str, PeerTraffic] = {}
-        self.hit_tokens, self.miss_tokens = 0, 0
-        """Of prompts with page keys: those that were cached when their rooms were admitted, and the others."""
+        self.hit_tokens, self.miss_tokens, self.host_tokens = 0, 0, 0
+        """Of prompts with page keys: those that were cached when their rooms were admitted, and the others. Of the first, those that
+        came back from host memory."""
 
         self.table: Reader = {
             RoomEntered: self._room,
@@ -361,6 +364,7 @@ class StatusReader:
     def _matched(self, _now_s: float, fact: PrefixMatched) -> None:
         self.hit_tokens += fact.hit_tokens
         self.miss_tokens += fact.miss_tokens
+        self.host_tokens += fact.host_tokens
 
     def _sent(self, now_s: float, fact: OrderEnded) -> None:
         if fact.amounts:

@@ -134,5 +134,13 @@ def _identity(setup: WorkerSetup, settings: TransportSettings, memory: WorkerMem
     check_manifest(manifest, setup.geometry)
     order = tuple(str(name) for name in settings.order)
     return RankIdentity(
-        setup.geometry, manifest, memory.extents, order, epoch=setup.epoch, made=memory.made, twins=memory.twins
+        setup.geometry,
+        manifest,
+        memory.extents,
+        order,
+        epoch=setup.epoch,
+        made=memory.made,
+        twins=memory.twins,
+        stage_tp_ranks=setup.stage_tp_ranks,
+        copy_backend=setup.copy_backend,
     )

@@ -26,6 +26,7 @@ from kvbridge.core.wire.messages import REASON_CHARS, Heartbeat, RankDescription
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
     ConnectPeer,
+    CopyPages,
     DisconnectPeer,
     EndpointsRevoked,
     NodeToWorker,
@@ -42,6 +43,7 @@ from kvbridge.core.wire.worker_messages import (
 )
 from kvbridge.pool.memory.stream_points import StreamPoints
 from kvbridge.transport.base import Transport
+from kvbridge.worker.copies import PageCopies
 from kvbridge.worker.digests import Verifications
 from kvbridge.worker.link import NodeLink
 from kvbridge.worker.orders import OpenedRoom, Order, RoomKey
@@ -91,6 +93,7 @@ class RankWorker:
         self._queued: list[Order] = []
         self._active: list[Order] = []
         self._verifications = Verifications(identity, link, clock=clock)
+        self._copies = PageCopies(identity, link, clock=clock)
         self._points = points or StreamPoints()
         self._stopping = False
         self._beaten_s = clock()
@@ -113,9 +116,9 @@ class RankWorker:
     def step(self) -> None:
         """Take what the node sent, push every transfer forward once, and rest if nothing moved."""
         self._beat()
-        busy = self._active or self._queued or self._verifications
+        busy = self._active or self._queued or self._verifications or self._copies
         self._receive(0.0 if busy else CONNECTING_WAIT_S if self._peers.busy else IDLE_WAIT_S)
-        if not self._advance() and (self._active or self._queued):
+        if not self._advance() and (self._active or self._queued or self._copies):
             time.sleep(BUSY_PAUSE_S)
 
     def _receive(self, wait_s: float) -> None:
@@ -137,6 +140,7 @@ class RankWorker:
         with ExitStack() as stack:  # in reverse: whatever fails, the transports are closed
             stack.callback(self._points.close)
             stack.callback(self._transports.close)
+            stack.callback(self._copies.close)
             self._peers.close()
         self.closed = True
 
@@ -175,6 +179,8 @@ class RankWorker:
                 self._queued.append(Order(message, self._clock()))
             case Verify():
                 self._verifications.take(message)
+            case CopyPages():
+                self._copies.take(message)
             case CloseRoom():
                 self._close_room((message.room, message.generation))
             case RenewEndpoints():
@@ -274,7 +280,8 @@ class RankWorker:
                 self._report(order)
                 moved = True
         self._tend_transports()
-        return self._digest_some() or moved
+        copied = self._copies.step()
+        return self._digest_some() or copied or moved
 
     def _digest_some(self) -> bool:
         """Compute one slice of digests for the oldest order that lacks some, and one of what has arrived."""

@@ -45,6 +45,10 @@ class RankIdentity:
     """Device memory that this worker has made, as engines open it."""
     twins: tuple[Region, ...] = ()
     """The node's twins of device pages, at addresses of this process."""
+    stage_tp_ranks: tuple[int, ...] = ()
+    """The tensor-parallel indices of the ranks of this stage on this node, who share the twins."""
+    copy_backend: str = "kernel"
+    """`tier.host.backend`."""
 
     @property
     def rank(self) -> Rank:

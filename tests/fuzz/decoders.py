@@ -86,6 +86,7 @@ def _table(space: IndexSpace, *ids: int, first_page: int = 0) -> wire.WireTable:
 
 TABLES = (_table(IndexSpace.FULL, 1, 2, 3), _table(IndexSpace.SWA, 1, 2), _table(IndexSpace.REQUEST, 0))
 TABLES_BEHIND_A_PAGE = (_table(IndexSpace.FULL, 2, 3, first_page=1), *TABLES[1:])
+MOVE = worker_wire.PageMove(device=_table(IndexSpace.FULL, 1, 2), twins=_table(IndexSpace.FULL_TWIN, 4, 5))
 ROOM = {"room": 2**52 + 5, "generation": 2}
 ENDPOINTS = (wire.TransportEndpoint(transport="local", data=b"{}"), wire.TransportEndpoint(transport="nixl", data=b"x"))
 DESCRIPTION = wire.RankDescription(manifest=manifest(GEOMETRY), endpoints=ENDPOINTS)
@@ -135,6 +136,7 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
             transports="{}",
             transfer_timeout_s=1.0,
         ),
+        worker_wire.CopyPages(order=1, moves=(MOVE,), link_share=0.5),
         worker_wire.CloseRoom(**ROOM),
         worker_wire.Shutdown(),
     ),
@@ -143,6 +145,7 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
         worker_wire.WorkerReady(rank=RANK, pid=1, description=DESCRIPTION, device=(VRAM,)),
         worker_wire.PeerConnected(rank=RANK, peer=ME, transports=("local",)),
         worker_wire.Sent(**ROOM, rank=RANK, order=1, amounts=AMOUNTS, seconds={"move": 0.1}),
+        worker_wire.PagesCopied(rank=RANK, order=1, bytes=4_096, seconds=0.1),
         worker_wire.RoomClosed(**ROOM, rank=RANK, quiet=True),
     ),
     ENGINE_TO_NODE: (
@@ -152,6 +155,7 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
         engine.Publish(call=3, room=5, upto_token=512, layers=(0, 1), after={"pp0.tp0": POINT}),
         engine.Finish(call=4, room=5, metadata=b"first token"),
         engine.AbortRoom(call=5, room=5, reason="enough"),
+        engine.Loaded(call=6, room=5, generation=1),
     ),
     NODE_TO_ENGINE: (
         engine.Attached(
@@ -166,7 +170,7 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
             device={"pp0.tp0": (REGION, VRAM)},
         ),
         engine.Detached(reason="the worker is gone"),
-        engine.Pages(call=2, room=5, generation=1, prompt_tokens=600, tables=TABLES, amounts=AMOUNTS),
+        engine.Pages(call=2, room=5, generation=1, prompt_tokens=600, tables=TABLES, amounts=AMOUNTS, load=TABLES),
         engine.RoomEvent(room=5, generation=1, kind="committed"),
     ),
 }

@@ -59,6 +59,7 @@ def cluster(
     decode: Mapping[str, Any] | None = None,
     pages: Mapping[str, int] | None = None,
     host_pages: int = 64,
+    device_layout: str = "layer_first",
     prefill_pp: int = 1,
     prefill_tp: int = 1,
     decode_pp: int = 1,
@@ -73,18 +74,16 @@ def cluster(
     `faults`: of the prefill daemon's transports. `change`: makes another of each daemon before it starts (`mutated_daemon`).
     """
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
-    device = dict(pages or {"full": 64, "swa": 16, "request": 8})
+    pools = {"device": dict(pages or {"full": 64, "swa": 16, "request": 8}), "device_layout": device_layout}
     spec = ClusterSpec(
         model=dict(model),
         transport=transport,
-        prefill=NodeSpec(
-            instance="prefill-0", pp=prefill_pp, tp=prefill_tp, pools={"device": device}, more=dict(prefill or {})
-        ),
+        prefill=NodeSpec(instance="prefill-0", pp=prefill_pp, tp=prefill_tp, pools=pools, more=dict(prefill or {})),
         decode=NodeSpec(
             instance="decode-0",
             pp=decode_pp,
             tp=decode_tp,
-            pools={"device": device, "host": {"pages": host_pages}},
+            pools=pools | {"host": {"pages": host_pages}},
             more=dict(decode or {}),
         ),
     )

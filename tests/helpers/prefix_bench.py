@@ -48,7 +48,7 @@ def hashes(tokens: list[int]) -> bytes:
 
 @dataclass
 class PrefixBench:
-    """The service. `windows`: pages of `swa`; `interval`: of checkpoints, in tokens."""
+    """The service. `windows`: pages of `swa`; `interval`: of checkpoints, in tokens; `twins`: pages and checkpoints of the host."""
 
     geometry: ModelGeometry = V4
     pages: int = 64
@@ -56,14 +56,18 @@ class PrefixBench:
     ranks: tuple[Rank, ...] = (R0,)
     interval: int = 0
     part_of_instance: bool = False
+    twins: tuple[int, int] = (0, 0)
     clock: ManualClock = field(default_factory=ManualClock)
 
     def __post_init__(self) -> None:
         spaces = {FULL: self.pages}
         if self.geometry is V4:
             spaces |= {SWA: self.windows, IndexSpace.REQUEST: 8}
+        if self.twins[0]:
+            spaces |= {IndexSpace.FULL_TWIN: self.twins[0], IndexSpace.SWA_TWIN: self.twins[1]}
         self.book = PageBook(spaces)
-        self.cache = PrefixCache(self.book, PrefixIndex((FULL,), self.pages), clock=self.clock)
+        index = PrefixIndex((FULL,), self.pages + self.twins[0], has_twins=bool(self.twins[0]))
+        self.cache = PrefixCache(self.book, index, clock=self.clock, restores=True)
         self.workers, self.peers = FakeWorkers(*self.ranks, geometry=self.geometry), FakePeers()
         self.engines, self.events = FakeEngines("engine"), RecordedEvents()
         self.service = sender_rooms(

@@ -54,6 +54,8 @@ class Form:
     chunking: Chunking = UNCUT
     """Of the device pools."""
     host_chunking: Chunking = UNCUT
+    page_first: bool = False
+    """On the device."""
 
 
 class Canvas:
@@ -140,7 +142,14 @@ class NodePools:
         name = f"{directory.name}-{colour:x}"
         self._device = [
             MappedPool.create(
-                device_placement(geometry, part, page_counts=form.pages, exclude=form.host, chunking=form.chunking),
+                device_placement(
+                    geometry,
+                    part,
+                    page_counts=form.pages,
+                    exclude=form.host,
+                    chunking=form.chunking,
+                    page_first=form.page_first,
+                ),
                 directory,
                 name,
             )

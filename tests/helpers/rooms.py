@@ -25,6 +25,7 @@ from kvbridge.core.wire.engine_messages import (
     Claim,
     Extend,
     Finish,
+    Loaded,
     Pages,
     Provide,
     Publish,
@@ -256,6 +257,7 @@ class FakeRanks:
     def __init__(self) -> None:
         self.lacking = ""
         self.messages: list[tuple[object, object]] = []
+        self.layers: dict[Rank, tuple[int, ...]] = {R0: tuple(range(GEOMETRY.layer_count))}
 
     def missing(self) -> str:
         return self.lacking
@@ -306,8 +308,17 @@ class EngineVerbs:
         self._call("", (), Provide(call=1, room=room, tables=to_wire(tables), prefix_tokens=prefix_tokens))
 
     def claim(self, engine, room, page_hashes=b"") -> Room:
-        self._call(engine, (), Claim(call=1, room=room, page_hashes=page_hashes))
+        self.claim_pages(engine, room, page_hashes)
         return self.rooms.book.used_by(engine, room)
+
+    def claim_pages(self, engine, room, page_hashes=b"") -> Pages:
+        """A claim, and what is answered."""
+        answer = self._call(engine, (), Claim(call=1, room=room, page_hashes=page_hashes))
+        assert answer is not None
+        return answer
+
+    def loaded(self, engine, room, ranks=(R0,), generation=1, **figures) -> None:
+        self._call(engine, ranks, Loaded(call=1, room=room, generation=generation, **figures))
 
     def extend(self, engine, room, tokens) -> Tables:
         self._call(engine, (), Extend(call=1, room=room, tokens=tokens))
@@ -324,8 +335,11 @@ def prefix_cache(bench: SenderBench | ReceiverBench) -> PrefixCache | None:
     """As the daemon makes it: for pages that the node gives out."""
     if bench.adopted or not bench.shares_prefixes:
         return None
-    index = PrefixIndex((IndexSpace.FULL,), bench.pages, digest_words=len(growing_kinds(GEOMETRY)))
-    return PrefixCache(bench.book, index, clock=bench.clock)
+    twins = getattr(bench, "twins", 0)
+    index = PrefixIndex(
+        (IndexSpace.FULL,), bench.pages + twins, digest_words=len(growing_kinds(GEOMETRY)), has_twins=bool(twins)
+    )
+    return PrefixCache(bench.book, index, clock=bench.clock, restores=True)
 
 
 @dataclass
@@ -385,6 +399,8 @@ class ReceiverBench:
     pages: int = 16
     request_slots: int = 0
     """Slots of a hot buffer, which the model itself does not need."""
+    twins: int = 0
+    """Pages of the host tier."""
     clock: ManualClock = field(default_factory=ManualClock)
     nodes: FakeNodes = field(default_factory=FakeNodes)
     fence: FakeFence = field(default_factory=FakeFence)
@@ -396,6 +412,8 @@ class ReceiverBench:
         space = {IndexSpace.FULL: self.pages}
         if self.request_slots:
             space[IndexSpace.REQUEST] = self.request_slots
+        if self.twins:
+            space[IndexSpace.FULL_TWIN] = self.twins
         self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
         self.prefixes = prefix_cache(self)
         self.service = receiver_rooms(

@@ -115,6 +115,52 @@ BOARD = Board(
             ),
         ),
         Row(
+            "Host tier",
+            (
+                lines(
+                    "Cached pages by place",
+                    "On the device alone: gone when others need the place. Both: given up without losing anything. Host: they come "
+                    "back when a prompt shares them.",
+                    Query(now("host_tier_pages", "residency"), "{{residency}}"),
+                    stacked=True,
+                ),
+                lines(
+                    "Copied between device and host",
+                    "Bytes a second, by direction.",
+                    Query(rate("host_tier_copied_bytes_total", "direction"), "{{direction}}"),
+                    unit="Bps",
+                ),
+                lines(
+                    "Share of the time in which it is copied",
+                    "Of backups at most tier.host.backup.link_share; the rest is left to transfers and sparse decode.",
+                    Query(rate_of_each("host_tier_copy_seconds_total", "direction"), "{{daemon}} {{direction}}"),
+                    unit="percentunit",
+                ),
+                lines(
+                    "Orders to copy",
+                    "A second, by how they ended. Anything but `done` is in the log (`pages_not_copied`), with the reason.",
+                    Query(rate("host_tier_copies_total", "direction, outcome"), "{{direction}} {{outcome}}"),
+                    unit="ops",
+                ),
+                lines(
+                    "Prompts that wait to be copied",
+                    "They grow when pages come faster than they can be copied: raise link_share, or copy less (policy).",
+                    Query(of_each("host_tier_waiting_prompts"), "{{daemon}}"),
+                ),
+                lines(
+                    "Pages on their way",
+                    "At most tier.host.backup.order_pages a node.",
+                    Query(of_each("host_tier_in_flight_pages"), "{{daemon}}"),
+                ),
+                lines(
+                    "Prompts that found no place",
+                    "A second. Host memory is full of pages that are read: it is too small.",
+                    Query(rate_of_each("host_tier_refused_total"), "{{daemon}}"),
+                    unit="ops",
+                ),
+            ),
+        ),
+        Row(
             "Admission",
             (
                 number(

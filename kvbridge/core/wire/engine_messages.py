@@ -140,6 +140,18 @@ class Claim(Call):
     """The keys of the tokens of the engine's request, which have to be those that the room was admitted with."""
 
 
+class Loaded(Call):
+    """What the answer to begin or claim said is to be loaded is in the room's own pages, on every rank of this engine."""
+
+    type: Literal["loaded"] = "loaded"
+    room: RoomId
+    generation: Positive
+    bytes: NonNegative = 0
+    """Over all these ranks."""
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """While the slowest of them was copying."""
+
+
 class Extend(Call):
     """Decode: the request will hold `tokens` tokens in all; reserve what is missing and return the tables for it."""
 
@@ -194,6 +206,7 @@ EngineToNode = Annotated[
     | Finish
     | Provide
     | Claim
+    | Loaded
     | Extend
     | Release
     | AbortRoom
@@ -246,6 +259,8 @@ class Attached(Answer):
     """The node's host pool."""
     twins: tuple[SharedRegion, ...] = ()
     """The node's twins of device pages, from which an engine loads what its rooms are told to."""
+    copy_backend: Name = "kernel"
+    """What copies them (`tier.host.backend`)."""
     features: Features = Features()
 
 
@@ -275,11 +290,16 @@ class Pages(Answer):
     """What decode held already, and is not sent."""
     computed_tokens: NonNegative = 0
     """On prefill: where the engine starts to compute."""
+    host_tokens: NonNegative = 0
+    """Of what this node held of the prompt, the last so many tokens, which `load` is about."""
     tables: tuple[WireTable, ...]
     restore: Checkpoint | None = None
     """On begin: the windows and states that the engine starts from, to be read only; none where the model has none."""
     checkpoints: Annotated[tuple[Checkpoint, ...], Field(max_length=MAX_CHECKPOINTS)] = ()
     """On begin: windows and states that the engine is asked to write when it stands there; ascending."""
+    load: tuple[WireTable, ...] = ()
+    """On begin and claim: pages of the node's host memory that the engine copies into the room's own pages, before anything reads
+    them: of `full_twin` into those of `full` from the same page on, of `swa_twin` into those of `restore`."""
     metadata: dict[str, bytes] = Field(default_factory=dict)
     """On claim: what each writer rank sent along, keyed by `str(rank)`."""
     amounts: Amounts = Field(default_factory=dict)

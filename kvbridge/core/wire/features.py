@@ -27,6 +27,8 @@ class Feature(StrEnum):
 
     DIGESTS = "digests"
     """Between nodes: a writer computes digests of what it sends when an offer asks for them (`Offer.digest`)."""
+    LOAD_BACK = "load_back"
+    """Of an engine: it copies what a room shares out of host memory into the room's pages (`Pages.load`)."""
 
 
 class Features(FrozenModel):
@@ -38,7 +40,7 @@ class Features(FrozenModel):
 
 
 PEER_FEATURES = Features(has=(Feature.DIGESTS,))
-ENGINE_FEATURES = Features()
+ENGINE_FEATURES = Features(has=(Feature.LOAD_BACK,))
 DIRECTORY_FEATURES = Features()
 """What this release has and requires in each conversation."""
 

@@ -17,7 +17,17 @@ from pydantic import AfterValidator, Field
 
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest
-from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Rank, Role, RoomId, Tables
+from kvbridge.core.ids import (
+    REQUEST_SPACES,
+    FrozenModel,
+    IndexSpace,
+    NonNegative,
+    Positive,
+    Rank,
+    Role,
+    RoomId,
+    Tables,
+)
 from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import ModelIdentity
@@ -28,8 +38,8 @@ MAX_METADATA_BYTES = 64 * 1024
 MAX_TABLE_BYTES = 4 * 65_536
 MAX_PAGE_HASHES_BYTES = 16 * 65_536
 """Page keys of a request, for as many pages as a table has."""
-MAX_ROOM_METADATA_BYTES = 28 * MAX_METADATA_BYTES
-"""What all writers of one room may send along: a claim is answered with it and four full tables, in one frame."""
+MAX_ROOM_METADATA_BYTES = 24 * MAX_METADATA_BYTES
+"""What all writers of one room may send along: a claim is answered with it and five full tables, in one frame."""
 REASON_CHARS = 2_000
 """A reason is cut to this length; messages carry up to 4,000 characters, so a hop can still say whose reason it is."""
 MAX_NODE_RANKS = 256
@@ -176,7 +186,7 @@ class Offer(RoomMessage):
     type: Literal["offer"] = "offer"
     prompt_tokens: Positive
     prefix_tokens: NonNegative = 0
-    tables: Annotated[tuple[WireTable, ...], Field(max_length=len(IndexSpace))]
+    tables: Annotated[tuple[WireTable, ...], Field(max_length=len(REQUEST_SPACES))]
     digest: DigestKind = DigestKind.NONE
     """What the writers are to compute over the pages that they fill."""
     traceparent: Traceparent = ""

@@ -28,6 +28,8 @@ from kvbridge.core.wire.shared_memory import DeviceAllocationRequest, SharedRegi
 
 MAX_POINTS = 8_192
 """Points that one order waits for at most: as many as an engine's events."""
+MAX_MOVES = 2
+"""One for each space of device pages that have twins."""
 
 
 class WorkerHello(FrozenModel):
@@ -59,6 +61,8 @@ class WorkerSetup(FrozenModel):
     """The node's twins of device pages, for this worker's copies alone: no peer hears of them, and no transport registers them."""
     stage_tp_ranks: tuple[NonNegative, ...] = ()
     """The tensor-parallel indices of the ranks of this worker's stage on this node, who share the twins."""
+    copy_backend: Name = "kernel"
+    """`tier.host.backend`: what copies pages to their twins on a GPU."""
     transports: Annotated[str, Field(max_length=100_000)]
     transfer_timeout_s: Annotated[float, Field(gt=0)]
     """`timeouts.transfer_s`."""
@@ -207,6 +211,41 @@ class Verified(RoomMessage):
     error: Text = ""
 
 
+class PageMove(FrozenModel):
+    """Pages on the device and their twins in host memory, in the same order."""
+
+    device: WireTable
+    twins: WireTable
+
+
+class CopyPages(FrozenModel):
+    """Node to worker: copy what device pages hold to their twins, as far as that is yours; answered by PagesCopied.
+
+    What was to be written to the device pages has been. Of what every rank of a stage holds whole, each copies its share.
+    """
+
+    type: Literal["copy_pages"] = "copy_pages"
+    order: Positive
+    moves: Annotated[tuple[PageMove, ...], Field(max_length=MAX_MOVES)]
+    link_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Copy at most so much of the time: the link to the device is there for transfers, too."""
+
+
+class PagesCopied(FrozenModel):
+    """Worker to node: how an order to copy pages ended. Without an error the twins hold, by proof, what is this rank's to copy."""
+
+    type: Literal["pages_copied"] = "pages_copied"
+    rank: Rank
+    order: Positive
+    bytes: NonNegative = 0
+    seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """While a part of it was being copied; without the pauses that leave the link to others."""
+    error_code: str = ""
+    error: Text = ""
+    quiet: bool = True
+    """False: something may be written to the twins until this process has ended."""
+
+
 class CloseRoom(RoomMessage):
     """Node to worker: forget the room; what is in flight is aborted, and RoomClosed is the proof that it is quiet."""
 
@@ -268,6 +307,7 @@ NodeToWorker = Annotated[
     | OpenRoom
     | Send
     | Verify
+    | CopyPages
     | CloseRoom
     | RenewEndpoints
     | RevokeEndpoints
@@ -284,6 +324,7 @@ WorkerToNode = Annotated[
     | Digested
     | Sent
     | Verified
+    | PagesCopied
     | RoomClosed
     | EndpointsRevoked
     | WorkerClosed

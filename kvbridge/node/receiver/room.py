@@ -177,7 +177,7 @@ class ReceiverRoom(Room[ReceiverState]):
         """Keep what a receipt needs."""
         self.former_peer = self.first_peer
         self.tables, self.metadata, self.writers, self.verification = {}, {}, {}, None
-        self.keys, self.answers = Keys(), {}
+        self.keys, self.answers, self.load = Keys(), {}, None
 
 
 _OTHER_WORDS = {

@@ -12,7 +12,7 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.receiver import ReceiverEvent, ReceiverState
-from kvbridge.core.wire.engine_messages import AbortRoom, Claim, Extend, Provide, Release
+from kvbridge.core.wire.engine_messages import AbortRoom, Claim, Extend, Loaded, Provide, Release
 from kvbridge.node.driver import Deadlines, RoomDriver
 from kvbridge.node.receiver.peers import ReceiverPeers, RoomWriters
 from kvbridge.node.receiver.prefix_checks import PrefixChecks
@@ -91,6 +91,7 @@ def receiver_rooms(ports: ReceiverPorts, settings: RoomSettings, *, clock: Clock
         calls={
             Provide: verbs.provide,
             Claim: verbs.claim,
+            Loaded: verbs.loaded,
             Extend: verbs.extend,
             Release: verbs.release,
             AbortRoom: engines.abort,

@@ -14,7 +14,8 @@ from kvbridge.core.geometry.pages import tables_cover
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.session.receiver import ReceiverEvent, ReceiverState
-from kvbridge.core.wire.engine_messages import Claim, Extend, Pages, Provide, Release
+from kvbridge.core.wire.engine_messages import Claim, Extend, Loaded, Pages, Provide, Release
+from kvbridge.core.wire.messages import to_wire
 from kvbridge.node.driver import RoomDriver
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.prompt_keys import Answer, answer_of, require_same_prompt
@@ -100,7 +101,25 @@ class ReceiverVerbs:
         if room.expected_by <= room.claimed_by:
             room.wait_until(None)  # nobody is waited for any more: the engines use it
         told = {"metadata": room.metadata, "amounts": room.amounts, "phases_s": room.phases_s}
+        told["load"] = to_wire(room.load.twins if room.load else {})
         return self.driver.facts.pages(message.call, room).model_copy(update=told)
+
+    def loaded(self, engine: AttachedEngine, message: Loaded) -> None:
+        """What a claimed room shares out of host memory is in its own pages on the ranks of an engine. Harmless when it is over.
+
+        When it is on all ranks, others share those pages, and the rest of the prompt behind them.
+        """
+        room = self.rooms.find(message.room, message.generation)
+        if (
+            room is None
+            or room.load is None
+            or room.state is not ReceiverState.CLAIMED
+            or engine.name not in room.users
+        ):
+            return
+        if self.pages.loaded(room, engine.ranks, message, of=self.checks.workers.layers):
+            self.pages.restored(room)
+            self.checks.keep(room, room.keys)
 
     def _held(self, engine: AttachedEngine, room_id: int) -> ReceiverRoom:
         """Return the room that an engine has claimed and not released. Raises ConflictError when it has not."""

@@ -80,7 +80,9 @@ class RoomCheckpoints:
         self.pages.shorten(room, max(end for end in self.restorable(room) if end <= tokens))
         for work in room.ranks.values():
             layers = work.progress.layers
-            work.progress = RankProgress(layers, prompt_tokens=room.prompt_tokens, computed_tokens=room.computed_tokens)
+            work.progress = RankProgress(
+                layers, prompt_tokens=room.prompt_tokens, computed_tokens=room.published_tokens
+            )
 
     def tell(self, room: SenderRoom, answer: Pages) -> Pages:
         """Add to the answer to `begin` from what the engine starts, and what it is to leave behind."""
@@ -90,7 +92,8 @@ class RoomCheckpoints:
             first_page = window_pages(self.pages.settings.geometry, room.computed_tokens).start
             restore = _on_wire(room.computed_tokens, PageTable(IndexSpace.SWA, room.checkpoint, first_page))
         checkpoints = tuple(_on_wire(tokens, table) for tokens, table in wanted)
-        return answer.model_copy(update={"restore": restore, "checkpoints": checkpoints})
+        told = {"restore": restore, "checkpoints": checkpoints, "load": to_wire(room.load.twins if room.load else {})}
+        return answer.model_copy(update=told)
 
     @staticmethod
     def check(room: SenderRoom, written: tuple[int, ...]) -> None:
@@ -115,6 +118,7 @@ class RoomCheckpoints:
             self.pages.hold(room)
         if book.state(room.owner) is not PageState.HELD:
             return
+        self.pages.restored(room)  # what comes behind it stays only if that does
         self.pages.keep(room, room.keys)
         written = frozenset.intersection(*(work.checkpoints for work in room.ranks.values())) | {room.prompt_tokens}
         for tokens in sorted(written & room.checkpoints.keys()):

@@ -124,6 +124,11 @@ class SenderRoom(Room[SenderState]):
         return self.peer
 
     @property
+    def published_tokens(self) -> int:
+        """Of its prompt, what is final from the start: what is loaded from host memory counts only when its engine has said so."""
+        return self.computed_tokens - self.host_tokens
+
+    @property
     def begun(self) -> bool:
         """Whether an engine has begun it on any rank."""
         return any(work.engine for work in self.ranks.values())
@@ -185,7 +190,7 @@ class SenderRoom(Room[SenderState]):
     def forget_details(self) -> None:
         """Keep what a receipt needs."""
         self.tables, self.ranks, self.destination, self.keys = {}, {}, (), Keys()
-        self.checkpoint, self.checkpoints = None, {}
+        self.checkpoint, self.checkpoints, self.load = None, {}, None
 
 
 _OTHER_WORDS = {SenderState.SENDING: RoomState.TRANSFERRING, SenderState.FAILING: RoomState.FAILED}

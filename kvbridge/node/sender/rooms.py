@@ -12,7 +12,7 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.progress import RankProgress
-from kvbridge.core.wire.engine_messages import AbortRoom, AskRestorable, Begin, Finish, Publish, Release
+from kvbridge.core.wire.engine_messages import AbortRoom, AskRestorable, Begin, Finish, Loaded, Publish, Release
 from kvbridge.node.driver import Deadlines, RoomDriver
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_facts import RoomFacts
@@ -49,7 +49,7 @@ class SenderAdmission:
         """See AdmittingSide."""
         limits = self.pages.settings.limits
         for rank, layers in self.workers.layers.items():
-            progress = RankProgress(layers, prompt_tokens=room.prompt_tokens, computed_tokens=room.computed_tokens)
+            progress = RankProgress(layers, prompt_tokens=room.prompt_tokens, computed_tokens=room.published_tokens)
             room.ranks[rank] = RankWork(progress)
         self.checkpoints.admitted(room)
         room.wait_until(room.created_s + limits.offer_s, "timeouts.offer_s")
@@ -89,6 +89,7 @@ def sender_rooms(ports: SenderPorts, settings: RoomSettings, *, clock: Clock = m
         calls={
             AskRestorable: verbs.restorable,
             Begin: verbs.begin,
+            Loaded: verbs.loaded,
             Publish: orders.publish,
             Finish: verbs.finish,
             Release: verbs.release,

@@ -13,7 +13,7 @@ from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.pages import tables_cover
 from kvbridge.core.geometry.tables import same_tables, tables_from_wire
 from kvbridge.core.ids import Tables
-from kvbridge.core.wire.engine_messages import AskRestorable, Begin, Finish, Pages, Release, Restorable
+from kvbridge.core.wire.engine_messages import AskRestorable, Begin, Finish, Loaded, Pages, Release, Restorable
 from kvbridge.node.driver import RoomDriver
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.prompt_keys import require_same_prompt
@@ -87,6 +87,15 @@ class SenderVerbs:
         self.driver.facts.show(room)
         self.orders.open(room)
         return self.checkpoints.tell(room, self.driver.facts.pages(message.call, room))
+
+    def loaded(self, engine: AttachedEngine, message: Loaded) -> None:
+        """What a room shares out of host memory is in its own pages on the ranks of an engine. Harmless when it is over.
+
+        It is told for the figures: others share those pages when the room is over, as they do all that its engines have written.
+        """
+        room = self.rooms.find(message.room, message.generation)
+        if room is not None and room.load is not None:
+            self.pages.loaded(room, engine.ranks, message, of=room.ranks)
 
     def _take_tables(self, room: SenderRoom, tables: Tables, computed_tokens: int) -> None:
         if not self.pages.settings.adopted:

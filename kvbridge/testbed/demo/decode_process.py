@@ -119,6 +119,7 @@ class _Decoding:
                 room=room,
                 pages=page_ids(claimed.tables),
                 prefix_tokens=claimed.prefix_tokens,
+                host_tokens=claimed.host_tokens,
                 amounts=claimed.amounts,
                 phases_s=claimed.phases_s,
                 claimed_s=claimed_s,

@@ -132,6 +132,8 @@ class Began(FrozenModel):
     pages: Pages
     computed_tokens: NonNegative
     """Where prefill started to compute."""
+    host_tokens: NonNegative = 0
+    """Of these, what was loaded from host memory."""
 
 
 class Claimed(FrozenModel):
@@ -143,6 +145,8 @@ class Claimed(FrozenModel):
     pages: Pages
     prefix_tokens: NonNegative
     """What decode held already."""
+    host_tokens: NonNegative = 0
+    """Of these, what was loaded from host memory."""
     amounts: Amounts
     phases_s: dict[str, float]
     claimed_s: float

@@ -74,6 +74,13 @@ class DemoOptions(CommandOptions):
         int | None,
         count_of("Conversations of so many turns, whose prefixes stay on both nodes.", most=50, default=False),
     ] = None
+    host_tier: Annotated[
+        bool,
+        typer.Option(
+            "--host-tier",
+            help="With --turns: device pools too small for them, so that prefixes come back from host memory.",
+        ),
+    ] = False
     keep_answers: Annotated[
         bool, typer.Option("--keep-answers", help="With --turns: decode keeps pages of answers, too.")
     ] = False

@@ -43,6 +43,8 @@ CHECKPOINTS = 2
 """Of windows and states that a request may leave on prefill: at its last page's end, and where it left a known prefix."""
 IN_FLIGHT = 4
 """Requests at once."""
+SERVED_BY_SMALL_POOLS = 1
+"""Of the longest requests, those that fit at once with `--host-tier`."""
 RING_PAGES = 2
 LIBRARY_TOP_K = 512
 """What transformers takes when a config.json does not say."""
@@ -172,7 +174,9 @@ class DemoPlan:
         host = self._host_kinds()
         decode_pages = self._decode_pages(host)
         # As many as full ones: bootstrap counts with that, since it does not know what lives on the host.
-        host_pool = {"components": sorted(host), "pages": decode_pages["full"] if host else 0}
+        host_pages = decode_pages["full"] + self._kept_pages(host)[IndexSpace.HOST]
+        host_pool = {"components": sorted(host), "pages": host_pages if host else 0}
+        answers, checkpoints = self.options.keep_answers, CHECKPOINTS * len(self.requests)
         decode_pages.pop(IndexSpace.HOST.value, None)
         return ClusterSpec(
             model={"hf_config": str(model_file), "encoding": self.options.encoding.value},
@@ -181,22 +185,31 @@ class DemoPlan:
                 instance=f"{instance}-prefill",
                 pp=self.options.prefill_pp,
                 pools={"device": self._prefill_pages()},
-                more={"timeouts": timeouts, **self._tier(), **self._ranks(self.options.prefill_pp)},
+                more={"timeouts": timeouts, **self._tier(NO_HOST, checkpoints), **self._ranks(self.options.prefill_pp)},
             ),
             decode=NodeSpec(
                 instance=f"{instance}-decode",
                 pools={"device": decode_pages, "host": host_pool},
-                more={"timeouts": timeouts, **self._tier(generated=self.options.keep_answers), **self._ranks(1)},
+                more={"timeouts": timeouts, **self._tier(host, 0, generated=answers), **self._ranks(1)},
             ),
             bootstrap={"timeouts": {"ticket_s": LONG_S, "room_keep_s": 2 * LONG_S}},
             ends_with_us=True,
         )
 
-    def _tier(self, **more: bool) -> dict[str, Any]:
-        """The section of prefixes that stay, where turns make use of it."""
+    def _tier(self, host: frozenset[ComponentKind], checkpoints: int, **more: Any) -> dict[str, Any]:  # noqa: ANN401 - YAML
+        """The section of prefixes that stay, where turns make use of it; `host`: components in the node's host pool anyway."""
         if not self.options.turns:
             return {}
+        if self.options.host_tier:
+            pages = checkpoints * most_window_pages(self.geometry)
+            more["host"] = {"pages": self._kept_pages(host)[IndexSpace.FULL], "checkpoint_pages": pages}
         return {"tier": {"enabled": True, "model_name": self.model_name, "model_revision": REVISION, **more}}
+
+    def _kept_pages(self, host: frozenset[ComponentKind]) -> Counter[IndexSpace]:
+        """Pages of all that is ever said, with `--host-tier`: more than are kept, since conversations begin alike."""
+        if not self.options.host_tier:
+            return Counter()
+        return self._demand([(tokens, tokens + self.options.step_count) for tokens in self.lengths], host)
 
     def _ranks(self, stages: int) -> dict[str, Any]:
         """Where the ranks of a node are, unless on the CPU: all of them on one device, with the models."""
@@ -214,7 +227,10 @@ class DemoPlan:
             [(tokens, tokens) for tokens in self._largest()], NO_HOST, always=self.prefill_only_tokens
         )
         if self.options.turns and IndexSpace.SWA in sizes:
-            sizes[IndexSpace.SWA.value] += CHECKPOINTS * len(self.requests) * most_window_pages(self.geometry)
+            kept = CHECKPOINTS * (SERVED_BY_SMALL_POOLS if self.options.host_tier else len(self.requests))
+            if self.options.host_tier:
+                kept += SERVED_BY_SMALL_POOLS  # from which they go on
+            sizes[IndexSpace.SWA.value] += kept * most_window_pages(self.geometry)
         return sizes
 
     def _decode_pages(self, host: frozenset[ComponentKind]) -> dict[str, int]:
@@ -239,14 +255,18 @@ class DemoPlan:
     def _largest(self) -> list[int]:
         """The longest prompts that can be in flight at once, and one more, whose pages may still be on their way back.
 
-        And the last turn of every conversation: their pages are to stay.
+        And the last turn of every conversation: their pages are to stay. With `--host-tier` they are not, and fewer are in flight.
         """
+        if self.options.host_tier:
+            return sorted(self.lengths)[-SERVED_BY_SMALL_POOLS:]
         last = {request.conversation: request.tokens for request in self.requests if request.conversation}
         return [*last.values(), *sorted(self.lengths)[-IN_FLIGHT - 1 :]]
 
 
 def _requests(options: DemoOptions, geometry: ModelGeometry, *, most_tokens: int) -> tuple[Request, ...]:
     """Return what is asked. Raises InvalidInputError for options that contradict one another or the model."""
+    if options.host_tier and not options.turns:
+        raise InvalidInputError("--host-tier is about prefixes that stay; say how many turns with --turns")
     if options.keep_answers and not options.turns:
         raise InvalidInputError("--keep-answers is about later turns; say how many with --turns")
     if not options.turns:

@@ -39,7 +39,14 @@ def _prefill(
     keys = engine.page_keys(order.prompt) if order.page_keys else NO_KEYS
     begun = engine.begin(order.room, prompt_tokens=tokens, page_hashes=keys)
     computed = begun.computed_tokens
-    channel.report(Began(number=order.number, pages=page_ids(begun.tables), computed_tokens=computed))
+    channel.report(
+        Began(
+            number=order.number,
+            pages=page_ids(begun.tables),
+            computed_tokens=computed,
+            host_tokens=begun.host_tokens,
+        )
+    )
     packers = [
         PrefillPacker(
             codec,

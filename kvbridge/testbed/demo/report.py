@@ -15,6 +15,18 @@ from kvbridge.testbed.demo.job import Pages, SparseFigures
 from kvbridge.testbed.demo.verdict import Comparison
 
 
+class HostTokens(FrozenModel):
+    """Of a request's prompt, what came back from host memory."""
+
+    prefill: NonNegative = 0
+    """Of `computed_tokens`."""
+    decode: NonNegative = 0
+    """Of `prefix_tokens`."""
+
+    def __add__(self, other: HostTokens) -> HostTokens:
+        return HostTokens(prefill=self.prefill + other.prefill, decode=self.decode + other.decode)
+
+
 class RequestReport(FrozenModel):
     """One request that went over the bridge."""
 
@@ -37,6 +49,7 @@ class RequestReport(FrozenModel):
     """What decode held already."""
     computed_tokens: NonNegative = 0
     """What prefill held already; it computed the rest."""
+    host_tokens: HostTokens = HostTokens()
     spared_bytes: NonNegative = 0
     """What was not sent for that."""
     arrival_s: float = 0.0
@@ -109,6 +122,8 @@ class DemoReport(FrozenModel):
     turns: NonNegative = 0
     """Of each conversation; 0: every prompt was one of its own."""
     keep_answers: bool = False
+    host_tier: bool = False
+    """Whether the device pools were too small for what is kept, and host memory was below them."""
     hot_buffer: HotBuffer | None = None
     """None: decode kept whole caches."""
     pages_left: NonNegative = 0
@@ -160,7 +175,14 @@ class DemoReport(FrozenModel):
     def reused(self) -> bool:
         """Whether both sides have made use of what they held, if there was anything to."""
         held = [any(each.prefix_tokens for each in self.requests), any(each.computed_tokens for each in self.requests)]
+        if self.host_tier:
+            held += [bool(self.host_tokens.prefill), bool(self.host_tokens.decode)]
         return all(held) or not self.turns
+
+    @property
+    def host_tokens(self) -> HostTokens:
+        """Of all requests."""
+        return reduce(HostTokens.__add__, (request.host_tokens for request in self.requests), HostTokens())
 
 
 def is_scattered(request: RequestReport) -> bool:

@@ -194,6 +194,8 @@ def _notes(report: DemoReport) -> list[str]:
 
 def _turn_notes(report: DemoReport) -> list[str]:
     lines = []
+    if report.host_tier:
+        lines.append(_host_note(report))
     if not report.reused:
         lines.append("Nothing was reused on one of the two sides: this run has not shown what it is there to show.")
     hits, colds = (
@@ -207,6 +209,17 @@ def _turn_notes(report: DemoReport) -> list[str]:
             f"(medians of {len(hits)} each, in turns)."
         )
     return lines
+
+
+def _host_note(report: DemoReport) -> str:
+    from_host = report.host_tokens
+    sides = []
+    for side, held, back in (
+        ("prefill", sum(request.computed_tokens for request in report.requests), from_host.prefill),
+        ("decode", sum(request.prefix_tokens for request in report.requests), from_host.decode),
+    ):
+        sides.append(f"on {side} {held - back:,} tokens of prefixes came from the device and {back:,} from host memory")
+    return f"Host tier: {', '.join(sides)}."
 
 
 def _sparse_notes(report: DemoReport, buffer: HotBuffer) -> list[str]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvbridge.core.errors import ConflictError
 from kvbridge.testbed.demo.conversations import Request
 from kvbridge.testbed.demo.job import Began, Claimed, Decoded, Job, Text
-from kvbridge.testbed.demo.report import RequestReport
+from kvbridge.testbed.demo.report import HostTokens, RequestReport
 from kvbridge.testbed.demo.trace import Trace
 from kvbridge.testbed.demo.verdict import Comparison, compare, read_logits
 from kvbridge.testbed.engines.messages import Finished
@@ -59,6 +59,7 @@ class DemoRequest:
             prefix_tokens=self.claimed.prefix_tokens,
             spared_bytes=prefix_bytes(self.claimed.prefix_tokens),
             computed_tokens=self.began.computed_tokens,
+            host_tokens=HostTokens(prefill=self.began.host_tokens, decode=self.claimed.host_tokens),
             arrival_s=claimable_s - self.asked_s,
             steps=job.steps,
             amounts=self.claimed.amounts,

@@ -269,6 +269,7 @@ class Demo(ClusterRun):
             hot_buffer=plan.hot_buffer(),
             turns=options.turns or 0,
             keep_answers=options.keep_answers,
+            host_tier=options.host_tier,
             pages_left=pages_left,
             seconds=self.seconds,
         )

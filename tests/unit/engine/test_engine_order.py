@@ -69,7 +69,7 @@ class Gpu:
         self.streams.append(stream)
         return {"pp0.tp0": POINT}
 
-    def reached(self, stream):
+    def reached(self, stream, also=frozenset()):
         self.streams.append(stream)
 
         def ask() -> bool:

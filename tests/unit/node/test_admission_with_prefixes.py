@@ -20,7 +20,8 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.prefix_cache import Admitted, PrefixCache
+from kvbridge.tier.prefix_cache import PrefixCache
+from kvbridge.tier.readers import Admitted
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import RecordedEvents
 

@@ -7,6 +7,7 @@ are even in the end.
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import Admit, Attach, Claim, Extend, Refused
+from kvbridge.core.wire.features import Features
 from kvbridge.core.wire.messages import Done, Drained, Failed, Offer, to_wire
 from kvbridge.core.wire.worker_messages import RoomClosed
 from kvbridge.node.admission.controller import AdmissionController
@@ -281,7 +283,7 @@ class Api:
             admission,
             engines,
             pid=lambda engine: 7,
-            attached=lambda call, ranks: None,  # type: ignore[arg-type,return-value]
+            attached=lambda call, ranks: SimpleNamespace(features=Features()),  # type: ignore[arg-type,return-value]
         )
         self.call(Attach(call=1, role=self.bench.service.book.role))
 

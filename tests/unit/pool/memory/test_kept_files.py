@@ -53,7 +53,9 @@ def test_they_are_kept_for_their_time_and_swept_up_afterwards(shm):
     found = sweep([shm])
     assert {each.verdict for each in found} == {Verdict.KEPT}
     assert all(f"{each.kind}" == "kept" and "pools.keep_s" in each.why for each in found)
-    KeptFiles.lock_files(shm, PREFIX, keep_s=0.0, wait_s=0.0).close(keep=True)  # whoever starts with another configuration
+    KeptFiles.lock_files(shm, PREFIX, keep_s=0.0, wait_s=0.0).close(
+        keep=True
+    )  # whoever starts with another configuration
     assert verdicts(shm) == dict.fromkeys(names, Verdict.REMOVED)
     assert not list(shm.iterdir())
 

@@ -1,0 +1,209 @@
+"""Backups of a node on their way: what its rank workers are told to copy, and what follows from their answers.
+
+Owns: the order that is under way, and twins that a rank may still write though its order has failed. Must not know: which pages are
+to go down (`tier/controller.py`), how they are copied, rooms.
+
+An order is done when every rank has said that its copy is proved. When one says that it has failed, ends, or says nothing within
+`timeouts.copy_s`, the twins that were reserved for the order go back, and nothing else changes: the pages are on the device as
+before. What a rank may still write is quarantined until it has answered or its process has ended; until then nothing is begun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+import structlog
+
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import DeadlineError
+from kvbridge.core.geometry.twins import twin_space
+from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Rank
+from kvbridge.core.wire.messages import to_wire
+from kvbridge.core.wire.worker_messages import CopyPages, PageMove, PagesCopied
+from kvbridge.node.driver import WORKER_GONE
+from kvbridge.node.workers import WorkerSet
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import NO_ROOM, Owner
+from kvbridge.telemetry.host_tier import CopyEnded
+from kvbridge.telemetry.stream import EventStream
+from kvbridge.tier.controller import BackupController
+from kvbridge.tier.twins import Backup
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(eq=False)
+class _Order:
+    number: int
+    backups: list[Backup]
+    owing: set[Rank]
+    """Ranks that have not answered."""
+    begun_s: float
+    until_s: float
+    writing: set[Rank] = field(default_factory=set)
+    """Ranks that may still write, though they are not waited for any more."""
+    bytes: int = 0
+    busy_s: float = 0.0
+    """Of the slowest rank."""
+    code: str = ""
+    reason: str = ""
+    why: str = ""
+    """The reason of the quarantine, once there is one."""
+
+    def fail(self, code: str, reason: str) -> None:
+        """Note the first cause."""
+        if not self.code:
+            self.code, self.reason = code, reason
+
+    @property
+    def pages(self) -> int:
+        return sum(backup.pages for backup in self.backups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyLimits:
+    """How long an order may take, and how much of the time it may use the link."""
+
+    copy_s: float
+    """`timeouts.copy_s`."""
+    link_share: float
+    """`tier.host.backup.link_share`."""
+
+
+@dataclass
+class Backups:
+    """Called from the event loop's thread only."""
+
+    controller: BackupController
+    workers: WorkerSet
+    book: PageBook
+    events: EventStream
+    limits: CopyLimits
+    clock: Clock = monotonic
+    _order: _Order | None = None
+    _late: dict[int, _Order] = field(default_factory=dict)
+    """Orders that have failed, and which a rank may still be carrying out."""
+    _numbers: count[int] = field(default_factory=lambda: count(1))
+    _owners: count[int] = field(default_factory=lambda: count(1))
+
+    # ------------------------------------------------------------------ orders
+
+    def tick(self) -> None:
+        """Give up an order that takes too long, and begin the next one when there is something to copy."""
+        order = self._order
+        if order is not None and order.until_s <= self.clock():
+            ranks = ", ".join(sorted(map(str, order.owing)))
+            order.fail(DeadlineError.code, f"rank workers {ranks} have not copied it (limit: timeouts.copy_s)")
+            order.writing |= order.owing
+            order.owing.clear()
+            self._conclude(order)
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._order is not None or self._late or self.workers.missing():
+            return
+        number = next(self._numbers)
+        backups = self.controller.begin(lambda: Owner(NO_ROOM, next(self._owners)))
+        if not backups:
+            return
+        now_s = self.clock()
+        self._order = _Order(number, backups, set(self.workers.layers), now_s, now_s + self.limits.copy_s)
+        order = CopyPages(order=number, moves=_merged(backups), link_share=self.limits.link_share)
+        for rank in self.workers.layers:
+            self.workers.send(rank, order)
+
+    # ------------------------------------------------------------------ what rank workers say
+
+    def copied(self, message: PagesCopied) -> None:
+        """A rank has copied what was its to copy, or could not. What nobody waits for (any more) only ends a quarantine."""
+        rank, order = message.rank, self._order
+        if order is None or order.number != message.order or rank not in order.owing:
+            if message.quiet:
+                self._quiet(rank, message.order)
+            return
+        order.owing.discard(rank)
+        order.bytes += message.bytes
+        order.busy_s = max(order.busy_s, message.seconds)
+        if message.error_code:
+            order.fail(message.error_code, f"rank worker {rank}: {message.error}")
+        if not message.quiet:
+            order.writing.add(rank)
+        self._settle(order)
+
+    def gone(self, rank: Rank, reason: str) -> None:
+        """The process of a rank worker has ended: it writes nothing any more, and what it was to copy is not copied."""
+        order = self._order
+        if order is not None and rank in order.owing | order.writing:
+            order.fail(WORKER_GONE, f"rank worker {rank} died: {reason}")
+            order.owing.discard(rank)
+            order.writing.discard(rank)
+            self._settle(order)
+        for number in list(self._late):
+            self._quiet(rank, number)
+
+    def _settle(self, order: _Order) -> None:
+        if not order.owing:
+            self._conclude(order)
+            self._begin()
+
+    def _quiet(self, rank: Rank, number: int) -> None:
+        """A rank writes no more for an order that has failed: when that is all of them, its twins are free."""
+        late = self._late.get(number)
+        if late is None:
+            return
+        late.writing.discard(rank)
+        if not late.writing:
+            del self._late[number]
+            self.book.release_quarantined(late.why)
+
+    def _conclude(self, order: _Order) -> None:
+        """No rank is waited for any more."""
+        self._order = None
+        if order.writing:
+            ranks = ", ".join(sorted(map(str, order.writing)))
+            order.why = (
+                f"backup order {order.number}: rank workers {ranks} may still write to its twins; {order.reason}"
+            )
+            self._late[order.number] = order
+            for backup in order.backups:
+                self.book.quarantine(backup.owner, order.why)
+        self.controller.ended(order.backups, done=not order.code)
+        self.events.emit(
+            CopyEnded(
+                direction="backup",
+                pages=order.pages,
+                bytes=order.bytes,
+                busy_s=order.busy_s,
+                seconds=self.clock() - order.begun_s,
+                code=order.code,
+                reason=order.reason,
+            )
+        )
+
+    # ------------------------------------------------------------------ for operators
+
+    @property
+    def pages_in_flight(self) -> int:
+        """How many pages rank workers are copying."""
+        return 0 if self._order is None else self._order.pages
+
+    def __repr__(self) -> str:
+        return f"<Backups: {self.pages_in_flight} pages under way, {len(self._late)} orders not quiet>"
+
+
+def _merged(backups: Sequence[Backup]) -> tuple[PageMove, ...]:
+    """The moves of several backups as one."""
+    pages: dict[IndexSpace, list[tuple[PageIdArray, PageIdArray]]] = {}
+    for backup in backups:
+        for space, both in backup.moves.items():
+            pages.setdefault(space, []).append(both)
+    moves = []
+    for space, parts in pages.items():
+        device, twins = (np.concatenate(ids) for ids in zip(*parts, strict=True))
+        [on_device] = to_wire({space: PageTable(space, device)})
+        [on_host] = to_wire({space: PageTable(twin_space(space), twins)})
+        moves.append(PageMove(device=on_device, twins=on_host))
+    return tuple(moves)

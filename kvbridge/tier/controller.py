@@ -1,0 +1,143 @@
+"""What of the cached pages moves down to host memory, and when.
+
+Owns: the policies, what waits for its turn, and how much is on its way. Must not know: rank workers, messages, how pages are copied.
+
+One order at a time goes to the rank workers. It holds what several prompts need, each prompt's pages in their order, up to
+`tier.host.backup.order_pages`. No admission waits for it: pages that are not on the host yet when the device needs its own are evicted
+as ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from kvbridge.config.tier import BackupPolicy, HostBackup
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import CapacityError
+from kvbridge.core.ids import TWINS
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.prefix_cache import PrefixCache
+from kvbridge.tier.twins import Backup, Twins
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""After an order that has failed nothing is begun for so long, twice as long after the next one."""
+MOST_WAITING = 4_096
+"""Prompts that wait for their turn; the one that has waited longest is forgotten then."""
+OLDEST = 64
+"""Prompts that are looked at for one order, when the oldest go down."""
+
+
+class BackupController:
+    """Decides for one node. Watches its cache. Not thread-safe: it belongs to the one deciding thread."""
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        twins: Twins,
+        book: PageBook,
+        settings: HostBackup,
+        *,
+        clock: Clock = monotonic,
+    ) -> None:
+        """`twins`: those of the cache."""
+        self._cache, self._twins, self._book, self._settings, self._clock = cache, twins, book, settings, clock
+        [self._space, *_] = cache.spaces
+        counts = book.counts()
+        self._low_pages = int(settings.low_share * sum(counts[self._space].values()))
+        self._order_pages = min(settings.order_pages, sum(counts[TWINS[self._space]].values()))
+        self._waiting: dict[bytes, Keys] = {}
+        """Prompts of which something is to go down, by the keys of their last pages."""
+        self._under_way: dict[Owner, Keys] = {}
+        """Of the backups of the present order."""
+        self._pause_s = FIRST_PAUSE_S
+        self._not_before_s = 0.0
+        self.refused = 0
+        """Prompts for which host memory had no page that nobody reads."""
+        cache.watch(self)
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that wait for their turn."""
+        return len(self._waiting)
+
+    # ------------------------------------------------------------------------------------- the cache's watcher
+
+    def kept(self, keys: Keys) -> None:
+        """See PathWatcher."""
+        if self._settings.policy is BackupPolicy.WRITE_THROUGH:
+            self._wait(keys)
+
+    def used(self, keys: Keys) -> None:
+        """See PathWatcher. What was refused, or evicted from the host, is tried again."""
+        if self._settings.policy is not BackupPolicy.WRITE_BACK:
+            self._wait(keys)
+
+    def _wait(self, keys: Keys) -> None:
+        self._waiting.setdefault(keys[-1], keys)
+        if len(self._waiting) > MOST_WAITING:
+            del self._waiting[next(iter(self._waiting))]
+
+    # ------------------------------------------------------------------------------------- orders
+
+    def begin(self, owner: Callable[[], Owner]) -> list[Backup]:
+        """Reserve twins for the next order, and return what it is to copy; empty when there is nothing to do now.
+
+        `owner` makes one that nobody else is. Not to be called again before `ended`.
+        """
+        started: list[Backup] = []
+        if self._clock() < self._not_before_s:
+            return started
+        settings, left = self._settings, self._order_pages
+        min_uses = settings.uses if settings.policy is BackupPolicy.WRITE_THROUGH_SELECTIVE else 0
+        for keys in self._candidates():
+            try:
+                backup = self._twins.start_backup(owner(), keys, at_most=left, min_uses=min_uses)
+            except CapacityError:
+                self.refused += 1
+                if self._waiting.pop(keys[-1], None) is None:  # it will be the oldest again
+                    self._not_before_s = self._clock() + FIRST_PAUSE_S
+                    break
+                continue
+            if backup is not None:
+                started.append(backup)
+                self._under_way[backup.owner] = keys
+                left -= backup.pages
+            if backup is None and started:
+                continue  # perhaps it has to wait for what this order copies
+            if backup is None or backup.start + backup.pages == len(keys):
+                self._waiting.pop(keys[-1], None)
+            if left <= 0:
+                break
+        return started
+
+    def _candidates(self) -> Iterator[Keys]:
+        """Yield the prompts of which something is to go down, in their turn."""
+        if self._settings.policy is not BackupPolicy.WRITE_BACK:
+            yield from list(self._waiting.values())
+        elif self._safe_pages < self._low_pages:
+            for keys in self._cache.cold(OLDEST):
+                yield keys
+                if self._safe_pages >= self._low_pages:
+                    return
+
+    @property
+    def _safe_pages(self) -> int:
+        """Device pages that a reservation can have without losing anything: free ones, and what is on the host or on its way."""
+        on_way = sum(backup.pages for backup in self._twins.backups.values())  # pinned, and not on the host yet
+        return self._book.available_pages()[self._space] - self._cache.residency().device + 2 * on_way
+
+    def ended(self, backups: Sequence[Backup], *, done: bool) -> None:
+        """The order of these has ended, by the proof that nothing of it is touched any more; after one that has failed nothing
+        is begun for a while."""
+        for backup in backups:
+            self._twins.end_backup(backup, done=done)
+            keys = self._under_way.pop(backup.owner)
+            if not done and self._settings.policy is not BackupPolicy.WRITE_BACK:
+                self._wait(keys)
+        if done:
+            self._pause_s = FIRST_PAUSE_S
+            return
+        self._not_before_s = self._clock() + self._pause_s
+        self._pause_s = min(LONGEST_PAUSE_S, 2 * self._pause_s)

@@ -1,0 +1,234 @@
+"""Copies of pages that one rank makes for the node: from the device to their twins in host memory.
+
+Owns: orders to copy and how far each has come, in slices so short that transfers in flight never wait long for the thread or for
+the link. Must not know: which prefix a page holds, why it is copied, what follows.
+
+A slice begins when the one before it is done, and after a pause that leaves the rest of the time to transfers and to sparse
+decode: at most `link_share` of each second is used, whatever the link can do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from kvbridge.config.tier import CopyBackend
+from kvbridge.core.clock import Clock
+from kvbridge.core.errors import BridgeError, InvalidInputError
+from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.geometry.twins import twin_space
+from kvbridge.core.ids import TWINS, IndexSpace, MemoryKind, PageMoves
+from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.core.wire.worker_messages import CopyPages, PagesCopied
+from kvbridge.kernels.cuda import runtime
+from kvbridge.pool.memory.layout import RankPart
+from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier, backup_shares
+from kvbridge.worker.link import NodeLink
+from kvbridge.worker.transports import RankIdentity
+
+log = structlog.get_logger(__name__)
+
+
+SLICE_BYTES = {MemoryKind.DRAM: 4 << 20, MemoryKind.VRAM: 64 << 20}
+"""Copied between two looks at the transfers: about a millisecond."""
+
+
+class Copier(Protocol):
+    """What makes the copies of a rank."""
+
+    slice_pages: Mapping[IndexSpace, int]
+    """Of how many pages of each device space a slice consists."""
+    page_bytes: Mapping[IndexSpace, int]
+    """What is copied here of a page, on average over the pages of an order."""
+
+    def copy(self, moves: PageMoves) -> int:
+        """Begin to copy and return a ticket. Raises InvalidInputError before anything is touched, TransportError."""
+
+    def done(self, ticket: int) -> bool:
+        """Whether the copy is proved to be done; never waits. Raises TransportError."""
+
+    def close(self) -> None:
+        """Wait for what was begun, and let everything go."""
+
+
+class BackupCopier:
+    """What a rank copies to its node's twins: its own lanes, and of what its stage holds several times its share of the pages."""
+
+    def __init__(self, identity: RankIdentity) -> None:
+        """Raises InvalidInputError when the node has no twins, UnsupportedError for what the GPU cannot copy."""
+        geometry, regions, tp_ranks = identity.geometry, identity.manifest.regions, identity.stage_tp_ranks
+        gpu = next((region.device for region in regions if region.memory is MemoryKind.VRAM), None)
+        part = RankPart(
+            rank=identity.rank,
+            pp_size=identity.manifest.pp_size,
+            tp_size=identity.manifest.tp_size,
+            layers=tuple(sorted({region.layer for region in regions})),
+        )
+        shares = backup_shares(geometry, part, tp_ranks)
+        means = CopyMeans(CopyBackend(identity.copy_backend), gpu)
+        self._copier = TwinCopier(
+            geometry, regions, identity.twins, direction=Direction.BACKUP, means=means, shares=shares
+        )
+        self._stream = None if gpu is None else runtime.Stream.create(gpu)
+        copied = {(region.component, region.layer, region.space): region for region in identity.twins}
+        found = dict.fromkeys(TWINS, 0.0)
+        for region in regions:
+            twin = copied.get((region.component, region.layer, TWINS.get(region.space, region.space)))
+            if twin is not None and region.space in TWINS:
+                lanes = (region.lane_stop - region.lane_start) / (twin.lane_stop - twin.lane_start)
+                found[region.space] += twin.page_bytes * lanes / shares[region.component][1]
+        slice_bytes = SLICE_BYTES[MemoryKind.DRAM if gpu is None else MemoryKind.VRAM]
+        self.page_bytes = {space: int(each) for space, each in found.items()}
+        # Slices begin where a share does: what they cut is shared out as the whole order would be.
+        unit = math.lcm(*(count for _, count in shares.values()))
+        self.slice_pages = {
+            space: unit * max(1, int(slice_bytes // max(1, unit * each))) for space, each in found.items()
+        }
+
+    def copy(self, moves: PageMoves) -> int:
+        """See Copier."""
+        return self._copier.copy(moves, stream=0 if self._stream is None else self._stream.handle)
+
+    def done(self, ticket: int) -> bool:
+        """See Copier."""
+        return self._copier.done(ticket)
+
+    def close(self) -> None:
+        """See Copier."""
+        self._copier.close()
+        if self._stream is not None:
+            self._stream.close()
+
+
+@dataclass(eq=False)
+class _Order:
+    request: CopyPages
+    slices: deque[PageMoves]
+    bytes: int = 0
+    busy_s: float = 0.0
+
+
+class PageCopies:
+    """The orders of one rank to copy pages, one after another."""
+
+    def __init__(
+        self,
+        identity: RankIdentity,
+        link: NodeLink,
+        *,
+        clock: Clock,
+        create: Callable[[RankIdentity], Copier] = BackupCopier,
+    ) -> None:
+        """`create`: called with the first order; what it raises fails that."""
+        self._identity = identity
+        self._link = link
+        self._clock = clock
+        self._create = create
+        self._copier: Copier | None = None
+        self._waiting: deque[CopyPages] = deque()
+        self._order: _Order | None = None
+        self._ticket: int | None = None
+        """Of the slice that is being copied."""
+        self._writing = False
+        """Whether something may be written to twins now."""
+        self._begun_s = 0.0
+        self._not_before_s = 0.0
+
+    def __len__(self) -> int:
+        """How many orders have not been answered."""
+        return len(self._waiting)
+
+    def take(self, request: CopyPages) -> None:
+        """Carry this out when its turn comes."""
+        self._waiting.append(request)
+
+    def step(self) -> bool:
+        """Begin or end one slice, if it is time for that; whether anything has changed.
+
+        What goes wrong is the order's failure, also if it is a defect of ours: the rank has rooms to serve.
+        """
+        if not self._waiting:
+            return False
+        try:
+            return self._step(self._waiting[0])
+        except Exception as error:
+            if not isinstance(error, BridgeError):
+                log.exception("copy_failed")
+            self._end(error)
+            return True
+
+    def _step(self, request: CopyPages) -> bool:
+        if self._copier is None:
+            self._copier = self._create(self._identity)
+        if self._order is None:
+            self._order = _Order(request, deque(self._slices(self._copier, request)))
+        if self._ticket is not None:
+            return self._look(self._copier, self._order, self._ticket)
+        if not self._order.slices:
+            self._end()
+            return True
+        self._begun_s = self._clock()
+        if self._begun_s < self._not_before_s:
+            return False
+        self._writing = True
+        try:
+            self._ticket = self._copier.copy(self._order.slices[0])
+        except InvalidInputError:
+            self._writing = False
+            raise
+        self._look(self._copier, self._order, self._ticket)
+        return True
+
+    def _look(self, copier: Copier, order: _Order, ticket: int) -> bool:
+        """Book the slice under way if it is done; whether it is."""
+        if not copier.done(ticket):
+            return False
+        self._ticket, self._writing = None, False
+        now_s = self._clock()
+        order.busy_s += now_s - self._begun_s
+        order.bytes += sum(len(ids) * copier.page_bytes[space] for space, (ids, _) in order.slices.popleft().items())
+        self._not_before_s = now_s + (now_s - self._begun_s) * (1 / order.request.link_share - 1)
+        if not order.slices:
+            self._end()
+        return True
+
+    def _slices(self, copier: Copier, request: CopyPages) -> Iterator[PageMoves]:
+        """Cut an order. Raises InvalidInputError for tables that do not belong together."""
+        for move in request.moves:
+            space = move.device.space
+            device, twins = (tables_from_wire((table,))[table.space].ids for table in (move.device, move.twins))
+            if len(device) != len(twins) or move.twins.space is not twin_space(space):
+                raise InvalidInputError(
+                    f"{len(device)} pages of '{space}' cannot be copied to {len(twins)} of '{move.twins.space}'"
+                )
+            for at in range(0, len(device), copier.slice_pages[space]):
+                part = slice(at, at + copier.slice_pages[space])
+                yield {space: (device[part], twins[part])}
+
+    def _end(self, error: Exception | None = None) -> None:
+        """Answer an order. One that fails while a slice is under way may still be written."""
+        request, order = self._waiting.popleft(), self._order
+        code = "" if error is None else error.code if isinstance(error, BridgeError) else BridgeError.code
+        self._link.send(
+            PagesCopied(
+                rank=self._identity.rank,
+                order=request.order,
+                bytes=0 if order is None else order.bytes,
+                seconds=0.0 if order is None else order.busy_s,
+                error_code=code,
+                error="" if error is None else (str(error) or type(error).__name__)[:REASON_CHARS],
+                quiet=not self._writing,
+            )
+        )
+        self._order = self._ticket = None
+
+    def close(self) -> None:
+        """Copy nothing more. What is under way ends with the process, or when the copier has seen it end."""
+        self._waiting.clear()
+        if self._copier is not None:
+            self._copier.close()

@@ -1,0 +1,453 @@
+"""Prefixes in host memory: what engines are told to load, when others share it, and that nothing of a load stays behind."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+
+from kvbridge.core.errors import ConflictError
+from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.ids import IndexSpace
+from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.messages import Abort, Offer
+from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
+from kvbridge.telemetry.events import PrefixMatched
+from kvbridge.tier.keys import Keys, page_keys
+from tests.helpers.prefix_bench import FULL, GQA, HISTORY, PAGE, SWA, PrefixBench, hashes, ids
+from tests.helpers.rooms import DECODE, PREFILL, R0, R1, pages_in, pick
+from tests.unit.node.test_shared_prompts import IDENTITY as DECODE_IDENTITY
+from tests.unit.node.test_shared_prompts import TOKENS
+from tests.unit.node.test_shared_prompts import Bench as SharedBench
+
+FULL_TWIN, SWA_TWIN = IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN
+POINT = StreamPoint(ring="load", handle=bytes(64), device_uuid="0" * 32)
+_copies = count(1)
+
+
+def back_up(cache, keys: Keys) -> None:
+    """All of a prompt comes to the host."""
+    backup = cache.twins.start_backup(Owner(NO_ROOM, next(_copies)), keys, at_most=99)
+    assert backup is not None
+    cache.twins.end_backup(backup, done=True)
+
+
+def push_out(book, cache, leave: int = 0) -> None:
+    """Let something else need the device: all that nobody reads but so many pages."""
+    other = Owner(10**6, 1)
+    spaces = {FULL: leave, SWA: 0}
+    available = book.available_pages()
+    book.reserve(other, {space: available[space] - left for space, left in spaces.items() if space in available})
+    book.free(other)
+    cache.check_integrity()
+
+
+def load_of(pages) -> dict[IndexSpace, tuple[int, list[int]]]:
+    return {space: (table.first_page, table.ids.tolist()) for space, table in tables_from_wire(pages.load).items()}
+
+
+# ------------------------------------------------------------------------------------------- prefill
+
+
+class Bench(PrefixBench):
+    """A prefill node with a host tier, whose device forgets."""
+
+    def __init__(self, **fields) -> None:
+        super().__init__(twins=(32, 8), **fields)
+
+    def keys(self, tokens) -> Keys:
+        return Keys(hashes(tokens))
+
+    def on_host(self, room: int, tokens: list[int], *, leave: int = 0) -> None:
+        """A prompt is kept, has come to the host, and the device has but so many pages of it left."""
+        self.cross(room, tokens)
+        back_up(self.cache, self.keys(tokens))
+        push_out(self.book, self.cache, leave)
+
+    def load(self, room: int) -> None:
+        """The engine's part: enqueued behind a point."""
+        self.verbs.publish(
+            "engine",
+            self.ranks,
+            room,
+            upto_token=self.service.book.get(room).computed_tokens,
+            layers=None,
+            after={str(rank): POINT for rank in self.ranks},
+        )
+        self.verbs.loaded("engine", room, self.ranks, bytes=100, seconds=0.5)
+
+    def after_load(self, room: int, tokens: list[int]) -> None:
+        """Compute the rest, send it."""
+        begun = self.begin(room, tokens)
+        self.load(room)
+        self.publish(room, tokens)
+        self.finish(room, tuple(one.tokens for one in begun.checkpoints))
+
+
+@pytest.mark.parametrize("left", [0, 1, 3])
+def test_prefill_is_told_what_to_load_and_from_where_it_goes_on(left):
+    bench = Bench()
+    bench.on_host(1, HISTORY[:1000], leave=left)
+    room = bench.admit(2, HISTORY[:1500])
+    assert (room.computed_tokens, room.host_tokens) == (768, (3 - left) * PAGE)
+    begun = bench.begin(2, HISTORY[:1500])
+    load = load_of(begun)
+    assert begun.restore is not None
+    assert begun.restore.tokens == 768
+    restore = tables_from_wire((begun.restore.table,))[SWA]
+    assert load.pop(SWA_TWIN)[1], "its windows and states as well"
+    assert len(restore.ids) == 1
+    assert restore.first_page == 2
+    assert set(restore.ids.tolist()) <= set(bench.book.pages(room.owner)[SWA].tolist()), "a page of its own"
+    assert restore.ids.tolist()[0] not in ids(begun, SWA)
+    assert {space: (first, len(twins)) for space, (first, twins) in load.items()} == (
+        {FULL_TWIN: (left, 3 - left)} if left < 3 else {}
+    )
+    assert set(ids(begun)[left:3]) <= set(bench.book.pages(room.owner)[FULL].tolist())
+    assert begun.host_tokens == bench.service.book.report(2).host_tokens == room.host_tokens
+    matched = pick_fact(bench, 2)
+    assert (matched.hit_tokens, matched.host_tokens, matched.from_checkpoint) == (768, (3 - left) * PAGE, True)
+
+
+def pick_fact(bench, room: int) -> PrefixMatched:
+    return next(fact for fact in bench.events.facts if isinstance(fact, PrefixMatched) and fact.room == room)
+
+
+def test_a_page_that_is_being_loaded_is_read_by_no_transfer():
+    bench = Bench()
+    bench.on_host(1, HISTORY[:1000], leave=1)
+    bench.admit(2, HISTORY[:1500])
+    bench.offer(2, HISTORY[:1500])
+    sections = [(order.section.start_token, order.section.stop_token, order.after) for order in bench.orders(2)]
+    assert sections == [(0, PAGE, ())], "what is on the device goes at once"
+    bench.begin(2, HISTORY[:1500])
+    assert len(bench.orders(2)) == 1
+    bench.load(2)
+    sections = [(order.section.start_token, order.section.stop_token, order.after) for order in bench.orders(2)]
+    assert sections[1:] == [(PAGE, 768, (POINT,))]
+
+
+def test_what_was_loaded_is_on_the_device_when_the_room_is_over_and_what_follows_it_too():
+    bench = Bench()
+    bench.on_host(1, HISTORY[:1000])
+    bench.admit(2, HISTORY[:1500])
+    bench.offer(2, HISTORY[:1500])
+    bench.after_load(2, HISTORY[:1500])
+    assert pages_in(bench.book, PageState.CACHED) == 3 + 1, "twins; nothing is on the device before the room is over"
+    bench.sent(2)
+    third = bench.admit(3, HISTORY[:2000])
+    assert (third.computed_tokens, third.host_tokens, third.load) == (1280, 0, None)
+    bench.service.driver.stop(third, "enough")
+    bench.check()
+    again = bench.admit(4, [*HISTORY[:769], 5])
+    assert (again.computed_tokens, again.load) == (768, None), "its checkpoint is there, too"
+
+
+def test_two_rooms_that_load_the_same_prefix_leave_one_of_it():
+    bench = Bench()
+    bench.on_host(1, HISTORY[:1000])
+    for room in (2, 3):
+        bench.admit(room, HISTORY[:1500])
+        bench.offer(room, HISTORY[:1500])
+    for room in (2, 3):
+        bench.after_load(room, HISTORY[:1500])
+    for room in (2, 3):
+        bench.sent(room)
+        bench.check()
+    assert bench.book.counts()[FULL][PageState.CACHED] == 5
+    bench.quiet()
+
+
+@pytest.mark.parametrize(
+    "end", ["before begin", "while loading", "engine dies", "engine dies, unseen", "worker dies", "not quiet"]
+)
+def test_a_room_that_ends_in_the_middle_of_a_load_leaves_nothing_behind(end):
+    bench = Bench()
+    bench.on_host(1, HISTORY[:1000], leave=1)
+    room = bench.admit(2, HISTORY[:1500])
+    bench.offer(2, HISTORY[:1500])
+    bench.sent(2)
+    pinned = bench.book.counts()[FULL_TWIN][PageState.CACHED] - bench.book.available_pages()[FULL_TWIN] + 32 - 3
+    if end != "before begin":
+        bench.begin(2, HISTORY[:1500], by_gpu=True)
+    match end:
+        case "before begin":
+            bench.service.driver.stop(room, "enough")
+            bench.closed(2)
+        case "while loading":
+            bench.service.driver.stop(room, "enough")
+            bench.closed(2)
+            assert bench.cache.readers == 1, "its engine loads"
+            bench.verbs.abort("engine", 2, "as told")
+        case "engine dies" | "engine dies, unseen":
+            bench.service.engines.gone("engine", "killed", followed=end == "engine dies")
+            bench.closed(2)
+            assert bench.cache.readers == 1, "its GPU may still write and read"
+            bench.service.engines.ended("engine")
+        case "worker dies":
+            bench.service.workers.gone(R0, "killed")
+            assert bench.cache.readers == 1, "its engine loads"
+            bench.verbs.abort("engine", 2, "as told")
+        case "not quiet":
+            bench.service.driver.stop(room, "enough")
+            bench.closed(2, quiet=False)
+            bench.verbs.abort("engine", 2, "as told")
+            assert bench.cache.readers == 1, "a transport may still read"
+            bench.closed(2)
+    assert pinned
+    bench.quiet()
+    assert bench.book.counts()[FULL][PageState.CACHED] == 1, "nothing of it has come to the device"
+    found = bench.admit(3, HISTORY[:1500])
+    assert (found.computed_tokens, found.host_tokens) == (768, 512), "and nothing has left the host"
+
+
+def test_what_an_engine_has_not_finished_is_not_on_the_device_though_it_was_loaded():
+    bench = Bench()
+    bench.on_host(1, HISTORY[:1000])
+    room = bench.admit(2, HISTORY[:1500])
+    bench.begin(2, HISTORY[:1500])
+    bench.load(2)
+    bench.verbs.abort("engine", 2, "enough")
+    assert room.over
+    assert bench.book.counts()[FULL][PageState.CACHED] == 0
+    bench.quiet()
+
+
+def test_restorable_places_are_those_of_the_host_too_and_a_room_can_start_before_them():
+    bench = Bench(part_of_instance=True)
+    bench.on_host(1, HISTORY[: 2 * PAGE])
+    bench.cross(2, HISTORY[: 4 * PAGE + 5])
+    back_up(bench.cache, bench.keys(HISTORY[: 4 * PAGE]))
+    push_out(bench.book, bench.cache)
+    bench.admit(3, HISTORY[: 5 * PAGE])
+    assert bench.restorable(3) == (0, 2 * PAGE, 4 * PAGE)
+    begun = bench.begin(3, HISTORY[: 5 * PAGE], at_most=3 * PAGE)
+    assert (begun.computed_tokens, begun.host_tokens) == (2 * PAGE, 2 * PAGE)
+    assert load_of(begun)[FULL_TWIN][0] == 0
+    assert [len(twins) for _, twins in load_of(begun).values()] == [2, 1]
+    assert begun.restore is not None
+    assert begun.restore.tokens == 2 * PAGE
+    bench.check()
+    bench.load(3)
+    with pytest.raises(ConflictError, match="goes backwards"):
+        bench.publish(3, HISTORY[:PAGE])
+    bench.verbs.abort("engine", 3, "enough")
+    bench.quiet()
+
+
+def test_a_room_can_start_where_nothing_is_to_be_loaded():
+    bench = Bench(part_of_instance=True)
+    bench.on_host(1, HISTORY[:1000])
+    bench.admit(2, HISTORY[:1500])
+    begun = bench.begin(2, HISTORY[:1500], at_most=0)
+    assert (begun.computed_tokens, begun.host_tokens, begun.load, begun.restore) == (0, 0, (), None)
+    bench.publish(2, HISTORY[:1500])
+    bench.check()
+    bench.verbs.abort("engine", 2, "enough")
+    bench.quiet()
+
+
+def test_a_model_without_windows_loads_what_it_lacks():
+    bench = Bench(geometry=GQA)
+    bench.on_host(1, HISTORY[:1000], leave=2)
+    bench.admit(2, HISTORY[:1500])
+    begun = bench.begin(2, HISTORY[:1500])
+    assert {space: (first, len(twins)) for space, (first, twins) in load_of(begun).items()} == {FULL_TWIN: (2, 1)}
+    assert begun.restore is None
+
+
+def test_each_rank_loads_and_publishes_for_itself():
+    bench = Bench(ranks=(R0, R1))
+    bench.on_host(1, HISTORY[:1000])
+    bench.admit(2, HISTORY[:1500])
+    bench.offer(2, HISTORY[:1500])
+    for rank in (R0, R1):
+        assert load_of(bench.begin(2, HISTORY[:1500], ranks=(rank,)))[FULL_TWIN][0] == 0
+    bench.verbs.publish("engine", (R0,), 2, upto_token=768, layers=None, after={str(R0): POINT})
+    bench.verbs.loaded("engine", 2, (R0,))
+    ordered = [(rank, message) for rank, message in bench.workers.messages if message in bench.orders(2)]
+    orders = [(rank, order.section.stop_token) for rank, order in ordered]
+    assert orders == [(R0, 768)]
+    assert bench.service.book.get(2).load.ranks == {R0}
+
+
+def test_an_abort_by_decode_keeps_what_the_engine_has_finished():
+    bench = Bench()
+    bench.on_host(1, HISTORY[:1000])
+    bench.admit(2, HISTORY[:1500])
+    bench.offer(2, HISTORY[:1500])
+    bench.after_load(2, HISTORY[:1500])
+    bench.service.peers.abort(DECODE, Abort(room=2, generation=1, code="aborted", message="enough"))
+    bench.closed(2)
+    assert bench.admit(3, HISTORY[:2000]).computed_tokens == 1280
+    bench.check()
+
+
+# ------------------------------------------------------------------------------------------- decode
+
+
+class DecodeBench(SharedBench):
+    """A decode node whose prefixes have come to the host."""
+
+    def __init__(self) -> None:
+        super().__init__(twins=32)
+
+    def on_host(self, room: int, tokens: int, *, leave: int = 0) -> None:
+        self.whole(room, tokens)
+        back_up(self.prefixes, keys_of(tokens))
+        push_out(self.book, self.prefixes, leave)
+
+    def committed(self, room: int, tokens: int):
+        found = self.admit(room, tokens)
+        self.done(found)
+        assert found.shown is RoomState.COMMITTED
+        return found
+
+    def claim_pages(self, room):
+        return self.verbs.claim_pages("engine", room.room, keys_of(room.prompt_tokens).data)
+
+    def on_device(self, tokens: int) -> int:
+        """Pages of the prompt of so many tokens that a room would have to load nothing of."""
+        found = self.admit(10**5 + next(_copies), tokens)
+        told = (found.prefix_tokens - found.host_tokens) // PAGE
+        self.service.driver.stop(found, "only asked")
+        self.service.peers.drained(PREFILL, drained(found.room))
+        return told
+
+
+def drained(room: int):
+    from kvbridge.core.wire.messages import Drained
+
+    return Drained(room=room, generation=1, in_transit=False)
+
+
+def keys_of(tokens: int) -> Keys:
+    return page_keys(DECODE_IDENTITY, TOKENS[:tokens])
+
+
+@pytest.fixture
+def decode():
+    bench = DecodeBench()
+    yield bench
+    bench.prefixes.check_integrity()
+
+
+def test_decode_is_offered_for_what_neither_device_nor_host_holds(decode):
+    decode.on_host(1, 3 * PAGE + 7, leave=1)
+    room = decode.admit(2, 4 * PAGE)
+    assert (room.prefix_tokens, room.host_tokens) == (3 * PAGE, 2 * PAGE)
+    offer = pick(decode.nodes.messages, Offer)[-1]
+    table = tables_from_wire(offer.tables)[FULL]
+    assert (offer.prefix_tokens, table.first_page, table.ids.tolist()) == (
+        3 * PAGE,
+        3,
+        room.tables[FULL].ids[3:].tolist(),
+    )
+    decode.done(room)
+    pages = decode.claim_pages(room)
+    assert {space: (first, len(twins)) for space, (first, twins) in load_of(pages).items()} == {FULL_TWIN: (1, 2)}
+    assert pages.host_tokens == 2 * PAGE
+    assert decode.service.book.report(2).host_tokens == 2 * PAGE
+
+
+def test_what_decode_has_loaded_is_shared_at_once_and_so_is_what_follows(decode):
+    decode.on_host(1, 3 * PAGE)
+    room = decode.committed(2, 5 * PAGE)
+    assert decode.on_device(5 * PAGE) == 0, "it cannot be reached before what is before it is loaded"
+    decode.claim(room)
+    assert decode.on_device(5 * PAGE) == 0
+    decode.verbs.loaded("engine", 2)
+    assert decode.on_device(5 * PAGE) == 5
+    sibling = decode.committed(3, 6 * PAGE)
+    assert sibling.tables[FULL].ids[:5].tolist() == room.tables[FULL].ids[:5].tolist()
+    decode.verbs.loaded("engine", 2)  # once more
+    decode.verbs.loaded("engine", 3)  # of a room that loads nothing
+    decode.verbs.loaded("engine", 4)  # nobody knows it
+    decode.verbs.release("engine", 2)
+    decode.prefixes.check_integrity()
+
+
+def test_pages_are_shared_when_they_are_loaded_on_every_rank(decode):
+    decode.ranks.layers[R1] = decode.ranks.layers[R0]
+    decode.on_host(1, 3 * PAGE)
+    room = decode.committed(2, 4 * PAGE)
+    decode.claim(room)
+    decode.verbs.loaded("engine", 2, (R0,), bytes=10, seconds=0.5)
+    decode.verbs.loaded("engine", 2, (R0,))
+    assert room.load is not None
+    assert decode.on_device(4 * PAGE) == 0
+    decode.verbs.loaded("engine", 2, (R1,))
+    assert (room.load, decode.on_device(4 * PAGE)) == (None, 4)
+
+
+def test_only_an_engine_that_has_claimed_a_room_has_loaded_it(decode):
+    decode.on_host(1, 3 * PAGE)
+    room = decode.committed(2, 4 * PAGE)
+    decode.verbs.loaded("engine", 2)
+    assert room.load is not None
+    decode.claim(room)
+    decode.verbs.loaded("other", 2)
+    decode.verbs.loaded("engine", 2, generation=2)
+    assert room.load is not None
+
+
+def test_an_answer_stays_behind_what_was_loaded(decode):
+    decode.on_host(1, 2 * PAGE)
+    room = decode.committed(2, 2 * PAGE + 5)
+    decode.claim(room)
+    decode.verbs.loaded("engine", 2)
+    decode.verbs.release("engine", 2, valid_tokens=3 * PAGE, page_hashes=keys_of(3 * PAGE).data)
+    assert decode.on_device(4 * PAGE) == 3
+
+
+def test_nothing_stays_behind_what_was_not_loaded(decode):
+    """An engine that does not say that it has loaded its room, and lets go of it in order all the same."""
+    decode.on_host(1, 2 * PAGE)
+    room = decode.committed(2, 3 * PAGE)
+    decode.claim(room)
+    decode.verbs.release("engine", 2, valid_tokens=4 * PAGE, page_hashes=keys_of(4 * PAGE).data)
+    assert (room.over, decode.on_device(4 * PAGE)) == (True, 0)
+    assert decode.admit(5, 4 * PAGE).prefix_tokens == 2 * PAGE
+
+
+@pytest.mark.parametrize("end", ["before the claim", "by a user", "by the engine", "engine dies", "worker dies"])
+def test_a_claimed_room_that_ends_in_the_middle_of_its_load_leaves_nothing_behind(decode, end):
+    decode.on_host(1, 3 * PAGE)
+    room = decode.committed(2, 4 * PAGE)
+    if end != "before the claim":
+        decode.claim(room)
+    match end:
+        case "before the claim":
+            decode.service.driver.stop(room, "enough")
+        case "by a user":
+            decode.service.driver.stop(room, "enough")
+            decode.verbs.loaded("engine", 2)
+            assert decode.prefixes.readers == 1, "its engine may still load"
+            decode.verbs.release("engine", 2)
+        case "by the engine":
+            decode.verbs.abort("engine", 2, "enough")
+        case "engine dies":
+            decode.service.engines.gone("engine", "killed")
+            assert decode.prefixes.readers == 1, "its GPU may still write and read"
+            decode.service.engines.ended("engine")
+        case "worker dies":
+            decode.service.workers.gone(R0, "killed", memory_lost=True)
+            assert decode.prefixes.readers == 1
+            decode.verbs.release("engine", 2)
+    assert room.over
+    assert not decode.prefixes.readers
+    assert decode.book.available_pages() == {FULL: 16, FULL_TWIN: 32}
+    assert decode.on_device(4 * PAGE) == 0
+    assert decode.admit(5, 4 * PAGE).prefix_tokens == 3 * PAGE, "and nothing has left the host"
+
+
+def test_a_prefix_that_is_dropped_while_it_is_loaded_does_not_come_back(decode):
+    decode.on_host(1, 3 * PAGE)
+    room = decode.committed(2, 4 * PAGE)
+    decode.claim(room)
+    decode.prefixes.drop()
+    decode.verbs.loaded("engine", 2)
+    decode.verbs.release("engine", 2)
+    assert decode.book.available_pages() == {FULL: 16, FULL_TWIN: 32}
+    assert decode.admit(3, 4 * PAGE).prefix_tokens == 0

@@ -1,0 +1,298 @@
+"""Which pages move down to host memory and when: each policy by what is on the host after which step.
+
+Nothing is copied here. What the controller hands out as one order ends when a test says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+
+from kvbridge.config.tier import BackupPolicy, HostBackup
+from kvbridge.core.ids import IndexSpace
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
+from kvbridge.tier import controller as backup_controller
+from kvbridge.tier.controller import BackupController
+from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.prefix_cache import PrefixCache
+from kvbridge.tier.readers import Admitted
+from kvbridge.tier.twins import Backup
+from tests.helpers.manual_clock import ManualClock
+
+FULL, TWIN = IndexSpace.FULL, IndexSpace.FULL_TWIN
+THROUGH, SELECTIVE, BACK = BackupPolicy
+
+
+def keys(name: str, pages: int) -> Keys:
+    return Keys.of([f"{name} {page}".encode().ljust(16) for page in range(pages)])
+
+
+class Bench:
+    """A node without rank workers."""
+
+    def __init__(self, *, device: int = 16, host: int = 32, **settings: object) -> None:
+        self.book = PageBook({FULL: device, TWIN: host})
+        self.clock = ManualClock()
+        self.index = PrefixIndex((FULL,), device + host, has_twins=True)
+        self.cache = PrefixCache(self.book, self.index, clock=self.clock)
+        assert self.cache.twins is not None
+        self.controller = BackupController(
+            self.cache, self.cache.twins, self.book, HostBackup.model_validate(settings), clock=self.clock
+        )
+        self._rooms, self._owners = count(1), count(1)
+
+    def admit(self, name: str, pages: int) -> tuple[Owner, Admitted]:
+        self.clock.advance(1.0)
+        owner = Owner(next(self._rooms), 1)
+        admitted = self.cache.admit(owner, keys(name, pages), lambda shared: {FULL: pages - shared.get(FULL, 0)})
+        return owner, admitted
+
+    def end(self, owner: Owner) -> None:
+        self.cache.let_go(owner)
+        self.book.free(owner)
+
+    def room(self, name: str, pages: int) -> None:
+        """A room with so many pages of a conversation, from its admission to its end; all of them stay."""
+        owner, admitted = self.admit(name, pages)
+        start = admitted.prefix_pages
+        self.cache.keep(owner, keys(name, pages), start, {FULL: admitted.own[FULL]})
+        self.end(owner)
+
+    def begin(self) -> list[Backup]:
+        return self.controller.begin(lambda: Owner(NO_ROOM, next(self._owners)))
+
+    def order(self, *, done: bool = True) -> int:
+        """One order, carried out; how many pages it had."""
+        backups = self.begin()
+        if backups:
+            self.controller.ended(backups, done=done)
+        return sum(backup.pages for backup in backups)
+
+    def settle(self) -> None:
+        """Orders, until there is nothing to do."""
+        for _ in range(100):
+            if not self.order():
+                return
+        raise AssertionError("it does not end")
+
+    def on_host(self, name: str, pages: int) -> int:
+        """How many of the first pages of a conversation are on the host."""
+        assert self.index.host is not None
+        return self.index.host.depth(self.index.match(keys(name, pages)))
+
+    @property
+    def twins(self) -> int:
+        return self.book.counts()[TWIN][PageState.CACHED]
+
+    def twins_held(self) -> int:
+        counts = self.book.counts()[TWIN]
+        return counts[PageState.HELD] + counts[PageState.LEASED] + counts[PageState.QUARANTINED]
+
+
+@pytest.fixture
+def make() -> Iterator[type[Bench]]:
+    made: list[Bench] = []
+
+    class Kept(Bench):
+        def __init__(self, **settings: object) -> None:
+            super().__init__(**settings)
+            made.append(self)
+
+    yield Kept
+    for bench in made:
+        bench.cache.check_integrity()
+
+
+def test_write_through_copies_what_has_come_at_once(make):
+    bench = make(policy=THROUGH)
+    bench.room("a", 5)
+    assert bench.twins == 0, "nobody waited for it"
+    assert bench.order() == 5
+    assert (bench.on_host("a", 5), bench.twins, bench.controller.waiting) == (5, 5, 0)
+    assert bench.order() == 0
+    bench.room("a", 8)
+    assert bench.order() == 3, "only what is new"
+
+
+def test_selective_waits_for_the_use_that_was_asked_for(make):
+    bench = make(policy=SELECTIVE, uses=2)
+    bench.room("a", 5)
+    bench.room("b", 3)
+    bench.settle()
+    assert bench.twins == 0, "used once, when they were computed"
+    bench.room("a", 6)
+    bench.settle()
+    assert (bench.on_host("a", 6), bench.on_host("b", 3)) == (5, 0), "its sixth page was used once"
+    bench.room("b", 2)
+    bench.settle()
+    assert bench.on_host("b", 3) == 2
+
+
+def test_write_back_goes_ahead_of_need_oldest_first(make):
+    bench = make(device=16, policy=BACK, low_share=0.5)
+    for name in "abc":
+        bench.room(name, 4)
+    assert bench.order() == 4, "four pages are free and eight are to be there without losing anything"
+    assert [bench.on_host(name, 4) for name in "abc"] == [4, 0, 0]
+    assert bench.order() == 0
+    bench.room("d", 2)
+    bench.settle()
+    assert [bench.on_host(name, 4) for name in "abc"] == [4, 4, 0]
+
+
+def test_write_back_leaves_a_device_with_room_alone(make):
+    bench = make(device=16, policy=BACK, low_share=0.25)
+    bench.room("a", 12)
+    bench.settle()
+    assert bench.twins == 0
+    bench.room("b", 1)
+    bench.settle()
+    assert bench.twins > 0
+
+
+@pytest.mark.parametrize("policy", list(BackupPolicy))
+def test_no_admission_waits_for_a_backup(make, policy):
+    bench = make(device=8, policy=policy, low_share=1.0)
+    bench.room("a", 4)
+    backups = bench.begin()
+    owner, got = bench.admit("b", 4)
+    assert len(got.own[FULL]) == 4, "while pages of 'a' are being copied"
+    bench.end(owner)
+    if backups:
+        bench.controller.ended(backups, done=True)
+        assert bench.on_host("a", 4) == 4
+
+
+def test_a_room_evicts_what_is_on_the_host_as_well_and_the_record_stays(make):
+    bench = make(device=8, policy=THROUGH)
+    bench.room("a", 6)
+    bench.settle()
+    bench.room("b", 6)
+    bench.settle()
+    assert bench.cache.known(keys("a", 6)) == 6, "on the host"
+    assert bench.cache.known(keys("b", 6)) == 6
+    assert bench.twins == 12
+
+
+def test_an_order_merges_what_several_prompts_need_up_to_its_limit(make):
+    bench = make(policy=THROUGH, order_pages=6)
+    for name in "abc":
+        bench.room(name, 4)
+    backups = bench.begin()
+    assert [backup.pages for backup in backups] == [4, 2]
+    bench.controller.ended(backups, done=True)
+    assert [bench.on_host(name, 4) for name in "abc"] == [4, 2, 0], "parents first"
+    assert bench.order() == 6
+    assert [bench.on_host(name, 4) for name in "abc"] == [4, 4, 4]
+
+
+def test_pages_that_two_prompts_share_are_copied_once(make):
+    bench = make(policy=THROUGH)
+    bench.room("a", 4)
+    owner, got = bench.admit("a", 4)
+    other = Keys.of([*keys("a", 4).to_list(), *keys("z", 2).to_list()])
+    assert got.prefix_pages == 4
+    bench.end(owner)
+    owner = Owner(99, 1)
+    own = bench.cache.admit(owner, other, lambda _: {FULL: 2}).own[FULL]
+    bench.cache.keep(owner, other, 4, {FULL: own})
+    bench.end(owner)
+    assert bench.order() + bench.order() == 6
+    assert bench.order() == 0
+
+
+def test_what_fails_frees_its_own_twins_and_is_tried_again_later(make):
+    bench = make(policy=THROUGH)
+    bench.room("a", 3)
+    assert bench.order(done=False) == 3
+    assert (bench.twins, bench.book.counts()[TWIN][PageState.FREE]) == (0, 32)
+    assert bench.cache.known(keys("a", 3)) == 3, "nothing else has changed"
+    assert bench.order() == 0, "not at once"
+    bench.clock.advance(backup_controller.FIRST_PAUSE_S)
+    assert bench.order(done=False) == 3
+    bench.clock.advance(backup_controller.FIRST_PAUSE_S)
+    assert bench.order() == 0, "twice as long after the second failure"
+    bench.clock.advance(backup_controller.FIRST_PAUSE_S)
+    assert bench.order() == 3
+    assert bench.on_host("a", 3) == 3
+
+
+def test_a_success_ends_the_pauses(make):
+    bench = make(policy=THROUGH)
+    bench.room("a", 3)
+    for _ in range(12):
+        assert bench.order(done=False) == 3
+        bench.clock.advance(backup_controller.LONGEST_PAUSE_S)
+    assert bench.order() == 3
+    bench.room("b", 2)
+    assert bench.order() == 2
+
+
+def test_a_full_host_gives_what_nobody_reads_and_refuses_what_does_not_fit(make):
+    bench = make(device=16, host=4, policy=THROUGH)
+    bench.room("a", 4)
+    bench.settle()
+    bench.room("b", 4)
+    bench.settle()
+    assert (bench.on_host("a", 4), bench.on_host("b", 4)) == (0, 4), "the older one gave way"
+    bench.room("c", 6)
+    bench.settle()
+    assert bench.controller.refused == 1, "its last two pages have no place beside its first four"
+    assert bench.controller.waiting == 0
+    assert bench.twins <= 4
+    assert bench.twins_held() == 0
+    assert bench.cache.known(keys("c", 6)) == 6
+
+
+def test_what_is_forgotten_meanwhile_is_not_copied(make):
+    bench = make(policy=THROUGH)
+    bench.room("a", 4)
+    bench.cache.drop()
+    assert bench.order() == 0
+    assert bench.controller.waiting == 0
+
+
+def test_what_is_forgotten_while_it_is_copied_leaves_nothing(make):
+    bench = make(policy=THROUGH)
+    bench.room("a", 4)
+    backups = bench.begin()
+    bench.cache.drop()
+    bench.controller.ended(backups, done=True)
+    assert bench.book.counts()[TWIN][PageState.FREE] == 32
+    assert bench.book.counts()[FULL][PageState.FREE] == 16
+
+
+def test_numbers_of_records_are_used_again_and_the_queue_does_not_mind(make):
+    bench = make(device=4, policy=THROUGH)
+    bench.room("a", 4)
+    bench.room("b", 4)  # evicts 'a', whose records 'b' has now
+    bench.room("c", 2)
+    bench.settle()
+    assert bench.on_host("c", 2) == 2
+    assert bench.controller.waiting == 0
+
+
+def test_device_memory_that_dies_leaves_what_is_on_the_host(make):
+    bench = make(policy=THROUGH)
+    bench.room("a", 3)
+    bench.settle()
+    bench.room("a", 5)
+    bench.cache.lose_device()
+    assert bench.cache.known(keys("a", 5)) == 3
+    assert bench.book.counts()[FULL][PageState.FREE] == 16
+    bench.settle()
+    assert bench.on_host("a", 5) == 3
+
+
+def test_only_so_many_prompts_wait(make, monkeypatch):
+    monkeypatch.setattr(backup_controller, "MOST_WAITING", 2)
+    bench = make(policy=THROUGH)
+    for name in "abc":
+        bench.room(name, 2)
+    assert bench.controller.waiting == 2
+    bench.settle()
+    assert [bench.on_host(name, 2) for name in "abc"] == [0, 2, 2]

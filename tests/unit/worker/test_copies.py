@@ -1,0 +1,238 @@
+"""Orders to copy pages, as one rank carries them out: in slices, with pauses, and one answer to each, whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+import pytest
+
+from kvbridge.core.errors import BridgeError, InvalidInputError, TransportError
+from kvbridge.core.ids import IndexSpace, PageMoves, PageTable
+from kvbridge.core.wire.messages import to_wire
+from kvbridge.core.wire.worker_messages import CopyPages, PageMove, PagesCopied
+from kvbridge.worker.copies import PageCopies
+from kvbridge.worker.transports import RankIdentity
+from tests.helpers.manual_clock import ManualClock
+from tests.helpers.rooms import GEOMETRY, R1, manifest
+
+FULL, TWIN = IndexSpace.FULL, IndexSpace.FULL_TWIN
+RANK = R1
+IDENTITY = RankIdentity(GEOMETRY, manifest(rank=R1, tp_size=2), (), ())
+PAGE_BYTES = 1_000
+
+
+class FakeCopier:
+    """Copies nothing; a test says when what it began is done."""
+
+    def __init__(self) -> None:
+        self.page_bytes: Mapping[IndexSpace, int] = {FULL: PAGE_BYTES, IndexSpace.SWA: 4 * PAGE_BYTES}
+        self.slice_pages: Mapping[IndexSpace, int] = {FULL: 4, IndexSpace.SWA: 1}
+        self.begun: list[dict[IndexSpace, list[int]]] = []
+        self.is_done = True
+        self.refuse: Exception | None = None
+        self.breaks: Exception | None = None
+        self.closed = False
+
+    def copy(self, moves: PageMoves) -> int:
+        if self.refuse is not None:
+            raise self.refuse
+        self.begun.append({space: device.tolist() for space, (device, _) in moves.items()})
+        return len(self.begun)
+
+    def done(self, ticket: int) -> bool:
+        assert ticket == len(self.begun)
+        if self.breaks is not None:
+            raise self.breaks
+        return self.is_done
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Bench:
+    """A rank with four pages a slice, and what it has said."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.copier = FakeCopier()
+        self.said: list[PagesCopied] = []
+        self.copies = self.make(lambda _: self.copier)
+
+    def make(self, create: Callable[[RankIdentity], FakeCopier]) -> PageCopies:
+        return PageCopies(IDENTITY, self, clock=self.clock, create=create)
+
+    def send(self, message: PagesCopied) -> None:
+        self.said.append(message)
+
+    def run(self) -> PagesCopied:
+        """Step until there is nothing left; returns the last answer."""
+        for _ in range(100):
+            self.clock.now_s += 0.001
+            self.copies.step()
+            if not self.copies:
+                return self.said[-1]
+        raise AssertionError("it does not end")
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def table(space: IndexSpace, first: int, count: int) -> PageTable:
+    return PageTable(space, np.arange(first, first + count, dtype=np.int32))
+
+
+def move(device: PageTable, twins: PageTable) -> PageMove:
+    return PageMove(device=to_wire({device.space: device})[0], twins=to_wire({twins.space: twins})[0])
+
+
+def order(number: int, pages: int, **more: float) -> CopyPages:
+    return CopyPages(order=number, moves=(move(table(FULL, 0, pages), table(TWIN, 50, pages)),), **more)
+
+
+def test_an_order_is_cut_into_slices_and_answered_once(bench: Bench) -> None:
+    bench.copies.take(order(7, 10))
+    answer = bench.run()
+    assert bench.copier.begun == [{FULL: [0, 1, 2, 3]}, {FULL: [4, 5, 6, 7]}, {FULL: [8, 9]}]
+    assert (answer.rank, answer.order, answer.bytes, answer.error_code, answer.quiet) == (RANK, 7, 10_000, "", True)
+    assert bench.said == [answer]
+    assert not bench.copies.step()
+
+
+def test_orders_are_carried_out_one_after_another(bench: Bench) -> None:
+    for number in (1, 2, 3):
+        bench.copies.take(order(number, number))
+    assert len(bench.copies) == 3
+    bench.run()
+    assert [answer.order for answer in bench.said] == [1, 2, 3]
+    assert [answer.bytes for answer in bench.said] == [1_000, 2_000, 3_000]
+
+
+def test_spaces_are_copied_with_the_bytes_that_their_pages_have(bench: Bench) -> None:
+    swa = move(table(IndexSpace.SWA, 3, 2), table(IndexSpace.SWA_TWIN, 0, 2))
+    bench.copies.take(CopyPages(order=1, moves=(*order(1, 2).moves, swa)))
+    assert bench.run().bytes == 2 * PAGE_BYTES + 2 * 4 * PAGE_BYTES
+    assert bench.copier.begun == [{FULL: [0, 1]}, {IndexSpace.SWA: [3]}, {IndexSpace.SWA: [4]}]
+
+
+def test_nothing_is_said_before_the_copy_is_proved(bench: Bench) -> None:
+    bench.copier.is_done = False
+    bench.copies.take(order(1, 4))
+    assert bench.copies.step(), "the slice has begun"
+    for _ in range(5):
+        assert not bench.copies.step()
+    assert (len(bench.copier.begun), bench.said) == (1, [])
+    bench.copier.is_done = True
+    assert bench.copies.step()
+    assert [answer.order for answer in bench.said] == [1]
+
+
+def test_slices_leave_the_rest_of_the_time_to_others(bench: Bench) -> None:
+    bench.copier.is_done = False
+    bench.copies.take(order(1, 8, link_share=0.25))
+    bench.copies.step()
+    bench.clock.now_s += 0.010
+    bench.copier.is_done = True
+    assert bench.copies.step(), "10 ms for the first slice, so the second one begins 30 ms later"
+    for pause_s in (0.0, 0.029):
+        bench.clock.now_s += pause_s
+        assert not bench.copies.step()
+        assert len(bench.copier.begun) == 1
+    bench.clock.now_s += 0.002
+    assert bench.copies.step()
+    assert len(bench.copier.begun) == 2
+    assert bench.said[0].seconds == pytest.approx(0.010), "pauses are not counted"
+
+
+def test_the_share_holds_from_one_order_to_the_next(bench: Bench) -> None:
+    bench.copier.is_done = False
+    for number in (1, 2):
+        bench.copies.take(order(number, 4, link_share=0.5))
+    bench.copies.step()
+    bench.clock.now_s += 0.010
+    bench.copier.is_done = True
+    assert bench.copies.step()
+    assert not bench.copies.step(), "its time has not come"
+    bench.clock.now_s += 0.0101
+    assert bench.copies.step()
+    assert [answer.order for answer in bench.said] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        pytest.param(move(table(FULL, 0, 3), table(TWIN, 0, 2)), id="numbers"),
+        pytest.param(move(table(FULL, 0, 2), table(IndexSpace.SWA_TWIN, 0, 2)), id="spaces"),
+        pytest.param(move(table(IndexSpace.HOST, 0, 2), table(TWIN, 0, 2)), id="no-twins"),
+        pytest.param(
+            move(table(FULL, 0, 2), table(TWIN, 0, 2)).model_copy(
+                update={"device": order(1, 1).moves[0].device.model_copy(update={"ids": b"abc"})}
+            ),
+            id="malformed",
+        ),
+    ],
+)
+def test_tables_that_do_not_belong_together_fail_their_order_alone(bench: Bench, wrong: PageMove) -> None:
+    bench.copies.take(CopyPages(order=1, moves=(wrong,)))
+    bench.copies.take(order(2, 1))
+    bench.run()
+    assert [(answer.error_code, answer.quiet, answer.bytes) for answer in bench.said] == [
+        ("invalid_input", True, 0),
+        ("", True, 1_000),
+    ]
+
+
+def test_what_fails_before_a_page_is_touched_is_quiet(bench: Bench) -> None:
+    bench.copier.refuse = InvalidInputError("page 99 of 'full' does not exist")
+    bench.copies.take(order(1, 1))
+    answer = bench.run()
+    assert (answer.error_code, answer.error, answer.quiet) == (
+        "invalid_input",
+        "page 99 of 'full' does not exist",
+        True,
+    )
+
+
+@pytest.mark.parametrize("when", ["refuse", "breaks"])
+def test_what_fails_under_way_may_still_be_written(bench: Bench, when: str) -> None:
+    setattr(bench.copier, when, TransportError("the GPU has failed"))
+    bench.copies.take(order(1, 1))
+    answer = bench.run()
+    assert (answer.error_code, answer.quiet) == ("transport_failed", False)
+
+
+def test_a_defect_in_copying_does_not_end_the_rank(bench: Bench) -> None:
+    bench.copier.refuse = ZeroDivisionError()
+    bench.copies.take(order(1, 1))
+    answer = bench.run()
+    assert (answer.error_code, answer.error, answer.quiet) == (BridgeError.code, "ZeroDivisionError", False)
+
+
+def test_a_rank_that_cannot_copy_says_so_to_each_order() -> None:
+    bench = Bench()
+
+    def create(_: RankIdentity) -> FakeCopier:
+        raise TransportError("no twins here")
+
+    bench.copies = bench.make(create)
+    for number in (1, 2):
+        bench.copies.take(order(number, 1))
+    bench.run()
+    assert [(answer.error, answer.quiet) for answer in bench.said] == [("no twins here", True)] * 2
+
+
+def test_an_order_without_pages_is_done(bench: Bench) -> None:
+    bench.copies.take(CopyPages(order=1, moves=()))
+    answer = bench.run()
+    assert (answer.bytes, answer.error_code) == (0, "")
+
+
+def test_closing_lets_the_copier_go_and_drops_orders(bench: Bench) -> None:
+    bench.copies.take(order(1, 1))
+    bench.run()
+    bench.copies.take(order(2, 1))
+    bench.copies.close()
+    assert bench.copier.closed
+    assert not bench.copies
