@@ -142,6 +142,8 @@ class PageTable:
 
 TWINS = {IndexSpace.FULL: IndexSpace.FULL_TWIN, IndexSpace.SWA: IndexSpace.SWA_TWIN}
 """The space of the twins of each space that has some."""
+REQUEST_SPACES = tuple(space for space in IndexSpace if space not in TWINS.values())
+"""Those that requests have pages of, and peers speak about."""
 
 PageMoves = dict[IndexSpace, tuple[PageIdArray, PageIdArray]]
 """Copies between tiers, by the space on the device: pages there and their twins, int32, of equal length."""

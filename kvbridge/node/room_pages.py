@@ -149,16 +149,16 @@ class RoomPages:
         self._set_prefix(room, got)
 
     def restored(self, room: Room[Any]) -> int:
-        """What the room loaded back is in its own pages, by proof, which it holds: others may read them. Returns how many are new."""
+        """Let others read what a room has loaded back, by proof, into pages that it holds; return how many are new."""
         if self.prefixes is None or room.load is None:
             return 0
-        page_count, load, room.load = self.prefixes.reads(room.owner), room.load, None
-        new = 0
-        if load.first_page < page_count:
-            growing = {space: own for space, (own, _) in load.moves.items() if space is not IndexSpace.SWA}
-            new = self.prefixes.restored(room.owner, growing)
-        if IndexSpace.SWA in load.moves:
-            self.prefixes.keep_checkpoint(room.owner, page_count, load.moves[IndexSpace.SWA][0])
+        load, room.load = room.load, None
+        ids = {space: own for space, (own, _) in load.moves.items()}
+        checkpoint = ids.pop(IndexSpace.SWA, None)
+        new = self.prefixes.restored(room.owner, load.first_page, ids) if ids else 0
+        if checkpoint is not None:
+            page_count = room.computed_tokens // self.settings.geometry.tokens_per_page
+            self.prefixes.keep_checkpoint(room.owner, page_count, checkpoint)
         return new
 
     def _give_instead(self, room: Room[Any], page_count: int, pages: Mapping[IndexSpace, PageIdArray]) -> None:

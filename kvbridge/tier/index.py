@@ -8,7 +8,7 @@ requests, a clock of its own.
 - What a space holds that has no twins (the host pool) is the record's as such, wherever else it is: its *home*.
 - Only what nobody pins is evicted, leaf by leaf, so no page is ever without its parent. The policy ranks paths when they are used;
   among what is old, neighbours go together (`victims.py`). A record that is nowhere any more is gone.
-- A record that is dropped is *unreachable* at once, for every key, and pages of it that somebody pins come back with the last unpin.
+- A record that is dropped is *unreachable* at once, for every key, and what somebody pins of it comes back with the last unpin.
 - A *checkpoint* is the windows and states at exactly a record's end; it has pins of its own (`checkpoints.py`).
 
 Records are numbers and what is known of them is in arrays: a page takes less than 300 bytes, and 4 for each of its

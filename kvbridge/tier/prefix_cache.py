@@ -26,7 +26,7 @@ from kvbridge.pool.accounts.holdings import Pages
 from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.readers import Admitted, Dropped, PathPages, Reader, some
+from kvbridge.tier.readers import Admitted, Dropped, PathPages, Reader, check_pins, some
 from kvbridge.tier.records import RecordArray
 from kvbridge.tier.retention import Claim
 from kvbridge.tier.twins import Twins
@@ -167,25 +167,28 @@ class PrefixCache:
             watcher.kept(keys)
         return len(inserted.new)
 
-    def restored(self, owner: Owner, pages: Mapping[IndexSpace, PageIdArray]) -> int:
-        """Keep pages of an owner that hold, on the device, what it read on the host only, from the first such page on.
+    def restored(self, owner: Owner, start: int, pages: Mapping[IndexSpace, PageIdArray]) -> int:
+        """Keep pages of an owner that hold, on the device, its prefix from page `start` on, which it read on the host only.
 
         They are whole by proof, and nobody writes them any more. It goes on reading them; those that came to the device by
         somebody else meanwhile stay its own. Returns how many are new there. Raises ConflictError when its pages are not held.
         """
-        reader, device = self._reader(owner), self._index.device
-        self._book.cache(owner, {})
-        path = reader.path[: reader.device + max(map(len, pages.values()), default=0)]
+        reader = self._reader(owner)
+        if start > reader.device:
+            raise ConflictError(
+                f"{owner}: pages from {start} on are restored, it reads {reader.device} on the device so far"
+            )
+        self._book.cache(owner, {})  # refuses what is not held
+        path = reader.path[: start + max(map(len, pages.values()), default=0)]
         path = path[: np.count_nonzero(~self._index.is_dropped(path))]
-        here = device.depth(path)
-        if len(path) <= reader.device:
-            return 0
+        here = self._index.device.depth(path)
+        new = {space: ids[here - start : len(path) - start] for space, ids in pages.items()}
         if here < len(path):
-            new = {space: ids[here - reader.device : len(path) - reader.device] for space, ids in pages.items()}
             self._book.cache(owner, new)
             self._index.add_device(path, here, new)
-        all_here = len(path) == len(reader.path) and not len(reader.checkpoint_own)
-        self._reads(owner, len(path), 0 if all_here else reader.host)
+        if len(path) > reader.device:
+            done = len(path) == len(reader.path) and not len(reader.checkpoint_own)
+            self._reads(owner, len(path), 0 if done else reader.host)
         return len(path) - here
 
     def _reads(self, owner: Owner, device: int, host: int) -> None:
@@ -198,8 +201,8 @@ class PrefixCache:
     def keep_checkpoint(self, owner: Owner, page_count: int, pages: PageIdArray) -> bool:
         """Keep an owner's `pages` as the windows and states at the end of the first `page_count` pages that it reads.
 
-        False, and they stay the owner's, when there are some already, or that page is not on the device (any more). Raises ConflictError when
-        the owner does not read so many pages, or these are not its own and held.
+        False, and they stay the owner's, when there are some already, or that page is not on the device (any more). Raises
+        ConflictError when the owner does not read so many pages, or these are not its own and held.
         """
         path = self._reader(owner).path
         if not 0 < page_count <= len(path):
@@ -425,16 +428,7 @@ class PrefixCache:
         readers = [*self._readers.values(), *self._looking.values()]
         if self.twins is not None:
             readers += [backup.reader for backup in self.twins.backups.values()]
-        for residence in self._index.residences:
-            pins, checkpoint_pins = residence.pins()
-            expected, restoring = np.zeros_like(pins), dict.fromkeys(checkpoint_pins, 0)
-            for reader in readers:
-                expected[reader.reads(residence, self._index)] += 1  # a path has no record twice
-                for where, record in reader.checkpoints:
-                    if where is residence:
-                        restoring[record] = restoring.get(record, 0) + 1
-            if not np.array_equal(pins, expected) or restoring != checkpoint_pins:
-                raise IntegrityError(f"pins do not add up to what {len(readers)} readers read in {residence!r}")
+        check_pins(self._index, readers)
 
     def __repr__(self) -> str:
         return f"<prefix cache: {len(self._readers)} readers, {self._index!r}>"

@@ -5,12 +5,13 @@ Owns: the form of both. Must not know: who reads, when that ends.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from kvbridge.core.errors import BridgeError
+from kvbridge.core.errors import BridgeError, IntegrityError
 from kvbridge.core.ids import IndexSpace, PageIdArray
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.records import RecordArray
@@ -63,12 +64,6 @@ class Reader:
     def shared(self, index: PrefixIndex) -> dict[IndexSpace, int]:
         """How many cached pages of each space it reads in place."""
         return {space: self.device if space in index.device.spaces else len(self.path) for space in index.spaces}
-
-    def reads(self, residence: Residence, index: PrefixIndex) -> RecordArray:
-        """What it pins in a residence."""
-        if residence is index.home:
-            return self.path
-        return self.path[: self.device if residence is index.device else self.host]
 
     def checkpoint(self, residence: Residence | None) -> PageIdArray:
         """The pages of the checkpoint that it reads in a residence; empty when there is none."""
@@ -128,3 +123,18 @@ class PathPages:
 def some(pages: Pages) -> Pages:
     """Leave out spaces of which there is no page: the node may not have them."""
     return {space: ids for space, ids in pages.items() if len(ids)}
+
+
+def check_pins(index: PrefixIndex, readers: Iterable[Reader]) -> None:
+    """Raise IntegrityError unless what these read is what is pinned, everywhere."""
+    for residence in index.residences:
+        pins, checkpoint_pins = residence.pins()
+        expected, restoring = np.zeros_like(pins), dict.fromkeys(checkpoint_pins, 0)
+        for reader in readers:
+            stop = {id(index.device): reader.device, id(index.host): reader.host}.get(id(residence))
+            expected[reader.path[:stop]] += 1  # a path has no record twice
+            for where, record in reader.checkpoints:
+                if where is residence:
+                    restoring[record] = restoring.get(record, 0) + 1
+        if not np.array_equal(pins, expected) or restoring != checkpoint_pins:
+            raise IntegrityError(f"pins do not add up to what is read of {residence!r}")

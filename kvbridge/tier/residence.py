@@ -73,7 +73,8 @@ class Residence:
 
     def unpinned(self, records: RecordArray) -> RecordArray:
         """Return those of the records that are here and that nobody pins."""
-        return records[self.has(records) & (self._pins[records] == 0)]
+        found: RecordArray = records[self.has(records) & (self._pins[records] == 0)]
+        return found
 
     def evictable(self) -> dict[IndexSpace, int]:
         """How many pages of each space could go now."""
@@ -115,7 +116,7 @@ class Residence:
         """End what `pin` began, for all that one reader has pinned. Returns those that nobody pins any more."""
         pins = self._pins[path] - 1
         self._pins[path] = pins
-        ended = path[pins == 0]
+        ended: RecordArray = path[pins == 0]
         self.pinned -= len(ended)
         self._victims.offer(int(path[-1]))
         return ended

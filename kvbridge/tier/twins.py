@@ -93,13 +93,14 @@ class Twins:
         """Begin to copy what of a prompt is on the device and not on the host, parents first: at most so many pages.
 
         `min_uses`: only what was used so often, its arrival included. Checkpoints on the way come along, where twins of them are
-        kept. `owner` is one of its own, and has the twins, leased, until `end_backup`. Returns None when there is nothing to copy, or
-        nothing but behind what another backup is copying. Raises CapacityError, and nothing has changed, when there are no twins for
+        kept. `owner` is one of its own, and has the twins, leased, until `end_backup`. Returns None when there is nothing to copy,
+        or only behind what another backup is copying. Raises CapacityError, and nothing has changed, when there are no twins for
         it; ConflictError when the owner has pages.
         """
         path = self._index.match(keys)
         path = path[: self._index.device.depth(path)]
-        path = path[: np.count_nonzero(~self._is_copied[path] & (self._index.uses(path) >= min_uses))]
+        stops = np.flatnonzero(self._is_copied[path] | (self._index.uses(path) < min_uses))
+        path = path[: stops[0]] if len(stops) else path
         start = self._host.depth(path)
         path = path[: start + at_most]
         lacking = self._lacking_checkpoints(path)

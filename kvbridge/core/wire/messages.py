@@ -17,7 +17,17 @@ from pydantic import AfterValidator, Field
 
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest
-from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Rank, Role, RoomId, Tables
+from kvbridge.core.ids import (
+    REQUEST_SPACES,
+    FrozenModel,
+    IndexSpace,
+    NonNegative,
+    Positive,
+    Rank,
+    Role,
+    RoomId,
+    Tables,
+)
 from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import ModelIdentity
@@ -176,7 +186,7 @@ class Offer(RoomMessage):
     type: Literal["offer"] = "offer"
     prompt_tokens: Positive
     prefix_tokens: NonNegative = 0
-    tables: Annotated[tuple[WireTable, ...], Field(max_length=len(IndexSpace))]
+    tables: Annotated[tuple[WireTable, ...], Field(max_length=len(REQUEST_SPACES))]
     digest: DigestKind = DigestKind.NONE
     """What the writers are to compute over the pages that they fill."""
     traceparent: Traceparent = ""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from kvbridge.core.clock import Clock
 from kvbridge.core.ids import IndexSpace
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.page_states import NO_ROOM, Owner
 
 WINDOW_S = 30.0
 """A release counts e times less after this time; after a minute it hardly counts."""
@@ -105,7 +105,9 @@ class ReleaseRates:
         self._on_freed()
 
     def gone(self, owner: Owner) -> None:
-        """See PageWatcher."""
+        """See PageWatcher. That a copy between tiers has ended makes no room for another request."""
+        if owner.room == NO_ROOM:
+            return
         now_s = self._clock()
         self._owners.add(1, now_s)
         since_s = self._ending_since.pop(owner, None)

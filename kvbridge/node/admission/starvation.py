@@ -9,7 +9,7 @@ admitted in between ends that, however soon the pools are full again.
 from __future__ import annotations
 
 from kvbridge.core.clock import Clock
-from kvbridge.core.ids import IndexSpace
+from kvbridge.core.ids import REQUEST_SPACES, IndexSpace
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
 
@@ -21,7 +21,7 @@ class Starvation:
 
     def __init__(self, book: PageBook, *, unready_after_s: float, clock: Clock) -> None:
         self._book = book
-        self._spaces = book.owned_spaces()
+        self._spaces = tuple(space for space in book.owned_spaces() if space in REQUEST_SPACES)
         self._unready_after_s = unready_after_s
         self._clock = clock
         self._since_s: float | None = None

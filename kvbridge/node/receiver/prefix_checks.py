@@ -27,7 +27,7 @@ from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.telemetry.events import CachedPagesDiffer
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.prefix_cache import PathPages
+from kvbridge.tier.readers import PathPages
 
 log = structlog.get_logger(__name__)
 

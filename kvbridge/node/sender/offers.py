@@ -14,6 +14,7 @@ from kvbridge.core.clock import Clock
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.tables import GROWING_SPACES, tables_from_wire
+from kvbridge.core.ids import REQUEST_SPACES
 from kvbridge.core.wire.messages import Offer
 
 MOST_OFFERS = 4_096
@@ -37,6 +38,8 @@ def check_offer(offer: Offer, geometry: ModelGeometry, *, prompt_tokens: int) ->
             f"and at most {offer.prompt_tokens}"
         )
     for space, table in tables_from_wire(offer.tables).items():
+        if space not in REQUEST_SPACES:
+            raise InvalidInputError(f"decode offers pages of '{space}', which no peer writes")
         if space in GROWING_SPACES and table.first_page != offer.prefix_tokens // page:
             raise InvalidInputError(
                 f"decode holds the first {offer.prefix_tokens // page} pages of the prompt, and its table of space '{space}' "

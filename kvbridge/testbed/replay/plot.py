@@ -35,7 +35,14 @@ INSIDE = {
     "offer_to_commit": "from page tables until all has arrived",
 }
 """What phases are called that overlap one another or the steps."""
-SPACES = {"full": "token pages", "host": "host pages", "swa": "sliding-window pages", "request": "request slots"}
+SPACES = {
+    "full": "token pages",
+    "host": "host pages",
+    "swa": "sliding-window pages",
+    "request": "request slots",
+    "full_twin": "token pages on the host",
+    "swa_twin": "checkpoints on the host",
+}
 ROLES = {"prefill": BLUE, "decode": ORANGE}
 QUANTILES = {"p50": (SKY, "o", "half of the requests"), "p90": (BLUE, "s", "90 %"), "p99": (VERMILLION, "D", "99 %")}
 UNITS = (("s", 1.0), ("ms", 1e-3))

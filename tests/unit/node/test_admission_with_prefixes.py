@@ -20,7 +20,8 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.prefix_cache import Admitted, PrefixCache
+from kvbridge.tier.prefix_cache import PrefixCache
+from kvbridge.tier.readers import Admitted
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import RecordedEvents
 
@@ -54,7 +55,7 @@ class Rooms:
     def admit(self, request: AdmissionRequest) -> RoomReport:
         pages, room = request.prompt_tokens, request.room or 1_000
         keys = prompt(request.client, pages)
-        self.got[room] = self.cache.admit(Owner(room, 1), keys, lambda prefix: {FULL: pages - prefix})
+        self.got[room] = self.cache.admit(Owner(room, 1), keys, lambda shared: {FULL: pages - shared[FULL]})
         self.keys[room] = keys
         return self.report(room)
 

@@ -17,7 +17,7 @@ from kvbridge.core.errors import (
     UnknownRoomError,
 )
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.ids import MAX_ROOM, IndexSpace, PageTable, Rank
+from kvbridge.core.ids import MAX_ROOM, REQUEST_SPACES, IndexSpace, PageTable, Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.session.states import RoomState
@@ -920,7 +920,7 @@ def test_the_answer_to_a_claim_with_all_the_metadata_and_full_tables_fits_into_a
         room=MAX_ROOM,
         generation=1,
         prompt_tokens=2**40,
-        tables=tuple(WireTable(space=space, ids=bytes(MAX_TABLE_BYTES)) for space in IndexSpace),
+        tables=tuple(WireTable(space=space, ids=bytes(MAX_TABLE_BYTES)) for space in REQUEST_SPACES),
         metadata={str(Rank(pp=pp, tp=0)): bytes(MAX_METADATA_BYTES) for pp in range(count)}
         | {str(Rank(pp=pp, tp=1)): b"" for pp in range(MAX_NODE_RANKS)},
         amounts=full_amounts(TOKENS),

@@ -1,13 +1,11 @@
-"""Prefixes on the device, on the host and on both, one situation at a time; tests/property/test_twins.py has them in every order."""
+"""Prefixes on the device, on the host and on both, one situation at a time; tests/property/test_twins.py has every order."""
 
 from __future__ import annotations
 
 from itertools import count
 
-import numpy as np
 import pytest
 
-from kvbridge.core.errors import CapacityError, ConflictError, NotFoundError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
@@ -52,7 +50,7 @@ class Bench:
         """Have a prompt computed and kept; return its pages of `full`."""
         owner, got = self.admit(name, pages, windows=int(checkpoint))
         start = got.prefix_pages
-        self.cache.restored(owner, {FULL: got.own[FULL][: start - got.device_pages]})
+        self.cache.restored(owner, got.device_pages, {FULL: got.own[FULL][: start - got.device_pages]})
         own = {space: got.own[space][-(pages - start) or len(got.own[space]) :] for space in self.index.spaces}
         self.cache.keep(owner, keys(name, pages), start, own)
         if checkpoint:
@@ -104,7 +102,7 @@ def test_what_is_backed_up_is_found_after_the_device_needed_its_pages(bench):
     assert got.twins[FULL_TWIN].tolist() == backup.moves[FULL][1].tolist()
     assert len(got.own[FULL]) == 7
     assert bench.book.available_pages()[FULL_TWIN] == 16 - 5, "it reads them"
-    assert bench.cache.restored(owner, {FULL: got.own[FULL][:5]}) == 5
+    assert bench.cache.restored(owner, 0, {FULL: got.own[FULL][:5]}) == 5
     assert bench.where("a", 7) == (5, 5)
     assert bench.book.available_pages()[FULL_TWIN] == 16
     assert bench.cache.keep(owner, keys("a", 7), 5, {FULL: got.own[FULL][5:]}) == 2
