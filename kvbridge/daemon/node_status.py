@@ -27,7 +27,7 @@ from kvbridge.api.status import (
     TrafficStatus,
 )
 from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.ids import IndexSpace, Role
+from kvbridge.core.ids import REQUEST_SPACES, IndexSpace, Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.features import DIRECTORY_FEATURES
 from kvbridge.core.wire.messages import REASON_CHARS
@@ -305,11 +305,15 @@ class NodeOverview:
         return dict(found.most_common(SHOWN_LINKS))
 
     def load(self) -> Load:
-        """How full the node is."""
+        """How full the node is, in what rooms take."""
         book, prefixes = self._parts.book, self._parts.prefixes
+        available, totals = (
+            book.available_pages(),
+            {space: sum(states.values()) for space, states in book.counts().items()},
+        )
         return Load(
             rooms=len(self._rooms.open()),
             prefixes_kept_s=None if prefixes is None else round(prefixes.kept_s(), 3),
-            available_pages={space.value: count for space, count in book.available_pages().items()},
-            total_pages={space.value: sum(states.values()) for space, states in book.counts().items()},
+            available_pages={space.value: available[space] for space in available if space in REQUEST_SPACES},
+            total_pages={space.value: totals[space] for space in totals if space in REQUEST_SPACES},
         )

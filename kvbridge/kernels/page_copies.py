@@ -23,9 +23,9 @@ from kvbridge.kernels.reference import copy_operations
 MOST_TABLES = 4
 """As many as there are index spaces."""
 LOADS = 4
-"""Loads of 16 bytes that a thread has in flight."""
-SEGMENT_BYTES = LOADS * 512
-"""What a warp copies at once; a page is cut into such segments."""
+"""Loads of 16 bytes that a thread has in flight, unless a copier is told otherwise."""
+LOAD_BYTES = 512
+"""What a warp loads at once. Of all its loads in flight it makes one segment, into which pages are cut."""
 THREADS = 1024
 FROM_HOST_BLOCKS = 64
 """Reads of host memory need many blocks in flight; writes to it do not, and leave the device to others."""
@@ -123,8 +123,10 @@ class CudaPageCopier(PageCopier):
 
     _buffers: buffers.CopierBuffers
 
-    def __init__(self, device: int, pairs: Sequence[PagePair], *, blocks: int = 0, signals: bool = False) -> None:
-        """`blocks`: how many blocks of 1,024 threads copy; 0 for the default of the direction.
+    def __init__(
+        self, device: int, pairs: Sequence[PagePair], *, blocks: int = 0, signals: bool = False, loads: int = LOADS
+    ) -> None:
+        """`blocks`: how many blocks of 1,024 threads copy; 0 for the default of the direction. `loads`: in flight, of each thread.
 
         Raises UnsupportedError for addresses, strides or sizes that are no multiples of 16, and for more than four tables;
         RegistrationError for memory that the device does not reach.
@@ -136,21 +138,22 @@ class CudaPageCopier(PageCopier):
         self._from_host = _side_is_host(device, self.pairs, "source")
         to_host = _side_is_host(device, self.pairs, "destination")
         self._blocks = blocks or _default_blocks(device, from_host=self._from_host, to_host=to_host)
-        self._kernel = programs.kernel(source(), "copy_pages", device)
+        self._segment_bytes = loads * LOAD_BYTES
+        self._kernel = programs.kernel(source(loads), "copy_pages", device)
         self._shared_bytes = len(self.pairs) * _PAIR.itemsize
         self._kernel.allow_shared(self._shared_bytes)
         self._sequence = 0
         """Copies that were launched, captured ones as often as they were replayed."""
-        table = _described(self.pairs, self.groups)
+        table = _described(self.pairs, self.groups, self._segment_bytes)
         self._buffers = buffers.CopierBuffers(device, self.pairs, table, what="page", flags=len(self.groups))
 
     def copy(self, lists: Sequence[IdPairs], *, stream: int = 0) -> None:
         """Launch; nothing on the host waits."""
         self._check_lists(lists)
-        work = [lists[pair.table].count * _segments(pair) for pair in self.pairs]
+        work = [lists[pair.table].count * _segments(pair, self._segment_bytes) for pair in self.pairs]
         if max(work) >= MOST_ITEMS:
             raise InvalidInputError(
-                f"{max(work) * SEGMENT_BYTES} bytes of one region are too many for one launch; split them"
+                f"{max(work) * self._segment_bytes} bytes of one region are too many for one launch; split them"
             )
         segments = sum(work)
         if not segments and not self._signals:
@@ -187,17 +190,17 @@ def page_copier(device: int | None, pairs: Sequence[PagePair]) -> PageCopier:
     return ReferencePageCopier(pairs) if device is None else CudaPageCopier(device, pairs)
 
 
-def source() -> programs.Source:
+def source(loads: int = LOADS) -> programs.Source:
     """What is compiled."""
-    return programs.Source("copy_pages", (("LOADS", LOADS), ("MOST_TABLES", MOST_TABLES)))
+    return programs.Source("copy_pages", (("LOADS", loads), ("MOST_TABLES", MOST_TABLES)))
 
 
 # ------------------------------------------------------------------------------------------- inside
 
 
-def _segments(pair: PagePair) -> int:
+def _segments(pair: PagePair, segment_bytes: int) -> int:
     """Segments begin at cache lines, so an unaligned page may touch one more."""
-    return -(-(pair.page_bytes + 128 - ALIGNMENT_BYTES) // SEGMENT_BYTES)
+    return -(-(pair.page_bytes + 128 - ALIGNMENT_BYTES) // segment_bytes)
 
 
 def _check_form(pairs: Sequence[PagePair]) -> None:
@@ -230,9 +233,9 @@ def _default_blocks(device: int, *, from_host: bool, to_host: bool) -> int:
     return TO_HOST_BLOCKS if to_host else runtime.device_facts(device).multiprocessors
 
 
-def _described(pairs: Sequence[PagePair], groups: Sequence[int]) -> np.ndarray[Any, Any]:
+def _described(pairs: Sequence[PagePair], groups: Sequence[int], segment_bytes: int) -> np.ndarray[Any, Any]:
     table = np.zeros(len(pairs), dtype=_PAIR)
     for row, pair in zip(table, pairs, strict=True):
-        row["page_bytes"], row["segments"] = pair.page_bytes, _segments(pair)
+        row["page_bytes"], row["segments"] = pair.page_bytes, _segments(pair, segment_bytes)
         row["group"], row["table"] = groups.index(pair.group), pair.table
     return table

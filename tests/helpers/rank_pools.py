@@ -54,6 +54,8 @@ class Form:
     chunking: Chunking = UNCUT
     """Of the device pools."""
     host_chunking: Chunking = UNCUT
+    page_first: bool = False
+    """On the device."""
 
 
 class Canvas:
@@ -102,7 +104,7 @@ class Canvas:
 
     def _owner(self, address: int) -> str:
         for views in self.views:
-            for region in (view.region for spaces in views._homes.values() for view in spaces.values()):
+            for region in views.regions:
                 for extent, base in enumerate(region.extent_addresses):
                     page, offset = divmod(address - base, region.page_stride_bytes)
                     if 0 <= page < region.pages_per_extent and offset < region.page_bytes:
@@ -140,7 +142,14 @@ class NodePools:
         name = f"{directory.name}-{colour:x}"
         self._device = [
             MappedPool.create(
-                device_placement(geometry, part, page_counts=form.pages, exclude=form.host, chunking=form.chunking),
+                device_placement(
+                    geometry,
+                    part,
+                    page_counts=form.pages,
+                    exclude=form.host,
+                    chunking=form.chunking,
+                    page_first=form.page_first,
+                ),
                 directory,
                 name,
             )

@@ -75,6 +75,10 @@ FORMS = {
         chunking=Chunking(mapping_bytes=600_000),
         host_chunking=Chunking(mapping_bytes=5 << 20),
     ),
+    "page_first_device": replace(ROOMY, page_first=True),
+    "page_first_device_small_extents": Form(
+        ROOMY_DEVICE, chunking=Chunking(extent_bytes=2 * 11_200_000), page_first=True
+    ),
     "device_only": Form(ROOMY_DEVICE),
     "device_only_small_extents": Form(ROOMY_DEVICE, chunking=SMALL_DEVICE),
 }

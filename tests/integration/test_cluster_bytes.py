@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -101,8 +101,24 @@ def mapped_memory(engine: DecodeEngine) -> list[npt.NDArray[np.uint8]]:
 @pytest.mark.parametrize("transport", ["mooncake", kept("nixl", False), "local"])
 def test_four_prefill_ranks_reach_two_decode_ranks(transport: str) -> None:
     require_library(BACKENDS[transport])
+    many_cross(cluster({"preset": "tiny-v4"}, transport=transport, prefill_pp=2, prefill_tp=2, decode_tp=2))
+
+
+@pytest.mark.parametrize("transport", ["local", kept("mooncake", False), kept("nixl", False)])
+@pytest.mark.parametrize("sides", [("prefill", "decode"), kept((("decode",),), False)], ids="_and_".join)
+def test_device_pools_whose_pages_are_one_stretch(sides: tuple[str, ...], transport: str) -> None:
+    require_library(BACKENDS[transport])
+    device = {"device": {"full": 64, "swa": 16, "request": 8}, "device_layout": "page_first"}
+    pools = {"prefill": device, "decode": device | {"host": {"pages": 64, "layout": "page_first"}}}
+    nodes = {side: {"pools": pools[side]} for side in sides}
+    nodes["decode"]["integrity"] = {"digest": "crc32c"}
+    many_cross(cluster({"preset": "tiny-v4"}, transport=transport, prefill_pp=2, prefill_tp=2, decode_tp=2, **nodes))
+
+
+def many_cross(four_to_two: AbstractContextManager[Cluster]) -> None:
+    """Rooms of many lengths cross, one of them kept, and nothing beside their rows is touched."""
     with (
-        cluster({"preset": "tiny-v4"}, transport=transport, prefill_pp=2, prefill_tp=2, decode_tp=2) as running,
+        four_to_two as running,
         with_logs(running),
         PrefillEngine.attach(running.prefill.runtime_dir) as sender,
         DecodeEngine.attach(running.decode.runtime_dir) as reader,

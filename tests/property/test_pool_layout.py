@@ -11,8 +11,9 @@ from kvbridge.config.pools import HostLayout
 from kvbridge.core.geometry.checks import check_disjoint
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.twins import twin_components, twin_space
 from kvbridge.core.ids import IndexSpace, Rank
-from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
+from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement, twin_placement
 from kvbridge.pool.memory.placement import Placement
 from kvbridge.pool.memory.sharing import registered_extents
 
@@ -21,7 +22,7 @@ GAP = 1 << 40
 """Address space between two mappings of a test."""
 
 chunkings = st.builds(
-    Chunking, extent_bytes=st.integers(90_000, 600_000), mapping_bytes=st.none() | st.integers(98_304, 900_000)
+    Chunking, extent_bytes=st.integers(300_000, 1_200_000), mapping_bytes=st.none() | st.integers(303_104, 1_800_000)
 )
 
 
@@ -51,11 +52,13 @@ def check(placement: Placement, chunking: Chunking) -> None:
     tp=st.integers(0, 3),
     boundary=st.integers(1, 5),
     stage=st.integers(0, 1),
+    page_first=st.booleans(),
 )
-def test_device_placements(counts, chunking, tp, boundary, stage):
+def test_device_placements(counts, chunking, tp, boundary, stage, *, page_first):
     part = RankPart.of(TINY, Rank(pp=stage, tp=tp), pp_size=2, tp_size=4, boundaries=(boundary,))
     spaces = (IndexSpace.FULL, IndexSpace.SWA, IndexSpace.REQUEST)
-    placement = device_placement(TINY, part, page_counts=dict(zip(spaces, counts, strict=True)), chunking=chunking)
+    whole = dict(zip(spaces, counts, strict=True))
+    placement = device_placement(TINY, part, page_counts=whole, chunking=chunking, page_first=page_first)
     assert {region.layer for region in placement.regions} == set(part.layers)
     check(placement, chunking)
 
@@ -65,3 +68,21 @@ def test_host_placements(count, chunking, layout):
     placement = host_placement(TINY, {ComponentKind.C4_KV}, page_count=count, layout=layout, chunking=chunking)
     assert placement.page_counts() == {IndexSpace.HOST: count}
     check(placement, chunking)
+
+
+@given(
+    counts=st.tuples(st.integers(1, 60), st.integers(1, 9)),
+    chunking=chunkings,
+    layout=st.sampled_from(HostLayout),
+    tps=st.sets(st.integers(0, 1), min_size=1),
+    checkpoints=st.booleans(),
+)
+def test_twin_placements(counts, chunking, layout, tps, *, checkpoints):
+    for geometry in (TINY, preset("tiny-gqa")):
+        parts = [RankPart.of(geometry, Rank(pp=0, tp=tp), pp_size=1, tp_size=2) for tp in tps]
+        components = twin_components(geometry, (), checkpoints=checkpoints)
+        spaces = {twin_space(component.space) for component in components}
+        every = dict(zip((IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN), counts, strict=True))
+        placement = twin_placement(geometry, parts, components, page_counts=every, layout=layout, chunking=chunking)
+        assert placement.page_counts() == {space: every[space] for space in spaces}
+        check(placement, chunking)

@@ -111,4 +111,4 @@ def _kept(geometry: ModelGeometry, component: Component) -> list[tuple[int, int]
         if kept and start <= sum(kept[-1]):
             start = kept.pop()[0]
         kept.append((start, stop - start))
-    return kept
+    return None if kept == [(0, limit)] else kept

@@ -21,6 +21,7 @@ C4_PAGES = PageMemory.contiguous(4096, page_count=2, page_stride_bytes=37_440)
 DENSE_ROWS = PageMemory.contiguous(4096, page_count=2, page_stride_bytes=584)
 AS_USED = [
     page_copies.source(),
+    page_copies.source(loads=8),
     row_copies.source([RowPair(C4_PAGES, C4_PAGES, (576, 8), 64, 64)]),
     row_copies.source([RowPair(DENSE_ROWS, C4_PAGES, (576, 8), 1, 64)]),
     stretch_copies.source(),

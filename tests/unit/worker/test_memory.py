@@ -13,12 +13,13 @@ from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint
 from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.twins import twin_components
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest, FileOrigin
 from kvbridge.core.wire.worker_messages import Shutdown, WorkerClosed, WorkerHello, WorkerSetup
 from kvbridge.pool.memory.extent import Progress
 from kvbridge.pool.memory.host_registration import registered_ranges
-from kvbridge.pool.memory.layout import RankPart, device_placement, host_placement
+from kvbridge.pool.memory.layout import RankPart, device_placement, host_placement, twin_placement
 from kvbridge.pool.memory.mapped_pool import MappedPool
 from kvbridge.pool.memory.sharing import MappedRegions
 from kvbridge.worker.lifecycle import serve_rank
@@ -28,6 +29,7 @@ from tests.helpers.fake_cuda import FakeCuda
 TINY = preset("tiny-v4")
 RANK = Rank(pp=0, tp=0)
 C4 = ComponentKind.C4_KV
+FULL_TWIN = IndexSpace.FULL_TWIN
 COUNTS = {IndexSpace.FULL: 5, IndexSpace.SWA: 3, IndexSpace.REQUEST: 2}
 PART = RankPart.of(TINY, RANK, pp_size=1, tp_size=1)
 
@@ -99,6 +101,39 @@ def test_a_worker_makes_what_it_is_told_to_and_page_locks_the_host_pool(cuda, ho
     stack.close()
     assert cuda.registered == {}
     assert len(cuda.memory) == 1, "engines may have it open until the process ends"
+
+
+def test_twins_are_page_locked_and_in_no_manifest(cuda, host, stack, tmp_path):
+    placed = twin_placement(TINY, [PART], twin_components(TINY, {C4}, checkpoints=False), page_counts={FULL_TWIN: 3})
+    with MappedPool.create(placed, tmp_path, "twins") as twins:
+        order = setup(host, make=True).model_copy(update={"twins": twins.shared_regions()})
+        memory = bring(order, (), stack, on_progress=lambda *_: None)
+        assert [region.component for region in memory.twins] == [region.component for region in placed.regions]
+        assert FULL_TWIN not in {region.space for region in memory.regions}
+        addresses = {region.extent_addresses[0] for region in memory.twins}
+        assert not any(
+            extent.address <= address < extent.address + extent.length_bytes
+            for extent in memory.extents
+            for address in addresses
+        )
+        assert sum(cuda.registered.values()) == host.placement.total_bytes + placed.total_bytes
+        first, other = twins.regions()[0].extent_addresses[0], memory.twins[0].extent_addresses[0]
+        ctypes.memset(other, 0x55, 4)
+        assert ctypes.string_at(first, 4) == b"\x55" * 4
+        stack.close()
+    assert cuda.registered == {}
+
+
+def test_a_worker_lays_out_its_device_pool_as_it_is_told(cuda, host, stack):
+    order = setup(host, make=True)
+    assert order.allocate is not None
+    told = order.model_copy(update={"allocate": order.allocate.model_copy(update={"page_first": True})})
+    memory = bring(told, (), stack, on_progress=lambda *_: None)
+    part = PART.model_copy(update={"memory": MemoryKind.VRAM, "device": 1})
+    placed = device_placement(TINY, part, page_counts=COUNTS, exclude={C4}, page_first=True)
+    made = [region for region in memory.regions if region.memory is MemoryKind.VRAM]
+    assert [region.page_stride_bytes for region in made] == [region.page_stride_bytes for region in placed.regions]
+    assert len({region.page_stride_bytes for region in made if region.space is IndexSpace.FULL}) == 1
 
 
 def test_without_a_gpu_nothing_of_cuda_is_touched(cuda, host, stack, tmp_path):

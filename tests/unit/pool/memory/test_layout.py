@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from kvbridge.config.pools import HostLayout
@@ -8,10 +10,18 @@ from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import RankManifest, fingerprint
 from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.twins import twin_components
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import FileOrigin
 from kvbridge.pool.memory.extent import pages_per_extent
-from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement, stage_layers
+from kvbridge.pool.memory.layout import (
+    Chunking,
+    RankPart,
+    device_placement,
+    host_placement,
+    stage_layers,
+    twin_placement,
+)
 from kvbridge.pool.memory.placement import Placement
 
 FLASH = preset("deepseek-v4-flash")
@@ -146,6 +156,85 @@ def test_page_first_host_pool(layout):
     assert [region.extent_addresses[0] for region in placement.regions] == [37_440 * index for index in range(21)]
     assert {region.page_stride_bytes for region in placement.regions} == {21 * 37_440}
     assert placement.total_bytes == -(-50 * 21 * 37_440 // 4096) * 4096
+
+
+def test_a_page_of_a_page_first_device_pool_is_one_stretch_of_memory():
+    placement = device_placement(FLASH, part(), page_counts=COUNTS, page_first=True)
+    check_manifest(manifest_of(placement), FLASH)
+    full = [region for region in placement.regions if region.space is IndexSpace.FULL]
+    offsets = sorted((region.extent_addresses[0], region.page_bytes) for region in full)
+    assert all(first + length == after for (first, length), (after, _) in pairwise(offsets))
+    assert sum(offsets[-1]) - offsets[0][0] == 998_208
+    strides = {region.space: region.page_stride_bytes for region in placement.regions}
+    assert strides[IndexSpace.FULL] == 998_208
+    assert strides[IndexSpace.SWA] == 8_160_192, (
+        "8,160,000 bytes, and a multiple of a row's values as attention wants it"
+    )
+    assert all(stride % 576 == 0 for stride in strides.values())
+
+
+TWIN_COUNTS = {IndexSpace.FULL_TWIN: 30, IndexSpace.SWA_TWIN: 4}
+
+
+def test_layer_first_twins_keep_what_is_live():
+    everything = twin_components(FLASH, (), checkpoints=True)
+    placement = twin_placement(FLASH, [part()], everything, page_counts=TWIN_COUNTS)
+    assert placement.page_counts() == TWIN_COUNTS
+    assert placement.memory is MemoryKind.DRAM
+    assert {(region.lane_start, region.lane_stop) for region in placement.regions} == {(0, 1)}
+    assert all(region.page_stride_bytes == region.page_bytes for region in placement.regions)
+    found = dict.fromkeys(TWIN_COUNTS, 0)
+    for region in placement.regions:
+        found[region.space] += region.page_bytes
+    assert found == {IndexSpace.FULL_TWIN: 998_208, IndexSpace.SWA_TWIN: 4_080_000}
+
+
+@pytest.mark.parametrize("layout", [HostLayout.PAGE_FIRST, HostLayout.PAGE_FIRST_DIRECT])
+def test_page_first_twins(layout):
+    everything = twin_components(FLASH, (), checkpoints=True)
+    placement = twin_placement(FLASH, [part()], everything, page_counts=TWIN_COUNTS, layout=layout)
+    strides = {region.space: region.page_stride_bytes for region in placement.regions}
+    assert strides == {IndexSpace.FULL_TWIN: 998_208, IndexSpace.SWA_TWIN: 4_080_000}
+
+
+@pytest.mark.parametrize("layout", HostLayout)
+def test_twins_hold_the_layers_and_the_lanes_of_the_ranks_of_the_node(layout):
+    sizes = {"pp_size": 2, "tp_size": 2}
+    parts = [RankPart.of(GQA, Rank(pp=1, tp=tp), **sizes) for tp in range(2)]
+    components = twin_components(GQA, (), checkpoints=True)
+    counts = {IndexSpace.FULL_TWIN: 3}
+    placement = twin_placement(GQA, parts, components, page_counts=counts, layout=layout)
+    assert {region.layer for region in placement.regions} == set(parts[0].layers)
+    assert {(region.lane_start, region.lane_stop) for region in placement.regions} == {(0, 4)}
+    second = twin_placement(GQA, parts[1:], components, page_counts=counts, layout=layout)
+    assert {(region.lane_start, region.lane_stop) for region in second.regions} == {(2, 4)}
+    assert {2 * region.page_bytes for region in second.regions} == {region.page_bytes for region in placement.regions}
+
+
+def test_impossible_twins_are_refused():
+    everything = twin_components(FLASH, (), checkpoints=True)
+    with pytest.raises(InvalidInputError, match="at least one page of space 'swa_twin'"):
+        twin_placement(FLASH, [part()], everything, page_counts={IndexSpace.FULL_TWIN: 1})
+    with pytest.raises(InvalidInputError, match="holds no component of 'deepseek-v4-flash'"):
+        twin_placement(FLASH, [part()], (), page_counts=TWIN_COUNTS)
+    with pytest.raises(InvalidInputError, match="pages of 'request' have no twins"):
+        twin_placement(FLASH, [part()], FLASH.components, page_counts=TWIN_COUNTS)
+
+
+def test_no_manifest_ever_names_twins():
+    placement = twin_placement(FLASH, [part()], twin_components(FLASH, (), checkpoints=True), page_counts=TWIN_COUNTS)
+    with pytest.raises(ValueError, match=r"c4_kv layer 2 \(twin\) is no peer's concern"):
+        manifest_of(placement)
+
+
+def manifest_of(placement: Placement) -> RankManifest:
+    return RankManifest(
+        fingerprint=fingerprint(FLASH),
+        rank=Rank(pp=0, tp=0),
+        pp_size=1,
+        tp_size=1,
+        regions=placement.regions_at([1 << 40]),
+    )
 
 
 @pytest.mark.parametrize("layout", HostLayout)

@@ -1,0 +1,195 @@
+"""A node's device pools and twins in memory of this process, with every byte random, and what copies between them have to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbridge.config.pools import HostLayout
+from kvbridge.core.geometry.components import Component, Liveness, ModelGeometry
+from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.geometry.pages import window_pages
+from kvbridge.core.geometry.twins import twin_components, twin_space
+from kvbridge.core.ids import IndexSpace, PageIdArray, PageMoves, Rank
+from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, twin_placement
+from kvbridge.pool.memory.placement import Placement
+from kvbridge.tier.copies import CopyMeans, Direction, Shares, TwinCopier
+
+Bytes = npt.NDArray[np.uint8]
+PAGES = {IndexSpace.FULL: 12, IndexSpace.SWA: 6, IndexSpace.REQUEST: 2}
+TWIN_PAGES = {IndexSpace.FULL_TWIN: 10, IndexSpace.SWA_TWIN: 5}
+
+
+def pages(*ids: int) -> PageIdArray:
+    """Page ids as copies take them."""
+    return np.array(ids, dtype=np.int32)
+
+
+class TwinPools:
+    """Of the ranks of one stage. Memory lives as long as this object."""
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        *,
+        tp_size: int = 1,
+        layout: HostLayout = HostLayout.LAYER_FIRST,
+        page_first: bool = False,
+        chunking: Chunking | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.geometry = geometry
+        self.components = twin_components(geometry, (), checkpoints=True)
+        self.parts = [RankPart.of(geometry, Rank(pp=0, tp=tp), pp_size=1, tp_size=tp_size) for tp in range(tp_size)]
+        self._random = np.random.default_rng(seed)
+        made = [
+            self._make(device_placement(geometry, part, page_counts=PAGES, chunking=chunking, page_first=page_first))
+            for part in self.parts
+        ]
+        twins = twin_placement(
+            geometry, self.parts, self.components, page_counts=TWIN_PAGES, layout=layout, chunking=chunking
+        )
+        made.append(self._make(twins))
+        self.memory: list[list[Bytes]] = [memory for _, memory in made]
+        """Of each rank, and of the twins at the end."""
+        self.regions: list[tuple[Region, ...]] = [regions for regions, _ in made]
+
+    def _make(self, placement: Placement) -> tuple[tuple[Region, ...], list[Bytes]]:
+        memory = [self._random.integers(1, 256, mapping.length_bytes, dtype=np.uint8) for mapping in placement.mappings]
+        aligned = [np.zeros(len(each) + 64, dtype=np.uint8) for each in memory]
+        for index, each in enumerate(memory):  # as mapped memory is, for kernels
+            first = -aligned[index].ctypes.data % 64
+            aligned[index] = aligned[index][first : first + len(each)]
+            aligned[index][:] = each
+        return placement.regions_at([each.ctypes.data for each in aligned]), aligned
+
+    @property
+    def device_regions(self) -> tuple[Region, ...]:
+        """Of the first rank."""
+        return self.regions[0]
+
+    @property
+    def twins(self) -> tuple[Region, ...]:
+        """Of the node."""
+        return self.regions[-1]
+
+    def copier(
+        self, direction: Direction, means: CopyMeans | None = None, *, rank: int = 0, shares: Shares | None = None
+    ) -> TwinCopier:
+        """What copies a rank's pages."""
+        return TwinCopier(
+            self.geometry, self.regions[rank], self.twins, direction=direction, means=means, shares=shares
+        )
+
+    def replicate(self) -> None:
+        """Give ranks that hold the same lanes the same bytes."""
+        for rank, part in enumerate(self.parts):
+            for earlier in range(rank):
+                for region in self.regions[rank]:
+                    component = self.geometry.component(region.component)
+                    if part.lanes(component) == self.parts[earlier].lanes(component):
+                        other = self._region(earlier, region)
+                        for page in range(region.page_count):
+                            page_bytes(self._in(rank), region, page)[:] = page_bytes(self._in(earlier), other, page)
+
+    def content(self) -> list[list[Bytes]]:
+        """All bytes."""
+        return [[each.copy() for each in memory] for memory in self.memory]
+
+    def compare(self, expected: list[list[Bytes]]) -> None:
+        """Every byte of all pools is as expected."""
+        for found, wanted in zip(self.memory, expected, strict=True):
+            for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
+                differing = np.flatnonzero(one != other)
+                assert not len(differing), f"mapping {index}: {len(differing)} bytes differ, from {differing[0]} on"
+
+    def expected(
+        self, moves: PageMoves, direction: Direction, *, ranks: Sequence[int] | None = None
+    ) -> list[list[Bytes]]:
+        """All bytes once every rank has copied, computed a row at a time and without anything that copies in the product."""
+        content = self.content()
+        for rank in ranks if ranks is not None else range(len(self.parts)):
+            for region in self.regions[rank]:
+                if region.space in moves and self.geometry.component(region.component) in self.components:
+                    self._expect(content, rank, region, moves[region.space], direction)
+        return content
+
+    def _expect(
+        self,
+        content: list[list[Bytes]],
+        rank: int,
+        region: Region,
+        ids: tuple[PageIdArray, PageIdArray],
+        direction: Direction,
+    ) -> None:
+        component = self.geometry.component(region.component)
+        twin = next(
+            each
+            for each in self.twins
+            if (each.component, each.layer, each.space) == (region.component, region.layer, twin_space(region.space))
+        )
+        kept = kept_bytes(self.geometry, component)
+        sides = [content[rank], content[-1]]
+        for device_page, twin_page in zip(*ids, strict=True):
+            here = page_bytes(self._in(rank, sides[0]), region, int(device_page))
+            there = page_bytes(self._in(-1, sides[1]), twin, int(twin_page))
+            device, host = here[: len(kept_at(kept, component, region))], there
+            chosen = kept_at(kept, component, region)
+            begin = (region.lane_start - twin.lane_start) * int(kept.sum())
+            target = host[begin : begin + int(chosen.sum())]
+            if direction is Direction.BACKUP:
+                target[:] = device[chosen]
+            else:
+                device[chosen] = target
+
+    def _region(self, rank: int, like: Region) -> Region:
+        return next(each for each in self.regions[rank] if (each.component, each.layer) == (like.component, like.layer))
+
+    def _in(self, rank: int, content: list[Bytes] | None = None) -> list[tuple[int, Bytes]]:
+        """Memory by the address at which the pool has it."""
+        return [
+            (real.ctypes.data, each)
+            for real, each in zip(self.memory[rank], content if content is not None else self.memory[rank], strict=True)
+        ]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.memory.clear()
+
+
+def kept_bytes(geometry: ModelGeometry, component: Component) -> npt.NDArray[np.bool_]:
+    """Which bytes of a lane block a twin keeps, row by row of what is live at a page's end, in whole 16 bytes."""
+    everything = np.ones(component.lane_block_bytes, dtype=bool)
+    page = geometry.tokens_per_page
+    if component.liveness is Liveness.GROWING or page % component.block or len(window_pages(geometry, 3 * page)) > 1:
+        return everything
+    kept = np.zeros(component.lane_block_bytes, dtype=bool)
+    rows = component.live_rows(3 * page)
+    for row in range(rows.start, rows.stop):
+        for part, row_bytes in enumerate(component.row_parts_bytes):
+            begin = component.part_offset(part) + row % component.slots_per_page * row_bytes
+            kept[begin // 16 * 16 : -(-(begin + row_bytes) // 16) * 16] = True
+    return kept
+
+
+def kept_at(kept: npt.NDArray[np.bool_], component: Component, region: Region) -> npt.NDArray[np.bool_]:
+    """Which bytes of a rank's page its twin keeps; the padding goes along where all of a page with all lanes does."""
+    chosen = np.tile(kept, region.lanes)
+    if kept.all() and region.lanes == component.lanes:
+        chosen = np.append(chosen, np.ones(region.page_bytes - len(chosen), dtype=bool))
+    return chosen
+
+
+def page_bytes(memory: list[tuple[int, Bytes]], region: Region, page: int) -> Bytes:
+    """Return the bytes of a page of a region, to be written in place."""
+    extent, within = divmod(page, region.pages_per_extent)
+    address = region.extent_addresses[extent] + within * region.page_stride_bytes
+    for start, content in memory:
+        if start <= address < start + len(content):
+            return content[address - start : address - start + region.page_bytes]
+    raise AssertionError(f"page {page} of {region.label} is nowhere")

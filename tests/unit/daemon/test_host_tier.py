@@ -1,0 +1,182 @@
+"""What a node makes of `tier.host`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.core.errors import ConfigError
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace
+from kvbridge.daemon.memory import NodeLayout, NodeMemory, plan_memory
+from kvbridge.pool.memory.sharing import MappedRegions
+
+FLASH, TINY = preset("deepseek-v4-flash"), preset("tiny-v4")
+FULL_TWIN, SWA_TWIN = IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN
+MODEL = {"enabled": True, "model_name": "m", "model_revision": "1"}
+DEVICE = {"full": 8, "swa": 4, "request": 2}
+
+
+def prefill(host: dict[str, Any], *, model: str = "deepseek-v4-flash", **pools: Any) -> PrefillConfig:
+    return PrefillConfig.model_validate(
+        {
+            "instance": "p",
+            "model": {"preset": model},
+            "tier": MODEL | {"host": host},
+            "pools": {"device": DEVICE} | pools,
+        }
+    )
+
+
+def decode(host: dict[str, Any], *, model: str = "deepseek-v4-flash", **more: Any) -> DecodeConfig:
+    pools = {"device": DEVICE, "host": {"pages": 4}}
+    tier = MODEL | {"host": host}
+    return DecodeConfig.model_validate(
+        {"instance": "d", "model": {"preset": model}, "tier": tier, "pools": pools} | more
+    )
+
+
+def planned(config: PrefillConfig | DecodeConfig) -> NodeLayout:
+    return plan_memory(config, preset(config.model.preset))
+
+
+def test_without_it_nothing_is_made():
+    config = PrefillConfig.model_validate(
+        {"instance": "p", "model": {"preset": "tiny-v4"}, "pools": {"device": DEVICE}}
+    )
+    layout = planned(config)
+    assert layout.twins is None
+    assert set(layout.owned) == {IndexSpace.FULL, IndexSpace.SWA, IndexSpace.REQUEST}
+
+
+def test_prefill_has_twins_of_everything_that_a_prefix_takes():
+    layout = planned(prefill({"pages": 30, "checkpoint_pages": 5}))
+    assert {space: layout.owned[space] for space in (FULL_TWIN, SWA_TWIN)} == {FULL_TWIN: 30, SWA_TWIN: 5}
+    assert layout.page_bytes(FLASH)[FULL_TWIN] == 998_208
+    assert layout.page_bytes(FLASH)[SWA_TWIN] == 4_080_000
+    assert layout.twins is not None
+    assert (
+        layout.total_bytes - planned(without(prefill({"pages": 1, "checkpoint_pages": 1}))).total_bytes
+        == layout.twins.total_bytes
+    )
+    assert layout.book().available_pages()[FULL_TWIN] == 30
+
+
+def without(config: PrefillConfig) -> PrefillConfig:
+    return config.model_copy(update={"tier": config.tier.model_copy(update={"host": None})})
+
+
+def test_decode_has_twins_of_what_is_not_in_the_host_pool():
+    layout = planned(decode({"pages": 30}))
+    assert layout.owned[FULL_TWIN] == 30
+    assert SWA_TWIN not in layout.owned
+    assert layout.page_bytes(FLASH)[FULL_TWIN] == 998_208 - 786_240
+
+
+def test_a_size_in_bytes_counts_checkpoints():
+    asked = {"size_bytes": 10 * 998_208 + 3 * 4_080_000 + 998_207, "checkpoint_pages": 3}
+    layout = planned(prefill(asked))
+    assert {space: layout.owned[space] for space in (FULL_TWIN, SWA_TWIN)} == {FULL_TWIN: 10, SWA_TWIN: 3}
+    assert layout.twins is not None
+    assert layout.twins.total_bytes <= asked["size_bytes"] + 4096 * len(layout.twins.regions)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (prefill({"pages": 3}), r"tier\.host\.checkpoint_pages is 0: .* say how many checkpoints the host is to keep"),
+        (decode({"pages": 3, "checkpoint_pages": 1}), r"tier\.host\.checkpoint_pages is 1: a decode node keeps none"),
+        (
+            prefill({"pages": 3, "checkpoint_pages": 1}, model="tiny-gqa", device={"full": 4}),
+            r"tier\.host\.checkpoint_pages is 1: 'tiny-gqa' needs none; set it to 0",
+        ),
+        (
+            prefill({"size_bytes": 4_080_000 + 998_207, "checkpoint_pages": 1}),
+            r"tier\.host\.size_bytes: 1 checkpoints take 4080000 bytes, one page of all layers 998208; got 5078207 in all",
+        ),
+        (
+            prefill({"pages": 3, "checkpoint_pages": 1}, memory="adopted", device={}),
+            r"tier\.host is set but pools\.memory is adopted: .*; set tier\.host to null",
+        ),
+        (
+            prefill({"pages": 3, "checkpoint_pages": 1, "layout": "page_first", "backend": "direct"}),
+            r"tier\.host\.backend direct: no backup is possible, .*; set pools\.device_layout: page_first$",
+        ),
+        (
+            decode(
+                {"pages": 3},
+                model="deepseek-v3.2",
+                pools={"device": {"full": 4}, "host": {"pages": 4, "components": ["mla_kv", "dsa_indexer"]}},
+            ),
+            "cannot live in host memory",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(config, reason):
+    with pytest.raises(ConfigError, match=reason):
+        planned(config)
+
+
+@pytest.mark.parametrize(
+    ("host", "reason"),
+    [
+        ({}, "exactly one of pages and size_bytes"),
+        ({"pages": 1, "size_bytes": "1GiB"}, "exactly one of pages and size_bytes"),
+    ],
+)
+def test_it_has_one_size(host, reason):
+    with pytest.raises(ValidationError, match=reason):
+        prefill(host)
+
+
+def test_it_needs_prefixes_that_stay():
+    with pytest.raises(ValidationError, match="host is set but nothing stays: set enabled to true, or host to null"):
+        PrefillConfig.model_validate(
+            {
+                "instance": "p",
+                "model": {"preset": "tiny-v4"},
+                "tier": {"host": {"pages": 1}},
+                "pools": {"device": DEVICE},
+            }
+        )
+
+
+def test_pages_of_adopted_memory_lie_as_the_engine_has_them():
+    with pytest.raises(ValidationError, match="leave device_layout at layer_first"):
+        prefill({"pages": 1}, memory="adopted", device={}, device_layout="page_first")
+
+
+def test_a_node_makes_them_beside_its_pools_and_removes_them(tmp_path: Path):
+    layout = planned(decode({"pages": 3, "layout": "page_first"}, model="tiny-v4"))
+    assert layout.twins is not None
+    assert layout.node_bytes == layout.total_bytes
+    memory = NodeMemory(layout, group=os.getgid())
+    told: list[tuple[int, int]] = []
+    asyncio.run(memory.create(tmp_path, "d", on_progress=lambda *done: told.append(done), cancel_s=5.0))
+    try:
+        assert told[-1] == (layout.node_bytes, layout.node_bytes)
+        assert {shared.region.space for shared in memory.twins} == {FULL_TWIN}
+        with MappedRegions(memory.twins) as mapped:
+            assert {region.page_count for region in mapped.regions} == {3}
+        assert any("twins" in file.name for file in tmp_path.iterdir())
+    finally:
+        memory.close()
+    assert (memory.twins, list(tmp_path.iterdir())) == ((), [])
+
+
+@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
+def test_device_pools_are_laid_out_as_asked(layout: str):
+    config = prefill({"pages": 3, "checkpoint_pages": 1}, device_layout=layout)
+    (placement,) = planned(config).device.values()
+    full = [region for region in placement.regions if region.space is IndexSpace.FULL]
+    assert {region.page_stride_bytes == 998_208 for region in full} == {layout == "page_first"}
+    ordered = planned(
+        config.model_copy(update={"parallelism": config.parallelism.model_copy(update={"device": "cuda"})})
+    )
+    assert {order.page_first for order in ordered.orders.values()} == {layout == "page_first"}

@@ -1,0 +1,186 @@
+"""Copies between device pages and their twins: what is legal, and what is copied."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+
+from kvbridge.config.pools import DeviceLayout, HostLayout
+from kvbridge.config.tier import CopyBackend
+from kvbridge.core.errors import ConfigError, InvalidInputError, PageOutOfBoundsError
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace, Rank
+from kvbridge.core.plan.operations import Operations
+from kvbridge.kernels.cuda import runtime
+from kvbridge.kernels.places import PageMemory, PagePair
+from kvbridge.pool.memory.layout import RankPart
+from kvbridge.tier.copies import LEGAL, CopyMeans, Direction, TwinCopier, backup_shares, require_legal
+from kvbridge.tier.copy_backends import joined, split_at_registrations
+from tests.helpers.twin_pools import TwinPools, pages
+
+TINY, GQA, V32 = preset("tiny-v4"), preset("tiny-gqa"), preset("deepseek-v3.2")
+COMBINATIONS = list(product(HostLayout, DeviceLayout, CopyBackend, Direction))
+LF, PF, PFD = HostLayout
+DEVICE_LF, DEVICE_PF = DeviceLayout
+KERNEL, DIRECT = CopyBackend
+FULL, SWA = IndexSpace.FULL, IndexSpace.SWA
+
+
+def test_the_table_has_every_combination():
+    assert set(LEGAL) == set(COMBINATIONS)
+
+
+@pytest.mark.parametrize(("host", "device", "backend", "direction"), [each for each in COMBINATIONS if LEGAL[each]])
+def test_each_illegal_combination_is_refused_with_its_reason_and_a_legal_one(host, device, backend, direction):
+    with pytest.raises(ConfigError) as refused:
+        require_legal(host, device, backend, direction)
+    told = str(refused.value)
+    assert LEGAL[host, device, backend, direction] in told
+    assert f"no {direction.value.replace('_', '-')} is possible" in told
+    changes = dict(part.split(": ") for part in told.rsplit("; set ", 1)[1].split(" and "))
+    instead = (
+        HostLayout(changes.get("tier.host.layout", host)),
+        DeviceLayout(changes.get("pools.device_layout", device)),
+        CopyBackend(changes.get("tier.host.backend", backend)),
+    )
+    assert LEGAL[*instead, direction] == ""
+
+
+@pytest.mark.parametrize(
+    ("asked", "change"),
+    [
+        ((LF, DEVICE_LF, DIRECT), "tier.host.backend: kernel"),
+        ((PF, DEVICE_LF, DIRECT), "pools.device_layout: page_first"),
+        ((PFD, DEVICE_LF, DIRECT), "pools.device_layout: page_first"),
+        ((LF, DEVICE_PF, DIRECT), "tier.host.layout: page_first"),
+        ((PFD, DEVICE_LF, KERNEL), "tier.host.layout: layer_first"),
+        ((PFD, DEVICE_PF, KERNEL), "tier.host.layout: layer_first"),
+    ],
+)
+def test_the_nearest_legal_choice(asked, change):
+    with pytest.raises(ConfigError, match=f"; set {change}$"):
+        require_legal(*asked, Direction.BACKUP)
+
+
+@pytest.mark.parametrize(("host", "device", "backend", "direction"), [each for each in COMBINATIONS if not LEGAL[each]])
+def test_each_legal_combination_copies_what_twins_keep(host, device, backend, direction):
+    require_legal(host, device, backend, direction)
+    moves = {FULL: (pages(7, 0, 3, 4), pages(2, 9, 5, 6)), SWA: (pages(1, 4), pages(3, 0))}
+    with TwinPools(TINY, layout=host, page_first=device is DEVICE_PF) as pools:
+        expected = pools.expected(moves, direction)
+        with pools.copier(direction, CopyMeans(backend)) as copier:
+            ticket = copier.copy(moves)
+            assert copier.done(ticket)
+            copier.wait(ticket)
+            for layer in range(TINY.layer_count + 3):
+                copier.wait_layer(layer, ticket)
+        pools.compare(expected)
+
+
+def test_tickets_count_copies_and_others_are_refused():
+    with TwinPools(TINY) as pools, pools.copier(Direction.BACKUP) as copier:
+        tickets = [copier.copy({FULL: (pages(0), pages(1))}), copier.copy({})]
+        assert tickets == [1, 2]
+        for unknown in (0, 3):
+            with pytest.raises(InvalidInputError, match=f"no copy {unknown} among the 2"):
+                copier.done(unknown)
+            with pytest.raises(InvalidInputError, match=f"no copy {unknown} among the 2"):
+                copier.wait_layer(0, unknown)
+
+
+def test_page_ids_are_checked_before_anything_is_copied():
+    good = {SWA: (pages(0), pages(0))}
+    with TwinPools(TINY) as pools, pools.copier(Direction.LOAD_BACK) as copier:
+        before = pools.content()
+        for wrong, kind, reason in (
+            ((pages(12), pages(0)), PageOutOfBoundsError, "pages 12 to 12 of 'full' do not all exist among 12"),
+            (
+                (pages(0, 1), pages(3, -1)),
+                PageOutOfBoundsError,
+                "pages -1 to 3 of 'full_twin' do not all exist among 10",
+            ),
+            ((pages(0, 1), pages(3)), InvalidInputError, "2 pages of 'full' cannot have 1 twins"),
+            ((pages(0).astype(np.int64), pages(3)), InvalidInputError, "int32, got int64"),
+        ):
+            with pytest.raises(kind, match=reason):
+                copier.copy(good | {FULL: wrong})
+        with pytest.raises(InvalidInputError, match="pages of space 'host' have no twins here"):
+            copier.copy(good | {IndexSpace.HOST: (pages(0), pages(0))})
+        pools.compare(before)
+
+
+def test_a_rank_without_twins_is_refused():
+    with TwinPools(TINY) as pools, pytest.raises(InvalidInputError, match="no component of this rank has twins"):
+        TwinCopier(TINY, pools.device_regions, (), direction=Direction.BACKUP)
+
+
+def test_ranks_that_hold_the_same_share_the_backup():
+    ranks = [RankPart.of(V32, Rank(pp=0, tp=tp), pp_size=1, tp_size=4) for tp in range(4)]
+    kinds = (ComponentKind.MLA_KV, ComponentKind.DSA_INDEXER)
+    assert [backup_shares(V32, part, (0, 1, 2, 3)) for part in ranks] == [
+        dict.fromkeys(kinds, (index, 4)) for index in range(4)
+    ]
+    assert backup_shares(V32, ranks[3], (2, 3)) == dict.fromkeys(kinds, (1, 2))
+    assert backup_shares(V32, ranks[3], ()) == dict.fromkeys(kinds, (0, 1))
+    heads = [RankPart.of(GQA, Rank(pp=0, tp=tp), pp_size=1, tp_size=4) for tp in range(4)]
+    assert [backup_shares(GQA, part, (0, 1, 2, 3)) for part in heads] == [{ComponentKind.MHA_KV: (0, 1)}] * 4
+    shared = RankPart.of(GQA, Rank(pp=0, tp=5), pp_size=1, tp_size=8)
+    assert backup_shares(GQA, shared, range(8)) == {ComponentKind.MHA_KV: (1, 2)}, "ranks 4 and 5 hold the same lane"
+
+
+@pytest.mark.parametrize("layout", HostLayout)
+@pytest.mark.parametrize(("geometry", "tp_size"), [(TINY, 3), (GQA, 2), (GQA, 8)])
+def test_the_ranks_of_a_node_back_up_everything_between_them(geometry, tp_size, layout):
+    """Replicated pages once, by turns; lanes by the rank that has them."""
+    moves = {FULL: (pages(7, 0, 3, 4, 8), pages(2, 9, 5, 6, 0))}
+    if geometry is TINY:
+        moves[SWA] = pages(1, 4), pages(3, 0)
+    with TwinPools(geometry, tp_size=tp_size, layout=layout) as pools:
+        pools.replicate()
+        expected = pools.expected(moves, Direction.BACKUP)
+        for rank in range(tp_size):
+            shares = backup_shares(geometry, pools.parts[rank], range(tp_size))
+            with pools.copier(Direction.BACKUP, rank=rank, shares=shares) as copier:
+                copier.copy(moves)
+        pools.compare(expected)
+
+
+def test_pairs_that_follow_each_other_are_joined():
+    page = PageMemory.contiguous
+
+    def pair(source: int, target: int, length: int, **names: int) -> PagePair:
+        strides = [page(address, page_count=4, page_stride_bytes=1000) for address in (source, target)]
+        return PagePair(*strides, length, **names)
+
+    both = [pair(0, 5000, 300), pair(300, 5300, 200)]
+    assert joined(both[::-1]) == [pair(0, 5000, 500)]
+    assert len(joined([pair(0, 5000, 300), pair(300, 5400, 200)])) == 2, "apart on one side"
+    assert len(joined([pair(0, 5000, 300), pair(300, 5300, 200, group=1)])) == 2
+    assert len(joined([pair(0, 5000, 300), pair(300, 5300, 200, table=1)])) == 2
+    assert len(joined([pair(0, 5000, 600), pair(600, 5600, 600)])) == 2, "longer than a page's stride"
+
+
+def test_operations_end_where_registered_memory_does(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(runtime, "REGISTER_CHUNK_BYTES", 100)
+
+    def column(*numbers: int) -> np.ndarray:
+        return np.array(numbers, dtype=np.uint64)
+
+    given = Operations(column(9000, 9100, 9200, 7000), column(1000, 1090, 1150, 8000), column(90, 20, 230, 500))
+    cut = split_at_registrations(given, [(1000, 1000)])
+    found = sorted(zip(cut.source.tolist(), cut.destination.tolist(), cut.length.tolist(), strict=True))
+    assert found == [
+        (7000, 8000, 500),
+        (9000, 1000, 90),
+        (9100, 1090, 10),
+        (9110, 1100, 10),
+        (9200, 1150, 50),
+        (9250, 1200, 100),
+        (9350, 1300, 80),
+    ]
+    assert split_at_registrations(given, [(5000, 100)]) is not None
+    back = split_at_registrations(Operations(given.destination, given.source, given.length), [(1000, 1000)])
+    assert sorted(back.destination.tolist()) == sorted(cut.source.tolist())
