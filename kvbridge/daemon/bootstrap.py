@@ -267,7 +267,8 @@ def open_store(config: BootstrapConfig, observer: StoreObserver, files: SecretFi
     if directory.store is StoreKind.MEMORY or directory.redis_url is None:
         return MemoryStore(expire_after_s=directory.expire_after_s, rooms=rooms)
     try:
-        from kvbridge.bootstrap.stores.redis import RedisSettings, RedisStore  # noqa: PLC0415 - an extra
+        from kvbridge.bootstrap.stores.redis import RedisStore  # noqa: PLC0415 - an extra
+        from kvbridge.bootstrap.stores.redis_connection import RedisSettings  # noqa: PLC0415
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"directory.store is redis, which needs the package {error.name}: install kvbridge[redis]"

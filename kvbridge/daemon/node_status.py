@@ -28,7 +28,7 @@ from kvbridge.api.status import (
     TrafficStatus,
 )
 from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.ids import IndexSpace, Role
+from kvbridge.core.ids import REQUEST_SPACES, IndexSpace, Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.features import DIRECTORY_FEATURES
 from kvbridge.core.wire.messages import REASON_CHARS
@@ -176,13 +176,13 @@ class NodeOverview:
             read_pages=read,
             unread_pages=unread,
             readers=prefixes.readers,
-            evicted_pages=dict(prefixes.gone()),
+            evicted_pages=dict(prefixes.claims.gone()),
             hit_tokens=self._parts.recent.hit_tokens,
             miss_tokens=self._parts.recent.miss_tokens,
             host_tokens=self._parts.recent.host_tokens,
             checkpoints=prefixes.checkpoint_count,
-            retained_pages=dict(prefixes.retained().most_common(8)),
-            retention_refused=prefixes.claims_refused,
+            retained_pages=dict(prefixes.claims.retained().most_common(8)),
+            retention_refused=prefixes.claims.refused,
         )
 
     def _host_tier(self) -> HostTierStatus | None:
@@ -254,7 +254,7 @@ class NodeOverview:
                 metrics.assign(PREFIX_EVICTED, count, reason.value)
             metrics.assign(RETENTION_REFUSED, prefixes.retention_refused)
         if self._parts.prefixes is not None:
-            metrics.assign(PREFIX_RETAINED, self._parts.prefixes.retained().total())
+            metrics.assign(PREFIX_RETAINED, self._parts.prefixes.claims.retained().total())
         if self._parts.prefixes is not None and self._parts.identity.role is Role.PREFILL:
             metrics.assign(CHECKPOINTS, self._parts.prefixes.checkpoint_count)
             metrics.assign(CHECKPOINTS_EVICTED, self._parts.prefixes.evicted_checkpoints)
@@ -333,11 +333,15 @@ class NodeOverview:
         return dict(found.most_common(SHOWN_LINKS))
 
     def load(self) -> Load:
-        """How full the node is."""
+        """How full the node is, in what rooms take."""
         book, prefixes = self._parts.book, self._parts.prefixes
+        available, totals = (
+            book.available_pages(),
+            {space: sum(states.values()) for space, states in book.counts().items()},
+        )
         return Load(
             rooms=len(self._rooms.open()),
             prefixes_kept_s=None if prefixes is None else round(prefixes.kept_s(), 3),
-            available_pages={space.value: count for space, count in book.available_pages().items()},
-            total_pages={space.value: sum(states.values()) for space, states in book.counts().items()},
+            available_pages={space.value: available[space] for space in available if space in REQUEST_SPACES},
+            total_pages={space.value: totals[space] for space in totals if space in REQUEST_SPACES},
         )

@@ -171,6 +171,11 @@ class PoolViews:
         """CUDA ordinal of the rank's GPU in this process, None when all of its pools are host memory."""
         return self._device
 
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """All of them, at addresses of this process."""
+        return tuple(view.region for spaces in self._homes.values() for view in spaces.values())
+
     def layers(self, kind: ComponentKind) -> tuple[int, ...]:
         """Return the global ids of the layers whose `kind` this rank holds, ascending."""
         return tuple(sorted(layer for held, layer in self._homes if held is kind))

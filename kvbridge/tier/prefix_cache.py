@@ -9,7 +9,6 @@ each can be counted again from the others: the index's pages are the book's cach
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Protocol
@@ -24,6 +23,7 @@ from kvbridge.core.prefixes import Evicted
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.holdings import Pages
 from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.tier.claims import Claims
 from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.readers import Admitted, Dropped, PathPages, Reader, Residency, check_pins, some
@@ -55,17 +55,13 @@ class PrefixCache:
         self._clock = clock
         self._restores = restores and index.host is not None
         self._readers: dict[Owner, Reader] = {}
-        self._claims: dict[Owner, Claim] = {}
-        """What owners ask for all pages that they read; it counts from their last use of them on."""
         self._looking: dict[PathPages, Reader] = {}
         self._watchers: list[PathWatcher] = []
         self.twins = Twins(book, index, index.host, clock, end=self._end) if index.host is not None else None
         """How prefixes come to the host; None: they do not."""
         self._empty_at_s = clock()
         """When everything was last forgotten at once."""
-        self._forgotten: Counter[Evicted] = Counter()
-        self.claims_refused = 0
-        """Owners whose namespace retained as many pages as it may: what they ask does not count any more."""
+        self.claims = Claims(index, clock)
         self.evicted_checkpoints = 0
         book.use_cache(self)
 
@@ -162,7 +158,7 @@ class PrefixCache:
         self._index.pin(inserted.records)
         reader = self._readers[owner]
         reader.path, reader.device = np.concatenate((reader.path, inserted.records)), len(keys)
-        self._retain(owner)
+        self.claims.used(owner, reader.path)
         for watcher in self._watchers if len(inserted.new) else ():
             watcher.kept(keys)
         return len(inserted.new)
@@ -220,25 +216,16 @@ class PrefixCache:
     def let_go(self, owner: Owner) -> None:
         """An owner reads no cached page any more, by proof. Raises NotFoundError for one that was never admitted, or has let go."""
         reader = self._reader(owner)
-        self._retain(owner)
-        self._claims.pop(owner, None)
+        self.claims.end(owner, reader.path)
         del self._readers[owner]
         self._end(reader)
 
     def retain(self, owner: Owner, claim: Claim) -> None:
-        """Let the pages that an owner reads, now and later, go after others for as long as it asks, from its last use of them on.
+        """Let what an owner reads, now and later, go after others for as long as it asks, from its last use of it on.
 
-        Without effect once the namespace retains as much as it may; `claims_refused` tells. Raises NotFoundError as `let_go`.
+        Raises NotFoundError as `let_go`.
         """
-        self._reader(owner)
-        self._claims[owner] = claim
-        self._retain(owner)
-
-    def _retain(self, owner: Owner) -> None:
-        claim = self._claims.get(owner)
-        if claim and not self._index.retain(self._readers[owner].path, self._clock(), claim):
-            del self._claims[owner]
-            self.claims_refused += 1
+        self.claims.make(owner, self._reader(owner).path, claim)
 
     def _end(self, reader: Reader) -> None:
         if not len(reader.path):
@@ -341,7 +328,7 @@ class PrefixCache:
         known, there = self._index.reachable, len(self._index)
         self._uncache(self._index.drop(records))
         dropped = known - self._index.reachable
-        self._forgotten[why] += dropped
+        self.claims.forgotten(dropped, why)
         return Dropped(dropped, dropped - (there - len(self._index)))
 
     def __contains__(self, owner: object) -> bool:
@@ -388,15 +375,6 @@ class PrefixCache:
         """Pages of prompts that made room for others, so far; one is a page of each space."""
         return self._index.evicted.total()
 
-    def gone(self) -> Mapping[Evicted, int]:
-        """How many pages of prompts are not cached any more, so far, by why."""
-        return self._index.evicted + self._forgotten
-
-    def retained(self) -> Counter[str]:
-        """How many pages of prompts each namespace has retained now."""
-        self._index.decay(self._clock())
-        return self._index.retentions.by_namespace
-
     @property
     def checkpoint_count(self) -> int:
         """How many checkpoints there are."""
@@ -429,7 +407,7 @@ class PrefixCache:
                 raise IntegrityError(
                     f"pages of '{space}' are cached or in the index, not both: {differing.tolist()[:8]}"
                 )
-        if not self._claims.keys() <= self._readers.keys():
+        if not self.claims.owners() <= self._readers.keys():
             raise IntegrityError(f"owners claim pages that they do not read, in {self._index!r}")
         readers = [*self._readers.values(), *self._looking.values()]
         if self.twins is not None:

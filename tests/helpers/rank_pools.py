@@ -104,7 +104,7 @@ class Canvas:
 
     def _owner(self, address: int) -> str:
         for views in self.views:
-            for region in (view.region for spaces in views._homes.values() for view in spaces.values()):
+            for region in views.regions:
                 for extent, base in enumerate(region.extent_addresses):
                     page, offset = divmod(address - base, region.page_stride_bytes)
                     if 0 <= page < region.pages_per_extent and offset < region.page_bytes:

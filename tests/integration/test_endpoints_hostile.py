@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.ids import IndexSpace, Rank
+from kvbridge.core.ids import REQUEST_SPACES, Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, PEER, WORKER_TO_NODE, Acks, MessageCodec
 from kvbridge.core.wire.messages import (
@@ -357,7 +357,7 @@ def test_messages_before_their_turn_are_held_in_bounded_memory(live: LiveCluster
     """A node that leaves its first message out, and sends megabytes behind it: they are dropped, not kept."""
     watch = Watch(live, live.prefill)
     megabyte = bytes(1 << 18)
-    tables = tuple({"space": space, "ids": megabyte} for space in IndexSpace)
+    tables = tuple({"space": space, "ids": megabyte} for space in REQUEST_SPACES)
     offer = Offer.model_validate({"room": 1, "generation": 1, "prompt_tokens": 1, "tables": tables})
     with refuses_at_least(live.prefill, "beyond_window", 100):
         for number in range(2, 300):

@@ -86,8 +86,8 @@ BOARD = Board(
                 ),
                 lines(
                     "Retained pages",
-                    "Cached pages that are to go after others, as requests said, and the requests a second whose wish did not count "
-                    "since their namespace had its share (tier.retained_share).",
+                    "Cached pages that are to go after others, as requests said, and the requests a second whose wish did not "
+                    "count since their namespace had its share (tier.retained_share).",
                     Query(now("prefix_retained_pages", "job, instance") + f" * {NAME}", "{{daemon}}"),
                     Query(rate_of_each("prefix_retention_refused_total"), "{{daemon}}: refused a second"),
                 ),

@@ -1,7 +1,7 @@
 """Nodes and rooms that several bootstraps share, in Redis.
 
-Owns: the connection, the way from Redis's answers to records, and what is said when Redis does not answer. The only
-module that knows the library. Must not know: what is decided on the records, what the scripts do inside.
+Owns: the way from Redis's answers to records. Must not know: what is decided on the records, what the scripts do inside, how
+Redis is reached (`redis_connection`, the only module that knows the library).
 
 Redis does the expiry by its own clock. What it returns is input from outside: a malformed value is counted, logged once
 and treated as absent, so that the node it belongs to registers again, or the room's id is free again.
@@ -9,25 +9,17 @@ and treated as absent, so that the node it belongs to registers again, or the ro
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import secrets
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, cast
 
 import msgpack
 import structlog
 from pydantic import TypeAdapter, ValidationError
-from redis.asyncio import BlockingConnectionPool, Redis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.credentials import CredentialProvider
-from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError
-from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvbridge.api.directory import Name, NodeHeartbeat, Ticket
 from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord, check_registration
@@ -41,14 +33,13 @@ from kvbridge.bootstrap.stores.base import (
     RoomTimes,
     StoreObserver,
 )
+from kvbridge.bootstrap.stores.redis_connection import RedisConnection, RedisSettings
 from kvbridge.bootstrap.stores.scripts import PRELUDE, SCRIPTS
-from kvbridge.core.errors import BridgeError, ConfigError, InvalidInputError, NotReadyError
+from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.ids import NonNegative
 
 log = structlog.get_logger(__name__)
 
-CONNECTIONS: Final = 32
-"""Open connections at most; further calls wait for one, within `timeouts.store_s`."""
 ENTRIES_KEPT: Final = 4096
 """Parsed entries that are kept, by member and digest; and refusals that were logged."""
 VERSION_KEEP_MS: Final = 3_600_000
@@ -57,21 +48,6 @@ VERSION_KEEP_MS: Final = 3_600_000
 _KEY = TypeAdapter(tuple[Name, Name])
 _CHARGES = TypeAdapter(dict[str, NonNegative])
 _ROOM_STATES: Final = (PairingState.PAIRING, PairingState.PAIRED, PairingState.CANCELLED)
-
-
-@dataclass(frozen=True, slots=True)
-class RedisSettings:
-    """How Redis is reached. `url` may hold a password, so it is never shown; `password` is used when it holds none."""
-
-    url: str
-    password: Callable[[], str]
-    """What each new connection shows; one that stands goes on, as Redis has it too."""
-    namespace: str
-    timeout_s: float
-    """`timeouts.store_s`."""
-
-    def __repr__(self) -> str:
-        return f"RedisSettings(namespace={self.namespace!r})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,22 +75,21 @@ class RedisStore:
         self._entries: OrderedDict[tuple[bytes, bytes], NodeEntry | None] = OrderedDict()
         self._states: dict[bytes, _State] = {}
         self._told: OrderedDict[bytes, None] = OrderedDict()
-        self._redis = _client(settings)
-        self._where = _where(self._redis)
-        self._scripts = {name: self._redis.register_script(PRELUDE + text) for name, text in SCRIPTS.items()}
+        scripts = {name: PRELUDE + text for name, text in SCRIPTS.items()}
+        self._redis = RedisConnection(settings, scripts, on_failure=observer.store_failed)
 
     def __repr__(self) -> str:
-        return f"RedisStore({self._where}, namespace '{self._settings.namespace}')"
+        return f"RedisStore({self._redis.where}, namespace '{self._settings.namespace}')"
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._redis.aclose()
+        await self._redis.close()
 
     # ------------------------------------------------------------------------------------- nodes
 
     async def nodes(self) -> tuple[NodeRecord, ...]:
         """See NodeStore."""
-        packed = await self._run("NODES", [self._key("nodes")], self._prefix)
+        packed = await self._redis.run("NODES", [self._key("nodes")], self._prefix)
         now_ms, rows = _unpacked(packed)
         await self._learn(rows)
         self._states = {member: self._states[member] for member, _ in rows if member in self._states}
@@ -124,7 +99,7 @@ class RedisStore:
     async def of_instance(self, instance: str) -> InstanceNodes:
         """See NodeStore."""
         # First the version: what changes while the nodes are read makes it an old one.
-        (version,) = await self._ask(self._redis.mget([self._key("version", instance)]))
+        (version,) = await self._redis.ask(self._redis.client.mget([self._key("version", instance)]))
         records = tuple(record for record in await self.nodes() if record.key[0] == instance)
         return InstanceNodes(_text(version or b""), records)
 
@@ -134,14 +109,14 @@ class RedisStore:
         keys = [*self._node_keys(member), self._key("version", entry.key[0])]
         drawn, beat = secrets.token_hex(8), entry.beat.model_dump_json()
         facts = (member, entry.registration.incarnation, _digest(text), beat, text)
-        done = await self._run("PUT", keys, version, drawn, *facts, self._expire_ms, VERSION_KEEP_MS)
+        done = await self._redis.run("PUT", keys, version, drawn, *facts, self._expire_ms, VERSION_KEEP_MS)
         return bool(done)
 
     async def beat(self, key: NodeKey, heartbeat: NodeHeartbeat) -> NodeRecord | None:
         """See NodeStore."""
         member = _member(key)
         facts = (member, heartbeat.incarnation, heartbeat.model_dump_json(), self._expire_ms)
-        packed = await self._run("BEAT", self._node_keys(member), *facts)
+        packed = await self._redis.run("BEAT", self._node_keys(member), *facts)
         if packed is None:
             return None
         now_ms, row = _unpacked(packed)
@@ -151,7 +126,7 @@ class RedisStore:
     async def remove(self, key: NodeKey, incarnation: str) -> NodeRecord | None:
         """See NodeStore."""
         member = _member(key)
-        packed = await self._run("REMOVE", self._node_keys(member), member, incarnation)
+        packed = await self._redis.run("REMOVE", self._node_keys(member), member, incarnation)
         if packed is None:
             return None
         now_ms, row, text = _unpacked(packed)
@@ -162,11 +137,11 @@ class RedisStore:
         """See NodeStore."""
         touched = [self._key(kind, _member(key)) for key in keys for kind in ("node", "charge")]
         fields = [part for space, count in pages.items() for part in (space, count)]
-        await self._run("CHARGE", touched, "rooms", 1, *fields)
+        await self._redis.run("CHARGE", touched, "rooms", 1, *fields)
 
     async def expire(self) -> tuple[NodeKey, ...]:
         """See NodeStore."""
-        gone = await self._run("EXPIRE", [self._key("nodes")])
+        gone = await self._redis.run("EXPIRE", [self._key("nodes")])
         keys = (self._parsed_key(member) for member in gone)
         return tuple(key for key in keys if key is not None)
 
@@ -176,7 +151,7 @@ class RedisStore:
         if not unknown:
             return
         # MGET returns nothing for a key of another type, which GET would fail on.
-        texts = await self._ask(self._redis.mget([self._key("entry", member) for member in unknown]))
+        texts = await self._redis.ask(self._redis.client.mget([self._key("entry", member) for member in unknown]))
         for member, text in zip(unknown, texts, strict=True):
             if text is not None:
                 self._entry(text, member)
@@ -233,7 +208,9 @@ class RedisStore:
         """See RoomStore."""
         owner, times = secrets.token_hex(8), self._times
         limits = (generations, _ms(times.claim_s), _ms(times.keep_s), times.max_rooms)
-        claimed, figure, malformed = await self._run("CLAIM", self._room_keys(room), self._prefix, room, owner, *limits)
+        claimed, figure, malformed = await self._redis.run(
+            "CLAIM", self._room_keys(room), self._prefix, room, owner, *limits
+        )
         if malformed:
             self._refused("room", str(room).encode(), ValueError("its state or generation was malformed"))
         return Claim(room, owner, int(figure)) if claimed else RoomInUse(int(figure) / 1e3)
@@ -243,11 +220,11 @@ class RedisStore:
         keys = [*self._room_keys(claim.room), *self._note_keys(page_keys)]
         facts = (claim.room, claim.owner, ticket.generation, ticket.model_dump_json())
         instances = (ticket.prefill.instance, ticket.decode.instance)
-        return bool(await self._run("SETTLE", keys, *facts, _ms(NOTE_KEEP_S), NOTE_INSTANCES, *instances))
+        return bool(await self._redis.run("SETTLE", keys, *facts, _ms(NOTE_KEEP_S), NOTE_INSTANCES, *instances))
 
     async def noted(self, page_keys: Sequence[bytes]) -> tuple[Mapping[str, float], ...]:
         """See RoomStore."""
-        now_ms, rows = _unpacked(await self._run("NOTED", self._note_keys(page_keys)))
+        now_ms, rows = _unpacked(await self._redis.run("NOTED", self._note_keys(page_keys)))
         return tuple(
             {_text(name): max(0.0, now_ms - float(ms)) / 1e3 for name, ms in zip(row[::2], row[1::2], strict=True)}
             for row in rows
@@ -255,11 +232,11 @@ class RedisStore:
 
     async def give_up(self, claim: Claim, generation: int) -> None:
         """See RoomStore."""
-        await self._run("GIVE_UP", self._room_keys(claim.room), claim.room, claim.owner, generation)
+        await self._redis.run("GIVE_UP", self._room_keys(claim.room), claim.room, claim.owner, generation)
 
     async def ticket(self, room: int) -> Ticket | None:
         """See RoomStore."""
-        now_ms, state, generation, raw, settled_ms = await self._run("TICKET", [self._key("room", room)])
+        now_ms, state, generation, raw, settled_ms = await self._redis.run("TICKET", [self._key("room", room)])
         if raw is None:
             return None
         try:
@@ -275,11 +252,11 @@ class RedisStore:
 
     async def cancelled(self, room: int, generation: int) -> None:
         """See RoomStore."""
-        await self._run("CANCELLED", self._room_keys(room), room, generation)
+        await self._redis.run("CANCELLED", self._room_keys(room), room, generation)
 
     async def room_counts(self) -> dict[PairingState, int]:
         """See RoomStore."""
-        counts = await self._run("COUNTS", self._room_keys()[1:])
+        counts = await self._redis.run("COUNTS", self._room_keys()[1:])
         return dict(zip(_ROOM_STATES, counts, strict=True))
 
     # ------------------------------------------------------------------------------------- Redis
@@ -297,27 +274,6 @@ class RedisStore:
     def _note_keys(self, page_keys: Sequence[bytes]) -> list[bytes]:
         return [self._key("prefix", key.hex()) for key in page_keys]
 
-    async def _run(self, name: str, keys: Sequence[bytes], *arguments: bytes | str | int) -> Any:  # noqa: ANN401 - as Redis answers
-        script = self._scripts[name]
-        return await self._ask(script(keys=list(keys), args=arguments))
-
-    async def _ask(self, call: Any) -> Any:  # noqa: ANN401 - awaitables of the library, and as Redis answers
-        """Await one call within `timeouts.store_s`. Raises NotReadyError, with what an operator has to look at."""
-        timeout_s = self._settings.timeout_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await call
-        except (TimeoutError, RedisTimeoutError) as error:
-            raise self._away("timeout", f"did not answer within {timeout_s:g} s (timeouts.store_s)") from error
-        except (RedisConnectionError, OSError) as error:
-            raise self._away("connection", f"cannot be reached: {error}") from error
-        except RedisError as error:
-            raise self._away("refused", f"refused a call: {error}") from error
-
-    def _away(self, reason: str, what: str) -> NotReadyError:
-        self._observer.store_failed(reason)
-        return NotReadyError(f"the directory's Redis at {self._where} {what} (directory.redis_url)")
-
     def _refused(self, reason: str, name: bytes, error: Exception) -> None:
         """Count a malformed value, and log it unless that was done: it may be read again before it is replaced."""
         self._observer.store_value_refused(reason)
@@ -332,57 +288,11 @@ class RedisStore:
         )
 
 
-class _Credentials(CredentialProvider):
-    """Asked by the library for each new connection."""
-
-    def __init__(self, user: str | None, password: Callable[[], str]) -> None:
-        self._user = user
-        self._password = password
-
-    def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        return (self._user, self._password()) if self._user else (self._password(),)
-
-    async def get_credentials_async(self) -> tuple[str] | tuple[str, str]:
-        return self.get_credentials()
-
-
 def _state(raw_beat: bytes, charges: list[bytes]) -> _State:
     """Parse what changes often. Raises ValueError (of pydantic too) and TypeError for what nobody of ours has written."""
     pages = _CHARGES.validate_python(dict(zip(charges[::2], charges[1::2], strict=True)))
     rooms = pages.pop("rooms", 0)
     return _State((raw_beat, charges), NodeHeartbeat.model_validate_json(raw_beat, extra="ignore"), pages, rooms)
-
-
-def _client(settings: RedisSettings) -> Redis:
-    """Make a client whose calls are bounded by `_ask` alone, and not tried again behind our back.
-
-    A script that was run must not be run twice. The library's own limit on sockets is `asyncio.wait_for`, which in
-    Python 3.11 loses a cancellation that meets the end of the wait: a caller's deadline would never come.
-    """
-    try:
-        pool = BlockingConnectionPool.from_url(
-            settings.url,
-            max_connections=CONNECTIONS,
-            timeout=settings.timeout_s,
-            socket_timeout=None,
-            socket_connect_timeout=None,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
-    except (ValueError, TypeError) as error:
-        raise ConfigError("directory.redis_url: cannot be read; expected redis://, rediss:// or unix://") from error
-    if settings.password():
-        options = pool.connection_kwargs
-        options["credential_provider"] = _Credentials(options.pop("username", None), settings.password)
-    return Redis.from_pool(pool)
-
-
-def _where(client: Redis) -> str:
-    """Return where Redis is, without any secret."""
-    options = client.connection_pool.connection_kwargs
-    if path := options.get("path"):
-        return str(path)
-    return f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
 
 
 def _unpacked(packed: bytes) -> list[Any]:

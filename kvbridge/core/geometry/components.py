@@ -18,7 +18,7 @@ from typing import Self
 from pydantic import Field, model_validator
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive
+from kvbridge.core.ids import REQUEST_SPACES, FrozenModel, IndexSpace, NonNegative, Positive
 
 
 class ComponentKind(StrEnum):
@@ -61,9 +61,6 @@ class Liveness(StrEnum):
     rows [max(0, (L // block - overlap) * block), L)."""
     WHOLE = "whole"
     """One row that summarises everything: row [0, 1)."""
-
-
-DEVICE_SPACES = (IndexSpace.FULL, IndexSpace.SWA, IndexSpace.REQUEST)
 
 
 class RowInterval(FrozenModel):
@@ -112,9 +109,9 @@ class Component(FrozenModel):
     def _check(self) -> Self:
         if list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"{self.kind}: layers must be ascending and distinct, got {self.layers}")
-        if self.space not in DEVICE_SPACES:
+        if self.space not in REQUEST_SPACES or self.space is IndexSpace.HOST:
             raise ValueError(
-                f"{self.kind}: `space` names the device index space; '{self.space}' is not one of {', '.join(DEVICE_SPACES)}"
+                f"{self.kind}: `space` names the device index space; 'host' is where it may reside instead"
             )
         if self.rows_per_logical_page % self.slots_per_page and self.liveness is not Liveness.WHOLE:
             raise ValueError(

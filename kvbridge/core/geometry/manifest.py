@@ -20,7 +20,7 @@ from pydantic import Field, model_validator
 
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
-from kvbridge.core.ids import TWINS, FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank, Uint64
+from kvbridge.core.ids import REQUEST_SPACES, FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank, Uint64
 
 MANIFEST_VERSION = 1
 REGION_PLACE = {"layer", "extent_addresses"}
@@ -66,7 +66,7 @@ class Region(FrozenModel):
     @property
     def label(self) -> str:
         """What it is, for error messages."""
-        where = " (host)" if self.space is IndexSpace.HOST else " (twin)" if self.space in TWINS.values() else ""
+        where = " (host)" if self.space is IndexSpace.HOST else "" if self.space in REQUEST_SPACES else " (twin)"
         return f"{self.component} layer {self.layer}{where}"
 
     @property
@@ -112,7 +112,7 @@ class RankManifest(FrozenModel):
         if self.rank.pp >= self.pp_size or self.rank.tp >= self.tp_size:
             raise ValueError(f"rank {self.rank} does not exist in an instance of {self.pp_size} x {self.tp_size}")
         seen = {(region.component, region.layer, region.space is IndexSpace.HOST) for region in self.regions}
-        if told := [region.label for region in self.regions if region.space in TWINS.values()]:
+        if told := [region.label for region in self.regions if region.space not in REQUEST_SPACES]:
             raise ValueError(f"rank {self.rank}: {told[0]} is no peer's concern")
         if len(seen) != len(self.regions):
             raise ValueError(f"rank {self.rank}: a component of a layer is listed twice")

@@ -57,7 +57,7 @@ def _pages(geometry: ModelGeometry, component: Component, space: IndexSpace, *, 
         case IndexSpace.SWA:
             beyond = -(-tokens // geometry.tokens_per_page)
             return min(most_window_pages(geometry), beyond - first_window_page(geometry, begin))
-        case _:  # request slots
+        case IndexSpace.REQUEST:
             # Reserved always: decode fills its rings even when nothing of them is sent.
             return 1
 

@@ -13,7 +13,8 @@ from kvbridge.bootstrap.nodes import Instance, NodeEntry, NodeRecord, by_instanc
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.base import RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
-from kvbridge.bootstrap.stores.redis import RedisSettings, RedisStore
+from kvbridge.bootstrap.stores.redis import RedisStore
+from kvbridge.bootstrap.stores.redis_connection import RedisSettings
 from kvbridge.config.schema import PairingConfig
 from kvbridge.config.timeouts import BootstrapTimeouts
 from kvbridge.core.clock import Clock, monotonic

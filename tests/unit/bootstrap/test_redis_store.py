@@ -12,7 +12,8 @@ from kvbridge.api.directory import NodeHeartbeat, PairRequest
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.base import Claim, RoomInUse
-from kvbridge.bootstrap.stores.redis import RedisSettings, RedisStore
+from kvbridge.bootstrap.stores.redis import RedisStore
+from kvbridge.bootstrap.stores.redis_connection import RedisSettings
 from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, NotReadyError, StaleError
 from kvbridge.core.ids import Rank, Role
 from tests.helpers.redis_server import redis_server

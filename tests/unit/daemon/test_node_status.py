@@ -20,6 +20,7 @@ from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.prefill import prefill_daemon
 from kvbridge.http.operations import AppSettings
+from kvbridge.node.admission.starvation import Starvation
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import OrderBegan, OrderEnded, PeerLost, RoomEntered
 from kvbridge.tier.index import PrefixIndex
@@ -172,3 +173,22 @@ def test_what_is_only_known_when_somebody_scrapes(prefill: NodeDaemon) -> None:
         "kvbridge_ready 0.0",
     ):
         assert line in shown
+
+
+def test_twins_are_on_the_page_and_nobody_else_hears_of_them_or_waits_for_them() -> None:
+    tier = {"enabled": True, "model_name": "m", "model_revision": "1", "host": {"pages": 4}}
+    node = prefill_daemon(PrefillConfig.model_validate(NODE | {"tier": tier, "admission": {"unready_after_s": 0.1}}))
+    told = node.overview.load()
+    node.parts.book.reserve(Owner(1, 1), {IndexSpace.FULL_TWIN: 4})
+    page, load = node.overview.status(), node.overview.load()
+    assert page.pools[IndexSpace.FULL_TWIN][PageState.HELD] == 4
+    assert page.available_pages == {IndexSpace.FULL: 8, IndexSpace.FULL_TWIN: 0}
+    assert page.memory_bytes == node.parts.layout.total_bytes
+    assert (load.available_pages, load.total_pages) == (told.available_pages, {"full": 8})
+    assert not is_significant(told, load)
+    starvation = Starvation(node.parts.book, unready_after_s=0.0, clock=lambda: 0.0)
+    starvation.look()
+    assert not starvation.starving
+    metrics = b"".join(node.overview.render_metrics()[0]).decode()
+    assert 'kvbridge_pool_pages{space="full_twin",state="held"} 4.0' in metrics
+    assert 'kvbridge_pool_bytes{space="full_twin",state="held"}' in metrics

@@ -55,7 +55,7 @@ class Rooms:
     def admit(self, request: AdmissionRequest) -> RoomReport:
         pages, room = request.prompt_tokens, request.room or 1_000
         keys = prompt(request.client, pages)
-        self.got[room] = self.cache.admit(Owner(room, 1), keys, lambda prefix: {FULL: pages - prefix})
+        self.got[room] = self.cache.admit(Owner(room, 1), keys, lambda shared: {FULL: pages - shared[FULL]})
         self.keys[room] = keys
         return self.report(room)
 

@@ -17,7 +17,7 @@ from kvbridge.core.errors import (
     UnknownRoomError,
 )
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.ids import MAX_ROOM, IndexSpace, PageTable, Rank
+from kvbridge.core.ids import MAX_ROOM, REQUEST_SPACES, IndexSpace, PageTable, Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.session.states import RoomState
@@ -57,7 +57,6 @@ TOKENS = 2 * PAGE
 SECOND = "bbbb000000000001"
 STRANGER = "eeee000000000001"
 OWNER = Owner(1, 1)
-PEER_SPACES = (IndexSpace.FULL, IndexSpace.SWA, IndexSpace.REQUEST, IndexSpace.HOST)
 
 
 def admit(bench: ReceiverBench, room: int = 1, generation: int = 1, **fields):
@@ -911,7 +910,7 @@ def test_metadata_beyond_what_the_answer_to_a_claim_holds_fails_the_room():
         done(bench, rank=rank, amounts=amounts, metadata=bytes(MAX_METADATA_BYTES))
     report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "invalid_input")
-    assert "1638400 bytes of metadata to `finish` on 25 ranks, a room carries at most 1572864" in report.reason
+    assert "1900544 bytes of metadata to `finish` on 29 ranks, a room carries at most 1835008" in report.reason
 
 
 def test_the_answer_to_a_claim_with_all_the_metadata_and_full_tables_fits_into_a_frame():
@@ -921,8 +920,7 @@ def test_the_answer_to_a_claim_with_all_the_metadata_and_full_tables_fits_into_a
         room=MAX_ROOM,
         generation=1,
         prompt_tokens=2**40,
-        tables=tuple(WireTable(space=space, ids=bytes(MAX_TABLE_BYTES)) for space in PEER_SPACES),
-        load=(WireTable(space=IndexSpace.FULL, ids=bytes(MAX_TABLE_BYTES)),),
+        tables=tuple(WireTable(space=space, ids=bytes(MAX_TABLE_BYTES)) for space in REQUEST_SPACES),
         metadata={str(Rank(pp=pp, tp=0)): bytes(MAX_METADATA_BYTES) for pp in range(count)}
         | {str(Rank(pp=pp, tp=1)): b"" for pp in range(MAX_NODE_RANKS)},
         amounts=full_amounts(TOKENS),

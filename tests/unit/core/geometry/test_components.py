@@ -24,8 +24,8 @@ def changed(kind, **facts):
     ("kind", "facts", "words"),
     [
         (Kind.C4_KV, {"layers": (4, 2)}, "ascending and distinct"),
-        (Kind.C4_KV, {"space": "host"}, "'host' is not one of full, swa, request"),
-        (Kind.C4_KV, {"space": "full_twin"}, "'full_twin' is not one of full, swa, request"),
+        (Kind.C4_KV, {"space": "host"}, "'host' is where it may reside"),
+        (Kind.C4_KV, {"space": "full_twin"}, "names the device index space"),
         (Kind.C4_KV, {"space": "swa"}, "cannot live in window pages"),
         (Kind.C4_KV, {"slots_per_page": 32}, "cannot be rings"),
         (Kind.C4_STATE, {"slots_per_page": 12}, "not a whole number of rings"),

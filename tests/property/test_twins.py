@@ -1,0 +1,648 @@
+"""Prefixes on the device, on the host or on both against a naive model, with copies that finish, fail and finish late in any order.
+
+The model knows where each page of each prompt is, who reads it there, and what every page holds: a copy moves what its source holds
+at its very end, so a page that was given away too early is seen by what is in it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvbridge.core.errors import CapacityError
+from kvbridge.core.ids import TWINS, IndexSpace
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
+from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.policy import GreedyDual, LeastRecentlyUsed
+from kvbridge.tier.prefix_cache import PrefixCache
+from tests.helpers.manual_clock import ManualClock
+
+FULL, SWA, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.HOST
+FULL_TWIN, SWA_TWIN = IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN
+HELD, LEASED, QUARANTINED = PageState.HELD, PageState.LEASED, PageState.QUARANTINED
+DEVICE, ON_HOST = "device", "host"
+PAGES = {FULL: 9, SWA: 5, FULL_TWIN: 9, SWA_TWIN: 2}
+HOME_PAGES = 12
+PROMPTS = st.sampled_from(["aaaa", "aaaaab", "aaab", "aa", "aaaabb", "b", "bab", "a"])
+
+
+@cache
+def keys_of(prompt: str) -> Keys:
+    return Keys.of([hashlib.blake2b(prompt[: end + 1].encode(), digest_size=16).digest() for end in range(len(prompt))])
+
+
+def array(ids) -> np.ndarray:
+    return np.array(list(ids), dtype=np.int32)
+
+
+@dataclass(eq=False)
+class Entry:
+    """One cached page of a prompt: its page in each space where it is."""
+
+    prompt: str
+    pages: dict[IndexSpace, int] = field(default_factory=dict)
+    checkpoints: dict[IndexSpace, list[int]] = field(default_factory=dict)
+    """Of `SWA` and `SWA_TWIN`."""
+    dropped: bool = False
+
+
+@dataclass(eq=False)
+class Reads:
+    """What somebody pins."""
+
+    path: list[Entry] = field(default_factory=list)
+    device: int = 0
+    host: int = 0
+    checkpoints: list[tuple[Entry, IndexSpace]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Room:
+    prompt: str
+    reads: Reads
+    own: dict[IndexSpace, dict[int, int]]
+    """Its pages by space and place in the prompt; of `SWA` by their order."""
+    start: int
+    """Pages of its prompt that it did not have to load or compute."""
+    found: int
+    """Pages of its prompt that it did not have to compute."""
+    to_load: int = 0
+    """Its first pages of `SWA`: a checkpoint is loaded into them."""
+    state: PageState = HELD
+    restored: bool = False
+
+
+@dataclass(eq=False)
+class Copy:
+    """A backup, or pages that come from elsewhere."""
+
+    prompt: str
+    start: int
+    own: dict[IndexSpace, list[int]]
+    reads: Reads | None = None
+    backup: object = None
+
+
+class TwinMachine(RuleBasedStateMachine):
+    @initialize(home=st.booleans(), restores=st.booleans(), greedy=st.booleans())
+    def begin(self, home, restores, greedy):
+        self.spaces = (FULL, HOST) if home else (FULL,)
+        self.homes = self.spaces[1:]
+        self.total = PAGES | dict.fromkeys(self.homes, HOME_PAGES)
+        self.restores = restores
+        self.book = PageBook(self.total)
+        policy = GreedyDual() if greedy else LeastRecentlyUsed()
+        self.index = PrefixIndex(self.spaces, PAGES[FULL] + PAGES[FULL_TWIN], has_twins=True, policy=policy)
+        self.clock = ManualClock()
+        self.cache = PrefixCache(self.book, self.index, clock=self.clock, restores=restores)
+        self.cache.twins.watch(self)
+        self.entries: list[Entry] = []
+        self.rooms: dict[Owner, Room] = {}
+        self.copies: dict[Owner, Copy] = {}
+        self.late: dict[Owner, Copy] = {}
+        """Copies that have failed, and may still write."""
+        self.holds: dict[tuple[IndexSpace, int], str] = {}
+        """What pages hold."""
+        self.journal: dict[tuple[IndexSpace, int], str] = {}
+        """What a watcher believes that twins hold."""
+        self.number = 0
+
+    # ------------------------------------------------------------------ watcher of the host
+
+    def added(self, keys, start, pages):
+        for at in range(start, len(keys)):
+            self.journal[FULL_TWIN, int(pages[FULL_TWIN][at - start])] = keys[at]
+
+    def checkpoint_added(self, key, pages):
+        for page in pages.tolist():
+            self.journal[SWA_TWIN, page] = key
+
+    def removed(self, pages):
+        for space, ids in pages.items():
+            for page in ids.tolist():
+                del self.journal[space, page]
+
+    # ------------------------------------------------------------------ the model
+
+    def owner(self, room=True):
+        self.number += 1
+        return Owner(self.number if room else NO_ROOM, self.number)
+
+    def known(self, prompt):
+        return next((entry for entry in self.entries if entry.prompt == prompt and not entry.dropped), None)
+
+    def match(self, prompt):
+        found = []
+        while len(found) < len(prompt) and (entry := self.known(prompt[: len(found) + 1])):
+            found.append(entry)
+        return found
+
+    def depth(self, path, space):
+        return sum(space in entry.pages for entry in path)
+
+    def readers(self):
+        return [room.reads for room in self.rooms.values()] + [
+            copy.reads for copy in self.copies.values() if copy.reads
+        ]
+
+    def pinned(self, readers, space):
+        """Pages of a space that somebody reads."""
+        if space in {SWA, SWA_TWIN}:
+            return {
+                p
+                for reads in readers
+                for one, where in reads.checkpoints
+                if where is space
+                for p in one.checkpoints[space]
+            }
+        stops = {FULL: lambda r: r.device, FULL_TWIN: lambda r: r.host, HOST: lambda r: len(r.path)}
+        return {entry.pages[space] for reads in readers for entry in reads.path[: stops[space](reads)]}
+
+    def owned(self, space):
+        found = [page for room in self.rooms.values() for page in room.own.get(space, {}).values()]
+        return found + [page for one in (*self.copies.values(), *self.late.values()) for page in one.own.get(space, [])]
+
+    def available(self, space, *more):
+        return self.total[space] - len(self.owned(space)) - len(self.pinned([*self.readers(), *more], space))
+
+    def fits(self, demand, *more):
+        return all(count <= self.available(space, *more) for space, count in demand.items())
+
+    def free(self):
+        return {space: counts[PageState.FREE] for space, counts in self.book.counts().items()}
+
+    def given(self, pages):
+        """Pages are somebody's own now: what was in them is overwritten."""
+        for space, ids in pages.items():
+            for page in ids:
+                self.holds[space, int(page)] = "junk"
+
+    def notice_evictions(self, free_before, demand):
+        """What is not where it was was read by nobody there, and was needed."""
+        short = {space for space, count in demand.items() if count > free_before[space]}
+        cached = self.book.cached_pages()
+        for entry in list(self.entries):
+            for space, ends in ((FULL, SWA), (FULL_TWIN, SWA_TWIN)):
+                if space in entry.pages and entry.pages[space] not in cached[space]:
+                    assert short & {space, HOST}
+                    assert not entry.dropped
+                    assert entry.pages[space] not in self.pinned(self.readers(), space)
+                    del entry.pages[space]
+                    entry.checkpoints.pop(ends, None)
+                elif not set(entry.checkpoints.get(ends, [])) <= set(cached[ends].tolist()):
+                    assert ends in short
+                    assert not set(entry.checkpoints[ends]) & self.pinned(self.readers(), ends)
+                    del entry.checkpoints[ends]
+            if not entry.pages.keys() - {HOST}:
+                self.entries.remove(entry)
+        for entry in self.entries:
+            parent = self.known(entry.prompt[:-1])
+            assert entry.dropped or len(entry.prompt) == 1 or parent.pages.keys() >= entry.pages.keys()
+
+    def forget_unread(self):
+        """Of what is dropped only what is read stays, where it is read."""
+        for entry in [entry for entry in self.entries if entry.dropped]:
+            for space in (FULL, FULL_TWIN):
+                if space in entry.pages and entry.pages[space] not in self.pinned(self.readers(), space):
+                    del entry.pages[space]
+                    entry.checkpoints.pop(IndexSpace(str(space).replace("full", "swa")), None)
+            if not entry.pages.keys() - {HOST}:
+                self.entries.remove(entry)
+
+    # ------------------------------------------------------------------ rooms
+
+    @precondition(lambda self: len(self.rooms) < 3)
+    @rule(prompt=PROMPTS, windows=st.integers(0, 2), from_checkpoint=st.booleans(), ends=st.booleans())
+    def serve(self, prompt, windows, from_checkpoint, ends):
+        """All of a request's life, as it mostly goes."""
+        owner = self.admit_as(prompt, windows, from_checkpoint)
+        if owner is not None:
+            self.load_of(owner)
+            self.keep_of(owner, len(prompt), windows)
+            if ends:
+                self.end_of(owner)
+
+    @precondition(lambda self: len(self.rooms) < 3)
+    @rule(prompt=PROMPTS, windows=st.integers(0, 2), from_checkpoint=st.booleans())
+    def admit(self, prompt, windows, from_checkpoint):
+        self.admit_as(prompt, windows, from_checkpoint)
+
+    def plan(self, prompt, from_checkpoint):
+        """What a request would read, and how many pages it has to load windows into."""
+        path = self.match(prompt)
+        if not self.restores:
+            path = path[: self.depth(path, FULL)]
+        ends = (SWA, SWA_TWIN) if self.restores else (SWA,)
+        while from_checkpoint and path and not path[-1].checkpoints.keys() & set(ends):
+            path.pop()
+        device = self.depth(path, FULL)
+        reads = Reads(path, device, len(path) if device < len(path) else 0)
+        if from_checkpoint and path:
+            where = SWA if SWA in path[-1].checkpoints else SWA_TWIN
+            reads.checkpoints = [(path[-1], where)]
+            if where is SWA_TWIN:
+                reads.host = len(path)
+                return reads, len(path[-1].checkpoints[where])
+        return reads, 0
+
+    def admit_as(self, prompt, windows, from_checkpoint):
+        def demand(shared):
+            return {space: len(prompt) - shared[space] for space in self.spaces} | {SWA: windows}
+
+        def needed(reads, to_load):
+            found = demand(dict.fromkeys(self.homes, len(reads.path)) | {FULL: reads.device})
+            return found | {SWA: windows + to_load}
+
+        owner = self.owner()
+        reads, to_load = self.plan(prompt, from_checkpoint)
+        if reads.checkpoints and not self.fits(needed(reads, to_load), reads):
+            reads, to_load = Reads(), 0
+        before, fits = self.free(), self.fits(needed(reads, to_load), reads)
+        try:
+            got = self.cache.admit(owner, keys_of(prompt), demand, from_checkpoint=from_checkpoint)
+        except CapacityError:
+            assert not fits
+            assert self.free() == before, "what was refused has evicted something"
+            return None
+        assert fits
+        path = reads.path
+        assert (got.prefix_pages, got.device_pages) == (len(path), reads.device)
+        assert got.prefix[FULL].tolist() == [entry.pages[FULL] for entry in path[: reads.device]]
+        for space in self.homes:
+            assert got.prefix[space].tolist() == [entry.pages[space] for entry in path]
+        twins = got.twins.get(FULL_TWIN, array([])).tolist()
+        assert twins == [entry.pages[FULL_TWIN] for entry in path[reads.device :]]
+        ends = dict((where, one.checkpoints[where]) for one, where in reads.checkpoints)
+        assert (got.checkpoint.tolist(), got.checkpoint_twin.tolist()) == (ends.get(SWA, []), ends.get(SWA_TWIN, []))
+        assert len(got.checkpoint_own) == to_load
+        own = {FULL: dict(enumerate(got.own[FULL].tolist(), reads.device))}
+        own |= {space: dict(enumerate(got.own[space].tolist(), len(path))) for space in self.homes}
+        own[SWA] = dict(enumerate(got.checkpoint_own.tolist() + got.own[SWA].tolist()))
+        self.rooms[owner] = Room(prompt, reads, own, reads.device, len(path), to_load)
+        self.notice_evictions(before, needed(reads, to_load))
+        self.given({space: pages.values() for space, pages in own.items()})
+        return owner
+
+    def some_room(self, data, wanted=lambda room: True):
+        owners = [owner for owner, room in self.rooms.items() if wanted(room)]
+        return data.draw(st.sampled_from(owners)) if owners else None
+
+    @rule(data=st.data())
+    def load(self, data):
+        if owner := self.some_room(data, lambda room: not room.restored and room.state is HELD):
+            self.load_of(owner)
+
+    def load_of(self, owner):
+        """The engine has copied what was on the host only: it holds what belongs there."""
+        room = self.rooms[owner]
+        room.restored, reads, path = True, room.reads, room.reads.path[: room.found]
+        for at in range(room.start, room.found):
+            self.holds[FULL, room.own[FULL][at]] = self.holds[FULL_TWIN, path[at].pages[FULL_TWIN]]
+        loads = [one for one, where in reads.checkpoints if where is SWA_TWIN]
+        for one in loads:
+            for at, page in enumerate(one.checkpoints[SWA_TWIN]):
+                self.holds[SWA, room.own[SWA][at]] = self.holds[SWA_TWIN, page]
+        if room.start < room.found:
+            whole = [entry for entry in path if not entry.dropped]
+            here = self.depth(whole, FULL)
+            pages = {FULL: array(room.own[FULL][at] for at in range(room.start, room.found))}
+            assert self.cache.restored(owner, room.start, pages) == len(whole) - here
+            for at in range(here, len(whole)):
+                whole[at].pages[FULL] = room.own[FULL].pop(at)
+            if len(whole) > reads.device:
+                reads.device = len(whole)
+                if len(whole) == len(reads.path) and not loads:
+                    reads.host = 0
+            self.forget_unread()
+        for one in loads:
+            ids = [room.own[SWA][at] for at in range(len(one.checkpoints[SWA_TWIN]))]
+            kept = self.cache.keep_checkpoint(owner, room.found, array(ids))
+            assert kept is (not one.dropped and FULL in one.pages and SWA not in one.checkpoints)
+            if kept:
+                one.checkpoints[SWA] = [room.own[SWA].pop(at) for at in range(len(ids))]
+
+    @rule(data=st.data(), pages=st.integers(1, 6), windows=st.integers(0, 2))
+    def keep(self, data, pages, windows):
+        if owner := self.some_room(data, lambda room: room.state is HELD):
+            self.keep_of(owner, pages, windows)
+
+    def keep_of(self, owner, pages, windows):
+        room = self.rooms[owner]
+        reads, start = room.reads, len(room.reads.path)
+        stop = min(len(room.prompt), start + pages)
+        own = {space: {at: room.own[space][at] for at in range(start, stop)} for space in self.spaces}
+        for space, ids in own.items():
+            for at, page in ids.items():
+                self.holds[space, page] = room.prompt[: at + 1]
+        known = self.match(room.prompt[:stop])
+        possible = known[:start] == reads.path and self.depth(reads.path, FULL) == start
+        given = {space: array(ids.values()) for space, ids in own.items()}
+        found = self.cache.keep(owner, keys_of(room.prompt)[:stop], start, given)
+        assert found == (max(0, stop - max(start, self.depth(known, FULL))) if possible else 0)
+        for at in range(start, stop) if possible else ():
+            entry = known[at] if at < len(known) else Entry(room.prompt[: at + 1])
+            if at >= len(known):
+                self.entries.append(entry)
+            for space in self.spaces:
+                if space not in entry.pages:
+                    entry.pages[space] = room.own[space].pop(at)
+            reads.path.append(entry)
+            reads.device = len(reads.path)
+        if possible:
+            reads.device = max(reads.device, start)
+        if windows and reads.path and len(reads.path) == len(room.prompt):
+            self.keep_checkpoint_of(owner, room)
+
+    def keep_checkpoint_of(self, owner, room):
+        entry, at = room.reads.path[-1], max(room.own[SWA], default=-1)
+        if at < room.to_load:
+            return
+        self.holds[SWA, room.own[SWA][at]] = "end of " + entry.prompt
+        kept = self.cache.keep_checkpoint(owner, len(room.reads.path), array([room.own[SWA][at]]))
+        assert kept is (not entry.dropped and FULL in entry.pages and SWA not in entry.checkpoints)
+        if kept:
+            entry.checkpoints[SWA] = [room.own[SWA].pop(at)]
+
+    @rule(data=st.data())
+    def lease_or_end_the_lease(self, data):
+        if owner := self.some_room(data, lambda room: room.state is not QUARANTINED):
+            room = self.rooms[owner]
+            before, room.state = room.state, LEASED if room.state is HELD else HELD
+            self.book.move(owner, before, room.state)
+
+    @rule(data=st.data())
+    def quarantine(self, data):
+        if owner := self.some_room(data):
+            self.book.quarantine(owner, f"writer of {owner}")
+            self.rooms[owner].state = QUARANTINED
+
+    @rule(data=st.data())
+    def end(self, data):
+        if owner := self.some_room(data, lambda room: room.state is not LEASED):
+            self.end_of(owner)
+
+    def end_of(self, owner):
+        self.cache.let_go(owner)
+        if self.rooms.pop(owner).state is QUARANTINED:
+            self.book.release_quarantined(f"writer of {owner}")
+        else:
+            self.book.free(owner)
+        self.forget_unread()
+
+    @rule(data=st.data(), pages=st.integers(0, 5))
+    def shorten(self, data, pages):
+        """Nodes of one instance have agreed upon an earlier start."""
+        owner = self.some_room(data, lambda room: room.state is HELD and not room.restored)
+        room = self.rooms.get(owner)
+        if room is None or len(room.reads.path) != room.found or pages > room.found:
+            return
+        reads, path = room.reads, room.reads.path[:pages]
+        device = min(room.start, pages)
+        if reads.device != room.start:
+            return
+        fewer = Reads(path, device, pages if device < pages else 0)
+        to_load = 0
+        if reads.checkpoints and pages:
+            where = SWA if SWA in path[-1].checkpoints else SWA_TWIN
+            if where not in path[-1].checkpoints or (where is SWA_TWIN and FULL_TWIN not in path[-1].pages):
+                return
+            fewer.checkpoints = [(path[-1], where)]
+            if where is SWA_TWIN:
+                fewer.host, to_load = pages, len(path[-1].checkpoints[where])
+        demand = {FULL: room.start - device, SWA: max(0, to_load - room.to_load)}
+        demand |= dict.fromkeys(self.homes, room.found - pages)
+        before, fits = self.free(), self.fits(demand, fewer)
+        try:
+            got = self.cache.shorten(owner, pages, from_checkpoint=bool(fewer.checkpoints))
+        except CapacityError:
+            assert not fits
+            assert self.free() == before
+            return
+        assert fits
+        assert (got.prefix_pages, got.device_pages, len(got.checkpoint_own)) == (pages, device, to_load)
+        assert got.twins.get(FULL_TWIN, array([])).tolist() == [one.pages[FULL_TWIN] for one in path[device:]]
+        room.own[FULL] |= dict(enumerate(got.own[FULL].tolist(), device))
+        for space in self.homes:
+            room.own[space] |= dict(enumerate(got.own[space].tolist(), pages))
+        loose = [page for at, page in sorted(room.own[SWA].items()) if page not in got.checkpoint_own.tolist()]
+        room.own[SWA] = dict(enumerate(got.checkpoint_own.tolist() + loose))
+        room.reads, room.start, room.found, room.to_load = fewer, device, pages, to_load
+        self.notice_evictions(before, demand)
+        self.given({space: pages.values() for space, pages in room.own.items()})
+        self.forget_unread()
+
+    # ------------------------------------------------------------------ copies to the host
+
+    @precondition(lambda self: len(self.copies) < 3)
+    @rule(prompt=PROMPTS, at_most=st.sampled_from([1, 2, 9]), ends=st.booleans())
+    def start_backup(self, prompt, at_most, ends):
+        copied = {entry for copy in self.copies.values() if copy.reads for entry in copy.reads.path[copy.start :]}
+        path = self.match(prompt)
+        path = path[: self.depth(path, FULL)]
+        path = path[: next((at for at, entry in enumerate(path) if entry in copied), len(path))]
+        start = self.depth(path, FULL_TWIN)
+        path = path[: start + at_most]
+        under_way = {one for copy in self.copies.values() if copy.reads for one, _ in copy.reads.checkpoints}
+        wanted = [one for one in path if one.checkpoints.keys() == {SWA} and one not in under_way]
+        if len(path) == start:
+            path = path[: max((path.index(one) for one in wanted), default=-1) + 1]
+            start = len(path)
+        reads = Reads(path, len(path), start, [(one, SWA) for one in wanted])
+        demand = {FULL_TWIN: len(path) - start, SWA_TWIN: sum(len(one.checkpoints[SWA]) for one in wanted)}
+        before, owner, fits = self.free(), self.owner(room=False), self.fits(demand, reads)
+        try:
+            backup = self.cache.twins.start_backup(owner, keys_of(prompt), at_most=at_most)
+        except CapacityError:
+            assert path
+            assert not fits
+            assert self.free() == before
+            return
+        assert (backup is None) == (not path)
+        if backup is None:
+            return
+        assert fits
+        sources, twins = backup.moves.get(FULL, (array([]), array([])))
+        assert sources.tolist() == [entry.pages[FULL] for entry in path[start:]]
+        ends_from, ends_to = backup.moves.get(SWA, (array([]), array([])))
+        assert ends_from.tolist() == [page for one in wanted for page in one.checkpoints[SWA]]
+        own = {FULL_TWIN: twins.tolist(), SWA_TWIN: ends_to.tolist()}
+        self.copies[owner] = Copy(prompt, start, own, reads, backup)
+        self.notice_evictions(before, demand)
+        self.given(own)
+        if ends:
+            self.end_backup_of(owner)
+
+    @rule(data=st.data(), outcome=st.sampled_from(["done", "done", "failed", "late"]))
+    def end_backup(self, data, outcome):
+        owners = [owner for owner, copy in self.copies.items() if copy.reads]
+        if owners:
+            self.end_backup_of(data.draw(st.sampled_from(owners)), outcome)
+
+    def end_backup_of(self, owner, outcome="done"):
+        copy = self.copies.pop(owner)
+        reads, moves = copy.reads, copy.backup.moves
+        for space in moves if outcome == "done" else ():
+            for source, twin in zip(*map(np.ndarray.tolist, moves[space]), strict=True):
+                self.holds[TWINS[space], twin] = self.holds[space, source]
+        if outcome == "late":
+            self.book.quarantine(owner, f"worker of {owner}")
+            self.late[owner] = copy
+        whole = [entry for entry in reads.path if not entry.dropped]
+        here = self.depth(whole, FULL_TWIN)
+        found = self.cache.twins.end_backup(copy.backup, done=outcome == "done")
+        assert found == (max(0, len(whole) - here) if outcome == "done" else 0)
+        for at in range(here, len(whole)) if outcome == "done" else ():
+            whole[at].pages[FULL_TWIN] = copy.own[FULL_TWIN][at - copy.start]
+        for one, _ in reads.checkpoints if outcome == "done" else ():
+            ids, copy.own[SWA_TWIN] = np.split(copy.own[SWA_TWIN], [len(one.checkpoints[SWA])])
+            if not one.dropped and SWA_TWIN not in one.checkpoints:
+                one.checkpoints[SWA_TWIN] = ids.tolist()
+        self.forget_unread()
+
+    @precondition(lambda self: self.late)
+    @rule(data=st.data())
+    def end_late(self, data):
+        owner = data.draw(st.sampled_from(sorted(self.late)))
+        for space, ids in self.late.pop(owner).own.items():
+            for page in ids:
+                self.holds[space, page] = "what came late"
+        self.book.release_quarantined(f"worker of {owner}")
+
+    @precondition(lambda self: len(self.copies) < 3)
+    @rule(prompt=PROMPTS, start=st.integers(0, 3), end=st.booleans())
+    def fetch(self, prompt, start, end):
+        """Pages come from elsewhere, behind what is on the host now or was to be."""
+        start = min(start, len(prompt) - 1)
+        owner, demand = self.owner(room=False), dict.fromkeys((FULL_TWIN, *self.homes), len(prompt) - start)
+        if not self.homes:
+            demand[SWA_TWIN] = 1
+        if not self.fits(demand):
+            return
+        before = self.free()
+        own = {space: ids.tolist() for space, ids in self.book.reserve(owner, demand).items()}
+        self.copies[owner] = Copy(prompt, start, own)
+        self.notice_evictions(before, demand)
+        self.given(own)
+        if end:
+            self.end_fetch_of(owner, arrives=True)
+
+    @rule(data=st.data(), arrives=st.booleans())
+    def end_fetch(self, data, arrives):
+        owners = [owner for owner, copy in self.copies.items() if not copy.reads]
+        if owners:
+            self.end_fetch_of(data.draw(st.sampled_from(owners)), arrives)
+
+    def end_fetch_of(self, owner, arrives):
+        copy = self.copies[owner]
+        if arrives:
+            self.arrive(owner, copy)
+        del self.copies[owner]
+        self.book.free(owner)
+        self.forget_unread()
+
+    def arrive(self, owner, copy):
+        own, start, prompt = copy.own, copy.start, copy.prompt
+        for space in (FULL_TWIN, *self.homes):
+            for at, page in enumerate(own[space], start):
+                self.holds[space, page] = prompt[: at + 1]
+        known = self.match(prompt)
+        here = self.depth(known, FULL_TWIN)
+        ends = {len(prompt): array(own[SWA_TWIN])} if SWA_TWIN in own else {}
+        for page in own.get(SWA_TWIN, ()):
+            self.holds[SWA_TWIN, page] = "end of " + prompt
+        pages = {space: array(own[space]) for space in (FULL_TWIN, *self.homes)}
+        found = self.cache.twins.insert(owner, keys_of(prompt), start, pages, checkpoints=ends)
+        assert found == (len(prompt) - here if here >= start else 0)
+        for at in range(start, len(prompt)) if here >= start else ():
+            entry = known[at] if at < len(known) else Entry(prompt[: at + 1])
+            if at >= len(known):
+                self.entries.append(entry)
+            for space in (FULL_TWIN, *self.homes):
+                entry.pages.setdefault(space, own[space][at - start])
+            if at == len(prompt) - 1 and ends:
+                entry.checkpoints.setdefault(SWA_TWIN, own[SWA_TWIN])
+
+    # ------------------------------------------------------------------ pages go
+
+    @rule(data=st.data(), count=st.integers(1, 9))
+    def need(self, data, count):
+        """Somebody needs pages for a moment."""
+        space = data.draw(st.sampled_from(sorted(self.total)))
+        demand = {space: min(count, self.available(space))}
+        before, owner = self.free(), self.owner()
+        self.given({space: self.book.reserve(owner, demand)[space].tolist()})
+        self.book.free(owner)
+        self.notice_evictions(before, demand)
+
+    @precondition(lambda self: len(self.entries) > 6)
+    @rule()
+    def drop(self):
+        self.cache.drop()
+        for entry in self.entries:
+            entry.dropped = True
+        self.forget_unread()
+
+    @rule(prompt=PROMPTS, page=st.integers(0, 5))
+    def drop_page(self, prompt, page):
+        page %= len(prompt)
+        self.cache.drop_page(keys_of(prompt), page)
+        for entry in self.entries:
+            entry.dropped = entry.dropped or entry.prompt.startswith(prompt[: page + 1])
+        self.forget_unread()
+
+    @rule(seconds=st.sampled_from([1.0, 5.0]))
+    def wait(self, seconds):
+        self.clock.advance(seconds)
+
+    # ------------------------------------------------------------------ after every step
+
+    @invariant()
+    def adds_up(self):
+        if not hasattr(self, "book"):
+            return
+        self.cache.check_integrity()
+        for entry in self.entries:
+            if not entry.dropped:
+                record = self.index.match(keys_of(entry.prompt))[len(entry.prompt) - 1 :]
+                where = {FULL: self.index.device.has(record), FULL_TWIN: self.index.host.has(record)}
+                assert len(record) == 1
+                assert {space for space, there in where.items() if there.all()} == entry.pages.keys() - {HOST}
+        assert self.book.available_pages() == {space: self.available(space) for space in self.total}
+        for space, total in self.total.items():
+            cached = [entry.pages[space] for entry in self.entries if space in entry.pages]
+            cached += [page for entry in self.entries for page in entry.checkpoints.get(space, [])]
+            everything = cached + self.owned(space)
+            assert len(set(everything)) == len(everything)
+            counts = self.book.counts()[space]
+            assert counts[PageState.CACHED] == len(cached)
+            assert counts[PageState.FREE] == total - len(everything)
+
+    @invariant()
+    def cached_pages_hold_what_their_keys_name(self):
+        for entry in getattr(self, "entries", ()):
+            for space, page in entry.pages.items():
+                assert self.holds[space, page] == entry.prompt
+            for space, pages in entry.checkpoints.items():
+                assert all(self.holds[space, page] == "end of " + entry.prompt for page in pages)
+
+    @invariant()
+    def the_journal_knows_what_the_host_has(self):
+        expected = {}
+        for entry in getattr(self, "entries", ()):
+            key = keys_of(entry.prompt)[-1]
+            if FULL_TWIN in entry.pages:
+                expected[FULL_TWIN, entry.pages[FULL_TWIN]] = key
+            expected |= {(SWA_TWIN, page): key for page in entry.checkpoints.get(SWA_TWIN, [])}
+        assert getattr(self, "journal", {}) == expected
+
+
+TestTwins = TwinMachine.TestCase
+TestTwins.settings = settings(stateful_step_count=50)
