@@ -41,8 +41,8 @@ class HostBackup(FrozenModel):
     """Which pages are copied to the host, when, and how much of the link to the device that may take."""
 
     policy: BackupPolicy = BackupPolicy.WRITE_THROUGH
-    """`write_through`: every page as it comes. `write_through_selective`: what was used `uses` times. `write_back`: the oldest, while
-    fewer than `low_share` of the device's pages could be given to requests without losing a prefix. No request waits for any."""
+    """`write_through`: every page as it comes. `write_through_selective`: what was used `uses` times. `write_back`: the oldest,
+    while fewer than `low_share` of the device's pages could be given away without losing a prefix. No request waits for any."""
     uses: Positive = 2
     """`write_through_selective`: so often, the request that computed the page included."""
     low_share: Annotated[float, Field(gt=0, le=1)] = 0.25
@@ -50,7 +50,7 @@ class HostBackup(FrozenModel):
     order_pages: Positive = 256
     """Pages of `tokens_per_page` tokens that are on their way at one time, of all requests together."""
     link_share: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Share of the time in which a rank copies to the host. The rest is left to transfers and, on decode, to loads of sparse rows."""
+    """Share of the time in which a rank copies to the host. The rest is left to transfers and to loads of sparse rows."""
 
 
 class HostTier(FrozenModel):

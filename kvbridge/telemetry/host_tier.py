@@ -1,6 +1,6 @@
 """Copies between the device and host memory, as a fact, and what becomes of it.
 
-Owns: the fact, as what it is counted, how it reads in a log, sums for `/status`. Must not know: which pages are copied, who decides.
+Owns: the fact, as what it is counted, how it reads in a log, sums for `/status`. Must not know: which pages are copied, or why.
 """
 
 from __future__ import annotations

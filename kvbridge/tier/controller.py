@@ -1,10 +1,9 @@
 """What of the cached pages moves down to host memory, and when.
 
-Owns: the policies, what waits for its turn, and how much is on its way. Must not know: rank workers, messages, how pages are copied.
+Owns: the policies, what waits for its turn, how much is on its way. Must not know: rank workers, messages, how pages are copied.
 
-One order at a time goes to the rank workers. It holds what several prompts need, each prompt's pages in their order, up to
-`tier.host.backup.order_pages`. No admission waits for it: pages that are not on the host yet when the device needs its own are evicted
-as ever.
+One order at a time goes to the rank workers. It has what several prompts need, the pages of each in their order, up to
+`tier.host.backup.order_pages`. No admission waits for it: what is not on the host yet is evicted as ever.
 """
 
 from __future__ import annotations
@@ -129,8 +128,10 @@ class BackupController:
         return self._book.available_pages()[self._space] - self._cache.residency().device + 2 * on_way
 
     def ended(self, backups: Sequence[Backup], *, done: bool) -> None:
-        """The order of these has ended, by the proof that nothing of it is touched any more; after one that has failed nothing
-        is begun for a while."""
+        """The order of these has ended, and nothing of it is touched any more, but for what the book has in quarantine.
+
+        After one that has failed nothing is begun for a while.
+        """
         for backup in backups:
             self._twins.end_backup(backup, done=done)
             keys = self._under_way.pop(backup.owner)

@@ -175,12 +175,8 @@ class RankWorker:
                 self._disconnect(message.peer)
             case OpenRoom():
                 self._open_room(message)
-            case Send():
-                self._queued.append(Order(message, self._clock()))
-            case Verify():
-                self._verifications.take(message)
-            case CopyPages():
-                self._copies.take(message)
+            case Send() | Verify() | CopyPages():
+                self._take(message)
             case CloseRoom():
                 self._close_room((message.room, message.generation))
             case RenewEndpoints():
@@ -190,8 +186,16 @@ class RankWorker:
                 self._revoking = message.before_epoch
             case Shutdown():
                 self._stopping = True
-            case _:
-                pass
+
+    def _take(self, message: Send | Verify | CopyPages) -> None:
+        """Carry this out when its turn comes."""
+        match message:
+            case Send():
+                self._queued.append(Order(message, self._clock()))
+            case Verify():
+                self._verifications.take(message)
+            case CopyPages():
+                self._copies.take(message)
 
     def _open_room(self, message: OpenRoom) -> None:
         key = message.room, message.generation

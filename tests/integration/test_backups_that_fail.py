@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.held_copies import hold, let_go, with_held_copies
-from tests.helpers.live_rooms import LiveCluster, http, live_cluster, metric, status
+from tests.helpers.live_rooms import LiveCluster, ends, http, live_cluster, metric, status
 from tests.helpers.twin_pages import twins_of
 from tests.integration.test_backups import FULL, POOL, Pages, adds_up, host_tier, tier
 from tests.integration.test_prefixes_on_prefill import PAGE, Turn, idle
@@ -60,8 +60,18 @@ def failures(daemon: DaemonProcess, code: str) -> float:
 def copies_held(live: LiveCluster, conversation: int, length: int) -> Turn:
     """A room that has crossed, of whose pages a copy is under way that does not end."""
     hold(live.prefill)
-    turn = Turn(live, conversation, length).cross()
+    turn = crosses(live, conversation, length)
     eventually("an order", lambda: host_tier(live.prefill)["in_flight_pages"])
+    return turn
+
+
+def crosses(live: LiveCluster, conversation: int, length: int) -> Turn:
+    """A room that has crossed, and whose pages are the cache's, whatever becomes of twins."""
+    turn = Turn(live, conversation, length)
+    turn.compute()
+    turn.check()
+    ends(live.prefill, turn.room, "completed")
+    eventually("let go", lambda: not any(status(live.prefill)["pools"][space]["leased"] for space in ("full", "swa")))
     return turn
 
 
@@ -85,7 +95,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_backup(live: LiveCluster) ->
     assert live.sender
     assert live.reader
     eventually("tried again", lambda: host_tier(live.prefill)["both_pages"] == 3)
-    assert Turn(live, 1, 1500).cross().computed == 768, "what was not lost is of use"
+    assert crosses(live, 1, 1500).computed == 768, "what was not lost is of use"
 
 
 def test_an_answer_that_comes_too_late(live: LiveCluster) -> None:
@@ -96,8 +106,8 @@ def test_an_answer_that_comes_too_late(live: LiveCluster) -> None:
     [why] = status(live.prefill)["quarantine"]
     assert "may still write" in why
     assert "timeouts.copy_s" in why
-    assert Turn(live, 3, 700).cross().computed == 0, "requests go on"
-    assert Turn(live, 2, 1500).cross().computed == 768
+    assert crosses(live, 3, 700).computed == 0, "requests go on"
+    assert crosses(live, 2, 1500).computed == 768
     assert host_tier(live.prefill)["in_flight_pages"] == 0, "nothing begins while the twins may still be written"
     let_go(live.prefill)
     found = eventually("settled", lambda: settled(live.prefill))
@@ -108,10 +118,10 @@ def test_rooms_cross_while_a_backup_is_under_way_and_its_pages_stay(live: LiveCl
     """A copy that does not end keeps its pages on the device; others are evicted, and those that are new come in."""
     copies_held(live, 4, 1000)
     for conversation in (5, 6, 7):
-        Turn(live, conversation, 5 * PAGE).cross()
+        crosses(live, conversation, 5 * PAGE)
     let_go(live.prefill)
     eventually("settled", lambda: settled(live.prefill))
-    assert Turn(live, 4, 1001).cross().computed == 768
+    assert crosses(live, 4, 1001).computed == 768
 
 
 def test_what_is_forgotten_while_it_is_copied(live: LiveCluster) -> None:
@@ -121,7 +131,7 @@ def test_what_is_forgotten_while_it_is_copied(live: LiveCluster) -> None:
     eventually("settled", lambda: settled(live.prefill))
     eventually("free", lambda: idle(live.prefill))
     assert twins(live.prefill, "cached") == 0
-    assert Turn(live, 8, 1001).cross().computed == 0
+    assert crosses(live, 8, 1001).computed == 0
 
 
 def test_a_host_without_place_refuses_and_rooms_go_on() -> None:
@@ -132,13 +142,14 @@ def test_a_host_without_place_refuses_and_rooms_go_on() -> None:
         eventually("copied", lambda: host_tier(live.prefill)["both_pages"] == 4)
         twins_of(live.sender, FULL, few.sent)
         for conversation in (2, 3):
-            Turn(live, conversation, 9 * PAGE).cross()
+            crosses(live, conversation, 9 * PAGE)
         for daemon in (live.prefill, live.decode):
-            found = eventually("refused", lambda daemon=daemon: (now := host_tier(daemon))["refused_prompts"] and now)
+            found = eventually(
+                "refused", lambda daemon=daemon: (now := settled(daemon)) and now["refused_prompts"] and now
+            )
             assert found["both_pages"] + found["host_pages"] <= 4
             assert found["failed_orders"] == 0
             assert metric(daemon, "kvbridge_host_tier_refused_total") == found["refused_prompts"]
-            eventually("settled", lambda daemon=daemon: settled(daemon))
             adds_up(daemon)
-        assert Turn(live, 3, 10 * PAGE).cross().computed == 9 * PAGE
+        assert crosses(live, 3, 10 * PAGE).computed == 9 * PAGE
         live.no_traceback()
