@@ -910,7 +910,7 @@ def test_metadata_beyond_what_the_answer_to_a_claim_holds_fails_the_room():
         done(bench, rank=rank, amounts=amounts, metadata=bytes(MAX_METADATA_BYTES))
     report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "invalid_input")
-    assert "1900544 bytes of metadata to `finish` on 29 ranks, a room carries at most 1835008" in report.reason
+    assert "1638400 bytes of metadata to `finish` on 25 ranks, a room carries at most 1572864" in report.reason
 
 
 def test_the_answer_to_a_claim_with_all_the_metadata_and_full_tables_fits_into_a_frame():
@@ -921,6 +921,7 @@ def test_the_answer_to_a_claim_with_all_the_metadata_and_full_tables_fits_into_a
         generation=1,
         prompt_tokens=2**40,
         tables=tuple(WireTable(space=space, ids=bytes(MAX_TABLE_BYTES)) for space in REQUEST_SPACES),
+        load=(WireTable(space=IndexSpace.FULL_TWIN, ids=bytes(MAX_TABLE_BYTES)),),
         metadata={str(Rank(pp=pp, tp=0)): bytes(MAX_METADATA_BYTES) for pp in range(count)}
         | {str(Rank(pp=pp, tp=1)): b"" for pp in range(MAX_NODE_RANKS)},
         amounts=full_amounts(TOKENS),
