@@ -32,6 +32,7 @@ from tests.bench import (
     bench_traces,
     bench_transport,
     bench_used_pools,
+    bench_warm_restart,
     bench_watching,
 )
 
@@ -41,6 +42,7 @@ BENCHMARKS: dict[str, Any] = {
     "transport": bench_transport,
     "used_pools": bench_used_pools,
     "shared_rooms": bench_shared_rooms,
+    "warm_restart": bench_warm_restart,
     "overhead": bench_overhead,
     "directory": bench_directory,
     "digest": bench_digest,
