@@ -28,6 +28,7 @@ import numpy.typing as npt
 from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputError, NotFoundError
 from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray
 from kvbridge.core.prefixes import Evicted
+from kvbridge.tier.checkpoints import join
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.policy import EvictionPolicy, LeastRecentlyUsed
 from kvbridge.tier.records import NO_RECORD, RecordArray, Records
@@ -323,6 +324,15 @@ class PrefixIndex:
         dropped = self._records.descendants(self._records.all() if records is None else records)
         self._records.hide(dropped[~self._records.is_hidden(dropped)])
         return self._release([(one, one.unpinned(dropped)) for one in self.residences if one is not self.home])
+
+    def unreachable_twins(self) -> Pages:
+        """Return the pages that records have on the host which no key reaches any more, and somebody reads."""
+        if self.host is None:
+            return {}
+        there = self._records.all()
+        hidden = there[self._records.is_hidden(there) & self.host.has(there)]
+        ends = [self.host.checkpoint(int(record)) for record in hidden[self.host.checkpointed(hidden)]]
+        return self.host.pages(hidden) | {TWINS[CHECKPOINT_SPACE]: join(ends)}
 
     def withdraw(self, inserted: Inserted) -> None:
         """Undo `insert`, in the same step: the pages are their owner's again."""

@@ -327,6 +327,8 @@ class PrefixCache:
     def _drop(self, records: RecordArray | None, why: Evicted) -> Dropped:
         known, there = self._index.reachable, len(self._index)
         self._uncache(self._index.drop(records))
+        if self.twins is not None:
+            self.twins.forgotten(self._index.unreachable_twins())
         dropped = known - self._index.reachable
         self.claims.forgotten(dropped, why)
         return Dropped(dropped, dropped - (there - len(self._index)))

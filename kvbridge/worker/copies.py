@@ -86,7 +86,9 @@ class BackupCopier:
         self.page_bytes = {space: int(each) for space, each in found.items()}
         # Slices begin where a share does: what they cut is shared out as the whole order would be.
         unit = math.lcm(*(count for _, count in shares.values()))
-        self.slice_pages = {space: unit * max(1, int(slice_bytes // max(1, unit * each))) for space, each in found.items()}
+        self.slice_pages = {
+            space: unit * max(1, int(slice_bytes // max(1, unit * each))) for space, each in found.items()
+        }
 
     def copy(self, moves: PageMoves) -> int:
         """See Copier."""
