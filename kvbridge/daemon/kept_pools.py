@@ -34,8 +34,6 @@ class KeptPools:
     """What the pools hold by the journal of the one before; None: nothing that could be gone on with."""
     _old: dict[str, Path] = field(default_factory=dict)
     """The files that are to be taken over, by what their names have after the incarnation."""
-    _pools: list[MappedPool] = field(default_factory=list)
-    _stays: bool = False
 
     @classmethod
     def look(cls, files: KeptFiles, header: KeptHeader, wait_s: float) -> KeptPools:
@@ -72,7 +70,7 @@ class KeptPools:
         pool = self._take_over(placement, name, prefix, on_progress) if self._old else None
         if pool is None:
             pool = MappedPool.create(placement, prefix.parent, prefix.name, on_progress=on_progress)
-        self._pools.append(pool)
+        pool.leave()  # the end of this process, at any moment, leaves what the journal says
         made = tuple(
             KeptFile(name=f"{name}.{planned.name}", length_bytes=planned.length_bytes, inode=mapping.path.stat().st_ino)
             for planned, mapping in zip(placement.mappings, pool.mappings, strict=True)
@@ -88,15 +86,9 @@ class KeptPools:
             self.refuse(str(error))
             return None
 
-    def leave(self) -> None:
-        """The journal is whole: the pools stay when they are closed, and are kept from then on."""
-        for pool in self._pools:
-            pool.leave()
-        self._stays = True
-
     def close(self) -> None:
-        """Give them up, behind the pools themselves. Harmless when closed."""
-        self.files.close(keep=self._stays)
+        """Give them up, behind the pools themselves; without a journal they are removed. Harmless when closed."""
+        self.files.close(keep=self.files.journal.exists())
 
 
 def _same_files(files: KeptFiles, before: KeptHeader) -> dict[str, Path]:

@@ -27,7 +27,7 @@ from kvbridge.daemon.host_tier import plan_twins
 from kvbridge.daemon.kept_pools import KeptPools
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.extent import Progress, ignore_progress
-from kvbridge.pool.memory.kept_files import KeptFiles
+from kvbridge.pool.memory.kept_files import KeptFiles, discard_files
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
 from kvbridge.pool.memory.leftovers import POOL_PREFIX
 from kvbridge.pool.memory.mapped_pool import MappedPool
@@ -203,15 +203,18 @@ class _CancelledError(Exception):
     """The creation was told to stop."""
 
 
-def keep_pools(config: PrefillConfig | DecodeConfig, prefix: str, header: KeptHeader) -> KeptPools | None:
-    """Get the kept pools of a node whose shared files' names begin with `prefix`; None when it keeps none.
+def keep_pools(config: PrefillConfig | DecodeConfig, prefix: str, header: KeptHeader | None) -> KeptPools | None:
+    """Get the kept pools of a node whose shared files' names begin with `prefix`.
 
-    Waits for a daemon of the same name that is ending. Raises RegistrationError when it does not end.
+    None, and those of an earlier process are removed, without a header: this one keeps none. With one, it waits for a daemon of the
+    same name that is ending. Raises RegistrationError when that does not end.
     """
+    directory, name = memory_directory(config), f"{prefix}keep"
     keep_s, wait_s = config.pools.keep_s, config.timeouts.kept_pools_s
-    if not keep_s:
+    if header is None:
+        discard_files(directory, name)
         return None
-    files = KeptFiles.lock_files(memory_directory(config), f"{prefix}keep", keep_s=keep_s, wait_s=wait_s)
+    files = KeptFiles.lock_files(directory, name, keep_s=keep_s, wait_s=wait_s)
     return KeptPools.look(files, header, wait_s)
 
 
@@ -270,8 +273,11 @@ class NodeMemory:
             self.problem = f"memory is being created ({share:.0%} of {total} bytes)"
             on_progress(done + pool_bytes, total)
 
-        wanted: dict[Rank | str, Placement | None] = {"host": self.layout.host, "twins": self.layout.twins}
-        wanted.update(self.layout.shared_device())
+        wanted: dict[Rank | str, Placement | None] = {
+            **self.layout.shared_device(),
+            "host": self.layout.host,
+            "twins": self.layout.twins,
+        }
         try:
             for whose, placement in wanted.items():
                 if placement is not None:

@@ -259,8 +259,8 @@ class NodeDaemon:
         memory = self.parts.memory
         memory.group = group
         prefix = file_prefix(identity.instance, f"{identity.role}-{identity.node}")
-        if config.pools.keep_s:
-            memory.kept = await asyncio.to_thread(keep_pools, config, prefix, self.parts.kept_header())
+        header = self.parts.kept_header() if config.pools.keep_s else None
+        memory.kept = await asyncio.to_thread(keep_pools, config, prefix, header)
         await memory.create(directory, prefix + identity.incarnation, cancel_s=config.timeouts.shutdown_close_s / 2)
         self._go_on_with_pools()
         seconds = round(time.monotonic() - begun_s, 3)
@@ -280,10 +280,9 @@ class NodeDaemon:
             self._background(restored.run(), "kept pools")
 
     async def _leave_pools(self) -> None:
-        """Nothing copies pages any more: let the kept pools be whole for the next daemon."""
-        kept = self.parts.memory.kept
-        if kept is not None and self._journal is not None and await self._journal.finish(self._closing_part_s):
-            kept.leave()
+        """Nothing copies pages any more: the journal of kept pools has all of them."""
+        if self._journal is not None:
+            await self._journal.finish(self._closing_part_s)
 
     # ------------------------------------------------------------------ the directory
 

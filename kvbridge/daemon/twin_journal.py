@@ -150,11 +150,8 @@ class TwinJournal:
 
     # ------------------------------------------------------------------------------------- its end
 
-    async def finish(self, within_s: float) -> bool:
-        """Write down what is still being read, and the whole journal anew. False when it cannot be written any more.
-
-        What is not read within `within_s` is lost.
-        """
+    async def finish(self, within_s: float) -> None:
+        """Write down what is still being read, and the whole journal anew. What is not read within `within_s` is lost."""
         deadline_s = self._loop.time() + within_s
         while self._reading is not None and (left_s := deadline_s - self._loop.time()) > 0:
             await asyncio.wait({self._reading}, timeout=left_s)
@@ -162,7 +159,6 @@ class TwinJournal:
         self._arriving.clear()
         self._write_whole()
         self.close()
-        return self._entries >= 0
 
     def close(self) -> None:
         """Write nothing more. Harmless when closed."""

@@ -93,15 +93,13 @@ class Bench:
                 for page_id in range(region.page_count):
                     page = views.page(region.component, region.layer, space=region.space, page_id=page_id)
                     page.view(torch.uint8).random_(0, 256)
-        number, pages = 0, 0
-        total = sum(status(self.daemon)["pools"]["full_twin"].values())
-        while pages < total - ROOM_PAGES:
+        prompts = sum(status(self.daemon)["pools"]["full_twin"].values()) // ROOM_PAGES - 1  # none is evicted
+        for number in range(prompts):
             self.leave(number)
-            number += 1
-            if number % 2 == 0:
-                pages = eventually("backed up", self._settled)
-        eventually("in the journal", lambda: self.journal_bytes() >= pages * 64)
-        return number
+            if number % 2:
+                eventually("backed up", self._settled)
+        eventually("in the journal", lambda: self.journal_bytes() >= prompts * ROOM_PAGES * 64)
+        return prompts
 
     def _settled(self) -> int:
         found = status(self.daemon)["host_tier"]
@@ -165,13 +163,12 @@ def run(size_gib: float = SIZE_GIB) -> dict[str, Any]:
     """Measure it. Takes the memory twice for a moment of each empty start's end."""
     found: dict[str, Any] = {"size_gib": size_gib, "warm_s": [], "empty_s": [], "restored_s": []}
     with bench(size_gib) as one:
-        for _ in range(TURNS):
+        for turn in range(TURNS):
             found["prompts"] = one.fill()
-            found["pages"] = one.journal_bytes() // 64
             seconds, host_tokens = one.restart(warm=True)
             assert host_tokens == ROOM_PAGES * PAGE, host_tokens
             found["warm_s"].append(seconds)
-            [told] = eventually("restored", lambda: _restored(one.daemon))
+            told = eventually("restored", lambda turn=turn: _restored(one.daemon, turn))
             found["restored_s"].append(told["seconds"])
             found["restored_pages"], found["lost"] = told["pages"], told["lost"]
             found["empty_s"].append(one.restart(warm=False)[0])
@@ -180,9 +177,9 @@ def run(size_gib: float = SIZE_GIB) -> dict[str, Any]:
     return found
 
 
-def _restored(daemon: DaemonProcess) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in daemon.log(2000).splitlines() if '"prefixes_restored"' in line]
-    return lines[-1:]
+def _restored(daemon: DaemonProcess, turn: int) -> dict[str, Any] | None:
+    lines = [line for line in daemon.log(1_000_000).splitlines() if '"prefixes_restored"' in line]
+    return json.loads(lines[turn]) if len(lines) > turn else None
 
 
 def table(found: dict[str, Any]) -> str:

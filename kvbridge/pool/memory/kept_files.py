@@ -8,13 +8,18 @@ that file, again and again, until when the others are to be kept if it ends now;
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import time
 from pathlib import Path
 
+import structlog
+
 from kvbridge.core.closing import Closing
 from kvbridge.core.errors import RegistrationError
+
+log = structlog.get_logger(__name__)
 
 _LOOK_EVERY_S = 0.02
 _RENEWALS = 10
@@ -100,6 +105,13 @@ class KeptFiles(Closing):
 
     def _write(self, until_s: float) -> None:
         os.pwrite(self._descriptor, f"{until_s:032.3f}".encode(), 0)
+
+
+def discard_files(directory: Path, prefix: str) -> None:
+    """Remove kept files whose names begin with `prefix`, unless another process has them."""
+    if (directory / f"{prefix}.lock").exists():
+        with contextlib.suppress(RegistrationError), KeptFiles.lock_files(directory, prefix, keep_s=0.0, wait_s=0.0):
+            log.info("kept_pools_removed", directory=str(directory), reason="pools.keep_s is 0")
 
 
 def _locked(path: Path) -> int | None:

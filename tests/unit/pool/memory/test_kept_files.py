@@ -8,7 +8,7 @@ import os
 import pytest
 
 from kvbridge.core.errors import RegistrationError
-from kvbridge.pool.memory.kept_files import KeptFiles
+from kvbridge.pool.memory.kept_files import KeptFiles, discard_files
 from kvbridge.pool.memory.leftovers import Verdict, sweep
 from kvbridge.pool.memory.shared_mapping import SharedMapping
 
@@ -75,6 +75,16 @@ def test_pools_without_their_lock_file_are_nobodys(shm):
 
 def test_an_owner_that_does_not_keep_them_leaves_nothing(shm):
     left(shm).close()
+    assert not list(shm.iterdir())
+
+
+def test_a_daemon_that_keeps_none_removes_them_unless_another_has_them(shm):
+    files = left(shm)
+    discard_files(shm, PREFIX)
+    assert len(list(shm.iterdir())) == 3
+    files.close(keep=True)
+    discard_files(shm, PREFIX)
+    discard_files(shm, PREFIX)
     assert not list(shm.iterdir())
 
 
