@@ -273,13 +273,13 @@ class NodeMemory:
             self.problem = f"memory is being created ({share:.0%} of {total} bytes)"
             on_progress(done + pool_bytes, total)
 
-        wanted: dict[Rank | str, Placement | None] = {
-            **self.layout.shared_device(),
-            "host": self.layout.host,
-            "twins": self.layout.twins,
-        }
+        wanted: list[tuple[Rank | str, Placement | None]] = [
+            *self.layout.shared_device().items(),
+            ("host", self.layout.host),
+            ("twins", self.layout.twins),
+        ]
         try:
-            for whose, placement in wanted.items():
+            for whose, placement in wanted:
                 if placement is not None:
                     self._have(whose, self._make(placement, str(whose), directory / prefix, report))
                     done += placement.total_bytes
