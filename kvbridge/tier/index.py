@@ -123,6 +123,10 @@ class PrefixIndex:
         """Return the keys of records."""
         return self._records.keys(records)
 
+    def path(self, record: int) -> RecordArray:
+        """Return the path that ends with a record."""
+        return self._records.path(record)
+
     def uses(self, path: RecordArray) -> npt.NDArray[np.int32]:
         """How often each record of a path was used; none more often than its parent."""
         return self._uses[path]

@@ -76,6 +76,10 @@ class Residence:
         found: RecordArray = records[self.has(records) & (self._pins[records] == 0)]
         return found
 
+    def leaves(self) -> RecordArray:
+        """Return the records that could be evicted first: leaves that nobody pins, by their rank."""
+        return self._victims.leaves()
+
     def evictable(self) -> dict[IndexSpace, int]:
         """How many pages of each space could go now."""
         found = dict.fromkeys(self.spaces, len(self) - self.pinned)
