@@ -31,6 +31,7 @@ from tests.bench import (
     bench_telemetry,
     bench_traces,
     bench_transport,
+    bench_twin_copies,
     bench_used_pools,
     bench_watching,
 )
@@ -39,6 +40,7 @@ BENCHMARKS: dict[str, Any] = {
     "plan": bench_plan,
     "prefix": bench_prefix,
     "transport": bench_transport,
+    "twin_copies": bench_twin_copies,
     "used_pools": bench_used_pools,
     "shared_rooms": bench_shared_rooms,
     "overhead": bench_overhead,
