@@ -218,10 +218,7 @@ class PrefixCache:
         self._end(reader)
 
     def retain(self, owner: Owner, claim: Claim) -> None:
-        """Let what an owner reads, now and later, go after others for as long as it asks, from its last use of it on.
-
-        Raises NotFoundError as `let_go`.
-        """
+        """Let what an owner reads, now and later, go after others for as long as it asks. Raises NotFoundError as `let_go`."""
         self.claims.make(owner, self._reader(owner).path, claim)
 
     def _end(self, reader: Reader) -> None:
@@ -345,11 +342,6 @@ class PrefixCache:
         return len(self._readers)
 
     @property
-    def evicted_pages(self) -> int:
-        """Pages of prompts that made room for others, so far; one is a page of each space."""
-        return self._index.evicted.total()
-
-    @property
     def checkpoint_count(self) -> int:
         """How many checkpoints there are."""
         return self._index.device.checkpoint_count
@@ -375,8 +367,7 @@ class PrefixCache:
                 raise IntegrityError(
                     f"pages of '{space}' are cached or in the index, not both: {differing.tolist()[:8]}"
                 )
-        if not self.claims.owners() <= self._readers.keys():
-            raise IntegrityError(f"owners claim pages that they do not read, in {self._index!r}")
+        self.claims.check_integrity(self._readers)
         readers = [*self._readers.values(), *self.looks.readers]
         if self.twins is not None:
             readers += [backup.reader for backup in self.twins.backups.values()]
