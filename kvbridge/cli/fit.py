@@ -72,6 +72,8 @@ class FitReport(FrozenModel):
     device_pool_bytes: NonNegative | None
     """None: the engine's own."""
     host_pool_bytes: NonNegative
+    twin_bytes: NonNegative
+    """Of `tier.host`, whose pages keep prefixes and are no request's."""
     hot_buffer_bytes: NonNegative
     lengths: tuple[LengthFit, ...]
 
@@ -176,6 +178,7 @@ def _report(
         pages=layout.owned,
         device_pool_bytes=None if placement is None else placement.total_bytes,
         host_pool_bytes=0 if layout.host is None else layout.host.total_bytes,
+        twin_bytes=0 if layout.twins is None else layout.twins.total_bytes,
         hot_buffer_bytes=0 if plan.sparse is None else plan.sparse.max_requests * hot_slot_bytes(plan).total,
         lengths=tuple(found),
     )
@@ -228,6 +231,10 @@ def _pools(config: DecodeConfig, layout: NodeLayout, rank: Rank, plan: DecodePla
         table.add_row(f"device pool of rank {rank}", counts, readable(placement.total_bytes))
     if layout.host is not None:
         table.add_row("host pool", str(layout.owned[IndexSpace.HOST]), readable(layout.host.total_bytes))
+    if layout.twins is not None:
+        table.add_row(
+            "prefixes on the host", str(layout.owned[IndexSpace.FULL_TWIN]), readable(layout.twins.total_bytes)
+        )
     if plan.sparse is not None:
         slots, each = plan.sparse.max_requests, hot_slot_bytes(plan)
         table.add_row(f"hot buffer of rank {rank}", str(slots), readable(slots * each.total))

@@ -139,6 +139,12 @@ class CudaPageCopier(PageCopier):
         to_host = _side_is_host(device, self.pairs, "destination")
         self._blocks = blocks or _default_blocks(device, from_host=self._from_host, to_host=to_host)
         self._segment_bytes = loads * LOAD_BYTES
+        each = [
+            [_segments(pair, self._segment_bytes) for pair in self.pairs if pair.table == table]
+            for table in range(self.tables)
+        ]
+        self._segments = [(sum(of_pairs), max(of_pairs, default=0)) for of_pairs in each]
+        """For each list: of a page of all its pairs together, and of the longest page."""
         self._kernel = programs.kernel(source(loads), "copy_pages", device)
         self._shared_bytes = len(self.pairs) * _PAIR.itemsize
         self._kernel.allow_shared(self._shared_bytes)
@@ -150,12 +156,12 @@ class CudaPageCopier(PageCopier):
     def copy(self, lists: Sequence[IdPairs], *, stream: int = 0) -> None:
         """Launch; nothing on the host waits."""
         self._check_lists(lists)
-        work = [lists[pair.table].count * _segments(pair, self._segment_bytes) for pair in self.pairs]
-        if max(work) >= MOST_ITEMS:
+        most = max(each.count * longest for each, (_, longest) in zip(lists, self._segments, strict=True))
+        if most >= MOST_ITEMS:
             raise InvalidInputError(
-                f"{max(work) * self._segment_bytes} bytes of one region are too many for one launch; split them"
+                f"{most * self._segment_bytes} bytes of one region are too many for one launch; split them"
             )
-        segments = sum(work)
+        segments = sum(each.count * of_page for each, (of_page, _) in zip(lists, self._segments, strict=True))
         if not segments and not self._signals:
             return
         unused = IdPairs(0, 0, 0)

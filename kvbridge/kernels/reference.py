@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,12 @@ def copy_operations(source_addresses: AddressArray, destination_addresses: Addre
             each.append(chosen)
     if each:
         rest = np.concatenate(each)
-        _copy_each(source_addresses[rest], destination_addresses[rest], lengths[rest])
+        copy_each(source_addresses[rest].tolist(), destination_addresses[rest].tolist(), lengths[rest].tolist())
+
+
+def copy_each(source: Sequence[int], destination: Sequence[int], lengths: Sequence[int]) -> None:
+    """As `copy_operations`, each stretch by a call of its own: for those of a KiB and more, and without looking at them first."""
+    deque(map(_memmove, destination, source, lengths), maxlen=0)
 
 
 def _by_length(lengths: AddressArray) -> Iterator[tuple[int, npt.NDArray[np.intp]]]:
@@ -60,10 +65,6 @@ def _by_length(lengths: AddressArray) -> Iterator[tuple[int, npt.NDArray[np.intp
     order = np.argsort(lengths, kind="stable")
     found, starts = np.unique(lengths[order], return_index=True)
     yield from zip(found.tolist(), np.split(order, starts[1:]), strict=True)
-
-
-def _copy_each(source: AddressArray, destination: AddressArray, lengths: AddressArray) -> None:
-    deque(map(_memmove, destination.tolist(), source.tolist(), lengths.tolist()), maxlen=0)
 
 
 def _copy_equal(source: AddressArray, destination: AddressArray, length: int) -> None:

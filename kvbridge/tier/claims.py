@@ -6,9 +6,10 @@ Owns: which owner asks what, and whether it counts. Must not know: which pages g
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection
 
 from kvbridge.core.clock import Clock
+from kvbridge.core.errors import IntegrityError
 from kvbridge.core.prefixes import Evicted
 from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.tier.index import PrefixIndex
@@ -25,10 +26,6 @@ class Claims:
         self._forgotten: Counter[Evicted] = Counter()
         self.refused = 0
         """Owners whose namespace retained as many pages as it may: what they ask does not count any more."""
-
-    def owners(self) -> set[Owner]:
-        """Those whose claims count."""
-        return set(self._of)
 
     def make(self, owner: Owner, path: RecordArray, claim: Claim) -> None:
         """An owner asks this for what it reads, now and later."""
@@ -51,7 +48,12 @@ class Claims:
         """So many pages of prompts were dropped."""
         self._forgotten[why] += pages
 
-    def gone(self) -> Mapping[Evicted, int]:
+    def check_integrity(self, readers: Collection[Owner]) -> None:
+        """Raise IntegrityError unless every owner with a claim is one of these."""
+        if not self._of.keys() <= set(readers):
+            raise IntegrityError(f"owners claim pages that they do not read: {self._of.keys() - set(readers)}")
+
+    def gone(self) -> Counter[Evicted]:
         """How many pages of prompts are not cached any more, so far, by why."""
         return self._index.evicted + self._forgotten
 

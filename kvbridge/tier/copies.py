@@ -149,7 +149,8 @@ class TwinCopier(Closing):
         if not matched:
             raise InvalidInputError("no component of this rank has twins among the regions that were given")
         # Only the kernel tells how far it is, and only loads are waited for layer by layer.
-        by_layer = direction is Direction.LOAD_BACK and means.backend is CopyBackend.KERNEL
+        kernel = means.device is not None and means.backend is CopyBackend.KERNEL
+        by_layer = kernel and direction is Direction.LOAD_BACK
         layers = sorted({region.layer for region, _ in matched})
         self._groups = {layer: group if by_layer else 0 for group, layer in enumerate(layers)}
         pairs: list[PagePair] = []
@@ -205,10 +206,10 @@ class TwinCopier(Closing):
             )
         if len(device) != len(twins):
             raise InvalidInputError(f"{len(device)} pages of '{space}' cannot have {len(twins)} twins")
-        for ids, count, what in zip((device, twins), self._page_counts[space], (space, twin_space(space)), strict=True):
+        for ids, count, what in zip((device, twins), self._page_counts[space], (space, TWINS[space]), strict=True):
             if ids.dtype != np.int32:
                 raise InvalidInputError(f"page ids are int32, got {ids.dtype} for '{what}'")
-            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < count:
+            if len(ids) and ids.view(np.uint32).max() >= count:  # negative ones are larger still
                 raise PageOutOfBoundsError(
                     f"pages {ids.min()} to {ids.max()} of '{what}' do not all exist among {count}"
                 )

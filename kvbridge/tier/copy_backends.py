@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -22,17 +22,18 @@ from kvbridge.core.plan.runs import find_runs
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.segments import StagingPool
 from kvbridge.kernels.page_copies import CudaPageCopier
-from kvbridge.kernels.places import IdPairs, PageMemory, PagePair
-from kvbridge.kernels.reference import copy_operations
+from kvbridge.kernels.places import IdPairs, PagePair
+from kvbridge.kernels.reference import copy_each
 from kvbridge.pool.memory.host_registration import Range, registered_ranges
 
 IdLists = Sequence[tuple[PageIdArray, PageIdArray]]
 """For each list that pairs name: ids of the pages that are read and of those that are written."""
 AddressArray = npt.NDArray[np.uint64]
 
-RING = 4
-"""Copies whose lists of ids can be on their way before another stretch of page-locked memory is made for them."""
+RING = 32
+"""Copies whose lists of ids can be on their way before more page-locked memory is made for them, which may wait for the device."""
 RING_BYTES = 64 * 1024
+NOTHING = np.empty(0, dtype=np.uint64)
 
 
 class PageCopies(Closing):
@@ -65,8 +66,9 @@ class ReferenceCopies(PageCopies):
     def copy(self, lists: IdLists, *, stream: int) -> int:
         """Copy now; there is no stream."""
         del stream
-        operations = self._addresses.operations(lists)
-        copy_operations(operations.source, operations.destination, operations.length)
+        for addresses, lengths in self._addresses.columns(lists):
+            sources, destinations = addresses.tolist()
+            copy_each(sources, destinations, lengths.tolist())
         self._last += 1
         return self._last
 
@@ -210,59 +212,56 @@ def _follows(first: PagePair, second: PagePair) -> bool:
     )
 
 
-class _Side:
-    """Addresses of pages of several regions at once."""
-
-    def __init__(self, memories: Sequence[PageMemory]) -> None:
-        most = max(len(memory.extent_addresses) for memory in memories)
-        self._extents = np.zeros((len(memories), most), dtype=np.uint64)
-        for row, memory in zip(self._extents, memories, strict=True):
-            row[: len(memory.extent_addresses)] = memory.extent_addresses
-        self._per_extent = np.array([[memory.pages_per_extent] for memory in memories], dtype=np.int64)
-        self._strides = np.array([[memory.page_stride_bytes] for memory in memories], dtype=np.int64)
-
-    def addresses(self, pages: npt.NDArray[np.int64]) -> AddressArray:
-        """Return where each of the pages begins in each region: uint64 [regions, pages]."""
-        if self._extents.shape[1] == 1:
-            return self._extents + (pages * self._strides).astype(np.uint64)
-        extent, within = np.divmod(pages[None, :], self._per_extent)
-        return np.take_along_axis(self._extents, extent, axis=1) + (within * self._strides).astype(np.uint64)
-
-
 class _Group:
-    """Pairs of one list that are alike in whether pages next to each other are one stretch on both sides."""
+    """Pairs of one list that are alike in how their pages are addressed, and whether neighbours are one stretch on both sides."""
 
     def __init__(self, pairs: Sequence[PagePair], *, dense: bool) -> None:
         self.table = pairs[0].table
-        self._source = _Side([pair.source for pair in pairs])
-        self._destination = _Side([pair.destination for pair in pairs])
-        self._lengths = np.array([[pair.page_bytes] for pair in pairs], dtype=np.int64)
+        sides = [[pair.source for pair in pairs], [pair.destination for pair in pairs]]
+        most = max(len(memory.extent_addresses) for side in sides for memory in side)
+        self._extents = np.zeros((2, len(pairs), most), dtype=np.uint64)
+        for row, memory in zip(self._extents.reshape(-1, most), sides[0] + sides[1], strict=True):
+            row[: len(memory.extent_addresses)] = memory.extent_addresses
+        self._per_extent = np.array([[[memory.pages_per_extent] for memory in side] for side in sides], dtype=np.int64)
+        self._strides = np.array([[[memory.page_stride_bytes] for memory in side] for side in sides], dtype=np.uint64)
+        self._lengths = np.array([pair.page_bytes for pair in pairs], dtype=np.uint64)
         self._dense = dense
 
-    def columns(self, source: PageIdArray, destination: PageIdArray) -> tuple[AddressArray, AddressArray, AddressArray]:
-        origins, targets = source.astype(np.int64), destination.astype(np.int64)
-        pages = np.ones(len(origins), dtype=np.int64)
-        if self._dense:
-            runs = find_runs(origins, targets)
-            origins, targets, pages = runs.source, runs.destination, runs.pages
-        return (
-            self._source.addresses(origins).ravel(),
-            self._destination.addresses(targets).ravel(),
-            (self._lengths * pages).astype(np.uint64).ravel(),
-        )
+    def columns(self, source: PageIdArray, destination: PageIdArray) -> tuple[AddressArray, AddressArray]:
+        """Return addresses uint64 [2, copies] of sources and destinations, and uint64 [copies], how long they are."""
+        pages = np.array((source, destination), dtype=np.int64)
+        if self._dense and len(runs := find_runs(*pages)) < len(source):
+            pages = np.array((runs.source, runs.destination))
+            lengths = np.outer(self._lengths, runs.pages.astype(np.uint64)).ravel()
+        else:
+            lengths = np.repeat(self._lengths, len(source))
+        pages = pages[:, None, :]
+        if self._extents.shape[2] == 1:
+            addresses = self._extents + pages.astype(np.uint64) * self._strides
+        else:
+            extent, within = np.divmod(pages, self._per_extent)
+            addresses = np.take_along_axis(self._extents, extent, axis=2) + within.astype(np.uint64) * self._strides
+        return addresses.reshape(2, -1), lengths
 
 
 class _Addresses:
-    """From listed pages to operations by address."""
+    """From listed pages to what is to be copied, by address, in any order."""
 
     def __init__(self, pairs: Sequence[PagePair]) -> None:
         ordered = sorted(pairs, key=_form)
         self._groups = [_Group(list(alike), dense=form[1]) for form, alike in groupby(ordered, key=_form)]
 
+    def columns(self, lists: IdLists) -> Iterator[tuple[AddressArray, AddressArray]]:
+        """Yield parts of it, as `_Group.columns` returns them."""
+        for group in self._groups:
+            if len(lists[group.table][0]):
+                yield group.columns(*lists[group.table])
+
     def operations(self, lists: IdLists) -> Operations:
-        """Return what is to be copied, in any order."""
-        named = [group.columns(*lists[group.table]) for group in self._groups]
-        return Operations(*(np.concatenate(column) for column in zip(*named, strict=True)))
+        """Return all of it."""
+        found = [(NOTHING[None].repeat(2, axis=0), NOTHING), *self.columns(lists)]
+        source, destination = np.concatenate([each for each, _ in found], axis=1)
+        return Operations(source, destination, np.concatenate([lengths for _, lengths in found]))
 
 
 def _form(pair: PagePair) -> tuple[int, bool]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -32,26 +31,12 @@ from kvbridge.tier.checkpoints import join
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.policy import EvictionPolicy, LeastRecentlyUsed
 from kvbridge.tier.records import NO_RECORD, RecordArray, Records
-from kvbridge.tier.residence import Pages, Residence, merged
+from kvbridge.tier.residence import Inserted, Pages, Residence, merged
 from kvbridge.tier.retention import Claim, Retentions, base_rank
 
 DigestArray = npt.NDArray[np.uint32]
 """Of shape (records, digest_words)."""
 CHECKPOINT_SPACE = IndexSpace.SWA
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Inserted:
-    """What became of the pages given to `insert`."""
-
-    records: RecordArray
-    """Of all of `keys[start:]`."""
-    residence: Residence
-    """Where they were inserted."""
-    new: RecordArray
-    """Those of them, the last ones, that are new there."""
-    pages: Pages
-    """Those of the pages given that are the index's now; of the others it had the first arrival, and they stay the caller's."""
 
 
 class PrefixIndex:
@@ -123,6 +108,10 @@ class PrefixIndex:
     def keys(self, records: RecordArray) -> Keys:
         """Return the keys of records."""
         return self._records.keys(records)
+
+    def path(self, record: int) -> RecordArray:
+        """Return the path that ends with a record."""
+        return self._records.path(record)
 
     def uses(self, path: RecordArray) -> npt.NDArray[np.int32]:
         """How often each record of a path was used; none more often than its parent."""
@@ -201,10 +190,7 @@ class PrefixIndex:
                 residence.used(records)
 
     def retain(self, path: RecordArray, now: float, claim: Claim) -> bool:
-        """Let a path go after others for as long as a claim says from `now` on.
-
-        False, and nothing has changed, when its namespace retains as much as it may. Raises IntegrityError when it is no path.
-        """
+        """Let a path go after others as a claim says, from `now` on; False when its namespace retains as much as it may."""
         if not self._is_path(path, "retain", whole=True):
             return True
         self.decay(now)

@@ -11,13 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, IntegrityError, NotFoundError
+from kvbridge.core.errors import (
+    BridgeError,
+    CapacityError,
+    ConflictError,
+    IntegrityError,
+    InvalidInputError,
+    NotFoundError,
+)
 from kvbridge.core.ids import IndexSpace, PageIdArray
 from kvbridge.core.prefixes import Evicted
 from kvbridge.pool.accounts.book import PageBook
@@ -26,23 +32,14 @@ from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.tier.claims import Claims
 from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.readers import Admitted, Dropped, PathPages, Reader, Residency, check_pins, some
+from kvbridge.tier.looks import Looks, PathPages
+from kvbridge.tier.readers import Admitted, Dropped, PathWatcher, Reader, Residency, check_pins, some
 from kvbridge.tier.records import RecordArray
 from kvbridge.tier.retention import Claim
 from kvbridge.tier.twins import Twins
 
 Demand = Callable[[Mapping[IndexSpace, int]], Mapping[IndexSpace, int]]
 """From the cached pages of each space that an owner is to read to the pages that it needs of each space beside them."""
-
-
-class PathWatcher(Protocol):
-    """Told of prefixes on the device, in the middle of the call: takes note, and calls nothing back."""
-
-    def kept(self, keys: Keys) -> None:
-        """Pages of this prompt are new on the device, its last ones."""
-
-    def used(self, keys: Keys) -> None:
-        """Somebody found this beginning of a prompt here."""
 
 
 class PrefixCache:
@@ -55,7 +52,7 @@ class PrefixCache:
         self._clock = clock
         self._restores = restores and index.host is not None
         self._readers: dict[Owner, Reader] = {}
-        self._looking: dict[PathPages, Reader] = {}
+        self.looks = Looks(index, end=self._end)
         self._watchers: list[PathWatcher] = []
         self.twins = Twins(book, index, index.host, clock, end=self._end) if index.host is not None else None
         """How prefixes come to the host; None: they do not."""
@@ -86,13 +83,13 @@ class PrefixCache:
             path = path[: max((np.flatnonzero(self._restorable(path)) + 1).tolist(), default=0)]
         try:
             return self._admit(owner, keys, path, demand, from_checkpoint=from_checkpoint)
-        except CapacityError as error:
+        except (CapacityError, InvalidInputError) as error:
             if not (from_checkpoint and len(path)):
                 raise  # each page of a prefix is one page less to reserve, so that it would not fit without one either
             try:  # but a checkpoint takes pages in which the owner's own windows may have to be
                 return self._admit(owner, keys, path[:0], demand, from_checkpoint=False)
-            except CapacityError:
-                raise error from None
+            except CapacityError as without:
+                raise (error if isinstance(error, CapacityError) else without) from None
 
     def _admit(self, owner: Owner, keys: Keys, path: RecordArray, demand: Demand, *, from_checkpoint: bool) -> Admitted:
         if owner in self._readers:
@@ -221,10 +218,7 @@ class PrefixCache:
         self._end(reader)
 
     def retain(self, owner: Owner, claim: Claim) -> None:
-        """Let what an owner reads, now and later, go after others for as long as it asks, from its last use of it on.
-
-        Raises NotFoundError as `let_go`.
-        """
+        """Let what an owner reads, now and later, go after others for as long as it asks. Raises NotFoundError as `let_go`."""
         self.claims.make(owner, self._reader(owner).path, claim)
 
     def _end(self, reader: Reader) -> None:
@@ -282,32 +276,9 @@ class PrefixCache:
     # ------------------------------------------------------------------------------------- what the pages hold
 
     def look(self, owner: Owner) -> PathPages:
-        """Let somebody look at the pages that an owner reads in place, until `looked`, whatever becomes of the owner."""
+        """Let somebody look at the pages that an owner reads in place, until `looks.end`, whatever becomes of the owner."""
         reader = self._reader(owner)
-        path = reader.path[: reader.device]
-        looking = PathPages(path, self._index.pages(path))
-        self._looking[looking] = Reader(path, len(path))
-        self._looking[looking].pin(self._index)
-        return looking
-
-    def looked(self, looking: PathPages) -> None:
-        """End what `look` began; harmless when it has been ended."""
-        if looking in self._looking:
-            self._end(self._looking.pop(looking))
-
-    def is_digested(self, looking: PathPages) -> npt.NDArray[np.bool_]:
-        """Of which of these pages it is known what they held when they came."""
-        return self._index.digests(looking.path)[1]
-
-    def set_digests(self, looking: PathPages, start: int, digests: DigestArray) -> None:
-        """Note what these pages from `start` on hold, as far as it is not known; one row each."""
-        self._index.set_digests(looking.path[start:], digests)
-
-    def changed(self, looking: PathPages, digests: DigestArray) -> npt.NDArray[np.bool_]:
-        """Where these pages do not hold any more what they held when they came, by page and word of their digests."""
-        expected, is_known = self._index.digests(looking.path)
-        changed: npt.NDArray[np.bool_] = (expected != digests) & is_known[:, np.newaxis]
-        return changed
+        return self.looks.begin(reader.path[: reader.device])
 
     def readers_of(self, looking: PathPages, page: int) -> list[Owner]:
         """Owners that read one of these pages."""
@@ -373,11 +344,6 @@ class PrefixCache:
         return len(self._readers)
 
     @property
-    def evicted_pages(self) -> int:
-        """Pages of prompts that made room for others, so far; one is a page of each space."""
-        return self._index.evicted.total()
-
-    @property
     def checkpoint_count(self) -> int:
         """How many checkpoints there are."""
         return self._index.device.checkpoint_count
@@ -409,9 +375,8 @@ class PrefixCache:
                 raise IntegrityError(
                     f"pages of '{space}' are cached or in the index, not both: {differing.tolist()[:8]}"
                 )
-        if not self.claims.owners() <= self._readers.keys():
-            raise IntegrityError(f"owners claim pages that they do not read, in {self._index!r}")
-        readers = [*self._readers.values(), *self._looking.values()]
+        self.claims.check_integrity(self._readers)
+        readers = [*self._readers.values(), *self.looks.readers]
         if self.twins is not None:
             readers += [backup.reader for backup in self.twins.backups.values()]
         check_pins(self._index, readers)

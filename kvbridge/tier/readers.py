@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from kvbridge.core.errors import BridgeError, IntegrityError
 from kvbridge.core.ids import IndexSpace, PageIdArray
 from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.keys import Keys
 from kvbridge.tier.records import RecordArray
 from kvbridge.tier.residence import Pages, Residence
 
@@ -122,12 +123,14 @@ class Dropped(NamedTuple):
     """Of these, those that are still read."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PathPages:
-    """Cached pages of a prompt, from its first one on, that stay where they are until `PrefixCache.looked`."""
+class PathWatcher(Protocol):
+    """Told of prefixes on the device, in the middle of the call: takes note, and calls nothing back."""
 
-    path: RecordArray
-    pages: Pages
+    def kept(self, keys: Keys) -> None:
+        """Pages of this prompt are new on the device, its last ones."""
+
+    def used(self, keys: Keys) -> None:
+        """Somebody found this beginning of a prompt here."""
 
 
 def some(pages: Pages) -> Pages:

@@ -72,7 +72,7 @@ class Records:
                 known, last = middle, record
         if not known:
             return _NO_RECORDS
-        path = self._path(last)
+        path = self.path(last)
         # Keys come from outside: those that are no chain match as far as a path here has the same.
         return path[: keys.shared_with(self.keys(path))]
 
@@ -156,7 +156,7 @@ class Records:
             if not holds:
                 raise IntegrityError(f"prefix index: {fact} contradict the {len(self)} records")
 
-    def _path(self, record: int) -> RecordArray:
+    def path(self, record: int) -> RecordArray:
         """All records from a prompt's first page to this one."""
         parent_at = self.parent_at
         found = []

@@ -10,6 +10,7 @@ together, and below one that nobody pins nobody pins anything: all that nobody p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +76,10 @@ class Residence:
         """Return those of the records that are here and that nobody pins."""
         found: RecordArray = records[self.has(records) & (self._pins[records] == 0)]
         return found
+
+    def leaves(self) -> RecordArray:
+        """Return the records that could be evicted first: leaves that nobody pins, by their rank."""
+        return self._victims.leaves()
 
     def evictable(self) -> dict[IndexSpace, int]:
         """How many pages of each space could go now."""
@@ -231,6 +236,20 @@ class Residence:
     def __repr__(self) -> str:
         spaces = ", ".join(self.spaces)
         return f"<{len(self)} records in {spaces}: {self.pinned} pinned, {len(self._checkpoints)} checkpoints>"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inserted:
+    """What became of the pages given to `insert`."""
+
+    records: RecordArray
+    """Of all of `keys[start:]`."""
+    residence: Residence
+    """Where they were inserted."""
+    new: RecordArray
+    """Those of them, the last ones, that are new there."""
+    pages: Pages
+    """Those of the pages given that are the index's now; of the others it had the first arrival, and they stay the caller's."""
 
 
 def merged(parts: Sequence[Pages]) -> Pages:

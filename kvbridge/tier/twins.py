@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from kvbridge.core.clock import Clock
-from kvbridge.core.errors import BridgeError, NotFoundError
+from kvbridge.core.errors import BridgeError, CapacityError, NotFoundError
 from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray, PageMoves
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
@@ -76,7 +76,7 @@ class Twins:
     ) -> None:
         """`end`: is given every reader whose reading is over."""
         self._book, self._index, self._host, self._clock, self._end = book, index, host, clock, end
-        self._keeps_checkpoints = CHECKPOINT_TWINS in book.owned_spaces()
+        self._page_counts = {space: sum(states.values()) for space, states in book.counts().items()}
         self._is_copied = np.zeros(index.capacity, dtype=np.bool_)
         """Which records a backup that is under way copies."""
         self.backups: dict[Owner, Backup] = {}
@@ -87,13 +87,19 @@ class Twins:
         """Tell `watcher` from now on."""
         self._watchers.append(watcher)
 
+    def cold(self, count: int) -> list[Keys]:
+        """Return up to so many prompts that nobody reads and that end on the device only, those that would be evicted first."""
+        leaves = self._index.device.leaves()
+        kept = self._host.has(leaves) | self._is_copied[leaves] | self._index.is_dropped(leaves)
+        return [self._index.keys(self._index.path(record)) for record in leaves[~kept][:count].tolist()]
+
     # ------------------------------------------------------------------------------------- backups
 
     def start_backup(self, owner: Owner, keys: Keys, *, at_most: int, min_uses: int = 0) -> Backup | None:
         """Begin to copy what of a prompt is on the device and not on the host, parents first: at most so many pages.
 
-        `min_uses`: only what was used so often, its arrival included. Checkpoints on the way come along, where twins of them are
-        kept. `owner` is one of its own, and has the twins, leased, until `end_backup`. Returns None when there is nothing to copy,
+        `min_uses`: only what was used so often, its arrival included. Checkpoints on the way come along, where there are twins for
+        them. `owner` is one of its own, and has the twins, leased, until `end_backup`. Returns None when there is nothing to copy,
         or only behind what another backup is copying. Raises CapacityError, and nothing has changed, when there are no twins for
         it; ConflictError when the owner has pages.
         """
@@ -102,12 +108,18 @@ class Twins:
         stops = np.flatnonzero(self._is_copied[path] | (self._index.uses(path) < min_uses))
         path = path[: stops[0]] if len(stops) else path
         start = self._host.depth(path)
-        path = path[: start + at_most]
+        path = path[: start + min(at_most, *(self._page_counts[space] for space in self._host.spaces))]
         lacking = self._lacking_checkpoints(path)
         path = path if len(path) > start else path[: max(lacking, default=-1) + 1]
         if not len(path):
             return None
-        return self._start(owner, path, min(start, len(path)), [int(path[at]) for at in lacking])
+        start, ends = min(start, len(path)), [int(path[at]) for at in lacking]
+        try:
+            return self._start(owner, path, start, ends)
+        except CapacityError as error:
+            if start == len(path) or error.lacking.keys() != {CHECKPOINT_TWINS}:
+                raise
+            return self._start(owner, path, start, [])  # checkpoints are no reason for pages to stay behind
 
     def _start(self, owner: Owner, path: RecordArray, start: int, ends: list[int]) -> Backup:
         device = self._index.device
@@ -163,12 +175,18 @@ class Twins:
         return new
 
     def _lacking_checkpoints(self, path: RecordArray) -> list[int]:
-        """Places in a path of checkpoints that are on the device, and neither on the host nor on their way."""
-        if not self._keeps_checkpoints:
-            return []
+        """Places in a path of checkpoints that are on the device, and neither on the host nor on their way: the last, if many."""
         under_way = {record for backup in self.backups.values() for record in backup.checkpoints}
         lacking = self._index.device.checkpointed(path) & ~self._host.checkpointed(path)
-        return [at for at in np.flatnonzero(lacking).tolist() if int(path[at]) not in under_way]
+        found: list[int] = []
+        left = self._page_counts.get(CHECKPOINT_TWINS, 0)
+        for at in reversed(np.flatnonzero(lacking).tolist()):
+            left -= len(self._index.device.checkpoint(int(path[at])))
+            if left < 0:
+                break
+            if int(path[at]) not in under_way:
+                found.append(at)
+        return found[::-1]
 
     # ------------------------------------------------------------------------------------- pages from elsewhere
 

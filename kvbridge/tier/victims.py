@@ -78,6 +78,11 @@ class Victims:
         found += self._oldest(count - len(found))
         return np.array(found, dtype=np.int32)
 
+    def leaves(self) -> RecordArray:
+        """Return the leaves that nobody pins, the one of the lowest rank first."""
+        leaves = np.flatnonzero((self._records.children == 0) & (self._pins == 0))
+        return leaves[np.argsort(self._rank[leaves], kind="stable")].astype(np.int32)
+
     def add_up(self) -> bool:
         """Recount."""
         there = self._records.all()
@@ -88,7 +93,7 @@ class Victims:
         )
 
     def _leaves(self) -> list[tuple[float, int]]:
-        leaves = np.flatnonzero((self._records.children == 0) & (self._pins == 0))
+        leaves = self.leaves()
         return list(zip(self._rank[leaves].tolist(), leaves.tolist(), strict=True))
 
     def _neighbours(self, count: int) -> list[int]:

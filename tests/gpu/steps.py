@@ -27,6 +27,7 @@ KERNEL_TESTS = (
     "test_copy_stretches.py",
     "test_digest.py",
     "test_swap_in.py",
+    "test_twin_copies.py",
 )
 CONTRACT_HALVES = ("nixl", "not nixl")
 """Expressions of pytest that divide each file of the contract: backends share nothing."""

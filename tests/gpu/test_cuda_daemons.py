@@ -9,12 +9,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from kvbridge.config.tier import CopyBackend
 from kvbridge.core.errors import DetachedError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
@@ -28,8 +30,10 @@ from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.engine.views import PoolViews
 from kvbridge.pool.memory.layout import RankPart
+from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
 from tests.helpers.gpu_children import SLEEP_CYCLES
+from tests.helpers.live_rooms import status
 from tests.helpers.rank_harness import Case, Setting, draw_tables
 from tests.helpers.rank_pools import Form, Ranks
 from tests.helpers.whole_rooms import CLAIM_S, check_rows, cross, nodes, write
@@ -337,3 +341,39 @@ def test_views_of_adopted_tensors_are_the_tensors(device: int) -> None:
     for page in (page for homes in views._homes.values() for view in homes.values() for page in view._pages):
         page.fill_(5)
     assert all(bool((tensor[:, :-64] == 5).all()) and not bool(tensor[:, -64:].any()) for tensor in tensors)
+
+
+def test_what_an_engine_backs_up_into_twins_its_gpu_loads_back_elsewhere(device: int) -> None:
+    """Workers and engines page-lock the twins that the node makes; pages go down and come back by kernel and by copy engines."""
+    tier = {"enabled": True, "model_name": "m", "model_revision": "1"}
+    pools = {"device": {"full": 64, "swa": 16, "request": 8}, "device_layout": "page_first"}
+    host = {"pages": 8, "checkpoint_pages": 4, "layout": "page_first"}
+    prefill = on_devices(device) | {"tier": tier | {"host": host}, "pools": pools}
+    down = {FULL: (ids(3, 9, 4), ids(0, 5, 7)), SWA: (ids(2), ids(3))}
+    up = {FULL: (ids(20, 11, 12), ids(0, 5, 7)), SWA: (ids(5), ids(3))}
+    with nodes(prefill, on_devices(device)) as running, PrefillEngine.attach(running.prefill.runtime_dir) as engine:
+        (views,), twins = engine.views.values(), engine._attachment.twins
+        full = [view for homes in views._homes.values() for view in homes.values() if view.region.space is FULL]
+        for pages in pages_of(engine):
+            pages.random_(0, 256)
+        torch.cuda.synchronize(device)
+        stream = torch.cuda.Stream(device)
+        for backend in CopyBackend:
+            means = CopyMeans(backend, device)
+            with (
+                TwinCopier(TINY, views.regions, twins, direction=Direction.BACKUP, means=means) as backup,
+                TwinCopier(TINY, views.regions, twins, direction=Direction.LOAD_BACK, means=means) as load,
+            ):
+                backup.copy(down, stream=stream.cuda_stream)
+                ticket = load.copy(up, stream=stream.cuda_stream)
+                load.wait(ticket, stream=torch.cuda.current_stream(device).cuda_stream)
+                for layer in range(TINY.layer_count):
+                    load.wait_layer(layer, ticket, stream=torch.cuda.current_stream(device).cuda_stream)
+                for view, (source, target) in product(full, zip(down[FULL][0], up[FULL][0], strict=True)):
+                    assert torch.equal(view.page(int(source)), view.page(int(target))), view
+                    view.page(int(target)).zero_()  # the next backend has to do it itself
+        assert status(running.prefill)["pools"]["full_twin"]["free"] == 8
+
+
+def ids(*pages: int) -> np.ndarray:
+    return np.array(pages, dtype=np.int32)

@@ -45,6 +45,8 @@ class TwinPools:
         self.components = twin_components(geometry, (), checkpoints=True)
         self.parts = [RankPart.of(geometry, Rank(pp=0, tp=tp), pp_size=1, tp_size=tp_size) for tp in range(tp_size)]
         self._random = np.random.default_rng(seed)
+        self.placements: list[Placement] = []
+        """Of each rank, and of the twins at the end; so are the next two."""
         made = [
             self._make(device_placement(geometry, part, page_counts=PAGES, chunking=chunking, page_first=page_first))
             for part in self.parts
@@ -54,10 +56,10 @@ class TwinPools:
         )
         made.append(self._make(twins))
         self.memory: list[list[Bytes]] = [memory for _, memory in made]
-        """Of each rank, and of the twins at the end."""
         self.regions: list[tuple[Region, ...]] = [regions for regions, _ in made]
 
     def _make(self, placement: Placement) -> tuple[tuple[Region, ...], list[Bytes]]:
+        self.placements.append(placement)
         memory = [self._random.integers(1, 256, mapping.length_bytes, dtype=np.uint8) for mapping in placement.mappings]
         aligned = [np.zeros(len(each) + 64, dtype=np.uint8) for each in memory]
         for index, each in enumerate(memory):  # as mapped memory is, for kernels

@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.ids import REQUEST_SPACES, Rank
+from kvbridge.core.ids import REQUEST_SPACES, IndexSpace, Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, PEER, WORKER_TO_NODE, Acks, MessageCodec
 from kvbridge.core.wire.messages import (

@@ -186,8 +186,8 @@ class PrefillNode(RuleBasedStateMachine):
             assert [self.full[page] for page in index.pages(path)[FULL].tolist()] == [
                 keys[at] for at in range(len(path))
             ]
-            for at in np.flatnonzero(index.checkpointed(path)).tolist():
-                assert [self.swa[page] for page in index.checkpoint(int(path[at])).tolist()] == [keys[at]]
+            for at in np.flatnonzero(index.device.checkpointed(path)).tolist():
+                assert [self.swa[page] for page in index.device.checkpoint(int(path[at])).tolist()] == [keys[at]]
 
     def teardown(self) -> None:
         """When every room has been ended and everybody is quiet, nothing but the cache has pages."""

@@ -79,6 +79,10 @@ class Room:
     state: PageState = HELD
     restored: bool = False
 
+    @property
+    def is_as_admitted(self):
+        return not self.restored and len(self.reads.path) == self.found and self.reads.device == self.start
+
 
 @dataclass(eq=False)
 class Copy:
@@ -89,6 +93,20 @@ class Copy:
     own: dict[IndexSpace, list[int]]
     reads: Reads | None = None
     backup: object = None
+
+
+def of_one(wanted):
+    """A rule about one of the rooms for which `wanted(room)` holds; it is skipped while there is none."""
+
+    def of_a_rule(function):
+        def chosen(machine, data, **drawn):
+            owner = data.draw(st.sampled_from([owner for owner, room in machine.rooms.items() if wanted(room)]))
+            function(machine, owner, **drawn)
+
+        chosen.__name__ = function.__name__
+        return precondition(lambda machine: any(map(wanted, machine.rooms.values())))(chosen)
+
+    return of_a_rule
 
 
 class TwinMachine(RuleBasedStateMachine):
@@ -280,7 +298,7 @@ class TwinMachine(RuleBasedStateMachine):
             assert got.prefix[space].tolist() == [entry.pages[space] for entry in path]
         twins = got.twins.get(FULL_TWIN, array([])).tolist()
         assert twins == [entry.pages[FULL_TWIN] for entry in path[reads.device :]]
-        ends = dict((where, one.checkpoints[where]) for one, where in reads.checkpoints)
+        ends = {where: one.checkpoints[where] for one, where in reads.checkpoints}
         assert (got.checkpoint.tolist(), got.checkpoint_twin.tolist()) == (ends.get(SWA, []), ends.get(SWA_TWIN, []))
         assert len(got.checkpoint_own) == to_load
         own = {FULL: dict(enumerate(got.own[FULL].tolist(), reads.device))}
@@ -291,14 +309,10 @@ class TwinMachine(RuleBasedStateMachine):
         self.given({space: pages.values() for space, pages in own.items()})
         return owner
 
-    def some_room(self, data, wanted=lambda room: True):
-        owners = [owner for owner, room in self.rooms.items() if wanted(room)]
-        return data.draw(st.sampled_from(owners)) if owners else None
-
     @rule(data=st.data())
-    def load(self, data):
-        if owner := self.some_room(data, lambda room: not room.restored and room.state is HELD):
-            self.load_of(owner)
+    @of_one(lambda room: not room.restored and room.state is HELD)
+    def load(self, owner):
+        self.load_of(owner)
 
     def load_of(self, owner):
         """The engine has copied what was on the host only: it holds what belongs there."""
@@ -330,9 +344,9 @@ class TwinMachine(RuleBasedStateMachine):
                 one.checkpoints[SWA] = [room.own[SWA].pop(at) for at in range(len(ids))]
 
     @rule(data=st.data(), pages=st.integers(1, 6), windows=st.integers(0, 2))
-    def keep(self, data, pages, windows):
-        if owner := self.some_room(data, lambda room: room.state is HELD):
-            self.keep_of(owner, pages, windows)
+    @of_one(lambda room: room.state is HELD)
+    def keep(self, owner, pages, windows):
+        self.keep_of(owner, pages, windows)
 
     def keep_of(self, owner, pages, windows):
         room = self.rooms[owner]
@@ -372,22 +386,25 @@ class TwinMachine(RuleBasedStateMachine):
             entry.checkpoints[SWA] = [room.own[SWA].pop(at)]
 
     @rule(data=st.data())
-    def lease_or_end_the_lease(self, data):
-        if owner := self.some_room(data, lambda room: room.state is not QUARANTINED):
-            room = self.rooms[owner]
-            before, room.state = room.state, LEASED if room.state is HELD else HELD
-            self.book.move(owner, before, room.state)
+    @of_one(lambda room: room.state is not QUARANTINED)
+    def lease_or_end_the_lease(self, owner):
+        room = self.rooms[owner]
+        before, room.state = room.state, LEASED if room.state is HELD else HELD
+        self.book.move(owner, before, room.state)
 
     @rule(data=st.data())
-    def quarantine(self, data):
-        if owner := self.some_room(data):
+    @of_one(lambda room: room.state is not HELD)
+    def quarantine_or_end(self, owner):
+        if self.rooms[owner].state is QUARANTINED:
+            self.end_of(owner)
+        else:
             self.book.quarantine(owner, f"writer of {owner}")
             self.rooms[owner].state = QUARANTINED
 
     @rule(data=st.data())
-    def end(self, data):
-        if owner := self.some_room(data, lambda room: room.state is not LEASED):
-            self.end_of(owner)
+    @of_one(lambda room: room.state is HELD)
+    def end(self, owner):
+        self.end_of(owner)
 
     def end_of(self, owner):
         self.cache.let_go(owner)
@@ -398,16 +415,13 @@ class TwinMachine(RuleBasedStateMachine):
         self.forget_unread()
 
     @rule(data=st.data(), pages=st.integers(0, 5))
-    def shorten(self, data, pages):
+    @of_one(lambda room: room.state is HELD and room.is_as_admitted)
+    def shorten(self, owner, pages):
         """Nodes of one instance have agreed upon an earlier start."""
-        owner = self.some_room(data, lambda room: room.state is HELD and not room.restored)
-        room = self.rooms.get(owner)
-        if room is None or len(room.reads.path) != room.found or pages > room.found:
-            return
+        room = self.rooms[owner]
+        pages = min(pages, room.found)
         reads, path = room.reads, room.reads.path[:pages]
         device = min(room.start, pages)
-        if reads.device != room.start:
-            return
         fewer = Reads(path, device, pages if device < pages else 0)
         to_load = 0
         if reads.checkpoints and pages:
@@ -435,15 +449,33 @@ class TwinMachine(RuleBasedStateMachine):
         loose = [page for at, page in sorted(room.own[SWA].items()) if page not in got.checkpoint_own.tolist()]
         room.own[SWA] = dict(enumerate(got.checkpoint_own.tolist() + loose))
         room.reads, room.start, room.found, room.to_load = fewer, device, pages, to_load
+        self.forget_unread()
         self.notice_evictions(before, demand)
         self.given({space: pages.values() for space, pages in room.own.items()})
-        self.forget_unread()
 
     # ------------------------------------------------------------------ copies to the host
 
     @precondition(lambda self: len(self.copies) < 3)
-    @rule(prompt=PROMPTS, at_most=st.sampled_from([1, 2, 9]), ends=st.booleans())
-    def start_backup(self, prompt, at_most, ends):
+    @rule(prompt=PROMPTS, at_most=st.sampled_from([1, 9]))
+    def start_backup(self, prompt, at_most):
+        self.start_backup_of(prompt, at_most)
+
+    @precondition(lambda self: len(self.rooms) < 3 and len(self.copies) < 3)
+    @rule(prompt=PROMPTS, windows=st.integers(0, 2), stays=st.booleans())
+    def serve_and_back_up(self, prompt, windows, stays):
+        """As it mostly goes with a host; afterwards the device may need its pages."""
+        owner = self.admit_as(prompt, windows, from_checkpoint=bool(windows))
+        if owner is not None:
+            self.load_of(owner)
+            self.keep_of(owner, len(prompt), windows)
+            backup = self.start_backup_of(prompt, 9)
+            self.end_of(owner)
+            if backup is not None:
+                self.end_backup_of(backup)
+            if not stays:
+                self.need_of(FULL, 9)
+
+    def start_backup_of(self, prompt, at_most):
         copied = {entry for copy in self.copies.values() if copy.reads for entry in copy.reads.path[copy.start :]}
         path = self.match(prompt)
         path = path[: self.depth(path, FULL)]
@@ -451,12 +483,19 @@ class TwinMachine(RuleBasedStateMachine):
         start = self.depth(path, FULL_TWIN)
         path = path[: start + at_most]
         under_way = {one for copy in self.copies.values() if copy.reads for one, _ in copy.reads.checkpoints}
-        wanted = [one for one in path if one.checkpoints.keys() == {SWA} and one not in under_way]
+        wanted, left = [], PAGES[SWA_TWIN]
+        for one in reversed([one for one in path if one.checkpoints.keys() == {SWA}]):
+            left -= len(one.checkpoints[SWA])
+            if left < 0:
+                break
+            wanted = wanted if one in under_way else [one, *wanted]
         if len(path) == start:
             path = path[: max((path.index(one) for one in wanted), default=-1) + 1]
             start = len(path)
         reads = Reads(path, len(path), start, [(one, SWA) for one in wanted])
         demand = {FULL_TWIN: len(path) - start, SWA_TWIN: sum(len(one.checkpoints[SWA]) for one in wanted)}
+        if start < len(path) and not self.fits({SWA_TWIN: demand[SWA_TWIN]}, reads):
+            wanted, reads.checkpoints, demand[SWA_TWIN] = [], [], 0
         before, owner, fits = self.free(), self.owner(room=False), self.fits(demand, reads)
         try:
             backup = self.cache.twins.start_backup(owner, keys_of(prompt), at_most=at_most)
@@ -464,10 +503,10 @@ class TwinMachine(RuleBasedStateMachine):
             assert path
             assert not fits
             assert self.free() == before
-            return
+            return None
         assert (backup is None) == (not path)
         if backup is None:
-            return
+            return None
         assert fits
         sources, twins = backup.moves.get(FULL, (array([]), array([])))
         assert sources.tolist() == [entry.pages[FULL] for entry in path[start:]]
@@ -477,14 +516,16 @@ class TwinMachine(RuleBasedStateMachine):
         self.copies[owner] = Copy(prompt, start, own, reads, backup)
         self.notice_evictions(before, demand)
         self.given(own)
-        if ends:
-            self.end_backup_of(owner)
+        return owner
 
+    @precondition(lambda self: self.copies)
     @rule(data=st.data(), outcome=st.sampled_from(["done", "done", "failed", "late"]))
-    def end_backup(self, data, outcome):
-        owners = [owner for owner, copy in self.copies.items() if copy.reads]
-        if owners:
-            self.end_backup_of(data.draw(st.sampled_from(owners)), outcome)
+    def end_copy(self, data, outcome):
+        owner = data.draw(st.sampled_from(sorted(self.copies)))
+        if self.copies[owner].reads:
+            self.end_backup_of(owner, outcome)
+        else:
+            self.end_fetch_of(owner, arrives=outcome == "done")
 
     def end_backup_of(self, owner, outcome="done"):
         copy = self.copies.pop(owner)
@@ -534,12 +575,6 @@ class TwinMachine(RuleBasedStateMachine):
         if end:
             self.end_fetch_of(owner, arrives=True)
 
-    @rule(data=st.data(), arrives=st.booleans())
-    def end_fetch(self, data, arrives):
-        owners = [owner for owner, copy in self.copies.items() if not copy.reads]
-        if owners:
-            self.end_fetch_of(data.draw(st.sampled_from(owners)), arrives)
-
     def end_fetch_of(self, owner, arrives):
         copy = self.copies[owner]
         if arrives:
@@ -574,8 +609,10 @@ class TwinMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), count=st.integers(1, 9))
     def need(self, data, count):
+        self.need_of(data.draw(st.sampled_from(sorted(self.total))), count)
+
+    def need_of(self, space, count):
         """Somebody needs pages for a moment."""
-        space = data.draw(st.sampled_from(sorted(self.total)))
         demand = {space: min(count, self.available(space))}
         before, owner = self.free(), self.owner()
         self.given({space: self.book.reserve(owner, demand)[space].tolist()})

@@ -112,8 +112,6 @@ class RankManifest(FrozenModel):
         if self.rank.pp >= self.pp_size or self.rank.tp >= self.tp_size:
             raise ValueError(f"rank {self.rank} does not exist in an instance of {self.pp_size} x {self.tp_size}")
         seen = {(region.component, region.layer, region.space is IndexSpace.HOST) for region in self.regions}
-        if told := [region.label for region in self.regions if region.space not in REQUEST_SPACES]:
-            raise ValueError(f"rank {self.rank}: {told[0]} is no peer's concern")
         if len(seen) != len(self.regions):
             raise ValueError(f"rank {self.rank}: a component of a layer is listed twice")
         return self

@@ -108,6 +108,7 @@ class StagingPool:
     def __init__(self, device: int) -> None:
         self._device = device
         self._all: list[Staging] = []
+        """The one that was used longest ago first."""
 
     def reserve(self, length_bytes: int, count: int) -> None:
         """Have `count` for so many bytes each before they are needed: making one allocates, which may wait for the device."""
@@ -122,15 +123,18 @@ class StagingPool:
     def take(self, length_bytes: int) -> Staging:
         """Return one that is not in use and long enough for arrays of so many bytes in all. Makes one if there is none."""
         needed = self._rounded(length_bytes)
-        idle = [staging for staging in self._all if staging.idle()]
-        for staging in idle:
-            if staging.length_bytes >= needed:
-                return staging
-        for staging in idle[:1]:  # too short: replaced, so that there are never more than were in use at once
-            self._all.remove(staging)
-            staging.close()
-        self._all.append(Staging(self._device, needed))
-        return self._all[-1]
+        found = next((each for each in self._all if each.length_bytes >= needed and each.idle()), None)
+        if found is None:
+            # One that is too short is replaced, so that there are never more than were in use at once.
+            short = next((each for each in self._all if each.length_bytes < needed and each.idle()), None)
+            if short is not None:
+                self._all.remove(short)
+                short.close()
+            found = Staging(self._device, needed)
+        else:
+            self._all.remove(found)
+        self._all.append(found)
+        return found
 
     def close(self) -> None:
         """Wait for what is in use, and give everything back."""

@@ -27,7 +27,7 @@ from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.telemetry.events import CachedPagesDiffer
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.readers import PathPages
+from kvbridge.tier.looks import PathPages
 
 log = structlog.get_logger(__name__)
 
@@ -128,12 +128,12 @@ class PrefixChecks:
         assert prefixes is not None, "nobody looks at pages otherwise"
         found = look.verification.found_pages(range(look.start, len(look.looking.path)))
         if not look.on_hit:
-            prefixes.set_digests(look.looking, look.start, found)
+            prefixes.looks.set_digests(look.looking, look.start, found)
             return len(look.looking.path)
-        changed = prefixes.changed(look.looking, found)
+        changed = prefixes.looks.changed(look.looking, found)
         pages = np.flatnonzero(changed.any(axis=1)).tolist()
         whole = pages[0] if pages else len(found)
-        prefixes.set_digests(look.looking, 0, found)  # of pages that came while a rank worker was absent
+        prefixes.looks.set_digests(look.looking, 0, found)  # of pages that came while a rank worker was absent
         if pages:
             kinds = growing_kinds(self.pages.settings.geometry)
             wrong = {page: [kinds[word] for word in np.flatnonzero(changed[page]).tolist()] for page in pages}
@@ -163,7 +163,7 @@ class PrefixChecks:
     def end(self, look: Look) -> None:
         """The pages of a look are not needed any more."""
         assert self.pages.prefixes is not None, "nobody looks at pages otherwise"
-        self.pages.prefixes.looked(look.looking)
+        self.pages.prefixes.looks.end(look.looking)
 
     def gone(self, rank: Rank) -> None:
         """A rank worker has ended: nothing more comes of what it was looking at."""

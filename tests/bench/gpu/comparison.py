@@ -92,6 +92,7 @@ def budgets(results: Results) -> list[Budget]:
     found = [*_swap_budgets(swap_comparisons(parts.get("swap_in", [])))]
     found += _row_budgets(parts.get("copy_rows", []))
     found += _page_budgets(parts.get("copy_pages", []))
+    found += _twin_budgets(parts.get("twin_copies", []))
     found += _transport_budgets(parts.get("transport", []))
     return found
 
@@ -109,6 +110,7 @@ _SWAP_LIMITS_US = (
 MOST_OVER_GATHER = 1.1
 LEAST_MEAN = 2.0
 LEAST_OF_LINK = 0.85
+LEAST_OF_LINK_WITH_TWINS = 0.90
 _ROW_LIMITS_US = {1: 5, 64: 17}
 
 
@@ -146,6 +148,36 @@ def _page_budgets(cases: Sequence[Case]) -> Iterable[Budget]:
             yield Budget(what, case["gb_s"] / case["link_gb_s"], LEAST_OF_LINK, "x", at_most=False)
 
 
+def _twin_budgets(cases: Sequence[Case]) -> Iterable[Budget]:
+    for backend, fewest, name in (("kernel", 8, "kernel with 4 blocks"), ("direct", 64, "copy engines, page first")):
+        for way in ("backup", "load_back"):
+            ratios = [
+                case["gb_s"] / case["link_gb_s"]
+                for case in _matching(cases, what="rate", backend=backend, way=way, space="full")
+                if case["pages"] >= fewest
+            ]
+            if ratios:
+                what = f"{way.replace('_', '-')} of Flash pages by {name}, of a pinned copy: the worst"
+                yield Budget(what, min(ratios), LEAST_OF_LINK_WITH_TWINS, "x", at_most=False)
+    for case in _matching(cases, what="by layer", pages=512):
+        what = f"load-back of 512 pages, {case['layout']}"
+        late_ms = (case["first_us"] - case["first_link_us"]) / 1e3
+        yield Budget(f"{what}: first layer ready beyond its bytes", late_ms, 0.15, "ms", at_most=True)
+        yield Budget(
+            f"{what}: by layer, of all at once", case["whole_us"] / case["at_once_us"], 1.05, "x", at_most=True
+        )
+    for case in _matching(cases, what="enqueue"):
+        what = f"host time to enqueue a load-back of 512 pages, {case['layout']}"
+        yield Budget(what, case["us"] / 1e3, 0.1, "ms", at_most=True)
+    for case in _matching(cases, what="compute"):
+        larger_us = max(case["compute_us"], case["load_us"])
+        what = "4k new tokens on 32k restored, of the larger of compute and load"
+        yield Budget(what, case["both_us"] / larger_us, 1.1, "x", at_most=True)
+        yield Budget(
+            "compute beside loads, of compute alone", case["beside_us"] / case["compute_us"], 1.05, "x", at_most=True
+        )
+
+
 def _transport_budgets(cases: Sequence[Case]) -> Iterable[Budget]:
     for case in _matching(cases, to="host", gpus=1, layout="layer_first"):
         what = f"local transport, C4 of {case['tokens'] // 1024}k tokens to the host pool, of a pinned copy"
@@ -168,7 +200,8 @@ def wrong_cases(results: Results) -> list[str]:
 
 
 def _names_a_case(key: str, value: object) -> bool:
-    return key in {*KEYS, "way", "pages", "layers", "rows", "order", "tokens", "to", "gpus", "layout"} and bool(value)
+    named = {*KEYS, "way", "pages", "layers", "rows", "order", "tokens", "to", "gpus", "layout", "backend", "what"}
+    return key in named and bool(value)
 
 
 def one_case(results: Results, part: str, choose: Callable[[Case], bool]) -> Case | None:

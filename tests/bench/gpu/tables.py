@@ -143,6 +143,77 @@ def _copy_pages(cases: Sequence[Case]) -> list[Table]:
     return [Table("C4 pages (37,440 B), scattered on both sides", headings, rows(cases))]
 
 
+def _twin_copies(cases: Sequence[Case]) -> list[Table]:
+    def of(what: str) -> list[Case]:
+        return [case for case in cases if case["what"] == what]
+
+    rates = tuple(
+        (
+            *(case[key] for key in ("way", "backend", "layout", "device_layout", "space")),
+            f"{case['pages']:,}",
+            number(case["us"]),
+            number(case["gb_s"]),
+            number(case["link_gb_s"]),
+            share(case["gb_s"], case["link_gb_s"]),
+        )
+        for case in of("rate")
+    )
+    sweeps = tuple(
+        (
+            case["way"],
+            str(case["blocks"]),
+            str(case["loads"]),
+            number(case["gb_s"]),
+            share(case["gb_s"], case["link_gb_s"]),
+        )
+        for case in of("sweep")
+    )
+    layers = tuple(
+        (
+            case["layout"],
+            f"{case['pages']:,}",
+            number(case["first_us"]),
+            number(case["first_link_us"]),
+            number(case["whole_us"]),
+            number(case["at_once_us"]),
+            share(case["whole_us"], case["at_once_us"]),
+        )
+        for case in of("by layer")
+    )
+    hosts = tuple((case["layout"], f"{case['pages']:,}", number(case["us"])) for case in of("enqueue"))
+    beside = tuple(
+        (
+            number(case["compute_us"]),
+            number(case["load_us"]),
+            number(case["both_us"]),
+            share(case["both_us"], max(case["compute_us"], case["load_us"])),
+            str(case["loads"]),
+            share(case["beside_us"], case["compute_us"]),
+        )
+        for case in of("compute")
+    )
+    found = [
+        Table(
+            "Flash pages and their twins, scattered on both sides (4 blocks)",
+            ("way", "backend", "host", "device", "space", "pages", "us", "GB/s", "one copy GB/s", "ratio"),
+            rates,
+        ),
+        Table("The kernel's blocks and loads", ("way", "blocks", "loads", "GB/s", "ratio"), sweeps),
+        Table(
+            "Load-back by layer",
+            ("host", "pages", "first us", "its bytes us", "whole us", "at once us", "ratio"),
+            layers,
+        ),
+        Table("Host time to enqueue a load-back of all layers", ("host", "pages", "us"), hosts),
+        Table(
+            "4k new tokens on 32k restored, stand-in compute",
+            ("compute us", "load us", "both us", "of the larger", "loads beside", "compute slowed"),
+            beside,
+        ),
+    ]
+    return [table for table in found if table.rows]
+
+
 def _copy_rows(cases: Sequence[Case]) -> list[Table]:
     theirs = {(case["rows"], case["order"]): case["us"] for case in sglang()["row_backup"]}
     rows = tuple(
@@ -247,6 +318,7 @@ def _digest(cases: Sequence[Case]) -> list[Table]:
 _BUILDERS = {
     "ceilings": _ceilings,
     "copy_pages": _copy_pages,
+    "twin_copies": _twin_copies,
     "copy_rows": _copy_rows,
     "digest": _digest,
     "transport": _transport,

@@ -20,6 +20,7 @@ def results() -> dict[str, Any]:
         "copy_pages": [
             _pages(way, layers, pages) for way in ("d2h", "h2d") for layers in (1, 21) for pages in (1, 8, 64, 512)
         ],
+        "twin_copies": _twins(),
         "copy_rows": [
             {"rows": rows, "layers": 21, "order": order, "bytes": rows * 21 * 584, "us": 4.0 + rows / 5, "gb_s": 40.0}
             | {"link_us": 3.0, "link_gb_s": 50.0, "wrong": ""}
@@ -47,6 +48,35 @@ def _pages(way: str, layers: int, pages: int) -> dict[str, Any]:
     rate = 50.0 * total / (total + 400_000)
     facts = {"way": way, "layers": layers, "pages": pages, "blocks": 0, "bytes": total, "us": total / rate / 1e3}
     return facts | {"gb_s": rate, "link_us": total / 55e3, "link_gb_s": 55.0, "wrong": ""}
+
+
+def _twins() -> list[dict[str, Any]]:
+    facts = {"layout": "page_first", "device_layout": "page_first", "wrong": ""}
+    load = facts | {"way": "load_back", "backend": "kernel"}
+    rate = {"bytes": 8_000_000, "us": 160.0, "gb_s": 50.0, "link_us": 145.0, "link_gb_s": 55.0}
+    return [
+        *(
+            {
+                "what": "rate",
+                **facts,
+                "way": way,
+                "backend": backend,
+                "space": "full",
+                "pages": pages,
+                "blocks": 0,
+                **rate,
+            }
+            for way in ("backup", "load_back")
+            for backend in ("kernel", "direct")
+            for pages in (8, 64, 512)
+        ),
+        {"what": "sweep", **load, "pages": 64, "blocks": 4, "loads": 4, **rate},
+        {"what": "by layer", **load, "pages": 512, "layers": 41, "first_bytes": 800_000, "first_us": 100.0}
+        | {"first_link_us": 20.0, "whole_us": 9600.0, "at_once_us": 9500.0},
+        {"what": "enqueue", **load, "pages": 512, "us": 60.0},
+        {"what": "compute", **load, "pages": 128, "compute_us": 80_000.0, "load_us": 2_400.0, "both_us": 81_000.0}
+        | {"loads": 24, "beside_us": 82_000.0},
+    ]
 
 
 def _ttft(way: str, tokens: int) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def test_geometric_mean() -> None:
 
 def test_budgets_say_what_is_missed() -> None:
     found = {budget.what: budget for budget in budgets(results())}
-    assert len(found) == 7 + 3 + 2 + 4 + 1
+    assert len(found) == 7 + 3 + 2 + 4 + 1 + 9
     assert found["swap-in against SGLang: the worst"].met
     assert not found["swap-in, k 512, batch 1, 0 % missing"].met  # 8.75 us of at most 4
     assert found["row backup, 1 row, 21 layers"].met

@@ -43,6 +43,17 @@ def test_without_a_hot_buffer_none_is_shown():
     assert cells(result.output, "limited by") == ["pages of 'request'"]
 
 
+def test_memory_for_prefixes_on_the_host_is_counted():
+    tier = ["model_name=m", "model_revision=r1", "enabled=true", "host.pages=1000"]
+    settings = [word for each in tier for word in ("--set", f"tier.{each}")]
+    assert "prefixes on the host" not in run(*FLASH, "--tokens", "256").output
+    shown, report = run(*FLASH, *settings, "--tokens", "256"), run(*FLASH, *settings, "--tokens", "256", "--json")
+    found = FitReport.model_validate_json(report.output)
+    assert 0 <= found.twin_bytes - 1000 * (998_208 - 786_240) < 64 * 4096
+    assert cells(shown.output, "prefixes on the host") == ["1000", readable(found.twin_bytes)]
+    assert cells(shown.output, "fit at once") == cells(run(*FLASH, "--tokens", "256").output, "fit at once")
+
+
 def test_the_hot_buffer_limits_requests_too():
     smaller = ["--set", "pools.device.request=4", "--set", "sparse.max_requests=4", "--set", "sparse.max_tokens=300"]
     result = run(*smaller, "--tokens", "100,1000", "--new-tokens", "0")

@@ -17,7 +17,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.admission.pressure import Reservation
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
@@ -80,10 +80,11 @@ class Rooms:
 
 
 class Bench:
-    def __init__(self, **limits: object) -> None:
+    def __init__(self, *, twins: int = 0, **limits: object) -> None:
         self.clock = ManualClock(100.0)
-        self.book = PageBook({FULL: PAGES})
-        self.cache = PrefixCache(self.book, PrefixIndex((FULL,), PAGES), clock=self.clock)
+        self.book = PageBook({FULL: PAGES} | ({IndexSpace.FULL_TWIN: twins} if twins else {}))
+        index = PrefixIndex((FULL,), PAGES + twins, has_twins=bool(twins))
+        self.cache = PrefixCache(self.book, index, clock=self.clock)
         self.rooms = Rooms(self.book, self.cache)
         self.admission = AdmissionController(
             self.rooms,
@@ -164,6 +165,21 @@ async def test_a_pool_full_of_what_is_read_starves_and_says_so_until_a_reader_en
     assert "space 'full' has no available page of 8 (8 cached and read)" in bench.admission.problem()
     bench.rooms.end(1)
     assert (bench.admission.problem(), bench.admission.starved_s()) == ("", 0.0), "at once, without a tick"
+
+
+async def test_a_host_that_is_full_keeps_nobody_waiting_and_the_end_of_a_backup_wakes_those_who_wait():
+    bench = Bench(twins=2, unready_after_s=30.0)
+    bench.warm()
+    backup = bench.cache.twins.start_backup(Owner(NO_ROOM, 1), prompt("a", 2), at_most=2)
+    bench.admission.tick()
+    bench.clock.advance(60.0)
+    bench.admission.tick()
+    assert (bench.book.available_pages()[IndexSpace.FULL_TWIN], bench.admission.problem()) == (0, "")
+    waiting = await bench.waits(1, "b", PAGES)
+    assert not waiting.done(), "two pages are being copied"
+    bench.cache.twins.end_backup(backup, done=True)
+    assert (await asyncio.wait_for(waiting, 5)).room == 1
+    bench.cache.check_integrity()
 
 
 async def test_the_end_of_readers_is_what_retry_after_goes_by(bench):

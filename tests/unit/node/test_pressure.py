@@ -6,7 +6,7 @@ import pytest
 
 from kvbridge.core.ids import IndexSpace
 from kvbridge.node.admission.pressure import IDLE_WINDOWS, WINDOW_S, ReleaseRates, RetryAfter
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.page_states import NO_ROOM, Owner
 from tests.helpers.manual_clock import ManualClock
 
 FULL, HOST = IndexSpace.FULL, IndexSpace.HOST
@@ -28,6 +28,14 @@ def release(rates: ReleaseRates, clock: ManualClock, *, pages: int, every_s: flo
         clock.advance(every_s)
         rates.freed({FULL: pages})
         rates.gone(A)
+
+
+def test_the_end_of_a_copy_between_tiers_is_no_room_s(rates, clock):
+    release(rates, clock, pages=1, every_s=2.0, times=100)
+    before_s = rates.seconds_until_a_room_ends(of=1, rooms=1)
+    for copy in range(100):
+        rates.gone(Owner(NO_ROOM, copy))
+    assert rates.seconds_until_a_room_ends(of=1, rooms=1) == before_s
 
 
 @pytest.mark.parametrize(("pages", "every_s", "times"), [(4, 0.5, 200), (1, 0.01, 300), (100, 5.0, 40), (8, 1.0, 3)])

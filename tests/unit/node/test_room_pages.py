@@ -7,14 +7,14 @@ import pytest
 
 from kvbridge.core.errors import CapacityError
 from kvbridge.core.geometry.presets import preset
-from kvbridge.core.ids import IndexSpace
+from kvbridge.core.ids import TWINS, IndexSpace
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.node.receiver.room import ReceiverRoom
 from kvbridge.node.room import Quarantine
 from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.node.sender.room import SenderRoom
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import PageState
+from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
@@ -34,11 +34,13 @@ def keys_of(name: str, pages: int) -> Keys:
 class Bench:
     """The pages of a decode node whose C4 rows are in its host pool, or of a prefill node."""
 
-    def __init__(self, *, computes: bool = False) -> None:
+    def __init__(self, *, computes: bool = False, twins: int = 0) -> None:
         self.host = frozenset() if computes else C4
-        self.book = PageBook({space: count for space, count in POOL.items() if self.host or space is not HOST})
+        pool = POOL | (dict.fromkeys(TWINS.values(), twins) if twins else {})
+        self.book = PageBook({space: count for space, count in pool.items() if self.host or space is not HOST})
         spaces = (FULL, HOST) if self.host else (FULL,)
-        self.cache = PrefixCache(self.book, PrefixIndex(spaces, min(POOL[space] for space in spaces)))
+        index = PrefixIndex(spaces, min(POOL[space] for space in spaces), has_twins=bool(twins))
+        self.cache = PrefixCache(self.book, index, restores=True)
         settings = RoomSettings(geometry=FLASH, limits=RECEIVER_LIMITS, shares_prefixes=True, host=self.host)
         self.pages = RoomPages(self.book, settings, RecordedEvents(), self.cache, computes=computes)
         self.last = 0
@@ -62,8 +64,18 @@ class Bench:
 
     def warm(self, tokens: int, name: str = "a") -> None:
         room = self.room(tokens, name)
+        self.pages.restored(room)
         self.pages.keep(room, room.keys)
         self.pages.give_back(room)
+
+    def only_on_host(self, pages: int, name: str = "a") -> list[int]:
+        """Have a prompt's pages backed up and the device need them for something else; return their twins."""
+        owner = Owner(NO_ROOM, 1)
+        backup = self.cache.twins.start_backup(owner, keys_of(name, pages), at_most=pages)
+        self.cache.twins.end_backup(backup, done=True)
+        self.book.reserve(owner, {FULL: POOL[FULL], SWA: POOL[SWA]})
+        self.book.free(owner)
+        return backup.moves[FULL][1].tolist()
 
     def cached(self) -> dict[IndexSpace, int]:
         return {space: counts[PageState.CACHED] for space, counts in self.book.counts().items()}
@@ -177,3 +189,72 @@ def test_a_room_without_keys_shares_nothing(bench):
     room = bench.room(2 * PAGE, keyed=False)
     assert (room.prefix_tokens, bench.pages.keep(room, keys_of("a", 2))) == (0, 0)
     bench.pages.give_back(room)
+
+
+def test_decode_loads_what_is_on_the_host_only_into_the_first_of_a_room_s_own_pages_and_others_read_it_then():
+    bench = Bench(twins=8)
+    bench.warm(3 * PAGE)
+    twins = bench.only_on_host(3)
+    bench.warm(PAGE)
+    room = bench.room(4 * PAGE, more=PAGE)
+    assert (room.prefix_tokens, room.pages_in_place, room.shared_pages) == (3 * PAGE, 1, {FULL: 1, HOST: 3})
+    assert room.load.first_page == 1
+    own, found = room.load.moves[FULL]
+    assert (own.tolist(), found.tolist()) == (room.tables[FULL].ids[1:3].tolist(), twins[1:])
+    assert set(own.tolist()) <= set(bench.book.pages(room.owner)[FULL].tolist())
+    assert bench.pages.own_tables(room)[FULL].first_page == 3, "no peer writes what is loaded"
+    assert bench.pages.keep(room, room.keys) == 0, "what is before it is not on the device yet"
+    assert (bench.pages.restored(room), room.load, bench.pages.restored(room)) == (2, None, 0)
+    assert bench.pages.keep(room, room.keys) == 1
+    again = bench.room(5 * PAGE)
+    assert (again.load, again.pages_in_place) == (None, 4)
+    assert np.array_equal(again.tables[FULL].ids[:4], room.tables[FULL].ids[:4])
+    for one in (room, again):
+        bench.pages.give_back(one)
+    bench.cache.check_integrity()
+    assert bench.book.available_pages() == POOL | dict.fromkeys(TWINS.values(), 8)
+
+
+def test_prefill_starts_from_a_checkpoint_that_it_loads_into_pages_of_its_own():
+    bench = Bench(computes=True, twins=8)
+    room = bench.room(4 * PAGE)
+    bench.pages.keep(room, room.keys)
+    for pages in (1, 3):
+        assert bench.cache.keep_checkpoint(room.owner, pages, bench.book.grow(room.owner, {SWA: 1})[SWA])
+    bench.pages.give_back(room)
+    bench.only_on_host(4)
+    room = bench.room(4 * PAGE)
+    assert room.computed_tokens == 3 * PAGE
+    own, _ = room.load.moves[SWA]
+    assert room.checkpoint.tolist() == own.tolist()
+    assert not set(own.tolist()) & set(room.tables[SWA].ids.tolist())
+    bench.pages.shorten(room, PAGE)
+    assert (room.computed_tokens, room.load.first_page, len(room.load.moves[FULL][0])) == (PAGE, 0, 1)
+    assert np.array_equal(room.tables[FULL].ids, bench.book.pages(room.owner)[FULL])
+    assert bench.pages.restored(room) == 1
+    again = bench.room(2 * PAGE)
+    assert (again.computed_tokens, again.load) == (PAGE, None)
+    assert again.checkpoint.tolist() == room.checkpoint.tolist()
+    for one in (room, again):
+        bench.pages.give_back(one)
+    bench.cache.check_integrity()
+
+
+@pytest.mark.parametrize("left", [0, 1, 2, 3])
+def test_a_room_that_gives_up_what_was_dropped_has_a_page_in_each_place_and_loads_the_rest(left):
+    bench = Bench(twins=8)
+    bench.warm(4 * PAGE)
+    bench.only_on_host(4)
+    bench.warm(2 * PAGE)
+    room = bench.room(5 * PAGE)
+    assert (room.shared_pages, room.load.first_page) == ({FULL: 2, HOST: 4}, 2)
+    bench.cache.drop_page(room.keys, left)
+    bench.pages.give_up_prefix(room, left)
+    assert (room.prefix_tokens, room.shared_pages) == (left * PAGE, {FULL: min(left, 2), HOST: left})
+    assert (room.load is None) is (left < 3)
+    for space in (FULL, HOST):
+        ids = room.tables[space].ids.tolist()
+        assert (len(ids), len(set(ids))) == (5, 5)
+        assert sorted(ids[room.shared_pages[space] :]) == sorted(bench.book.pages(room.owner)[space].tolist())
+    bench.pages.give_back(room)
+    bench.cache.check_integrity()

@@ -103,6 +103,14 @@ def test_an_offer_that_names_a_page_of_its_prefix_is_refused(bench):
         check_offer(offer, GEOMETRY, prompt_tokens=room.prompt_tokens)
 
 
+def test_an_offer_of_pages_that_only_their_own_node_knows_is_refused(bench):
+    room = bench.admit(1, 4 * PAGE)
+    offer = pick(bench.nodes.messages, Offer)[-1]
+    table = offer.tables[0].model_copy(update={"space": IndexSpace.FULL_TWIN})
+    with pytest.raises(InvalidInputError, match="offers pages of 'full_twin', which no peer writes"):
+        check_offer(offer.model_copy(update={"tables": (table,)}), GEOMETRY, prompt_tokens=room.prompt_tokens)
+
+
 def test_siblings_find_a_prompt_while_its_first_still_decodes(bench):
     first = bench.admit(1, 3 * PAGE)
     assert bench.admit(2, 3 * PAGE).prefix_tokens == 0, "nothing of it has arrived yet"

@@ -9,16 +9,21 @@ import pytest
 
 from kvbridge.config.pools import DeviceLayout, HostLayout
 from kvbridge.config.tier import CopyBackend
-from kvbridge.core.errors import ConfigError, InvalidInputError, PageOutOfBoundsError
+from kvbridge.core.errors import ConfigError, InvalidInputError, PageOutOfBoundsError, TransportError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.twins import twin_components, twin_pieces
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.plan.operations import Operations
+from kvbridge.kernels import reference
 from kvbridge.kernels.cuda import runtime
+from kvbridge.kernels.page_copies import ReferencePageCopier
 from kvbridge.kernels.places import PageMemory, PagePair
 from kvbridge.pool.memory.layout import RankPart
+from kvbridge.tier import copy_backends
 from kvbridge.tier.copies import LEGAL, CopyMeans, Direction, TwinCopier, backup_shares, require_legal
 from kvbridge.tier.copy_backends import joined, split_at_registrations
+from tests.helpers.fake_cuda import FakeEvent
 from tests.helpers.twin_pools import TwinPools, pages
 
 TINY, GQA, V32 = preset("tiny-v4"), preset("tiny-gqa"), preset("deepseek-v3.2")
@@ -184,3 +189,110 @@ def test_operations_end_where_registered_memory_does(monkeypatch: pytest.MonkeyP
     assert split_at_registrations(given, [(5000, 100)]) is not None
     back = split_at_registrations(Operations(given.destination, given.source, given.length), [(1000, 1000)])
     assert sorted(back.destination.tolist()) == sorted(cut.source.tolist())
+
+
+# ---------------------------------------------------------------------------------------------- what a GPU is asked to do
+
+
+class Queue:
+    """A device of which nothing is known but what it was told, and that is done when a test says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[FakeEvent] = []
+        self.held: list[tuple[FakeEvent, int]] = []
+        self.groups: list[tuple[int, int | None, int]] = []
+        self.batches: list[list[int]] = []
+        self.arrays: list[np.ndarray] = []
+        monkeypatch.setattr(runtime.Event, "create", self._event)
+        monkeypatch.setattr(runtime, "copy_batch", self._batch)
+        monkeypatch.setattr(copy_backends, "CudaPageCopier", self._copier)
+        monkeypatch.setattr(copy_backends, "StagingPool", lambda device: self)
+
+    def _event(self, device: int) -> FakeEvent:
+        self.events.append(event := FakeEvent())
+        event.hold = lambda stream: self.held.append((event, stream))  # type: ignore[attr-defined]
+        event.synchronize = lambda: setattr(event, "done", True)  # type: ignore[attr-defined]
+        return event
+
+    def _batch(
+        self, destinations: list[int], sources: list[int], lengths: list[int], *, device: int, stream: int
+    ) -> None:
+        reference.copy_each(sources, destinations, lengths)
+        self.batches.append(lengths)
+
+    def _copier(self, device: int, pairs: list[PagePair], *, blocks: int, signals: bool) -> ReferencePageCopier:
+        assert (blocks, signals) == (4, True)
+        made = ReferencePageCopier(pairs)
+        made.wait_group = lambda group, *, stream, sequence: self.groups.append((group, sequence, stream))  # type: ignore[method-assign]
+        return made
+
+    # What is asked of staging memory.
+    def reserve(self, length_bytes: int, count: int) -> None:
+        assert length_bytes * count >= 1 << 20
+
+    def take(self, length_bytes: int) -> Queue:
+        return self
+
+    def put(self, arrays: list[np.ndarray]) -> list[int]:
+        self.arrays = [array.copy() for array in arrays]
+        return [array.ctypes.data for array in self.arrays]
+
+    def send(self, *, stream: int) -> None:
+        pass
+
+    def record(self, stream: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("backend", CopyBackend)
+@pytest.mark.parametrize("direction", Direction)
+def test_what_a_gpu_is_told_and_who_waits_for_it(monkeypatch: pytest.MonkeyPatch, backend, direction):
+    queue = Queue(monkeypatch)
+    moves = {FULL: (pages(7, 0, 3), pages(2, 9, 5)), SWA: (pages(1, 4), pages(3, 0))}
+    with TwinPools(TINY, layout=PF, page_first=True) as pools:
+        expected = pools.expected(moves, direction)
+        with pools.copier(direction, CopyMeans(backend, device=0)) as copier:
+            first, second = copier.copy(moves, stream=5), copier.copy({}, stream=5)
+            pools.compare(expected)
+            assert [event.streams for event in queue.events] == [[5], [5]]
+            assert (copier.done(first), copier.done(second)) == (False, False)
+            copier.wait(first, stream=8)
+            assert queue.held == [(queue.events[0], 8)]
+            layers = sorted({region.layer for region in pools.twins})
+            for layer in layers:
+                copier.wait_layer(layer, second, stream=9)
+            if backend is CopyBackend.KERNEL:
+                by_layer = direction is Direction.LOAD_BACK
+                assert queue.groups == [(layers.index(layer) if by_layer else 0, second, 9) for layer in layers]
+            else:
+                assert queue.held[1:] == [(queue.events[1], 9)] * len(layers)
+                assert [len(lengths) for lengths in queue.batches] == [3 + 2 * len(pieces_of_checkpoints()), 0]
+            queue.events[0].done = True
+            assert (copier.done(first), copier.done(second)) == (True, False)
+            third = copier.copy({}, stream=5)
+            assert queue.events[0].streams == [5, 5], "an event that was reached is used again"
+            queue.events[1].done = True
+            assert [copier.done(each) for each in (first, second, third)] == [True, True, False]
+            copier.wait(second, stream=10)
+            copier.wait_layer(layers[0], second, stream=10)
+            assert 10 not in {stream for _, stream in queue.held} | {stream for _, _, stream in queue.groups}
+        assert all(event.closed for event in queue.events)
+
+
+def pieces_of_checkpoints() -> list[object]:
+    """What one checkpoint of the model is copied in, when pages are whole otherwise."""
+    swa = [each for each in twin_components(TINY, (), checkpoints=True) if each.space is SWA]
+    return [piece for each in swa for _ in each.layers for piece in twin_pieces(TINY, each, (0, 1), (0, 1))]
+
+
+def test_a_gpu_that_failed_is_told(monkeypatch: pytest.MonkeyPatch):
+    queue = Queue(monkeypatch)
+    with TwinPools(TINY) as pools, pools.copier(Direction.BACKUP, CopyMeans(device=0)) as copier:
+        ticket = copier.copy({FULL: (pages(0), pages(0))}, stream=5)
+        queue.events[0].broken = TransportError("CUDA: an illegal memory access")
+        with pytest.raises(TransportError, match="illegal memory access"):
+            copier.done(ticket)
+        queue.events[0].broken = None

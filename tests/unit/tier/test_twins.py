@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 
+from kvbridge.core.errors import CapacityError, ConflictError, NotFoundError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
@@ -66,6 +67,15 @@ class Bench:
         self.cache.check_integrity()
         return done
 
+    def fetch(self, name: str, pages: int, start: int = 0) -> list[int]:
+        """Have pages come to the host from elsewhere; return those that are kept."""
+        owner = Owner(NO_ROOM, next(self.copies))
+        got = self.book.reserve(owner, dict.fromkeys((FULL_TWIN, *self.index.spaces[1:]), pages - start))
+        new = self.twins.insert(owner, keys(name, pages), start, got)
+        self.book.free(owner)
+        self.cache.check_integrity()
+        return got[FULL_TWIN][-new:].tolist() if new else []
+
     def where(self, name: str, pages: int) -> tuple[int, int]:
         """How many pages of a prompt are on the device, and how many on the host."""
         path = self.index.match(keys(name, pages))
@@ -108,3 +118,379 @@ def test_what_is_backed_up_is_found_after_the_device_needed_its_pages(bench):
     assert bench.cache.keep(owner, keys("a", 7), 5, {FULL: got.own[FULL][5:]}) == 2
     bench.end(owner)
     assert bench.where("a", 7) == (7, 5)
+
+
+def test_a_backup_that_fails_frees_its_own_pages_and_changes_nothing_else(bench):
+    bench.warm("a", 5)
+    before = bench.book.available_pages()
+    backup = bench.start("a", 5)
+    assert bench.book.available_pages() == before | {FULL: 8 - 5, FULL_TWIN: 16 - 5}
+    assert bench.twins.end_backup(backup, done=False) == 0
+    assert bench.book.available_pages() == before
+    assert bench.where("a", 5) == (5, 0)
+    with pytest.raises(NotFoundError, match="copy 1 is not under way"):
+        bench.twins.end_backup(backup, done=True)
+    assert bench.back_up("a", 5) == 5
+
+
+def test_twins_that_a_worker_may_still_write_stay_in_quarantine_and_the_pages_on_the_device_do_not(bench):
+    bench.warm("a", 5)
+    backup = bench.start("a", 5)
+    with pytest.raises(ConflictError):
+        bench.book.free(backup.owner)
+    bench.book.quarantine(backup.owner, "worker pp0.tp0")
+    assert bench.twins.end_backup(backup, done=False) == 0
+    assert bench.book.available_pages()[FULL] == 8
+    assert bench.book.counts()[FULL_TWIN][PageState.QUARANTINED] == 5
+    assert bench.back_up("a", 5) == 5, "other twins hold it"
+    bench.book.release_quarantined("worker pp0.tp0")
+    assert bench.book.counts()[FULL_TWIN] == bench.book.counts()[FULL_TWIN] | {CACHED: 5, PageState.FREE: 11}
+
+
+def test_what_is_being_copied_is_not_copied_twice_and_nobody_waits_for_it(bench):
+    bench.warm("a", 6)
+    first = bench.start("a", 6, at_most=2)
+    assert first.pages == 2
+    assert bench.start("a", 6) is None, "what goes on from there is not copied before its parents are on the host"
+    bench.twins.end_backup(first, done=True)
+    second = bench.start("a", 6)
+    assert second.pages == 4
+    assert bench.twins.end_backup(second, done=True) == 4
+    assert bench.start("a", 6) is None
+    assert bench.start("unknown", 3) is None
+
+
+def test_only_what_was_used_often_enough_is_backed_up(bench):
+    bench.warm("a", 2)
+    assert bench.start("a", 2, min_uses=2) is None
+    bench.warm("a", 4)
+    backup = bench.start("a", 4, min_uses=2)
+    assert backup.pages == 2
+    bench.twins.end_backup(backup, done=True)
+
+
+def test_a_host_that_is_full_refuses_a_backup_and_one_of_what_nobody_reads_makes_place(bench):
+    bench.warm("a", 8)
+    assert bench.back_up("a", 8) == 8
+    reader, _ = bench.admit("a", 8)
+    bench.cache.let_go(reader)
+    bench.book.free(reader)
+    bench.push_out()
+    bench.warm("b", 8)
+    assert bench.back_up("b", 8) == 8
+    bench.push_out()
+    assert (bench.where("a", 8), bench.where("b", 8)) == ((0, 8), (0, 8))
+    reader, _ = bench.admit("b", 8, at_most=8)
+    bench.end(reader)
+    bench.warm("c", 3)
+    assert bench.back_up("c", 3) == 3
+    assert (bench.where("a", 8), bench.where("b", 8)) == ((0, 5), (0, 8)), "what was used longest ago went"
+    assert bench.cache.claims.gone().total() == 3
+    held = Owner(NO_ROOM, 99)
+    bench.book.reserve(held, {FULL_TWIN: 16})
+    bench.warm("d", 2)
+    before = bench.book.counts()
+    with pytest.raises(CapacityError, match="'full_twin' lacks 2 pages"):
+        bench.start("d", 2)
+    assert bench.book.counts() == before
+    bench.book.free(held)
+
+
+def test_what_is_dropped_during_its_backup_does_not_come_to_the_host(bench):
+    bench.warm("a", 5)
+    backup = bench.start("a", 5)
+    bench.cache.drop_page(keys("a", 5), 2)
+    assert bench.book.counts()[FULL][CACHED] == 5, "it is being copied"
+    assert bench.twins.end_backup(backup, done=True) == 2
+    assert bench.where("a", 5) == (2, 2)
+    assert bench.book.counts()[FULL][CACHED] == 2
+    assert bench.book.counts()[FULL_TWIN][CACHED] == 2
+
+
+def test_pages_that_came_from_elsewhere_during_a_backup_stay_and_its_own_are_free(bench):
+    bench.warm("a", 5)
+    backup = bench.start("a", 5)
+    ids = bench.fetch("a", 3)
+    assert bench.twins.end_backup(backup, done=True) == 2
+    path = bench.index.match(keys("a", 5))
+    assert bench.index.host.pages(path)[FULL_TWIN].tolist() == ids + backup.moves[FULL][1][3:].tolist()
+    assert bench.book.counts()[FULL_TWIN] == bench.book.counts()[FULL_TWIN] | {CACHED: 5, LEASED: 0, HELD: 0}
+
+
+def test_pages_from_elsewhere_need_those_before_them_on_the_host(bench):
+    bench.warm("a", 3)
+    assert bench.fetch("a", 5, start=3) == []
+    assert bench.where("a", 5) == (3, 0)
+    ids = bench.fetch("a", 5)
+    assert bench.where("a", 5) == (3, 5)
+    owner, got = bench.admit("a", 6)
+    assert (got.device_pages, got.prefix_pages, got.twins[FULL_TWIN].tolist()) == (3, 5, ids[3:])
+    bench.end(owner)
+
+
+def test_pages_from_elsewhere_are_kept_only_when_they_are_the_owners_and_held(bench):
+    owner, other = Owner(NO_ROOM, 90), Owner(NO_ROOM, 91)
+    ids = bench.book.reserve(owner, {FULL_TWIN: 2}, state=LEASED)[FULL_TWIN]
+    bench.book.reserve(other, {FULL_TWIN: 2})
+    for whose in (owner, other):
+        with pytest.raises(ConflictError):
+            bench.twins.insert(whose, keys("a", 2), 0, {FULL_TWIN: ids})
+    assert bench.where("a", 2) == (0, 0)
+    bench.cache.check_integrity()
+
+
+def test_two_that_load_the_same_prefix_share_the_first_and_the_second_goes_on_with_its_own(bench):
+    bench.warm("a", 3)
+    bench.back_up("a", 3)
+    bench.push_out()
+    (first, got), (second, later) = bench.admit("a", 3), bench.admit("a", 4)
+    assert bench.cache.restored(first, 0, {FULL: got.own[FULL]}) == 3
+    assert bench.cache.restored(second, 0, {FULL: later.own[FULL][:3]}) == 0
+    assert bench.book.pages(second)[FULL].tolist() == later.own[FULL].tolist()
+    assert bench.cache.keep(second, keys("a", 4), 3, {FULL: later.own[FULL][3:]}) == 1
+    bench.end(first)
+    bench.end(second)
+    assert bench.where("a", 4) == (4, 3)
+
+
+def test_what_goes_on_behind_pages_that_are_not_on_the_device_yet_is_kept_later(bench):
+    bench.warm("a", 3)
+    bench.back_up("a", 3)
+    bench.push_out()
+    owner, got = bench.admit("a", 5)
+    rest = {FULL: got.own[FULL][3:]}
+    assert bench.cache.keep(owner, keys("a", 5), 3, rest) == 0
+    assert bench.cache.reads(owner) == 3
+    other, loaded = bench.admit("a", 3)
+    bench.cache.restored(other, 0, {FULL: loaded.own[FULL]})
+    bench.end(other)
+    assert bench.cache.keep(owner, keys("a", 5), 3, rest) == 2, "somebody else has loaded what is before it"
+    assert bench.cache.restored(owner, 0, {FULL: got.own[FULL][:3]}) == 0
+    bench.end(owner)
+    assert bench.where("a", 5) == (5, 3)
+
+
+def test_what_is_restored_must_be_held_and_go_on_from_what_is_read(bench):
+    bench.warm("a", 3)
+    bench.back_up("a", 3)
+    bench.push_out()
+    owner, got = bench.admit("a", 3)
+    with pytest.raises(ConflictError, match="pages from 1 on are restored, it reads 0"):
+        bench.cache.restored(owner, 1, {FULL: got.own[FULL][1:]})
+    bench.book.move(owner, HELD, LEASED)
+    with pytest.raises(ConflictError, match="leased pages cannot be cached"):
+        bench.cache.restored(owner, 0, got.own)
+    bench.book.move(owner, LEASED, HELD)
+    bench.cache.drop()
+    assert bench.cache.restored(owner, 0, {FULL: got.own[FULL]}) == 0
+    bench.end(owner)
+    assert bench.book.counts()[FULL_TWIN][CACHED] == 0
+
+
+def test_a_node_that_loads_nothing_finds_only_what_is_on_the_device():
+    bench = Bench(restores=False)
+    bench.warm("a", 5, checkpoint=True)
+    bench.back_up("a", 5)
+    bench.push_out()
+    bench.warm("a", 2)
+    owner, got = bench.admit("a", 5)
+    assert (got.prefix_pages, got.twins, bench.cache.known(keys("a", 5))) == (2, {}, 5)
+    assert bench.cache.checkpoints(owner) == []
+    bench.end(owner)
+    owner, got = bench.admit("a", 5, from_checkpoint=True)
+    assert got.prefix_pages == 0
+    bench.end(owner)
+
+
+def test_a_checkpoint_goes_to_the_host_and_comes_back_into_pages_of_the_owner(bench):
+    bench.warm("a", 4, checkpoint=True)
+    backup = bench.start("a", 4)
+    twins = backup.moves[SWA][1].tolist()
+    assert bench.book.available_pages()[SWA] == 4 - 1
+    bench.twins.end_backup(backup, done=True)
+    bench.push_out()
+    owner, got = bench.admit("a", 6, windows=2, from_checkpoint=True)
+    assert (got.prefix_pages, got.device_pages, got.checkpoint.tolist()) == (4, 0, [])
+    assert got.checkpoint_twin.tolist() == twins
+    assert (len(got.checkpoint_own), len(got.own[SWA])) == (1, 2)
+    assert bench.book.available_pages()[SWA_TWIN] == 4 - 1, "it is read"
+    assert not bench.cache.keep_checkpoint(owner, 4, got.checkpoint_own), "its page is not on the device"
+    bench.cache.restored(owner, 0, {FULL: got.own[FULL][:4]})
+    assert bench.cache.keep_checkpoint(owner, 4, got.checkpoint_own)
+    bench.end(owner)
+    again, got = bench.admit("a", 6, from_checkpoint=True)
+    assert (got.device_pages, len(got.checkpoint), len(got.checkpoint_twin)) == (4, 1, 0)
+    bench.end(again)
+
+
+def test_a_checkpoint_that_came_later_is_backed_up_by_itself_where_there_are_twins_of_some(bench):
+    bench.warm("a", 3)
+    bench.back_up("a", 3)
+    bench.warm("b", 1)
+    bench.warm("a", 3)
+    owner, got = bench.admit("a", 3, windows=1)
+    assert bench.cache.keep_checkpoint(owner, 2, got.own[SWA])
+    bench.end(owner)
+    backup = bench.start("a", 3)
+    assert (backup.pages, list(backup.moves)) == (0, [SWA])
+    assert bench.start("a", 3) is None
+    assert bench.twins.end_backup(backup, done=True) == 0
+    path = bench.index.match(keys("a", 3))
+    assert bench.index.host.checkpointed(path).tolist() == [False, True, False]
+
+
+def test_a_backup_without_twins_of_checkpoints_leaves_them():
+    bench = Bench()
+    book = PageBook({FULL: 8, SWA: 4, FULL_TWIN: 8})
+    bench.book, bench.cache = book, PrefixCache(book, bench.index, clock=bench.clock)
+    bench.twins = bench.cache.twins
+    bench.warm("a", 3, checkpoint=True)
+    assert list(bench.start("a", 3).moves) == [FULL]
+
+
+def test_a_request_that_fits_only_without_the_checkpoint_of_its_prefix_is_admitted_without_both(bench):
+    bench.warm("a", 3, checkpoint=True)
+    bench.back_up("a", 3)
+    bench.push_out()
+    owner, got = bench.admit("a", 3, windows=4, from_checkpoint=True)
+    assert (got.prefix_pages, len(got.own[SWA]), len(got.own[FULL])) == (0, 4, 3)
+    bench.end(owner)
+
+
+def test_an_earlier_start_takes_pages_for_what_was_read_in_place_and_no_second_ones_for_what_was_to_be_loaded(bench):
+    bench.warm("a", 2, checkpoint=True)
+    bench.warm("a", 4, checkpoint=True)
+    bench.back_up("a", 4)
+    bench.push_out()
+    bench.warm("a", 1)
+    owner, got = bench.admit("a", 6, from_checkpoint=True)
+    assert (got.prefix_pages, got.device_pages, len(got.own[FULL])) == (4, 1, 5)
+    assert bench.cache.checkpoints(owner) == [2, 4]
+    less = bench.cache.shorten(owner, 2, from_checkpoint=True)
+    assert (less.prefix_pages, less.device_pages, len(less.own[FULL])) == (2, 1, 0)
+    assert less.checkpoint_own.tolist() == got.checkpoint_own.tolist()
+    assert less.checkpoint_twin.tolist() != got.checkpoint_twin.tolist()
+    none = bench.cache.shorten(owner, 0, from_checkpoint=True)
+    assert (none.prefix_pages, none.twins, len(none.own[FULL]), len(none.checkpoint_own)) == (0, {}, 1, 0)
+    assert bench.book.available_pages()[FULL_TWIN] == 16
+    bench.end(owner)
+
+
+def test_whole_records_go_when_their_home_is_short():
+    bench = Bench((FULL, HOST), host=10)
+    bench.warm("a", 5)
+    bench.back_up("a", 5)
+    bench.push_out()
+    bench.warm("a", 2)
+    assert bench.where("a", 5) == (2, 5)
+    assert bench.book.available_pages()[HOST] == 10
+    other = Owner(77, 1)
+    bench.book.reserve(other, {HOST: 9})
+    bench.cache.check_integrity()
+    assert bench.where("a", 5) == (1, 1)
+    assert bench.book.counts()[FULL_TWIN][CACHED] == 1
+    owner, got = bench.admit("a", 1)
+    assert got.prefix[HOST].size == 1
+    bench.end(owner)
+    bench.book.free(other)
+
+
+def test_the_home_of_pages_that_are_read_anywhere_stays():
+    bench = Bench((FULL, HOST), host=10)
+    bench.warm("a", 5)
+    bench.back_up("a", 5)
+    bench.push_out()
+    owner, got = bench.admit("a", 6)
+    assert (got.prefix[HOST].size, got.prefix[FULL].size, got.own[HOST].size, got.own[FULL].size) == (5, 0, 1, 6)
+    assert bench.book.available_pages()[HOST] == 4
+    with pytest.raises(CapacityError):
+        bench.book.reserve(Owner(77, 1), {HOST: 5})
+    bench.end(owner)
+
+
+def test_what_left_the_device_is_not_forgotten_and_what_left_both_is(bench):
+    bench.warm("a", 4)
+    bench.back_up("a", 4)
+    bench.clock.advance(100.0)
+    bench.push_out()
+    assert bench.cache.kept_s() > 100, "all is still here"
+    bench.warm("b", 4)
+    bench.clock.advance(10.0)
+    bench.push_out()
+    assert bench.cache.kept_s() == 10.0
+
+
+def test_those_who_wait_for_pages_hear_of_the_end_of_a_backup(bench):
+    heard = []
+
+    class Watcher:
+        ending = quarantined = gone = staticmethod(lambda owner: None)
+        freed = staticmethod(lambda pages: heard.append({space: count for space, count in pages.items() if count}))
+
+    bench.warm("a", 5)
+    backup = bench.start("a", 5)
+    bench.book.watch(Watcher())
+    bench.twins.end_backup(backup, done=True)
+    assert {FULL: 5} in heard
+
+
+def test_watchers_hear_what_is_kept_and_used_and_what_the_host_has(bench):
+    heard = []
+
+    class Watcher:
+        kept = staticmethod(lambda keys: heard.append(("kept", len(keys))))
+        used = staticmethod(lambda keys: heard.append(("used", len(keys))))
+        added = staticmethod(lambda keys, start, pages: heard.append(("added", len(keys), start, *pages)))
+        checkpoint_added = staticmethod(lambda key, pages: heard.append((key, len(pages))))
+        removed = staticmethod(lambda pages: heard.append({space: len(ids) for space, ids in pages.items()}))
+
+    bench.cache.watch(Watcher())
+    bench.twins.watch(Watcher())
+    bench.warm("a", 3, checkpoint=True)
+    bench.back_up("a", 3)
+    bench.warm("a", 2)
+    bench.cache.drop_page(keys("a", 3), 1)
+    assert heard == [
+        ("kept", 3),
+        ("added", 3, 0, FULL_TWIN),
+        (keys("a", 3)[2], 1),
+        ("used", 2),
+        {FULL_TWIN: 2, SWA_TWIN: 1},
+    ]
+
+
+def test_cold_prompts_that_are_on_the_device_only_are_named_oldest_first(bench):
+    bench.warm("a", 2)
+    bench.warm("b", 2)
+    bench.warm("c", 2)
+    reader, _ = bench.admit("a", 2)
+    assert bench.twins.cold(9) == [keys("b", 2), keys("c", 2)]
+    bench.back_up("b", 2)
+    assert bench.twins.cold(1) == [keys("c", 2)]
+    bench.end(reader)
+
+
+def test_a_prompt_that_is_longer_than_the_host_is_backed_up_as_far_as_it_fits():
+    bench = Bench(full_twin=3)
+    bench.warm("a", 5)
+    assert bench.back_up("a", 5) == 3
+    with pytest.raises(CapacityError):
+        bench.start("a", 5)
+
+
+def test_checkpoints_that_do_not_fit_on_the_host_keep_no_page_from_it():
+    bench = Bench(swa_twin=2)
+    for pages in (1, 2, 3):
+        bench.warm("a", pages, checkpoint=True)
+    assert bench.back_up("a", 3) == 3
+    path = bench.index.match(keys("a", 3))
+    assert bench.index.host.checkpointed(path).tolist() == [False, True, True], "the last ones"
+    taken = Owner(NO_ROOM, 90)
+    bench.book.reserve(taken, {SWA_TWIN: 2})
+    bench.warm("b", 2, checkpoint=True)
+    assert bench.back_up("b", 2) == 2
+    with pytest.raises(CapacityError, match="'swa_twin' lacks 1 pages"):
+        bench.start("b", 2)
+    bench.book.free(taken)
+    assert list(bench.start("b", 2).moves) == [SWA]
+    bench.cache.check_integrity()

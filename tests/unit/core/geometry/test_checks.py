@@ -121,6 +121,11 @@ def test_another_version():
         (Kind.C4_KV, {"layer": 3}, "c4_kv layer 3: model 'tiny-v4' has no c4_kv in this layer"),
         (Kind.C4_KV, {"page_bytes": 6_656}, "c4_kv layer 2: pages of 6656 bytes, but 1 lanes take 6720 bytes"),
         (Kind.C4_KV, {"space": "swa"}, "c4_kv layer 2: its page ids count space 'swa', but this component's .* 'full'"),
+        (
+            Kind.C4_KV,
+            {"space": "full_twin", "memory": "dram"},
+            r"c4_kv layer 2 \(twin\): its page ids count space 'full_twin'",
+        ),
         (Kind.C4_KV, {"lane_stop": 2}, r"c4_kv layer 2: holds lanes \[0, 2\), but rank 0 of 1 must hold \[0, 1\) of 1"),
         (Kind.C4_INDEXER, {"space": "host"}, r"c4_indexer layer 2 \(host\): this component cannot live in the host"),
         (Kind.C4_KV, {"space": "host", "memory": "vram"}, r"c4_kv layer 2 \(host\): a host region lies in 'vram'"),

@@ -223,8 +223,8 @@ def test_impossible_twins_are_refused():
 
 def test_no_manifest_ever_names_twins():
     placement = twin_placement(FLASH, [part()], twin_components(FLASH, (), checkpoints=True), page_counts=TWIN_COUNTS)
-    with pytest.raises(ValueError, match=r"c4_kv layer 2 \(twin\) is no peer's concern"):
-        manifest_of(placement)
+    with pytest.raises(InvalidInputError, match=r"c4_kv layer 2 \(twin\): its page ids count space 'full_twin'"):
+        check_manifest(manifest_of(placement), FLASH)
 
 
 def manifest_of(placement: Placement) -> RankManifest:

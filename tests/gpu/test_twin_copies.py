@@ -1,0 +1,130 @@
+"""Copies between a GPU and twins on the host, against the reference's expectation, with everything around the pages unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvbridge.config.pools import DeviceLayout, HostLayout
+from kvbridge.config.tier import CopyBackend
+from kvbridge.core.errors import UnsupportedError
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace
+from kvbridge.kernels.cuda import runtime
+from kvbridge.kernels.page_copies import CudaPageCopier
+from kvbridge.pool.memory.host_registration import HostRegistration
+from kvbridge.pool.memory.mapped_pool import MappedPool
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
+from kvbridge.tier.copies import LEGAL, CopyMeans, Direction, TwinCopier
+from tests.helpers.kernel_memory import DEVICE, Bytes
+from tests.helpers.twin_gpu import MOVES, Streams, on_gpu, reached
+from tests.helpers.twin_pools import TwinPools
+
+pytestmark = pytest.mark.gpu
+TINY, GQA = preset("tiny-v4"), preset("tiny-gqa")
+FULL, SWA = IndexSpace.FULL, IndexSpace.SWA
+COMBINATIONS = [each for each, reason in LEGAL.items() if not reason]
+
+
+@pytest.fixture
+def streams(device: int) -> Iterator[Streams]:
+    with Streams.on(device) as made:
+        yield made
+
+
+@pytest.fixture
+def stream(streams: Streams) -> int:
+    return streams.main.handle
+
+
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
+def test_each_legal_combination_copies_what_twins_keep(device: int, streams: Streams, combination: tuple, blocks: int):
+    host, layout, backend, direction = combination
+    page_first = layout is DeviceLayout.PAGE_FIRST
+    for geometry, tp_size, rank in ((TINY, 1, 0), (GQA, 2, 1)):
+        moves = {space: MOVES[space] for space in MOVES if space is FULL or geometry is TINY}
+        with (
+            TwinPools(geometry, tp_size=tp_size, layout=host, page_first=page_first) as pools,
+            on_gpu(pools, device, rank) as gpu,
+            gpu.copier(direction, backend, blocks) as copier,
+        ):
+            expected = pools.expected(moves, direction, ranks=[rank])
+            ticket = copier.copy(moves, stream=streams.main.handle)
+            copier.wait(ticket, stream=streams.other.handle)
+            reached(streams.other)
+            assert copier.done(ticket)
+            gpu.compare(expected)
+            kernel = isinstance(getattr(copier._copies, "_copier", None), CudaPageCopier)
+            assert kernel is (backend is CopyBackend.KERNEL), "another backend than the one that was asked for"
+
+
+def test_a_layer_is_there_when_it_was_waited_for(device: int, stream: int, streams: Streams):
+    """What another stream finds behind `wait_layer` is what the twins hold, turn after turn."""
+    with (
+        TwinPools(TINY, layout=HostLayout.PAGE_FIRST) as pools,
+        on_gpu(pools, device) as gpu,
+        gpu.copier(Direction.LOAD_BACK) as copier,
+        ExitStack() as stack,
+    ):
+        other = streams.other
+        expected = pools.expected(MOVES, Direction.LOAD_BACK)
+        base, whole = gpu.sides[0][0], expected[0][0]
+        seen = stack.enter_context(Bytes(DEVICE, np.zeros(len(whole), dtype=np.uint8), device))
+        for _ in range(5):
+            base.write(pools.memory[0][0])
+            ticket = copier.copy(MOVES, stream=stream)
+            for layer in range(TINY.layer_count):
+                copier.wait_layer(layer, ticket, stream=other.handle)
+                for region in gpu.regions[0]:
+                    if region.layer == layer:
+                        start = region.extent_addresses[0] - base.address
+                        length = region.page_count * region.page_stride_bytes
+                        runtime.copy(
+                            seen.address + start, base.address + start, length, device=device, stream=other.handle
+                        )
+            reached(other)
+            found = seen.read()
+            for region in gpu.regions[0]:
+                start = region.extent_addresses[0] - base.address
+                length = region.page_count * region.page_stride_bytes
+                assert np.array_equal(found[start : start + length], whole[start : start + length]), region.label
+
+
+def test_the_copy_engines_cross_no_border_of_registered_memory(
+    device: int, stream: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(runtime, "REGISTER_CHUNK_BYTES", 64 * 1024)
+    with (
+        TwinPools(TINY, layout=HostLayout.PAGE_FIRST, page_first=True) as pools,
+        MappedPool.create(pools.placements[-1], DEFAULT_DIRECTORY, f"kvbridge-test-{tmp_path.name}") as twins,
+        HostRegistration(twins.mappings, device=device),
+        Bytes(DEVICE, pools.memory[0][0], device) as memory,
+    ):
+        regions = pools.placements[0].regions_at([memory.address])
+        (mapping,) = twins.mappings
+        held = np.frombuffer(mapping.buffer, dtype=np.uint8)
+        for direction in Direction:
+            memory.write(pools.memory[0][0])
+            held[:] = pools.memory[-1][0]
+            expected = pools.expected(MOVES, direction)
+            means = CopyMeans(CopyBackend.DIRECT, device)
+            with TwinCopier(TINY, regions, twins.regions(), direction=direction, means=means) as copier:
+                copier.copy(MOVES, stream=stream)
+            assert np.array_equal(memory.read(), expected[0][0])
+            assert np.array_equal(held, expected[-1][0])
+        del held
+
+
+def test_pages_that_a_gpu_cannot_copy_are_refused(device: int):
+    with TwinPools(TINY) as pools, on_gpu(pools, device) as gpu:
+        shifted = [
+            region.model_copy(update={"extent_addresses": tuple(address + 8 for address in region.extent_addresses)})
+            for region in gpu.regions[1]
+        ]
+        with pytest.raises(UnsupportedError, match="must be multiples of 16"):
+            TwinCopier(TINY, gpu.regions[0], shifted, direction=Direction.BACKUP, means=CopyMeans(device=device))
