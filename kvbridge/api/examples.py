@@ -123,6 +123,7 @@ PREFILL_STATUS: dict[str, Any] = _NODE | {
         "evicted_pages": {"space": 11, "retention_ended": 1},
         "hit_tokens": 6_144,
         "miss_tokens": 9_250,
+        "host_tokens": 2_048,
         "checkpoints": 3,
         "retained_pages": {"acme": 2},
         "retention_refused": 0,

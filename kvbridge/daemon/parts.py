@@ -17,7 +17,6 @@ from kvbridge.core.geometry.components import Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.tables import GROWING_SPACES
 from kvbridge.core.ids import TWINS, IndexSpace, NodeIdentity, Rank, Role
-from kvbridge.core.prefixes import Evicted
 from kvbridge.core.wire.engine_messages import Attached
 from kvbridge.core.wire.features import ENGINE_FEATURES, Feature, Features
 from kvbridge.core.wire.messages import NodeDescription
@@ -211,7 +210,7 @@ class NodeParts:
             self.backups.gone(rank, reason)
         if rank in self.layout.orders:
             if self.prefixes is not None:
-                self.prefixes.drop(Evicted.MEMORY_LOST)
+                self.prefixes.lose_device()
             self.engines.memory_lost(rank, f"rank worker {rank} is gone: {reason}")
 
 

@@ -96,7 +96,7 @@ class LoadBacks(Closing):
     """The loads of one engine process. Used by one thread."""
 
     def __init__(self, copiers: Mapping[Rank, RankCopier], order: StreamOrder) -> None:
-        """`copiers`: of each rank that this process serves, none where the node has nothing in host memory. They are closed here."""
+        """`copiers`: of each rank that this process serves and whose pages have twins. They are closed here."""
         self._copiers = copiers
         self._order = order
         devices = {each.device for each in copiers.values() if each.device is not None}

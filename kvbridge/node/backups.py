@@ -89,6 +89,10 @@ class Backups:
     _numbers: count[int] = field(default_factory=lambda: count(1))
     _owners: count[int] = field(default_factory=lambda: count(1))
 
+    def new_owner(self) -> Owner:
+        """Return who is to have the pages of one copy between tiers: nobody on this node ever was that."""
+        return Owner(NO_ROOM, next(self._owners))
+
     # ------------------------------------------------------------------ orders
 
     def tick(self) -> None:
@@ -106,7 +110,7 @@ class Backups:
         if self._order is not None or self._late or self.workers.missing():
             return
         number = next(self._numbers)
-        backups = self.controller.begin(lambda: Owner(NO_ROOM, next(self._owners)))
+        backups = self.controller.begin(self.new_owner)
         if not backups:
             return
         now_s = self.clock()

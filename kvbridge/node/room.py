@@ -73,9 +73,8 @@ class Load:
     @property
     def twins(self) -> Tables:
         """The twins as engines are told: of pages from `first_page` on, and of a checkpoint."""
-        growing = {space: self.first_page for space in self.moves if space is not IndexSpace.SWA}
         return {
-            TWINS[space]: PageTable(TWINS[space], twins, growing.get(space, 0))
+            TWINS[space]: PageTable(TWINS[space], twins, 0 if space is IndexSpace.SWA else self.first_page)
             for space, (_, twins) in self.moves.items()
         }
 

@@ -152,7 +152,7 @@ class RoomPages:
         self._set_prefix(room, got)
 
     def loaded(self, room: Room[Any], ranks: Iterable[Rank], said: Loaded, *, of: Collection[Rank]) -> bool:
-        """An engine has loaded what a room is to load into the memory of these ranks; whether that makes it all of the ranks `of`."""
+        """An engine has loaded what a room is to load into the memory of these ranks; whether these make it all ranks `of` it."""
         load = room.load
         if load is None or load.ranks.issuperset(ranks):
             return False
@@ -160,8 +160,10 @@ class RoomPages:
         if not load.ranks.issuperset(of):
             return False
         pages = room.host_tokens // self.settings.geometry.tokens_per_page
-        figures = {"bytes": load.bytes, "busy_s": load.seconds, "seconds": load.seconds}
-        self.events.emit(CopyEnded(direction="load_back", pages=pages, **figures))
+        told = CopyEnded(
+            direction="load_back", pages=pages, bytes=load.bytes, busy_s=load.seconds, seconds=load.seconds
+        )
+        self.events.emit(told)
         return True
 
     def restored(self, room: Room[Any]) -> int:

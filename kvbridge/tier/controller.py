@@ -94,6 +94,8 @@ class BackupController:
             try:
                 backup = self._twins.start_backup(owner(), keys, at_most=left, min_uses=min_uses)
             except CapacityError:
+                if started:
+                    break  # perhaps there are twins when those are on the host, and nobody reads them
                 self.refused += 1
                 if self._waiting.pop(keys[-1], None) is None:  # it will be the oldest again
                     self._not_before_s = self._clock() + FIRST_PAUSE_S
@@ -116,7 +118,7 @@ class BackupController:
         if self._settings.policy is not BackupPolicy.WRITE_BACK:
             yield from list(self._waiting.values())
         elif self._safe_pages < self._low_pages:
-            for keys in self._cache.cold(OLDEST):
+            for keys in self._twins.cold(OLDEST):
                 yield keys
                 if self._safe_pages >= self._low_pages:
                     return

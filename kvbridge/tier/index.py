@@ -176,7 +176,7 @@ class PrefixIndex:
         over = []
         for residence, part in parts:
             ended = residence.unpin(part)
-            ended = ended[self._records.is_hidden(ended)]
+            ended = ended[self._records.is_hidden(ended) | residence.lost(ended)]
             if len(ended) and residence is not self.home:
                 over.append((residence, ended[::-1]))
         return self._release(over) if over else {}
@@ -288,7 +288,8 @@ class PrefixIndex:
                 gone, pages = self._forget(victims, evicted=True)
                 self._note_evicted(gone)
                 found.append(pages)
-            found.append(self._evict_checkpoints(residence, lacking, merged(found)))
+            if residence.checkpoint_space in lacking:
+                found.append(self._evict_checkpoints(residence, lacking, merged(found)))
         return merged(found)
 
     def _evict_checkpoints(self, residence: Residence, lacking: Mapping[IndexSpace, int], given: Pages) -> Pages:
@@ -319,6 +320,20 @@ class PrefixIndex:
         hidden = there[self._records.is_hidden(there) & self.host.has(there)]
         ends = [self.host.checkpoint(int(record)) for record in hidden[self.host.checkpointed(hidden)]]
         return self.host.pages(hidden) | {TWINS[CHECKPOINT_SPACE]: join(ends)}
+
+    def lose_device(self) -> Pages:
+        """What is on the device is lost: records that are on the host as well are there only, the others unreachable.
+
+        Returns the pages that nobody reads. Those of the others come with the last `unpin`.
+        """
+        there = self._records.deepest_first(self._records.all())
+        there = there[self.device.has(there)]
+        unread = self.device.unpinned(there)
+        read = there[~np.isin(there, unread)]
+        gone = there if self.host is None else there[~self.host.has(there)]
+        self._records.hide(gone[~self._records.is_hidden(gone)])
+        self.device.lose(read[~np.isin(read, gone)])
+        return self._release([(self.device, unread)])
 
     def withdraw(self, inserted: Inserted) -> None:
         """Undo `insert`, in the same step: the pages are their owner's again."""

@@ -142,7 +142,7 @@ class PrefixCache:
         self._book.cache(owner, {})  # refuses what is not held before the index takes anything
         if not np.array_equal(self._index.match(keys, at_most=start), reader.path):
             return 0
-        if self._index.device.depth(reader.path) < start:
+        if self._index.device.depth(reader.path) < start or self._index.device.is_lost(self._index.match(keys)):
             return 0
         inserted = self._index.insert(keys, start, pages, now=self._clock(), digests=digests)
         try:
@@ -174,6 +174,8 @@ class PrefixCache:
         self._book.cache(owner, {})  # refuses what is not held
         path = reader.path[: start + max(map(len, pages.values()), default=0)]
         path = path[: np.count_nonzero(~self._index.is_dropped(path))]
+        if self._index.device.is_lost(path):
+            return 0
         here = self._index.device.depth(path)
         new = {space: ids[here - start : len(path) - start] for space, ids in pages.items()}
         if here < len(path):
@@ -203,7 +205,7 @@ class PrefixCache:
                 f"{owner}: no checkpoint at the end of page {page_count}, it reads {len(path)} pages so far"
             )
         record, device = path[page_count - 1 : page_count], self._index.device
-        if device.checkpointed(record)[0] or self._index.is_dropped(record)[0] or not device.has(record)[0]:
+        if self._index.is_dropped(record)[0] or not device.lacks_checkpoint(record)[0]:
             return False
         self._book.cache(owner, {CHECKPOINT_SPACE: pages})
         device.set_checkpoint(int(record[0]), pages)
@@ -289,15 +291,21 @@ class PrefixCache:
     def drop(self, why: Evicted = Evicted.OPERATOR) -> Dropped:
         """Forget every prefix; pages that are read are free when their readers let go."""
         self._empty_at_s = self._clock()
-        return self._drop(None, why)
+        return self._dropped(why, self._index.drop)
+
+    def lose_device(self) -> Dropped:
+        """Forget what is on the device, whose memory is gone. What is on the host as well stays there."""
+        if self.twins is None:
+            return self.drop(Evicted.MEMORY_LOST)
+        return self._dropped(Evicted.MEMORY_LOST, self._index.lose_device)
 
     def drop_page(self, keys: Keys, page: int) -> Dropped:
         """Forget one page of a prompt and all that depends on it, as `drop` does with everything; harmless when it is not known."""
-        return self._drop(self._index.match(keys, at_most=page + 1)[page:], Evicted.INTEGRITY)
+        return self._dropped(Evicted.INTEGRITY, self._index.drop, self._index.match(keys, at_most=page + 1)[page:])
 
-    def _drop(self, records: RecordArray | None, why: Evicted) -> Dropped:
+    def _dropped(self, why: Evicted, drop: Callable[..., Pages], *which: RecordArray) -> Dropped:
         known, there = self._index.reachable, len(self._index)
-        self._uncache(self._index.drop(records))
+        self._uncache(drop(*which))
         if self.twins is not None:
             self.twins.forgotten(self._index.unreachable_twins())
         dropped = known - self._index.reachable
@@ -359,9 +367,7 @@ class PrefixCache:
 
     def residency(self) -> Residency:
         """How many pages of prompts are where."""
-        index = self._index
-        device, host = len(index.device), 0 if index.host is None else len(index.host)
-        return Residency(device=len(index) - host, both=device + host - len(index), host=len(index) - device)
+        return Residency.of(self._index)
 
     def check_integrity(self) -> None:
         """Count book and index again, and compare one with the other and both with the readers. Raises IntegrityError."""
@@ -378,6 +384,7 @@ class PrefixCache:
         self.claims.check_integrity(self._readers)
         readers = [*self._readers.values(), *self.looks.readers]
         if self.twins is not None:
+            self.twins.check_integrity()
             readers += [backup.reader for backup in self.twins.backups.values()]
         check_pins(self._index, readers)
 

@@ -113,6 +113,12 @@ class Residency(NamedTuple):
     host: int
     """On the host alone."""
 
+    @classmethod
+    def of(cls, index: PrefixIndex) -> Residency:
+        """Count those of an index."""
+        device, host = len(index.device), 0 if index.host is None else len(index.host)
+        return cls(device=len(index) - host, both=device + host - len(index), host=len(index) - device)
+
 
 class Dropped(NamedTuple):
     """What has been forgotten. One page is a page of each space that grows with the tokens."""

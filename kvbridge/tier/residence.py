@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvbridge.core.errors import IntegrityError
 from kvbridge.core.ids import IndexSpace, PageIdArray
-from kvbridge.tier.checkpoints import Checkpoints, join
+from kvbridge.tier.checkpoints import Checkpoints
 from kvbridge.tier.records import NO_RECORD, RecordArray, Records, Subtree
 from kvbridge.tier.retention import Retentions
 from kvbridge.tier.victims import Victims
@@ -48,6 +48,8 @@ class Residence:
         self._pins = np.zeros(records.capacity, dtype=np.int32)
         self._pins_at = self._pins.data
         self._victims = Victims(self._subtree, pages=self._pages[0], pins=self._pins, rank=rank)
+        self._is_lost = np.zeros(records.capacity, dtype=np.bool_)
+        self._lost_count = 0
         self.checkpoint_space = checkpoint_space
         self._checkpoints = Checkpoints(records.capacity)
 
@@ -61,8 +63,17 @@ class Residence:
         return self._subtree.has(records)
 
     def depth(self, path: RecordArray) -> int:
-        """How many records of a path are here: its first ones."""
-        return self._subtree.depth(path)
+        """How many records of a path are here, and not lost: its first ones."""
+        return 0 if self.is_lost(path) else self._subtree.depth(path)
+
+    def is_lost(self, path: RecordArray) -> bool:
+        """Whether a path begins with lost records: none of it is here for anybody new, nor comes before those are gone."""
+        return bool(self._lost_count and len(path) and self._is_lost[path[0]])
+
+    def lost(self, records: RecordArray) -> npt.NDArray[np.bool_]:
+        """Which of the records are lost."""
+        found: npt.NDArray[np.bool_] = self._is_lost[records]
+        return found
 
     def pages(self, records: RecordArray) -> Pages:
         """Return the pages of records that are here, in their order."""
@@ -113,7 +124,7 @@ class Residence:
         pins = self._pins[path]
         if pins.min() < 1:
             raise IntegrityError(f"record {path[pins.argmin()]} is unpinned more often than it was pinned")
-        for at in np.flatnonzero(self.checkpointed(path)).tolist() if len(self._checkpoints) else ():
+        for at in np.flatnonzero(self._checkpoints.among(path)).tolist() if len(self._checkpoints) else ():
             if self._checkpoints.pins(int(path[at])) >= pins[at]:
                 raise IntegrityError(f"record {path[at]} is unpinned by a reader who still pins its checkpoint")
 
@@ -145,8 +156,13 @@ class Residence:
         return len(self._checkpoints)
 
     def checkpointed(self, records: RecordArray) -> npt.NDArray[np.bool_]:
-        """Which of the records have a checkpoint here."""
-        return self._checkpoints.among(records)
+        """Which of the records have a checkpoint here, and are not lost."""
+        return self._checkpoints.among(records) & ~self._is_lost[records]
+
+    def lacks_checkpoint(self, records: RecordArray) -> npt.NDArray[np.bool_]:
+        """Which of the records are here, not lost, and have none."""
+        lacks: npt.NDArray[np.bool_] = self.has(records) & ~self._checkpoints.among(records) & ~self._is_lost[records]
+        return lacks
 
     def checkpoint(self, record: int) -> PageIdArray:
         """Return the pages of a record's checkpoint. Raises NotFoundError when it has none here."""
@@ -194,6 +210,11 @@ class Residence:
         oldest = self._checkpoints.oldest(page_count, retentions)
         return oldest, self._of_checkpoints(self._checkpoints.take(oldest))
 
+    def lose(self, records: RecordArray) -> None:
+        """What these hold here is gone; their pages stay until nobody pins them any more. A path is lost from its start."""
+        self._lost_count += int(np.count_nonzero(~self._is_lost[records]))
+        self._is_lost[records] = True
+
     def remove(self, records: RecordArray) -> Pages:
         """Give up records that nobody pins, and their checkpoints; each comes before its parent."""
         for record in records.tolist():
@@ -205,6 +226,8 @@ class Residence:
     def _clear(self, records: RecordArray) -> Pages:
         """Return the pages of leaves that have been taken off, with their checkpoints."""
         self._count -= len(records)
+        self._lost_count -= int(np.count_nonzero(self._is_lost[records]))
+        self._is_lost[records] = False
         self._victims.forget(records)
         return self.pages(records) | self._of_checkpoints(self._checkpoints.take(records))
 
@@ -227,7 +250,8 @@ class Residence:
             "pinned records": self.pinned == np.count_nonzero(self._pins[there]) == np.count_nonzero(self._pins),
             "candidates, leaves and places": self._victims.add_up(),
             "pages and records": all(len(np.unique(ids)) == len(ids) for ids in self.pages(there).values()),
-            "checkpoints and records": self.checkpointed(there).sum() == len(self._checkpoints),
+            "checkpoints and records": self._checkpoints.among(there).sum() == len(self._checkpoints),
+            "lost ones": self._lost_count == self._is_lost.sum() == np.count_nonzero(self._pins[self._is_lost]),
         }
         for fact, holds in facts.items():
             if not holds:
@@ -254,5 +278,8 @@ class Inserted:
 
 def merged(parts: Sequence[Pages]) -> Pages:
     """Return pages of several origins, space by space."""
-    spaces = dict.fromkeys(space for pages in parts for space in pages)
-    return {space: join([pages[space] for pages in parts if space in pages]) for space in spaces}
+    found: Pages = {}
+    for pages in parts:
+        for space, ids in pages.items():
+            found[space] = np.concatenate((found[space], ids)) if space in found else ids
+    return found

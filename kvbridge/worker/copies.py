@@ -41,10 +41,13 @@ SLICE_BYTES = {MemoryKind.DRAM: 4 << 20, MemoryKind.VRAM: 64 << 20}
 class Copier(Protocol):
     """What makes the copies of a rank."""
 
-    slice_pages: Mapping[IndexSpace, int]
-    """Of how many pages of each device space a slice consists."""
-    page_bytes: Mapping[IndexSpace, int]
-    """What is copied here of a page, on average over the pages of an order."""
+    @property
+    def slice_pages(self) -> Mapping[IndexSpace, int]:
+        """Of how many pages of each device space a slice consists."""
+
+    @property
+    def page_bytes(self) -> Mapping[IndexSpace, float]:
+        """What is copied here of a page, on average over the pages of an order."""
 
     def copy(self, moves: PageMoves) -> int:
         """Begin to copy and return a ticket. Raises InvalidInputError before anything is touched, TransportError."""
@@ -83,10 +86,10 @@ class BackupCopier:
                 lanes = (region.lane_stop - region.lane_start) / (twin.lane_stop - twin.lane_start)
                 found[region.space] += twin.page_bytes * lanes / shares[region.component][1]
         slice_bytes = SLICE_BYTES[MemoryKind.DRAM if gpu is None else MemoryKind.VRAM]
-        self.page_bytes = {space: int(each) for space, each in found.items()}
+        self.page_bytes: Mapping[IndexSpace, float] = found
         # Slices begin where a share does: what they cut is shared out as the whole order would be.
         unit = math.lcm(*(count for _, count in shares.values()))
-        self.slice_pages = {
+        self.slice_pages: Mapping[IndexSpace, int] = {
             space: unit * max(1, int(slice_bytes // max(1, unit * each))) for space, each in found.items()
         }
 
@@ -109,7 +112,7 @@ class BackupCopier:
 class _Order:
     request: CopyPages
     slices: deque[PageMoves]
-    bytes: int = 0
+    bytes: float = 0.0
     busy_s: float = 0.0
 
 
@@ -218,7 +221,7 @@ class PageCopies:
             PagesCopied(
                 rank=self._identity.rank,
                 order=request.order,
-                bytes=0 if order is None else order.bytes,
+                bytes=0 if order is None else round(order.bytes),
                 seconds=0.0 if order is None else order.busy_s,
                 error_code=code,
                 error="" if error is None else (str(error) or type(error).__name__)[:REASON_CHARS],

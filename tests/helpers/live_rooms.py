@@ -16,6 +16,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvbridge.core.errors import BridgeError
+from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
@@ -211,6 +212,20 @@ class LiveCluster:
         assert set(claimed.metadata.values()) == {b"first token"}
         self.reader.release(room)
         return room
+
+    def overwrite(self, full_pages: int) -> None:
+        """Have a request that shares nothing write so many pages of each device, and spoil all windows and states.
+
+        Nobody uses any page, and no checkpoint is to stay: whatever the devices held is gone, byte by byte.
+        """
+        self.cross(full_pages * self.sender.geometry.tokens_per_page)
+        for engine in (self.sender, self.reader):
+            for views in engine.views.values():
+                for part in views.geometry.components:
+                    for layer in views.layers(part.kind) if part.space is IndexSpace.SWA else ():
+                        view = views.region(part.kind, layer, space=part.space)
+                        for page_id in range(view.region.page_count):
+                            view.page(page_id).fill_(0xA5)
 
     def no_traceback(self) -> None:
         """Nothing has escaped to a daemon's loop so far."""

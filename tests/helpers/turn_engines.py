@@ -69,6 +69,8 @@ class Turn:
     answer: Answer
     prefix_tokens: int
     computed_tokens: int
+    host_tokens: tuple[int, int] = (0, 0)
+    """Of `computed_tokens` and of `prefix_tokens`, what came back from host memory."""
 
 
 class ModelAlone:
@@ -129,17 +131,21 @@ class TurnEngines:
         live, keys = self.live, self._keys(prompt)
         hashes = base64.b64encode(keys.data).decode()
         room = int(live.ticket(len(prompt), page_hashes=hashes, max_new_tokens=steps + self.uncounted_tokens)["room"])
-        first, computed = self._prefill(room, prompt, keys)
+        first, begun = self._prefill(room, prompt, keys)
         claimed = live.reader.wait_claim(room, CLAIM_S, page_hashes=keys)
         fed, logits = self._decode(claimed, first, steps, prompt=prompt, sparse=sparse)
         ends(live.prefill, room, "completed")
         eventually("let go of by both", lambda: all(map(_idle, (live.prefill, live.decode))))
-        return Turn(Answer(fed, torch.stack([first.logits, *logits])), claimed.prefix_tokens, computed)
+        answer, host_tokens = (
+            Answer(fed, torch.stack([first.logits, *logits])),
+            (begun.host_tokens, claimed.host_tokens),
+        )
+        return Turn(answer, claimed.prefix_tokens, begun.computed_tokens, host_tokens)
 
     def _keys(self, tokens: Tokens) -> Keys:
         return self.live.sender.page_keys(tokens) if self.page_keys else NO_KEYS
 
-    def _prefill(self, room: int, prompt: Tokens, keys: Keys) -> tuple[Prefill, int]:
+    def _prefill(self, room: int, prompt: Tokens, keys: Keys) -> tuple[Prefill, PrefillRoom]:
         engine, reader = self.live.sender, self.live.reader
         assert reader, "attached before the commit is told"
         begun = engine.begin(room, prompt_tokens=len(prompt), page_hashes=keys)
@@ -164,7 +170,7 @@ class TurnEngines:
         cache = unpack(self.codec, restored, tokens=computed) if computed else None
         made = prefill_chunks(self.alone.model, prompt, chunk_tokens=PAGE, on_chunk=publish, cache=cache)
         engine.finish(room, checkpoints=packers[0].checkpointed)
-        return made, computed
+        return made, begun
 
     def _decode(
         self, claimed: DecodeRoom, first: Prefill, steps: int, *, prompt: Tokens, sparse: bool

@@ -180,3 +180,30 @@ def test_ranks_copy_what_is_theirs(model: str, ranks: dict[str, int], host: dict
         for engine, held in sides:
             twins_of(engine, FULL, held)
         live.no_traceback()
+
+
+def test_policies_by_what_is_on_the_host_after_which_step() -> None:
+    """Selective on prefill, from the second use on; on decode the oldest, when fewer than half of 16 pages could be given away."""
+    few = {"policy": "write_back", "low_share": 0.5}
+    with live_cluster(
+        prefill=tier(checkpoint_pages=8, backup={"policy": "write_through_selective", "uses": 2}),
+        decode=tier(backup=few),
+        pages=POOL,
+    ) as live:
+        assert live.sender
+        assert live.reader
+        pages = Pages(live, 1, 1000)
+        for daemon in (live.prefill, live.decode):
+            eventually("let go", lambda daemon=daemon: not busy_pages(daemon))
+            assert backed_up(daemon)["backed_up_pages"] == 0
+        Turn(live, 1, 1001).cross()
+        eventually("used again", lambda: backed_up(live.prefill)["both_pages"] == 3)
+        twins_of(live.sender, FULL, pages.sent)
+        assert backed_up(live.decode)["backed_up_pages"] == 0, "13 of its pages are free"
+        Turn(live, 2, 9 * PAGE).cross()
+        found = eventually("ahead of need", lambda: (now := backed_up(live.decode))["both_pages"] >= 4 and now)
+        assert found["device_pages"] + found["both_pages"] == 12
+        twins_of(live.reader, FULL, pages.received)
+        for daemon in (live.prefill, live.decode):
+            adds_up(daemon)
+        live.no_traceback()

@@ -15,6 +15,8 @@ import pytest
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 pytest.importorskip("mooncake", reason="the extra 'cpu' or 'cuda' is not installed")
 
+from tests.helpers.matrices import kept
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 TIMEOUT_S = 200
@@ -95,6 +97,26 @@ def test_a_conversation_goes_on_from_what_both_nodes_hold(scratch):
         assert cold["prompt_tokens"] == hit["prompt_tokens"]
         sent = [sum(amount["bytes"] for amount in request["amounts"].values()) for request in (hit, cold)]
         assert sent[0] + hit["spared_bytes"] == sent[1]
+    assert not list(scratch.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "requests"),
+    [kept(("--turns 3 --prompts 3", 15), True), kept(("--turns 2 --prompts 2 --sparse --hot-rows 64", 10), False)],
+    ids=["dense", "sparse"],
+)
+def test_a_conversation_that_the_devices_cannot_hold_comes_back_from_the_host(scratch, options, requests):
+    with demo(*options.split(), "--steps", "8", "--host-tier", "--transport", "local", "--json") as process:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, errors
+    report = json.loads(output)
+    assert report["verdict"].startswith(f"EQUAL: {requests} of {requests} requests gave the very logits")
+    assert (report["host_tier"], report["pages_left"]) == (True, 0)
+    hits = [request for request in report["requests"] if request["by_itself"] and request["page_keys"]]
+    # A request without reuse takes all but little of the device between two of them.
+    for request in hits[1:]:
+        assert 0 < request["host_tokens"]["prefill"] <= request["computed_tokens"], "nothing came back"
+        assert 0 < request["host_tokens"]["decode"] <= request["prefix_tokens"], "nothing came back"
     assert not list(scratch.iterdir())
 
 

@@ -23,6 +23,7 @@ from kvbridge.core.wire.engine_messages import (
     Begin,
     Claim,
     EngineToNode,
+    Loaded,
     NodeToEngine,
     Pages,
     Publish,
@@ -224,6 +225,7 @@ def test_who_cannot_attach(live: LiveCluster) -> None:
         ("prefill", lambda number: Publish(call=number, room=1, upto_token=1)),
         ("prefill", lambda number: Admit(call=number, room=1, prompt_tokens=1)),
         ("decode", lambda number: Claim(call=number, room=1)),
+        ("decode", lambda number: Loaded(call=number, room=1, generation=1)),
         ("decode", lambda number: Release(call=number, room=1)),
     ],
 )

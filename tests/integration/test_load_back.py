@@ -1,12 +1,14 @@
 """Prefixes that come back from host memory, through real daemons: every byte, states included, whatever was evicted in between.
 
-For every legal combination of layouts, copy backend and backup policy. Bytes follow from a conversation and the place of a row, so what
-comes out of another conversation's page, or out of one that was not loaded, is seen.
+For every legal combination of layouts, copy backend and backup policy. Bytes follow from a conversation and the place of a row, so
+what comes out of another conversation's page, or out of one that was not loaded, is seen.
 """
 
 from __future__ import annotations
 
 import base64
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,7 +24,7 @@ from kvbridge.engine import DecodeRoom, Engine, PrefillRoom
 from kvbridge.engine.adapters import synthetic
 from kvbridge.tier.copies import LEGAL, Direction
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, live_cluster, metric, report, status
+from tests.helpers.live_rooms import LiveCluster, busy_pages, ends, http, live_cluster, metric, report, status
 from tests.helpers.matrices import kept
 
 PAGE = 256
@@ -82,6 +84,12 @@ class Tiers:
     def both(self) -> tuple[DaemonProcess, DaemonProcess]:
         return self.live.prefill, self.live.decode
 
+    def let_go(self) -> bool:
+        """Whether no room has anything; engines with a GPU are given the chance to say what they still have to."""
+        self.live.sender.events()
+        self.live.reader.events()
+        return not any(busy_pages(daemon) or status(daemon)["prefixes"]["readers"] for daemon in self.both)
+
     def on_host(self) -> None:
         """Wait until all that the devices keep is on the host as well."""
 
@@ -93,19 +101,12 @@ class Tiers:
             eventually(f"{daemon.name} has backed up", lambda daemon=daemon: settled(daemon))
 
     def forget(self, *, leave: int = 0) -> None:
-        """Push all that nobody reads off both devices but so many pages, by rooms that take everything else."""
+        """Push all that nobody reads off both devices but so many pages, by a request that writes everything else."""
+        eventually("all let go of", self.let_go)
+        self.live.overwrite(POOL_PAGES - leave)
+        eventually("all let go of", self.let_go)
         for daemon in self.both:
-            eventually("all let go of", lambda daemon=daemon: not status(daemon)["prefixes"]["readers"])
-            all_free(daemon)
-        tokens = (POOL_PAGES - leave) * PAGE
-        on_decode = self.live.admit_on_decode(tokens)
-        answer = http("POST", self.live.prefill, "/v1/requests", json={"prompt_tokens": tokens})
-        assert answer.status_code == 201, answer.text
-        for daemon, room in zip(self.both, (answer.json()["room"], on_decode), strict=True):
             assert status(daemon)["pools"]["full"]["cached"] <= leave
-            assert http("DELETE", daemon, f"/v1/requests/{room}").status_code == 200
-            ends(daemon, room, "aborted", "aborted")
-            all_free(daemon)
 
 
 @pytest.fixture(scope="module", params=settings(), ids=str)
@@ -132,10 +133,13 @@ def tiers(request: pytest.FixtureRequest) -> Iterator[Tiers]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(tiers: Tiers) -> Iterator[None]:
-    yield
+    """Each test begins with empty caches, and ends with every page free or cached."""
     for daemon in tiers.both:
-        all_free(daemon)
-        assert not status(daemon)["quarantine"]
+        assert http("DELETE", daemon, "/v1/prefixes").is_success
+    tiers.by_layer = False
+    yield
+    eventually("all let go of", tiers.let_go)
+    assert not any(status(daemon)["quarantine"] for daemon in tiers.both)
 
 
 class Conversation:
@@ -205,8 +209,13 @@ class Conversation:
 
     def end(self) -> None:
         ends(self.live.prefill, self.room, "completed")
-        for daemon in self.tiers.both:
-            eventually("let go of", lambda daemon=daemon: not report(daemon, self.room)["pages"])
+
+        def over() -> bool:
+            self.live.sender.events()
+            self.live.reader.events()
+            return not any(report(daemon, self.room)["pages"] for daemon in self.tiers.both)
+
+        eventually("let go of", over)
 
     def _wait_layers(self, engine: Engine, room: int) -> None:
         for rank in engine.ranks if self.tiers.by_layer else ():
@@ -296,18 +305,69 @@ def test_an_abort_after_the_load_leaves_the_host_as_it_was(tiers: Tiers) -> None
     if tiers.setting.policy is WRITE_BACK:
         pytest.skip("what is backed up ahead of need is not known beforehand")
     turns = Conversation(tiers, 20)
-    warm(tiers, turns, 3 * PAGE)
+    warm(tiers, turns, 3 * PAGE + 9)
     tiers.on_host()
     tiers.forget()
     room = turns.admit(4 * PAGE)
-    assert turns.begin().host_tokens == 2 * PAGE if tiers.setting.policy is SELECTIVE else turns.begun
+    assert turns.begin().host_tokens
     tiers.live.sender.abort(room, "a test")
     ends(tiers.live.decode, room, "failed", "aborted")
     turns.begun = None
-    for daemon in tiers.both:
-        all_free(daemon)
+    eventually("all let go of", tiers.let_go)
     _, claimed = turns.cross(4 * PAGE + 1)
     assert (claimed.prefix_tokens, claimed.host_tokens) == (3 * PAGE, 3 * PAGE)
+
+
+KILLED = """
+import sys, os
+from pathlib import Path
+from kvbridge.core.wire.engine_messages import *
+from kvbridge.core.wire.features import ENGINE_FEATURES
+from kvbridge.core.ids import Role
+from kvbridge.engine.link import EngineLink
+folder, role, room, tokens, keys = sys.argv[1], Role(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+link = EngineLink(Path(folder), name=f"engine-{os.getpid()}", timeout_s=20)
+link.call(Attach(call=link.number(), role=role, features=ENGINE_FEATURES), Attached)
+said = {"call": link.number(), "room": room, "page_hashes": bytes.fromhex(keys)}
+pages = link.call(Begin(**said, prompt_tokens=tokens) if role is Role.PREFILL else Claim(**said), Pages)
+print(len(pages.load), flush=True)
+sys.stdin.read()
+"""
+"""An engine that is told what to load, and never says that it has."""
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_engine_that_is_killed_while_it_loads_leaves_nothing_behind(tiers: Tiers, role: str) -> None:
+    if tiers.setting.policy is not WRITE_THROUGH:
+        pytest.skip("the policy does not matter here")
+    turns, live = Conversation(tiers, 40 + (role == "decode")), tiers.live
+    warm(tiers, turns, 3 * PAGE + 9)
+    tiers.on_host()
+    tiers.forget()
+    turns.begun = None
+    room = turns.admit(5 * PAGE)
+    if role == "decode":
+        turns.compute()
+    daemon = live.prefill if role == "prefill" else live.decode
+    keys = turns.keys(turns.length).data.hex()
+    if role == "decode":
+        eventually("committed", lambda: report(daemon, room)["state"] == "committed")
+    command = [sys.executable, "-c", KILLED, str(daemon.runtime_dir), role, str(room), str(turns.length), keys]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert int(process.stdout.readline()) == (2 if role == "prefill" else 1), "nothing was to be loaded"
+            assert status(daemon)["prefixes"]["readers"] == 1
+        finally:
+            process.kill()
+    eventually("its end", lambda: report(daemon, room)["state"] == "failed")
+    eventually("all let go of", tiers.let_go)
+    turns.begun = None
+    begun, claimed = turns.cross(5 * PAGE + 1)
+    if role == "prefill":
+        assert (begun.host_tokens, claimed.host_tokens) == (3 * PAGE, 3 * PAGE), "and the host has what it had"
+    else:  # prefill has finished what the decode engine did not live to read
+        assert claimed.host_tokens == 3 * PAGE
 
 
 # ---------------------------------------------------------------------------------------------- many
@@ -317,6 +377,7 @@ def test_many_conversations_at_once_whatever_is_evicted(tiers: Tiers) -> None:
     """Eight of them, three in flight at a time, in a device that holds two; every byte of every turn is looked at."""
     talks = [Conversation(tiers, 100 + number) for number in range(8)]
     before = dict(tiers.host_tokens)
+    counted = [metric(daemon, "kvbridge_prefix_host_tokens_total") for daemon in tiers.both]
     for turn in range(4):
         for first in range(0, len(talks), 3):
             together = talks[first : first + 3]
@@ -331,10 +392,10 @@ def test_many_conversations_at_once_whatever_is_evicted(tiers: Tiers) -> None:
                 talk.check()
             for talk in together:
                 talk.end()
-    assert tiers.host_tokens["prefill"] > before["prefill"], "nothing came back"
-    assert tiers.host_tokens["decode"] > before["decode"], "nothing came back"
-    for side, daemon in zip(("prefill", "decode"), tiers.both, strict=True):
-        assert metric(daemon, "kvbridge_prefix_host_tokens_total") == tiers.host_tokens[side]
+    for side, daemon, earlier in zip(("prefill", "decode"), tiers.both, counted, strict=True):
+        came = tiers.host_tokens[side] - before[side]
+        assert came > 0, f"nothing came back on {side}"
+        assert metric(daemon, "kvbridge_prefix_host_tokens_total") - earlier == came
 
 
 def test_a_long_prompt_comes_back_whole(tiers: Tiers) -> None:

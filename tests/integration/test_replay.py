@@ -167,3 +167,18 @@ def test_without_prefixes_everything_is_sent(scratch, tmp_path):
     report = json.loads(output)
     assert not any(report["found_tokens"].values())
     assert sum(amount["bytes"] for amount in report["amounts"].values()) == report["whole_bytes"] > 0
+
+
+def test_what_the_devices_cannot_hold_comes_back_from_the_host(scratch, tmp_path):
+    """Pools for the longest request alone: every byte of what comes back is compared, on both sides."""
+    with replay(
+        conversations(tmp_path / "trace.jsonl", 5),
+        *("--speed", "0", "--max-in-flight", "1", "--pool-tokens", "3584", "--host-tokens", "20000", "--json"),
+    ) as process:
+        output, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, errors + output
+    report = json.loads(output)
+    found = report["found_tokens"]
+    assert report["mismatched_bytes"] == report["pages_left"] == 0
+    assert 0 < found["prefill_host"] <= found["prefill"], "nothing came back on prefill"
+    assert 0 < found["decode_host"] <= found["decode"], "nothing came back on decode"

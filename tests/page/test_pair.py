@@ -30,9 +30,14 @@ class Pair:
         return (self.live.cluster.bootstrap if daemon == "bootstrap" else getattr(self.live, daemon)).url + "/"
 
 
+def on_host(**more: int) -> dict[str, dict[str, object]]:
+    """A node whose cached pages are copied to host memory."""
+    return {**NODE, "tier": {**NODE["tier"], "host": {"pages": 8, **more}}}
+
+
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    with live_cluster(prefill=NODE, decode=NODE) as live:
+    with live_cluster(prefill=on_host(checkpoint_pages=4), decode=on_host()) as live:
         live.cross(1000)
         for over in (0, 1):
             Conversation(live, 1).cross(3 * PAGE + over)
@@ -108,8 +113,15 @@ def test_what_a_stranger_wrote_is_text(pair: Pair, tab: Browser) -> None:
 
 
 def test_it_shows_what_is_cached_and_what_that_was_good_for(pair: Pair, tab: Browser) -> None:
-    facts = {"Cached": "3 pages", "Pinned": "0 pages by 0 rooms", "Evicted": "0 pages"}
+    facts = {
+        "Cached": "3 pages",
+        "Pinned": "0 pages by 0 rooms",
+        "Evicted": "0 pages",
+        "On the host": "3 pages, 0 only there",
+    }
     for daemon, more in (("decode", {}), ("prefill", {"Checkpoints": "1"})):
+        node = getattr(pair.live, daemon)
+        eventually("copied", lambda node=node: status(node)["host_tier"]["both_pages"] == 3)
         tab.open(pair.url(daemon))
         tab.live()
         shown = dict(zip(tab.texts("#prefixes dt"), tab.texts("#prefixes dd"), strict=True))

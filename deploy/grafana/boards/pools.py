@@ -125,6 +125,16 @@ BOARD = Board(
                     stacked=True,
                 ),
                 lines(
+                    "Share of hits that came from host memory",
+                    "Of the cached prompt tokens of requests, those that were on the host alone and are loaded back to the device.",
+                    Query(
+                        f"{rate('prefix_host_tokens_total', 'job, instance')} / "
+                        f"clamp_min({rate('prefix_tokens_total', 'job, instance', where=_HIT)}, {_LEAST_RATE}) * {NAME}",
+                        "{{daemon}}",
+                    ),
+                    unit="percentunit",
+                ),
+                lines(
                     "Copied between device and host",
                     "Bytes a second, by direction.",
                     Query(rate("host_tier_copied_bytes_total", "direction"), "{{direction}}"),

@@ -35,7 +35,7 @@ export function drawPools(root, pools, available) {
 }
 
 // Of a node that keeps prefixes: how many pages, who reads them, what they were good for.
-export function drawPrefixes(root, {role, prefixes}) {
+export function drawPrefixes(root, {role, prefixes, host_tier: tier}) {
   root.hidden = !prefixes;
   if (!prefixes) return;
   const {read_pages: read, unread_pages: unread, readers, hit_tokens: hit, miss_tokens: miss} = prefixes;
@@ -47,6 +47,7 @@ export function drawPrefixes(root, {role, prefixes}) {
     ["Evicted", plural(evicted, "page")],
     ["Retained", plural(retained, "page")],
   ];
+  if (tier) facts.push(["On the host", `${plural(tier.both_pages + tier.host_pages, "page")}, ${count(tier.host_pages)} only there`]);
   if (role === "prefill") facts.push(["Checkpoints", count(prefixes.checkpoints)]);
   keyed(root.lastElementChild, facts, {
     key: ([name]) => name,

@@ -124,8 +124,9 @@ class DemoPlan:
 
     @property
     def reserved_steps(self) -> int:
-        """Steps that a request has pages for when it is admitted."""
-        return min(self.options.step_count, RESERVED_STEPS) if self.sparse else self.options.step_count
+        """Steps that a request has pages for when it is admitted; in small pools there are none to be had later."""
+        grows = self.sparse and not self.options.host_tier
+        return min(self.options.step_count, RESERVED_STEPS) if grows else self.options.step_count
 
     @property
     def reference(self) -> str:

@@ -197,7 +197,8 @@ def _turn_notes(report: DemoReport) -> list[str]:
     if report.host_tier:
         lines.append(_host_note(report))
     if not report.reused:
-        lines.append("Nothing was reused on one of the two sides: this run has not shown what it is there to show.")
+        what = "came back from host memory" if report.host_tier else "was reused"
+        lines.append(f"Nothing {what} on one of the two sides: this run has not shown what it is there to show.")
     hits, colds = (
         [each for each in report.requests if each.by_itself and each.page_keys is keys] for keys in (True, False)
     )

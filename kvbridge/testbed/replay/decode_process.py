@@ -103,6 +103,8 @@ class Decoding:
                 check_s=checked_s - claimed_s,
                 computed_tokens=note.computed_tokens,
                 prefix_tokens=claimed.prefix_tokens,
+                computed_host_tokens=note.host_tokens,
+                prefix_host_tokens=claimed.host_tokens,
                 **dict(compared),
             )
         )

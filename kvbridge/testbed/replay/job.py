@@ -44,6 +44,8 @@ class Note(FrozenModel):
     prompt_tokens: Positive
     computed_tokens: NonNegative
     """That prefill held already."""
+    host_tokens: NonNegative = 0
+    """Of these, what came back from host memory."""
     finished_s: float
     """On the machine's monotonic clock, just before `finish`."""
 
@@ -134,6 +136,9 @@ class Arrived(Compared):
     """Of the prompt, what prefill held already."""
     prefix_tokens: NonNegative
     """Of the prompt, what decode held already."""
+    computed_host_tokens: NonNegative = 0
+    prefix_host_tokens: NonNegative = 0
+    """Of these two, what came back from host memory."""
 
 
 class Released(FrozenModel):

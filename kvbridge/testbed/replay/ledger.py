@@ -22,7 +22,17 @@ from kvbridge.cli.trace import TraceRequest
 from kvbridge.core.plan.operations import Amounts, add_amounts
 from kvbridge.testbed.replay.job import MOST_WRONG_ROWS, Arrived, Compared, WrongRow
 from kvbridge.testbed.replay.plan import ReplayPlan
-from kvbridge.testbed.replay.report import FOUND, STEPS, Ending, PhaseSummary, ReplayReport, Sample, Unserved, breakdown
+from kvbridge.testbed.replay.report import (
+    FOUND,
+    FROM_HOST,
+    STEPS,
+    Ending,
+    PhaseSummary,
+    ReplayReport,
+    Sample,
+    Unserved,
+    breakdown,
+)
 
 SAMPLE_S = 1.0
 """How often the pools are looked at."""
@@ -78,7 +88,7 @@ class Ledger:
         self._checked_bytes = 0
         self._wrong_bytes = 0
         self._wrong_rows: list[WrongRow] = []
-        self._found_tokens = dict.fromkeys(FOUND, 0)
+        self._found_tokens = dict.fromkeys((*FOUND, *FROM_HOST), 0)
         self._arrived_tokens = 0
         self._whole_bytes = 0
         self._most_in_flight = 0
@@ -158,7 +168,8 @@ class Ledger:
         request.phases_s |= {**event.phases_s, "after_prefill": event.after_prefill_s, "check": event.check_s}
         self._amounts = add_amounts(self._amounts, event.amounts)
         found = (event.computed_tokens, event.prefix_tokens, self._plan.endless_tokens[event.number - 1])
-        for where, tokens in zip(FOUND, found, strict=True):
+        from_host = event.computed_host_tokens, event.prefix_host_tokens
+        for where, tokens in zip((*FOUND, *FROM_HOST), (*found, *from_host), strict=True):
             self._found_tokens[where] += tokens
         self._arrived_tokens += request.facts.input_length
         self._whole_bytes += self._plan.whole_bytes(request.facts.input_length)

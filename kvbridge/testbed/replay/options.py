@@ -55,6 +55,9 @@ class ReplayOptions(CommandOptions):
     prefixes: Annotated[
         bool, typer.Option("--prefixes/--no-prefixes", help="Prompts that share `hash_ids` share pages, on both nodes.")
     ] = True
+    host_tokens: Annotated[
+        int, count_of("Tokens that a node's host memory keeps below its device pools; 0: none there.", least=0)
+    ] = 0
     answers: Annotated[
         bool, typer.Option("--answers/--no-answers", help="Decode keeps answers, too. No prompt of a trace has one.")
     ] = False

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Self
+from typing import Any, Self
 
 from kvbridge.cli.trace import TraceRequest, prompt_tokens, read_trace
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import CapacityError, InvalidInputError
+from kvbridge.core.geometry.checkpoints import needs_checkpoints
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint, lane_interval
 from kvbridge.core.geometry.pages import NO_HOST, pages_needed
@@ -35,6 +36,8 @@ SPARE_BYTES = 1 << 30
 LONGEST_WAIT_S = 3600.0
 PAGES_PER_CHECKPOINT = 32
 """Prefill's pools have one page for a checkpoint beside so many for tokens."""
+LEAST_CHECKPOINTS = 16
+"""Of the host tier."""
 REVISION = "synthetic"
 """There are no weights."""
 
@@ -118,7 +121,9 @@ class ReplayPlan:
     # ------------------------------------------------------------------ pools
 
     def check_pool_tokens(self) -> None:
-        """Raise InvalidInputError when a request of the trace could never fit."""
+        """Raise InvalidInputError when a request of the trace could never fit, or nothing would be kept."""
+        if self.options.host_tokens and not self.options.prefixes:
+            raise InvalidInputError("--host-tokens is host memory for prefixes, of which --no-prefixes keeps none")
         longest = max(request.input_length + request.output_length for request in self.requests)
         if self.options.pool_tokens and self.options.pool_tokens < longest:
             raise InvalidInputError(
@@ -130,12 +135,19 @@ class ReplayPlan:
         pages = self._pages([(request.input_length, request.input_length) for request in self.requests], NO_HOST)
         if self.options.prefixes and IndexSpace.SWA in pages:
             pages[IndexSpace.SWA] += pages[IndexSpace.FULL] // PAGES_PER_CHECKPOINT
+            if self.host_pages:  # into which those of the host are loaded
+                pages[IndexSpace.SWA] += SPARE * self.options.max_in_flight
         return pages
 
     def decode_pages(self) -> dict[str, int]:
         """Pages of each space on decode, the host pool's too."""
         rooms = [(request.input_length, request.input_length + request.output_length) for request in self.requests]
         return self._pages(rooms, self.host_kinds)
+
+    @property
+    def host_pages(self) -> int:
+        """Pages of each node's host tier."""
+        return -(-self.options.host_tokens // self.geometry.tokens_per_page)
 
     @property
     def host_kinds(self) -> frozenset[ComponentKind]:
@@ -170,8 +182,9 @@ class ReplayPlan:
         timeouts |= {"shutdown_rooms_s": 3.0, "shutdown_close_s": 3.0}
         decode_pages = self.decode_pages()
         host_pages = decode_pages.pop(IndexSpace.HOST.value, 0)
-        host_pool = {"components": sorted(self.host_kinds), "pages": host_pages}
-        tier: dict[str, object] = {}
+        host_pool = {"components": sorted(self.host_kinds), "pages": host_pages + self.host_pages * bool(host_pages)}
+        tier: dict[str, Any] = {}
+        prefill_tier: dict[str, Any] = {}
         if options.prefixes:
             tier = {
                 "enabled": True,
@@ -179,6 +192,14 @@ class ReplayPlan:
                 "model_revision": REVISION,
                 "generated": options.answers,
             }
+            prefill_tier = dict(tier)
+            if self.host_pages:
+                checkpoints = LEAST_CHECKPOINTS + self.host_pages // PAGES_PER_CHECKPOINT
+                tier["host"] = {"pages": self.host_pages}
+                prefill_tier["host"] = {
+                    "pages": self.host_pages,
+                    "checkpoint_pages": checkpoints * needs_checkpoints(self.geometry),
+                }
         integrity = {"integrity": {"digest": options.digest}} if options.digest else {}
         return ClusterSpec(
             model={"preset": options.model},
@@ -188,7 +209,7 @@ class ReplayPlan:
                 pp=options.prefill_pp,
                 tp=options.prefill_tp,
                 pools={"device": self.prefill_pages()},
-                more={"timeouts": timeouts, "tier": tier},
+                more={"timeouts": timeouts, "tier": prefill_tier},
             ),
             decode=NodeSpec(
                 instance=f"{instance}-decode",

@@ -52,6 +52,7 @@ def _prefill(job: Job, channel: ReplayChannel, engine: PrefillEngine, order: Ser
         room=order.room,
         prompt_tokens=tokens,
         computed_tokens=begun.computed_tokens,
+        host_tokens=begun.host_tokens,
         finished_s=time.monotonic(),
     )
     channel.report(Finished(number=order.number, begun_s=begun_s, finished_s=note.finished_s))

@@ -48,6 +48,8 @@ STEPS = ("admission", "engine_queue", "prefill", "after_prefill", "commit_to_cla
 FOUND = {"prefill": "held by prefill", "decode": "held by decode", "endless": "endless cache"}
 """Where tokens of prompts were found: what prefill did not have to compute, what decode did not have to be sent, and what a cache
 would hold that forgets nothing, if requests came one after another."""
+FROM_HOST = {"prefill_host": "of prefill's from the host", "decode_host": "of decode's from the host"}
+"""Of the first two, what was in host memory alone (`--host-tokens`)."""
 NEIGHBOURS = 0.025
 """Requests on each side of a percentile that show what it is made of: this part of all."""
 
@@ -98,7 +100,7 @@ class Sample(FrozenModel):
     arrived_tokens: NonNegative
     """Of their prompts."""
     found_tokens: dict[str, NonNegative]
-    """Of these, by FOUND."""
+    """Of these, by FOUND and FROM_HOST."""
     used_pages: dict[str, dict[str, NonNegative]]
     """Pages that are not free, by role and index space."""
 
@@ -137,7 +139,7 @@ class ReplayReport(FrozenModel):
     arrived_tokens: NonNegative
     """Of the prompts of what arrived."""
     found_tokens: dict[str, NonNegative]
-    """Of these, by FOUND; `endless` is what `hash_ids` allow."""
+    """Of these, by FOUND and FROM_HOST; `endless` is what `hash_ids` allow."""
     checked_bytes: NonNegative
     mismatched_bytes: NonNegative
     wrong_rows: tuple[WrongRow, ...]
@@ -278,7 +280,7 @@ def _bytes_table(report: ReplayReport) -> Table:
 def _found_table(report: ReplayReport) -> Table:
     table = _table("prefixes", "tokens", "of prompts", "of endless")
     endless = report.found_tokens.get("endless", 0)
-    for where, words in FOUND.items():
+    for where, words in (FOUND | (FROM_HOST if report.settings.get("host_tokens") else {})).items():
         tokens = report.found_tokens.get(where, 0)
         share = tokens / report.arrived_tokens if report.arrived_tokens else 0.0
         table.add_row(words, f"{tokens:,}", f"{share:.1%}", f"{tokens / endless:.1%}" if endless else "-")

@@ -13,7 +13,7 @@ from kvbridge.daemon import parts as node_parts
 from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill import prefill_daemon
-from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.tier.keys import Keys
 
 FULL, HOST = IndexSpace.FULL, IndexSpace.HOST
@@ -73,7 +73,27 @@ def test_the_end_of_a_worker_takes_all_prefixes_when_it_had_made_device_memory(t
     cache.keep(owner, keys, 0, own)
     cache.let_go(owner)
     node.book.free(owner)
-    node.memory_lost(Rank(pp=0, tp=tp), "a test")
+    node.worker_gone(Rank(pp=0, tp=tp), "a test")
     assert cache.pages() == (0, left)
     assert [node.book.counts()[space][PageState.CACHED] for space in (FULL, HOST)] == [left, left]
+    cache.check_integrity()
+
+
+def test_what_is_on_the_host_outlives_the_device_memory_of_a_worker():
+    node = parts(TIER | {"host": {"pages": 4}})
+    cache, owner, keys = node.prefixes, Owner(1, 1), Keys.of([b"0" * 16, b"1" * 16, b"2" * 16])
+    assert cache is not None
+    assert cache.twins is not None
+    own = cache.admit(owner, keys, lambda _: {FULL: 3, HOST: 3}).own
+    cache.keep(owner, keys, 0, own)
+    cache.let_go(owner)
+    node.book.free(owner)
+    copied = cache.twins.start_backup(Owner(NO_ROOM, 1), keys, at_most=2)
+    assert copied is not None
+    cache.twins.end_backup(copied, done=True)
+    node.worker_gone(Rank(pp=0, tp=0), "its memory is the node's")
+    assert cache.residency() == (1, 2, 0)
+    node.worker_gone(Rank(pp=0, tp=1), "its memory was its own")
+    assert cache.residency() == (0, 0, 2)
+    assert [node.book.counts()[space][PageState.CACHED] for space in (FULL, HOST, IndexSpace.FULL_TWIN)] == [0, 2, 2]
     cache.check_integrity()

@@ -28,7 +28,7 @@ from kvbridge.core.wire.engine_messages import (
     RoomEvent,
     SparseRows,
 )
-from kvbridge.core.wire.features import Features
+from kvbridge.core.wire.features import ENGINE_FEATURES, Feature, Features
 from kvbridge.core.wire.messages import Done, Heartbeat, Offer, WireTable, to_wire
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_api import EngineApi
@@ -59,6 +59,8 @@ class Api:
         self.bench = bench
         self.messages: list[tuple[str, object]] = []
         self.ready = True
+        self.required: tuple[str, ...] = ()
+        """Features that the node requires of engines."""
         admission = AdmissionController(
             bench.service.requests, bench.book, limits=AdmissionConfig(), events=bench.events
         )
@@ -69,9 +71,8 @@ class Api:
     def describe(self, call: int, ranks) -> Attached:
         if not self.ready:
             raise NotReadyError("memory is being created", retry_after_s=7)
-        return Attached(
-            call=call, instance="i", incarnation="x", geometry=GEOMETRY, ranks=ranks, layers={}, pp_size=1, tp_size=1
-        )
+        facts = {"instance": "i", "incarnation": "x", "geometry": GEOMETRY, "pp_size": 1, "tp_size": 1}
+        return Attached(call=call, **facts, ranks=ranks, layers={}, features=Features(requires=self.required))
 
     def call(self, message, engine: str = "engine"):
         self.api.handle(engine, message)
@@ -293,6 +294,18 @@ def test_a_decode_engine_without_memory_releases_what_it_had_claimed():
     assert api.call(Extend(call=3, room=1, tokens=2 * PAGE)).code == "detached"
     assert isinstance(api.call(Release(call=4, room=1)), Accepted)
     assert api.bench.free == 16
+
+
+def test_an_engine_that_lacks_what_the_node_requires_is_refused_by_name():
+    """One that would not load what a room shares out of host memory would read what was in its pages before."""
+    api = prefill()
+    api.required = (Feature.LOAD_BACK,)
+    refused = api.call(Attach(call=1, role=Role.PREFILL), "engine")
+    assert isinstance(refused, Refused)
+    assert refused.code == "feature_missing"
+    assert "requires feature 'load_back'" in refused.message
+    assert api.engines.serving() == frozenset()
+    assert isinstance(api.call(Attach(call=1, role=Role.PREFILL, features=ENGINE_FEATURES), "engine"), Attached)
 
 
 def test_an_engine_that_requires_what_this_node_lacks_is_refused_by_name():

@@ -14,6 +14,7 @@ from kvbridge.core.wire.messages import Abort, Offer
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.telemetry.events import PrefixMatched
+from kvbridge.telemetry.host_tier import CopyEnded
 from kvbridge.tier.keys import Keys, page_keys
 from tests.helpers.prefix_bench import FULL, GQA, HISTORY, PAGE, SWA, PrefixBench, hashes, ids
 from tests.helpers.rooms import DECODE, PREFILL, R0, R1, pages_in, pick
@@ -135,6 +136,8 @@ def test_what_was_loaded_is_on_the_device_when_the_room_is_over_and_what_follows
     bench.offer(2, HISTORY[:1500])
     bench.after_load(2, HISTORY[:1500])
     assert pages_in(bench.book, PageState.CACHED) == 3 + 1, "twins; nothing is on the device before the room is over"
+    told = [fact for fact in bench.events.facts if isinstance(fact, CopyEnded)]
+    assert [(fact.direction, fact.pages, fact.bytes, fact.busy_s) for fact in told] == [("load_back", 3, 100, 0.5)]
     bench.sent(2)
     third = bench.admit(3, HISTORY[:2000])
     assert (third.computed_tokens, third.host_tokens, third.load) == (1280, 0, None)
@@ -377,8 +380,10 @@ def test_pages_are_shared_when_they_are_loaded_on_every_rank(decode):
     decode.verbs.loaded("engine", 2, (R0,))
     assert room.load is not None
     assert decode.on_device(4 * PAGE) == 0
-    decode.verbs.loaded("engine", 2, (R1,))
+    decode.verbs.loaded("engine", 2, (R1,), bytes=20, seconds=0.25)
     assert (room.load, decode.on_device(4 * PAGE)) == (None, 4)
+    told = [fact for fact in decode.events.facts if isinstance(fact, CopyEnded)]
+    assert [(fact.direction, fact.pages, fact.bytes, fact.busy_s) for fact in told] == [("load_back", 3, 30, 0.5)]
 
 
 def test_only_an_engine_that_has_claimed_a_room_has_loaded_it(decode):

@@ -65,6 +65,7 @@ def test_the_last_are_one_turn_with_and_without_reuse_in_turns():
         ({"turns": 2, "chunk_tokens": 384}, "--chunk-tokens 384: with --turns it has to divide a page of 256 tokens"),
         ({"turns": 2, "encoding": RowEncoding.FP8_V4}, "--turns with fp8_v4 rows"),
         ({"keep_answers": True}, "--keep-answers is about later turns"),
+        ({"host_tier": True}, "--host-tier is about prefixes that stay"),
     ],
 )
 def test_what_contradicts_itself_is_refused(options, said):
@@ -83,3 +84,17 @@ def test_pages_of_all_conversations_have_room_to_stay(tmp_path):
     assert spec.decode.more["tier"]["generated"]
     assert spec.prefill.pools["device"]["swa"] > len(plan.requests), "checkpoints"
     assert "tier" not in DemoPlan.of(DemoOptions()).cluster_spec("demo", tmp_path).prefill.more
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_with_a_host_tier_the_devices_have_room_for_one_request_and_the_host_for_all(tmp_path, sparse):
+    plan = DemoPlan.of(DemoOptions(turns=3, host_tier=True, sparse=sparse))
+    spec = plan.cluster_spec("demo", tmp_path / "model.json")
+    longest, all_pages = max(plan.lengths), sum(-(-tokens // PAGE) for tokens in plan.lengths)
+    for node, never_free in ((spec.prefill, plan.prefill_only_tokens // PAGE), (spec.decode, 0)):
+        device, host = node.pools["device"]["full"] - never_free, node.more["tier"]["host"]
+        assert longest // PAGE < device < all_pages / 2
+        assert host["pages"] >= all_pages
+        assert bool(host["checkpoint_pages"]) == (node is spec.prefill), "windows and states are kept there alone"
+    assert spec.decode.pools["host"]["pages"] >= all_pages, "what is on the host has its C4 rows in the host pool"
+    assert plan.reserved_steps == plan.options.step_count, "no more pages can be had later"

@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from kvbridge.testbed.demo.report import is_scattered
+from kvbridge.testbed.demo.report import HostTokens, is_scattered
 from kvbridge.testbed.demo.report_table import format_bytes, print_report
 from tests.unit.testbed.demo_reports import HOT_BUFFER, report, request, sparse_request
 
@@ -159,3 +159,17 @@ def test_turns_that_reuse_nothing_on_one_side_are_no_success(decode, prefill):
     assert made.equal
     assert not made.good
     assert "Nothing was reused on one of the two sides" in printed(made, 110)
+
+
+@pytest.mark.parametrize(("decode", "prefill"), [(0, 0), (256, 0), (0, 256), (256, 256)])
+def test_with_a_host_tier_something_has_to_come_back_on_both_sides(decode, prefill):
+    came = HostTokens(decode=decode, prefill=prefill)
+    made = report(turn(2, prefix_tokens=768, computed_tokens=512, host_tokens=came), turns=2, host_tier=True)
+    assert made.equal
+    assert made.good == bool(decode and prefill)
+    text = " ".join(printed(made, 110).split())
+    assert f"on decode {768 - decode:,} tokens of prefixes came from the device and {decode:,} from host memory" in text
+    assert (
+        f"on prefill {512 - prefill:,} tokens of prefixes came from the device and {prefill:,} from host memory" in text
+    )
+    assert ("Nothing came back from host memory on one of the two sides" in text) != made.good

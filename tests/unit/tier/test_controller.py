@@ -296,3 +296,47 @@ def test_only_so_many_prompts_wait(make, monkeypatch):
     assert bench.controller.waiting == 2
     bench.settle()
     assert [bench.on_host(name, 2) for name in "abc"] == [0, 2, 2]
+
+
+def test_what_is_read_when_the_device_dies_stays_on_the_host_and_comes_back_when_it_is_let_go(make):
+    bench = make(policy=THROUGH)
+    bench.room("a", 4)
+    bench.settle()
+    reader, got = bench.admit("a", 6)
+    assert got.device_pages == 4
+    bench.cache.lose_device()
+    bench.cache.check_integrity()
+    assert bench.cache.known(keys("a", 6)) == 4
+    other, found = bench.admit("a", 4)
+    assert found.prefix_pages == 0, "what it would read on the device is lost"
+    assert bench.cache.keep(other, keys("a", 4), 0, {FULL: found.own[FULL]}) == 0
+    bench.end(other)
+    bench.cache.check_integrity()
+    assert bench.book.counts()[FULL][PageState.CACHED] == 4, "the first one still reads them"
+    bench.end(reader)
+    assert (bench.book.counts()[FULL][PageState.CACHED], bench.twins) == (0, 4)
+    bench.room("a", 5)
+    assert bench.cache.residency() == (1, 4, 0), "computed again; four of them were on the host"
+    bench.settle()
+    assert bench.on_host("a", 5) == 5
+
+
+def test_what_is_read_and_only_on_a_device_that_dies_is_gone_with_its_reader(make):
+    bench = make(policy=SELECTIVE, uses=9)
+    bench.room("a", 4)
+    reader, _ = bench.admit("a", 4)
+    assert bench.cache.lose_device() == (4, 4)
+    assert bench.cache.known(keys("a", 4)) == 0
+    bench.end(reader)
+    assert bench.book.counts()[FULL][PageState.FREE] == 16
+
+
+def test_what_does_not_fit_beside_what_is_on_its_way_waits_for_the_next_order(make):
+    bench = make(host=6, policy=THROUGH)
+    bench.room("a", 4)
+    bench.room("b", 4)
+    assert bench.order() == 6
+    assert [bench.on_host(name, 4) for name in "ab"] == [4, 2]
+    assert (bench.controller.refused, bench.controller.waiting) == (0, 1)
+    assert bench.order() == 2
+    assert [bench.on_host(name, 4) for name in "ab"] == [2, 4]

@@ -8,13 +8,17 @@ import numpy as np
 import pytest
 
 from kvbridge.core.errors import BridgeError, InvalidInputError, TransportError
-from kvbridge.core.ids import IndexSpace, PageMoves, PageTable
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import TWINS, IndexSpace, PageMoves, PageTable
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.worker_messages import CopyPages, PageMove, PagesCopied
+from kvbridge.tier.copies import Direction
+from kvbridge.worker import copies
 from kvbridge.worker.copies import PageCopies
 from kvbridge.worker.transports import RankIdentity
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import GEOMETRY, R1, manifest
+from tests.helpers.twin_pools import TwinPools, pages
 
 FULL, TWIN = IndexSpace.FULL, IndexSpace.FULL_TWIN
 RANK = R1
@@ -160,18 +164,18 @@ def test_the_share_holds_from_one_order_to_the_next(bench: Bench) -> None:
     assert [answer.order for answer in bench.said] == [1, 2]
 
 
+def malformed() -> PageMove:
+    good = order(1, 1).moves[0]
+    return good.model_copy(update={"device": good.device.model_copy(update={"ids": b"abc"})})
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
         pytest.param(move(table(FULL, 0, 3), table(TWIN, 0, 2)), id="numbers"),
         pytest.param(move(table(FULL, 0, 2), table(IndexSpace.SWA_TWIN, 0, 2)), id="spaces"),
         pytest.param(move(table(IndexSpace.HOST, 0, 2), table(TWIN, 0, 2)), id="no-twins"),
-        pytest.param(
-            move(table(FULL, 0, 2), table(TWIN, 0, 2)).model_copy(
-                update={"device": order(1, 1).moves[0].device.model_copy(update={"ids": b"abc"})}
-            ),
-            id="malformed",
-        ),
+        pytest.param(malformed(), id="malformed"),
     ],
 )
 def test_tables_that_do_not_belong_together_fail_their_order_alone(bench: Bench, wrong: PageMove) -> None:
@@ -236,3 +240,42 @@ def test_closing_lets_the_copier_go_and_drops_orders(bench: Bench) -> None:
     bench.copies.close()
     assert bench.copier.closed
     assert not bench.copies
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 20_000, 1 << 30])
+@pytest.mark.parametrize(("model", "tp_size"), [("tiny-v4", 3), ("tiny-gqa", 2), ("tiny-v4", 1)])
+def test_the_ranks_of_a_stage_copy_every_byte_between_them(monkeypatch, model, tp_size, slice_bytes) -> None:
+    """However their orders are cut, and though of what they hold alike each copies a share."""
+    monkeypatch.setattr(copies, "SLICE_BYTES", dict.fromkeys(copies.SLICE_BYTES, slice_bytes))
+    geometry = preset(model)
+    with TwinPools(geometry, tp_size=tp_size) as pools:
+        pools.replicate()
+        moves: PageMoves = {FULL: (pages(3, 1, 4, 11, 5, 9, 2), pages(9, 8, 7, 0, 1, 2, 3))}
+        if any(component.space is IndexSpace.SWA for component in pools.components):
+            moves[IndexSpace.SWA] = pages(5, 0, 1), pages(4, 2, 0)
+        expected = pools.expected(moves, Direction.BACKUP)
+        wired = tuple(
+            move(PageTable(space, device), PageTable(TWINS[space], twins)) for space, (device, twins) in moves.items()
+        )
+        said = []
+        for part, regions in zip(pools.parts, pools.regions, strict=False):
+            of_rank = manifest(geometry, part.rank, tp_size=tp_size).model_copy(update={"regions": regions})
+            identity = RankIdentity(
+                geometry,
+                of_rank,
+                (),
+                (),
+                twins=pools.twins,
+                stage_tp_ranks=tuple(range(tp_size)),
+                copy_backend="kernel",
+            )
+            bench = Bench()
+            bench.copies = PageCopies(identity, bench, clock=bench.clock)
+            bench.copies.take(CopyPages(order=1, moves=wired, link_share=1.0))
+            said.append(bench.run())
+            bench.copies.close()
+        assert [answer.error for answer in said] == [""] * tp_size
+        of_page = {space: sum(twin.page_bytes for twin in pools.twins if twin.space is TWINS[space]) for space in moves}
+        whole = sum(len(device) * of_page[space] for space, (device, _) in moves.items())
+        assert sum(answer.bytes for answer in said) == pytest.approx(whole, abs=tp_size), "each byte is counted once"
+        pools.compare(expected)
