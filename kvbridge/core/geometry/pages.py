@@ -60,6 +60,8 @@ def _pages(geometry: ModelGeometry, component: Component, space: IndexSpace, *, 
         case IndexSpace.REQUEST:
             # Reserved always: decode fills its rings even when nothing of them is sent.
             return 1
+        case _:
+            raise InvalidInputError(f"component '{component.kind}': requests have no pages of '{space}'")
 
 
 def first_window_page(geometry: ModelGeometry, tokens: int) -> int:
