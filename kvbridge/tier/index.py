@@ -287,7 +287,8 @@ class PrefixIndex:
                 gone, pages = self._forget(victims, evicted=True)
                 self._note_evicted(gone)
                 found.append(pages)
-            found.append(self._evict_checkpoints(residence, lacking, merged(found)))
+            if residence.checkpoint_space in lacking:
+                found.append(self._evict_checkpoints(residence, lacking, merged(found)))
         return merged(found)
 
     def _evict_checkpoints(self, residence: Residence, lacking: Mapping[IndexSpace, int], given: Pages) -> Pages:

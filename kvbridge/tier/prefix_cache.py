@@ -370,6 +370,7 @@ class PrefixCache:
         self.claims.check_integrity(self._readers)
         readers = [*self._readers.values(), *self.looks.readers]
         if self.twins is not None:
+            self.twins.check_integrity()
             readers += [backup.reader for backup in self.twins.backups.values()]
         check_pins(self._index, readers)
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from kvbridge.core.errors import IntegrityError
 from kvbridge.core.ids import IndexSpace, PageIdArray
-from kvbridge.tier.checkpoints import Checkpoints, join
+from kvbridge.tier.checkpoints import Checkpoints
 from kvbridge.tier.records import NO_RECORD, RecordArray, Records, Subtree
 from kvbridge.tier.retention import Retentions
 from kvbridge.tier.victims import Victims
@@ -254,5 +254,8 @@ class Inserted:
 
 def merged(parts: Sequence[Pages]) -> Pages:
     """Return pages of several origins, space by space."""
-    spaces = dict.fromkeys(space for pages in parts for space in pages)
-    return {space: join([pages[space] for pages in parts if space in pages]) for space in spaces}
+    found: Pages = {}
+    for pages in parts:
+        for space, ids in pages.items():
+            found[space] = np.concatenate((found[space], ids)) if space in found else ids
+    return found

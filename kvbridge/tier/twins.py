@@ -16,7 +16,7 @@ from typing import Protocol
 import numpy as np
 
 from kvbridge.core.clock import Clock
-from kvbridge.core.errors import BridgeError, CapacityError, NotFoundError
+from kvbridge.core.errors import BridgeError, CapacityError, IntegrityError, NotFoundError
 from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray, PageMoves
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
@@ -227,6 +227,17 @@ class Twins:
         twins = some({space: ids for space, ids in pages.items() if space in TWINS.values()})
         for watcher in self._watchers if twins else ():
             watcher.removed(twins)
+
+    def check_integrity(self) -> None:
+        """Compare what is under way with the book. Raises IntegrityError."""
+        copied = [backup.records for backup in self.backups.values()]
+        states = {self._book.state(owner) for owner in self.backups}
+        if np.count_nonzero(self._is_copied) != sum(map(len, copied)) or not all(
+            self._is_copied[one].all() for one in copied
+        ):
+            raise IntegrityError(f"{len(copied)} backups do not copy the pages that are noted as being copied")
+        if not states <= {PageState.LEASED, PageState.QUARANTINED}:
+            raise IntegrityError(f"twins of backups that are under way are {sorted(states)}")
 
     # ------------------------------------------------------------------------------------- inside
 
