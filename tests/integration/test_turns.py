@@ -47,38 +47,42 @@ def alone() -> Iterator[ModelAlone]:
 LOCAL = "local 2:1 kept"
 SETTINGS = [
     LOCAL,
-    "mooncake 2:1",
+    "mooncake 2:1 page_first",
     *(
         kept(setting, False)
         for setting in ("nixl 2:1", "nixl 2:1 kept", "mooncake 2:1 kept", "local 1:1", "local 3:2", "local 2:3 kept")
     ),
 ]
-"""Transport, pipeline stages of prefill and of decode, and whether decode keeps answers."""
+"""Transport, pipeline stages of prefill and of decode; whether decode keeps answers, whether pages of all pools are one stretch."""
 
 
 @pytest.fixture(scope="module", params=[LOCAL, kept("local 2:1", False)])
 def engines(request: pytest.FixtureRequest, alone: ModelAlone, tmp_path_factory: Any) -> Iterator[TurnEngines]:
     """Of one of the settings."""
-    transport, stages, *answers = request.param.split()
+    transport, stages, *words = request.param.split()
     require_library(BACKENDS[transport])
     prefill_pp, decode_pp = map(int, stages.split(":"))
     file: Path = tmp_path_factory.mktemp("model") / "tiny.json"
     file.write_text(json.dumps(alone.facts))
     tier = {"enabled": True, "model_name": "tiny", "model_revision": "1"}
+    pages = {"full": POOL_PAGES, "swa": 24, "request": 4}
+    layout = "page_first" if "page_first" in words else "layer_first"
+    pools = {"device": pages, "device_layout": layout}
     with cluster(
         {"hf_config": str(file), "encoding": "native"},
         transport=transport,
-        prefill={"tier": tier},
-        decode={"tier": tier | {"generated": bool(answers)}},
-        pages={"full": POOL_PAGES, "swa": 24, "request": 4},
-        host_pages=POOL_PAGES,
+        prefill={"tier": tier, "pools": pools},
+        decode={
+            "tier": tier | {"generated": "kept" in words},
+            "pools": pools | {"host": {"pages": POOL_PAGES, "layout": layout}},
+        },
         prefill_pp=prefill_pp,
         decode_pp=decode_pp,
     ) as started:
         live = LiveCluster(started)
         try:
             with turn_engines(live, alone) as running:
-                running.keeps_answers = bool(answers)
+                running.keeps_answers = "kept" in words
                 yield running
             live.no_traceback()
         finally:
