@@ -27,7 +27,7 @@ from kvbridge.core.ids import IndexSpace, PageMoves, Rank
 from kvbridge.core.wire.engine_messages import Pages
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.attachment import Attachment
-from kvbridge.engine.stream_order import StreamChoice, StreamOrder
+from kvbridge.engine.stream_order import StreamChoice, StreamOrder, current_gpu
 from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier
 
 
@@ -84,7 +84,8 @@ def rank_copiers(attachment: Attachment) -> dict[Rank, RankCopier]:
             if not regions:
                 continue  # a stage of layers that have none, such as windows alone on decode
             means = CopyMeans(CopyBackend(attachment.answer.copy_backend), views.device)
-            copier = TwinCopier(geometry, regions, attachment.twins, direction=Direction.LOAD_BACK, means=means)
+            with current_gpu(views.device):
+                copier = TwinCopier(geometry, regions, attachment.twins, direction=Direction.LOAD_BACK, means=means)
             stack.callback(copier.close)
             layers = frozenset(region.layer for region in regions)
             found[rank] = RankCopier(copier, views.device, layers, page_bytes)
@@ -115,14 +116,16 @@ class LoadBacks(Closing):
         try:
             for rank, each in self._copiers.items():
                 held = {space: ids for space, ids in moves.items() if space in each.page_bytes}
-                load.tickets[rank] = each.copier.copy(held, stream=self._handle(each.device))
+                with current_gpu(each.device):
+                    load.tickets[rank] = each.copier.copy(held, stream=self._handle(each.device))
                 load.bytes += sum(len(own) * each.page_bytes[space] for space, (own, _) in held.items())
         finally:
             load.ended = self._marks()
             load.points = self._order.points_of({device: self._handle(device) for device in self._streams})
         if not by_layer:
             for rank, each in self._copiers.items():
-                each.copier.wait(load.tickets[rank], stream=self._order.handle(each.device, None))
+                with current_gpu(each.device):
+                    each.copier.wait(load.tickets[rank], stream=self._order.handle(each.device, None))
         load.host_s = time.monotonic() - began_s
         return load
 
@@ -132,7 +135,9 @@ class LoadBacks(Closing):
         if load is None:
             return
         for rank, each in self._copiers.items():
-            if layer in each.layers:
+            if layer not in each.layers:
+                continue
+            with current_gpu(each.device):
                 each.copier.wait_layer(layer, load.tickets[rank], stream=self._order.handle(each.device, stream))
 
     def points(self, room: int | None = None) -> frozenset[StreamPoint]:

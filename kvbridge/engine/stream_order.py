@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -59,7 +59,7 @@ class StreamOrder:
         return 0 if device is None else self._streams(stream)[device]
 
     def _mark(self, device: int, handle: int) -> StreamPoint:
-        with _current(device):
+        with current_gpu(device):
             ring = self._rings.get(device)
             if ring is None:
                 ring = self._rings[device] = EventRing.on(device)
@@ -167,6 +167,6 @@ class DeferredCalls:
             )
 
 
-def _current(device: int) -> AbstractContextManager[None]:
-    """Leave the thread's current GPU as the engine has it."""
-    return torch.cuda.device(device)
+def current_gpu(device: int | None) -> AbstractContextManager[None]:
+    """Work on a GPU (None: on host memory), and leave the thread's current one as the engine has it."""
+    return nullcontext() if device is None else torch.cuda.device(device)

@@ -1,7 +1,6 @@
 """What happens on a node: the facts that metrics, logs and `/status` are made of.
 
-Owns: the facts: who, which room, which peer, which rank. Must not know: how they reach anybody (`telemetry/stream.py`), who
-reads them, or what is done with them.
+Owns: the facts: who, which room, which peer, which rank. Must not know: how they reach anybody (`telemetry/stream.py`), what for.
 
 A fact is something that has happened and cannot be taken back. What *is* (rooms by state, free pages, who is connected) is
 not a fact: readers look it up when they are asked.
@@ -153,9 +152,8 @@ class PrefixMatched(RoomFact):
     hit_bytes: int
     """What of its growing components a decode node need not be sent; 0 on a prefill node."""
     from_checkpoint: bool = False
-    """Prefill: it goes on from windows and states that were kept."""
     host_tokens: int = 0
-    """Of the hit ones, those whose pages were in host memory alone and come back from there."""
+    """Whether prefill goes on from windows and states that were kept; of the hit tokens, those that were on the host alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

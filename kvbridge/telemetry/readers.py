@@ -334,8 +334,7 @@ class StatusReader:
         self._problems: deque[Problem] = deque(maxlen=RECENT_PROBLEMS)
         self._traffic: dict[str, PeerTraffic] = {}
         self.hit_tokens, self.miss_tokens, self.host_tokens = 0, 0, 0
-        """Of prompts with page keys: those that were cached when their rooms were admitted, and the others. Of the first, those
-        that came back from host memory."""
+        """Of prompts with page keys: cached when their rooms were admitted, not cached, and of the first those from the host."""
 
         self.table: Reader = {
             RoomEntered: self._room,

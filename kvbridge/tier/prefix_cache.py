@@ -140,9 +140,8 @@ class PrefixCache:
                 f"{owner}: pages from {start} on cannot be kept, it reads {len(reader.path)} pages so far"
             )
         self._book.cache(owner, {})  # refuses what is not held before the index takes anything
-        if not np.array_equal(self._index.match(keys, at_most=start), reader.path):
-            return 0
-        if self._index.device.depth(reader.path) < start or self._index.device.is_lost(self._index.match(keys)):
+        path, device = self._index.match(keys), self._index.device
+        if not np.array_equal(path[:start], reader.path) or device.depth(reader.path) < start or device.is_lost(path):
             return 0
         inserted = self._index.insert(keys, start, pages, now=self._clock(), digests=digests)
         try:

@@ -99,6 +99,7 @@ class Copier:
         self.fails, self.closed = fails, False
 
     def copy(self, moves, *, stream=0):
+        assert GpuInUse.now == 0, "the engine's choice of a GPU is put back afterwards"
         if self.fails:
             raise TransportError("CUDA: out of everything")
         self.copied.append(({space: tuple(map(list, ids)) for space, ids in moves.items()}, stream))
@@ -117,6 +118,22 @@ class Copier:
 class Stream:
     def __init__(self, device: int) -> None:
         self.cuda_stream = LOAD_STREAM
+
+
+class GpuInUse:
+    """The thread's current GPU, as a context."""
+
+    now: int | None = None
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        assert GpuInUse.now is None
+        GpuInUse.now = self.device
+
+    def __exit__(self, *_: object) -> None:
+        GpuInUse.now = None
 
 
 class Event:
@@ -140,6 +157,7 @@ class Event:
 def streams(monkeypatch):
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "device", GpuInUse)
 
 
 def loading(kind, *copiers: Copier, ranks=((R0, (0, 1)), (R1, (2, 3)))):

@@ -138,7 +138,7 @@ def gpus(monkeypatch):
         def __exit__(self, *_: object) -> None: ...
 
     monkeypatch.setattr(stream_order.EventRing, "on", Ring)
-    monkeypatch.setattr(stream_order, "_current", Current)
+    monkeypatch.setattr(stream_order, "current_gpu", Current)
     monkeypatch.setattr(
         stream_order.torch.cuda, "current_stream", lambda device: type("S", (), {"cuda_stream": 100 + device})
     )
