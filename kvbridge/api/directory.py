@@ -15,7 +15,7 @@ from kvbridge.api.examples import REGISTRATION
 from kvbridge.api.rooms import PageHashes, PeerAddress
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId, examples
-from kvbridge.core.prefixes import ModelIdentity, Namespace
+from kvbridge.core.prefixes import ModelIdentity, Namespace, Retention
 from kvbridge.core.wire.features import Features
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -171,6 +171,7 @@ class PairRequest(FrozenModel):
             "prompt_tokens": 700,
             "namespace": "acme",
             "page_hashes": "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=",
+            "retention": {"priority": 2, "for_s": 600},
         },
     )
 
@@ -187,6 +188,9 @@ class PairRequest(FrozenModel):
     Instances that do not say which model they hold (`tier`) are not sent them."""
     namespace: Namespace = ""
     """Who shares: it enters the keys, and the token of the request must be allowed to name it."""
+    retention: Retention | None = None
+    """How much its cached pages matter and for how long, for an agent between two calls of its tools. Null: as any others. Without
+    effect where nothing is cached, and when its namespace has as many such pages as it may (`tier.retained_share`)."""
 
 
 class TicketEnd(FrozenModel):

@@ -14,7 +14,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role, RoomId, examples
 from kvbridge.core.plan.operations import Amounts
-from kvbridge.core.prefixes import Namespace
+from kvbridge.core.prefixes import Namespace, Retention
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import MAX_PAGE_HASHES_BYTES
 from kvbridge.tier.keys import KEY_BYTES
@@ -82,6 +82,7 @@ class AdmissionRequest(FrozenModel):
             "prompt_tokens": 700,
             "namespace": "acme",
             "page_hashes": "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=",
+            "retention": {"priority": 2, "for_s": 600},
         },
     )
 
@@ -102,6 +103,9 @@ class AdmissionRequest(FrozenModel):
     A node whose `tier` is off does without them."""
     namespace: Namespace = ""
     """Who shares: it enters the keys, and the token of the request must be allowed to name it."""
+    retention: Retention | None = None
+    """How much its cached pages matter and for how long, for an agent between two calls of its tools. Null: as any others. Without
+    effect where nothing is cached, and when its namespace has as many such pages as it may (`tier.retained_share`)."""
 
 
 _REPORT = {

@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from kvbridge.api.directory import InstanceView
 from kvbridge.api.examples import BOOTSTRAP_STATUS, DECODE_STATUS, PREFILL_STATUS
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role, examples
-from kvbridge.core.prefixes import ModelIdentity
+from kvbridge.core.prefixes import Evicted, ModelIdentity
 from kvbridge.pool.accounts.page_states import PageState
 
 
@@ -224,8 +224,8 @@ class PrefixStatus(FrozenModel):
     """These can be evicted."""
     readers: NonNegative
     """Rooms with page keys that have not let go of what they read."""
-    evicted_pages: NonNegative
-    """Since the daemon was started, as the following ones."""
+    evicted_pages: dict[Evicted, NonNegative]
+    """What has gone, by why, since the daemon was started, as the following ones."""
     hit_tokens: NonNegative
     """Prompt tokens of rooms with page keys that were cached when these were admitted."""
     miss_tokens: NonNegative
@@ -234,6 +234,10 @@ class PrefixStatus(FrozenModel):
     """Of `hit_tokens`, those whose pages were in host memory alone and came back from there."""
     checkpoints: NonNegative
     """Prefill: windows and states that are kept now; without those at its end no engine goes on with a prefix."""
+    retained_pages: dict[str, NonNegative]
+    """Pages that are to go after others now, as requests said with `retention`, by namespace: the eight that have most."""
+    retention_refused: NonNegative
+    """Requests whose `retention` did not count, since their namespace had as many retained pages as it may."""
 
 
 class HostTierStatus(FrozenModel):

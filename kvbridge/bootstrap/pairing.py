@@ -377,6 +377,7 @@ class PairingService:
             begin_within_s=self._ticket_left_s(attempt),
             page_hashes=request.page_hashes if keyed else b"",
             namespace=request.namespace if keyed else "",
+            retention=request.retention if keyed else None,
         )
 
 

@@ -35,6 +35,8 @@ def clean(
 
     Removes this user's files of kvbridge that no living process holds the lock
     of, whatever node they came from. Daemons do the same whenever they start.
+    Pools that wait for the next daemon of their node (pools.keep_s) stay until
+    their time is over.
 
     Exit codes: 0: nothing is left that nobody owns; 1: something could not be
     removed, or looked at.

@@ -193,6 +193,11 @@ class PrefillPools(FrozenModel):
     """`layer_first`; or `page_first`, for engines that can take tensors with strides: a page of all layers is one stretch of
     memory."""
 
+    keep_s: Annotated[float, Field(ge=0, le=7 * 86_400, allow_inf_nan=False)] = 0.0
+    """For so many seconds the pools in host memory, with the prefixes in them (`tier.host`), outlive this daemon: the next one
+    of the same instance and node name goes on with them if it starts by then, and is warm. They take their memory until then;
+    `kvbridge clean` removes them afterwards, as does every daemon that starts. 0: they end with the daemon."""
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         asked = any((self.device.full, self.device.swa, self.device.request))

@@ -97,6 +97,10 @@ class TierConfig(FrozenModel):
     """Which cached prefixes go first when pages are needed: of the fifth used longest ago those that lie side by side in memory, or
     (for pools that are small for their load) likewise by length, age and uses."""
 
+    retained_share: Annotated[float, Field(ge=0, le=1)] = 0.25
+    """Share of all pages that can be cached which one namespace may have retained at once: its requests say with `retention` that
+    their pages are to go after others. Beyond it they count as without. 0: `retention` is without effect here."""
+
     checkpoint_interval_tokens: NonNegative = 0
     """Prefill, models with windows: so often in a prompt its engine is asked to keep windows and states, from which others go on
     that have the same tokens so far, rounded down to whole pages. Each takes pages of `pools.device.swa`. 0: only at a prompt's end

@@ -75,6 +75,9 @@ class DaemonTimeouts(_Timeouts):
     """After Abort: the peer answers Drained, or else is shut out; its pages are quarantined until then."""
     fence_s: Seconds = 30.0
     """Decode: before writers that gave no proof are shut out, other rooms that are being written may end within this."""
+    kept_pools_s: Seconds = 15.0
+    """The processes of the daemon before let go of the pools that this one is to go on with (pools.keep_s); if not, they are made
+    anew."""
     verify_s: Seconds = 60.0
     """Decode: the digests of a room that has arrived are computed (integrity.digest), or those of the cached pages that a room is
     to share (integrity.verify_on_hit)."""

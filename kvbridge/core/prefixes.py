@@ -1,12 +1,13 @@
-"""Who may share a prefix with whom: the model that a node says it holds, and namespaces of tenants.
+"""Who may share a prefix with whom, and for how long it is to stay: models, namespaces of tenants, retention.
 
-Owns: both as values, and the rules between them. Must not know: page keys, tokens of requests, who holds which page.
+Owns: these as values, and the rules between them. Must not know: page keys, tokens of requests, who holds which page.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, Self
 
 from pydantic import Field
@@ -48,6 +49,40 @@ def identity_conflict(prefill: ModelIdentity | None, decode: ModelIdentity | Non
         f"the decode side holds {decode}, the prefill side {said}: give both the same tier.model_name and "
         "tier.model_revision, prefill first"
     )
+
+
+RETENTION_PRIORITIES = 3
+"""The highest priority of a retention."""
+
+
+class Retention(FrozenModel):
+    """How much the cached pages of a request matter, and for how long after it has used them last.
+
+    Pages of a higher priority are evicted after those of a lower one. It falls in equal steps, to 0 when `for_s` is over: then they
+    are pages like any others. While there are others to evict these stay; no page is ever kept from a request that needs room.
+    """
+
+    priority: Annotated[int, Field(ge=0, le=RETENTION_PRIORITIES)]
+    """0: like any other request's."""
+    for_s: Annotated[float, Field(ge=0, le=86_400, allow_inf_nan=False)]
+    """Seconds without a use by such a request; at most a day."""
+
+
+class Evicted(StrEnum):
+    """Why cached pages have gone."""
+
+    SPACE = "space"
+    """Requests needed the room."""
+    RETENTION_ENDED = "retention_ended"
+    """So, too; and they had been retained, until some time ago."""
+    RETAINED = "retained"
+    """So, too; although they were retained: nothing else was left, or nothing else lay so well."""
+    OPERATOR = "operator"
+    """All were dropped by request (`DELETE /v1/prefixes`)."""
+    INTEGRITY = "integrity"
+    """They did not hold any more what they had held, or go on from such pages."""
+    MEMORY_LOST = "memory_lost"
+    """The rank worker that had made the memory is gone."""
 
 
 @dataclass(frozen=True, slots=True)

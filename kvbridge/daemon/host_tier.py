@@ -33,6 +33,10 @@ def plan_twins(
     """Lay out the twins that the configuration asks for; None when it asks for none. Raises ConfigError, InvalidInputError."""
     asked = config.tier.host
     if asked is None:
+        if config.pools.keep_s:
+            raise ConfigError(
+                "pools.keep_s is set but tier.host is null: nothing in host memory is worth keeping; set it to 0"
+            )
         return None
     if config.pools.memory is MemoryOwner.ADOPTED:
         raise ConfigError(

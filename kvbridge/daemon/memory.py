@@ -20,17 +20,21 @@ from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError, DeadlineError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.hot_buffer import sparse_component
+from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import DeviceAllocationRequest, SharedRegion
 from kvbridge.daemon.host_tier import plan_twins
+from kvbridge.daemon.kept_pools import KeptPools
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.extent import Progress, ignore_progress
+from kvbridge.pool.memory.kept_files import KeptFiles, discard_files
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
 from kvbridge.pool.memory.leftovers import POOL_PREFIX
 from kvbridge.pool.memory.mapped_pool import MappedPool
 from kvbridge.pool.memory.memory_limits import why_not_memory
 from kvbridge.pool.memory.placement import Placement
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
+from kvbridge.tier.journal import KeptHeader
 
 ADOPTED_PAGE_LIMIT = 1 << 22
 """Page ids that an adopted space may use; the planner checks them against the engine's real pools."""
@@ -61,6 +65,12 @@ class NodeLayout:
     def total_bytes(self) -> int:
         """Bytes of all pools together."""
         return sum(placement.total_bytes for placement in (*self.device.values(), *self._hosts()))
+
+    @property
+    def kept_form(self) -> str:
+        """A digest of how the pools that can be kept are laid out, with all sizes."""
+        text = "\n".join(placement.model_dump_json() for placement in self._hosts())
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @property
     def node_bytes(self) -> int:
@@ -193,6 +203,21 @@ class _CancelledError(Exception):
     """The creation was told to stop."""
 
 
+def keep_pools(config: PrefillConfig | DecodeConfig, prefix: str, header: KeptHeader | None) -> KeptPools | None:
+    """Get the kept pools of a node whose shared files' names begin with `prefix`.
+
+    None, and those of an earlier process are removed, without a header: this one keeps none. With one, it waits for a daemon of the
+    same name that is ending. Raises RegistrationError when that does not end.
+    """
+    directory, name = memory_directory(config), f"{prefix}keep"
+    keep_s, wait_s = config.pools.keep_s, config.timeouts.kept_pools_s
+    if header is None:
+        discard_files(directory, name)
+        return None
+    files = KeptFiles.lock_files(directory, name, keep_s=keep_s, wait_s=wait_s)
+    return KeptPools.look(files, header, wait_s)
+
+
 @dataclass
 class NodeMemory:
     """The pools that a node makes, in memory."""
@@ -203,8 +228,12 @@ class NodeMemory:
     device: dict[Rank, tuple[SharedRegion, ...]] = field(default_factory=dict)
     host: tuple[SharedRegion, ...] = ()
     twins: tuple[SharedRegion, ...] = ()
+    regions: tuple[Region, ...] = ()
+    """Those of the host pool and of the twins, in this process."""
     group: int | None = None
     """Whose members may map the pools besides this user."""
+    kept: KeptPools | None = None
+    """The host pool and the twins outlive this process by it; None: they do not."""
     _stack: ExitStack = field(default_factory=ExitStack)
     _cancelled: threading.Event = field(default_factory=threading.Event)
 
@@ -244,24 +273,36 @@ class NodeMemory:
             self.problem = f"memory is being created ({share:.0%} of {total} bytes)"
             on_progress(done + pool_bytes, total)
 
-        def make(placement: Placement, name: str) -> tuple[SharedRegion, ...]:
-            nonlocal done
-            pool = MappedPool.create(placement, directory, f"{prefix}.{name}", on_progress=report)
-            self._stack.callback(pool.close)
-            self._share(pool)
-            done += placement.total_bytes
-            return pool.shared_regions()
-
+        wanted: list[tuple[Rank | str, Placement | None]] = [
+            *self.layout.shared_device().items(),
+            ("host", self.layout.host),
+            ("twins", self.layout.twins),
+        ]
         try:
-            for rank, placement in self.layout.shared_device().items():
-                self.device[rank] = make(placement, str(rank))
-            if self.layout.host is not None:
-                self.host = make(self.layout.host, "host")
-            if self.layout.twins is not None:
-                self.twins = make(self.layout.twins, "twins")
+            for whose, placement in wanted:
+                if placement is not None:
+                    self._have(whose, self._make(placement, str(whose), directory / prefix, report))
+                    done += placement.total_bytes
         except BaseException:
             self.close()
             raise
+
+    def _make(self, placement: Placement, name: str, prefix: Path, report: Progress) -> MappedPool:
+        if self.kept is not None and placement in (self.layout.host, self.layout.twins):
+            return self.kept.pool(placement, name, report)
+        return MappedPool.create(placement, prefix.parent, f"{prefix.name}.{name}", on_progress=report)
+
+    def _have(self, whose: Rank | str, pool: MappedPool) -> None:
+        self._stack.callback(pool.close)
+        self._share(pool)
+        if isinstance(whose, Rank):
+            self.device[whose] = pool.shared_regions()
+            return
+        self.regions += pool.regions()
+        if whose == "host":
+            self.host = pool.shared_regions()
+        else:
+            self.twins = pool.shared_regions()
 
     def _share(self, pool: MappedPool) -> None:
         if self.group is not None:
@@ -269,10 +310,13 @@ class NodeMemory:
                 mapping.share(self.group)
 
     def close(self) -> None:
-        """Remove every pool. Nothing writes to them any more."""
+        """Remove every pool but those that are kept. Nothing writes to them any more."""
         self._stack.close()
+        if self.kept is not None:
+            self.kept.close()
         self.device.clear()
         self.host = self.twins = ()
+        self.regions = ()
 
 
 def memory_directory(config: PrefillConfig | DecodeConfig) -> Path:

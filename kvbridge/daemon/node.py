@@ -28,12 +28,14 @@ from kvbridge.daemon.announce import Announcer, DaemonEndpoint, remove_endpoint,
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.lifecycle import ToldReadiness
 from kvbridge.daemon.live_view import LiveNode
-from kvbridge.daemon.memory import file_prefix, memory_directory, require_memory_directory
+from kvbridge.daemon.memory import file_prefix, keep_pools, memory_directory, require_memory_directory
 from kvbridge.daemon.node_status import NodeOverview, ShownPeers
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import curve_keys
+from kvbridge.daemon.restored_twins import RestoredTwins
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.daemon.traces import Traces
+from kvbridge.daemon.twin_journal import PageDigests, TwinJournal
 from kvbridge.http.client import DirectoryClient
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.feed import Feed
@@ -46,6 +48,7 @@ from kvbridge.node.rooms import Rooms
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.telemetry.spans import PARTS
+from kvbridge.tier.journal import Contents
 
 log = structlog.get_logger(__name__)
 
@@ -96,6 +99,7 @@ class NodeDaemon:
         self._told = ToldReadiness()
         self._secrets = SecretFiles()
         self._traces = Traces()
+        self._journal: TwinJournal | None = None
 
     # ------------------------------------------------------------------ from start to end
 
@@ -156,6 +160,7 @@ class NodeDaemon:
         async with AsyncExitStack() as last_first:
             last_first.push_async_callback(self._traces.close, self._closing_part_s)
             last_first.callback(parts.memory.close)
+            last_first.push_async_callback(self._leave_pools)
             last_first.callback(remove_endpoint, parts.config.runtime_dir, parts.identity.incarnation)
             last_first.callback(parts.engine_socket.close)
             last_first.push_async_callback(self.peers.close, min(1.0, self._closing_part_s))
@@ -207,6 +212,8 @@ class NodeDaemon:
                 self.parts.backups.tick()
             self.parts.lines.look()
             self._traces.look()
+            if self.parts.memory.kept is not None:
+                self.parts.memory.kept.files.renew()
             if not self.admission.closed:
                 self._told.look(self.overview.readiness())
             self._look_for_announcements()
@@ -255,12 +262,33 @@ class NodeDaemon:
         proofs = Path(config.transports.local.proof_directory)
         await asyncio.to_thread(remove_leftovers, (directory, DEFAULT_DIRECTORY, proofs))
         identity = self.parts.identity
-        prefix = file_prefix(identity.instance, f"{identity.role}-{identity.node}") + identity.incarnation
         memory = self.parts.memory
         memory.group = group
-        await memory.create(directory, prefix, cancel_s=config.timeouts.shutdown_close_s / 2)
+        prefix = file_prefix(identity.instance, f"{identity.role}-{identity.node}")
+        header = self.parts.kept_header() if config.pools.keep_s else None
+        memory.kept = await asyncio.to_thread(keep_pools, config, prefix, header)
+        await memory.create(directory, prefix + identity.incarnation, cancel_s=config.timeouts.shutdown_close_s / 2)
+        self._go_on_with_pools()
         seconds = round(time.monotonic() - begun_s, 3)
         log.info("memory_created", bytes=self.parts.layout.node_bytes, seconds=seconds)
+
+    def _go_on_with_pools(self) -> None:
+        """Begin the journal of kept pools, and take up what is in them."""
+        parts, kept = self.parts, self.parts.memory.kept
+        if kept is None or parts.prefixes is None or parts.prefixes.twins is None:
+            return
+        digest, twins = PageDigests(parts.memory.regions), parts.prefixes.twins
+        found = kept.found or Contents()
+        self._journal = TwinJournal(kept.files.journal, kept.header, digest, found)
+        twins.watch(self._journal)
+        if found.pages:
+            restored = RestoredTwins(parts.book, twins, digest, found, lost=self._journal.removed)
+            self._background(restored.run(), "kept pools")
+
+    async def _leave_pools(self) -> None:
+        """Nothing copies pages any more: the journal of kept pools has all of them."""
+        if self._journal is not None:
+            await self._journal.finish(self._closing_part_s)
 
     # ------------------------------------------------------------------ the directory
 

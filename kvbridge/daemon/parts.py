@@ -43,6 +43,7 @@ from kvbridge.telemetry.stream import EventStream
 from kvbridge.telemetry.timelines import RoomTimelines
 from kvbridge.tier.controller import BackupController
 from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.journal import KeptHeader
 from kvbridge.tier.policy import POLICIES
 from kvbridge.tier.prefix_cache import PrefixCache
 
@@ -143,6 +144,19 @@ class NodeParts:
             ranks=self.workers.packed(),
         )
 
+    def kept_header(self) -> KeptHeader:
+        """What the journal of this node's kept pools says of them. Only a node that says which model it holds keeps any."""
+        model = self.config.tier.model
+        assert model is not None, "prefixes stay only where it is known of which model they are"
+        return KeptHeader(
+            incarnation=self.identity.incarnation,
+            fingerprint=fingerprint(self.geometry),
+            model_identity=model,
+            ranks=tuple(map(str, self.layout.parts)),
+            layout=self.layout.kept_form,
+            files=(),
+        )
+
     def worker_setup(self, rank: Rank, epoch: int) -> WorkerSetup:
         """What a rank worker is to serve, once the memory is there. `epoch`: of the endpoints that it is to give out."""
         config = self.config
@@ -228,6 +242,7 @@ def _prefixes(config: NodeConfig, geometry: ModelGeometry, layout: NodeLayout, b
         has_twins=any(twins.values()),
         policy=POLICIES[config.tier.policy](),
         digest_words=len(growing_kinds(geometry)) if verifies else 0,
+        retained_share=config.tier.retained_share,
     )
     return PrefixCache(book, index, restores=True)
 

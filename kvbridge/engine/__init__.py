@@ -25,6 +25,7 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.pages import rotate_window, window_pages
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.operations import Section
+from kvbridge.core.prefixes import Retention
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.adopted import adopted_region
 from kvbridge.engine.base import Engine
@@ -59,6 +60,7 @@ __all__ = [
     "Region",
     "RegionView",
     "RegistrationError",
+    "Retention",
     "RoomEvent",
     "RoomFailedError",
     "RowCodec",

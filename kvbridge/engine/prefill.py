@@ -14,6 +14,7 @@ from functools import partial
 
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import Role, Tables
+from kvbridge.core.prefixes import Retention
 from kvbridge.core.wire.engine_messages import (
     Accepted,
     Admit,
@@ -96,10 +97,12 @@ class PrefillEngine(Engine):
         generation: int = 1,
         page_hashes: Keys = NO_KEYS,
         namespace: str = "",
+        retention: Retention | None = None,
     ) -> None:
         """Admit a room from here, as `POST /v1/requests` on the prefill daemon does. Raises CapacityError when full.
 
-        `page_hashes`: the `page_keys` of the prompt, computed with the same `namespace`.
+        `page_hashes`: the `page_keys` of the prompt, computed with the same `namespace`. `retention`: how much its cached pages
+        matter, and for how long.
         """
         call = Admit(
             call=self._link.number(),
@@ -108,6 +111,7 @@ class PrefillEngine(Engine):
             prompt_tokens=prompt_tokens,
             page_hashes=page_hashes.data,
             namespace=namespace,
+            retention=retention,
         )
         self._call(call, Accepted)
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, TypedDict, TypeVar
 from kvbridge.core.errors import RoomFailedError
 from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray, PageMoves, PageTable, Rank, Tables
 from kvbridge.core.plan.operations import Amounts
+from kvbridge.core.prefixes import Retention
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.pool.accounts.page_states import Owner
@@ -125,6 +126,7 @@ class Room(Generic[StateT]):
     keys: Keys = field(default_factory=Keys)
     """Of the prompt's whole pages, until it ends; empty: it shares nothing."""
     namespace: str = ""
+    retention: Retention | None = None
     ids: Mapping[str, str] = field(default_factory=dict)
     """The request id and the trace id of its admission, those that there were."""
     trace: TraceContext | None = None

@@ -35,6 +35,7 @@ from kvbridge.tier.index import DigestArray
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.readers import Admitted
+from kvbridge.tier.retention import Claim
 
 log = structlog.get_logger(__name__)
 
@@ -108,6 +109,8 @@ class RoomPages:
             at_most=len(self.shareable(room.keys, room.prompt_tokens)),
             from_checkpoint=self.computes and needs_checkpoints(geometry),
         )
+        if room.retention is not None:
+            self.prefixes.retain(room.owner, Claim(room.namespace, room.retention))
         both = ((space, (got.prefix.get(space), own)) for space, own in got.own.items())
         self._set_tables(
             room, {space: np.concatenate([ids for ids in parts if ids is not None]) for space, parts in both}

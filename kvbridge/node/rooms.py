@@ -109,6 +109,7 @@ class RoomRequests(Generic[RoomT]):
             ids=bound_ids(),
             keys=self._keys(request),
             namespace=request.namespace,
+            retention=request.retention,
             trace=TRACE.get(),
         )
         self.pages.reserve(room, demand)

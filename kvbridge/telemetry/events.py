@@ -1,7 +1,6 @@
 """What happens on a node: the facts that metrics, logs and `/status` are made of.
 
-Owns: the facts: who, which room, which peer, which rank. Must not know: how they reach anybody (`telemetry/stream.py`), who
-reads them, or what is done with them.
+Owns: the facts: who, which room, which peer, which rank. Must not know: how they reach anybody (`telemetry/stream.py`), what for.
 
 A fact is something that has happened and cannot be taken back. What *is* (rooms by state, free pages, who is connected) is
 not a fact: readers look it up when they are asked.

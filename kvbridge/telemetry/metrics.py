@@ -13,6 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvbridge.core.geometry.checkpoints import CheckpointCause
+from kvbridge.core.prefixes import Evicted
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.phases import LIMITS, PHASES
 from kvbridge.telemetry.service_metrics import SERVICE_METRICS
@@ -124,8 +125,24 @@ METRICS: tuple[MetricSpec, ...] = (
     PREFIX_EVICTED := MetricSpec(
         "kvbridge_prefix_evicted_pages_total",
         _COUNTER,
+        ("reason",),
+        "Cached pages of prompts and answers that have gone: others needed the room (space), also of pages that had been retained "
+        "once (retention_ended) or still were (retained); or they were dropped: by an operator, since their bytes had changed "
+        "(integrity), since their rank worker had ended (memory_lost).",
+        values={"reason": tuple(reason.value for reason in Evicted)},
+    ),
+    PREFIX_RETAINED := MetricSpec(
+        "kvbridge_prefix_retained_pages",
+        _GAUGE,
         (),
-        "Cached pages of prompts and answers that made place for other requests.",
+        "Cached pages that are to go after others now, as requests said with `retention`.",
+    ),
+    RETENTION_REFUSED := MetricSpec(
+        "kvbridge_prefix_retention_refused_total",
+        _COUNTER,
+        (),
+        "Requests whose `retention` did not count, since their namespace had as many retained pages as it may "
+        "(tier.retained_share).",
     ),
     CHECKPOINTS := MetricSpec(
         "kvbridge_prefix_checkpoints",

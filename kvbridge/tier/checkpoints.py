@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from kvbridge.core.errors import IntegrityError, NotFoundError
 from kvbridge.core.ids import PageIdArray
+from kvbridge.tier.retention import Retentions
 
 
 @dataclass(slots=True)
@@ -83,15 +84,16 @@ class Checkpoints:
         """Take away the checkpoints that these records have, which nobody pins, and return their pages."""
         return join([self._remove(record) for record in records[self._is_there[records]].tolist()])
 
-    def oldest(self, page_count: int) -> npt.NDArray[np.int32]:
-        """Return the records of the checkpoints to take for so many pages, or of all that nobody pins."""
+    def oldest(self, page_count: int, retentions: Retentions) -> npt.NDArray[np.int32]:
+        """Return the records of the checkpoints to take for so many pages, or of all that nobody pins: retained ones last."""
         chosen: list[int] = []
-        for record, checkpoint in self._of_record.items():
-            if page_count <= 0:
-                break
-            if not checkpoint.pins:
-                chosen.append(record)
-                page_count -= len(checkpoint.pages)
+        for priority in retentions.priorities():
+            for record, checkpoint in self._of_record.items():
+                if page_count <= 0:
+                    break
+                if not checkpoint.pins and retentions.priority(record) == priority:
+                    chosen.append(record)
+                    page_count -= len(checkpoint.pages)
         return np.array(chosen, dtype=np.int32)
 
     def check_integrity(self, record_pins: npt.NDArray[np.int32]) -> None:

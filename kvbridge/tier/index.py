@@ -18,36 +18,25 @@ Records are numbers and what is known of them is in arrays: a page takes less th
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputError, NotFoundError
 from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray
+from kvbridge.core.prefixes import Evicted
+from kvbridge.tier.checkpoints import join
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.policy import EvictionPolicy, LeastRecentlyUsed
 from kvbridge.tier.records import NO_RECORD, RecordArray, Records
-from kvbridge.tier.residence import Pages, Residence, merged
+from kvbridge.tier.residence import Inserted, Pages, Residence, merged
+from kvbridge.tier.retention import Claim, Retentions, base_rank
 
 DigestArray = npt.NDArray[np.uint32]
 """Of shape (records, digest_words)."""
 CHECKPOINT_SPACE = IndexSpace.SWA
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Inserted:
-    """What became of the pages given to `insert`."""
-
-    records: RecordArray
-    """Of all of `keys[start:]`."""
-    residence: Residence
-    """Where they were inserted."""
-    new: RecordArray
-    """Those of them, the last ones, that are new there."""
-    pages: Pages
-    """Those of the pages given that are the index's now; of the others it had the first arrival, and they stay the caller's."""
 
 
 class PrefixIndex:
@@ -61,6 +50,7 @@ class PrefixIndex:
         policy: EvictionPolicy | None = None,
         digest_words: int = 0,
         has_twins: bool = False,
+        retained_share: float = 0.0,
     ) -> None:
         """`spaces`: those in which a record has one page. `capacity`: as many records as there can be.
 
@@ -79,6 +69,9 @@ class PrefixIndex:
         self._is_digested = np.zeros(capacity, dtype=np.bool_)
         self._rank = np.zeros(capacity, dtype=np.float64)
         self._uses = np.zeros(capacity, dtype=np.int32)
+        self.retentions = Retentions(capacity, share=retained_share)
+        self.evicted: Counter[Evicted] = Counter()
+        """Records that are gone since others needed their pages."""
         self.device = Residence(self._records, on_device, self._rank, checkpoint_space=CHECKPOINT_SPACE)
         self.host: Residence | None = None
         """Of twins; None: there are none."""
@@ -196,9 +189,29 @@ class PrefixIndex:
         """Note that a path was used at `now`, a number that never falls. Raises IntegrityError when it is no path."""
         if self._is_path(records, "touch", whole=True):
             uses = self._uses[records] = self._uses[records] + 1
-            self._rank[records] = self._policy.rank(now, uses)
+            self._rank[records] = self._policy.rank(now, uses) + self.retentions.added_rank(records)
             for residence in self.residences:
                 residence.used(records)
+
+    def retain(self, path: RecordArray, now: float, claim: Claim) -> bool:
+        """Let a path go after others as a claim says, from `now` on; False when its namespace retains as much as it may."""
+        if not self._is_path(path, "retain", whole=True):
+            return True
+        self.decay(now)
+        if not self.retentions.retain(path, now, claim):
+            return False
+        self._rank_anew(path)
+        return True
+
+    def decay(self, now: float) -> None:
+        """Let priorities of records fall whose time is over."""
+        self._rank_anew(self.retentions.decay(now))
+
+    def _rank_anew(self, records: RecordArray) -> None:
+        if len(records):
+            self._rank[records] = base_rank(self._rank[records]) + self.retentions.added_rank(records)
+            for residence in self.residences:
+                residence.ranked_anew(records)
 
     # ------------------------------------------------------------------------------------- pages that come
 
@@ -273,10 +286,10 @@ class PrefixIndex:
             victims, pages = residence.take(max((left.get(space, 0) for space in residence.spaces), default=0))
             found.append(pages)
             if len(victims):
-                self._policy.evicted(float(self._rank[victims].min()))
+                self._policy.evicted(float(base_rank(self._rank[victims]).min()))
                 others = self.residences if residence is self.home else ()
                 found += [other.remove(victims[other.has(victims)]) for other in others]
-                gone, pages = self._forget(victims)
+                gone, pages = self._forget(victims, evicted=True)
                 self._note_evicted(gone)
                 found.append(pages)
             if residence.checkpoint_space in lacking:
@@ -287,7 +300,7 @@ class PrefixIndex:
         space = residence.checkpoint_space
         if space is None:
             return {}
-        oldest, pages = residence.take_checkpoints(lacking.get(space, 0) - len(given.get(space, ())))
+        oldest, pages = residence.take_checkpoints(lacking.get(space, 0) - len(given.get(space, ())), self.retentions)
         others = [other for other in self.residences if other is not residence]
         for other in others:
             oldest = oldest[~other.checkpointed(oldest)]
@@ -302,6 +315,15 @@ class PrefixIndex:
         dropped = self._records.descendants(self._records.all() if records is None else records)
         self._records.hide(dropped[~self._records.is_hidden(dropped)])
         return self._release([(one, one.unpinned(dropped)) for one in self.residences if one is not self.home])
+
+    def unreachable_twins(self) -> Pages:
+        """Return the pages that records have on the host which no key reaches any more, and somebody reads."""
+        if self.host is None:
+            return {}
+        there = self._records.all()
+        hidden = there[self._records.is_hidden(there) & self.host.has(there)]
+        ends = [self.host.checkpoint(int(record)) for record in hidden[self.host.checkpointed(hidden)]]
+        return self.host.pages(hidden) | {TWINS[CHECKPOINT_SPACE]: join(ends)}
 
     def lose_device(self) -> Pages:
         """What is on the device is lost: records that are on the host as well are there only, the others unreachable.
@@ -326,6 +348,7 @@ class PrefixIndex:
     def check_integrity(self) -> None:
         """Compare every structure with every other. Raises IntegrityError that names the first contradiction."""
         self._records.check_integrity()
+        self.retentions.check_integrity()
         there = self._records.all()
         is_hidden = np.zeros(self._records.capacity, dtype=np.bool_)
         is_hidden[there] = self._records.is_hidden(there)
@@ -384,7 +407,7 @@ class PrefixIndex:
 
     def _note_evicted(self, records: RecordArray) -> None:
         if self._policy.rank_is_time and len(records):
-            self.kept_since = max(self.kept_since, float(self._rank[records].max()))
+            self.kept_since = max(self.kept_since, float(base_rank(self._rank[records]).max()))
 
     def _release(self, parts: Sequence[tuple[Residence, RecordArray]]) -> Pages:
         """Give up records that nobody reads in a residence; there, each comes before its parent."""
@@ -392,11 +415,14 @@ class PrefixIndex:
         records = np.unique(np.concatenate([records for _, records in parts]))
         return merged([*found, self._forget(self._records.deepest_first(records))[1]])
 
-    def _forget(self, records: RecordArray) -> tuple[RecordArray, Pages]:
+    def _forget(self, records: RecordArray, *, evicted: bool = False) -> tuple[RecordArray, Pages]:
         """Of records, each before its parent, forget those that are nowhere any more; return them and the pages of their home."""
         left = records if self.host is None else records[~self.host.has(records)]
         gone, lost = left[~self.device.has(left)], left[self.device.lost(left)]
         self._records.hide(lost[~self._records.is_hidden(lost)])
         pages = {} if self.home is None else self.home.remove(gone[self.home.has(gone)])
+        if evicted:
+            self.evicted += self.retentions.reasons(gone)
+        self.retentions.forget(gone)
         self._records.forget(gone)
         return gone, pages

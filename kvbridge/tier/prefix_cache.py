@@ -25,14 +25,17 @@ from kvbridge.core.errors import (
     NotFoundError,
 )
 from kvbridge.core.ids import IndexSpace, PageIdArray
+from kvbridge.core.prefixes import Evicted
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.holdings import Pages
 from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.tier.claims import Claims
 from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.looks import Looks, PathPages
 from kvbridge.tier.readers import Admitted, Dropped, PathWatcher, Reader, Residency, check_pins, some
 from kvbridge.tier.records import RecordArray
+from kvbridge.tier.retention import Claim
 from kvbridge.tier.twins import Twins
 
 Demand = Callable[[Mapping[IndexSpace, int]], Mapping[IndexSpace, int]]
@@ -55,8 +58,7 @@ class PrefixCache:
         """How prefixes come to the host; None: they do not."""
         self._empty_at_s = clock()
         """When everything was last forgotten at once."""
-        self.evicted_pages = 0
-        """Of prompts, so far, that are nowhere any more; one is a page of each space."""
+        self.claims = Claims(index, clock)
         self.evicted_checkpoints = 0
         book.use_cache(self)
 
@@ -152,6 +154,7 @@ class PrefixCache:
         self._index.pin(inserted.records)
         reader = self._readers[owner]
         reader.path, reader.device = np.concatenate((reader.path, inserted.records)), len(keys)
+        self.claims.used(owner, reader.path)
         for watcher in self._watchers if len(inserted.new) else ():
             watcher.kept(keys)
         return len(inserted.new)
@@ -211,8 +214,13 @@ class PrefixCache:
     def let_go(self, owner: Owner) -> None:
         """An owner reads no cached page any more, by proof. Raises NotFoundError for one that was never admitted, or has let go."""
         reader = self._reader(owner)
+        self.claims.end(owner, reader.path)
         del self._readers[owner]
         self._end(reader)
+
+    def retain(self, owner: Owner, claim: Claim) -> None:
+        """Let what an owner reads, now and later, go after others for as long as it asks. Raises NotFoundError as `let_go`."""
+        self.claims.make(owner, self._reader(owner).path, claim)
 
     def _end(self, reader: Reader) -> None:
         if not len(reader.path):
@@ -279,23 +287,28 @@ class PrefixCache:
 
     # ------------------------------------------------------------------------------------- what is forgotten
 
-    def drop(self) -> Dropped:
+    def drop(self, why: Evicted = Evicted.OPERATOR) -> Dropped:
         """Forget every prefix; pages that are read are free when their readers let go."""
         self._empty_at_s = self._clock()
-        return self._dropped(self._index.drop)
+        return self._dropped(why, self._index.drop)
 
     def lose_device(self) -> Dropped:
         """Forget what is on the device, whose memory is gone. What is on the host as well stays there."""
-        return self.drop() if self.twins is None else self._dropped(self._index.lose_device)
+        if self.twins is None:
+            return self.drop(Evicted.MEMORY_LOST)
+        return self._dropped(Evicted.MEMORY_LOST, self._index.lose_device)
 
     def drop_page(self, keys: Keys, page: int) -> Dropped:
         """Forget one page of a prompt and all that depends on it, as `drop` does with everything; harmless when it is not known."""
-        return self._dropped(self._index.drop, self._index.match(keys, at_most=page + 1)[page:])
+        return self._dropped(Evicted.INTEGRITY, self._index.drop, self._index.match(keys, at_most=page + 1)[page:])
 
-    def _dropped(self, drop: Callable[..., Pages], *which: RecordArray) -> Dropped:
+    def _dropped(self, why: Evicted, drop: Callable[..., Pages], *which: RecordArray) -> Dropped:
         known, there = self._index.reachable, len(self._index)
         self._uncache(drop(*which))
+        if self.twins is not None:
+            self.twins.forgotten(self._index.unreachable_twins())
         dropped = known - self._index.reachable
+        self.claims.forgotten(dropped, why)
         return Dropped(dropped, dropped - (there - len(self._index)))
 
     def __contains__(self, owner: object) -> bool:
@@ -322,11 +335,11 @@ class PrefixCache:
 
     def evict(self, lacking: Mapping[IndexSpace, int]) -> Mapping[IndexSpace, PageIdArray]:
         """See PageCache."""
-        before, checkpoints = len(self._index), self.checkpoint_count
+        checkpoints = self.checkpoint_count
+        self._index.decay(self._clock())
         pages = some(self._index.evict(lacking))
         if self.twins is not None:
             self.twins.forgotten(pages)
-        self.evicted_pages += before - len(self._index)
         self.evicted_checkpoints += checkpoints - self.checkpoint_count
         return pages
 
@@ -367,6 +380,7 @@ class PrefixCache:
                 raise IntegrityError(
                     f"pages of '{space}' are cached or in the index, not both: {differing.tolist()[:8]}"
                 )
+        self.claims.check_integrity(self._readers)
         readers = [*self._readers.values(), *self.looks.readers]
         if self.twins is not None:
             self.twins.check_integrity()

@@ -10,6 +10,7 @@ together, and below one that nobody pins nobody pins anything: all that nobody p
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,7 @@ from kvbridge.core.errors import IntegrityError
 from kvbridge.core.ids import IndexSpace, PageIdArray
 from kvbridge.tier.checkpoints import Checkpoints
 from kvbridge.tier.records import NO_RECORD, RecordArray, Records, Subtree
+from kvbridge.tier.retention import Retentions
 from kvbridge.tier.victims import Victims
 
 Pages = dict[IndexSpace, PageIdArray]
@@ -141,6 +143,11 @@ class Residence:
         if here:
             self._victims.offer(int(path[here - 1]))
 
+    def ranked_anew(self, records: RecordArray) -> None:
+        """Records, of which some may be here, have another rank."""
+        for leaf in records[self._subtree.children[records] == 0].tolist():
+            self._victims.offer(leaf)
+
     # ------------------------------------------------------------------------------------- checkpoints
 
     @property
@@ -198,9 +205,9 @@ class Residence:
         victims = self._victims.take(count) if count > 0 else np.empty(0, dtype=np.int32)
         return victims, self._clear(victims)
 
-    def take_checkpoints(self, page_count: int) -> tuple[RecordArray, Pages]:
-        """Evict the checkpoints that were used longest ago, for so many pages; return their records, too."""
-        oldest = self._checkpoints.oldest(page_count)
+    def take_checkpoints(self, page_count: int, retentions: Retentions) -> tuple[RecordArray, Pages]:
+        """Evict the checkpoints that were used longest ago, retained ones last, for so many pages; return their records, too."""
+        oldest = self._checkpoints.oldest(page_count, retentions)
         return oldest, self._of_checkpoints(self._checkpoints.take(oldest))
 
     def lose(self, records: RecordArray) -> None:
@@ -253,6 +260,20 @@ class Residence:
     def __repr__(self) -> str:
         spaces = ", ".join(self.spaces)
         return f"<{len(self)} records in {spaces}: {self.pinned} pinned, {len(self._checkpoints)} checkpoints>"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inserted:
+    """What became of the pages given to `insert`."""
+
+    records: RecordArray
+    """Of all of `keys[start:]`."""
+    residence: Residence
+    """Where they were inserted."""
+    new: RecordArray
+    """Those of them, the last ones, that are new there."""
+    pages: Pages
+    """Those of the pages given that are the index's now; of the others it had the first arrival, and they stay the caller's."""
 
 
 def merged(parts: Sequence[Pages]) -> Pages:

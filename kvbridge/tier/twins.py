@@ -65,7 +65,7 @@ class TwinWatcher(Protocol):
         """The windows and states at the end of the page of this key are, too."""
 
     def removed(self, pages: Pages) -> None:
-        """These twins hold nothing any more, and will be somebody else's."""
+        """These twins hold nothing any more that anybody finds, and will be somebody else's; it may be said twice."""
 
 
 class Twins:

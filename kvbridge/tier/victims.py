@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.tier.records import NO_RECORD, RecordArray, Subtree
+from kvbridge.tier.retention import PRIORITY_RANK
 
 _OLD_SHARE = 0.2
 """So many of all records are old."""
@@ -127,11 +128,12 @@ class Victims:
         return found
 
     def _old_rank(self) -> float:
-        """Up to which rank records are old, by a sample."""
+        """Up to which rank records are old, by a sample of those that have the lowest priority."""
         every = slice(None, None, -(-self._records.capacity // _RANK_SAMPLE))
         ranks = self._rank[every][self._records.children[every] != NO_RECORD]
         if not len(ranks):
             return -np.inf
+        ranks = ranks[ranks < (ranks.min() // PRIORITY_RANK + 1) * PRIORITY_RANK]
         at = int(_OLD_SHARE * len(ranks))
         return float(np.partition(ranks, at)[at])
 

@@ -34,6 +34,7 @@ from tests.bench import (
     bench_transport,
     bench_twin_copies,
     bench_used_pools,
+    bench_warm_restart,
     bench_watching,
 )
 
@@ -44,6 +45,7 @@ BENCHMARKS: dict[str, Any] = {
     "twin_copies": bench_twin_copies,
     "used_pools": bench_used_pools,
     "shared_rooms": bench_shared_rooms,
+    "warm_restart": bench_warm_restart,
     "overhead": bench_overhead,
     "directory": bench_directory,
     "store": bench_store,

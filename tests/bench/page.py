@@ -307,6 +307,18 @@ def shared(results: Results) -> str:
     )
 
 
+def restarted(results: Results) -> str:
+    """A daemon that was killed, until its first prompt, with kept pools and without."""
+    found = results["warm_restart"]
+    seconds = {name: f"{median(found[name]):.1f}" for name in ("warm_s", "empty_s", "restored_s")}
+    return (
+        f"{found['restored_pages']:,} pages in {found['size_gib']:g} GiB: {seconds['warm_s']} s from SIGKILL to the first prompt "
+        f"from the host, {seconds['empty_s']} s to the first prompt of a daemon that found nothing; medians of "
+        f"{len(found['warm_s'])} turns. {found['added_s']:+.1f} s (budget +{found['budget_s']:g} s). All pages were compared "
+        f"{seconds['restored_s']} s after the pools were there, {found['lost']} were lost."
+    )
+
+
 def reused(results: Results) -> str:
     """A trace through one pair whose prompts share pages."""
     settings = results["settings"]
@@ -402,6 +414,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "kept": ("fit-trace-conversation-flash.json", kept),
     "used pools": ("used-pools-2-cores.json", used),
     "shared rooms": ("shared-rooms-2-cores.json", shared),
+    "warm restart": ("warm-restart-2-cores.json", restarted),
     "reuse": ("replay-conversation-1000-tiny-v4.json", reused),
     "reuse from the host": ("replay-conversation-1000-host-tier-tiny-v4.json", reused),
     "one GPU": ("gpu-h200.json", one_gpu),

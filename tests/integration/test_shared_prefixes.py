@@ -72,9 +72,9 @@ class Conversation:
     def keys(self, tokens: int) -> Any:
         return self.live.sender.page_keys(self.tokens[:tokens])
 
-    def admit(self, tokens: int, more: int = 0) -> int:
+    def admit(self, tokens: int, more: int = 0, **asked: Any) -> int:
         hashes = base64.b64encode(self.keys(tokens).data).decode()
-        return int(self.live.ticket(tokens, page_hashes=hashes, max_new_tokens=more)["room"])
+        return int(self.live.ticket(tokens, page_hashes=hashes, max_new_tokens=more, **asked)["room"])
 
     def write(self, room: int, tokens: int) -> None:
         """The prefill engine's part: it computes from where it is told to."""
@@ -101,9 +101,9 @@ class Conversation:
             raise
         return claimed
 
-    def cross(self, tokens: int) -> int:
+    def cross(self, tokens: int, **asked: Any) -> int:
         """A whole room; returns how much of its prompt decode held."""
-        room = self.admit(tokens)
+        room = self.admit(tokens, **asked)
         self.write(room, tokens)
         held = self.read(room, tokens).prefix_tokens
         self.live.reader.release(room)
@@ -151,6 +151,31 @@ def test_what_was_evicted_is_sent_again(live: LiveCluster) -> None:
     forget(live)
     assert turns.cross(4 * PAGE + 9) == 0
     assert turns.cross(5 * PAGE) == 4 * PAGE
+
+
+def test_what_is_retained_is_there_when_others_have_come_meanwhile(live: LiveCluster) -> None:
+    """An agent waits for its tool while longer prompts than all that is free pass, and one that wants more than its share."""
+    forget(live)
+    agent, plain, greedy = (Conversation(live, number) for number in (310, 311, 312))
+    before = status(live.decode)["prefixes"]["retention_refused"]
+    agent.cross(3 * PAGE, retention={"priority": 3, "for_s": 3600})
+    plain.cross(3 * PAGE)
+    greedy.cross(4 * PAGE, retention={"priority": 1, "for_s": 3600})  # 3 + 4 of 24 pages are more than a quarter
+    prefixes = status(live.decode)["prefixes"]
+    assert (prefixes["retained_pages"], prefixes["retention_refused"] - before) == ({"": 3}, 1)
+    other = Conversation(live, 313)
+    room = other.admit(10 * PAGE, more=11 * PAGE)
+    assert http("DELETE", live.decode, f"/v1/requests/{room}").status_code == 200
+    http("DELETE", live.prefill, f"/v1/requests/{room}")
+    ends(live.decode, room, "aborted", "aborted")
+    assert agent.cross(4 * PAGE) == 3 * PAGE
+    assert plain.cross(3 * PAGE) == 0
+    forget(live)
+    gone = status(live.decode)["prefixes"]["evicted_pages"]
+    assert gone["retained"] >= 3, "nothing is kept from a request that needs all there is"
+    lines = http("GET", live.decode, "/metrics").text
+    assert 'kvbridge_prefix_evicted_pages_total{reason="retained"}' in lines
+    assert "kvbridge_prefix_retained_pages 0" in lines
 
 
 def test_an_abort_in_the_middle_leaves_the_prefix_and_a_sibling_that_reads_it(live: LiveCluster) -> None:

@@ -79,10 +79,17 @@ BOARD = Board(
                 ),
                 lines(
                     "Evicted pages",
-                    "Cached pages that made place, a second. Many of them and a low share of cached prompts: more memory would pay "
-                    "(`kvbridge fit --trace` says how much).",
-                    Query(rate_of_each("prefix_evicted_pages_total"), "{{daemon}}"),
+                    "Cached pages that have gone, a second, by why. Many for space and a low share of cached prompts: more memory "
+                    "would pay (`kvbridge fit --trace` says how much). Retained ones: requests ask to keep more than fits.",
+                    Query(rate_of_each("prefix_evicted_pages_total", "reason"), "{{daemon}}: {{reason}}"),
                     unit="ops",
+                ),
+                lines(
+                    "Retained pages",
+                    "Cached pages that are to go after others, as requests said, and the requests a second whose wish did not "
+                    "count since their namespace had its share (tier.retained_share).",
+                    Query(now("prefix_retained_pages", "job, instance") + f" * {NAME}", "{{daemon}}"),
+                    Query(rate_of_each("prefix_retention_refused_total"), "{{daemon}}: refused a second"),
                 ),
                 lines(
                     "Checkpoints there are",

@@ -16,7 +16,7 @@ from pydantic import Field
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId
 from kvbridge.core.plan.operations import Amounts
-from kvbridge.core.prefixes import ModelIdentity, Namespace
+from kvbridge.core.prefixes import ModelIdentity, Namespace, Retention
 from kvbridge.core.wire.features import Features
 from kvbridge.core.wire.messages import (
     MAX_CHECKPOINTS,
@@ -70,6 +70,7 @@ class Admit(Call):
     page_hashes: PageHashes = b""
     namespace: Namespace = ""
     """Any: an engine maps the node's pools, so it can read every prefix in them."""
+    retention: Retention | None = None
 
 
 class Begin(Call):

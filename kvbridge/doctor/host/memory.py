@@ -126,7 +126,7 @@ def _left(directories: Iterable[Path]) -> Iterable[LeftFile]:
     except OSError:
         return
     for each in found:
-        if each.verdict is not Verdict.IN_USE and each.holder is None and not _is_locked(each.path):
+        if each.verdict not in {Verdict.IN_USE, Verdict.KEPT} and each.holder is None and not _is_locked(each.path):
             ours = each.verdict is Verdict.REMOVED
             yield LeftFile(
                 path=str(each.path), size_bytes=each.size_bytes, user_id=each.user_id, ours=ours, why=each.why

@@ -38,12 +38,14 @@ export function drawPools(root, pools, available) {
 export function drawPrefixes(root, {role, prefixes, host_tier: tier}) {
   root.hidden = !prefixes;
   if (!prefixes) return;
-  const {read_pages: read, unread_pages: unread, readers, evicted_pages: evicted, hit_tokens: hit, miss_tokens: miss} = prefixes;
+  const {read_pages: read, unread_pages: unread, readers, hit_tokens: hit, miss_tokens: miss} = prefixes;
+  const [evicted, retained] = [prefixes.evicted_pages, prefixes.retained_pages].map((pages) => Object.values(pages).reduce((sum, each) => sum + each, 0));
   const facts = [
     ["Cached", plural(read + unread, "page")],
     ["Pinned", `${plural(read, "page")} by ${plural(readers, "room")}`],
     ["Hits", hit + miss ? `${percent(hit, hit + miss)} of ${plural(hit + miss, "prompt token")} with keys` : "no prompt with keys yet"],
     ["Evicted", plural(evicted, "page")],
+    ["Retained", plural(retained, "page")],
   ];
   if (tier) facts.push(["On the host", `${plural(tier.both_pages + tier.host_pages, "page")}, ${count(tier.host_pages)} only there`]);
   if (role === "prefill") facts.push(["Checkpoints", count(prefixes.checkpoints)]);

@@ -3,7 +3,9 @@
 Owns: what kvbridge's files in shared memory are called, and the sweep. Must not know: what lies in them, who made them.
 
 A file of this form is locked before it gets its name, for as long as its owner lives (see `shared_mapping`), so a name
-without a lock is proof that nobody owns it. A file that is to outlive its owner needs a name of another form.
+without a lock is proof that nobody owns it. Files that outlive their owner have names of another form, and together one
+file whose lock says whether somebody owns them and whose content says until when they are kept for the next one
+(`kept_files.py`).
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import fcntl
 import os
 import re
 import stat
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -27,6 +30,8 @@ PROOF_PREFIX = ".kvbridge-"
 """What the names of proofs and lock files begin with (`transport/local/host.py`): then a random number."""
 
 _POOL_NAME = re.compile(re.escape(POOL_PREFIX) + r"[0-9a-f]{12}-[0-9a-f]{16}\..+")
+KEPT_NAME = re.compile(rf"({re.escape(POOL_PREFIX)}[0-9a-f]{{12}}-keep)[.-].+")
+"""Names of kept files; its group is what those of one node begin with."""
 _PROOF_NAME = re.compile(re.escape(PROOF_PREFIX) + r"[0-9a-f]{16}")
 _PROC_LOCKS = Path("/proc/locks")
 
@@ -36,6 +41,7 @@ class Verdict(StrEnum):
 
     REMOVED = "removed"
     IN_USE = "in use"
+    KEPT = "kept"
     FOREIGN = "foreign"
     FAILED = "failed"
 
@@ -46,7 +52,7 @@ class Leftover:
 
     path: Path
     kind: str
-    """`pool` or `proof`."""
+    """`pool`, `kept` or `proof`."""
     size_bytes: int
     """Memory that it takes."""
     user_id: int
@@ -54,6 +60,20 @@ class Leftover:
     """The living process that owns it, if it can be seen from here."""
     verdict: Verdict
     why: str
+
+
+def kept_lock(path: Path) -> Path:
+    """Return the file that is locked for a kept file."""
+    found = KEPT_NAME.fullmatch(path.name)
+    return path.with_name(f"{found[1] if found else path.name}.lock")
+
+
+def kept_until(descriptor: int) -> float:
+    """Return until when, in seconds of the clock that all processes share, the files of an open lock file are kept."""
+    try:
+        return float(os.pread(descriptor, 32, 0))
+    except ValueError:
+        return 0.0
 
 
 def sweep(directories: Iterable[Path], *, dry_run: bool = False) -> list[Leftover]:
@@ -88,6 +108,8 @@ def _candidates(directory: Path) -> Iterator[tuple[Path, str]]:
     for path in sorted(directory.iterdir()):
         if _POOL_NAME.fullmatch(path.name):
             yield path, "pool"
+        elif KEPT_NAME.fullmatch(path.name):
+            yield path, "kept"  # the one that is locked comes last, by its name
         elif _PROOF_NAME.fullmatch(path.name):
             yield path, "proof"
 
@@ -98,7 +120,7 @@ def _sweep_one(path: Path, kind: str, holders: dict[_Inode, int], *, dry_run: bo
         found = path.lstat()
         if not stat.S_ISREG(found.st_mode):
             return None
-        verdict, why = _remove_unowned(path, found.st_uid, dry_run=dry_run)
+        verdict, why = _remove_unowned(path, found.st_uid, kind, dry_run=dry_run)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -106,14 +128,20 @@ def _sweep_one(path: Path, kind: str, holders: dict[_Inode, int], *, dry_run: bo
     return Leftover(path, kind, found.st_blocks * 512, found.st_uid, holders.get(_inode(found)), verdict, why)
 
 
-def _remove_unowned(path: Path, user_id: int, *, dry_run: bool) -> tuple[Verdict, str]:
+def _remove_unowned(path: Path, user_id: int, kind: str, *, dry_run: bool) -> tuple[Verdict, str]:
     if user_id != os.geteuid():
         return Verdict.FOREIGN, "it belongs to another user"
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    locked = kept_lock(path) if kind == "kept" else path
+    if not locked.exists():
+        locked = path
+    descriptor = os.open(locked, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.path.samestat(os.fstat(descriptor), path.lstat()):
+        if not os.path.samestat(os.fstat(descriptor), locked.lstat()):
             return Verdict.IN_USE, "another sweep was faster, and a new owner has taken the name"
+        left_s = kept_until(descriptor) - time.time() if kind == "kept" and locked == kept_lock(path) else 0.0
+        if left_s > 0:
+            return Verdict.KEPT, f"a daemon of the same name can go on with it for {left_s:.0f} s more (pools.keep_s)"
         if not dry_run:
             path.unlink()
     except BlockingIOError:

@@ -19,6 +19,7 @@ import errno
 import fcntl
 import mmap
 import os
+import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -34,6 +35,7 @@ DEFAULT_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the kernel's shared memory,
 DEFAULT_CHUNK_BYTES = 64 << 20
 """How much is brought into memory between two reports of progress, which are where a creation can be stopped."""
 
+_LOOK_EVERY_S = 0.02
 _MADV_HUGEPAGE = 14
 _MADV_POPULATE_WRITE = 23
 
@@ -90,6 +92,38 @@ class SharedMapping(Closing):
                 raise
             mapping._linked = True
             return mapping
+
+    @classmethod
+    def take_over(cls, old: Path, path: Path, *, wait_s: float, on_progress: Progress = ignore_progress) -> Self:
+        """Own a file that its owner has left, with what is in it, under another name.
+
+        The kernel has to say first that nobody has it open for writing, at the latest after `wait_s`. Nobody can come to it by the
+        old name meanwhile. Raises RegistrationError when somebody has, or it cannot be owned; the file stays then, as it does
+        when `on_progress` raises.
+        """
+        try:
+            old.rename(path)
+            _await_no_writers(path, time.monotonic() + wait_s)
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                length_bytes = os.fstat(descriptor).st_size
+                mapping = cls(path, mmap.mmap(descriptor, length_bytes), owner=True)
+                try:
+                    mapping._populate(descriptor, on_progress, DEFAULT_CHUNK_BYTES, 4)
+                except BaseException:
+                    mapping.close()
+                    raise
+            finally:
+                os.close(descriptor)
+        except (OSError, ValueError) as error:
+            raise RegistrationError(f"shared memory {old} cannot be taken over: {error}") from error
+        mapping._linked = True
+        return mapping
+
+    def leave(self) -> None:
+        """Let the file stay when it is closed, for whoever takes it over."""
+        self._linked = False
 
     def share(self, group: int) -> None:
         """Let members of a group map the file, too. Raises RegistrationError when this user may not give it to that group."""
@@ -279,6 +313,27 @@ def _give_name(descriptor: int, path: Path) -> None:
         os.link(f"/proc/self/fd/{descriptor}", path, src_dir_fd=descriptor, follow_symlinks=True)
     except FileExistsError:
         raise _exists(path) from None
+
+
+def _await_no_writers(path: Path, deadline_s: float) -> None:
+    """Wait until nobody has a file open for writing: then only the kernel grants a lease on it (fcntl(2))."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        while True:
+            try:
+                fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
+            except BlockingIOError as error:
+                if time.monotonic() >= deadline_s:
+                    raise OSError(
+                        errno.EBUSY,
+                        "a process of its former owner still has it open for writing; end that (engines: attach again)",
+                    ) from error
+                time.sleep(_LOOK_EVERY_S)
+            else:
+                fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+                return
+    finally:
+        os.close(descriptor)
 
 
 def _exists(path: Path) -> RegistrationError:

@@ -24,7 +24,7 @@ from kvbridge.core.errors import (
     UnknownRoomError,
 )
 from kvbridge.core.ids import Role
-from kvbridge.core.prefixes import ModelIdentity, Namespaces
+from kvbridge.core.prefixes import ModelIdentity, Namespaces, Retention
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.events import PairingEnded
 from tests.unit.bootstrap.fleet import FLEET, TIMES, FakeDaemons, half, node
@@ -499,6 +499,15 @@ ONE, TWO = ModelIdentity(name="v4", revision="1"), ModelIdentity(name="v4", revi
 
 def named(pair: AdmissionRequest) -> tuple[str, bytes]:
     return pair.namespace, pair.page_hashes
+
+
+async def test_retention_goes_with_the_keys_to_both_ends(world):
+    asked = KEYED.model_copy(update={"retention": Retention(priority=3, for_s=60)})
+    fleet = (node("p", Role.PREFILL, model_identity=ONE), node("d", Role.DECODE))
+    port = FakeDaemons()
+    await (await world.pairing(port, *fleet)).pair(asked)
+    assert port.admitted["http://p"][7].retention == Retention(priority=3, for_s=60)
+    assert port.admitted["http://d"][7].retention is None, "it shares nothing"
 
 
 async def test_keys_and_namespace_go_to_instances_that_say_what_they_hold(world):

@@ -9,7 +9,7 @@ from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank
-from kvbridge.core.prefixes import ModelIdentity
+from kvbridge.core.prefixes import ModelIdentity, Retention
 from kvbridge.core.wire.engine_messages import Accepted, Attached, Pages
 from kvbridge.engine import DecodeEngine, PrefillEngine
 from kvbridge.engine.attachment import Attachment
@@ -76,10 +76,13 @@ def test_without_a_model_there_are_no_keys():
         prefill.page_keys(TOKENS)
 
 
+KEEP = Retention(priority=1, for_s=60)
+
+
 def test_the_verbs_carry_them():
     prefill, link = engine(PrefillEngine, MODEL)
     keys = prefill.page_keys(TOKENS)
-    prefill.admit(1, prompt_tokens=len(TOKENS), page_hashes=keys, namespace="acme")
+    prefill.admit(1, prompt_tokens=len(TOKENS), page_hashes=keys, namespace="acme", retention=KEEP)
     begun = prefill.begin(1, prompt_tokens=len(TOKENS), page_hashes=keys)
     assert (begun.prefix_tokens, begun.computed_tokens) == (PAGE, 2)
     decode, other = engine(DecodeEngine, MODEL)
@@ -89,7 +92,7 @@ def test_the_verbs_carry_them():
     said = [*link.said, *other.said]
     assert [message.type for message in said] == ["admit", "begin", "claim", "claim", "release"]
     assert {message.page_hashes for message in said} == {keys.data}
-    assert (said[0].namespace, said[-1].valid_tokens) == ("acme", len(TOKENS))
+    assert (said[0].namespace, said[0].retention, said[-1].valid_tokens) == ("acme", KEEP, len(TOKENS))
 
 
 def test_and_do_without():

@@ -9,6 +9,7 @@ import pytest
 
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.config.endpoints import HttpConfig
+from kvbridge.core.prefixes import Retention
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from kvbridge.http.daemon_app import create_daemon_app
 from tests.unit.http.services import BOOTSTRAP_PAGE, FakeRooms, FakeStatus, settings
@@ -42,6 +43,35 @@ async def test_keys_and_namespace_reach_the_rooms(rooms):
     async with daemon(rooms) as http:
         assert (await http.post("/v1/requests", json=body("acme"))).status_code == 201
     assert [(one.namespace, one.page_hashes) for one in rooms.requests] == [("acme", KEYS)]
+
+
+async def test_retention_reaches_the_rooms(rooms):
+    async with daemon(rooms) as http:
+        asked = body("acme", retention={"priority": 2, "for_s": 600})
+        assert (await http.post("/v1/requests", json=asked)).status_code == 201
+        assert (await http.post("/v1/requests", json=body("acme"))).status_code == 201
+    assert [one.retention for one in rooms.requests] == [Retention(priority=2, for_s=600.0), None]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "where"),
+    [
+        ({"priority": 4, "for_s": 1}, "priority"),
+        ({"priority": -1, "for_s": 1}, "priority"),
+        ({"priority": 1, "for_s": 86_401}, "for_s"),
+        ({"priority": 1, "for_s": -1}, "for_s"),
+        ({"priority": 1}, "for_s"),
+        ({"for_s": 1}, "priority"),
+        ({"priority": 1, "for_s": 1, "pin": True}, "pin"),
+        (3, "retention"),
+    ],
+)
+async def test_a_retention_outside_its_limits_is_refused_and_says_why(rooms, wrong, where):
+    async with daemon(rooms) as http:
+        answer = await http.post("/v1/requests", json=body("acme", retention=wrong))
+    assert answer.status_code == 400
+    assert where in answer.text
+    assert not rooms.requests
 
 
 async def test_no_thread_is_needed_to_know_them(rooms, monkeypatch):

@@ -185,7 +185,7 @@ def test_a_host_that_is_full_refuses_a_backup_and_one_of_what_nobody_reads_makes
     bench.warm("c", 3)
     assert bench.back_up("c", 3) == 3
     assert (bench.where("a", 8), bench.where("b", 8)) == ((0, 5), (0, 8)), "what was used longest ago went"
-    assert bench.cache.evicted_pages == 3
+    assert bench.cache.claims.gone().total() == 3
     held = Owner(NO_ROOM, 99)
     bench.book.reserve(held, {FULL_TWIN: 16})
     bench.warm("d", 2)

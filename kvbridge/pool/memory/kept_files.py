@@ -1,0 +1,131 @@
+"""The files in shared memory that a node's processes pass on, one after the other: who has them, and until when they wait.
+
+Owns: the lock of such files, how long they are kept without an owner, their names. Must not know: what lies in them.
+
+One process at a time has them: the one that holds the lock of their lock file, which the kernel takes from the dead. It writes into
+that file, again and again, until when the others are to be kept if it ends now; whoever sweeps up reads that (`leftovers.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import structlog
+
+from kvbridge.core.closing import Closing
+from kvbridge.core.errors import RegistrationError
+
+log = structlog.get_logger(__name__)
+
+_LOOK_EVERY_S = 0.02
+_RENEWALS = 10
+"""So often within the time for which files are kept it is written anew."""
+_RENEW_EVERY_S = 5.0
+"""At least so often."""
+
+
+class KeptFiles(Closing):
+    """The right to the kept files of one node."""
+
+    def __init__(self, lock: Path, descriptor: int, keep_s: float) -> None:
+        """Use `lock_files` instead."""
+        self.directory = lock.parent
+        self._prefix = lock.name.removesuffix(".lock")
+        self._descriptor = descriptor
+        self._keep_s = keep_s
+        self._renew_at_s = 0.0
+
+    @classmethod
+    def lock_files(cls, directory: Path, prefix: str, *, keep_s: float, wait_s: float) -> KeptFiles:
+        """Get the right to the files whose names begin with `prefix`, which ends in `-keep`, at the latest after `wait_s`.
+
+        Raises RegistrationError while another process has it.
+        """
+        lock, deadline_s = directory / f"{prefix}.lock", time.monotonic() + wait_s
+        while True:
+            try:
+                descriptor = _locked(lock)
+            except OSError as error:
+                raise RegistrationError(f"{lock} cannot be locked: {error}") from error
+            if descriptor is not None:
+                found = cls(lock, descriptor, keep_s)
+                found.renew()
+                return found
+            if time.monotonic() >= deadline_s:
+                raise RegistrationError(
+                    f"{lock}: another daemon of the same instance and node name uses the kept pools (pools.keep_s); end it, or "
+                    "give this one another name"
+                )
+            time.sleep(_LOOK_EVERY_S)
+
+    @property
+    def journal(self) -> Path:
+        """Where the journal of these files lies."""
+        return self.directory / f"{self._prefix}.journal"
+
+    def new_path(self, incarnation: str) -> Path:
+        """What the names of pools of this process begin with: nobody who has known the files before finds them by it."""
+        return self.directory / f"{self._prefix}-{incarnation}"
+
+    def pools(self) -> dict[str, list[Path]]:
+        """Return the pools' files by what their names have after the incarnation, as `twins.0`."""
+        found: dict[str, list[Path]] = {}
+        for path in sorted(self.directory.glob(f"{self._prefix}-*")):
+            found.setdefault(path.name.removeprefix(f"{self._prefix}-").partition(".")[2], []).append(path)
+        return found
+
+    def remove_pools(self, *, besides: str = "") -> None:
+        """Remove every file but the lock, and but the pools of an incarnation."""
+        self.journal.unlink(missing_ok=True)
+        for path in self.directory.glob(f"{self._prefix}-*"):
+            if not besides or not path.name.startswith(self.new_path(besides).name):
+                path.unlink(missing_ok=True)
+
+    def renew(self) -> None:
+        """From now on the files are kept for the whole time again, should this process end. Call it often."""
+        if time.monotonic() >= self._renew_at_s:
+            self._renew_at_s = time.monotonic() + min(_RENEW_EVERY_S, self._keep_s / _RENEWALS)
+            self._write(time.time() + self._keep_s)
+
+    def close(self, *, keep: bool = False) -> None:
+        """Give the right up; the files are kept for the next one, or removed. Harmless when closed."""
+        if self._descriptor < 0:
+            return
+        if keep:
+            self._write(time.time() + self._keep_s)
+        else:
+            self.remove_pools()
+            (self.directory / f"{self._prefix}.lock").unlink(missing_ok=True)
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _write(self, until_s: float) -> None:
+        os.pwrite(self._descriptor, f"{until_s:032.3f}".encode(), 0)
+
+
+def discard_files(directory: Path, prefix: str) -> None:
+    """Remove kept files whose names begin with `prefix`, unless another process has them."""
+    if (directory / f"{prefix}.lock").exists():
+        with contextlib.suppress(RegistrationError), KeptFiles.lock_files(directory, prefix, keep_s=0.0, wait_s=0.0):
+            log.info("kept_pools_removed", directory=str(directory), reason="pools.keep_s is 0")
+
+
+def _locked(path: Path) -> int | None:
+    """Return a descriptor that holds the lock of a file, made if there is none; None while another process has it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        found = os.fstat(descriptor)
+        if found.st_uid == os.geteuid() and os.path.samestat(found, path.lstat()):
+            return descriptor
+    except (BlockingIOError, FileNotFoundError):  # or a sweep was faster
+        pass
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None

@@ -1,0 +1,243 @@
+"""The journal of kept pools beside a real cache and real files: what the next process would find after every step."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from kvbridge.core.ids import IndexSpace
+from kvbridge.core.prefixes import ModelIdentity
+from kvbridge.daemon import twin_journal
+from kvbridge.daemon.restored_twins import RestoredTwins
+from kvbridge.daemon.twin_journal import TwinJournal
+from kvbridge.tier.journal import Contents, KeptHeader, read_header, replay
+from tests.unit.tier.test_twins import Bench, keys
+
+pytestmark = pytest.mark.asyncio
+
+FULL, HOST, FULL_TWIN, SWA_TWIN = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN
+HEADER = KeptHeader(
+    incarnation="i",
+    fingerprint="f",
+    model_identity=ModelIdentity(name="m", revision="1"),
+    ranks=("pp0.tp0",),
+    layout="l",
+    files=(),
+)
+
+
+class Memory:
+    """Digests of pages whose bytes are numbers that the test gives them."""
+
+    def __init__(self) -> None:
+        self.bytes: dict[tuple[IndexSpace, int], int] = {}
+
+    def __call__(self, pages) -> int:
+        return hash(tuple(self.bytes.get(page, 1000 + page[1]) for page in pages)) & 0xFFFFFFFF
+
+
+class Node:
+    """A node's cache, its journal, and its memory."""
+
+    def __init__(self, path: Path, memory: Memory, found: Contents | None = None, spaces=(FULL,)) -> None:
+        self.bench, self.path, self.memory = Bench(spaces), path, memory
+        self.journal = TwinJournal(path, HEADER, memory, found or Contents())
+        self.bench.twins.watch(self.journal)
+
+    async def written(self) -> None:
+        """Wait until nothing is being read."""
+        while self.journal._reading is not None:
+            await asyncio.wait({self.journal._reading})
+
+    def found(self) -> Contents:
+        """What the next process would find."""
+        return read(self.path)
+
+    def prompts(self) -> dict[bytes, int]:
+        """The last keys of the prompts that it would find, and how many pages they have."""
+        return {found[-1]: len(path) for found, path in self.found().prompts()}
+
+
+def read(path: Path) -> Contents:
+    data = path.read_bytes()
+    return replay(data[read_header(data)[1] :])
+
+
+@pytest.fixture
+def memory() -> Memory:
+    return Memory()
+
+
+@pytest_asyncio.fixture
+async def node(tmp_path, memory):
+    made = Node(tmp_path / "kvbridge-keep.journal", memory)
+    yield made
+    made.journal.close()
+
+
+async def restored(node: Node, spaces=(FULL,)) -> tuple[Node, RestoredTwins]:
+    """The process after one that was killed just now."""
+    found = node.found()
+    after = Node(node.path, node.memory, found, spaces)
+    made = RestoredTwins(after.bench.book, after.bench.twins, after.memory, found, lost=after.journal.removed)
+    await made.run()
+    after.bench.cache.check_integrity()
+    return after, made
+
+
+async def test_what_comes_to_the_host_is_written_once_it_was_read(node):
+    node.bench.warm("a", 5)
+    assert not node.prompts()
+    node.bench.back_up("a", 5)
+    await node.written()
+    assert node.prompts() == {keys("a", 5)[-1]: 5}
+    node.bench.warm("a", 7)
+    node.bench.back_up("a", 7)
+    await node.written()
+    assert node.prompts() == {keys("a", 7)[-1]: 7}
+
+
+async def test_what_goes_is_written_before_its_page_is_anybody_elses(node):
+    node.bench.warm("a", 4)
+    node.bench.back_up("a", 4)
+    await node.written()
+    node.bench.push_out()
+    assert len(node.found().pages) == 4, "it is on the host still"
+    node.bench.book.reserve((99, 1), {FULL_TWIN: 13})
+    assert len(node.found().pages) == 3
+
+
+async def test_what_goes_while_it_is_being_read_is_never_written(node):
+    node.bench.warm("a", 4)
+    node.bench.back_up("a", 4)
+    node.bench.cache.drop()
+    await node.written()
+    assert not node.found().pages
+
+
+async def test_what_is_dropped_is_out_at_once_though_somebody_reads_it(node):
+    node.bench.warm("a", 4, checkpoint=True)
+    node.bench.back_up("a", 4)
+    await node.written()
+    assert (len(node.found().pages), len(node.found().checkpoints)) == (4, 1)
+    node.bench.push_out()
+    owner, got = node.bench.admit("a", 6, from_checkpoint=True)
+    assert (got.prefix_pages, got.device_pages) == (4, 0)
+    node.bench.cache.drop()
+    assert not node.found().pages
+    assert not node.found().checkpoints
+    node.bench.end(owner)
+
+
+async def test_the_next_process_goes_on_with_prompts_and_checkpoints(node):
+    node.bench.warm("a", 4, checkpoint=True)
+    node.bench.warm("b", 3)
+    for name, pages in (("a", 4), ("b", 3)):
+        node.bench.back_up(name, pages)
+    await node.written()
+    after, made = await restored(node)
+    assert (made.found.pages, made.found.checkpoints, made.found.lost) == (7, 1, 0)
+    assert (after.bench.where("a", 4), after.bench.where("b", 3)) == ((0, 4), (0, 3))
+    _, got = after.bench.admit("a", 6, from_checkpoint=True)
+    assert (got.prefix_pages, len(got.checkpoint_twin)) == (4, 1)
+    await after.written()
+    assert read(after.path).pages == node.found().pages, "nothing is read and written twice"
+    after.journal.close()
+
+
+async def test_a_home_comes_back_with_its_twins(tmp_path, memory):
+    node = Node(tmp_path / "kvbridge-keep.journal", memory, spaces=(FULL, HOST))
+    node.bench.warm("a", 4)
+    node.bench.back_up("a", 4)
+    await node.written()
+    homes = [page.home for page in node.found().pages.values()]
+    after, made = await restored(node, (FULL, HOST))
+    assert made.found.pages == 4
+    path = after.bench.index.match(keys("a", 4))
+    assert after.bench.index.home_pages(path)[HOST].tolist() == homes
+    for one in (node, after):
+        one.journal.close()
+
+
+async def test_a_page_that_holds_something_else_is_lost_with_what_follows_it(node):
+    node.bench.warm("a", 5, checkpoint=True)
+    node.bench.back_up("a", 5)
+    await node.written()
+    [third] = [page.twin for page in node.found().pages.values() if page.depth == 2]
+    node.memory.bytes[FULL_TWIN, third] = 7
+    after, made = await restored(node)
+    assert (made.found.pages, made.found.checkpoints, made.found.lost) == (2, 0, 3)
+    assert after.bench.where("a", 5) == (0, 2)
+    assert len(after.found().pages) == 2
+    assert not after.found().checkpoints
+    free = after.bench.book.available_pages()
+    assert free[FULL_TWIN] == after.bench.total[FULL_TWIN]
+    after.journal.close()
+
+
+async def test_a_checkpoint_that_holds_something_else_is_lost_alone(node):
+    node.bench.warm("a", 3, checkpoint=True)
+    node.bench.back_up("a", 3)
+    await node.written()
+    [[twin]] = [end.twins for end in node.found().checkpoints.values()]
+    node.memory.bytes[SWA_TWIN, twin] = 7
+    after, made = await restored(node)
+    assert (made.found.pages, made.found.checkpoints) == (3, 0)
+    after.journal.close()
+
+
+async def test_prompts_that_share_pages_come_back_once_each(node):
+    node.bench.warm("a", 3)
+    node.bench.back_up("a", 3)
+    await node.written()
+    node.bench.warm("a", 6)
+    node.bench.back_up("a", 6)
+    await node.written()
+    _, made = await restored(node)
+    assert (made.found.pages, made.found.lost) == (6, 0)
+
+
+async def test_it_is_written_anew_when_most_of_it_is_outdated(node, monkeypatch):
+    monkeypatch.setattr(twin_journal, "_SPARE_ENTRIES", 8)
+    longest = 0
+    for turn in range(40):
+        node.bench.warm(f"{turn}", 3)
+        node.bench.back_up(f"{turn}", 3)
+        await node.written()
+        node.bench.push_out()
+        longest = max(longest, node.journal._entries)
+        assert len(node.found().pages) == len(node.journal._pages)
+    assert 16 < longest < 4 * 16 + 8 + 6, "of 240 entries there were"
+
+
+async def test_its_end_writes_what_is_still_being_read_and_all_of_it_anew(node):
+    node.bench.warm("a", 6)
+    node.bench.back_up("a", 6)
+    await node.journal.finish(5.0)
+    assert node.prompts() == {keys("a", 6)[-1]: 6}
+    assert node.found().entries == 6
+
+
+async def test_a_journal_that_cannot_be_written_is_removed(node, monkeypatch):
+    """Otherwise it would name pages that are somebody else's by then."""
+    node.bench.warm("a", 3)
+    node.bench.back_up("a", 3)
+    await node.written()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    node.bench.cache.drop()
+    monkeypatch.undo()
+    assert not node.path.exists()
+    node.bench.warm("b", 3)
+    node.bench.back_up("b", 3)
+    await node.written()
+    assert not node.path.exists()
+    await node.journal.finish(1.0)
+    assert not node.path.exists()

@@ -1,0 +1,125 @@
+"""Files that outlive their owner: who has them, until when they wait, when they can be taken over."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import pytest
+
+from kvbridge.core.errors import RegistrationError
+from kvbridge.pool.memory.kept_files import KeptFiles, discard_files
+from kvbridge.pool.memory.leftovers import Verdict, sweep
+from kvbridge.pool.memory.shared_mapping import SharedMapping
+
+PREFIX = "kvbridge-0123456789ab-keep"
+ONE, TWO = "1" * 16, "2" * 16
+
+
+@pytest.fixture
+def files(shm):
+    with KeptFiles.lock_files(shm, PREFIX, keep_s=60.0, wait_s=0.0) as found:
+        yield found
+
+
+def left(shm, content: bytes = b"kept", *, keep_s: float = 60.0) -> KeptFiles:
+    """What a process leaves that has ended: a pool and a journal."""
+    files = KeptFiles.lock_files(shm, PREFIX, keep_s=keep_s, wait_s=0.0)
+    path = files.new_path(ONE)
+    with SharedMapping.create(path.parent, f"{path.name}.twins.0", 8192) as mapping:
+        mapping.buffer[: len(content)] = content
+        mapping.leave()
+    files.journal.write_bytes(b"a journal")
+    return files
+
+
+def verdicts(shm) -> dict[str, Verdict]:
+    return {each.path.name.removeprefix(PREFIX): each.verdict for each in sweep([shm])}
+
+
+def test_two_processes_never_have_them(shm, files):
+    with pytest.raises(RegistrationError, match=r"another daemon of the same instance .*pools\.keep_s"):
+        KeptFiles.lock_files(shm, PREFIX, keep_s=1.0, wait_s=0.05)
+    files.close()
+    KeptFiles.lock_files(shm, PREFIX, keep_s=1.0, wait_s=0.0).close()
+    assert not list(shm.iterdir())
+
+
+def test_they_are_kept_for_their_time_and_swept_up_afterwards(shm):
+    files = left(shm)
+    names = {f"-{ONE}.twins.0", ".journal", ".lock"}
+    assert verdicts(shm) == dict.fromkeys(names, Verdict.IN_USE)
+    files.close(keep=True)
+    found = sweep([shm])
+    assert {each.verdict for each in found} == {Verdict.KEPT}
+    assert all(f"{each.kind}" == "kept" and "pools.keep_s" in each.why for each in found)
+    KeptFiles.lock_files(shm, PREFIX, keep_s=0.0, wait_s=0.0).close(
+        keep=True
+    )  # whoever starts with another configuration
+    assert verdicts(shm) == dict.fromkeys(names, Verdict.REMOVED)
+    assert not list(shm.iterdir())
+
+
+def test_what_an_owner_that_was_killed_had_is_kept_from_its_last_word_on(shm):
+    files = left(shm)
+    os.close(files._descriptor)  # as the kernel does
+    assert set(verdicts(shm).values()) == {Verdict.KEPT}
+    KeptFiles.lock_files(shm, PREFIX, keep_s=0.0, wait_s=0.0).close()
+
+
+def test_pools_without_their_lock_file_are_nobodys(shm):
+    left(shm).close(keep=True)
+    (shm / f"{PREFIX}.lock").unlink()
+    assert set(verdicts(shm).values()) == {Verdict.REMOVED}
+
+
+def test_an_owner_that_does_not_keep_them_leaves_nothing(shm):
+    left(shm).close()
+    assert not list(shm.iterdir())
+
+
+def test_a_daemon_that_keeps_none_removes_them_unless_another_has_them(shm):
+    files = left(shm)
+    discard_files(shm, PREFIX)
+    assert len(list(shm.iterdir())) == 3
+    files.close(keep=True)
+    discard_files(shm, PREFIX)
+    discard_files(shm, PREFIX)
+    assert not list(shm.iterdir())
+
+
+def test_a_pool_is_taken_over_with_what_is_in_it_and_under_another_name(shm, files):
+    old = shm / f"{PREFIX}-{ONE}.twins.0"
+    with SharedMapping.create(shm, old.name, 8192) as mapping:
+        mapping.buffer[:4] = b"kept"
+        mapping.leave()
+    assert files.pools() == {"twins.0": [old]}
+    new = files.new_path(TWO).with_name(f"{PREFIX}-{TWO}.twins.0")
+    with SharedMapping.take_over(old, new, wait_s=0.0) as mapping:
+        assert bytes(mapping.buffer[:4]) == b"kept"
+        assert files.pools() == {"twins.0": [new]}
+    assert not files.pools(), "its owner has not left it"
+
+
+def test_a_pool_that_somebody_may_still_write_is_not_taken_over(shm, files):
+    """By the kernel's word: it counts mappings of processes that are ending, too."""
+    old, new = shm / f"{PREFIX}-{ONE}.twins.0", shm / f"{PREFIX}-{TWO}.twins.0"
+    with SharedMapping.create(shm, old.name, 8192) as mapping:
+        mapping.leave()
+    descriptor = os.open(old, os.O_RDWR)
+    writer = mmap.mmap(descriptor, 8192)
+    os.close(descriptor)
+    with pytest.raises(RegistrationError, match="still has it open for writing"):
+        SharedMapping.take_over(old, new, wait_s=0.05)
+    writer.close()
+    with SharedMapping.take_over(new, old, wait_s=0.0) as mapping:
+        assert mapping.length_bytes == 8192
+
+
+def test_a_pool_of_this_process_stays_when_what_was_there_before_is_removed(shm, files):
+    for name in (ONE, TWO):
+        (shm / f"{PREFIX}-{name}.host.0").touch()
+    files.journal.touch()
+    files.remove_pools(besides=TWO)
+    assert [path.name for path in files.pools()["host.0"]] == [f"{PREFIX}-{TWO}.host.0"]
+    assert not files.journal.exists()

@@ -1,0 +1,219 @@
+"""Pages that requests want to keep for a while: which goes first, for how long, how many of one namespace."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvbridge.core.ids import IndexSpace
+from kvbridge.core.prefixes import Evicted, Retention
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.policy import POLICIES
+from kvbridge.tier.prefix_cache import PrefixCache
+from kvbridge.tier.retention import Claim, Retentions
+from tests.helpers.manual_clock import ManualClock
+
+FULL, SWA = IndexSpace.FULL, IndexSpace.SWA
+PAGES = 12
+
+
+def keys(name: str, pages: int) -> Keys:
+    return Keys.of([f"{name} {page}".encode().ljust(16) for page in range(pages)])
+
+
+def claim(priority: int, for_s: float = 30.0, namespace: str = "acme") -> Claim:
+    return Claim(namespace, Retention(priority=priority, for_s=for_s))
+
+
+class Bench:
+    def __init__(self, policy: str = "lru", share: float = 0.5) -> None:
+        self.book = PageBook({FULL: PAGES, SWA: 4})
+        self.clock = ManualClock()
+        index = PrefixIndex((FULL,), PAGES, policy=POLICIES[policy](), retained_share=share)
+        self.cache = PrefixCache(self.book, index, clock=self.clock)
+        self.rooms = 0
+
+    def warm(self, name: str, pages: int, wanted: Claim | None = None, *, checkpoint: bool = False) -> None:
+        """A request comes, leaves its prompt and is over."""
+        self.rooms += 1
+        owner = Owner(self.rooms, 1)
+        prompt = keys(name, pages)
+        got = self.cache.admit(owner, prompt, lambda shared: {FULL: pages - shared[FULL], SWA: int(checkpoint)})
+        if wanted is not None:
+            self.cache.retain(owner, wanted)
+        self.cache.keep(owner, prompt, got.prefix_pages, {FULL: got.own[FULL]})
+        if checkpoint:
+            self.cache.keep_checkpoint(owner, pages, got.own[SWA])
+        self.cache.let_go(owner)
+        if owner in self.book:
+            self.book.free(owner)
+
+    def need(self, pages: int, windows: int = 0) -> None:
+        """A request without keys takes so many pages and gives them back."""
+        owner = Owner(1000, 1)
+        self.book.reserve(owner, {FULL: pages, SWA: windows})
+        self.book.free(owner)
+
+    def known(self, name: str) -> int:
+        return self.cache.known(keys(name, PAGES))
+
+
+@pytest.fixture(params=["lru", "greedy_dual"])
+def bench(request):
+    bench = Bench(request.param)
+    yield bench
+    bench.cache.check_integrity()
+
+
+def test_retained_pages_go_after_others_that_were_used_later(bench):
+    bench.warm("agent", 4, claim(1))
+    for name in ("x", "y"):
+        bench.clock.advance(1.0)
+        bench.warm(name, 4)
+    bench.need(8)
+    assert (bench.known("agent"), bench.known("x"), bench.known("y")) == (4, 0, 0)
+    assert bench.cache.claims.gone() == {Evicted.SPACE: 8}
+
+
+def test_a_higher_priority_stays_longer(bench):
+    bench.warm("high", 3, claim(3))
+    bench.clock.advance(1.0)
+    bench.warm("low", 3, claim(1))
+    bench.need(9)
+    assert (bench.known("high"), bench.known("low")) == (3, 0)
+
+
+def test_when_nothing_else_is_left_they_go_too(bench):
+    bench.warm("agent", 6, claim(3, 86_400))
+    bench.need(PAGES)
+    assert bench.known("agent") == 0
+    assert bench.cache.claims.gone() == {Evicted.RETAINED: 6}
+    assert not bench.cache.claims.retained()
+
+
+def test_when_its_time_is_over_they_are_like_any_others():
+    bench = Bench()
+    bench.warm("agent", 4, claim(2, 30))
+    bench.clock.advance(20.0)
+    bench.warm("x", 4)
+    bench.clock.advance(11.5)
+    assert not bench.cache.claims.retained()
+    bench.need(8)
+    assert (bench.known("agent"), bench.known("x")) == (0, 4)
+    assert bench.cache.claims.gone() == {Evicted.RETENTION_ENDED: 4}
+
+
+def test_the_priority_falls_in_equal_steps(bench):
+    bench.warm("first", 3, claim(3, 30))
+    bench.clock.advance(21.5)  # the last third of its time: 1
+    bench.warm("second", 3, claim(2, 30))
+    bench.need(9)
+    assert (bench.known("first"), bench.known("second")) == (0, 3)
+
+
+def test_its_time_begins_with_the_last_use_which_is_the_end_of_a_request(bench):
+    owner, prompt = Owner(7, 1), keys("agent", 4)
+    got = bench.cache.admit(owner, prompt, lambda shared: {FULL: 4 - shared[FULL]})
+    bench.cache.retain(owner, claim(1, 30))
+    bench.cache.keep(owner, prompt, 0, {FULL: got.own[FULL]})
+    bench.clock.advance(100.0)
+    bench.cache.let_go(owner)
+    bench.clock.advance(29.0)
+    assert bench.cache.claims.retained() == {"acme": 4}
+    bench.clock.advance(2.5)
+    assert not bench.cache.claims.retained()
+
+
+def test_a_use_with_less_takes_nothing_away_and_lasts_when_the_other_is_over(bench):
+    bench.warm("agent", 2, claim(3, 3))
+    bench.warm("agent", 2, claim(1, 100))
+    bench.warm("agent", 2)
+    bench.warm("low", 2, claim(2, 100))
+    bench.need(10)
+    assert (bench.known("agent"), bench.known("low")) == (2, 0)
+    bench.clock.advance(10.0)
+    assert bench.cache.claims.retained() == {"acme": 2}
+
+
+def test_a_namespace_has_its_share_and_no_more():
+    bench = Bench(share=0.25)  # 3 pages
+    bench.warm("a", 3, claim(1))
+    bench.warm("b", 2, claim(3))
+    bench.warm("c", 2, claim(1, namespace="globex"))
+    assert bench.cache.claims.retained() == {"acme": 3, "globex": 2}
+    assert bench.cache.claims.refused == 1
+    bench.need(7)
+    assert [bench.known(name) for name in "abc"] == [3, 0, 2]
+    bench.clock.advance(31.5)  # what was retained has lapsed, so there is place again
+    bench.warm("d", 3, claim(3))
+    assert bench.cache.claims.retained() == {"acme": 3}
+    assert bench.cache.claims.refused == 1
+    bench.cache.check_integrity()
+
+
+def test_pages_that_are_retained_already_count_once():
+    bench = Bench(share=0.25)
+    for _ in range(3):
+        bench.warm("a", 3, claim(1))
+        bench.clock.advance(1.0)
+    assert (bench.cache.claims.retained(), bench.cache.claims.refused) == ({"acme": 3}, 0)
+
+
+def test_a_share_of_nothing_lets_no_retention_count():
+    bench = Bench(share=0.0)
+    bench.warm("a", 1, claim(3))
+    assert (bench.cache.claims.retained(), bench.cache.claims.refused) == ({}, 1)
+
+
+@pytest.mark.parametrize("nothing", [claim(0), claim(3, 0.0)])
+def test_no_priority_and_no_time_are_as_without(nothing):
+    bench = Bench(share=0.0)
+    bench.warm("a", 2, nothing)
+    assert (bench.cache.claims.retained(), bench.cache.claims.refused) == ({}, 0)
+
+
+def test_the_checkpoint_of_a_retained_prompt_goes_after_others():
+    bench = Bench()
+    bench.warm("agent", 2, claim(1), checkpoint=True)
+    bench.warm("x", 2, checkpoint=True)
+    bench.need(0, windows=3)
+    assert bench.cache.admit(
+        Owner(7, 1), keys("agent", 3), lambda n: {FULL: 3 - n[FULL]}, from_checkpoint=True
+    ).prefix_pages
+    assert not bench.cache.admit(
+        Owner(8, 1), keys("x", 3), lambda n: {FULL: 3 - n[FULL]}, from_checkpoint=True
+    ).prefix_pages
+
+
+def test_what_is_dropped_is_counted_by_why_and_its_place_in_the_share_comes_back():
+    bench = Bench(share=0.5)
+    bench.warm("a", 6, claim(1))
+    bench.cache.drop_page(keys("a", 6), 4)
+    assert (bench.cache.claims.gone(), bench.cache.claims.retained()) == ({Evicted.INTEGRITY: 2}, {"acme": 4})
+    bench.cache.drop(Evicted.MEMORY_LOST)
+    assert bench.cache.claims.gone() == {Evicted.INTEGRITY: 2, Evicted.MEMORY_LOST: 4}
+    assert not bench.cache.claims.retained()
+    bench.cache.check_integrity()
+
+
+def test_what_lasts_says_when_it_was_used_and_not_how_it_was_ranked():
+    """Heartbeats tell bootstrap for how long what nobody uses again stays."""
+    bench = Bench()
+    bench.clock.advance(5.0)
+    bench.warm("agent", 6, claim(3, 1000))
+    bench.clock.advance(10.0)
+    bench.need(PAGES)
+    assert bench.cache.kept_s() == pytest.approx(10.0, abs=1e-3)
+
+
+def test_numbers_of_namespaces_are_used_again():
+    found = Retentions(8, share=1.0)
+    for turn in range(5):
+        assert found.retain(np.array([turn], dtype=np.int32), 1.0, claim(1, namespace=f"tenant {turn}"))
+        found.forget(np.array([turn], dtype=np.int32))
+    assert (len(found), found.by_namespace) == (0, {})
+    assert found._number.max() == 0
+    found.check_integrity()
