@@ -14,6 +14,15 @@ DONE = "done"
 DIRECTIONS = ("backup", "load_back")
 _WAYS = {"direction": DIRECTIONS}
 
+_UNUSABLE = ("timed_out", "unreachable")
+_STORE_OUTCOMES = {
+    "put": ("stored", "full", *_UNUSABLE),
+    "get": ("hit", "absent", "short", "other_key", "wrong_digest", "other_version", *_UNUSABLE),
+    "has": ("present", "absent", *_UNUSABLE),
+    "drop": ("dropped", *_UNUSABLE),
+}
+"""By what a store is asked: how that can end."""
+
 TIER_METRICS: tuple[MetricSpec, ...] = (
     TIER_PAGES := MetricSpec(
         "kvbridge_host_tier_pages",
@@ -76,15 +85,21 @@ TIER_METRICS: tuple[MetricSpec, ...] = (
         "Objects (pages with all components and layers) that the store was asked to put, get, or whether it has them, by how that "
         "ended. A get is a hit only when every byte was compared; absent, short, other_key, wrong_digest, other_version, timed_out "
         "and unreachable are misses.",
+        series=tuple((verb, outcome) for verb, outcomes in _STORE_OUTCOMES.items() for outcome in outcomes),
     ),
     STORE_BYTES := MetricSpec(
-        "kvbridge_prefix_store_bytes_total", _COUNTER, ("verb",), "Bytes of objects that were put or got whole."
+        "kvbridge_prefix_store_bytes_total",
+        _COUNTER,
+        ("verb",),
+        "Bytes of objects that were put or got whole.",
+        values={"verb": ("put", "get")},
     ),
     STORE_PREFETCHES := MetricSpec(
         "kvbridge_prefix_store_prefetches_total",
         _COUNTER,
         ("outcome",),
         "Requests whose prompts were looked for in the store: all that there was came in time (found), a part of it, or nothing.",
+        values={"outcome": ("found", "part", "nothing")},
     ),
     STORE_SECONDS := MetricSpec(
         "kvbridge_prefix_store_prefetch_seconds_total",

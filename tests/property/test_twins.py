@@ -219,6 +219,7 @@ class TwinMachine(RuleBasedStateMachine):
                     assert entry.pages[space] not in self.pinned(self.readers(), space)
                     del entry.pages[space]
                     entry.checkpoints.pop(ends, None)
+                    entry.dropped = entry.lost  # nothing of it is anywhere for others to find
                 elif not set(entry.checkpoints.get(ends, [])) <= set(cached[ends].tolist()):
                     assert ends in short
                     assert not set(entry.checkpoints[ends]) & self.pinned(self.readers(), ends)

@@ -104,7 +104,7 @@ class KeptFiles(Closing):
         self._descriptor = -1
 
     def _write(self, until_s: float) -> None:
-        os.pwrite(self._descriptor, f"{until_s:032.3f}".encode(), 0)
+        os.pwrite(self._descriptor, f"{until_s:032.6f}".encode(), 0)
 
 
 def discard_files(directory: Path, prefix: str) -> None:
