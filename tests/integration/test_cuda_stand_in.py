@@ -144,9 +144,9 @@ class OwnGpu:
     def passed(self, points: Iterable[StreamPoint]) -> bool:
         return not points or self._seen.reached(points)
 
-    def reached(self, stream: object) -> Callable[[], bool]:
+    def reached(self, stream: object, also: frozenset[StreamPoint] = frozenset()) -> Callable[[], bool]:
         del stream
-        return lambda: True
+        return lambda: self.passed(also)
 
     def catch_up(self) -> None:
         for entry in self._ring._entries:

@@ -117,6 +117,7 @@ def test_it_shows_what_is_cached_and_what_that_was_good_for(pair: Pair, tab: Bro
         "Cached": "3 pages",
         "Pinned": "0 pages by 0 rooms",
         "Evicted": "0 pages",
+        "Retained": "0 pages",
         "On the host": "3 pages, 0 only there",
     }
     for daemon, more in (("decode", {}), ("prefill", {"Checkpoints": "1"})):
