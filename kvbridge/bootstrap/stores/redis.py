@@ -208,7 +208,9 @@ class RedisStore:
         """See RoomStore."""
         owner, times = secrets.token_hex(8), self._times
         limits = (generations, _ms(times.claim_s), _ms(times.keep_s), times.max_rooms)
-        claimed, figure, malformed = await self._redis.run("CLAIM", self._room_keys(room), self._prefix, room, owner, *limits)
+        claimed, figure, malformed = await self._redis.run(
+            "CLAIM", self._room_keys(room), self._prefix, room, owner, *limits
+        )
         if malformed:
             self._refused("room", str(room).encode(), ValueError("its state or generation was malformed"))
         return Claim(room, owner, int(figure)) if claimed else RoomInUse(int(figure) / 1e3)

@@ -42,7 +42,9 @@ class RedisSettings:
 class RedisConnection:
     """Runs scripts and calls, each within its limit. Close it."""
 
-    def __init__(self, settings: RedisSettings, scripts: Mapping[str, str], *, on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self, settings: RedisSettings, scripts: Mapping[str, str], *, on_failure: Callable[[str], None]
+    ) -> None:
         """Connect to nothing yet: every call does when it has to. Raises ConfigError for a URL that cannot be read.
 
         `scripts`: Lua, by name. `on_failure` hears the kind of every failure: `timeout`, `connection` or `refused`.
