@@ -96,7 +96,12 @@ def fit(  # noqa: PLR0913, PLR0917 - an argument for each option
             metavar="FILE", help="In place of all that: how much of a trace's prompts would be kept, by pool size."
         ),
     ] = None,
-    pools: Annotated[str, typer.Option("--pool", help="With --trace: sizes, separated by commas; 4GiB+60GiB is a host tier below a pool.")] = DEFAULT_POOLS,
+    pools: Annotated[
+        str,
+        typer.Option(
+            "--pool", help="With --trace: sizes, separated by commas; 4GiB+60GiB is a host tier below a pool."
+        ),
+    ] = DEFAULT_POOLS,
     plot_file: Annotated[
         Path | None,
         typer.Option("--plot", metavar="FILE.png", help="With --trace: draw it, too; needs the extra 'plot'."),

@@ -235,7 +235,10 @@ def _prompts(geometry: ModelGeometry, requests: tuple[TraceRequest, ...]) -> lis
 def _sizes(text: str) -> list[tuple[int, int]]:
     """Bytes of each pool and of the host tier below it, if any."""
     try:
-        sizes = [[TypeAdapter(ByteSize).validate_python(part.strip()) for part in pool.split("+")] for pool in text.split(",")]
+        sizes = [
+            [TypeAdapter(ByteSize).validate_python(part.strip()) for part in pool.split("+")]
+            for pool in text.split(",")
+        ]
         return sorted({(int(size), int(sum(host))) for size, *host in sizes})
     except ValidationError:
         raise InvalidInputError(

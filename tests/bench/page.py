@@ -227,7 +227,8 @@ def kept(results: Results) -> str:
     """How much of a trace pools of prefixes would hold."""
     rows = tuple(
         (
-            " + ".join(f"{pool[size] / 2**30:g} GiB" for size in ("pool_bytes", "host_bytes") if pool[size]) or "endless",
+            " + ".join(f"{pool[size] / 2**30:g} GiB" for size in ("pool_bytes", "host_bytes") if pool[size])
+            or "endless",
             POLICIES[pool["policy"]],
             f"{100 * pool['hit_rate']:.2f} %",
             f"{100 * pool['host_hit_tokens'] / pool['hit_tokens']:.0f} %" if pool["host_bytes"] else "",
