@@ -49,7 +49,7 @@ def host_memory(length_bytes: int, device: int = 0) -> Iterator[SharedMapping]:
     name = f"kvbridge-bench-{os.getpid()}-{secrets.token_hex(4)}"
     threads = min(16, os.cpu_count() or 1)
     with SharedMapping.create(Path(DEFAULT_DIRECTORY), name, length_bytes, threads=threads) as mapping:
-        mapping.unlink()
+        mapping.path.unlink()
         runtime.register_host(mapping.address, length_bytes, device=device)
         try:
             yield mapping

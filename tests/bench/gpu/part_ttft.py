@@ -134,7 +134,7 @@ class Staging:
             SharedMapping.create(Path(DEFAULT_DIRECTORY), name, len(regions) * layer_bytes, threads=threads) as mapping,
             HostRegistration([mapping], device=device),
         ):
-            mapping.unlink()
+            mapping.path.unlink()
             hosts = [
                 Region(
                     component=C4,
