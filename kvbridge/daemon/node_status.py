@@ -62,10 +62,13 @@ from kvbridge.telemetry.metrics import (
     WORKERS,
 )
 from kvbridge.telemetry.tier_metrics import (
+    STORE_BREAKER,
+    STORE_BREAKER_CHANGES,
     STORE_BYTES,
     STORE_OBJECTS,
     STORE_PREFETCHES,
     STORE_SECONDS,
+    STORE_STARTS,
     STORE_STATE,
     STORE_WAITING,
     TIER_IN_FLIGHT,
@@ -73,6 +76,7 @@ from kvbridge.telemetry.tier_metrics import (
     TIER_REFUSED,
     TIER_WAITING,
 )
+from kvbridge.tier.stores.breaker import BreakerState
 
 SHOWN_LINKS = 64
 """Of one node: those that carried most."""
@@ -291,6 +295,10 @@ class NodeOverview:
             return
         store = stored.status()
         metrics.replace(STORE_STATE, {(store.state,): 1})
+        metrics.assign(STORE_BREAKER, stored.client.breaker.state is not BreakerState.CLOSED, store.kind)
+        for state, changes in stored.client.breaker_changes.items():
+            metrics.assign(STORE_BREAKER_CHANGES, changes, store.kind, state.value)
+        metrics.assign(STORE_STARTS, stored.client.process.starts, store.kind)
         for verb, outcomes in store.objects.items():
             for outcome, objects in outcomes.items():
                 metrics.assign(STORE_OBJECTS, objects, verb, outcome)

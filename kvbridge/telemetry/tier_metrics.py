@@ -78,6 +78,27 @@ TIER_METRICS: tuple[MetricSpec, ...] = (
         "failed too often and is not asked for a while; half_open, one request tries whether it works again.",
         values={"state": ("starting", "closed", "open", "half_open")},
     ),
+    STORE_BREAKER := MetricSpec(
+        "kvbridge_store_breaker_open",
+        _GAUGE,
+        ("kind",),
+        "1 while the store below host memory is left alone, since it has failed too often (open, or half_open: one request tries it); "
+        "0 while it is asked. Requests go on without what it has.",
+    ),
+    STORE_BREAKER_CHANGES := MetricSpec(
+        "kvbridge_store_breaker_changes_total",
+        _COUNTER,
+        ("kind", "state"),
+        "How often that has begun, or has gone on since a request has tried it in vain (open), and has ended (closed).",
+        values={"state": ("open", "closed")},
+    ),
+    STORE_STARTS := MetricSpec(
+        "kvbridge_store_process_starts_total",
+        _COUNTER,
+        ("kind",),
+        "Attempts to start the process that uses the store below host memory: one at the daemon's start, and one after each of its "
+        "ends, be it that it hung and was killed, that it could not open the store, or that it died.",
+    ),
     STORE_OBJECTS := MetricSpec(
         "kvbridge_prefix_store_objects_total",
         _COUNTER,

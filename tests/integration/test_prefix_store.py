@@ -84,6 +84,10 @@ def store(daemon: DaemonProcess) -> dict[str, Any]:
     return dict(found)
 
 
+def process_starts(daemon: DaemonProcess) -> float:
+    return metric(daemon, "kvbridge_store_process_starts_total", kind=store(daemon)["kind"])
+
+
 def stored(tiers: Tiers) -> None:
     """Wait until all that the devices have is on the host, and all of that in the store."""
     tiers.on_host()
@@ -120,6 +124,9 @@ def test_a_conversation_goes_on_from_the_store(tiers: Tiers) -> None:
         assert metric(daemon, "kvbridge_prefix_store_bytes_total", verb="get") > 0
         assert metric(daemon, "kvbridge_prefix_store_prefetches_total", outcome="found") >= 1
         assert metric(daemon, "kvbridge_prefix_store_state", state="closed") == 1
+        kind = store(daemon)["kind"]
+        assert metric(daemon, "kvbridge_store_breaker_open", kind=kind) == 0
+        assert metric(daemon, "kvbridge_store_process_starts_total", kind=kind) >= 1
 
 
 def test_every_turn_of_several_conversations_comes_from_the_store(tiers: Tiers) -> None:
@@ -141,6 +148,7 @@ def test_a_store_that_hangs_or_dies_costs_a_request_its_deadline_at_most(tiers: 
     stored(tiers)
     forget(tiers)
     pids = [store(daemon)["pid"] for daemon in tiers.both]
+    starts = [process_starts(daemon) for daemon in tiers.both]
     for pid in pids:
         if number is signal.SIGSTOP:
             stop(pid)
@@ -160,6 +168,8 @@ def test_a_store_that_hangs_or_dies_costs_a_request_its_deadline_at_most(tiers: 
     for daemon, pid in zip(tiers.both, pids, strict=True):
         eventually("there is another process", lambda daemon=daemon, pid=pid: store(daemon)["pid"] not in {0, pid})
         eventually("it is asked", lambda daemon=daemon: store(daemon)["state"] == "closed")
+    for daemon, before in zip(tiers.both, starts, strict=True):
+        assert process_starts(daemon) > before
     stored(tiers)
     forget(tiers)
     talk.begun = None

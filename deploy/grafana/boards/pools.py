@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.grafana.expressions import CHOSEN, NAME, now, of_each, quantile, rate, rate_of_each
+from deploy.grafana.expressions import CHOSEN, NAME, gained, now, of_each, quantile, rate, rate_of_each
 from deploy.grafana.panels import Board, Query, Row, Variable, lines, number, table
 
 _HIT = 'outcome="hit"'
@@ -177,6 +177,24 @@ BOARD = Board(
                     "State of the store",
                     "Closed: it is asked. Open: it has failed too often and is left alone for a while; requests go on without it.",
                     Query(now("prefix_store_state", "state"), "{{state}}"),
+                ),
+                lines(
+                    "Stores that are left alone",
+                    "1 while a daemon does not ask its store, since it has failed too often; the log (store_breaker) has the reason.",
+                    Query(of_each("store_breaker_open", "kind"), "{{daemon}} ({{kind}})"),
+                ),
+                lines(
+                    "Stores given up and asked again",
+                    "A second. Open: it has failed too often, or a request has tried it again in vain. Closed: it works again.",
+                    Query(rate("store_breaker_changes_total", "kind, state"), "{{state}} ({{kind}})"),
+                    unit="ops",
+                ),
+                number(
+                    "Starts of store processes",
+                    "In the time that is shown, besides the daemons' own starts: one hung and was killed, could not open the store, or "
+                    "died.",
+                    gained("store_process_starts_total"),
+                    bad_above=1,
                 ),
                 lines(
                     "Objects",

@@ -28,7 +28,7 @@ from kvbridge.core.wire.codec import FrameError
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores.base import REMEDIES, Answer, Capabilities, Outcome, Remedy, Verb
-from kvbridge.tier.stores.breaker import Breaker, FailedKeys
+from kvbridge.tier.stores.breaker import Breaker, BreakerState, FailedKeys
 from kvbridge.tier.stores.messages import (
     LENGTH,
     NODE_TO_STORE,
@@ -105,6 +105,8 @@ class StoreClient:
         self._number = 0
         self._failed = FailedKeys(self._limits.remember_s)
         self.breaker = Breaker(self._limits.failures)
+        self.breaker_changes: Counter[BreakerState] = Counter()
+        """How often it came to be open, and closed again."""
         self.counts: Counter[tuple[Verb, Outcome]] = Counter()
         """Objects, by what was asked and how it ended."""
         self.moved_bytes: Counter[Verb] = Counter()
@@ -226,6 +228,7 @@ class StoreClient:
         else:
             self.breaker.success()
         if self.breaker.state is not before:
+            self.breaker_changes[self.breaker.state] += 1
             log.warning("store_breaker", state=self.breaker.state.value, before=before.value, reason=answer.detail)
         found = [(name, REMEDIES[outcome]) for name, outcome in zip(operation.names, answer.outcomes, strict=True)]
         if operation.verb in {Verb.GET, Verb.HAS}:
@@ -275,6 +278,8 @@ class StoreProcess:
         self._reason = ""
         """Why the present process ends, as far as that is known."""
         self._closing = False
+        self.starts = 0
+        """How often one was started, or could not be."""
         self.capabilities: Capabilities | None = None
         """Of the store, while the process takes orders."""
         self.why_not = "the store process has not been started"
@@ -349,6 +354,7 @@ class StoreProcess:
     async def _run(self) -> str:
         """Start a process and wait for its end. Returns why it ended, or did not even begin."""
         self._take_no_more("the store process is being started")
+        self.starts += 1
         try:
             self._process = process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "kvbridge.tier.stores.process"),
