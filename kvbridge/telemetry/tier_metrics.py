@@ -82,8 +82,8 @@ TIER_METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_store_breaker_open",
         _GAUGE,
         ("kind",),
-        "1 while the store below host memory is left alone, since it has failed too often (open, or half_open: one request tries it); "
-        "0 while it is asked. Requests go on without what it has.",
+        "1 while the store below host memory is left alone, since it has failed too often (open; half_open: one request tries it); 0 "
+        "while it is asked. Requests go on without what it has.",
     ),
     STORE_BREAKER_CHANGES := MetricSpec(
         "kvbridge_store_breaker_changes_total",

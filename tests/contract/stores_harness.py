@@ -17,11 +17,11 @@ import numpy as np
 
 from kvbridge.config.stores import FileStoreSettings, MooncakeStoreSettings, StoreLimits, StoreSettings
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.stores.base import Answer, ObjectStore, StoredObject
+from kvbridge.tier.stores.base import Answer, ObjectStore
 from kvbridge.tier.stores.client import Operation, StoreClient
 from kvbridge.tier.stores.pages import PageStore
 from tests.helpers.mooncake_servers import MooncakeServers
-from tests.helpers.stored_pages import StoredPages, ids
+from tests.helpers.stored_pages import StoredPages, ids, stored_object
 
 KINDS = ("files", "mooncake")
 WAYS = ("direct", "process")
@@ -133,13 +133,13 @@ class Asked:
         self.planted.append(held)  # the library may look at it as long as it likes
         until_s = time.monotonic() + TIMEOUT_S
         self.raw.remove([name], until_s)
-        answer = self.raw.write([StoredObject(name, [held])], until_s)
+        answer = self.raw.write([stored_object(name, held)], until_s)
         assert answer.outcomes[0] == "stored", answer
 
     def taken(self, name: str, length: int) -> bytes:
         """What is under a name."""
         held = ctypes.create_string_buffer(length)
-        answer = self.raw.read([StoredObject(name, [held])], time.monotonic() + TIMEOUT_S)
+        answer = self.raw.read([stored_object(name, held)], time.monotonic() + TIMEOUT_S)
         assert answer.outcomes[0] == "hit", answer
         return held.raw
 

@@ -124,12 +124,14 @@ class Node:
 
     def read(self, space: IndexSpace, page: int) -> bytes:
         form = self.forms[space]
-        addresses = form.addresses(np.array([page], dtype=np.int32))
+        addresses = form.addresses(np.array([page], dtype=np.int32)).tolist()
         return b"".join(map(ctypes.string_at, addresses, form.lengths))
 
     def write(self, space: IndexSpace, page: int, data: bytes) -> None:
         form, at = self.forms[space], 0
-        for address, length in zip(form.addresses(np.array([page], dtype=np.int32)), form.lengths, strict=True):
+        for address, length in zip(
+            form.addresses(np.array([page], dtype=np.int32)).tolist(), form.lengths, strict=True
+        ):
             ctypes.memmove(address, data[at : at + length], length)
             at += length
 

@@ -13,12 +13,11 @@ import pytest
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.stores.base import StoredObject
-from kvbridge.tier.stores.objects import HEADER_BYTES, VERSION, object_name
+from kvbridge.tier.stores.objects import TRAILER_BYTES, VERSION, object_name
 from kvbridge.tier.stores.process import open_store
 from tests.contract.stores_harness import KINDS, WAYS, Asked, asked_of, settings_of
 from tests.helpers.mooncake_servers import SEGMENT_BYTES
-from tests.helpers.stored_pages import HALF, PAGES, StoredPages, ids, new_keys
+from tests.helpers.stored_pages import HALF, PAGES, StoredPages, ids, new_keys, stored_object
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +98,21 @@ def _changed(at: int) -> Callable[[bytes], bytes]:
     return change
 
 
+def _of_another_version(data: bytes) -> bytes:
+    at = len(data) - TRAILER_BYTES + 7
+    return data[:at] + bytes([VERSION + 1]) + data[at + 1 :]
+
+
 LIES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "one wrong bit in the first byte": (_changed(0), "wrong_digest"),
     "one wrong bit in the last byte": (_changed(-1), "wrong_digest"),
-    "one wrong bit in a key": (_changed(30), "wrong_digest"),
-    "one wrong bit in a digest": (_changed(50), "wrong_digest"),
-    "no header": (_changed(0), "wrong_digest"),
+    "one wrong bit in the last byte of the page": (_changed(-1 - TRAILER_BYTES), "wrong_digest"),
+    "one wrong bit in a key": (_changed(30 - TRAILER_BYTES), "wrong_digest"),
+    "one wrong bit in a digest": (_changed(50 - TRAILER_BYTES), "wrong_digest"),
+    "no trailer": (_changed(-TRAILER_BYTES), "wrong_digest"),
     "zeros": (lambda data: bytes(len(data)), "wrong_digest"),
-    "a header and zeros": (lambda data: data[:HEADER_BYTES] + bytes(len(data) - HEADER_BYTES), "wrong_digest"),
-    "another version": (lambda data: data[:7] + bytes([VERSION + 1]) + data[8:], "other_version"),
+    "zeros and a trailer": (lambda data: bytes(len(data) - TRAILER_BYTES) + data[-TRAILER_BYTES:], "wrong_digest"),
+    "another version": (_of_another_version, "other_version"),
     "the first half": (lambda data: data[: len(data) // 2], "short"),
     "one byte less": (lambda data: data[:-1], "short"),
     "one byte more": (lambda data: data + b"x", "short"),
@@ -154,8 +160,8 @@ def test_a_mooncake_that_is_full_says_so_and_takes_pages_again_later(store: dict
     """What was just read is leased and cannot be evicted, so there comes an object that finds no room."""
     pages.fill()
     raw, until_s = store["direct"].raw, time.monotonic() + 30.0
-    pieces = [ctypes.create_string_buffer(SEGMENT_BYTES // 8)]
-    large = [StoredObject(object_name(pages.form, key), pieces) for key in new_keys(9)]
+    buffer = ctypes.create_string_buffer(SEGMENT_BYTES // 8)
+    large = [stored_object(object_name(pages.form, key), buffer) for key in new_keys(9)]
     found = []
     for each in large:
         answer = raw.write([each], until_s)

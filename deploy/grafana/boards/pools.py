@@ -180,7 +180,7 @@ BOARD = Board(
                 ),
                 lines(
                     "Stores that are left alone",
-                    "1 while a daemon does not ask its store, since it has failed too often; the log (store_breaker) has the reason.",
+                    "1 while a daemon does not ask its store, since it has failed too often; store_breaker in the log says why.",
                     Query(of_each("store_breaker_open", "kind"), "{{daemon}} ({{kind}})"),
                 ),
                 lines(
@@ -191,8 +191,7 @@ BOARD = Board(
                 ),
                 number(
                     "Starts of store processes",
-                    "In the time that is shown, besides the daemons' own starts: one hung and was killed, could not open the store, or "
-                    "died.",
+                    "In the time that is shown, besides the daemons' own starts: one hung and was killed, died, or found no store.",
                     gained("store_process_starts_total"),
                     bad_above=1,
                 ),

@@ -1,15 +1,17 @@
 """What a store is: objects of bytes by name, and answers instead of exceptions.
 
-Owns: the interface, the outcomes, and what the caller can do about each. Must not know: pages, headers, any store.
+Owns: the interface, the outcomes, and what the caller can do about each. Must not know: pages, trailers, any store.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from kvbridge.core.ids import FrozenModel, Positive
 
@@ -43,7 +45,7 @@ class Outcome(StrEnum):
     OTHER_KEY = "other_key"
     """The object of another page, or of other layers or lanes."""
     WRONG_DIGEST = "wrong_digest"
-    """Its bytes, or its header, are not those that were stored."""
+    """Its bytes, or its trailer, are not those that were stored."""
     OTHER_VERSION = "other_version"
     """Another release has written it, in a form that this one does not read."""
     FULL = "full"
@@ -106,17 +108,20 @@ class Answer:
         return not self.settled or not BROKEN.isdisjoint(self.outcomes)
 
 
+Stretches = npt.NDArray[np.uint64]
+"""Addresses in this process and lengths in bytes, of shape (stretches, 2): what system calls take as an array of iovec."""
+
+
 class StoredObject(NamedTuple):
     """An object by its name, and the memory that its bytes lie in or go to, in their order."""
 
     name: str
-    pieces: list[ctypes.Array[ctypes.c_char]]
-    """Stretches of memory of this process that others hold, as arrays of bytes."""
+    stretches: Stretches
 
     @property
     def length_bytes(self) -> int:
-        """Of all pieces."""
-        return sum(map(len, self.pieces))
+        """Of all stretches."""
+        return int(self.stretches[:, 1].sum())
 
 
 class Capabilities(FrozenModel):
@@ -140,10 +145,10 @@ class ObjectStore(Protocol):
         """What it is."""
 
     def write(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
-        """Keep objects whole, or not at all: `stored`, or why not. One of the same name and length stays as it is."""
+        """Keep objects whole, or not at all: `stored`, or why not. One of the same name may stay as it is."""
 
     def read(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
-        """Fill the pieces: `hit`, which nobody has compared yet, or why not; what the pieces hold is then undefined."""
+        """Fill the stretches: `hit`, which nobody has compared yet, or why not; what they hold is then undefined."""
 
     def present(self, names: Sequence[str], until_s: float) -> Answer:
         """`present` or `absent`."""
@@ -152,7 +157,7 @@ class ObjectStore(Protocol):
         """`dropped`, also what was never there."""
 
     def use_memory(self, regions: Sequence[tuple[int, int]]) -> None:
-        """Memory (address, length) that the pieces of all later requests lie in. Raises RegistrationError."""
+        """Memory (address, length) that the stretches of all later requests lie in. Raises RegistrationError."""
 
     def close(self) -> None:
         """Let go of the store. Harmless when closed."""

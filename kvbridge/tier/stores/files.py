@@ -1,6 +1,6 @@
 """A store of files: each object one file of a directory, whole or not there, and all of them together no more than so many bytes.
 
-Owns: the directory, what it may take, who goes first. Must not know: pages, headers, digests.
+Owns: the directory, what it may take, who goes first. Must not know: pages, trailers, digests.
 
     DIRECTORY/usage      the bytes of all objects, and the lock of all who add or remove one
     DIRECTORY/3f/NAME    an object, in one of 256 directories by the last digits of its name
@@ -19,6 +19,7 @@ that is stopped while it holds the lock makes the others' puts time out until it
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -27,7 +28,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from ctypes import Array, c_char
 from itertools import cycle
 from pathlib import Path
 
@@ -36,7 +36,7 @@ import structlog
 from kvbridge.config.stores import FileStoreSettings
 from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import ConfigError
-from kvbridge.tier.stores.base import Answer, Capabilities, Outcome, StoredObject
+from kvbridge.tier.stores.base import Answer, Capabilities, Outcome, StoredObject, Stretches
 from kvbridge.tier.stores.objects import is_object_name
 
 log = structlog.get_logger(__name__)
@@ -47,6 +47,10 @@ LOOK_AGAIN_S = 0.0005
 SAMPLE = 1_000
 _VECTORS = 1024
 """IOV_MAX."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_preadv, _pwritev = _libc.preadv, _libc.pwritev
+for _call in (_preadv, _pwritev):
+    _call.argtypes, _call.restype = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64), ctypes.c_ssize_t
 _FOLDERS = [f"{number:02x}" for number in range(256)]
 _USAGE = struct.Struct("<q")
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -55,7 +59,7 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 class FileStore:
     """See `base.ObjectStore`. Close it, or end the process."""
 
-    capabilities = Capabilities(kind="files", batch=1)
+    capabilities = Capabilities(kind="files", batch=4)
 
     def __init__(self, settings: FileStoreSettings) -> None:
         """Open the directory and count what is in it. Raises ConfigError when it cannot be used."""
@@ -111,21 +115,19 @@ class FileStore:
 
     def _write(self, each: StoredObject, until_s: float) -> Outcome:
         length = each.length_bytes
-        if self._length(each.name) == length:
-            with suppress(FileNotFoundError), _closing(self._open(_path(each.name), os.O_RDONLY)) as descriptor:
-                _used(descriptor)
-            return Outcome.STORED
         if length > self._max_bytes:
             return Outcome.FULL
         with _closing(self._open(".", os.O_WRONLY | os.O_TMPFILE)) as descriptor:
-            if _move(os.pwritev, descriptor, each.pieces) != length:
+            if _move(_pwritev, descriptor, each.stretches) != length:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             _used(descriptor)
             with self._alone(until_s):
-                total = self._total() - self._unlink(each.name)
-                total = self._make_room(total, self._max_bytes - length)
-                # `dst_dir_fd` is what makes this follow the link to the file without a name.
-                os.link(f"/proc/self/fd/{descriptor}", _path(each.name), dst_dir_fd=self._root, follow_symlinks=True)
+                total = self._make_room(self._total(), self._max_bytes - length)
+                try:
+                    self._name(descriptor, each.name)
+                except FileExistsError:
+                    total -= self._unlink(each.name)
+                    self._name(descriptor, each.name)
                 self._set_total(total + length)
         return Outcome.STORED
 
@@ -136,7 +138,7 @@ class FileStore:
             return Outcome.ABSENT
         with _closing(descriptor):
             length = each.length_bytes
-            if os.fstat(descriptor).st_size != length or _move(os.preadv, descriptor, each.pieces) != length:
+            if os.fstat(descriptor).st_size != length or _move(_preadv, descriptor, each.stretches) != length:
                 return Outcome.SHORT
             _used(descriptor)
         return Outcome.HIT
@@ -173,6 +175,10 @@ class FileStore:
                 fcntl.flock(self._usage, fcntl.LOCK_UN)
         finally:
             self._changing.release()
+
+    def _name(self, descriptor: int, name: str) -> None:
+        """Give a file without a name one. `dst_dir_fd` is what makes this follow the link to it."""
+        os.link(f"/proc/self/fd/{descriptor}", _path(name), dst_dir_fd=self._root, follow_symlinks=True)
 
     def _unlink(self, name: str) -> int:
         """Remove an object if it is there. Returns the bytes that it took."""
@@ -266,14 +272,16 @@ def _each(items: Sequence[object], until_s: float, act: Callable[..., Outcome]) 
     return Answer(tuple(outcomes), detail=detail)
 
 
-def _move(call: Callable[..., int], descriptor: int, pieces: Sequence[Array[c_char]]) -> int:
-    """Read or write all pieces, one after the other from the file's beginning. Returns how many bytes were there, or fitted."""
+def _move(call: Callable[..., int], descriptor: int, stretches: Stretches) -> int:
+    """Read or write all stretches, one after the other from the file's beginning. Returns how many bytes were there, or fitted."""
     offset = 0
-    for start in range(0, len(pieces), _VECTORS):
-        some = pieces[start : start + _VECTORS]
-        moved = call(descriptor, some, offset)
+    for start in range(0, len(stretches), _VECTORS):
+        some = stretches[start : start + _VECTORS]
+        moved = call(descriptor, some.ctypes.data, len(some), offset)
+        if moved < 0:
+            raise OSError(code := ctypes.get_errno(), os.strerror(code))
         offset += moved
-        if moved != sum(map(len, some)):
+        if moved != some[:, 1].sum():
             break
     return offset
 
