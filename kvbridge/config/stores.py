@@ -49,6 +49,8 @@ class StoreLimits(FrozenModel):
     """For a process to be ready: longer than Mooncake waits for its master."""
     put_s: Seconds = 10.0
     """For an order to store pages; who fetches some waits `tier.prefetch_s`."""
+    drop_s: Seconds = 60.0
+    """For all objects of the model to be dropped (`DELETE /v1/prefixes`), and for what is being written to end before."""
     settle_s: Seconds = 2.0
     """From the deadline of an order to the end of the process, if its pages are not settled by then."""
     failures: Positive = 3

@@ -28,7 +28,6 @@ from kvbridge.daemon.worker_host import Reports, WorkerHost
 from kvbridge.node.backups import Backups, CopyLimits
 from kvbridge.node.engines import AttachedEngines
 from kvbridge.node.receiver.verification import growing_kinds
-from kvbridge.node.rooms import Prefetch
 from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
@@ -199,11 +198,6 @@ class NodeParts:
             copy_backend=(tier.backend if tier else CopyBackend.KERNEL).value,
             features=Features(has=ENGINE_FEATURES.has, requires=(Feature.LOAD_BACK,) if tier else ()),
         )
-
-    @property
-    def prefetch(self) -> Prefetch | None:
-        """What is done about the prompt of a request before it is admitted; None: nothing."""
-        return None if self.stored is None else self.stored.prefetch
 
     @property
     def reports(self) -> Reports:

@@ -20,6 +20,7 @@ _STORE_OUTCOMES = {
     "get": ("hit", "absent", "short", "other_key", "wrong_digest", "other_version", *_UNUSABLE),
     "has": ("present", "absent", *_UNUSABLE),
     "drop": ("dropped", *_UNUSABLE),
+    "clear": ("dropped", *_UNUSABLE),
 }
 """By what a store is asked: how that can end."""
 
@@ -82,8 +83,8 @@ TIER_METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_store_breaker_open",
         _GAUGE,
         ("kind",),
-        "1 while the store below host memory is left alone, since it has failed too often (open; half_open: one request tries it); 0 "
-        "while it is asked. Requests go on without what it has.",
+        "1 while the store below host memory is left alone, since it has failed too often (open; half_open: one request tries it); "
+        "0 while it is asked. Requests go on without what it has.",
     ),
     STORE_BREAKER_CHANGES := MetricSpec(
         "kvbridge_store_breaker_changes_total",
@@ -103,9 +104,9 @@ TIER_METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_prefix_store_objects_total",
         _COUNTER,
         ("verb", "outcome"),
-        "Objects (pages with all components and layers) that the store was asked to put, get, or whether it has them, by how that "
-        "ended. A get is a hit only when every byte was compared; absent, short, other_key, wrong_digest, other_version, timed_out "
-        "and unreachable are misses.",
+        "Objects (pages with all components and layers) that the store was asked to put, get, drop, or whether it has them, by how "
+        "that ended; clear: to drop all of one kind, of this model. A get is a hit only when every byte was compared; absent, short, "
+        "other_key, wrong_digest, other_version, timed_out and unreachable are misses.",
         series=tuple((verb, outcome) for verb, outcomes in _STORE_OUTCOMES.items() for outcome in outcomes),
     ),
     STORE_BYTES := MetricSpec(

@@ -263,10 +263,8 @@ def _figures(seconds: dict[str, list[tuple[float, float]]], page_bytes: int) -> 
 
 def table(figures: dict[str, Any]) -> str:
     """The figures of `run` for a reader."""
-    lines = [
-        f"{figures['batch']} objects of {figures['object_bytes']} bytes, medians of {figures['turns']} turns, "
-        f"load before {figures['load']:.1f}"
-    ]
+    what = f"{figures['batch']} objects of {figures['object_bytes']} bytes, medians of {figures['turns']} turns"
+    lines = [f"{what}, load before {figures['load']:.1f}"]
     for case in figures["cases"]:
         for clock in ("wall", "processor"):
             found = case[clock]

@@ -120,6 +120,17 @@ class Asked:
         assert found.settled, found
         return [outcome.value for outcome in found.outcomes]
 
+    def clear(self, form: int = 0) -> Answer:
+        """Remove all objects of a form."""
+        if self.process is not None:
+
+            async def begin() -> Operation:
+                return self.process.client.clear(form, timeout_s=TIMEOUT_S)
+
+            return self.process.answer(self.process.loop.run_until_complete(begin()))
+        assert self.direct is not None
+        return self.direct.clear(form, time.monotonic() + TIMEOUT_S)
+
     def ask(self, verb: str, keys: Keys, pages: np.ndarray | None, *, form: int = 0, timeout_s: float) -> Answer:
         if self.process is not None:
             return self.process.answer(self.process.begin(verb, keys, pages, timeout_s, form))

@@ -13,7 +13,7 @@ import pytest
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.stores.objects import TRAILER_BYTES, VERSION, object_name
+from kvbridge.tier.stores.objects import TRAILER_BYTES, VERSION, ObjectForm, object_name
 from kvbridge.tier.stores.process import open_store
 from tests.contract.stores_harness import KINDS, WAYS, Asked, asked_of, settings_of
 from tests.helpers.mooncake_servers import SEGMENT_BYTES
@@ -76,6 +76,25 @@ def test_what_is_there_stays_and_can_be_dropped(asked: Asked):
     assert asked("has", keys) == ["absent", "present"]
     assert asked("get", keys, HALF, HALF + 1) == ["absent", "hit"]
     assert asked.pages.read(HALF + 1) == asked.pages.read(1)
+
+
+def test_all_objects_of_a_form_are_dropped_whoever_put_them_there_and_no_others(
+    asked: Asked, store: dict[str, Asked], pages: StoredPages
+):
+    keys, others = new_keys(HALF), new_keys(3)
+    foreign = object_name(ObjectForm(pages.forms[0], "another model"), keys[0])
+    asked.plant(foreign, b"theirs")
+    asked.clear()
+    assert asked("put", keys, *range(HALF)) == ["stored"] * HALF
+    assert store["direct"]("put", others, 0, 1, 2) == ["stored"] * 3
+    answer = asked.clear()
+    assert ([outcome.value for outcome in answer.outcomes], answer.cleared) == (["dropped"], HALF + 3)
+    assert asked("has", keys) == ["absent"] * HALF
+    assert asked("has", others) == ["absent"] * 3
+    assert asked.taken(foreign, 6) == b"theirs"
+    assert asked.clear().cleared == 0
+    assert asked("put", keys[:1], 0) == ["stored"]
+    assert asked("get", keys[:1], HALF) == ["hit"]
 
 
 def test_ways_see_each_others_objects(store: dict[str, Asked], pages: StoredPages):

@@ -26,6 +26,8 @@ class Verb(StrEnum):
     GET = "get"
     HAS = "has"
     DROP = "drop"
+    CLEAR = "clear"
+    """All objects of a form."""
 
 
 class Outcome(StrEnum):
@@ -96,6 +98,8 @@ class Answer:
     """Whether nothing reads or writes the request's memory any more. If not, only the end of this process ends that."""
     detail: str = ""
     """Why, for the log, when the store was at fault."""
+    cleared: int = 0
+    """Objects that a `clear` has removed."""
 
     @classmethod
     def of_all(cls, outcome: Outcome, count: int, *, settled: bool = True, detail: str = "") -> Answer:
@@ -155,6 +159,9 @@ class ObjectStore(Protocol):
 
     def remove(self, names: Sequence[str], until_s: float) -> Answer:
         """`dropped`, also what was never there."""
+
+    def clear(self, prefix: str, until_s: float) -> Answer:
+        """Remove all objects whose names begin so: one outcome for all, `dropped` or why some may still be there."""
 
     def use_memory(self, regions: Sequence[tuple[int, int]]) -> None:
         """Memory (address, length) that the stretches of all later requests lie in. Raises RegistrationError."""

@@ -104,6 +104,25 @@ class FileStore:
         """See `ObjectStore.remove`."""
         return _each(names, until_s, lambda name: self._remove(name, until_s))
 
+    def clear(self, prefix: str, until_s: float) -> Answer:
+        """See `ObjectStore.clear`. A folder at a time, so that others' requests have their turn."""
+        cleared = 0
+
+        def clear_folder(folder: str) -> Outcome:
+            nonlocal cleared
+            with self._alone(until_s):
+                total = self._total()
+                for _, name, _ in list(self._list(folder)):
+                    if name.startswith(prefix):
+                        total -= self._unlink(name)
+                        cleared += 1
+                self._set_total(total)
+            return Outcome.DROPPED
+
+        answer = _each(_FOLDERS, until_s, clear_folder)
+        worst = next((outcome for outcome in answer.outcomes if outcome is not Outcome.DROPPED), Outcome.DROPPED)
+        return Answer((worst,), detail=answer.detail, cleared=cleared)
+
     def use_memory(self, regions: Sequence[tuple[int, int]]) -> None:
         """Files are read into any memory."""
 

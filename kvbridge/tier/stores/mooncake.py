@@ -143,6 +143,17 @@ class MooncakeStore:
         answer = _ask(REMOVE_OUTCOMES, len(names), lambda: self._library.batch_remove(list(names), True))
         return replace(answer, settled=True)
 
+    def clear(self, prefix: str, until_s: float) -> Answer:
+        """See `ObjectStore.clear`. Does not keep the deadline."""
+        del until_s
+        try:
+            code = int(self._library.remove_by_regex(f"^{prefix}.*", True))
+        except LIBRARY_ERRORS as error:
+            return Answer.of_all(Outcome.UNREACHABLE, 1, detail=f"mooncake failed: {error}")
+        if code < 0:
+            return Answer.of_all(Outcome.UNREACHABLE, 1, detail=f"mooncake answered {code}")
+        return Answer((Outcome.DROPPED,), cleared=code)
+
     def close(self) -> None:
         """See `ObjectStore.close`. What has not ended may go on, until the end of the process."""
         self._library.close()

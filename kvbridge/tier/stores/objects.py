@@ -1,6 +1,6 @@
 """The form of an object in a store: one page, all components and layers; where its parts lie, and what proves that it is that.
 
-Owns: names, the trailer, what is wrong with one, that arithmetic. Must not know: memory, files, libraries, how a digest is computed.
+Owns: names, the trailer, what is wrong with one, that arithmetic. Must not know: memory, files, libraries, how digests are made.
 
 An object is its parts, each the page of one layer of one component, without anything between them, in the order of components'
 names and layers, and then a trailer, so that the parts lie in files as they lie in memory, page by page of the operating system's:
@@ -118,6 +118,11 @@ def _together(one: Region, next_one: Region) -> bool:
     same = ("space", "pages_per_extent", "page_count", "page_stride_bytes")
     ends = tuple(address + one.page_bytes for address in one.extent_addresses)
     return ends == next_one.extent_addresses and all(getattr(one, name) == getattr(next_one, name) for name in same)
+
+
+def names_of(form: ObjectForm) -> str:
+    """What the names of all objects of a form begin with, and of no others."""
+    return f"{form.name.hex()}-"
 
 
 def object_name(form: ObjectForm, key: bytes) -> str:

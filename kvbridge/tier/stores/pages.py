@@ -40,6 +40,7 @@ from kvbridge.tier.stores.objects import (
     PageIds,
     check_request,
     encode_trailer,
+    names_of,
     object_name,
     read_trailer,
 )
@@ -115,6 +116,10 @@ class PageStore:
         """`dropped`."""
         names = self._names(form, keys)
         return self._store.remove(names, until_s) if monotonic() < until_s else _late(len(keys))
+
+    def clear(self, form: int, until_s: float) -> Answer:
+        """Remove all objects of a form, whoever has put them there."""
+        return self._store.clear(names_of(self.forms[form]), until_s)
 
     def close(self) -> None:
         """Let go of the store."""

@@ -117,13 +117,21 @@ class _Serving:
                 answer = self._carry_out(order)
                 detail = answer.detail[:REASON_CHARS]
                 self._link.send(
-                    StoreReport(number=order.number, outcomes=answer.outcomes, settled=answer.settled, detail=detail)
+                    StoreReport(
+                        number=order.number,
+                        outcomes=answer.outcomes,
+                        settled=answer.settled,
+                        detail=detail,
+                        cleared=answer.cleared,
+                    )
                 )
         except Exception:  # what is left of other calls is not known any more, but it ends with this process
             log.exception("store_thread_failed")
             os._exit(EXIT_FAILED)
 
     def _carry_out(self, order: StoreOrder) -> Answer:
+        if order.verb is Verb.CLEAR:
+            return self.store.clear(order.form, order.until_s)
         keys = Keys(order.keys)
         pages = np.frombuffer(order.pages, dtype="<i4").reshape(len(keys), -1)
         match order.verb:
@@ -133,7 +141,7 @@ class _Serving:
                 return self.store.get(order.form, keys, pages, order.until_s)
             case Verb.HAS:
                 return self.store.has(order.form, keys, order.until_s)
-            case Verb.DROP:
+            case _:
                 return self.store.drop(order.form, keys, order.until_s)
 
 
