@@ -104,9 +104,9 @@ TIER_METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_prefix_store_objects_total",
         _COUNTER,
         ("verb", "outcome"),
-        "Objects (pages with all components and layers) that the store was asked to put, get, drop, or whether it has them, by how "
-        "that ended; clear: to drop all of one kind, of this model. A get is a hit only when every byte was compared; absent, short, "
-        "other_key, wrong_digest, other_version, timed_out and unreachable are misses.",
+        "Objects (pages with all components and layers) that the store was asked to put, get, drop, or whether it has them, by "
+        "how that ended; clear: to drop all of one kind, of this model. A get is a hit only when every byte was compared; absent, "
+        "short, other_key, wrong_digest, other_version, timed_out and unreachable are misses.",
         series=tuple((verb, outcome) for verb, outcomes in _STORE_OUTCOMES.items() for outcome in outcomes),
     ),
     STORE_BYTES := MetricSpec(

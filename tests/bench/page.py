@@ -320,6 +320,41 @@ def restarted(results: Results) -> str:
     )
 
 
+def stores(results: Results) -> str:
+    """Stores against what is below them, by the wall's clock and by the processor's."""
+    found = results["store"]
+    budgets, rows = found["budgets"], []
+    for case in found["cases"]:
+        for clock in ("wall", "processor"):
+            figures = case[clock]
+            budget = budgets[case["kind"]]
+            for way, rate, against, ratio, wanted in (
+                ("put", "put", "bare put", "put_of_bare", budget),
+                ("get", "get", "bare get", "get_of_bare", budget),
+                (
+                    "get, of one without digests",
+                    "get",
+                    "get without digests",
+                    "get_of_without_digests",
+                    budgets["digests"],
+                ),
+            ):
+                rates = figures["gb_s"]
+                rows.append(
+                    (
+                        f"{case['kind']}: {way}",
+                        clock,
+                        number(rates[rate]),
+                        number(rates[against]),
+                        f"{figures[ratio]:.2f}",
+                        wanted,
+                    )
+                )
+    headings = ("what", "time", "GB/s", "peer GB/s", "ratio", "budget")
+    what = f"{found['batch']} objects of {found['object_bytes']:,} bytes, medians of {found['turns']} turns"
+    return f"{markdown(Table('', headings, tuple(rows)))}\n\n{what}; load of the two cores before: {found['load']:.1f}."
+
+
 def reused(results: Results) -> str:
     """A trace through one pair whose prompts share pages."""
     settings = results["settings"]
@@ -416,6 +451,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "used pools": ("used-pools-2-cores.json", used),
     "shared rooms": ("shared-rooms-2-cores.json", shared),
     "warm restart": ("warm-restart-2-cores.json", restarted),
+    "stores": ("store-2-cores.json", stores),
     "reuse": ("replay-conversation-1000-tiny-v4.json", reused),
     "reuse from the host": ("replay-conversation-1000-host-tier-tiny-v4.json", reused),
     "one GPU": ("gpu-h200.json", one_gpu),
