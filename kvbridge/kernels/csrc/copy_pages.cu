@@ -31,36 +31,39 @@ struct Lists {
 // What a warp has done of a group that it has left, and has not counted yet.
 struct Left {
     unsigned int group;
-    unsigned long long total;
     unsigned long long done;  // 0: nothing to count
 };
 
 struct Flags {
     State *state;
     unsigned int count;  // 0 when nobody waits for groups
+
+    // How many segments of a group are done; 0 between launches.
+    __device__ __forceinline__ unsigned long long *counter(unsigned int group) const {
+        return reinterpret_cast<unsigned long long *>(state + 1) + group;
+    }
+
+    // Raise a group's flag by one: everything that was written before is visible to whoever sees it.
+    __device__ __forceinline__ void raise(unsigned int group) const {
+        unsigned int *flag = reinterpret_cast<unsigned int *>(counter(count)) + group;
+        const unsigned int next = *flag + 1;
+        asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(next) : "memory");
+    }
 };
 
-// Raise a group's flag by one: everything that was written before is visible to whoever sees it.
-__device__ __forceinline__ void raise_flag(const Flags &flags, unsigned int group) {
-    unsigned int *flag =
-        reinterpret_cast<unsigned int *>(reinterpret_cast<unsigned long long *>(flags.state + 1) + flags.count) + group;
-    const unsigned int next = *flag + 1;
-    asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(flag), "r"(next) : "memory");
+__device__ __forceinline__ unsigned long long load_counter(const unsigned long long *counter) {
+    unsigned long long value;
+    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(counter) : "memory");
+    return value;
 }
 
-// Count what this warp has done of a group. The warp that ends the group raises its flag and leaves the counter as the next
-// launch needs it. The counting orders warps of this device among themselves; only the flag is read from outside.
+// Count what this warp has done of a group.
 __device__ __forceinline__ void count_left(const Flags &flags, Left &left) {
     if (left.done == 0) return;
     __syncwarp();
     if ((threadIdx.x & 31) == 0) {
-        unsigned long long *counter = reinterpret_cast<unsigned long long *>(flags.state + 1) + left.group;
         __threadfence();
-        if (atomicAdd(counter, left.done) + left.done == left.total) {
-            __threadfence();
-            *counter = 0;
-            raise_flag(flags, left.group);
-        }
+        atomicAdd(flags.counter(left.group), left.done);
     }
     left.done = 0;
 }
@@ -101,6 +104,25 @@ __device__ __forceinline__ void copy_item(const PagePair &pair, const Lists &lis
                  static_cast<int>(pair.page_bytes), segment, align_source, flags, left);
 }
 
+// Raise the flag of each group when all its segments are counted. A thread of its own does it: a release to the whole system takes
+// more than a microsecond, and a warp that copies would begin the next group late, end it last, and so release that one, too.
+__device__ void watch_groups(const PagePair *pairs, unsigned int pair_count, const Lists *lists, const Flags &flags) {
+    unsigned long long total = 0;
+    for (unsigned int index = 0; index < pair_count; ++index) {
+        const PagePair &pair = pairs[index];
+        total += lists[pair.table].count * pair.segments;
+        if (index + 1 != pair_count && pairs[index + 1].group == pair.group) continue;
+        unsigned long long seen = load_counter(flags.counter(pair.group));
+        while (seen != total) {
+            __nanosleep(50);
+            seen = load_counter(flags.counter(pair.group));
+        }
+        *flags.counter(pair.group) = 0;
+        flags.raise(pair.group);
+        total = 0;
+    }
+}
+
 // `groups`: how many flags there are, or 0 when nobody waits for them.
 extern "C" __global__ void __launch_bounds__(1024)
     copy_pages(const PagePair *pairs, unsigned long long pair_count, State *state, unsigned long long groups,
@@ -122,26 +144,26 @@ extern "C" __global__ void __launch_bounds__(1024)
     __syncthreads();
 
     const PagePair *const held = reinterpret_cast<const PagePair *>(shared);
-    const unsigned int warp = warp_of_grid();
-    const unsigned int warps = warps_of_grid();
     const Flags flags = {state, static_cast<unsigned int>(groups)};
+    const unsigned int watchers = groups != 0;
+    if (warp_of_grid() < watchers) {
+        if (threadIdx.x == 0) watch_groups(held, static_cast<unsigned int>(pair_count), lists, flags);
+        return;
+    }
+    const unsigned int warps = warps_of_grid() - watchers;
     Left left = {};
-    unsigned int next = warp;
-    unsigned long long total = 0, done = 0;
+    unsigned int next = warp_of_grid() - watchers;
+    unsigned int done = 0;
     for (unsigned int index = 0; index < pair_count; ++index) {
         const PagePair &pair = held[index];
         const Lists &named = lists[pair.table];
         const unsigned int items = named.count * pair.segments;  // the host sees that it fits
         for (; next < items; next += warps, ++done) copy_item(pair, named, next, align_source != 0, flags, left);
         next -= items;
-        total += items;
-        if (flags.count != 0 && (index + 1 == pair_count || held[index + 1].group != pair.group)) {
-            if (total == 0 && threadIdx.x == 0 && blockIdx.x == 0) raise_flag(flags, pair.group);
-            if (done != 0) {
-                count_left(flags, left);  // of pages that were left out nothing was copied
-                left = {pair.group, total, done};
-            }
-            total = done = 0;
+        if (watchers && done && (index + 1 == pair_count || held[index + 1].group != pair.group)) {
+            count_left(flags, left);  // of pages that were left out nothing was copied
+            left = {pair.group, done};
+            done = 0;
         }
     }
     count_left(flags, left);
