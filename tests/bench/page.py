@@ -347,7 +347,7 @@ def stores(results: Results) -> str:
                         number(rates[rate]),
                         number(rates[against]),
                         f"{figures[ratio]:.2f}",
-                        wanted,
+                        f"{wanted:g}",
                     )
                 )
     headings = ("what", "time", "GB/s", "peer GB/s", "ratio", "budget")
