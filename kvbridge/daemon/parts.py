@@ -263,7 +263,7 @@ def _stored(
 
 def _metrics(config: NodeConfig, role: Role, geometry: ModelGeometry, layout: NodeLayout) -> Metrics:
     """Metrics with every series that the configuration and the model lead to."""
-    values = {
+    values: dict[str, list[str]] = {
         "component": [component.kind.value for component in geometry.components],
         "direction": [(Direction.SENT if role is Role.PREFILL else Direction.RECEIVED).value],
         "transport": [name.value for name in config.transports.order],
