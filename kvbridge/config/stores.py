@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ByteSize, Field
 
 from kvbridge.config.endpoints import Seconds
 from kvbridge.config.transports import MooncakeProtocol
@@ -22,7 +22,7 @@ class FileStoreSettings(FrozenModel):
     """What it is."""
     directory: Path
     """Made with mode 0700 if it is not there. It must belong to the daemon's user, and to nobody else."""
-    max_bytes: Positive
+    max_bytes: Annotated[ByteSize, Field(gt=0)]
     """What all files in the directory take together at most; all daemons that share it are to say the same."""
 
 

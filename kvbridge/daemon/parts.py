@@ -6,6 +6,7 @@ Owns: that order, and reading the configuration for it. Must not know: rooms, pe
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbridge import __version__
@@ -263,7 +264,7 @@ def _stored(
 
 def _metrics(config: NodeConfig, role: Role, geometry: ModelGeometry, layout: NodeLayout) -> Metrics:
     """Metrics with every series that the configuration and the model lead to."""
-    values: dict[str, list[str]] = {
+    values: dict[str, Sequence[str]] = {
         "component": [component.kind.value for component in geometry.components],
         "direction": [(Direction.SENT if role is Role.PREFILL else Direction.RECEIVED).value],
         "transport": [name.value for name in config.transports.order],

@@ -177,6 +177,8 @@ class RoomEngines(Generic[RoomT]):
             return
         room = self.rooms.used_by(engine.name, message.room)
         room.let_go(engine.name)
+        if message.load_failed:
+            self.pages.load_failed(room, message.reason)
         self.driver.stop(room, f"by the {self.rooms.role} engine: {message.reason}")
 
     def open_events(self) -> list[RoomEvent]:

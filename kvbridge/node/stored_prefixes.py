@@ -84,7 +84,7 @@ class FetchSums:
     """What became of requests that the store was asked about, since the daemon was started."""
 
     requests: Counter[str] = field(default_factory=Counter)
-    """`found`, all that the store was known to have; `part`; `nothing`."""
+    """`found`, all that the store was known to have; `late`, the time was over before; `part`; `nothing`."""
     pages: int = 0
     """Of prompts, that came."""
     seconds: float = 0.0
@@ -245,7 +245,11 @@ class StoredPrefixes:
         finally:
             self._cache.looks.end(pinned)
             seconds = self._clock() - begun_s
-            outcome = "nothing" if not came else "found" if self._usable(keys) >= stop else "part"
+            if came and self._usable(keys) >= stop:
+                outcome = "found"
+            else:  # timers are as exact as the loop's clock
+                is_late = seconds > 0.99 * self._settings.prefetch_s
+                outcome = "late" if is_late else "part" if came else "nothing"
             self.sums.requests[outcome] += 1
             self.sums.pages += came
             self.sums.seconds += seconds

@@ -71,6 +71,23 @@ TIER_METRICS: tuple[MetricSpec, ...] = (
         (),
         "Prompts and answers that were not copied to host memory, since there was no page there that nobody reads.",
     ),
+    TIER_EVICTED := MetricSpec(
+        "kvbridge_host_tier_evicted_pages_total",
+        _COUNTER,
+        ("use",),
+        "Cached pages that have left host memory to make room, by whether they had been of use there: copied back to the device at "
+        "least once (read_back), or never (unused).",
+        values={"use": ("read_back", "unused")},
+    ),
+    KEPT_PAGES := MetricSpec(
+        "kvbridge_kept_pages",
+        _GAUGE,
+        ("outcome",),
+        "Pages that the daemon before had left in host memory (pools.keep_s), by what became of them at this start: still to be "
+        "compared (waiting), found again (restored), not what they had been or behind such pages (lost), or in pools that could "
+        "not be gone on with (refused).",
+        values={"outcome": ("waiting", "restored", "lost", "refused")},
+    ),
     STORE_STATE := MetricSpec(
         "kvbridge_prefix_store_state",
         _GAUGE,
@@ -120,8 +137,9 @@ TIER_METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_prefix_store_prefetches_total",
         _COUNTER,
         ("outcome",),
-        "Requests whose prompts were looked for in the store: all that there was came in time (found), a part of it, or nothing.",
-        values={"outcome": ("found", "part", "nothing")},
+        "Requests whose prompts were looked for in the store: all that there was came (found); tier.prefetch_s was over before, "
+        "whatever had come (late); a part of it came, the rest was missing or bad (part); or there was nothing.",
+        values={"outcome": ("found", "late", "part", "nothing")},
     ),
     STORE_SECONDS := MetricSpec(
         "kvbridge_prefix_store_prefetch_seconds_total",

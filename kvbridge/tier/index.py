@@ -263,6 +263,7 @@ class PrefixIndex:
         """Let the records of a path from `start` on, which are on the host, be on the device as well; those before are."""
         self.device.add(path[start:], pages)
         self.device.used(path)
+        self._host().read_back(path[start:])
 
     # ------------------------------------------------------------------------------------- pages that go
 
@@ -288,6 +289,8 @@ class PrefixIndex:
             if len(victims):
                 self._policy.evicted(float(base_rank(self._rank[victims]).min()))
                 others = self.residences if residence is self.home else ()
+                if residence is self.home and self.host is not None:
+                    self.host.note_evicted(victims[self.host.has(victims)])
                 found += [other.remove(victims[other.has(victims)]) for other in others]
                 gone, pages = self._forget(victims, evicted=True)
                 self._note_evicted(gone)

@@ -16,7 +16,7 @@ from kvbridge.core.ids import IndexSpace, PageIdArray
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.records import RecordArray
-from kvbridge.tier.residence import Pages, Residence
+from kvbridge.tier.residence import EvictedPages, Pages, Residence
 
 NO_PAGES = np.empty(0, dtype=np.int32)
 
@@ -112,12 +112,16 @@ class Residency(NamedTuple):
     both: int
     host: int
     """On the host alone."""
+    evicted: EvictedPages
+    """So far from the host."""
 
     @classmethod
     def of(cls, index: PrefixIndex) -> Residency:
         """Count those of an index."""
         device, host = len(index.device), 0 if index.host is None else len(index.host)
-        return cls(device=len(index) - host, both=device + host - len(index), host=len(index) - device)
+        evicted = EvictedPages() if index.host is None else index.host.evicted
+        both = device + host - len(index)
+        return cls(device=len(index) - host, both=both, host=len(index) - device, evicted=evicted)
 
 
 class Dropped(NamedTuple):

@@ -503,6 +503,7 @@ def test_pages_of_a_get_that_has_not_ended_are_nobodys_until_the_process_has(mon
         node.fetch(keys)
         monkeypatch.undo()
         assert node.held(keys) == []
+        assert node.stored.sums.requests["late"] == 1
         counts = node.book.counts()
         assert counts[FULL_TWIN][PageState.QUARANTINED] + counts[SWA_TWIN][PageState.QUARANTINED] == 6
         assert any("tier.prefetch_s" in why for why in node.book.quarantine_reasons())

@@ -203,6 +203,10 @@ def test_a_store_that_lies_is_found_out_and_the_prompt_computed(
     name = "kvbridge_prefix_store_objects_total"
     found = sum(metric(daemon, name, verb="get", outcome=kind) for daemon in tiers.both)
     assert found >= 1, "by whoever asked first, and dropped then: for the other it is absent"
+    told = [
+        line for daemon in tiers.both for line in daemon.log(10_000).splitlines() if "store_objects_refused" in line
+    ]
+    assert any(f'"outcome": "{kind}"' in line for line in told)
     stored(tiers)
     forget(tiers)
     talk.begun = None

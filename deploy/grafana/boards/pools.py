@@ -168,6 +168,18 @@ BOARD = Board(
                     Query(rate_of_each("host_tier_refused_total"), "{{daemon}}"),
                     unit="ops",
                 ),
+                lines(
+                    "Pages that left host memory",
+                    "A second, to make room. Read_back: they had come back to the device at least once. Unused: never; when nearly "
+                    "all are, host memory is too small for the time between two turns, or too much is copied (policy).",
+                    Query(rate_of_each("host_tier_evicted_pages_total", "use"), "{{daemon}}: {{use}}"),
+                    unit="ops",
+                ),
+                lines(
+                    "Pages of kept pools",
+                    "What the daemon before had left (pools.keep_s), by what became of it at the last start.",
+                    Query(of_each("kept_pages", "outcome"), "{{daemon}}: {{outcome}}"),
+                ),
             ),
         ),
         Row(
@@ -210,7 +222,8 @@ BOARD = Board(
                 ),
                 lines(
                     "Prompts that were looked for",
-                    "A second: all that the store had of them came in time, a part of it, or nothing.",
+                    "A second: all that the store had of them came (found); tier.prefetch_s was over before (late); a part came, "
+                    "the rest was missing or bad (part); or there was nothing.",
                     Query(rate("prefix_store_prefetches_total", "outcome"), "{{outcome}}"),
                     unit="ops",
                 ),

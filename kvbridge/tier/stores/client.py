@@ -388,7 +388,7 @@ class StoreProcess:
             self._late.cancel()
             self._process = None
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"{how} ({self._reason})" if self._reason else how
+        return self._reason or how
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Take what the process says until its output ends, which ends the process."""
@@ -402,7 +402,7 @@ class StoreProcess:
                             self.capabilities, self.why_not = ready.capabilities, ""
                             log.info("store_process_ready", pid=self.pid, store=ready.capabilities.kind)
                     case StoreFailed() as failed:
-                        self._reason = failed.message
+                        self._reason = f"it cannot serve: {failed.message}"
                     case StoreReport() as report:
                         self._on_report(report)
         except (asyncio.IncompleteReadError, OSError):

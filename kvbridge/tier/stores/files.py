@@ -35,7 +35,7 @@ import structlog
 
 from kvbridge.config.stores import FileStoreSettings
 from kvbridge.core.clock import monotonic
-from kvbridge.core.errors import ConfigError
+from kvbridge.core.errors import ConfigError, NotReadyError
 from kvbridge.tier.stores.base import Answer, Capabilities, Outcome, StoredObject, Stretches
 from kvbridge.tier.stores.objects import is_object_name
 
@@ -63,12 +63,12 @@ class FileStore:
 
     def __init__(self, settings: FileStoreSettings) -> None:
         """Open the directory and count what is in it. Raises ConfigError when it cannot be used."""
-        self._max_bytes = settings.max_bytes
+        self._max_bytes, self._directory = settings.max_bytes, settings.directory
         self._changing = threading.Lock()
         """Taken before the lock of `usage`, which only keeps other processes out."""
         self._turn = cycle(_FOLDERS)
         """The folders in the order in which they are looked through for what is old."""
-        directory = settings.directory
+        directory = self._directory
         with ExitStack() as opened:
             try:
                 self._root = _open_private(directory)
@@ -89,8 +89,8 @@ class FileStore:
             self._closing = opened.pop_all()
 
     def write(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
-        """See `ObjectStore.write`."""
-        return _each(objects, until_s, lambda each: self._write(each, until_s))
+        """See `ObjectStore.write`. Raises NotReadyError when the directory is not what was opened any more."""
+        return _each(objects, until_s, lambda each: self._put(each, until_s))
 
     def read(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
         """See `ObjectStore.read`."""
@@ -131,6 +131,16 @@ class FileStore:
         self._closing.close()
 
     # ------------------------------------------------------------------ one object
+
+    def _put(self, each: StoredObject, until_s: float) -> Outcome:
+        try:
+            return self._write(each, until_s)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError) and os.fstat(self._root).st_nlink:
+                raise
+            raise NotReadyError(
+                f"somebody has removed the store's directory {self._directory}, or folders in it; it is opened anew"
+            ) from error
 
     def _write(self, each: StoredObject, until_s: float) -> Outcome:
         length = each.length_bytes
@@ -204,7 +214,8 @@ class FileStore:
         length = self._length(name)
         if length is None:
             return 0
-        os.unlink(_path(name), dir_fd=self._root)
+        with suppress(FileNotFoundError):
+            os.unlink(_path(name), dir_fd=self._root)
         return length
 
     def _make_room(self, total: int, most: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvbridge.config.stores import FileStoreSettings
-from kvbridge.core.errors import ConfigError
+from kvbridge.core.errors import ConfigError, NotReadyError
 from kvbridge.tier.stores import files
 from kvbridge.tier.stores.base import StoredObject
 from kvbridge.tier.stores.files import FileStore
@@ -352,3 +353,18 @@ def test_a_directory_that_cannot_be_made_is_told(make: Make, tmp_path: Path):
     (tmp_path / "store").write_text("a file")
     with pytest.raises(ConfigError, match="cannot be used"):
         make()
+
+
+@pytest.mark.parametrize("what", ["all of it", "what is in it"])
+def test_a_directory_that_is_removed_is_noticed_by_whoever_writes_next(make: Make, tmp_path: Path, what: str) -> None:
+    """What was opened is nobody's any more: all that is written to it would be lost, and all that is asked of it absent."""
+    store, directory = make(), tmp_path / "store"
+    assert put(store, 1) == "stored"
+    for path in [directory] if what == "all of it" else list(directory.iterdir()):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(
+        NotReadyError, match=f"somebody has removed the store's directory {directory}, or folders in it"
+    ):
+        put(store, 2)
+    again = make()
+    assert (put(again, 2), get(again, 2)) == ("stored", "hit")
