@@ -212,6 +212,7 @@ class NodeOverview:
             backed_up_bytes=copied.bytes,
             failed_orders=copied.failed,
             last_failure=copied.last_failure,
+            longest_order_s=round(copied.longest_s, 4),
             refused_prompts=backups.controller.refused,
         )
 

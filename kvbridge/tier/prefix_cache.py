@@ -214,6 +214,8 @@ class PrefixCache:
     def let_go(self, owner: Owner) -> None:
         """An owner reads no cached page any more, by proof. Raises NotFoundError for one that was never admitted, or has let go."""
         reader = self._reader(owner)
+        for watcher in self._watchers:
+            watcher.ending()
         self.claims.end(owner, reader.path)
         del self._readers[owner]
         self._end(reader)

@@ -440,6 +440,7 @@ def test_watchers_hear_what_is_kept_and_used_and_what_the_host_has(bench):
     class Watcher:
         kept = staticmethod(lambda keys: heard.append(("kept", len(keys))))
         used = staticmethod(lambda keys: heard.append(("used", len(keys))))
+        ending = staticmethod(lambda: heard.append("ending"))
         added = staticmethod(lambda keys, start, pages: heard.append(("added", len(keys), start, *pages)))
         checkpoint_added = staticmethod(lambda key, pages: heard.append((key, len(pages))))
         removed = staticmethod(lambda pages: heard.append({space: len(ids) for space, ids in pages.items()}))
@@ -452,9 +453,11 @@ def test_watchers_hear_what_is_kept_and_used_and_what_the_host_has(bench):
     bench.cache.drop_page(keys("a", 3), 1)
     assert heard == [
         ("kept", 3),
+        "ending",
         ("added", 3, 0, FULL_TWIN),
         (keys("a", 3)[2], 1),
         ("used", 2),
+        "ending",
         {FULL_TWIN: 2, SWA_TWIN: 1},
     ]
 
