@@ -138,6 +138,7 @@ PREFILL_STATUS: dict[str, Any] = _NODE | {
         "backed_up_bytes": 57_896_064,
         "failed_orders": 0,
         "last_failure": "",
+        "longest_order_s": 0.0213,
         "refused_prompts": 0,
         "loaded_back_pages": 16,
         "failed_loads": 0,

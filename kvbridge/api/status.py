@@ -261,6 +261,8 @@ class HostTierStatus(FrozenModel):
     failed_orders: NonNegative
     """Orders to copy that have failed; their pages are on the device as before."""
     last_failure: str
+    longest_order_s: float
+    """How long the slowest order took: so long a request has waited at most that needed the very pages which were being copied."""
     refused_prompts: NonNegative
     """Not copied, since there was no host page that nobody reads."""
     loaded_back_pages: NonNegative

@@ -43,6 +43,7 @@ def host_tier_status(parts: NodeParts) -> HostTierStatus | None:
         backed_up_bytes=copied.bytes,
         failed_orders=copied.failed,
         last_failure=copied.last_failure,
+        longest_order_s=round(copied.longest_s, 4),
         refused_prompts=backups.controller.refused,
         loaded_back_pages=loaded.pages,
         failed_loads=loaded.failed,

@@ -143,6 +143,10 @@ class PrefixIndex:
         """Which of the records no key reaches any more."""
         return self._records.is_hidden(records)
 
+    def is_found(self, path: RecordArray) -> bool:
+        """Whether others find a path: none of it is dropped, or lost on the device."""
+        return not (self._records.is_hidden(path).any() or self.device.is_lost(path))
+
     def evictable(self) -> dict[IndexSpace, int]:
         """How many pages of each space `evict` could give now."""
         found = self.device.evictable()

@@ -134,13 +134,16 @@ class Dropped(NamedTuple):
 
 
 class PathWatcher(Protocol):
-    """Told of prefixes on the device, in the middle of the call: takes note, and calls nothing back."""
+    """Told of prefixes on the device, in the middle of the call: takes note, and calls nothing back but where it says so."""
 
     def kept(self, keys: Keys) -> None:
         """Pages of this prompt are new on the device, its last ones."""
 
     def used(self, keys: Keys) -> None:
         """Somebody found this beginning of a prompt here."""
+
+    def ending(self) -> None:
+        """An owner is about to let go of what it has kept and used, which can be evicted from then on. Backups may begin now."""
 
 
 def some(pages: Pages) -> Pages:

@@ -355,6 +355,23 @@ def stores(results: Results) -> str:
     return f"{markdown(Table('', headings, tuple(rows)))}\n\n{what}; load of the two cores before: {found['load']:.1f}."
 
 
+def twins(results: Results) -> str:
+    """Backups and load-backs on the processor, against plain copies of the same pieces."""
+    found = results["twin_copies"]
+    headings = ("host", "device", "way", "pages", "MB", "GB/s", "memmove GB/s", "ratio", "by processor time")
+    rows = []
+    for case in found["cases"]:
+        pages = f"{case['pages']} {'checkpoints' if case['space'] == 'swa' else 'pages'}"
+        rates = number(case["gb_s"]["copier"]), number(case["gb_s"]["memmove"])
+        ratios = f"{case['ratio']:.2f}", f"{case['busy']:.2f}"
+        way = case["direction"].replace("_", "-")
+        rows.append(
+            (case["host_layout"], case["device_layout"], way, pages, f"{case['bytes'] / 1e6:.0f}", *rates, *ratios)
+        )
+    told = f"Budget {found['budget']}; {found['bytes_a_token']:,.0f} host bytes a token."
+    return f"{markdown(Table('', headings, tuple(rows)))}\n\n{told}"
+
+
 def reused(results: Results) -> str:
     """A trace through one pair whose prompts share pages."""
     settings = results["settings"]
@@ -450,6 +467,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "kept": ("fit-trace-conversation-flash.json", kept),
     "used pools": ("used-pools-2-cores.json", used),
     "shared rooms": ("shared-rooms-2-cores.json", shared),
+    "twin copies": ("twin-copies-2-cores.json", twins),
     "warm restart": ("warm-restart-2-cores.json", restarted),
     "stores": ("store-2-cores.json", stores),
     "reuse": ("replay-conversation-1000-tiny-v4.json", reused),
