@@ -19,8 +19,8 @@ from tests.helpers.twin_pages import twins_of
 from tests.integration.test_backups import FULL, POOL, Pages, adds_up, host_tier, tier
 from tests.integration.test_prefixes_on_prefill import PAGE, Turn, idle
 
-COPY_S = 1.0
-"""`timeouts.copy_s`."""
+COPY_S = 5.0
+"""`timeouts.copy_s`: long enough for a room to cross and to be looked at while a copy is held."""
 
 
 @pytest.fixture(scope="module")

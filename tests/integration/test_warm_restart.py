@@ -26,6 +26,8 @@ TIER = {"enabled": True, "model_name": "tiny", "model_revision": "1"}
 DEVICE = {"full": 24, "swa": 12, "request": 6}
 KEEP_S = 600
 
+pytestmark = pytest.mark.timeout(300)  # a pair of daemons is started up to three times
+
 
 def instance(role: Role) -> str:
     """Of this process of the tests alone: kept pools are found by it."""
@@ -124,7 +126,7 @@ def test_what_was_on_the_host_is_found_and_used(tiers: Tiers, how: signal.Signal
     assert (begun.host_tokens, claimed.host_tokens) == (4 * PAGE, 4 * PAGE)
     for daemon in tiers.both:
         assert not lines(daemon, "kept_pools_refused")
-        [restored] = lines(daemon, "prefixes_restored")
+        [restored] = eventually("looked at", lambda daemon=daemon: lines(daemon, "prefixes_restored"))
         assert '"lost": 0' in restored
         assert metric(daemon, "kvbridge_kept_pages", outcome="restored") == 4
         found = status(daemon)["kept_pools"]
