@@ -10,7 +10,7 @@ to is a refused reservation: the daemons decide.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 import structlog
@@ -139,18 +139,22 @@ class Directory:
         """Return every instance with a live node, ordered by name, its nodes too."""
         return by_instance(await self._store.nodes())
 
+    async def draw(self, count: int, fingerprint: str = "", names: Sequence[str] = ()) -> tuple[Instance, ...]:
+        """Return `count` instances of each role, drawn at random (of this fingerprint, where one is given), and those named."""
+        return by_instance(await self._store.draw(count, fingerprint, names))
+
     async def listing(self) -> tuple[InstanceView, ...]:
         """Return what operators see."""
         instances = await self.instances()
         found = incompatible(instances)
         return tuple(instance.view(found.get(instance.name, "")) for instance in instances)
 
-    async def charge(self, instance: Instance, pages: Mapping[str, int]) -> None:
-        """Count a room against an instance's nodes until their next heartbeats tell the truth.
+    async def charge(self, pages: Iterable[tuple[Instance, Mapping[str, int]]]) -> None:
+        """Count a room against all nodes of instances until their next heartbeats tell the truth.
 
         Without it every request between two heartbeats would go to the same, least busy instance.
         """
-        await self._store.charge(instance.keys, pages)
+        await self._store.charge({key: counts for instance, counts in pages for key in instance.keys})
 
 
 def absences(listing: Iterable[InstanceView]) -> tuple[str, ...]:

@@ -94,6 +94,11 @@ class Ranking:
         if not self._sides:
             raise _no_pair(prefill, decode, request)
 
+    @property
+    def looks_full(self) -> bool:
+        """Whether every pair does."""
+        return all(_looks_full((min(senders), min(receivers))) for senders, receivers in self._sides)
+
     def best(self, *, without: Collection[str] = ()) -> Candidate | None:
         """Return the best pair of instances that are not named in `without`; None when none is left."""
         best: tuple[_Option, _Option] | None = None
@@ -176,7 +181,9 @@ def _ready(instances: tuple[Instance, ...], role: Role, request: PairRequest) ->
     if ready:
         return ready
     model = f" with fingerprint {request.fingerprint}" if request.fingerprint else ""
-    reasons = "; ".join(f"'{instance.name}': {', '.join(instance.reasons())}" for instance in of_role)
+    reasons = "; ".join(f"'{instance.name}': {', '.join(instance.reasons())}" for instance in of_role[:SHOWN])
+    if len(of_role) > SHOWN:
+        reasons += f"; and {len(of_role) - SHOWN} more"
     raise NotReadyError(f"no {role} instance{model} is ready: {reasons or 'none is registered'}")
 
 

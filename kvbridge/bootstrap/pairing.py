@@ -20,9 +20,11 @@ told what is left. Its ticket, and what both ends are told of it, is longer by a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from collections.abc import Awaitable
 from dataclasses import dataclass
+from typing import Final
 
 import structlog
 
@@ -32,7 +34,7 @@ from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.ends import NOTHING_TO_CANCEL, PairReport, ReservePort, RoomEnds, pair_report
 from kvbridge.bootstrap.fit import Candidate, Ranking
 from kvbridge.bootstrap.nodes import Instance
-from kvbridge.bootstrap.prefixes import guess_held_pages, judge, keeps_prefixes, noted_keys
+from kvbridge.bootstrap.prefixes import guess_held_pages, holders, judge, keeps_prefixes, noted_keys
 from kvbridge.bootstrap.stores.base import Claim, RoomStore
 from kvbridge.config.schema import PairingConfig
 from kvbridge.config.timeouts import BootstrapTimeouts
@@ -43,6 +45,7 @@ from kvbridge.core.errors import (
     ClientLimitError,
     ConflictError,
     DeadlineError,
+    FingerprintMismatchError,
     IntegrityError,
     InvalidInputError,
     NotReadyError,
@@ -65,6 +68,9 @@ TRY_ANOTHER = (CapacityError, PeerError, DeadlineError)
 DRAWS = 8
 """Random room ids that may be in use, one after another, before something is wrong."""
 
+DRAWN: Final = (8, 64)
+"""Instances of each role that are drawn for a request: at first, and when none of those makes a pair that has place."""
+
 PAIRED, CANCELLED = "paired", "cancelled"
 """How a request for a pair ended, when not by an error: its caller may have left."""
 RETRY_AFTER_S = 1.0
@@ -77,6 +83,16 @@ class _Refusal:
 
     instance: str
     error: BridgeError
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What a choice is made on."""
+
+    instances: tuple[Instance, ...]
+    guessed: dict[str, int]
+    """How many pages of the prompt they are likely to hold, by name."""
+    ranking: Ranking
 
 
 @dataclass(slots=True)
@@ -119,6 +135,8 @@ class PairingService:
         self._ends = RoomEnds(port, timeouts, self._events, clock)
         self._config = config
         self._timeouts = timeouts
+        self._whole_look = asyncio.Lock()
+        """Held while all instances are looked at: of a large fleet that takes so long that heartbeats have to come in between."""
         self._under_way = 0
         self._waiting = 0
         """Of those, the ones that only wait for pages."""
@@ -258,20 +276,17 @@ class PairingService:
 
     async def _try_candidates(self, attempt: _Attempt) -> Ticket:
         """Try the best pair, then the best without those who refused; of pairs that look full, only one."""
-        instances = await self._directory.instances()
-        guessed = await self._guess(attempt.keys, instances)
-        shares = {name: pages / len(attempt.keys) for name, pages in guessed.items()}
-        ranking = Ranking(instances, attempt.request, shares)
+        look = await self._look(attempt)
         refusals: list[_Refusal] = []
         looks_full = False
         while len(refusals) < self._config.attempts and not looks_full:
-            candidate = ranking.best(without={refusal.instance for refusal in refusals})
+            candidate = look.ranking.best(without={refusal.instance for refusal in refusals})
             if candidate is None:
                 break
             outcome = await self._reserve(attempt, candidate)
             if isinstance(outcome, Ticket):
                 if attempt.keys:
-                    self._judge(outcome, guessed, instances)
+                    self._judge(outcome, look)
                 return outcome
             log.warning(
                 "reservation_refused", room=attempt.room, peer_instance=outcome.instance, reason=str(outcome.error)
@@ -280,20 +295,40 @@ class PairingService:
             looks_full = candidate.looks_full
         raise self._nobody(attempt.room, refusals)
 
-    async def _guess(self, keys: Keys, instances: tuple[Instance, ...]) -> dict[str, int]:
-        """Return how many pages of a prompt instances are likely to hold, by name."""
-        if not (keys and any(map(keeps_prefixes, instances))):
-            return {}
-        return guess_held_pages(instances, await self._rooms.noted(noted_keys(keys)), len(keys))
+    async def _look(self, attempt: _Attempt) -> _Look:
+        """Rank a few instances; many when the few look full, and all of them before it is said that nobody makes a pair."""
+        found: _Look | None = None
+        for count in DRAWN:
+            drawn = await self._directory.draw(count, attempt.request.fingerprint)
+            instances, guessed = await self._guess(attempt.keys, drawn)
+            with contextlib.suppress(NotReadyError, FingerprintMismatchError, InvalidInputError):
+                found = _Look(instances, guessed, _ranking(attempt, instances, guessed))
+                if not found.ranking.looks_full:
+                    break
+        if found is not None:
+            return found
+        async with self._whole_look:
+            instances, guessed = await self._guess(attempt.keys, await self._directory.instances())
+            return _Look(instances, guessed, _ranking(attempt, instances, guessed))
 
-    def _judge(self, ticket: Ticket, guessed: dict[str, int], instances: tuple[Instance, ...]) -> None:
+    async def _guess(self, keys: Keys, instances: tuple[Instance, ...]) -> tuple[tuple[Instance, ...], dict[str, int]]:
+        """Return how many pages of a prompt instances are likely to hold, by name, and before it `instances` with those who do."""
+        if not (keys and any(map(keeps_prefixes, instances))):
+            return instances, {}
+        notes = await self._rooms.noted(noted_keys(keys))
+        known = {instance.name for instance in instances}
+        if others := [name for name in holders(notes) if name not in known]:
+            instances = (*instances, *await self._directory.draw(0, names=others))
+        return instances, guess_held_pages(instances, notes, len(keys))
+
+    def _judge(self, ticket: Ticket, look: _Look) -> None:
         ends = (
             (Role.PREFILL, ticket.prefill, ticket.computed_tokens),
             (Role.DECODE, ticket.decode, ticket.prefix_tokens),
         )
         for role, end, held_tokens in ends:
-            of_role = (instance.name for instance in instances if instance.role is role)
-            guess = judge(end.instance, held_tokens, guessed, of_role)
+            of_role = (instance.name for instance in look.instances if instance.role is role)
+            guess = judge(end.instance, held_tokens, look.guessed, of_role)
             self._events.emit(PrefixGuessed(role=role.value, guess=guess.value))
 
     def _nobody(self, room: int, refusals: list[_Refusal]) -> CapacityError:
@@ -316,8 +351,8 @@ class PairingService:
         # One clock for both ends and the ticket; what waiting may take comes on top.
         attempt.use_until_s = self._clock() + self._wait_left_s(attempt) + self._timeouts.ticket_s
         # Before anybody is asked: others who are pairing meanwhile should see it, and the nodes' own heartbeats come after it.
-        for instance in (candidate.prefill, candidate.decode):
-            await self._directory.charge(instance, candidate.demands[instance.name])
+        ends = (candidate.prefill, candidate.decode)
+        await self._directory.charge((instance, candidate.demands[instance.name]) for instance in ends)
         asked: list[str] = []
         reports: list[RoomReport] = []
         kept = False
@@ -379,6 +414,11 @@ class PairingService:
             namespace=request.namespace if keyed else "",
             retention=request.retention if keyed else None,
         )
+
+
+def _ranking(attempt: _Attempt, instances: tuple[Instance, ...], guessed: dict[str, int]) -> Ranking:
+    shares = {name: pages / len(attempt.keys) for name, pages in guessed.items()}
+    return Ranking(instances, attempt.request, shares)
 
 
 async def _finish(work: Awaitable[object]) -> None:

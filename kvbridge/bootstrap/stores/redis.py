@@ -15,6 +15,7 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, cast
 
 import msgpack
@@ -36,7 +37,7 @@ from kvbridge.bootstrap.stores.base import (
 from kvbridge.bootstrap.stores.redis_connection import RedisConnection, RedisSettings
 from kvbridge.bootstrap.stores.scripts import PRELUDE, SCRIPTS
 from kvbridge.core.errors import BridgeError, InvalidInputError
-from kvbridge.core.ids import NonNegative
+from kvbridge.core.ids import NonNegative, Role
 
 log = structlog.get_logger(__name__)
 
@@ -89,10 +90,19 @@ class RedisStore:
 
     async def nodes(self) -> tuple[NodeRecord, ...]:
         """See NodeStore."""
-        packed = await self._redis.run("NODES", [self._key("nodes")], self._prefix)
-        now_ms, rows = _unpacked(packed)
-        await self._learn(rows)
+        now_ms, rows = _unpacked(await self._redis.run("NODES", [self._key("nodes")], self._prefix))
+        records = await self._records(rows, now_ms)
         self._states = {member: self._states[member] for member, _ in rows if member in self._states}
+        return records
+
+    async def draw(self, count: int, fingerprint: str = "", names: Sequence[str] = ()) -> tuple[NodeRecord, ...]:
+        """See NodeStore."""
+        groups = [self._key("group", f"{role}:{fingerprint}".rstrip(":")) for role in Role] if count else []
+        now_ms, rows = _unpacked(await self._redis.run("DRAW", groups, self._prefix, count, *names))
+        return await self._records(rows, now_ms)
+
+    async def _records(self, rows: Sequence[tuple[bytes, Sequence[Any]]], now_ms: int) -> tuple[NodeRecord, ...]:
+        await self._learn(rows)
         found = (self._record(member, row, now_ms) for member, row in rows)
         return tuple(record for record in found if record is not None)
 
@@ -100,8 +110,7 @@ class RedisStore:
         """See NodeStore."""
         # First the version: what changes while the nodes are read makes it an old one.
         (version,) = await self._redis.ask(self._redis.client.mget([self._key("version", instance)]))
-        records = tuple(record for record in await self.nodes() if record.key[0] == instance)
-        return InstanceNodes(_text(version or b""), records)
+        return InstanceNodes(_text(version or b""), await self.draw(0, names=[instance]))
 
     async def put(self, entry: NodeEntry, *, version: str) -> bool:
         """See NodeStore."""
@@ -109,14 +118,16 @@ class RedisStore:
         keys = [*self._node_keys(member), self._key("version", entry.key[0])]
         drawn, beat = secrets.token_hex(8), entry.beat.model_dump_json()
         facts = (member, entry.registration.incarnation, _digest(text), beat, text)
-        done = await self._redis.run("PUT", keys, version, drawn, *facts, self._expire_ms, VERSION_KEEP_MS)
-        return bool(done)
+        group = f"{entry.registration.role}:{entry.registration.fingerprint}"
+        limits = (self._expire_ms, VERSION_KEEP_MS)
+        where = (self._prefix, entry.key[0], group)
+        return bool(await self._redis.run("PUT", keys, version, drawn, *facts, *limits, *where))
 
     async def beat(self, key: NodeKey, heartbeat: NodeHeartbeat) -> NodeRecord | None:
         """See NodeStore."""
         member = _member(key)
         facts = (member, heartbeat.incarnation, heartbeat.model_dump_json(), self._expire_ms)
-        packed = await self._redis.run("BEAT", self._node_keys(member), *facts)
+        packed = await self._redis.run("BEAT", self._node_keys(member), *facts, self._prefix, key[0])
         if packed is None:
             return None
         now_ms, row = _unpacked(packed)
@@ -133,11 +144,11 @@ class RedisStore:
         self._entry(text, member)
         return self._record(member, row, now_ms)
 
-    async def charge(self, keys: Sequence[NodeKey], pages: Mapping[str, int]) -> None:
+    async def charge(self, pages: Mapping[NodeKey, Mapping[str, int]]) -> None:
         """See NodeStore."""
-        touched = [self._key(kind, _member(key)) for key in keys for kind in ("node", "charge")]
-        fields = [part for space, count in pages.items() for part in (space, count)]
-        await self._redis.run("CHARGE", touched, "rooms", 1, *fields)
+        touched = [self._key(kind, _member(key)) for key in pages for kind in ("node", "charge")]
+        fields = [msgpack.packb(["rooms", 1, *chain(*counts.items())]) for counts in pages.values()]
+        await self._redis.run("CHARGE", touched, *fields)
 
     async def expire(self) -> tuple[NodeKey, ...]:
         """See NodeStore."""
