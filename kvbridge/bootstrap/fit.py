@@ -167,9 +167,11 @@ def free_share(load: Load, needed: Pages, charged: Mapping[str, int]) -> float:
     Pools that a node does not report, or reports as empty of pages altogether, set no limit here.
     """
     least = math.inf
+    totals, available = load.total_pages, load.available_pages
     for space, count in needed.items():
-        if total := load.total_pages.get(space, 0):
-            least = min(least, (load.available_pages.get(space, 0) - charged.get(space, 0) - count) / total)
+        if total := totals.get(space, 0):
+            share = (available.get(space, 0) - charged.get(space, 0) - count) / total
+            least = min(least, share)
     return 1.0 if least == math.inf else least
 
 

@@ -68,8 +68,8 @@ TRY_ANOTHER = (CapacityError, PeerError, DeadlineError)
 DRAWS = 8
 """Random room ids that may be in use, one after another, before something is wrong."""
 
-DRAWN: Final = (8, 64)
-"""Instances of each role that are drawn for a request: at first, and when none of those makes a pair that has place."""
+DRAWN: Final = (6, 64)
+"""Instances of each role that are drawn for a request: at first, and with the freest ones when no pair of those has place."""
 
 PAIRED, CANCELLED = "paired", "cancelled"
 """How a request for a pair ended, when not by an error: its caller may have left."""
@@ -296,10 +296,11 @@ class PairingService:
         raise self._nobody(attempt.room, refusals)
 
     async def _look(self, attempt: _Attempt) -> _Look:
-        """Rank a few instances; many when the few look full, and all of them before it is said that nobody makes a pair."""
+        """Rank a few instances; the freest when the few look full, and all of them before it is said that nobody makes a pair."""
         found: _Look | None = None
-        for count in DRAWN:
-            drawn = await self._directory.draw(count, attempt.request.fingerprint)
+        fingerprint = attempt.request.fingerprint
+        for count, names in zip(DRAWN, ((), self._directory.freest(fingerprint)), strict=True):
+            drawn = await self._directory.draw(count, fingerprint, names)
             instances, guessed = await self._guess(attempt.keys, drawn)
             with contextlib.suppress(NotReadyError, FingerprintMismatchError, InvalidInputError):
                 found = _Look(instances, guessed, _ranking(attempt, instances, guessed))

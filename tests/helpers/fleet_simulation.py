@@ -35,7 +35,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.daemon.announce import CHANGE_PAUSE_S, is_significant
 from tests.helpers.manual_clock import ManualClock
 
-EXPIRE_AFTER_S, BEAT_S, SWEEP_S = 8.0, 2.0, 0.25
+EXPIRE_AFTER_S, BEAT_S, SWEEP_S = 8.0, 2.0, 1.0
 TIMES = RoomTimes(claim_s=30.0, keep_s=60.0, max_rooms=100_000)
 GEOMETRY = preset("deepseek-v4-flash")
 FINGERPRINT = fingerprint(GEOMETRY)
@@ -57,9 +57,8 @@ class Fleet:
     dies_each_s: float = 0.0
     """One instance dies so often, and is started again after `down_s`."""
     drained_each_s: float = 0.0
-    """So often the next instance is drained, for `drain_s`, and then started again."""
+    """So often the next instance is drained, and started again when its rooms have ended."""
     down_s: float = 15.0
-    drain_s: float = 5.0
     fresh: bool = False
     """Every change is told at once."""
     seed: int = 1
@@ -293,6 +292,7 @@ class Simulation:
 
     async def _on_sweep(self, _daemon: None, _what: object) -> None:
         await self.directory.expire()
+        await self.directory.instances()  # for the overview
         self._at(self.clock.now_s + SWEEP_S, "sweep")
 
     async def _on_look(self, _daemon: None, _what: object) -> None:
@@ -314,13 +314,17 @@ class Simulation:
         if victim.up and victim.ready:
             victim.ready = False
             await self._tell(victim)
-            self._at(self.clock.now_s + self.fleet.drain_s, "drained", victim, victim.life)
+            self._at(self.clock.now_s + 1.0, "drained", victim, victim.life)
         self._at(self.clock.now_s + self.fleet.drained_each_s, "drain")
 
     async def _on_drained(self, daemon: Daemon, life: int) -> None:
-        if daemon.life == life and daemon.up:
-            self._stop(daemon)
-            await self._on_start(daemon, daemon.life)
+        if daemon.life != life or not daemon.up:
+            return
+        if daemon.rooms:
+            self._at(self.clock.now_s + 1.0, "drained", daemon, life)
+            return
+        self._stop(daemon)
+        await self._on_start(daemon, life)
 
     def _stop(self, daemon: Daemon) -> None:
         self.outcome.lost += len(daemon.rooms)
@@ -383,7 +387,7 @@ def _report(daemon: Daemon, room: int, generation: int, prompt_tokens: int) -> R
 
 
 def overlaid(trace: Sequence[TraceRequest], *, copies: int, seconds: float) -> list[tuple[float, TraceRequest]]:
-    """The arrivals of as many users as `copies` of a trace have: each copy is `seconds` of it from another moment on, in real time."""
+    """The arrivals of as many users as `copies` of a trace have: each is `seconds` of it from another moment on, at its own speed."""
     whole_s = trace[-1].timestamp / 1e3
     times_s = [one.timestamp / 1e3 for one in trace]
     found: list[tuple[float, TraceRequest]] = []

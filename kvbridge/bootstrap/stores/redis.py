@@ -14,7 +14,6 @@ import json
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, cast
 
@@ -51,16 +50,6 @@ _CHARGES = TypeAdapter(dict[str, NonNegative])
 _ROOM_STATES: Final = (PairingState.PAIRING, PairingState.PAIRED, PairingState.CANCELLED)
 
 
-@dataclass(frozen=True, slots=True)
-class _State:
-    """What changes often of a node, parsed, and what it was parsed from: of a large fleet few change between two looks."""
-
-    raw: tuple[bytes, list[bytes]]
-    beat: NodeHeartbeat
-    pages: dict[str, int]
-    rooms: int
-
-
 class RedisStore:
     """A NodeStore and a RoomStore. Close it."""
 
@@ -74,7 +63,8 @@ class RedisStore:
         self._times = rooms
         self._observer = observer
         self._entries: OrderedDict[tuple[bytes, bytes], NodeEntry | None] = OrderedDict()
-        self._states: dict[bytes, _State] = {}
+        self._beats: dict[bytes, tuple[bytes, NodeHeartbeat]] = {}
+        """By member: of a large fleet few have changed between two looks."""
         self._told: OrderedDict[bytes, None] = OrderedDict()
         scripts = {name: PRELUDE + text for name, text in SCRIPTS.items()}
         self._redis = RedisConnection(settings, scripts, on_failure=observer.store_failed)
@@ -92,7 +82,7 @@ class RedisStore:
         """See NodeStore."""
         now_ms, rows = _unpacked(await self._redis.run("NODES", [self._key("nodes")], self._prefix))
         records = await self._records(rows, now_ms)
-        self._states = {member: self._states[member] for member, _ in rows if member in self._states}
+        self._beats = {member: self._beats[member] for member, _ in rows if member in self._beats}
         return records
 
     async def draw(self, count: int, fingerprint: str = "", names: Sequence[str] = ()) -> tuple[NodeRecord, ...]:
@@ -118,9 +108,8 @@ class RedisStore:
         keys = [*self._node_keys(member), self._key("version", entry.key[0])]
         drawn, beat = secrets.token_hex(8), entry.beat.model_dump_json()
         facts = (member, entry.registration.incarnation, _digest(text), beat, text)
-        group = f"{entry.registration.role}:{entry.registration.fingerprint}"
         limits = (self._expire_ms, VERSION_KEEP_MS)
-        where = (self._prefix, entry.key[0], group)
+        where = (self._prefix, entry.key[0], _group(entry))
         return bool(await self._redis.run("PUT", keys, version, drawn, *facts, *limits, *where))
 
     async def beat(self, key: NodeKey, heartbeat: NodeHeartbeat) -> NodeRecord | None:
@@ -169,7 +158,7 @@ class RedisStore:
 
     def _record(self, member: bytes, row: Sequence[Any], now_ms: int) -> NodeRecord | None:
         """Return the record of one row, or None when a part of it is missing or malformed."""
-        holder, digest, raw_beat, seen_ms, charges = row
+        holder, digest, raw_beat, seen_ms, group, charges = row
         entry = self._entries.get((member, digest))
         if entry is None and digest:
             return None  # replaced just now, or refused when it was parsed
@@ -177,13 +166,18 @@ class RedisStore:
             if entry is None or not (holder and raw_beat and seen_ms):
                 raise ValueError("one of its fields is missing")  # noqa: TRY301 - told below
             self._entries.move_to_end((member, digest))
-            state = self._states.get(member)
-            if state is None or state.raw != (raw_beat, charges):
-                state = self._states[member] = _state(raw_beat, charges)
-            if {holder, state.beat.incarnation.encode()} != {entry.registration.incarnation.encode()}:
+            known = self._beats.get(member)
+            if known is None or known[0] != raw_beat:
+                told = NodeHeartbeat.model_validate_json(raw_beat, extra="ignore")
+                known = self._beats[member] = (raw_beat, told)
+            incarnation = entry.registration.incarnation
+            if known[1].incarnation != incarnation or holder != incarnation.encode():
                 raise ValueError("its fields are of several incarnations")  # noqa: TRY301
+            if group != _group(entry):
+                raise ValueError("it is drawn among others than it belongs to")  # noqa: TRY301
             silent_s = max(0, now_ms - int(seen_ms)) / 1e3
-            return NodeRecord(entry, state.beat, silent_s, state.pages, state.rooms)
+            pages = _charged(charges) if charges else {}
+            return NodeRecord(entry, known[1], silent_s, pages, pages.pop("rooms", 0))
         except (ValueError, TypeError) as error:
             self._refused("node", member, error)
             return None
@@ -299,11 +293,13 @@ class RedisStore:
         )
 
 
-def _state(raw_beat: bytes, charges: list[bytes]) -> _State:
-    """Parse what changes often. Raises ValueError (of pydantic too) and TypeError for what nobody of ours has written."""
-    pages = _CHARGES.validate_python(dict(zip(charges[::2], charges[1::2], strict=True)))
-    rooms = pages.pop("rooms", 0)
-    return _State((raw_beat, charges), NodeHeartbeat.model_validate_json(raw_beat, extra="ignore"), pages, rooms)
+def _group(entry: NodeEntry) -> bytes:
+    return f"{entry.registration.role}:{entry.registration.fingerprint}".encode()
+
+
+def _charged(charges: list[bytes]) -> dict[str, int]:
+    """Parse pages by space, and `rooms`. Raises ValueError (of pydantic too) for what nobody of ours has written."""
+    return _CHARGES.validate_python(dict(zip(charges[::2], charges[1::2], strict=True)))
 
 
 def _unpacked(packed: bytes) -> list[Any]:

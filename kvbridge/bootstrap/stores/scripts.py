@@ -50,9 +50,9 @@ local function enrol(namespace, member, instance, group, ttl_ms)  -- `group` is 
   end
 end
 local function row(node, charge)  -- a field that is missing is false; nil when there is none
-  local fields = read('HMGET', node, 'incarnation', 'digest', 'beat', 'seen_ms') or {}
+  local fields = read('HMGET', node, 'incarnation', 'digest', 'beat', 'seen_ms', 'group') or {}
   if not (fields[1] or fields[2] or fields[3] or fields[4]) then return nil end
-  fields[5] = read('HGETALL', charge) or {}
+  fields[6] = read('HGETALL', charge) or {}
   return fields
 end
 local function members(namespace, instance, found)  -- add its nodes that live to `found`; whether there are any
@@ -83,7 +83,7 @@ end
 SCRIPTS: Final = {
     "NODES": """
 -- KEYS: nodes. ARGV: namespace.
--- Returns msgpack: [now_ms, [[member, [incarnation, digest, beat, seen_ms, charges]], ...]], charges a flat list.
+-- Returns msgpack: [now_ms, [[member, [incarnation, digest, beat, seen_ms, group, charges]], ...]], charges a flat list.
 local now_ms, found = clock_ms(), {}
 for _, member in ipairs(read('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms, '+inf') or {}) do
   local node = row(ARGV[1] .. 'node:' .. member, ARGV[1] .. 'charge:' .. member)
@@ -114,8 +114,8 @@ if (redis.call('GET', KEYS[5]) or '') ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[5], ARGV[2], 'PX', ARGV[9])
 local now_ms = clock_ms()
 redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])
-redis.call('HSET', KEYS[2], 'incarnation', ARGV[4], 'digest', ARGV[5], 'beat', ARGV[6], 'seen_ms', now_ms)
-redis.call('HSET', KEYS[2], 'group', ARGV[12])
+local facts = {'incarnation', ARGV[4], 'digest', ARGV[5], 'beat', ARGV[6], 'seen_ms', now_ms, 'group', ARGV[12]}
+redis.call('HSET', KEYS[2], unpack(facts))
 redis.call('PEXPIRE', KEYS[2], ARGV[8])
 redis.call('SET', KEYS[3], ARGV[7], 'PX', ARGV[8])
 own(KEYS[1], 'zset')
@@ -127,8 +127,7 @@ return 1
 -- KEYS: nodes, node, entry, charge. ARGV: member, incarnation, beat, expire_ms, namespace, instance.
 -- Returns msgpack: [now_ms, row] as it is afterwards, see NODES; nil when the node is not there.
 local node, now_ms = row(KEYS[2], KEYS[4]), clock_ms()
-local group = read('HGET', KEYS[2], 'group')
-if not node or not group or redis.call('EXISTS', KEYS[3]) == 0 then return nil end
+if not node or not node[5] or redis.call('EXISTS', KEYS[3]) == 0 then return nil end
 if node[1] == ARGV[2] then
   redis.call('HSET', KEYS[2], 'beat', ARGV[3], 'seen_ms', now_ms)
   redis.call('PEXPIRE', KEYS[2], ARGV[4])
@@ -136,7 +135,7 @@ if node[1] == ARGV[2] then
   redis.call('DEL', KEYS[4])
   own(KEYS[1], 'zset')
   redis.call('ZADD', KEYS[1], now_ms + ARGV[4], ARGV[1])
-  enrol(ARGV[5], ARGV[1], ARGV[6], group, ARGV[4])
+  enrol(ARGV[5], ARGV[1], ARGV[6], node[5], ARGV[4])
   node = row(KEYS[2], KEYS[4])
 end
 return cmsgpack.pack({now_ms, node})

@@ -179,7 +179,7 @@ async def test_a_malformed_value_is_counted_each_time_and_logged_once(redis_flee
     assert "".join(capsys.readouterr()).count("stored_value_refused") == 1
 
 
-NODE_FIELDS = ("incarnation", "digest", "beat", "seen_ms")
+NODE_FIELDS = ("incarnation", "digest", "beat", "seen_ms", "group")
 FIELD_VALUES = pytest.mark.parametrize("value", [None, b"\xff", b"", b"-1", b"nan"])
 
 

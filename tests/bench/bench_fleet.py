@@ -1,0 +1,113 @@
+"""A thousand instances on virtual time, by how pairs are chosen: waiting, refusals, imbalance, and what stale figures cost.
+
+Owns: the cases. Run as `python -m tests.bench.bench_fleet --trace FILE [--instances 1000] [--json]`; the fleet is that of
+`tests/helpers/fleet_simulation.py`, the choosing that of bootstrap. Arrivals are those of many users: pieces of a trace from as many
+moments of it, laid over one another and not made faster. Without a trace they are made up.
+
+`drawn` is how many instances of each role are looked at first; "all" looks at every one and takes the best. What is `fresh` is told
+at once, the rest by heartbeats. With `failures` instances die, and are drained and started again in turn (of a thousand one dies
+every two seconds, and four a second are drained).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import structlog
+
+from kvbridge.bootstrap import pairing
+from kvbridge.cli.trace import TraceRequest, read_trace
+from tests.helpers.fleet_simulation import Fleet, Simulation, overlaid
+
+DRAWN = pairing.DRAWN[0]
+CASES = (
+    ("all", True, False),
+    ("all", False, False),
+    (1, False, False),
+    (2, False, False),
+    (DRAWN, False, False),
+    (4 * DRAWN, False, False),
+    (DRAWN, True, False),
+    (DRAWN, False, True),
+    ("all", False, True),
+)
+"""How many are drawn, whether what is known is fresh, whether instances fail."""
+LIFE_S, RELEASE_S = 2000.0, 250.0
+"""With failures: between two deaths of one instance, and from one of its rolling restarts to the next."""
+COPIES_PER_INSTANCE = 0.17
+"""Users of the trace for each instance; two thirds of decode's pages are then in use."""
+SECONDS = 30.0
+
+
+def run(*, trace: Path | None = None, instances: int = 1000, seconds: float = SECONDS) -> dict[str, Any]:
+    """Simulate: {"instances", "requests_s", "trace", "cases": [{drawn, fresh, failures, and what `Outcome.summary` has}]}."""
+    requests = read_trace(trace) if trace else made_up()
+    arrivals = overlaid(requests, copies=round(instances * COPIES_PER_INSTANCE), seconds=seconds)
+    cases = []
+    failures = {"dies_each_s": LIFE_S / instances, "drained_each_s": RELEASE_S / instances}
+    for drawn, fresh, fails in CASES:
+        fleet = Fleet(instances, fresh=fresh, **(failures if fails else {}))
+        simulation = Simulation(fleet, all_seeing=drawn == "all")
+        looks = (drawn, pairing.DRAWN[1]) if isinstance(drawn, int) else pairing.DRAWN
+        with patch.object(pairing, "DRAWN", looks):
+            outcome = asyncio.run(simulation.run(arrivals))
+        cases.append({"drawn": drawn, "fresh": fresh, "failures": fails, **outcome.summary()})
+    return {
+        "instances": instances,
+        "seconds": seconds,
+        "requests_s": len(arrivals) / seconds,
+        "trace": trace.name if trace else "",
+        "cases": cases,
+    }
+
+
+def made_up(count: int = 4000) -> tuple[TraceRequest, ...]:
+    """Requests as a trace has them: three a second, most of them short, few of them very long."""
+    chance = random.Random(1)
+    now_ms, found = 0.0, []
+    for _ in range(count):
+        now_ms += chance.expovariate(1 / 300)
+        prompt = min(120_000, int(chance.lognormvariate(8.8, 1.1)) + 1)
+        found.append(TraceRequest(timestamp=now_ms, input_length=prompt, output_length=int(chance.expovariate(1 / 350))))
+    return tuple(found)
+
+
+def table(found: dict[str, Any]) -> str:
+    """The result as plain text."""
+    lines = [
+        f"{found['instances']} instances, {found['requests_s']:.0f} requests a second",
+        f"{'drawn':>6} {'told':>10} {'failures':>8} {'refused':>8} {'needless':>8} {'in vain':>8} {'wait ms':>8} {'p99':>6} "
+        f"{'deviation of use':>17} {'beats/s':>8}",
+    ]
+    lines += [
+        f"{case['drawn']!s:>6} {'at once' if case['fresh'] else 'heartbeats':>10} {'yes' if case['failures'] else '':>8} "
+        f"{case['refused_full'] + case['refused_needlessly']:>8.2%} {case['refused_needlessly']:>8.2%} {case['asked_in_vain']:>8.2%} "
+        f"{case['wait_mean_s'] * 1e3:>8.0f} {case['wait_p99_s'] * 1e3:>6.0f} "
+        f"{case['prefill_deviation']:>8.3f} {case['decode_deviation']:>8.3f} {case['beats_s']:>8.0f}"
+        for case in found["cases"]
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print a table, or with --json the whole result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trace", type=Path, help="requests, as `kvbridge replay` takes them; made up without it")
+    parser.add_argument("--instances", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    found = run(trace=given.trace, instances=given.instances, seconds=given.seconds)
+    print(json.dumps(found, indent=1) if given.json else table(found))
+
+
+if __name__ == "__main__":
+    main()
