@@ -1,6 +1,6 @@
 """From a request to a ticket: reserve both ends of the best pair, or leave nothing behind.
 
-Owns: the order of reservations, their undoing, what a ticket says. Must not know: HTTP, how pairs are ranked, how a daemon is
+Owns: the order of reservations, their undoing, what a ticket says. Must not know: HTTP, among whom and how pairs are chosen, how a daemon is
 asked, where rooms are kept.
 
 Prefill is reserved first. Until decode admits a room nobody has offered anything: giving a prefill reservation back is
@@ -20,11 +20,9 @@ told what is left. Its ticket, and what both ends are told of it, is longer by a
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import Final
 
 import structlog
 
@@ -32,9 +30,10 @@ from kvbridge.api.directory import PairRequest, Ticket, TicketEnd
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.ends import NOTHING_TO_CANCEL, PairReport, ReservePort, RoomEnds, pair_report
-from kvbridge.bootstrap.fit import Candidate, Ranking
+from kvbridge.bootstrap.fit import Candidate
+from kvbridge.bootstrap.looks import Looks
 from kvbridge.bootstrap.nodes import Instance
-from kvbridge.bootstrap.prefixes import guess_held_pages, holders, judge, keeps_prefixes, noted_keys
+from kvbridge.bootstrap.prefixes import noted_keys
 from kvbridge.bootstrap.stores.base import Claim, RoomStore
 from kvbridge.config.schema import PairingConfig
 from kvbridge.config.timeouts import BootstrapTimeouts
@@ -45,7 +44,6 @@ from kvbridge.core.errors import (
     ClientLimitError,
     ConflictError,
     DeadlineError,
-    FingerprintMismatchError,
     IntegrityError,
     InvalidInputError,
     NotReadyError,
@@ -55,7 +53,7 @@ from kvbridge.core.errors import (
 from kvbridge.core.ids import ROOM_BITS, Role
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.telemetry.context import TRACE
-from kvbridge.telemetry.events import PairingEnded, PrefixGuessed
+from kvbridge.telemetry.events import PairingEnded
 from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.keys import Keys
 
@@ -67,9 +65,6 @@ TRY_ANOTHER = (CapacityError, PeerError, DeadlineError)
 
 DRAWS = 8
 """Random room ids that may be in use, one after another, before something is wrong."""
-
-DRAWN: Final = (6, 64)
-"""Instances of each role that are drawn for a request: at first, and with the freest ones when no pair of those has place."""
 
 PAIRED, CANCELLED = "paired", "cancelled"
 """How a request for a pair ended, when not by an error: its caller may have left."""
@@ -83,16 +78,6 @@ class _Refusal:
 
     instance: str
     error: BridgeError
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """What a choice is made on."""
-
-    instances: tuple[Instance, ...]
-    guessed: dict[str, int]
-    """How many pages of the prompt they are likely to hold, by name."""
-    ranking: Ranking
 
 
 @dataclass(slots=True)
@@ -131,12 +116,11 @@ class PairingService:
         self._clock = clock
         self._directory = directory
         self._rooms = rooms
+        self._looks = Looks(directory, rooms)
         self._events = EventStream(clock)
         self._ends = RoomEnds(port, timeouts, self._events, clock)
         self._config = config
         self._timeouts = timeouts
-        self._whole_look = asyncio.Lock()
-        """Held while all instances are looked at: of a large fleet that takes so long that heartbeats have to come in between."""
         self._under_way = 0
         self._waiting = 0
         """Of those, the ones that only wait for pages."""
@@ -276,7 +260,7 @@ class PairingService:
 
     async def _try_candidates(self, attempt: _Attempt) -> Ticket:
         """Try the best pair, then the best without those who refused; of pairs that look full, only one."""
-        look = await self._look(attempt)
+        look = await self._looks.look(attempt.request, attempt.keys)
         refusals: list[_Refusal] = []
         looks_full = False
         while len(refusals) < self._config.attempts and not looks_full:
@@ -285,8 +269,8 @@ class PairingService:
                 break
             outcome = await self._reserve(attempt, candidate)
             if isinstance(outcome, Ticket):
-                if attempt.keys:
-                    self._judge(outcome, look)
+                for fact in look.judged(outcome) if attempt.keys else ():
+                    self._events.emit(fact)
                 return outcome
             log.warning(
                 "reservation_refused", room=attempt.room, peer_instance=outcome.instance, reason=str(outcome.error)
@@ -294,43 +278,6 @@ class PairingService:
             refusals.append(outcome)
             looks_full = candidate.looks_full
         raise self._nobody(attempt.room, refusals)
-
-    async def _look(self, attempt: _Attempt) -> _Look:
-        """Rank a few instances; the freest when the few look full, and all of them before it is said that nobody makes a pair."""
-        found: _Look | None = None
-        fingerprint = attempt.request.fingerprint
-        for count, names in zip(DRAWN, ((), self._directory.freest(fingerprint)), strict=True):
-            drawn = await self._directory.draw(count, fingerprint, names)
-            instances, guessed = await self._guess(attempt.keys, drawn)
-            with contextlib.suppress(NotReadyError, FingerprintMismatchError, InvalidInputError):
-                found = _Look(instances, guessed, _ranking(attempt, instances, guessed))
-                if not found.ranking.looks_full:
-                    break
-        if found is not None:
-            return found
-        async with self._whole_look:
-            instances, guessed = await self._guess(attempt.keys, await self._directory.instances())
-            return _Look(instances, guessed, _ranking(attempt, instances, guessed))
-
-    async def _guess(self, keys: Keys, instances: tuple[Instance, ...]) -> tuple[tuple[Instance, ...], dict[str, int]]:
-        """Return how many pages of a prompt instances are likely to hold, by name, and before it `instances` with those who do."""
-        if not (keys and any(map(keeps_prefixes, instances))):
-            return instances, {}
-        notes = await self._rooms.noted(noted_keys(keys))
-        known = {instance.name for instance in instances}
-        if others := [name for name in holders(notes) if name not in known]:
-            instances = (*instances, *await self._directory.draw(0, names=others))
-        return instances, guess_held_pages(instances, notes, len(keys))
-
-    def _judge(self, ticket: Ticket, look: _Look) -> None:
-        ends = (
-            (Role.PREFILL, ticket.prefill, ticket.computed_tokens),
-            (Role.DECODE, ticket.decode, ticket.prefix_tokens),
-        )
-        for role, end, held_tokens in ends:
-            of_role = (instance.name for instance in look.instances if instance.role is role)
-            guess = judge(end.instance, held_tokens, look.guessed, of_role)
-            self._events.emit(PrefixGuessed(role=role.value, guess=guess.value))
 
     def _nobody(self, room: int, refusals: list[_Refusal]) -> CapacityError:
         """Full beats a client's limit beats unreachable: the caller is told to come back, and every cause is named."""
@@ -415,11 +362,6 @@ class PairingService:
             namespace=request.namespace if keyed else "",
             retention=request.retention if keyed else None,
         )
-
-
-def _ranking(attempt: _Attempt, instances: tuple[Instance, ...], guessed: dict[str, int]) -> Ranking:
-    shares = {name: pages / len(attempt.keys) for name, pages in guessed.items()}
-    return Ranking(instances, attempt.request, shares)
 
 
 async def _finish(work: Awaitable[object]) -> None:

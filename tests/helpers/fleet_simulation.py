@@ -13,14 +13,14 @@ import itertools
 import random
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest
+from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, NodeView, PairRequest, Registered
 from kvbridge.api.rooms import AdmissionRequest, PeerAddress, RoomReport
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.fit import demand
-from kvbridge.bootstrap.nodes import Instance, NodeRecord, by_instance
+from kvbridge.bootstrap.nodes import Instance, NodeKey
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.base import RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
@@ -142,24 +142,42 @@ class Outcome:
 
 
 class AllSeeing(Directory):
-    """Looks at every instance, and hands over the best of each role: what a choice among all of them is made on."""
+    """Keeps what every instance said and was charged since, and hands over the best of each role of all that are ready."""
 
     def __init__(self, store: MemoryStore, daemons: Simulation) -> None:
         super().__init__(store, daemons)
-        self._nodes = store
+        self._free: dict[Role, dict[str, int]] = {role: {} for role in Role}
+
+    async def heartbeat(self, instance: str, node: str, heartbeat: NodeHeartbeat) -> NodeView:
+        self._hear(instance, heartbeat)
+        return await super().heartbeat(instance, node, heartbeat)
+
+    async def register(self, registration: NodeRegistration) -> Registered:
+        self._hear(registration.instance, registration.heartbeat)
+        return await super().register(registration)
+
+    def _hear(self, instance: str, heartbeat: NodeHeartbeat) -> None:
+        free = self._free[Role(instance.split("-", maxsplit=1)[0])]
+        free.pop(instance, None)
+        if heartbeat.ready:
+            free[instance] = heartbeat.load.available_pages["full"]
+
+    async def expire(self) -> tuple[NodeKey, ...]:
+        gone = await super().expire()
+        for free in self._free.values():
+            for instance, _ in gone:
+                free.pop(instance, None)
+        return gone
+
+    async def charge(self, pages: Iterable[tuple[Instance, Mapping[str, int]]]) -> None:
+        pages = list(pages)
+        for instance, counts in pages:
+            self._free[instance.role][instance.name] -= counts["full"]
+        await super().charge(pages)
 
     async def draw(self, count: int, fingerprint: str = "", names: Sequence[str] = ()) -> tuple[Instance, ...]:
-        ready = [record for record in await self._nodes.nodes() if record.beat.ready]
-        best = (
-            heapq.nsmallest(BEST, (one for one in ready if one.registration.role is role), key=_fullness)
-            for role in Role
-        )
-        return by_instance(itertools.chain(*best))
-
-
-def _fullness(record: NodeRecord) -> tuple[int, int, str]:
-    free = record.beat.load.available_pages["full"] - record.charged_pages.get("full", 0)
-    return -free, record.beat.load.rooms + record.charged_rooms, record.key[0]
+        best = (heapq.nlargest(BEST, free, key=free.__getitem__) for free in self._free.values())
+        return await super().draw(0, names=list(itertools.chain(*best)))
 
 
 class Simulation:

@@ -8,8 +8,9 @@ import pytest
 
 from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest
 from kvbridge.bootstrap.directory import FREEST, Directory
+from kvbridge.bootstrap.looks import DRAWN
 from kvbridge.bootstrap.nodes import NodeRecord
-from kvbridge.bootstrap.pairing import DRAWN, PairingService
+from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.prefixes import HOLDERS, holders
 from kvbridge.core.errors import CapacityError, FingerprintMismatchError, NotFoundError, NotReadyError
 from kvbridge.core.geometry.manifest import fingerprint

@@ -7,14 +7,14 @@ import logging
 import pytest
 import structlog
 
-from kvbridge.bootstrap import pairing
+from kvbridge.bootstrap import looks
 from kvbridge.core.ids import Role
 from tests.bench.bench_fleet import COPIES_PER_INSTANCE, made_up
 from tests.helpers.fleet_simulation import Fleet, Outcome, Simulation, overlaid
 
 pytestmark = pytest.mark.asyncio
 
-INSTANCES, SECONDS = 60, 20.0
+INSTANCES, SECONDS = 40, 12.0
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ async def test_few_draws_balance_nearly_as_well_as_looking_at_everybody():
     _, ours = await simulated()
     _, best = await simulated(all_seeing=True)
     found, all_seen = ours.summary(), best.summary()
-    assert found["requests"] > 500
+    assert found["requests"] > 200
     assert found["wait_mean_s"] < all_seen["wait_mean_s"] + 0.05
     assert found["refused_full"] + found["refused_needlessly"] < 0.02
     for role in Role:
@@ -44,7 +44,7 @@ async def test_few_draws_balance_nearly_as_well_as_looking_at_everybody():
 
 async def test_one_draw_would_not_do(monkeypatch):
     """So that the comparison above can fail."""
-    monkeypatch.setattr(pairing, "DRAWN", (1, 64))
+    monkeypatch.setattr(looks, "DRAWN", (1, 64))
     _, ours = await simulated()
     _, best = await simulated(all_seeing=True)
     assert ours.summary()["wait_mean_s"] > best.summary()["wait_mean_s"] + 0.1
@@ -60,10 +60,10 @@ async def test_deaths_and_restarts_cost_their_rooms_and_little_else():
         assert one.free == one.pages - sum(one.rooms.values()) >= 0
 
 
-async def test_a_fleet_that_is_asked_for_too_much_refuses_and_keeps_nothing():
-    simulation, outcome = await simulated(load=4.0)
-    found = outcome.summary()
-    assert 0.05 < found["refused_full"] + found["refused_needlessly"] < 0.9
-    assert found["refused_needlessly"] < 0.03
+async def test_a_fleet_that_is_asked_for_too_much_refuses_no_more_than_if_it_looked_at_everybody():
+    simulation, ours = await simulated(load=2.0)
+    _, best = await simulated(load=2.0, all_seeing=True)
+    assert best.refused.total() > 20
+    assert ours.paired > 0.95 * best.paired
     for one in simulation.daemons.values():
         assert one.free == one.pages - sum(one.rooms.values()) >= 0
