@@ -5,7 +5,7 @@ Owns: demand, fit, order of preference. Must not know: HTTP, reservations, time.
 An instance is *free* by the share of its scarcest pool that would be left after the request; a negative share says that it looks
 full. Cached pages that nobody reads count as left. One that is likely to hold the beginning of the prompt (`prefixes.py`) gets half
 of the share that it holds on top: to hold all of it is worth half a pool that is free, and never one that looks full. The best pair
-has the largest sum of both; equal ones go by fewer rooms, then by name, so that the choice is the same wherever it is made. Each of
+has the largest sum of both; equal ones go by fewer rooms, then by name, so that the same instances make the same choice. Each of
 these is a sum, or an order, of one part for each side: the best pair is the best prefill with the best decode instance, and nobody
 has to look at all pairs.
 

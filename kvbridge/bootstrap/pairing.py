@@ -1,7 +1,7 @@
 """From a request to a ticket: reserve both ends of the best pair, or leave nothing behind.
 
-Owns: the order of reservations, their undoing, what a ticket says. Must not know: HTTP, among whom and how pairs are chosen, how a daemon is
-asked, where rooms are kept.
+Owns: the order of reservations, their undoing, what a ticket says. Must not know: HTTP, how and among whom a pair is chosen, how a
+daemon is asked, where rooms are kept.
 
 Prefill is reserved first. Until decode admits a room nobody has offered anything: giving a prefill reservation back is
 one local step, and an offer never arrives before its room. The other way round decode grants a lease on its pages and

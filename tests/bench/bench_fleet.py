@@ -1,8 +1,8 @@
 """A thousand instances on virtual time, by how pairs are chosen: waiting, refusals, imbalance, and what stale figures cost.
 
 Owns: the cases. Run as `python -m tests.bench.bench_fleet --trace FILE [--instances 1000] [--json]`; the fleet is that of
-`tests/helpers/fleet_simulation.py`, the choosing that of bootstrap. Arrivals are those of many users: pieces of a trace from as many
-moments of it, laid over one another and not made faster. Without a trace they are made up.
+`tests/helpers/fleet_simulation.py`, the choosing that of bootstrap. Arrivals are those of many users: pieces of a trace from as
+many moments of it, laid over one another and not made faster. Without a trace they are made up.
 
 `drawn` is how many instances of each role are looked at first; "all" looks at every one and takes the best. What is `fresh` is told
 at once, the rest by heartbeats. With `failures` instances die, and are drained and started again in turn (of a thousand one dies
@@ -16,6 +16,7 @@ import asyncio
 import json
 import logging
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +25,8 @@ import structlog
 
 from kvbridge.bootstrap import looks
 from kvbridge.cli.trace import TraceRequest, read_trace
-from tests.helpers.fleet_simulation import Fleet, Simulation, overlaid
+from tests.bench import page
+from tests.helpers.fleet_simulation import Fleet, Simulation
 
 DRAWN = looks.DRAWN[0]
 CASES = (
@@ -66,6 +68,21 @@ def run(*, trace: Path | None = None, instances: int = 1000, seconds: float = SE
     }
 
 
+def overlaid(trace: Sequence[TraceRequest], *, copies: int, seconds: float) -> list[tuple[float, TraceRequest]]:
+    """The arrivals of so many users: each copy is `seconds` of the trace from another moment on, at the trace's own speed."""
+    whole_s = trace[-1].timestamp / 1e3
+    times_s = [one.timestamp / 1e3 for one in trace]
+    found: list[tuple[float, TraceRequest]] = []
+    for copy in range(copies):
+        begun_s = copy * (whole_s - seconds) / max(1, copies - 1)
+        found += [
+            (at_s - begun_s, one)
+            for at_s, one in zip(times_s, trace, strict=True)
+            if begun_s <= at_s < begun_s + seconds
+        ]
+    return sorted(found, key=lambda pair: pair[0])
+
+
 def made_up(count: int = 4000) -> tuple[TraceRequest, ...]:
     """Requests as a trace has them: three a second, most of them short, few of them very long."""
     chance = random.Random(1)
@@ -80,20 +97,8 @@ def made_up(count: int = 4000) -> tuple[TraceRequest, ...]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The result as plain text."""
-    lines = [
-        f"{found['instances']} instances, {found['requests_s']:.0f} requests a second",
-        f"{'drawn':>6} {'told':>10} {'failures':>8} {'refused':>8} {'needless':>8} {'in vain':>8} {'wait ms':>8} {'p99':>6} "
-        f"{'deviation of use':>17} {'beats/s':>8}",
-    ]
-    lines += [
-        f"{case['drawn']!s:>6} {'at once' if case['fresh'] else 'heartbeats':>10} {'yes' if case['failures'] else '':>8} "
-        f"{case['refused_full'] + case['refused_needlessly']:>8.2%} {case['refused_needlessly']:>8.2%} {case['asked_in_vain']:>8.2%} "
-        f"{case['wait_mean_s'] * 1e3:>8.0f} {case['wait_p99_s'] * 1e3:>6.0f} "
-        f"{case['prefill_deviation']:>8.3f} {case['decode_deviation']:>8.3f} {case['beats_s']:>8.0f}"
-        for case in found["cases"]
-    ]
-    return "\n".join(lines)
+    """The result as a table."""
+    return page.fleets(found)
 
 
 def main() -> None:

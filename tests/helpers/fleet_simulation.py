@@ -402,18 +402,3 @@ def _report(daemon: Daemon, room: int, generation: int, prompt_tokens: int) -> R
     return RoomReport(
         room=room, generation=generation, role=daemon.role, state=RoomState.ADMITTED, prompt_tokens=prompt_tokens
     )
-
-
-def overlaid(trace: Sequence[TraceRequest], *, copies: int, seconds: float) -> list[tuple[float, TraceRequest]]:
-    """The arrivals of as many users as `copies` of a trace have: each is `seconds` of it from another moment on, at its own speed."""
-    whole_s = trace[-1].timestamp / 1e3
-    times_s = [one.timestamp / 1e3 for one in trace]
-    found: list[tuple[float, TraceRequest]] = []
-    for copy in range(copies):
-        begun_s = copy * (whole_s - seconds) / max(1, copies - 1)
-        found += [
-            (at_s - begun_s, one)
-            for at_s, one in zip(times_s, trace, strict=True)
-            if begun_s <= at_s < begun_s + seconds
-        ]
-    return sorted(found, key=lambda pair: pair[0])

@@ -9,8 +9,8 @@ import structlog
 
 from kvbridge.bootstrap import looks
 from kvbridge.core.ids import Role
-from tests.bench.bench_fleet import COPIES_PER_INSTANCE, made_up
-from tests.helpers.fleet_simulation import Fleet, Outcome, Simulation, overlaid
+from tests.bench.bench_fleet import COPIES_PER_INSTANCE, made_up, overlaid
+from tests.helpers.fleet_simulation import Fleet, Outcome, Simulation
 
 pytestmark = pytest.mark.asyncio
 
