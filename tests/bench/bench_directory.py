@@ -4,8 +4,8 @@ Daemons are not there: they admit at once, in this process, so that what is meas
 `concurrent` keeps 16 pairings under way; `alone` one, so it is the time that one caller waits. Every room is cancelled again,
 outside of the measured time, and every node sends its heartbeat every so many pairings as it would.
 
-`heartbeats` is what a daemon spends on a fleet that only its heartbeats are of: processor time for each heartbeat over HTTP, and the
-share of a core that it takes, without any, to know what is there (the overview, what has expired).
+`heartbeats` is what a daemon spends on a fleet that only its heartbeats are of: processor time for each heartbeat over HTTP, and
+the share of a core that it takes, without any, to know what is there (the overview, what has expired).
 
 `page keys` are the same pairings of requests with page keys (conversations of some turns over one system prompt, at nodes that keep
 prefixes), in the same run and by turns with the others, so the quotient is what pairing by overlap costs. `cpu_us` is the time of
@@ -312,7 +312,7 @@ def table(results: dict[str, Any]) -> str:
     ]
     beats = results["heartbeats"]
     lines.append(
-        f"{beats['instances']} nodes: {beats['registration_us']:.0f} us a registration, {beats['heartbeat_us']:.0f} us a heartbeat over "
-        f"HTTP, {beats['idle_cores']:.1%} of a core without any"
+        f"{beats['instances']} nodes: {beats['registration_us']:.0f} us a registration, {beats['heartbeat_us']:.0f} us a heartbeat "
+        f"over HTTP, {beats['idle_cores']:.1%} of a core without any"
     )
     return "\n".join(lines)
