@@ -27,11 +27,14 @@ from tests.helpers.stopping import stop
 from tests.integration.test_load_back import PAGE, Conversation, Setting, Tiers
 
 SETTING = Setting(HostLayout.PAGE_FIRST, DeviceLayout.LAYER_FIRST, CopyBackend.KERNEL, BackupPolicy.WRITE_THROUGH)
-PREFETCH_S = 2.0
+PREFETCH_S, PUT_S = 4.0, 8.0
+"""Long: nothing is missed for being slow on a machine that is busy."""
 BUSY_S = 10.0
-"""What a request may take besides on a machine that is busy."""
+"""What a request may take besides on such a machine."""
+REVIVED_S = 120.0
+"""For a store's process to be there again, and to be asked."""
 
-
+pytestmark = pytest.mark.timeout(3 * REVIVED_S)
 Below = tuple[StoreSettings, MooncakeServers | None]
 
 
@@ -53,7 +56,7 @@ def tiers(below: Below) -> Iterator[Tiers]:
         "model_revision": "1",
         "store": below[0].model_dump(mode="json"),
         "prefetch_s": PREFETCH_S,
-        "store_limits": {"failures": 2, "remember_s": 0.0, "settle_s": 1.0, "put_s": 3.0},
+        "store_limits": {"failures": 2, "remember_s": 0.0, "settle_s": 1.0, "put_s": PUT_S},
     }
     host = {"pages": 64, "layout": SETTING.host.value, "backend": SETTING.backend.value}
     with live_cluster(
@@ -71,7 +74,7 @@ def tiers(below: Below) -> Iterator[Tiers]:
 @pytest.fixture(autouse=True)
 def _stores_work(tiers: Tiers) -> Iterator[None]:
     for daemon in tiers.both:
-        eventually("its store is asked", lambda daemon=daemon: revived(tiers, daemon), 120.0)
+        eventually("its store is asked", lambda daemon=daemon: revived(tiers, daemon), REVIVED_S)
     yield
     for daemon in tiers.both:
         all_free(daemon)
@@ -84,6 +87,10 @@ def store(daemon: DaemonProcess) -> dict[str, Any]:
     return dict(found)
 
 
+def process_starts(daemon: DaemonProcess) -> float:
+    return metric(daemon, "kvbridge_store_process_starts_total", kind=store(daemon)["kind"])
+
+
 def stored(tiers: Tiers) -> None:
     """Wait until all that the devices have is on the host, and all of that in the store."""
     tiers.on_host()
@@ -93,14 +100,14 @@ def stored(tiers: Tiers) -> None:
             found = store(daemon)
             return not (found["waiting_prompts"] or found["unsettled"] or status(daemon)["prefixes"]["readers"])
 
-        eventually(f"{daemon.name} has written", settled)
+        eventually(f"{daemon.name} has written", settled, REVIVED_S)
 
 
 def forget(tiers: Tiers) -> None:
     """Device and host forget everything."""
     for daemon in tiers.both:
         all_free(daemon)
-        assert http("DELETE", daemon, "/v1/prefixes").status_code == 200
+        assert http("DELETE", daemon, "/v1/prefixes", params={"store": "keep"}).json()["store"]["outcome"] == "kept"
         counts = status(daemon)["pools"]
         assert not counts["full"]["cached"] + counts["full_twin"]["cached"]
 
@@ -120,6 +127,9 @@ def test_a_conversation_goes_on_from_the_store(tiers: Tiers) -> None:
         assert metric(daemon, "kvbridge_prefix_store_bytes_total", verb="get") > 0
         assert metric(daemon, "kvbridge_prefix_store_prefetches_total", outcome="found") >= 1
         assert metric(daemon, "kvbridge_prefix_store_state", state="closed") == 1
+        kind = store(daemon)["kind"]
+        assert metric(daemon, "kvbridge_store_breaker_open", kind=kind) == 0
+        assert metric(daemon, "kvbridge_store_process_starts_total", kind=kind) >= 1
 
 
 def test_every_turn_of_several_conversations_comes_from_the_store(tiers: Tiers) -> None:
@@ -141,6 +151,7 @@ def test_a_store_that_hangs_or_dies_costs_a_request_its_deadline_at_most(tiers: 
     stored(tiers)
     forget(tiers)
     pids = [store(daemon)["pid"] for daemon in tiers.both]
+    starts = [process_starts(daemon) for daemon in tiers.both]
     for pid in pids:
         if number is signal.SIGSTOP:
             stop(pid)
@@ -159,7 +170,9 @@ def test_a_store_that_hangs_or_dies_costs_a_request_its_deadline_at_most(tiers: 
     talk.end()
     for daemon, pid in zip(tiers.both, pids, strict=True):
         eventually("there is another process", lambda daemon=daemon, pid=pid: store(daemon)["pid"] not in {0, pid})
-        eventually("it is asked", lambda daemon=daemon: store(daemon)["state"] == "closed")
+        eventually("it is asked", lambda daemon=daemon: revived(tiers, daemon), REVIVED_S)
+    for daemon, before in zip(tiers.both, starts, strict=True):
+        assert process_starts(daemon) > before
     stored(tiers)
     forget(tiers)
     talk.begun = None
@@ -190,6 +203,10 @@ def test_a_store_that_lies_is_found_out_and_the_prompt_computed(
     name = "kvbridge_prefix_store_objects_total"
     found = sum(metric(daemon, name, verb="get", outcome=kind) for daemon in tiers.both)
     assert found >= 1, "by whoever asked first, and dropped then: for the other it is absent"
+    told = [
+        line for daemon in tiers.both for line in daemon.log(10_000).splitlines() if "store_objects_refused" in line
+    ]
+    assert any(f'"outcome": "{kind}"' in line for line in told)
     stored(tiers)
     forget(tiers)
     talk.begun = None
@@ -215,7 +232,7 @@ def test_requests_go_on_while_mooncakes_master_is_away(tiers: Tiers, below: Belo
     assert (begun.computed_tokens, claimed.prefix_tokens) == (0, 0)
     servers.start_master()
     for daemon in tiers.both:
-        eventually("it is asked again", lambda daemon=daemon: revived(tiers, daemon), 120.0)
+        eventually("it is asked again", lambda daemon=daemon: revived(tiers, daemon), REVIVED_S)
     numbers = count(500)
 
     def comes_back() -> bool:
@@ -228,7 +245,11 @@ def test_requests_go_on_while_mooncakes_master_is_away(tiers: Tiers, below: Belo
         begun, claimed = again.cross(3 * PAGE)
         return (begun.computed_tokens, claimed.prefix_tokens) == (2 * PAGE, 2 * PAGE)
 
-    eventually("prefixes come back", comes_back, 120.0)
+    eventually("prefixes come back", comes_back, REVIVED_S)
+
+
+_tries = count(1_000)
+"""Conversations of which no store has anything."""
 
 
 def revived(tiers: Tiers, daemon: DaemonProcess) -> bool:
@@ -237,8 +258,7 @@ def revived(tiers: Tiers, daemon: DaemonProcess) -> bool:
         return bool(store(daemon)["state"] == "closed")
     for each in tiers.both:
         all_free(each)
-    talk = Conversation(tiers, 1_000 + time.monotonic_ns() % 1_000_000)
-    talk.cross(2 * PAGE)
+    Conversation(tiers, next(_tries)).cross(2 * PAGE)
     return False
 
 
@@ -252,7 +272,7 @@ def test_daemons_that_are_killed_find_their_prefixes_in_the_store_again(tiers: T
         daemon.start()
     tiers.live.cluster.wait_ready()
     for daemon in tiers.both:
-        eventually("its store is asked", lambda daemon=daemon: store(daemon)["state"] == "closed")
+        eventually("its store is asked", lambda daemon=daemon: store(daemon)["state"] == "closed", REVIVED_S)
     talk.begun = None
     begun, claimed = talk.cross(4 * PAGE)
     assert (begun.computed_tokens, claimed.prefix_tokens) == (3 * PAGE, 3 * PAGE)

@@ -14,16 +14,19 @@ from kvbridge.config.pools import DeviceLayout, HostLayout
 from kvbridge.config.tier import BackupPolicy, CopyBackend
 from kvbridge.core.ids import Role
 from kvbridge.daemon.memory import file_prefix
+from kvbridge.engine import DecodeRoom, PrefillRoom
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.tier.journal import Contents, read_header, replay
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import http, live_cluster, status
+from tests.helpers.live_rooms import http, live_cluster, metric, status
 from tests.integration.test_load_back import PAGE, Conversation, Setting, Tiers
 
 SETTING = Setting(HostLayout.LAYER_FIRST, DeviceLayout.LAYER_FIRST, CopyBackend.KERNEL, BackupPolicy.WRITE_THROUGH)
 TIER = {"enabled": True, "model_name": "tiny", "model_revision": "1"}
 DEVICE = {"full": 24, "swa": 12, "request": 6}
 KEEP_S = 600
+
+pytestmark = pytest.mark.timeout(300)  # a pair of daemons is started up to three times
 
 
 def instance(role: Role) -> str:
@@ -65,14 +68,22 @@ def tiers() -> Iterator[Tiers]:
             path.unlink()
 
 
+def crossed(conversation: Conversation, tokens: int) -> tuple[PrefillRoom, DecodeRoom]:
+    """Have it cross, and wait until both journals have all of its pages, and prefill's every checkpoint that was asked for."""
+    begun, claimed = conversation.cross(tokens)
+    keys = conversation.keys(tokens)
+    for role in Role:
+        eventually("in the journal", lambda role=role: {*keys} <= {page.key for page in journal(role).pages.values()})
+    ends = {keys[stop // PAGE - 1] for stop in begun.checkpoints}
+    eventually("its checkpoints, too", lambda: ends <= journal(Role.PREFILL).checkpoints.keys())
+    return begun, claimed
+
+
 def warmed(tiers: Tiers, number: int, pages: int) -> Conversation:
     """A conversation that both journals have, its checkpoint too."""
     conversation = Conversation(tiers, number)
-    before = {role: len(journal(role).pages) for role in Role}
-    conversation.cross(pages * PAGE + 9)
-    for role in Role:
-        eventually("in the journal", lambda role=role: len(journal(role).pages) == before[role] + pages)
-    eventually("its checkpoint, too", lambda: journal(Role.PREFILL).checkpoints)
+    begun, _ = crossed(conversation, pages * PAGE + 9)
+    assert pages * PAGE in begun.checkpoints
     return conversation
 
 
@@ -111,12 +122,16 @@ def test_what_was_on_the_host_is_found_and_used(tiers: Tiers, how: signal.Signal
     for daemon in tiers.both:
         eventually("taken up", lambda daemon=daemon: on_host(daemon) == 4)
         assert status(daemon)["pools"]["full_twin"]["cached"] == 4
-    begun, claimed = conversation.cross(6 * PAGE + 9)
+    begun, claimed = crossed(conversation, 6 * PAGE + 9)
     assert (begun.host_tokens, claimed.host_tokens) == (4 * PAGE, 4 * PAGE)
     for daemon in tiers.both:
         assert not lines(daemon, "kept_pools_refused")
-        [restored] = lines(daemon, "prefixes_restored")
+        [restored] = eventually("looked at", lambda daemon=daemon: lines(daemon, "prefixes_restored"))
         assert '"lost": 0' in restored
+        assert metric(daemon, "kvbridge_kept_pages", outcome="restored") == 4
+        found = status(daemon)["kept_pools"]
+        assert (found["restored_pages"], found["waiting_pages"], found["lost_pages"], found["refused"]) == (4, 0, 0, "")
+        assert found["restored_bytes"] > 0
     end_and_start(tiers, how)  # and once more, with what has come since
     begun, claimed = conversation.cross(7 * PAGE + 9)
     assert (begun.host_tokens, claimed.host_tokens) == (6 * PAGE, 6 * PAGE)
@@ -153,6 +168,8 @@ def test_a_pool_of_another_layout_is_refused_and_made_anew(tiers: Tiers) -> None
     end_and_start(tiers, signal.SIGTERM, layout="page_first")
     for daemon in tiers.both:
         assert "its layout is" in lines(daemon, "kept_pools_refused")[0]
+        assert "its layout is" in status(daemon)["kept_pools"]["refused"]
+        assert metric(daemon, "kvbridge_kept_pages", outcome="refused") == 3
         assert on_host(daemon) == 0
     begun, claimed = conversation.cross(3 * PAGE + 9)
     assert (begun.host_tokens, claimed.host_tokens) == (0, 0)
