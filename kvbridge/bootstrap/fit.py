@@ -82,7 +82,7 @@ class Ranking:
         instances = tuple(instances)
         prefill = _ready(instances, Role.PREFILL, request)
         decode = _ready(instances, Role.DECODE, request)
-        known: dict[tuple[object, ...], Pages] = {}
+        known: dict[tuple[str, ...], Pages] = {}
         sides: dict[Way, tuple[list[_Option], list[_Option]]] = {}
         for side, of_role in enumerate((prefill, decode)):
             for instance in of_role:
@@ -134,15 +134,16 @@ def _pair_order(pair: tuple[_Option, _Option]) -> tuple[bool, float, int, str, s
 
 
 def _option(
-    instance: Instance, request: PairRequest, known: dict[tuple[object, ...], Pages], held: float
+    instance: Instance, request: PairRequest, known: dict[tuple[str, ...], Pages], held: float
 ) -> _Option | None:
     """Return an instance's option; None when its pools could never hold the request. `known`: demands of nodes that are alike."""
     needed: Pages = {}
     share = 1.0
     for record in instance.nodes:
-        registration, load = record.registration, record.beat.load
-        alike = (registration.fingerprint, registration.role, registration.host)
-        needed = known[alike] if alike in known else known.setdefault(alike, demand(registration, request))
+        entry, load = record.entry, record.beat.load
+        if (found := known.get(entry.kind)) is None:
+            found = known[entry.kind] = demand(entry.registration, request)
+        needed = found
         share = min(share, free_share(load, needed, record.charged_pages))
         if share < 0 and any(0 < load.total_pages.get(space, 0) < count for space, count in needed.items()):
             return None  # it does not only look full

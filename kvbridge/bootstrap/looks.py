@@ -29,7 +29,7 @@ from kvbridge.core.ids import Role
 from kvbridge.telemetry.events import PrefixGuessed
 from kvbridge.tier.keys import Keys
 
-DRAWN: Final = (6, 64)
+DRAWN: Final = (5, 64)
 """Instances of each role that are drawn for a request: at first, and with the freest ones when no pair of those has place."""
 
 

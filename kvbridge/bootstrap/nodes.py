@@ -51,6 +51,12 @@ class NodeEntry(FrozenModel):
         """See `ways_of`; every pairing asks for it."""
         return ways_of(self.registration)
 
+    @cached_property
+    def kind(self) -> tuple[str, ...]:
+        """Equal on nodes of which a request needs equally many pages: model, role, components in the host pool, as strings."""
+        of = self.registration
+        return of.fingerprint, of.role.value, *(kind.value for kind in of.host)
+
     @property
     def beat(self) -> NodeHeartbeat:
         """What the node said of itself when it registered."""
@@ -279,7 +285,8 @@ def by_instance(records: Iterable[NodeRecord]) -> tuple[Instance, ...]:
     for record in records:
         grouped.setdefault(record.entry.registration.instance, []).append(record)
     for nodes in grouped.values():
-        nodes.sort(key=lambda record: record.entry.registration.node)
+        if len(nodes) > 1:
+            nodes.sort(key=lambda record: record.entry.registration.node)
     return tuple(Instance(name, tuple(nodes), nodes[0].registration) for name, nodes in sorted(grouped.items()))
 
 

@@ -160,12 +160,19 @@ def digests(results: Results) -> str:
 
 def directories(results: Results) -> str:
     """Pairings a second, by where the directory is."""
+    found = results["directory"]
     rows = tuple(
-        (name, number(case["per_s"]), f"{case['alone_median_ms']:.2f} ({case['alone_p99_ms']:.2f})")
-        for name, case in results["directory"].items()
+        (name, number(case["per_s"]), f"{case['cpu_us']:.0f}", f"{case['alone_median_ms']:.2f} ({case['alone_p99_ms']:.2f})")
+        for name, case in found.items()
         if name not in {"prefixes", "heartbeats"}
     )
-    return markdown(Table("", ("directory", "pairings/s", "one alone ms"), rows))
+    beats = found["heartbeats"]
+    said = (
+        f"{beats['instances']:,} nodes: {beats['registration_us']:,.0f} us of bootstrap's processor time for a registration, "
+        f"{beats['heartbeat_us']:,.0f} us for a heartbeat, over HTTP, and {beats['idle_cores']:.1%} of a core without any."
+    )
+    table = Table("", ("directory", "pairings/s", "processor us for each", "one alone ms"), rows)
+    return f"{_machine(results)}\n\n{markdown(table)}\n\n{said}"
 
 
 def fleets(results: Results) -> str:
@@ -484,7 +491,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "overheads": (CPU, overheads),
     "load": (LOAD, loads),
     "digests": (LOAD, digests),
-    "directory": (LOAD, directories),
+    "directory": ("directory-2-cores.json", directories),
     "fleet": ("fleet-1000-instances.json", fleets),
     "soak": ("soak-100000-2-cores.json", soak),
     "shared soak": ("soak-shared-100000-2-cores.json", soak),

@@ -103,7 +103,7 @@ class MemoryStore:
         drawn = set(names)
         for role in Role if count else ():
             group = self._grouped().get((role, fingerprint), [])
-            drawn.update(group if len(group) <= count else self._chance.sample(group, count))
+            drawn |= set(group) if len(group) <= count else self._some(group, count)
         return tuple(self._records(drawn))
 
     async def of_instance(self, instance: str) -> InstanceNodes:
@@ -143,7 +143,9 @@ class MemoryStore:
         for key, counts in pages.items():
             if (node := self._live(key)) is not None:
                 # Another dictionary: records that were given out keep what they said.
-                node.pages = {space: node.pages.get(space, 0) + counts.get(space, 0) for space in node.pages | counts}
+                node.pages = {
+                    space: node.pages.get(space, 0) + counts.get(space, 0) for space in {**node.pages, **counts}
+                }
                 node.rooms += 1
 
     async def expire(self) -> tuple[NodeKey, ...]:
@@ -180,11 +182,19 @@ class MemoryStore:
         if not self._instances[name].nodes:
             del self._instances[name]
 
+    def _some(self, group: Sequence[str], count: int) -> set[str]:
+        found: set[str] = set()
+        while len(found) < count:
+            found.add(group[int(self._chance.random() * len(group))])
+        return found
+
     def _records(self, names: Iterable[str]) -> Iterator[NodeRecord]:
         now_s = self._clock()
         for name in names:
-            if (instance := self._instances.get(name)) is not None:
-                yield from (self._record(node, now_s) for node in instance.nodes.values() if self._lives(node, now_s))
+            instance = self._instances.get(name)
+            for node in instance.nodes.values() if instance else ():
+                if self._lives(node, now_s):
+                    yield self._record(node, now_s)
 
     def _lives(self, node: _Node, now_s: float) -> bool:
         return now_s - node.seen_s <= self._expire_after_s
