@@ -55,6 +55,8 @@ from tests.helpers.redis_server import redis_server
 
 INSTANCES = (10, 1000)
 PAIRINGS = 600
+TURNS = 5
+"""Of these the middle one counts, by processor time."""
 WARM_UP = 50
 CONCURRENT = 16
 BEAT_EVERY = 300
@@ -148,8 +150,11 @@ async def _measure(store: MemoryStore | RedisStore, instances: int, pairings: in
             waits_ms[with_keys].append((time.perf_counter() - begun_s) * 1e3)
     found: dict[bool, dict[str, float]] = {}
     for with_keys, requests in ((False, plain), (True, keyed)):
-        await _beats(directory, nodes)
-        found[with_keys] = await _many(service, requests, pairings) | _alone(waits_ms[with_keys])
+        turns = []
+        for _ in range(TURNS):
+            await _beats(directory, nodes)
+            turns.append(await _many(service, requests, pairings))
+        found[with_keys] = sorted(turns, key=lambda turn: turn["cpu_us"])[TURNS // 2] | _alone(waits_ms[with_keys])
     return found
 
 

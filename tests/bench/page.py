@@ -162,7 +162,12 @@ def directories(results: Results) -> str:
     """Pairings a second, by where the directory is."""
     found = results["directory"]
     rows = tuple(
-        (name, number(case["per_s"]), f"{case['cpu_us']:.0f}", f"{case['alone_median_ms']:.2f} ({case['alone_p99_ms']:.2f})")
+        (
+            name,
+            number(case["per_s"]),
+            f"{case['cpu_us']:.0f}",
+            f"{case['alone_median_ms']:.2f} ({case['alone_p99_ms']:.2f})",
+        )
         for name, case in found.items()
         if name not in {"prefixes", "heartbeats"}
     )
