@@ -10,7 +10,8 @@ to is a refused reservation: the daemons decide.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import nlargest
 from typing import Protocol
 
 import structlog
@@ -39,6 +40,10 @@ REGISTER_ATTEMPTS = 16
 """Registrations of one instance that may come in between, one after another, before a node is told to come again."""
 
 
+FREEST = 16
+"""Of each role, so many instances that have the most free pages are remembered."""
+
+
 class DaemonsPort(Protocol):
     """The endpoints of all daemons, by URL."""
 
@@ -57,6 +62,7 @@ class Directory:
         self._store = store
         self._daemons = daemons
         self._probe_s = probe_s
+        self._freest: dict[str, list[str]] = {}
 
     async def register(self, registration: NodeRegistration) -> Registered:
         """Add a node, or replace its former incarnation if that is gone.
@@ -137,7 +143,17 @@ class Directory:
 
     async def instances(self) -> tuple[Instance, ...]:
         """Return every instance with a live node, ordered by name, its nodes too."""
-        return by_instance(await self._store.nodes())
+        instances = by_instance(await self._store.nodes())
+        self._freest = _freest(instances)
+        return instances
+
+    async def draw(self, count: int, fingerprint: str = "", names: Sequence[str] = ()) -> tuple[Instance, ...]:
+        """Return `count` instances of each role, drawn at random (of this fingerprint, where one is given), and those named."""
+        return by_instance(await self._store.draw(count, fingerprint, names))
+
+    def freest(self, fingerprint: str = "") -> Sequence[str]:
+        """Return who had the most free pages, of both roles, when all instances were looked at last, as the overview does."""
+        return self._freest.get(fingerprint, ())
 
     async def listing(self) -> tuple[InstanceView, ...]:
         """Return what operators see."""
@@ -145,12 +161,25 @@ class Directory:
         found = incompatible(instances)
         return tuple(instance.view(found.get(instance.name, "")) for instance in instances)
 
-    async def charge(self, instance: Instance, pages: Mapping[str, int]) -> None:
-        """Count a room against an instance's nodes until their next heartbeats tell the truth.
+    async def charge(self, pages: Iterable[tuple[Instance, Mapping[str, int]]]) -> None:
+        """Count a room against all nodes of instances until their next heartbeats tell the truth.
 
         Without it every request between two heartbeats would go to the same, least busy instance.
         """
-        await self._store.charge(instance.keys, pages)
+        await self._store.charge({key: counts for instance, counts in pages for key in instance.keys})
+
+
+def _freest(instances: Iterable[Instance]) -> dict[str, list[str]]:
+    """By fingerprint, and those of all under the fingerprint ""."""
+    groups: dict[tuple[str, Role], list[tuple[float, str]]] = {}
+    for instance in instances:
+        if instance.ready:
+            for fingerprint in ("", instance.fingerprint):
+                groups.setdefault((fingerprint, instance.role), []).append((instance.free_share, instance.name))
+    found: dict[str, list[str]] = {}
+    for (fingerprint, _), of_role in groups.items():
+        found.setdefault(fingerprint, []).extend(name for _, name in nlargest(FREEST, of_role))
+    return found
 
 
 def absences(listing: Iterable[InstanceView]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ Owns: demand, fit, order of preference. Must not know: HTTP, reservations, time.
 An instance is *free* by the share of its scarcest pool that would be left after the request; a negative share says that it looks
 full. Cached pages that nobody reads count as left. One that is likely to hold the beginning of the prompt (`prefixes.py`) gets half
 of the share that it holds on top: to hold all of it is worth half a pool that is free, and never one that looks full. The best pair
-has the largest sum of both; equal ones go by fewer rooms, then by name, so that the choice is the same wherever it is made. Each of
+has the largest sum of both; equal ones go by fewer rooms, then by name, so that the same instances make the same choice. Each of
 these is a sum, or an order, of one part for each side: the best pair is the best prefill with the best decode instance, and nobody
 has to look at all pairs.
 
@@ -82,7 +82,7 @@ class Ranking:
         instances = tuple(instances)
         prefill = _ready(instances, Role.PREFILL, request)
         decode = _ready(instances, Role.DECODE, request)
-        known: dict[tuple[object, ...], Pages] = {}
+        known: dict[tuple[str, ...], Pages] = {}
         sides: dict[Way, tuple[list[_Option], list[_Option]]] = {}
         for side, of_role in enumerate((prefill, decode)):
             for instance in of_role:
@@ -93,6 +93,11 @@ class Ranking:
         """Prefill and decode of each way to be a pair."""
         if not self._sides:
             raise _no_pair(prefill, decode, request)
+
+    @property
+    def looks_full(self) -> bool:
+        """Whether every pair does."""
+        return all(_looks_full((min(senders), min(receivers))) for senders, receivers in self._sides)
 
     def best(self, *, without: Collection[str] = ()) -> Candidate | None:
         """Return the best pair of instances that are not named in `without`; None when none is left."""
@@ -129,15 +134,16 @@ def _pair_order(pair: tuple[_Option, _Option]) -> tuple[bool, float, int, str, s
 
 
 def _option(
-    instance: Instance, request: PairRequest, known: dict[tuple[object, ...], Pages], held: float
+    instance: Instance, request: PairRequest, known: dict[tuple[str, ...], Pages], held: float
 ) -> _Option | None:
     """Return an instance's option; None when its pools could never hold the request. `known`: demands of nodes that are alike."""
     needed: Pages = {}
     share = 1.0
     for record in instance.nodes:
-        registration, load = record.registration, record.beat.load
-        alike = (registration.fingerprint, registration.role, registration.host)
-        needed = known[alike] if alike in known else known.setdefault(alike, demand(registration, request))
+        entry, load = record.entry, record.beat.load
+        if (found := known.get(entry.kind)) is None:
+            found = known[entry.kind] = demand(entry.registration, request)
+        needed = found
         share = min(share, free_share(load, needed, record.charged_pages))
         if share < 0 and any(0 < load.total_pages.get(space, 0) < count for space, count in needed.items()):
             return None  # it does not only look full
@@ -162,9 +168,11 @@ def free_share(load: Load, needed: Pages, charged: Mapping[str, int]) -> float:
     Pools that a node does not report, or reports as empty of pages altogether, set no limit here.
     """
     least = math.inf
+    totals, available = load.total_pages, load.available_pages
     for space, count in needed.items():
-        if total := load.total_pages.get(space, 0):
-            least = min(least, (load.available_pages.get(space, 0) - charged.get(space, 0) - count) / total)
+        if total := totals.get(space, 0):
+            share = (available.get(space, 0) - charged.get(space, 0) - count) / total
+            least = min(least, share)
     return 1.0 if least == math.inf else least
 
 
@@ -176,7 +184,9 @@ def _ready(instances: tuple[Instance, ...], role: Role, request: PairRequest) ->
     if ready:
         return ready
     model = f" with fingerprint {request.fingerprint}" if request.fingerprint else ""
-    reasons = "; ".join(f"'{instance.name}': {', '.join(instance.reasons())}" for instance in of_role)
+    reasons = "; ".join(f"'{instance.name}': {', '.join(instance.reasons())}" for instance in of_role[:SHOWN])
+    if len(of_role) > SHOWN:
+        reasons += f"; and {len(of_role) - SHOWN} more"
     raise NotReadyError(f"no {role} instance{model} is ready: {reasons or 'none is registered'}")
 
 

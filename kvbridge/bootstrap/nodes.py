@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 
 from kvbridge.api.directory import (
@@ -44,6 +45,17 @@ class NodeEntry(FrozenModel):
     def key(self) -> NodeKey:
         """What the entry is stored under."""
         return self.registration.instance, self.registration.node
+
+    @cached_property
+    def ways(self) -> tuple[Way, ...]:
+        """See `ways_of`; every pairing asks for it."""
+        return ways_of(self.registration)
+
+    @cached_property
+    def kind(self) -> tuple[str, ...]:
+        """Equal on nodes of which a request needs equally many pages: model, role, components in the host pool, as strings."""
+        of = self.registration
+        return of.fingerprint, of.role.value, *(kind.value for kind in of.host)
 
     @property
     def beat(self) -> NodeHeartbeat:
@@ -117,7 +129,7 @@ class Instance:
     @property
     def ways(self) -> tuple[Way, ...]:
         """See `ways_of`."""
-        return ways_of(self.first)
+        return self.nodes[0].entry.ways
 
     @property
     def keys(self) -> tuple[NodeKey, ...]:
@@ -128,6 +140,16 @@ class Instance:
     def rooms(self) -> int:
         """Rooms on the busiest node."""
         return max(record.beat.load.rooms + record.charged_rooms for record in self.nodes)
+
+    @property
+    def free_share(self) -> float:
+        """The share of the scarcest pool that is free on any of its nodes."""
+        return min(
+            (record.beat.load.available_pages.get(space, 0) - record.charged_pages.get(space, 0)) / total
+            for record in self.nodes
+            for space, total in (record.beat.load.total_pages or {"": 1}).items()
+            if total
+        )
 
     @property
     def http_urls(self) -> tuple[str, ...]:
@@ -186,8 +208,8 @@ class Instance:
         )
 
 
-Way = tuple[str, ControlMode, ModelIdentity | None]
-"""The form of the model, how nodes meet, and which model is held."""
+Way = tuple[str, str, tuple[str, str] | None]
+"""The form of the model, how nodes meet, name and revision of the model that is held. Plain strings, whose hashes are quick."""
 
 
 def ways_of(of: NodeRegistration | InstanceView) -> tuple[Way, ...]:
@@ -196,8 +218,10 @@ def ways_of(of: NodeRegistration | InstanceView) -> tuple[Way, ...]:
     A decode instance that does not say which model it holds takes pages of any: every prefill instance has that way, too. One that
     says it takes those of its own (`identity_conflict`).
     """
-    held = {of.model_identity, None} if of.role is Role.PREFILL else {of.model_identity}
-    return tuple((of.fingerprint, mode, model) for mode in of.meets_by for model in held)
+    model = of.model_identity
+    own = (model.name, model.revision) if model else None
+    held = {own, None} if of.role is Role.PREFILL else {own}
+    return tuple((of.fingerprint, mode.value, one) for mode in of.meets_by for one in held)
 
 
 MODES_REMEDY = "give all of them keys (control.curve.secret_key_file), or none (and `insecure`, beyond one machine)"
@@ -258,9 +282,12 @@ def _other_model(ours: Instance, stranger: Instance) -> str:
 def by_instance(records: Iterable[NodeRecord]) -> tuple[Instance, ...]:
     """Return the instances that the records make up, ordered by name, their nodes too."""
     grouped: dict[str, list[NodeRecord]] = {}
-    for record in sorted(records, key=lambda record: record.entry.key):
-        grouped.setdefault(record.registration.instance, []).append(record)
-    return tuple(Instance(name, tuple(nodes), nodes[0].registration) for name, nodes in grouped.items())
+    for record in records:
+        grouped.setdefault(record.entry.registration.instance, []).append(record)
+    for nodes in grouped.values():
+        if len(nodes) > 1:
+            nodes.sort(key=lambda record: record.entry.registration.node)
+    return tuple(Instance(name, tuple(nodes), nodes[0].registration) for name, nodes in sorted(grouped.items()))
 
 
 def node_view(record: NodeRecord) -> NodeView:

@@ -1,7 +1,7 @@
 """From a request to a ticket: reserve both ends of the best pair, or leave nothing behind.
 
-Owns: the order of reservations, their undoing, what a ticket says. Must not know: HTTP, how pairs are ranked, how a daemon is
-asked, where rooms are kept.
+Owns: the order of reservations, their undoing, what a ticket says. Must not know: HTTP, how and among whom a pair is chosen, how a
+daemon is asked, where rooms are kept.
 
 Prefill is reserved first. Until decode admits a room nobody has offered anything: giving a prefill reservation back is
 one local step, and an offer never arrives before its room. The other way round decode grants a lease on its pages and
@@ -30,9 +30,10 @@ from kvbridge.api.directory import PairRequest, Ticket, TicketEnd
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.ends import NOTHING_TO_CANCEL, PairReport, ReservePort, RoomEnds, pair_report
-from kvbridge.bootstrap.fit import Candidate, Ranking
+from kvbridge.bootstrap.fit import Candidate
+from kvbridge.bootstrap.looks import Looks
 from kvbridge.bootstrap.nodes import Instance
-from kvbridge.bootstrap.prefixes import guess_held_pages, judge, keeps_prefixes, noted_keys
+from kvbridge.bootstrap.prefixes import noted_keys
 from kvbridge.bootstrap.stores.base import Claim, RoomStore
 from kvbridge.config.schema import PairingConfig
 from kvbridge.config.timeouts import BootstrapTimeouts
@@ -52,7 +53,7 @@ from kvbridge.core.errors import (
 from kvbridge.core.ids import ROOM_BITS, Role
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.telemetry.context import TRACE
-from kvbridge.telemetry.events import PairingEnded, PrefixGuessed
+from kvbridge.telemetry.events import PairingEnded
 from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.keys import Keys
 
@@ -115,6 +116,7 @@ class PairingService:
         self._clock = clock
         self._directory = directory
         self._rooms = rooms
+        self._looks = Looks(directory, rooms)
         self._events = EventStream(clock)
         self._ends = RoomEnds(port, timeouts, self._events, clock)
         self._config = config
@@ -258,20 +260,17 @@ class PairingService:
 
     async def _try_candidates(self, attempt: _Attempt) -> Ticket:
         """Try the best pair, then the best without those who refused; of pairs that look full, only one."""
-        instances = await self._directory.instances()
-        guessed = await self._guess(attempt.keys, instances)
-        shares = {name: pages / len(attempt.keys) for name, pages in guessed.items()}
-        ranking = Ranking(instances, attempt.request, shares)
+        look = await self._looks.look(attempt.request, attempt.keys)
         refusals: list[_Refusal] = []
         looks_full = False
         while len(refusals) < self._config.attempts and not looks_full:
-            candidate = ranking.best(without={refusal.instance for refusal in refusals})
+            candidate = look.ranking.best(without={refusal.instance for refusal in refusals})
             if candidate is None:
                 break
             outcome = await self._reserve(attempt, candidate)
             if isinstance(outcome, Ticket):
-                if attempt.keys:
-                    self._judge(outcome, guessed, instances)
+                for fact in look.judged(outcome) if attempt.keys else ():
+                    self._events.emit(fact)
                 return outcome
             log.warning(
                 "reservation_refused", room=attempt.room, peer_instance=outcome.instance, reason=str(outcome.error)
@@ -279,22 +278,6 @@ class PairingService:
             refusals.append(outcome)
             looks_full = candidate.looks_full
         raise self._nobody(attempt.room, refusals)
-
-    async def _guess(self, keys: Keys, instances: tuple[Instance, ...]) -> dict[str, int]:
-        """Return how many pages of a prompt instances are likely to hold, by name."""
-        if not (keys and any(map(keeps_prefixes, instances))):
-            return {}
-        return guess_held_pages(instances, await self._rooms.noted(noted_keys(keys)), len(keys))
-
-    def _judge(self, ticket: Ticket, guessed: dict[str, int], instances: tuple[Instance, ...]) -> None:
-        ends = (
-            (Role.PREFILL, ticket.prefill, ticket.computed_tokens),
-            (Role.DECODE, ticket.decode, ticket.prefix_tokens),
-        )
-        for role, end, held_tokens in ends:
-            of_role = (instance.name for instance in instances if instance.role is role)
-            guess = judge(end.instance, held_tokens, guessed, of_role)
-            self._events.emit(PrefixGuessed(role=role.value, guess=guess.value))
 
     def _nobody(self, room: int, refusals: list[_Refusal]) -> CapacityError:
         """Full beats a client's limit beats unreachable: the caller is told to come back, and every cause is named."""
@@ -316,8 +299,8 @@ class PairingService:
         # One clock for both ends and the ticket; what waiting may take comes on top.
         attempt.use_until_s = self._clock() + self._wait_left_s(attempt) + self._timeouts.ticket_s
         # Before anybody is asked: others who are pairing meanwhile should see it, and the nodes' own heartbeats come after it.
-        for instance in (candidate.prefill, candidate.decode):
-            await self._directory.charge(instance, candidate.demands[instance.name])
+        ends = (candidate.prefill, candidate.decode)
+        await self._directory.charge((instance, candidate.demands[instance.name]) for instance in ends)
         asked: list[str] = []
         reports: list[RoomReport] = []
         kept = False

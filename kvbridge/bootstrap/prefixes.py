@@ -13,9 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from typing import Final
 
 from kvbridge.bootstrap.nodes import Instance
 from kvbridge.tier.keys import Keys
+
+HOLDERS: Final = 16
+"""Instances that are looked at because they may hold the beginning of a prompt."""
 
 Notes = Mapping[str, float]
 """Who was given a prompt that begins so: seconds ago, by instance."""
@@ -51,6 +55,16 @@ def noted_pages(page_count: int) -> list[int]:
 def noted_keys(keys: Keys) -> list[bytes]:
     """Return the keys under which a prompt is noted, the shortest beginning first."""
     return [keys[pages - 1] for pages in noted_pages(len(keys))]
+
+
+def holders(notes: Sequence[Notes]) -> list[str]:
+    """Return who was given the longest beginnings of a prompt, and of equal ones the latest: at most HOLDERS names, best first."""
+    found: dict[str, None] = {}
+    for ages_s in reversed(notes):
+        found |= dict.fromkeys(sorted(ages_s, key=ages_s.__getitem__))
+        if len(found) >= HOLDERS:
+            break
+    return list(found)[:HOLDERS]
 
 
 def keeps_prefixes(instance: Instance) -> bool:

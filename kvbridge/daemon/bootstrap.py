@@ -2,8 +2,8 @@
 
 Owns: how they and their store are put together, and the overview that operators are shown. Must not know: how a store keeps things.
 
-`/ready`, `/status` and `/metrics` are answered from an overview that is at most `OVERVIEW_S` old and a store call older, so that
-they never wait for a store that hangs.
+`/ready`, `/status` and `/metrics` are answered from an overview, so that they never wait for a store that hangs. It is taken every
+`OVERVIEW_S`, and less often where the fleet is so large that it would take more than a small part of the time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ from kvbridge.telemetry.service_metrics import HEARTBEAT_AGE, INSTANCES, PAIRING
 log = structlog.get_logger(__name__)
 
 OVERVIEW_S = 0.25
-"""How often the overview is taken, and what has expired is forgotten."""
+"""How often the overview is taken, and what has expired is forgotten, at most."""
+OVERVIEW_PAUSE = 24
+"""An overview that takes a while is followed by a pause so many times as long: a thousand nodes cost some 4 % of the time."""
 
 
 class Store(NodeStore, RoomStore, Protocol):
@@ -175,9 +177,12 @@ class BootstrapDaemon:
             remove_endpoint(self._endpoint_dir, self.incarnation)
 
     async def _sweep(self) -> None:
+        took_s = 0.0
         while True:
-            await asyncio.sleep(OVERVIEW_S)
+            await asyncio.sleep(max(OVERVIEW_S, OVERVIEW_PAUSE * took_s))
+            begun_s = time.thread_time()
             await self._look()
+            took_s = time.thread_time() - begun_s
             self._told.look(self.readiness())
             self._traces.look()
 

@@ -22,6 +22,7 @@ from kvbridge.testbed.progress import ShownProgress
 from tests.bench import (
     bench_digest,
     bench_directory,
+    bench_fleet,
     bench_load,
     bench_overhead,
     bench_plan,
@@ -48,6 +49,7 @@ BENCHMARKS: dict[str, Any] = {
     "warm_restart": bench_warm_restart,
     "overhead": bench_overhead,
     "directory": bench_directory,
+    "fleet": bench_fleet,
     "store": bench_store,
     "digest": bench_digest,
     "telemetry": bench_telemetry,

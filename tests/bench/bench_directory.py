@@ -4,6 +4,9 @@ Daemons are not there: they admit at once, in this process, so that what is meas
 `concurrent` keeps 16 pairings under way; `alone` one, so it is the time that one caller waits. Every room is cancelled again,
 outside of the measured time, and every node sends its heartbeat every so many pairings as it would.
 
+`heartbeats` is what a daemon spends on a fleet that only its heartbeats are of: processor time for each heartbeat over HTTP, and
+the share of a core that it takes, without any, to know what is there (the overview, what has expired).
+
 `page keys` are the same pairings of requests with page keys (conversations of some turns over one system prompt, at nodes that keep
 prefixes), in the same run and by turns with the others, so the quotient is what pairing by overlap costs. `cpu_us` is the time of
 this process for one of many pairings. `prefixes` is what the rest costs at a million pages: what each heartbeat says more, how
@@ -16,13 +19,16 @@ import asyncio
 import secrets
 import statistics
 import sys
+import tempfile
 import time
 import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest, Ticket, TicketEnd
 from kvbridge.api.rooms import AdmissionRequest, PeerAddress, RoomReport
@@ -39,17 +45,21 @@ from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.session.states import RoomState
+from kvbridge.http.client import DirectoryClient
 from kvbridge.pool.accounts.book import PageBook
+from kvbridge.testbed.cluster import DaemonProcess
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import KEY_BYTES, Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from tests.helpers.redis_server import redis_server
 
-INSTANCES = (2, 100)
+INSTANCES = (10, 1000)
 PAIRINGS = 600
+TURNS = 5
+"""Of these the middle one counts, by processor time."""
 WARM_UP = 50
 CONCURRENT = 16
-BEAT_EVERY = 50
+BEAT_EVERY = 300
 PAGES = 100_000
 CONVERSATIONS = 16
 INDEX_PAGES, PATH_PAGES, NOTES = 1_000_000, 500, 20_000
@@ -93,7 +103,7 @@ class Uncounted:
 
 def run(*, pairings: int = PAIRINGS) -> dict[str, Any]:
     """Return pairings a second and milliseconds, by store and number of instances."""
-    return asyncio.run(_run(pairings)) | {"prefixes": hint_costs()}
+    return asyncio.run(_run(pairings)) | {"prefixes": hint_costs(), "heartbeats": asyncio.run(heartbeat_costs())}
 
 
 async def _run(pairings: int) -> dict[str, Any]:
@@ -140,8 +150,11 @@ async def _measure(store: MemoryStore | RedisStore, instances: int, pairings: in
             waits_ms[with_keys].append((time.perf_counter() - begun_s) * 1e3)
     found: dict[bool, dict[str, float]] = {}
     for with_keys, requests in ((False, plain), (True, keyed)):
-        await _beats(directory, nodes)
-        found[with_keys] = await _many(service, requests, pairings) | _alone(waits_ms[with_keys])
+        turns = []
+        for _ in range(TURNS):
+            await _beats(directory, nodes)
+            turns.append(await _many(service, requests, pairings))
+        found[with_keys] = sorted(turns, key=lambda turn: turn["cpu_us"])[TURNS // 2] | _alone(waits_ms[with_keys])
     return found
 
 
@@ -200,6 +213,46 @@ def hint_costs() -> dict[str, float]:
     }
 
 
+async def heartbeat_costs(instances: int = INSTANCES[-1], rounds: int = 3, idle_s: float = 5.0) -> dict[str, float]:
+    """Processor time of a bootstrap process with so many nodes of one instance each."""
+    with tempfile.TemporaryDirectory(prefix="kvb-") as name:
+        folder = Path(name)
+        config = {"http": {"port": 0}, "directory": {"expire_after_s": 600.0}}
+        daemon = DaemonProcess("bootstrap", "bootstrap", folder, config, ends_with_us=True)
+        daemon.arguments = ("--endpoint-dir", str(daemon.runtime_dir))
+        daemon.start()
+        client = DirectoryClient(daemon.url, timeout_s=60.0)
+        try:
+            nodes = [_node(number) for number in range(instances)]
+            spent = _spent_s(daemon.process.pid)
+            for node in nodes:
+                await client.register(node)
+            registered_s = _spent_s(daemon.process.pid) - spent
+            begun_s, spent = time.monotonic(), _spent_s(daemon.process.pid)
+            await asyncio.sleep(idle_s)
+            idle = (_spent_s(daemon.process.pid) - spent) / (time.monotonic() - begun_s)
+            begun_s, spent = time.monotonic(), _spent_s(daemon.process.pid)
+            for node in nodes * rounds:
+                beat = NodeHeartbeat(incarnation=node.incarnation, ready=True, load=node.load)
+                await client.heartbeat(node.instance, node.node, beat)
+            told_s = _spent_s(daemon.process.pid) - spent - idle * (time.monotonic() - begun_s)
+        finally:
+            await client.close()
+            daemon.stop()
+    return {
+        "instances": instances,
+        "registration_us": registered_s / instances * 1e6,
+        "heartbeat_us": told_s / (instances * rounds) * 1e6,
+        "idle_cores": idle,
+    }
+
+
+def _spent_s(pid: int) -> float:
+    """Processor time of a process until now."""
+    spent = psutil.Process(pid).cpu_times()
+    return float(spent.user + spent.system)
+
+
 async def _note_bytes() -> float:
     store, ends = MemoryStore(expire_after_s=600.0, rooms=TIMES), [_end(name) for name in ("prefill-0", "decode-0")]
     claim = await store.claim(1, generations=1)
@@ -249,7 +302,7 @@ def _node(number: int) -> NodeRegistration:
 
 def table(results: dict[str, Any]) -> str:
     """Lay the figures out for reading."""
-    cases = {name: figures for name, figures in results.items() if name != "prefixes"}
+    cases = {name: figures for name, figures in results.items() if name not in {"prefixes", "heartbeats"}}
     lines = [f"{'store':<32} {'pairings/s':>11} {'alone, median ms':>17} {'p99 ms':>8} {'cpu us':>8}"]
     lines += [
         f"{name:<32} {figures['per_s']:>11.0f} {figures['alone_median_ms']:>17.2f} {figures['alone_p99_ms']:>8.2f} "
@@ -262,4 +315,9 @@ def table(results: dict[str, Any]) -> str:
         f"known in {costs['kept_s_us']:.1f} us",
         f"a note at bootstrap: {costs['note_bytes']:.0f} bytes",
     ]
+    beats = results["heartbeats"]
+    lines.append(
+        f"{beats['instances']} nodes: {beats['registration_us']:.0f} us a registration, {beats['heartbeat_us']:.0f} us a heartbeat "
+        f"over HTTP, {beats['idle_cores']:.1%} of a core without any"
+    )
     return "\n".join(lines)

@@ -160,12 +160,49 @@ def digests(results: Results) -> str:
 
 def directories(results: Results) -> str:
     """Pairings a second, by where the directory is."""
+    found = results["directory"]
     rows = tuple(
-        (name, number(case["per_s"]), f"{case['alone_median_ms']:.2f} ({case['alone_p99_ms']:.2f})")
-        for name, case in results["directory"].items()
-        if name != "prefixes"
+        (
+            name,
+            number(case["per_s"]),
+            f"{case['cpu_us']:.0f}",
+            f"{case['alone_median_ms']:.2f} ({case['alone_p99_ms']:.2f})",
+        )
+        for name, case in found.items()
+        if name not in {"prefixes", "heartbeats"}
     )
-    return markdown(Table("", ("directory", "pairings/s", "one alone ms"), rows))
+    beats = found["heartbeats"]
+    said = (
+        f"{beats['instances']:,} nodes: {beats['registration_us']:,.0f} us of bootstrap's processor time for a registration, "
+        f"{beats['heartbeat_us']:,.0f} us for a heartbeat, over HTTP, and {beats['idle_cores']:.1%} of a core without any."
+    )
+    table = Table("", ("directory", "pairings/s", "processor us for each", "one alone ms"), rows)
+    return f"{_machine(results)}\n\n{markdown(table)}\n\n{said}"
+
+
+def fleets(results: Results) -> str:
+    """A large fleet on virtual time, by how pairs are chosen."""
+    headings = ("looked at", "told", "deaths and restarts", "refused", "though a pair had place", "asked in vain")
+    rows = tuple(
+        (
+            "all" if case["drawn"] == "all" else f"{case['drawn']} of each role",
+            "at once" if case["fresh"] else "by heartbeats",
+            "yes" if case["failures"] else "no",
+            f"{case['refused_full'] + case['refused_needlessly']:.2%}",
+            f"{case['refused_needlessly']:.2%}",
+            f"{case['asked_in_vain']:.2%}",
+            f"{case['wait_mean_s'] * 1e3:.0f} ({case['wait_p99_s'] * 1e3:.0f})",
+            f"{case['prefill_deviation']:.3f}, {case['decode_deviation']:.3f}",
+            f"{case['beats_s']:,.0f}",
+        )
+        for case in results["cases"]
+    )
+    said = (
+        f"{results['instances']:,} instances, {results['requests_s']:,.0f} requests a second "
+        f"({results['trace'] or 'made up'}), {results['seconds']:g} s of virtual time."
+    )
+    more = ("prefill wait ms", "deviation of the share in use, prefill, decode", "heartbeats/s")
+    return f"{said}\n\n{markdown(Table('', (*headings, *more), rows))}"
 
 
 def soak(results: Results) -> str:
@@ -459,7 +496,8 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "overheads": (CPU, overheads),
     "load": (LOAD, loads),
     "digests": (LOAD, digests),
-    "directory": (LOAD, directories),
+    "directory": ("directory-2-cores.json", directories),
+    "fleet": ("fleet-1000-instances.json", fleets),
     "soak": ("soak-100000-2-cores.json", soak),
     "shared soak": ("soak-shared-100000-2-cores.json", soak),
     "replay": ("replay-conversation-300-flash.json", replays),

@@ -37,7 +37,14 @@ class NodeStore(Protocol):
         """Let go of what the store holds open."""
 
     async def nodes(self) -> tuple[NodeRecord, ...]:
-        """Return all nodes, in any order."""
+        """Return all nodes, in any order: a look that costs the more, the larger the fleet is."""
+
+    async def draw(self, count: int, fingerprint: str = "", names: Sequence[str] = ()) -> tuple[NodeRecord, ...]:
+        """Return the nodes of `count` instances of each role, drawn at random, and those of the instances that are named.
+
+        Drawn of all that are alive, and of this fingerprint where one is given; all of them where there are no more than `count`.
+        What it costs goes by `count` and `names`, not by the fleet. In any order, and no node twice.
+        """
 
     async def of_instance(self, instance: str) -> InstanceNodes:
         """Return the nodes of one instance."""
@@ -51,8 +58,8 @@ class NodeStore(Protocol):
     async def remove(self, key: NodeKey, incarnation: str) -> NodeRecord | None:
         """Take a node off if it is of this incarnation; return who held the name before, if anybody."""
 
-    async def charge(self, keys: Sequence[NodeKey], pages: Mapping[str, int]) -> None:
-        """Count one room of `pages` (by index space) against nodes until their next heartbeats."""
+    async def charge(self, pages: Mapping[NodeKey, Mapping[str, int]]) -> None:
+        """Count one room of so many pages (by node, by index space) against nodes until their next heartbeats."""
 
     async def expire(self) -> tuple[NodeKey, ...]:
         """Forget silent nodes and return their keys; each is returned once, to one caller."""

@@ -1,13 +1,14 @@
 """Nodes and rooms of one bootstrap process; gone with it, and the nodes back after one heartbeat of each.
 
-Owns: three dictionaries and the clock that they age by. Must not know: what is decided on their contents.
+Owns: the dictionaries, the clock that they age by, and the draw. Must not know: what is decided on their contents.
 """
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvbridge.api.directory import NodeHeartbeat, Ticket
@@ -22,6 +23,7 @@ from kvbridge.bootstrap.stores.base import (
     RoomTimes,
 )
 from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.ids import Role
 
 NOTES = 200_000
 """Beginnings of prompts that are remembered, some 400 bytes each; those that came longest ago are forgotten first."""
@@ -34,8 +36,16 @@ class _Node:
     entry: NodeEntry
     heartbeat: NodeHeartbeat
     seen_s: float
-    pages: Counter[str] = field(default_factory=Counter)
+    pages: dict[str, int] = field(default_factory=dict)
     rooms: int = 0
+
+
+@dataclass(slots=True)
+class _Instance:
+    """The nodes of one instance by name, and the number of their last change."""
+
+    version: int = 0
+    nodes: dict[str, _Node] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -54,19 +64,30 @@ class _Room:
 class MemoryStore:
     """A NodeStore and a RoomStore. Nothing in it waits, so every method is one step of the loop."""
 
-    def __init__(self, *, expire_after_s: float, rooms: RoomTimes, clock: Clock = monotonic) -> None:
-        """`expire_after_s` is `directory.expire_after_s`."""
+    def __init__(
+        self,
+        *,
+        expire_after_s: float,
+        rooms: RoomTimes,
+        clock: Clock = monotonic,
+        chance: random.Random | None = None,
+    ) -> None:
+        """`expire_after_s` is `directory.expire_after_s`; `chance` is what instances are drawn by."""
         self._expire_after_s = expire_after_s
         self._times = rooms
         self._clock = clock
-        self._nodes: dict[NodeKey, _Node] = {}
-        self._versions = 0
+        self._chance = chance or random.Random()  # noqa: S311 - spreads load, keeps no secret
+        self._instances: dict[str, _Instance] = {}
+        self._changes = 0
+        self._groups: dict[tuple[Role, str], list[str]] = {}
+        """Instances by role and fingerprint, and all of a role under the fingerprint ""; empty when it has to be made again."""
         self._rooms: OrderedDict[int, _Room] = OrderedDict()
         self._notes: OrderedDict[bytes, dict[str, float]] = OrderedDict()
         """When instances were given a beginning of prompts, by its key; the one that came last, last."""
 
     def __repr__(self) -> str:
-        return f"MemoryStore({len(self._nodes)} nodes, {len(self._rooms)} rooms, {len(self._notes)} notes)"
+        nodes = sum(len(instance.nodes) for instance in self._instances.values())
+        return f"MemoryStore({nodes} nodes, {len(self._rooms)} rooms, {len(self._notes)} notes)"
 
     async def close(self) -> None:
         """See NodeStore."""
@@ -75,27 +96,37 @@ class MemoryStore:
 
     async def nodes(self) -> tuple[NodeRecord, ...]:
         """See NodeStore."""
-        now_s = self._clock()
-        return tuple(self._record(node, now_s) for node in self._nodes.values() if self._lives(node, now_s))
+        return tuple(self._records(self._instances))
+
+    async def draw(self, count: int, fingerprint: str = "", names: Sequence[str] = ()) -> tuple[NodeRecord, ...]:
+        """See NodeStore."""
+        drawn = set(names)
+        for role in Role if count else ():
+            group = self._grouped().get((role, fingerprint), [])
+            drawn |= set(group) if len(group) <= count else self._some(group, count)
+        return tuple(self._records(drawn))
 
     async def of_instance(self, instance: str) -> InstanceNodes:
         """See NodeStore."""
-        records = tuple(record for record in await self.nodes() if record.key[0] == instance)
-        return InstanceNodes(str(self._versions), records)
+        found = self._instances.get(instance)
+        return InstanceNodes(str(found.version if found else 0), tuple(self._records([instance])))
 
     async def put(self, entry: NodeEntry, *, version: str) -> bool:
         """See NodeStore."""
-        if version != str(self._versions):
+        name, node = entry.key
+        found = self._instances.get(name)
+        if version != str(found.version if found else 0):
             return False
-        self._versions += 1
-        self._nodes[entry.key] = _Node(entry, entry.beat, self._clock())
+        self._changed(self._instances.setdefault(name, _Instance())).nodes[node] = _Node(
+            entry, entry.beat, self._clock()
+        )
         return True
 
     async def beat(self, key: NodeKey, heartbeat: NodeHeartbeat) -> NodeRecord | None:
         """See NodeStore."""
         node = self._live(key)
         if node is not None and node.heartbeat.incarnation == heartbeat.incarnation:
-            node = self._nodes[key] = _Node(node.entry, heartbeat, self._clock())
+            node = self._instances[key[0]].nodes[key[1]] = _Node(node.entry, heartbeat, self._clock())
         return None if node is None else self._record(node, self._clock())
 
     async def remove(self, key: NodeKey, incarnation: str) -> NodeRecord | None:
@@ -104,30 +135,73 @@ class MemoryStore:
         if node is None:
             return None
         if node.heartbeat.incarnation == incarnation:
-            self._versions += 1
-            del self._nodes[key]
+            self._remove(key)
         return self._record(node, self._clock())
 
-    async def charge(self, keys: Sequence[NodeKey], pages: Mapping[str, int]) -> None:
+    async def charge(self, pages: Mapping[NodeKey, Mapping[str, int]]) -> None:
         """See NodeStore."""
-        for key in keys:
+        for key, counts in pages.items():
             if (node := self._live(key)) is not None:
-                node.pages = node.pages + Counter(pages)  # records that were given out keep what they said
+                # Another dictionary: records that were given out keep what they said.
+                node.pages = {
+                    space: node.pages.get(space, 0) + counts.get(space, 0) for space in {**node.pages, **counts}
+                }
                 node.rooms += 1
 
     async def expire(self) -> tuple[NodeKey, ...]:
         """See NodeStore."""
         now_s = self._clock()
-        gone = tuple(key for key, node in self._nodes.items() if not self._lives(node, now_s))
-        for key in gone:
-            del self._nodes[key]
-        return gone
+        silent = [
+            (name, node)
+            for name, instance in self._instances.items()
+            for node, found in instance.nodes.items()
+            if not self._lives(found, now_s)
+        ]
+        for key in silent:
+            self._remove(key)
+        return tuple(silent)
+
+    def _grouped(self) -> dict[tuple[Role, str], list[str]]:
+        """Made anew after a registration or an end, which are rare beside pairings."""
+        if not self._groups:
+            for name, instance in self._instances.items():
+                first = next(iter(instance.nodes.values())).entry.registration
+                for fingerprint in ("", first.fingerprint):
+                    self._groups.setdefault((first.role, fingerprint), []).append(name)
+        return self._groups
+
+    def _changed(self, instance: _Instance) -> _Instance:
+        self._changes += 1
+        instance.version = self._changes
+        self._groups = {}
+        return instance
+
+    def _remove(self, key: NodeKey) -> None:
+        name, node = key
+        del self._changed(self._instances[name]).nodes[node]
+        if not self._instances[name].nodes:
+            del self._instances[name]
+
+    def _some(self, group: Sequence[str], count: int) -> set[str]:
+        found: set[str] = set()
+        while len(found) < count:
+            found.add(group[int(self._chance.random() * len(group))])
+        return found
+
+    def _records(self, names: Iterable[str]) -> Iterator[NodeRecord]:
+        now_s = self._clock()
+        for name in names:
+            instance = self._instances.get(name)
+            for node in instance.nodes.values() if instance else ():
+                if self._lives(node, now_s):
+                    yield self._record(node, now_s)
 
     def _lives(self, node: _Node, now_s: float) -> bool:
         return now_s - node.seen_s <= self._expire_after_s
 
     def _live(self, key: NodeKey) -> _Node | None:
-        node = self._nodes.get(key)
+        instance = self._instances.get(key[0])
+        node = instance.nodes.get(key[1]) if instance else None
         return node if node is not None and self._lives(node, self._clock()) else None
 
     @staticmethod

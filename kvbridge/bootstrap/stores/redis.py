@@ -14,7 +14,7 @@ import json
 import secrets
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, cast
 
 import msgpack
@@ -36,7 +36,7 @@ from kvbridge.bootstrap.stores.base import (
 from kvbridge.bootstrap.stores.redis_connection import RedisConnection, RedisSettings
 from kvbridge.bootstrap.stores.scripts import PRELUDE, SCRIPTS
 from kvbridge.core.errors import BridgeError, InvalidInputError
-from kvbridge.core.ids import NonNegative
+from kvbridge.core.ids import NonNegative, Role
 
 log = structlog.get_logger(__name__)
 
@@ -48,16 +48,6 @@ VERSION_KEEP_MS: Final = 3_600_000
 _KEY = TypeAdapter(tuple[Name, Name])
 _CHARGES = TypeAdapter(dict[str, NonNegative])
 _ROOM_STATES: Final = (PairingState.PAIRING, PairingState.PAIRED, PairingState.CANCELLED)
-
-
-@dataclass(frozen=True, slots=True)
-class _State:
-    """What changes often of a node, parsed, and what it was parsed from: of a large fleet few change between two looks."""
-
-    raw: tuple[bytes, list[bytes]]
-    beat: NodeHeartbeat
-    pages: dict[str, int]
-    rooms: int
 
 
 class RedisStore:
@@ -73,7 +63,8 @@ class RedisStore:
         self._times = rooms
         self._observer = observer
         self._entries: OrderedDict[tuple[bytes, bytes], NodeEntry | None] = OrderedDict()
-        self._states: dict[bytes, _State] = {}
+        self._beats: dict[bytes, tuple[bytes, NodeHeartbeat]] = {}
+        """By member: of a large fleet few have changed between two looks."""
         self._told: OrderedDict[bytes, None] = OrderedDict()
         scripts = {name: PRELUDE + text for name, text in SCRIPTS.items()}
         self._redis = RedisConnection(settings, scripts, on_failure=observer.store_failed)
@@ -89,10 +80,19 @@ class RedisStore:
 
     async def nodes(self) -> tuple[NodeRecord, ...]:
         """See NodeStore."""
-        packed = await self._redis.run("NODES", [self._key("nodes")], self._prefix)
-        now_ms, rows = _unpacked(packed)
+        now_ms, rows = _unpacked(await self._redis.run("NODES", [self._key("nodes")], self._prefix))
+        records = await self._records(rows, now_ms)
+        self._beats = {member: self._beats[member] for member, _ in rows if member in self._beats}
+        return records
+
+    async def draw(self, count: int, fingerprint: str = "", names: Sequence[str] = ()) -> tuple[NodeRecord, ...]:
+        """See NodeStore."""
+        groups = [self._key("group", f"{role}:{fingerprint}".rstrip(":")) for role in Role] if count else []
+        now_ms, rows = _unpacked(await self._redis.run("DRAW", groups, self._prefix, count, *names))
+        return await self._records(rows, now_ms)
+
+    async def _records(self, rows: Sequence[tuple[bytes, Sequence[Any]]], now_ms: int) -> tuple[NodeRecord, ...]:
         await self._learn(rows)
-        self._states = {member: self._states[member] for member, _ in rows if member in self._states}
         found = (self._record(member, row, now_ms) for member, row in rows)
         return tuple(record for record in found if record is not None)
 
@@ -100,8 +100,7 @@ class RedisStore:
         """See NodeStore."""
         # First the version: what changes while the nodes are read makes it an old one.
         (version,) = await self._redis.ask(self._redis.client.mget([self._key("version", instance)]))
-        records = tuple(record for record in await self.nodes() if record.key[0] == instance)
-        return InstanceNodes(_text(version or b""), records)
+        return InstanceNodes(_text(version or b""), await self.draw(0, names=[instance]))
 
     async def put(self, entry: NodeEntry, *, version: str) -> bool:
         """See NodeStore."""
@@ -109,14 +108,15 @@ class RedisStore:
         keys = [*self._node_keys(member), self._key("version", entry.key[0])]
         drawn, beat = secrets.token_hex(8), entry.beat.model_dump_json()
         facts = (member, entry.registration.incarnation, _digest(text), beat, text)
-        done = await self._redis.run("PUT", keys, version, drawn, *facts, self._expire_ms, VERSION_KEEP_MS)
-        return bool(done)
+        limits = (self._expire_ms, VERSION_KEEP_MS)
+        where = (self._prefix, entry.key[0], _group(entry))
+        return bool(await self._redis.run("PUT", keys, version, drawn, *facts, *limits, *where))
 
     async def beat(self, key: NodeKey, heartbeat: NodeHeartbeat) -> NodeRecord | None:
         """See NodeStore."""
         member = _member(key)
         facts = (member, heartbeat.incarnation, heartbeat.model_dump_json(), self._expire_ms)
-        packed = await self._redis.run("BEAT", self._node_keys(member), *facts)
+        packed = await self._redis.run("BEAT", self._node_keys(member), *facts, self._prefix, key[0])
         if packed is None:
             return None
         now_ms, row = _unpacked(packed)
@@ -133,11 +133,11 @@ class RedisStore:
         self._entry(text, member)
         return self._record(member, row, now_ms)
 
-    async def charge(self, keys: Sequence[NodeKey], pages: Mapping[str, int]) -> None:
+    async def charge(self, pages: Mapping[NodeKey, Mapping[str, int]]) -> None:
         """See NodeStore."""
-        touched = [self._key(kind, _member(key)) for key in keys for kind in ("node", "charge")]
-        fields = [part for space, count in pages.items() for part in (space, count)]
-        await self._redis.run("CHARGE", touched, "rooms", 1, *fields)
+        touched = [self._key(kind, _member(key)) for key in pages for kind in ("node", "charge")]
+        fields = [msgpack.packb(["rooms", 1, *chain(*counts.items())]) for counts in pages.values()]
+        await self._redis.run("CHARGE", touched, *fields)
 
     async def expire(self) -> tuple[NodeKey, ...]:
         """See NodeStore."""
@@ -158,7 +158,7 @@ class RedisStore:
 
     def _record(self, member: bytes, row: Sequence[Any], now_ms: int) -> NodeRecord | None:
         """Return the record of one row, or None when a part of it is missing or malformed."""
-        holder, digest, raw_beat, seen_ms, charges = row
+        holder, digest, raw_beat, seen_ms, group, charges = row
         entry = self._entries.get((member, digest))
         if entry is None and digest:
             return None  # replaced just now, or refused when it was parsed
@@ -166,13 +166,18 @@ class RedisStore:
             if entry is None or not (holder and raw_beat and seen_ms):
                 raise ValueError("one of its fields is missing")  # noqa: TRY301 - told below
             self._entries.move_to_end((member, digest))
-            state = self._states.get(member)
-            if state is None or state.raw != (raw_beat, charges):
-                state = self._states[member] = _state(raw_beat, charges)
-            if {holder, state.beat.incarnation.encode()} != {entry.registration.incarnation.encode()}:
+            known = self._beats.get(member)
+            if known is None or known[0] != raw_beat:
+                told = NodeHeartbeat.model_validate_json(raw_beat, extra="ignore")
+                known = self._beats[member] = (raw_beat, told)
+            incarnation = entry.registration.incarnation
+            if known[1].incarnation != incarnation or holder != incarnation.encode():
                 raise ValueError("its fields are of several incarnations")  # noqa: TRY301
+            if group != _group(entry):
+                raise ValueError("it is drawn among others than it belongs to")  # noqa: TRY301
             silent_s = max(0, now_ms - int(seen_ms)) / 1e3
-            return NodeRecord(entry, state.beat, silent_s, state.pages, state.rooms)
+            pages = _charged(charges) if charges else {}
+            return NodeRecord(entry, known[1], silent_s, pages, pages.pop("rooms", 0))
         except (ValueError, TypeError) as error:
             self._refused("node", member, error)
             return None
@@ -288,11 +293,13 @@ class RedisStore:
         )
 
 
-def _state(raw_beat: bytes, charges: list[bytes]) -> _State:
-    """Parse what changes often. Raises ValueError (of pydantic too) and TypeError for what nobody of ours has written."""
-    pages = _CHARGES.validate_python(dict(zip(charges[::2], charges[1::2], strict=True)))
-    rooms = pages.pop("rooms", 0)
-    return _State((raw_beat, charges), NodeHeartbeat.model_validate_json(raw_beat, extra="ignore"), pages, rooms)
+def _group(entry: NodeEntry) -> bytes:
+    return f"{entry.registration.role}:{entry.registration.fingerprint}".encode()
+
+
+def _charged(charges: list[bytes]) -> dict[str, int]:
+    """Parse pages by space, and `rooms`. Raises ValueError (of pydantic too) for what nobody of ours has written."""
+    return _CHARGES.validate_python(dict(zip(charges[::2], charges[1::2], strict=True)))
 
 
 def _unpacked(packed: bytes) -> list[Any]:

@@ -5,9 +5,12 @@ Owns: the layout of the keys and every change of them. Must not know: what the v
 Keys, each behind the namespace (`member` is the JSON list of instance and node):
 
     nodes               sorted set: member, by the time at which it expires
-    node:<member>       hash: incarnation, digest (of the entry), beat, seen_ms; expires with the node
+    node:<member>       hash: incarnation, digest (of the entry), beat, seen_ms, group; expires with the node
     entry:<member>      the large part of the record; expires with the node
     charge:<member>     hash: pages by space, and `rooms`; expires with the node, gone with its next heartbeat
+    instance:<name>     set: the members of an instance; expires with the last of them
+    group:<role>        set: the instances of a role; expires with the last of them
+    group:<role>:<fingerprint>   the same, of one model
     version:<instance>  drawn anew with each registration of one of the instance's nodes
     room:<id>           hash: state, generation, owner, claimed_ms, settled_ms, ticket; expires when the room is forgotten
     prefix:<page key>   sorted set: instances that were given a prompt that begins so, by when; expires when it has not come again
@@ -37,11 +40,32 @@ local function own(key, kind)  -- 1 when a key of another type had to go
   redis.call('DEL', key)
   return 1
 end
+local function enrol(namespace, member, instance, group, ttl_ms)  -- `group` is <role>:<fingerprint>
+  local names = {['instance:' .. instance] = member}
+  names['group:' .. string.match(group, '^[^:]*')], names['group:' .. group] = instance, instance
+  for set, name in pairs(names) do
+    own(namespace .. set, 'set')
+    redis.call('SADD', namespace .. set, name)
+    redis.call('PEXPIRE', namespace .. set, ttl_ms)
+  end
+end
 local function row(node, charge)  -- a field that is missing is false; nil when there is none
-  local fields = read('HMGET', node, 'incarnation', 'digest', 'beat', 'seen_ms') or {}
+  local fields = read('HMGET', node, 'incarnation', 'digest', 'beat', 'seen_ms', 'group') or {}
   if not (fields[1] or fields[2] or fields[3] or fields[4]) then return nil end
-  fields[5] = read('HGETALL', charge) or {}
+  fields[6] = read('HGETALL', charge) or {}
   return fields
+end
+local function members(namespace, instance, found)  -- add its nodes that live to `found`; whether there are any
+  local set, lives = namespace .. 'instance:' .. instance, false
+  for _, member in ipairs(read('SMEMBERS', set) or {}) do
+    local node = row(namespace .. 'node:' .. member, namespace .. 'charge:' .. member)
+    if node then
+      found[#found + 1], lives = {member, node}, true
+    else
+      redis.call('SREM', set, member)
+    end
+  end
+  return lives
 end
 local function move(room, id, to, state, keep_ms)  -- from one of KEYS[2] to KEYS[4], see CLAIM
   for at = 2, 4 do
@@ -59,7 +83,7 @@ end
 SCRIPTS: Final = {
     "NODES": """
 -- KEYS: nodes. ARGV: namespace.
--- Returns msgpack: [now_ms, [[member, [incarnation, digest, beat, seen_ms, charges]], ...]], charges a flat list.
+-- Returns msgpack: [now_ms, [[member, [incarnation, digest, beat, seen_ms, group, charges]], ...]], charges a flat list.
 local now_ms, found = clock_ms(), {}
 for _, member in ipairs(read('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms, '+inf') or {}) do
   local node = row(ARGV[1] .. 'node:' .. member, ARGV[1] .. 'charge:' .. member)
@@ -67,26 +91,43 @@ for _, member in ipairs(read('ZRANGEBYSCORE', KEYS[1], '(' .. now_ms, '+inf') or
 end
 return cmsgpack.pack({now_ms, found})
 """,
+    "DRAW": """
+-- KEYS: groups. ARGV: namespace, count, instance, instance, ...
+-- Returns the nodes of `count` instances of each group, and of the instances that are named, as NODES does.
+local found, taken = {}, {}
+for _, group in ipairs(KEYS) do
+  for _, instance in ipairs(read('SRANDMEMBER', group, ARGV[2]) or {}) do
+    taken[instance] = true
+    if not members(ARGV[1], instance, found) then redis.call('SREM', group, instance) end
+  end
+end
+for at = 3, #ARGV do
+  if not taken[ARGV[at]] then members(ARGV[1], ARGV[at], found) end
+end
+return cmsgpack.pack({clock_ms(), found})
+""",
     "PUT": """
 -- KEYS: nodes, node, entry, charge, version.
--- ARGV: version, next version, member, incarnation, digest, beat, entry, expire_ms, version_keep_ms.
+-- ARGV: version, next version, member, incarnation, digest, beat, entry, expire_ms, version_keep_ms, namespace, instance, group.
 own(KEYS[5], 'string')
 if (redis.call('GET', KEYS[5]) or '') ~= ARGV[1] then return 0 end
 redis.call('SET', KEYS[5], ARGV[2], 'PX', ARGV[9])
 local now_ms = clock_ms()
 redis.call('DEL', KEYS[2], KEYS[3], KEYS[4])
-redis.call('HSET', KEYS[2], 'incarnation', ARGV[4], 'digest', ARGV[5], 'beat', ARGV[6], 'seen_ms', now_ms)
+local facts = {'incarnation', ARGV[4], 'digest', ARGV[5], 'beat', ARGV[6], 'seen_ms', now_ms, 'group', ARGV[12]}
+redis.call('HSET', KEYS[2], unpack(facts))
 redis.call('PEXPIRE', KEYS[2], ARGV[8])
 redis.call('SET', KEYS[3], ARGV[7], 'PX', ARGV[8])
 own(KEYS[1], 'zset')
 redis.call('ZADD', KEYS[1], now_ms + ARGV[8], ARGV[3])
+enrol(ARGV[10], ARGV[3], ARGV[11], ARGV[12], ARGV[8])
 return 1
 """,
     "BEAT": """
--- KEYS: nodes, node, entry, charge. ARGV: member, incarnation, beat, expire_ms.
+-- KEYS: nodes, node, entry, charge. ARGV: member, incarnation, beat, expire_ms, namespace, instance.
 -- Returns msgpack: [now_ms, row] as it is afterwards, see NODES; nil when the node is not there.
 local node, now_ms = row(KEYS[2], KEYS[4]), clock_ms()
-if not node or redis.call('EXISTS', KEYS[3]) == 0 then return nil end
+if not node or not node[5] or redis.call('EXISTS', KEYS[3]) == 0 then return nil end
 if node[1] == ARGV[2] then
   redis.call('HSET', KEYS[2], 'beat', ARGV[3], 'seen_ms', now_ms)
   redis.call('PEXPIRE', KEYS[2], ARGV[4])
@@ -94,6 +135,7 @@ if node[1] == ARGV[2] then
   redis.call('DEL', KEYS[4])
   own(KEYS[1], 'zset')
   redis.call('ZADD', KEYS[1], now_ms + ARGV[4], ARGV[1])
+  enrol(ARGV[5], ARGV[1], ARGV[6], node[5], ARGV[4])
   node = row(KEYS[2], KEYS[4])
 end
 return cmsgpack.pack({now_ms, node})
@@ -112,14 +154,14 @@ end
 return before
 """,
     "CHARGE": """
--- KEYS: node, charge, node, charge, ... ARGV: field, amount, field, amount, ...
+-- KEYS: node, charge, node, charge, ... ARGV: for each node msgpack of [field, amount, field, amount, ...].
 for at = 1, #KEYS, 2 do
-  local left_ms = redis.call('PTTL', KEYS[at])
+  local left_ms, fields = redis.call('PTTL', KEYS[at]), cmsgpack.unpack(ARGV[(at + 1) / 2])
   if left_ms > 0 then
     own(KEYS[at + 1], 'hash')
-    for field = 1, #ARGV, 2 do
-      local counted = redis.pcall('HINCRBY', KEYS[at + 1], ARGV[field], ARGV[field + 1])
-      if type(counted) == 'table' then redis.call('HSET', KEYS[at + 1], ARGV[field], ARGV[field + 1]) end
+    for field = 1, #fields, 2 do
+      local counted = redis.pcall('HINCRBY', KEYS[at + 1], fields[field], fields[field + 1])
+      if type(counted) == 'table' then redis.call('HSET', KEYS[at + 1], fields[field], fields[field + 1]) end
     end
     redis.call('PEXPIRE', KEYS[at + 1], left_ms)
   end

@@ -43,6 +43,8 @@ def pages_needed(
     needed: dict[IndexSpace, int] = {}
     for component in geometry.components:
         space = IndexSpace.HOST if component.kind in host else component.space
+        if space in needed and space is not IndexSpace.HOST:
+            continue  # equal for all components of the space
         needed[space] = max(needed.get(space, 0), _pages(geometry, component, space, begin=begin, tokens=tokens))
     return needed
 

@@ -199,10 +199,10 @@ async def test_a_sole_node_may_come_back_with_another_model(world):
 async def test_a_charge_lasts_until_the_next_heartbeat(world):
     directory = await world.directory(node("p", Role.PREFILL, free=10))
     (instance,) = await directory.instances()
-    await directory.charge(instance, {"full": 4, "host": 3})
+    await directory.charge([(instance, {"full": 4, "host": 3})])
     load = await load_of(directory)
     assert (load.available_pages["full"], load.available_pages["swa"], load.rooms) == (6, 10, 1)
-    await directory.charge(instance, {"full": 40})
+    await directory.charge([(instance, {"full": 40})])
     load = await load_of(directory)
     assert (load.available_pages["full"], load.rooms) == (0, 2)
     await directory.heartbeat("p", "node-0", beat("p-incarnation-1", load=Load(available_pages={"full": 9})))
@@ -221,7 +221,7 @@ async def test_a_charge_against_who_has_left_is_nothing(world):
     directory = await world.directory(node("p", Role.PREFILL))
     (instance,) = await directory.instances()
     await directory.deregister("p", "node-0", "p-incarnation-1")
-    await directory.charge(instance, {"full": 4})
+    await directory.charge([(instance, {"full": 4})])
     assert await directory.listing() == ()
     await directory.register(node("p", Role.PREFILL, free=10))
     assert (await load_of(directory)).available_pages["full"] == 10

@@ -179,7 +179,7 @@ async def test_a_malformed_value_is_counted_each_time_and_logged_once(redis_flee
     assert "".join(capsys.readouterr()).count("stored_value_refused") == 1
 
 
-NODE_FIELDS = ("incarnation", "digest", "beat", "seen_ms")
+NODE_FIELDS = ("incarnation", "digest", "beat", "seen_ms", "group")
 FIELD_VALUES = pytest.mark.parametrize("value", [None, b"\xff", b"", b"-1", b"nan"])
 
 
@@ -223,9 +223,9 @@ async def test_a_node_whose_record_lost_a_field_can_leave_and_come_back(redis_fl
 async def test_a_charge_that_lost_a_field_stands_in_nobodys_way(redis_fleet, field, value):
     directory = await redis_fleet.directory(node("p1", Role.PREFILL))
     (instance,) = await directory.instances()
-    await directory.charge(instance, {"full": 4})
+    await directory.charge([(instance, {"full": 4})])
     damage(redis_fleet, f"charge:{MEMBER}", field, value)
-    await directory.charge(instance, {"full": 4})
+    await directory.charge([(instance, {"full": 4})])
     await directory.heartbeat("p1", "node-0", beat("p1-incarnation-1", load=FLEET[0].load))
     (instance,) = await directory.instances()
     assert instance.nodes[0].load == FLEET[0].load

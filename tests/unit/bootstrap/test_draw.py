@@ -1,0 +1,242 @@
+"""Few instances are looked at for a request, whatever the fleet's size, and nobody is passed over for good by that."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest
+from kvbridge.bootstrap.directory import FREEST, Directory
+from kvbridge.bootstrap.looks import DRAWN
+from kvbridge.bootstrap.nodes import NodeRecord
+from kvbridge.bootstrap.pairing import PairingService
+from kvbridge.bootstrap.prefixes import HOLDERS, holders
+from kvbridge.core.errors import CapacityError, FingerprintMismatchError, NotFoundError, NotReadyError
+from kvbridge.core.geometry.manifest import fingerprint
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import Role
+from kvbridge.core.prefixes import ModelIdentity
+from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, FakeDaemons, half, node
+
+pytestmark = pytest.mark.asyncio
+
+MANY = 4 * DRAWN[0]
+REQUEST = PairRequest(prompt_tokens=1000)
+GQA = fingerprint(preset("tiny-gqa"))
+
+
+def fleet(count: int, role: Role = Role.DECODE, **changes) -> list[NodeRegistration]:
+    return [node(f"{role}-{number}", role, **changes) for number in range(count)]
+
+
+def names(records: tuple[NodeRecord, ...]) -> Counter[str]:
+    return Counter(record.key[0] for record in records)
+
+
+def beat(of: NodeRegistration, **changes) -> NodeHeartbeat:
+    return NodeHeartbeat(**{"incarnation": of.incarnation, "ready": True, "load": of.load, **changes})
+
+
+class Looks:
+    """Counts what a store is asked for."""
+
+    def __init__(self, store) -> None:
+        self.records, self.whole = 0, 0
+        self._draw, self._nodes = store.draw, store.nodes
+        store.draw, store.nodes = self.draw, self.nodes
+
+    async def draw(self, *arguments, **named):
+        found = await self._draw(*arguments, **named)
+        self.records += len(found)
+        return found
+
+    async def nodes(self):
+        self.whole += 1
+        return await self._nodes()
+
+
+# ------------------------------------------------------------------------------------------- stores
+
+
+async def test_as_many_are_drawn_of_each_role_as_were_asked_for(world):
+    await world.directory(*fleet(20), *fleet(3, Role.PREFILL))
+    drawn = names(await world.store.draw(5))
+    assert Counter(name.split("-")[0] for name in drawn) == {"decode": 5, "prefill": 3}
+    assert set(drawn.values()) == {1}
+    assert names(await world.store.draw(0)) == {}
+
+
+async def test_everybody_is_drawn_now_and_then(world):
+    await world.directory(*fleet(20))
+    found = Counter[str]()
+    for _ in range(200):
+        found += names(await world.store.draw(5))
+    assert len(found) == 20
+    assert min(found.values()) > 10, "50 each are expected"
+
+
+async def test_whoever_is_named_comes_too_and_once(world):
+    await world.directory(*fleet(20), half("two", Role.DECODE, 0), half("two", Role.DECODE, 1))
+    drawn = names(await world.store.draw(5, names=["decode-7", "two", "unknown"]))
+    assert (drawn["decode-7"], drawn["two"]) == (1, 2), "all nodes of an instance, and each once"
+    assert 7 <= sum(drawn.values()) <= 8
+    assert names(await world.store.draw(0, names=["decode-1"])) == {"decode-1": 1}
+
+
+async def test_only_instances_of_a_fingerprint_are_drawn_where_one_is_given(world):
+    await world.directory(*fleet(20), *fleet(3, Role.PREFILL, model="tiny-gqa"))
+    assert len(await world.store.draw(30)) == 23
+    assert {record.registration.fingerprint for record in await world.store.draw(30, GQA)} == {GQA}
+    assert await world.store.draw(30, "nobody's") == ()
+
+
+async def test_who_left_or_died_is_not_drawn_and_who_came_back_is(world):
+    first, second, third = fleet(3)
+    directory = await world.directory(first, second, third)
+    await directory.deregister("decode-0", "node-0", first.incarnation)
+    world.advance(EXPIRE_AFTER_S - 1)
+    await directory.heartbeat("decode-1", "node-0", beat(second))
+    assert names(await world.store.draw(3)) == {"decode-1": 1, "decode-2": 1}
+    world.advance(2)
+    assert names(await world.store.draw(3)) == {"decode-1": 1}
+    await directory.register(third)
+    assert names(await world.store.draw(3)) == {"decode-1": 1, "decode-2": 1}
+
+
+async def test_an_instance_that_comes_back_with_another_model_is_drawn_among_those(world):
+    old = node("d", Role.DECODE)
+    directory = await world.directory(old)
+    await directory.deregister("d", "node-0", old.incarnation)
+    await directory.register(node("d", Role.DECODE, model="tiny-gqa", incarnation="second"))
+    assert names(await world.store.draw(3, GQA)) == {"d": 1}
+
+
+@pytest.mark.parametrize("damaged", ["group:decode", "instance:decode-1"])
+@pytest.mark.parametrize("gone", [True, False])
+async def test_what_redis_lost_of_the_order_comes_back_with_the_heartbeats(redis_fleet, damaged, gone):
+    nodes = fleet(3)
+    directory = await redis_fleet.directory(*nodes)
+    with redis_fleet.server.client() as client:
+        client.delete(f"{redis_fleet.namespace}:{damaged}")
+        if not gone:
+            client.set(f"{redis_fleet.namespace}:{damaged}", "not ours")
+    assert "decode-1" not in names(await redis_fleet.store.draw(3))
+    for one in nodes:
+        try:
+            await directory.heartbeat(one.instance, one.node, beat(one))
+        except NotFoundError:
+            await directory.register(one)
+    assert len(names(await redis_fleet.replica().draw(3))) == 3
+
+
+# ------------------------------------------------------------------------------------------- pairing
+
+
+async def test_what_a_pairing_looks_at_does_not_grow_with_the_fleet(world):
+    pairing = await world.pairing(FakeDaemons(), *fleet(MANY), *fleet(MANY, Role.PREFILL))
+    looks = Looks(world.store)
+    for _ in range(10):
+        await pairing.pair(REQUEST)
+    assert (looks.records, looks.whole) == (10 * 2 * DRAWN[0], 0)
+
+
+async def test_a_registration_looks_at_its_own_instance_only(world):
+    directory = await world.directory(*fleet(MANY))
+    looks = Looks(world.store)
+    await directory.register(node("another", Role.DECODE))
+    assert (looks.records, looks.whole) == (0, 0)
+
+
+async def test_rooms_are_spread_over_a_large_fleet(world):
+    port = FakeDaemons()
+    pairing = await world.pairing(port, *fleet(MANY), *fleet(MANY, Role.PREFILL))
+    for _ in range(3 * MANY):
+        await pairing.pair(REQUEST)
+    rooms = [len(port.admitted.get(f"http://decode-{number}", ())) for number in range(MANY)]
+    assert max(rooms) - min(rooms) <= 3
+
+
+async def test_a_large_request_finds_the_one_instance_that_has_place_for_it(world):
+    spaces = dict.fromkeys(("full", "swa", "request", "host"), 100)
+    full = Load(available_pages=dict.fromkeys(spaces, 10), total_pages=spaces)
+    most = fleet(DRAWN[1] * 3, load=full)
+    directory = await world.directory(*most, node("free", Role.DECODE), node("p", Role.PREFILL))
+    port = FakeDaemons()
+    pairing = PairingService(directory, world.store, port, **LIMITS)
+    await directory.instances()  # as the overview does
+    for _ in range(3):
+        ticket = await pairing.pair(PairRequest(prompt_tokens=20 * 256))
+        assert ticket.decode.instance == "free"
+    assert not [call for call in port.calls if call[0] == "cancel"]
+
+
+async def test_a_pair_that_is_rare_is_found_before_it_is_said_that_there_is_none(world):
+    ours, theirs = ModelIdentity(name="v4", revision="1"), ModelIdentity(name="v4", revision="2")
+    most = fleet(DRAWN[1] * 3, model_identity=theirs)
+    rare = node("rare", Role.DECODE, model_identity=ours)
+    pairing = await world.pairing(FakeDaemons(), *most, rare, node("p", Role.PREFILL, model_identity=ours))
+    assert (await pairing.pair(REQUEST)).decode.instance == "rare"
+    directory = await world.directory()
+    await directory.deregister("rare", "node-0", rare.incarnation)
+    with pytest.raises(FingerprintMismatchError, match="weights"):
+        await pairing.pair(REQUEST)
+
+
+async def test_while_most_are_drained_the_others_serve(world):
+    nodes = fleet(MANY)
+    pairing = await world.pairing(FakeDaemons(), *nodes, node("p", Role.PREFILL))
+    directory = Directory(world.store, FakeDaemons())
+    for one in nodes[1:]:
+        await directory.heartbeat(one.instance, one.node, beat(one, ready=False, reasons=("draining",)))
+    for _ in range(5):
+        assert (await pairing.pair(REQUEST)).decode.instance == "decode-0"
+    await directory.heartbeat("decode-0", "node-0", beat(nodes[0], ready=False))
+    with pytest.raises(
+        NotReadyError, match=r"no decode instance is ready: 'decode-0': node 'node-0'.*; and " + f"{MANY - 8} more"
+    ):
+        await pairing.pair(REQUEST)
+
+
+async def test_who_holds_the_prompt_is_found_outside_of_what_is_drawn(world):
+    held = ModelIdentity(name="tiny", revision="1")
+    spaces = dict.fromkeys(("full", "swa", "request", "host"), 100)
+    load = Load(available_pages=spaces, total_pages=spaces, prefixes_kept_s=500.0)
+    everybody = {"model_identity": held, "load": load}
+    nodes = [*fleet(MANY, **everybody), *fleet(MANY, Role.PREFILL, **everybody)]
+    pairing = await world.pairing(FakeDaemons(), *nodes)
+    asked = PairRequest(prompt_tokens=1025, page_hashes=bytes(range(64)))
+    first = await pairing.pair(asked)
+    for _ in range(5):
+        for one in nodes:
+            await world.store.beat((one.instance, one.node), beat(one))
+        again = await pairing.pair(asked)
+        assert (again.prefill, again.decode) == (first.prefill, first.decode)
+
+
+async def test_refusals_are_bounded_by_what_was_drawn(world):
+    port = FakeDaemons()
+    nodes = [*fleet(MANY), *fleet(MANY, Role.PREFILL)]
+    port.refuse = {one.http_url: CapacityError("full") for one in nodes if one.role is Role.DECODE}
+    pairing = await world.pairing(port, *nodes)
+    with pytest.raises(CapacityError, match="full"):
+        await pairing.pair(REQUEST)
+    refusing = {url for call, url, _ in port.calls if call == "admit" and "decode" in url}
+    assert len(refusing) == 3, "pairing.attempts, each at another one"
+    assert port.rooms() == {}
+
+
+async def test_the_freest_of_each_model_are_remembered(world):
+    directory = await world.directory(*(node(f"d{free}", Role.DECODE, free=free) for free in range(100)))
+    assert directory.freest() == ()
+    await directory.instances()
+    assert directory.freest() == [f"d{free}" for free in range(99, 99 - FREEST, -1)]
+    assert directory.freest(fingerprint(preset("tiny-v4"))) == directory.freest()
+    assert directory.freest(GQA) == ()
+
+
+async def test_holders_are_those_of_the_longest_beginnings_and_few():
+    notes = [{"a": 9.0, "b": 1.0, "c": 5.0}, {"a": 9.0, "c": 5.0}, {"a": 9.0}]
+    assert holders(notes) == ["a", "c", "b"]
+    assert len(holders([{f"d{number}": 1.0 for number in range(3 * HOLDERS)}])) == HOLDERS
+    assert holders([]) == []
