@@ -57,7 +57,7 @@ DONE = Check(Progress.DONE)
 class PartlyStartedError(TransportError):
     """A batch was refused of which a part is under way, or may be. `handle` stands for the operations before `stop`."""
 
-    def __init__(self, reason: str, handle: Any, stop: int) -> None:
+    def __init__(self, reason: str, handle: Any, stop: int) -> None:  # noqa: ANN401 - a handle of the submitter's own
         super().__init__(reason)
         self.handle = handle
         self.stop = stop

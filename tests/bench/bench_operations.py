@@ -3,9 +3,9 @@
 Owns: libraries that do nothing, and the comparison. Run as `python -m tests.bench.bench_operations`; `run` gives the same as
 JSON-able data.
 
-10,000 operations of one page of DeepSeek-V4's C4 cache (37,440 B), scattered on both sides, are submitted and polled as a rank worker
-does it, until the transfer is done. Counted is the processor time of the whole process, threads included, so the calls into the
-libraries that do nothing count, too; what those take alone, made from a bare loop over the same arrays, stands beside it.
+10,000 operations of one page of DeepSeek-V4's C4 cache (37,440 B), scattered on both sides, are submitted and polled as a rank
+worker does it, until the transfer is done. Counted is the processor time of the whole process, threads included, so the calls into
+the libraries that do nothing count, too; what those take alone, made from a bare loop over the same arrays, stands beside it.
 """
 
 from __future__ import annotations
