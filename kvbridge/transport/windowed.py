@@ -152,7 +152,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         deadline_s: float,
         clock: Clock = monotonic,
     ) -> None:
-        self._operations = operations
+        self._count = len(operations)
         self._submitter: Submitter[HandleT] | None = submitter
         self._window = window
         self._peer = peer
@@ -178,7 +178,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
     def __repr__(self) -> str:
         return (
             f"<WindowedTransfer to {self._peer}: {self._status.state.value}, "
-            f"{self._done} of {len(self._operations)} operations done, {self._held_operations} in flight>"
+            f"{self._done} of {self._count} operations done, {self._held_operations} in flight>"
         )
 
     @property
@@ -191,7 +191,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         if self._status.state is not TransferState.ACTIVE or self._submitter is None:
             return self._status
         self._collect(self._submitter)
-        if not self._error and self._done < len(self._operations):
+        if not self._error and self._done < self._count:
             if self._clock() >= self._ends_at_s:
                 self._fail(f"deadline of {self._deadline_s:g} s passed")
             else:
@@ -221,26 +221,24 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
 
     def _keep_or_release(self, batch: _Batch[HandleT], found: Check) -> None:
         """Note what became of a batch, which is in flight no more unless it has stalled."""
-        if found.progress is not Progress.DONE:
+        progress, reason = found
+        if progress is Progress.DONE:
+            self._done += batch.operations
+        else:
             self._unconfirmed = True
             if not self._error:
-                self._fail(found.reason)
-        if found.progress in {Progress.DONE, Progress.FAILED}:
-            self._release(batch, done=found.progress is Progress.DONE)
-        else:
-            self._stalled.append(batch)
-
-    def _release(self, batch: _Batch[HandleT], *, done: bool) -> None:
+                self._fail(reason)
+            if progress is not Progress.FAILED:
+                self._stalled.append(batch)
+                return
         self._window.give_back(batch.operations, batch.size_bytes)
         self._held_operations -= batch.operations
         self._held_bytes -= batch.size_bytes
-        if done:
-            self._done += batch.operations
 
     def _refill(self, submitter: Submitter[HandleT]) -> None:
         """Start batches while the window admits them and the poll's budget lasts."""
         stop_at_s = self._clock() + POLL_BUDGET_S
-        while self._next < len(self._operations):
+        while self._next < self._count:
             stop, size_bytes = self._next_batch()
             count = stop - self._next
             if not self._window.admits(count, size_bytes, self._held_operations, self._held_bytes):
@@ -271,7 +269,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
     def _next_batch(self) -> tuple[int, int]:
         """Where the next batch ends, and its bytes; at least one operation, then as many as the batch limits allow."""
         limits, ends, first, before = self._window.limits, self._ends_bytes, self._next, self._started_bytes
-        stop = min(first + limits.batch_operations, len(ends))
+        stop = min(first + limits.batch_operations, self._count)
         size_bytes = int(ends[stop - 1]) - before
         if size_bytes > limits.batch_bytes:
             by_bytes = int(np.searchsorted(ends, np.uint64(before + limits.batch_bytes), side="right"))
@@ -285,12 +283,12 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         self._quiet_by_s = self._clock() + self._window.limits.quiet_timeout_s
 
     def _told(self, reason: str) -> str:
-        return f"transfer to {self._peer}: {reason} ({self._done} of {len(self._operations)} operations done)"
+        return f"transfer to {self._peer}: {reason} ({self._done} of {self._count} operations done)"
 
     def _settle(self) -> None:
         """Decide whether the transfer is over."""
         if not self._error:
-            if self._done == len(self._operations):
+            if self._done == self._count:
                 self._end(TransferState.DONE)
         elif not self._held_operations:
             self._end(TransferState.FAILED_QUIET, self._error)

@@ -1,17 +1,18 @@
-"""Processor time of an operation between the plan and a library that takes none, for Mooncake and NIXL.
+"""What an operation of one page costs above Mooncake and NIXL: processor time, and rates against the bare libraries.
 
-Owns: libraries that do nothing, and the comparison. Run as `python -m tests.bench.bench_operations`; `run` gives the same as
-JSON-able data.
+Owns: libraries that do nothing and take no time, and the two comparisons. Run as `python -m tests.bench --only operations`; `run`
+gives the same as JSON-able data.
 
-10,000 operations of one page of DeepSeek-V4's C4 cache (37,440 B), scattered on both sides, are submitted and polled as a rank
-worker does it, until the transfer is done. Counted is the processor time of the whole process, threads included, so the calls into
-the libraries that do nothing count, too; what those take alone, made from a bare loop over the same arrays, stands beside it.
+10,000 operations of one page of DeepSeek-V4's C4 cache (37,440 B), scattered on both sides, are submitted and polled until the
+transfer is done, with a short sleep whenever nothing has moved. Counted is the processor time of the whole process, threads
+included, so the calls into the libraries that do nothing count, too; what those take alone, made from a bare loop over the same
+arrays, stands beside it.
+
+Then the same operations over Mooncake's TCP and over NIXL on shared memory, with the real libraries (`bench_transport`).
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import time
@@ -33,11 +34,13 @@ from kvbridge.transport.mooncake import transport as mooncake
 from kvbridge.transport.nixl import agent as nixl_agent
 from kvbridge.transport.nixl import transport as nixl
 from kvbridge.transport.nixl.peers import NixlEndpoint, NixlExtent
+from tests.bench import bench_transport
 from tests.helpers.connecting import connect
 
 OPERATIONS = 10_000
 OPERATION_BYTES = 37_440
 BUDGET_US = 0.25
+BUDGET_RATIO = 0.97
 POLL_PAUSE_S = 0.0001
 BASE = 1 << 40
 """Where the memory would be; nobody reads it."""
@@ -54,8 +57,22 @@ class Way:
     bare: Bare
 
 
-def run(*, turns: int = 50) -> dict[str, Any]:
-    """Measure and return {"turns", "cases": [{way, us: [...], bare_us: [...], budget_us}, ...]}."""
+def run(*, turns: int = 50, transfer_turns: int = 15) -> dict[str, Any]:
+    """Measure both; "load" is how many processes wanted the machine's cores, before and after."""
+    load = [os.getloadavg()[0]]
+    processor = processor_time(turns)
+    transfers = bench_transport.run(
+        backends=("mooncake", "nixl-shm"), sizes_bytes=(OPERATION_BYTES,), turns=transfer_turns
+    )
+    return {
+        "load": [*load, os.getloadavg()[0]],
+        "processor": processor,
+        "transfers": transfers | {"budget": BUDGET_RATIO},
+    }
+
+
+def processor_time(turns: int) -> dict[str, Any]:
+    """Return {"turns", "operations", "operation_bytes", "cases": [{way, us: [...], bare_us: [...], budget_us}, ...]}."""
     rng = np.random.default_rng(0)
     source, destination = (
         rng.permutation(OPERATIONS).astype(np.uint64) * np.uint64(OPERATION_BYTES) + np.uint64(BASE) for _ in range(2)
@@ -78,7 +95,6 @@ def run(*, turns: int = 50) -> dict[str, Any]:
         "turns": turns,
         "operations": OPERATIONS,
         "operation_bytes": OPERATION_BYTES,
-        "load": os.getloadavg()[0],
         "cases": cases,
     }
 
@@ -92,8 +108,12 @@ def _processor_us(work: Callable[[], None]) -> float:
 
 def _move(way: Way, operations: Operations) -> None:
     transfer = way.transport.submit(way.peer, operations, deadline_s=60.0)
+    before = None
     while not (status := transfer.poll()).state.terminal:
-        time.sleep(POLL_PAUSE_S)
+        progress = getattr(transfer, "progress", None)  # what another thread pushes shows none
+        if progress == before:
+            time.sleep(POLL_PAUSE_S)
+        before = progress
     assert status.state is TransferState.DONE, status
 
 
@@ -254,22 +274,10 @@ WAYS = {
 def table(result: dict[str, Any]) -> str:
     """The result as plain text, a row for each way."""
     lines = [f"{'us of processor time an operation':34} {'median':>7} {'range':>13}  {'bare loop':>9}  budget"]
-    for case in result["cases"]:
+    for case in result["processor"]["cases"]:
         us, spread = statistics.median(case["us"]), f"{min(case['us']):.3f}-{max(case['us']):.3f}"
         bare = statistics.median(case["bare_us"])
         lines.append(f"{case['way']:34} {us:7.3f} {spread:>13}  {bare:9.3f}  {case['budget_us']}")
-    return "\n".join([*lines, f"load when it ended: {result['load']:.1f}"])
-
-
-def main() -> None:
-    """Print a table, or with --json the whole result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--turns", type=int, default=50)
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    result = run(turns=arguments.turns)
-    print(json.dumps(result, indent=1) if arguments.json else table(result))
-
-
-if __name__ == "__main__":
-    main()
+    before, after = result["load"]
+    transfers = bench_transport.table(result["transfers"])
+    return "\n".join([*lines, transfers, f"load {before:.1f} before, {after:.1f} after"])
