@@ -365,22 +365,25 @@ def test_the_library_itself_takes_batches(shm: Path, monkeypatch: pytest.MonkeyP
     backend = BACKENDS["mooncake"]
     require_library(backend)
     limits = WindowLimits(
-        operations=4096, bytes=8 * MIB, quiet_timeout_s=0.2, batch_operations=256, batch_bytes=2 * MIB
+        operations=1024, bytes=4 * MIB, quiet_timeout_s=0.2, batch_operations=64, batch_bytes=MIB // 2
     )
     monkeypatch.setitem(mooncake.WRITES, TCP, mooncake.WRITES[RDMA])
     monkeypatch.setattr(mooncake, "_limits", lambda _: limits)
     transport = backend.create()
-    with PeerProcess(backend, shm / "peer", BUFFER_BYTES) as process:
-        source = backend.source_buffer(shm / "source", BUFFER_BYTES)
-        transport.register([source.memory()])
-        pair = Pair(transport, source, process, connect(transport, process.endpoint))
-        pair.reset()
-        for size_bytes in (16_384, 100, 3 * MIB):
-            assert pair.move(pair.blocks(size_bytes, min(2000, BUFFER_BYTES // size_bytes))).state is TransferState.DONE
-        np.testing.assert_array_equal(process.buffer.read(), source.read())
-        transfer = transport.submit(pair.peer, pair.blocks(16_384, BUFFER_BYTES // 16_384), deadline_s=10.0)
-        transfer.poll()
-        process.kill()
-        assert wait(transfer).state in {QUIET, NOT_QUIET}
-    transport.close()
-    source.close()
+    source = backend.source_buffer(shm / "source", BUFFER_BYTES)
+    try:
+        with PeerProcess(backend, shm / "peer", BUFFER_BYTES) as process:
+            transport.register([source.memory()])
+            pair = Pair(transport, source, process, connect(transport, process.endpoint))
+            pair.reset()
+            for size_bytes, count in ((16_384, 1_000), (100, 300), (3 * MIB, 8)):
+                status = pair.move(pair.blocks(size_bytes, count), deadline_s=60.0)
+                assert status.state is TransferState.DONE, status
+            np.testing.assert_array_equal(process.buffer.read(), source.read())
+            transfer = transport.submit(pair.peer, pair.blocks(16_384, 1_000), deadline_s=60.0)
+            transfer.poll()
+            process.kill()
+            assert wait(transfer).state in {QUIET, NOT_QUIET}
+    finally:
+        transport.close()
+        source.close()
