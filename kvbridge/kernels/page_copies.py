@@ -117,8 +117,8 @@ class ReferencePageCopier(PageCopier):
 class CudaPageCopier(PageCopier):
     """By one kernel for all pages of all layers. Memory: device, or host that is registered with CUDA.
 
-    Holds the description of the pairs on the device (96 bytes a pair). With `signals`, each warp waits for its writes at the
-    end of each group, which costs little copies some time; without, `wait_group` is refused.
+    Holds the description of the pairs on the device (96 bytes a pair). With `signals`, each warp waits for its writes to a
+    group while it reads of the next one; without, `wait_group` is refused.
     """
 
     _buffers: buffers.CopierBuffers

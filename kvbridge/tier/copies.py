@@ -161,7 +161,7 @@ class TwinCopier(Closing):
             self._page_counts[region.space] = region.page_count, twin.page_count
             both = (region, twin) if direction is Direction.BACKUP else (twin, region)
             pairs += _pairs(geometry, *both, group=self._groups[region.layer], table=self._lists.index(named))
-        self._copies = _copies(joined(pairs), means)
+        self._copies = _copies(joined(pairs), means, signals=by_layer)
 
     def copy(self, moves: PageMoves, *, stream: int = 0) -> int:
         """Begin to copy pages, and return a ticket; the arrays may be written again at once. No destination occurs twice.
@@ -249,9 +249,9 @@ def _shifted(region: Region, offset_bytes: int) -> Region:
     return region.model_copy(update={"extent_addresses": addresses})
 
 
-def _copies(pairs: Sequence[PagePair], means: CopyMeans) -> PageCopies:
+def _copies(pairs: Sequence[PagePair], means: CopyMeans, *, signals: bool) -> PageCopies:
     if means.device is None:
         return ReferenceCopies(pairs)
     if means.backend is CopyBackend.DIRECT:
         return DirectCopies(means.device, pairs)
-    return KernelCopies(means.device, pairs, blocks=means.blocks)
+    return KernelCopies(means.device, pairs, blocks=means.blocks, signals=signals)

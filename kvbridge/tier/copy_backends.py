@@ -93,10 +93,11 @@ class ReferenceCopies(PageCopies):
 class KernelCopies(PageCopies):
     """By one launch of the page copy kernel. Memory: device, or host that is registered with CUDA."""
 
-    def __init__(self, device: int, pairs: Sequence[PagePair], *, blocks: int) -> None:
-        """Raises as `CudaPageCopier` does."""
+    def __init__(self, device: int, pairs: Sequence[PagePair], *, blocks: int, signals: bool) -> None:
+        """`signals`: whether streams wait for single groups, else for copies as a whole. Raises as `CudaPageCopier` does."""
         self._tickets = _Tickets(device)
-        self._copier = CudaPageCopier(device, pairs, blocks=blocks, signals=True)
+        self._copier = CudaPageCopier(device, pairs, blocks=blocks, signals=signals)
+        self._signals = signals
         self._staging = StagingPool(device)
         self._staging.reserve(RING_BYTES, RING)
 
@@ -112,8 +113,10 @@ class KernelCopies(PageCopies):
         return self._tickets.record(stream)
 
     def wait_group(self, group: int, ticket: int, *, stream: int) -> None:
-        """The stream's hardware waits for the group's flag."""
-        if not self.done(ticket):
+        """The stream's hardware waits for the group's flag, or for the launch's end without signals."""
+        if not self._signals:
+            self.wait(ticket, stream=stream)
+        elif not self.done(ticket):
             self._copier.wait_group(group, stream=stream, sequence=ticket)
 
     def wait(self, ticket: int, *, stream: int) -> None:

@@ -1,7 +1,7 @@
 """A prefill daemon that is killed and started again: until its first prompt is found again, against a start with nothing.
 
 Owns: one daemon with DeepSeek-V4-Flash pages on the host, how they come there, the kill and what follows. Run as
-`python -m tests.bench.bench_warm_restart [--size-gib N]`.
+`python -m tests.bench.bench_warm_restart [--size-gib N] [--turns N] [--json FILE]`.
 
 The pages come to the host as always: rooms are begun, published and given up, and what they leave is backed up. Then the daemon
 gets SIGKILL and starts again at once. The time is from the kill until an engine, attached anew, has begun a prompt. Warm: one of
@@ -159,11 +159,11 @@ def bench(size_gib: float) -> Iterator[Bench]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def run(size_gib: float = SIZE_GIB) -> dict[str, Any]:
+def run(size_gib: float = SIZE_GIB, turns: int = TURNS) -> dict[str, Any]:
     """Measure it. Takes the memory twice for a moment of each empty start's end."""
     found: dict[str, Any] = {"size_gib": size_gib, "warm_s": [], "empty_s": [], "restored_s": []}
     with bench(size_gib) as one:
-        for turn in range(TURNS):
+        for turn in range(turns):
             found["prompts"] = one.fill()
             seconds, host_tokens = one.restart(warm=True)
             assert host_tokens == ROOM_PAGES * PAGE, host_tokens
@@ -193,6 +193,14 @@ def table(found: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    from tests.bench.__main__ import environment  # it imports this module
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size-gib", type=float, default=SIZE_GIB)
-    print(table(run(parser.parse_args().size_gib)))
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--json", type=Path, help="where the figures go, too")
+    given = parser.parse_args()
+    measured = run(given.size_gib, given.turns)
+    print(table(measured))
+    if given.json:
+        given.json.write_text(json.dumps({"environment": environment(), "warm_restart": measured}, indent=1) + "\n")

@@ -24,7 +24,7 @@ from kvbridge.engine.prefill import PrefillEngine
 from tests.helpers.cluster import Cluster, DaemonProcess, cluster, eventually
 
 CALL_S = 20.0
-FREE_S = 8.0
+FREE_S = 20.0
 Headers = dict[str, str]
 
 

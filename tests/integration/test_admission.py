@@ -6,6 +6,7 @@ Both roles admit in the same way, so most tests run on both. A room here is one 
 from __future__ import annotations
 
 import json
+import math
 import signal
 import socket
 import time
@@ -269,17 +270,18 @@ def test_retry_after_is_close_to_when_slots_come_free(live: LiveCluster, daemon:
     """Rooms end one by one at a steady rate; a caller that asks for a slot meanwhile is told about one interval."""
     every_s, times = 0.25, 16
     held = fill(live, daemon)
-    due_s = time.monotonic()
+    begun_s = due_s = time.monotonic()
     for _ in range(times):
         due_s += every_s
         time.sleep(max(0.0, due_s - time.monotonic()))  # the rate is what is tested
         end(daemon, held.pop(0))
         held.append(int(eventually("a slot", lambda: _room(post(live, daemon)))))
+    every_s = (time.monotonic() - begun_s) / times  # longer on a machine that does not keep up
     answer = post(live, daemon)
     assert answer.status_code == 503
     told_s = answer.json()["retry_after_s"]
     assert 0.5 * every_s < told_s < 2.5 * every_s, f"told {told_s} s, a slot comes free every {every_s} s"
-    assert answer.headers["Retry-After"] == "1"
+    assert answer.headers["Retry-After"] == str(math.ceil(told_s))
     shown = status(daemon)["admission"]["released_pages_per_s"]["request"]
     # Of the last seconds: what the test before this one released counts as well.
     assert 0.4 / every_s < shown < 2.5 / every_s

@@ -418,13 +418,16 @@ def test_addresses_where_nobody_answers_cost_nothing_for_long(live: LiveCluster)
     def known() -> set[str]:
         return nobody & {peer["endpoint"] for peer in status(live.decode)["peers"]}
 
+    seen: set[str] = set()
+
     rooms = []
     for endpoint in nobody:
         body = {"prompt_tokens": 1, "prefill": [{"endpoint": endpoint}]}
         answer = http("POST", live.decode, "/v1/requests", json=body)
         assert answer.status_code == 201, answer.text
         rooms.append(int(answer.json()["room"]))
-    assert known() == nobody
+        seen |= known()  # the first may be given up before the last is there
+    assert seen == nobody
     for room in rooms:
         ends(live.decode, room, "failed", "deadline")
     live.serves()

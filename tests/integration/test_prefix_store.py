@@ -27,11 +27,14 @@ from tests.helpers.stopping import stop
 from tests.integration.test_load_back import PAGE, Conversation, Setting, Tiers
 
 SETTING = Setting(HostLayout.PAGE_FIRST, DeviceLayout.LAYER_FIRST, CopyBackend.KERNEL, BackupPolicy.WRITE_THROUGH)
-PREFETCH_S = 2.0
+PREFETCH_S, PUT_S = 4.0, 8.0
+"""Long: nothing is missed for being slow on a machine that is busy."""
 BUSY_S = 10.0
-"""What a request may take besides on a machine that is busy."""
+"""What a request may take besides on such a machine."""
+REVIVED_S = 120.0
+"""For a store's process to be there again, and to be asked."""
 
-
+pytestmark = pytest.mark.timeout(3 * REVIVED_S)
 Below = tuple[StoreSettings, MooncakeServers | None]
 
 
@@ -53,7 +56,7 @@ def tiers(below: Below) -> Iterator[Tiers]:
         "model_revision": "1",
         "store": below[0].model_dump(mode="json"),
         "prefetch_s": PREFETCH_S,
-        "store_limits": {"failures": 2, "remember_s": 0.0, "settle_s": 1.0, "put_s": 3.0},
+        "store_limits": {"failures": 2, "remember_s": 0.0, "settle_s": 1.0, "put_s": PUT_S},
     }
     host = {"pages": 64, "layout": SETTING.host.value, "backend": SETTING.backend.value}
     with live_cluster(
@@ -71,7 +74,7 @@ def tiers(below: Below) -> Iterator[Tiers]:
 @pytest.fixture(autouse=True)
 def _stores_work(tiers: Tiers) -> Iterator[None]:
     for daemon in tiers.both:
-        eventually("its store is asked", lambda daemon=daemon: revived(tiers, daemon), 120.0)
+        eventually("its store is asked", lambda daemon=daemon: revived(tiers, daemon), REVIVED_S)
     yield
     for daemon in tiers.both:
         all_free(daemon)
@@ -93,7 +96,7 @@ def stored(tiers: Tiers) -> None:
             found = store(daemon)
             return not (found["waiting_prompts"] or found["unsettled"] or status(daemon)["prefixes"]["readers"])
 
-        eventually(f"{daemon.name} has written", settled)
+        eventually(f"{daemon.name} has written", settled, REVIVED_S)
 
 
 def forget(tiers: Tiers) -> None:
@@ -159,7 +162,7 @@ def test_a_store_that_hangs_or_dies_costs_a_request_its_deadline_at_most(tiers: 
     talk.end()
     for daemon, pid in zip(tiers.both, pids, strict=True):
         eventually("there is another process", lambda daemon=daemon, pid=pid: store(daemon)["pid"] not in {0, pid})
-        eventually("it is asked", lambda daemon=daemon: store(daemon)["state"] == "closed")
+        eventually("it is asked", lambda daemon=daemon: revived(tiers, daemon), REVIVED_S)
     stored(tiers)
     forget(tiers)
     talk.begun = None
@@ -215,7 +218,7 @@ def test_requests_go_on_while_mooncakes_master_is_away(tiers: Tiers, below: Belo
     assert (begun.computed_tokens, claimed.prefix_tokens) == (0, 0)
     servers.start_master()
     for daemon in tiers.both:
-        eventually("it is asked again", lambda daemon=daemon: revived(tiers, daemon), 120.0)
+        eventually("it is asked again", lambda daemon=daemon: revived(tiers, daemon), REVIVED_S)
     numbers = count(500)
 
     def comes_back() -> bool:
@@ -228,7 +231,11 @@ def test_requests_go_on_while_mooncakes_master_is_away(tiers: Tiers, below: Belo
         begun, claimed = again.cross(3 * PAGE)
         return (begun.computed_tokens, claimed.prefix_tokens) == (2 * PAGE, 2 * PAGE)
 
-    eventually("prefixes come back", comes_back, 120.0)
+    eventually("prefixes come back", comes_back, REVIVED_S)
+
+
+_tries = count(1_000)
+"""Conversations of which no store has anything."""
 
 
 def revived(tiers: Tiers, daemon: DaemonProcess) -> bool:
@@ -237,8 +244,7 @@ def revived(tiers: Tiers, daemon: DaemonProcess) -> bool:
         return bool(store(daemon)["state"] == "closed")
     for each in tiers.both:
         all_free(each)
-    talk = Conversation(tiers, 1_000 + time.monotonic_ns() % 1_000_000)
-    talk.cross(2 * PAGE)
+    Conversation(tiers, next(_tries)).cross(2 * PAGE)
     return False
 
 
@@ -252,7 +258,7 @@ def test_daemons_that_are_killed_find_their_prefixes_in_the_store_again(tiers: T
         daemon.start()
     tiers.live.cluster.wait_ready()
     for daemon in tiers.both:
-        eventually("its store is asked", lambda daemon=daemon: store(daemon)["state"] == "closed")
+        eventually("its store is asked", lambda daemon=daemon: store(daemon)["state"] == "closed", REVIVED_S)
     talk.begun = None
     begun, claimed = talk.cross(4 * PAGE)
     assert (begun.computed_tokens, claimed.prefix_tokens) == (3 * PAGE, 3 * PAGE)

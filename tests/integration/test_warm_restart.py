@@ -14,6 +14,7 @@ from kvbridge.config.pools import DeviceLayout, HostLayout
 from kvbridge.config.tier import BackupPolicy, CopyBackend
 from kvbridge.core.ids import Role
 from kvbridge.daemon.memory import file_prefix
+from kvbridge.engine import DecodeRoom, PrefillRoom
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.tier.journal import Contents, read_header, replay
 from tests.helpers.cluster import DaemonProcess, eventually
@@ -65,14 +66,22 @@ def tiers() -> Iterator[Tiers]:
             path.unlink()
 
 
+def crossed(conversation: Conversation, tokens: int) -> tuple[PrefillRoom, DecodeRoom]:
+    """Have it cross, and wait until both journals have all of its pages, and prefill's every checkpoint that was asked for."""
+    begun, claimed = conversation.cross(tokens)
+    keys = conversation.keys(tokens)
+    for role in Role:
+        eventually("in the journal", lambda role=role: {*keys} <= {page.key for page in journal(role).pages.values()})
+    ends = {keys[stop // PAGE - 1] for stop in begun.checkpoints}
+    eventually("its checkpoints, too", lambda: ends <= journal(Role.PREFILL).checkpoints.keys())
+    return begun, claimed
+
+
 def warmed(tiers: Tiers, number: int, pages: int) -> Conversation:
     """A conversation that both journals have, its checkpoint too."""
     conversation = Conversation(tiers, number)
-    before = {role: len(journal(role).pages) for role in Role}
-    conversation.cross(pages * PAGE + 9)
-    for role in Role:
-        eventually("in the journal", lambda role=role: len(journal(role).pages) == before[role] + pages)
-    eventually("its checkpoint, too", lambda: journal(Role.PREFILL).checkpoints)
+    begun, _ = crossed(conversation, pages * PAGE + 9)
+    assert pages * PAGE in begun.checkpoints
     return conversation
 
 
@@ -111,7 +120,7 @@ def test_what_was_on_the_host_is_found_and_used(tiers: Tiers, how: signal.Signal
     for daemon in tiers.both:
         eventually("taken up", lambda daemon=daemon: on_host(daemon) == 4)
         assert status(daemon)["pools"]["full_twin"]["cached"] == 4
-    begun, claimed = conversation.cross(6 * PAGE + 9)
+    begun, claimed = crossed(conversation, 6 * PAGE + 9)
     assert (begun.host_tokens, claimed.host_tokens) == (4 * PAGE, 4 * PAGE)
     for daemon in tiers.both:
         assert not lines(daemon, "kept_pools_refused")

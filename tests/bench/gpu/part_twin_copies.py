@@ -264,6 +264,7 @@ def by_layer(recorder: Recorder, made: Bed, pages: int) -> None:
     lists = [IdPairs(ids.data_ptr(), ids[1].data_ptr(), pages), IdPairs(0, 0, 0)]
     with CudaPageCopier(0, pairs, blocks=DEFAULT_BLOCKS) as bare:
         at_once_us = made.median_us(lambda: bare.copy(lists, stream=main))
+    wrong = made.wrong(moves)  # before `link_us` writes over the pools
     first_us, whole_us = (statistics.median(each[index] for each in found) for index in (1, -1))
     recorder.case(
         what="by layer",
@@ -275,7 +276,7 @@ def by_layer(recorder: Recorder, made: Bed, pages: int) -> None:
         first_link_us=made.link_us(Direction.LOAD_BACK, first_bytes),
         whole_us=whole_us,
         at_once_us=at_once_us,
-        wrong=made.wrong(moves),
+        wrong=wrong,
     )
 
 
