@@ -153,6 +153,7 @@ class Bed:
     ) -> None:
         self.network = Network()
         self.clock = ManualClock()
+        self.most_under_way = 0
         self._libraries = [ImitatedMooncake(self.network, faults)]
         settings = MooncakeSettings(
             protocol=protocol, window_operations=8, batch_operations=6, quiet_timeout_s=5.0, connect_timeout_s=1
@@ -179,6 +180,7 @@ class Bed:
         ends_at_s = time.monotonic() + LIMIT_S
         while not (status := self.poll(transfer)).state.terminal:
             assert time.monotonic() < ends_at_s, transfer
+            self.most_under_way = max(self.most_under_way, self.network.under_way)
             self.network.deliver(delivering)
             time.sleep(0.0002)  # for the thread that asks after batches
             if not patient:
@@ -215,6 +217,7 @@ def test_everything_arrives(beds: type[Bed], protocol: MooncakeProtocol) -> None
     assert bed.end(bed.submit()) == TransferStatus(TransferState.DONE)
     assert (bed.network.destination == OLD).all()
     in_batches = protocol is RDMA
+    assert bed.most_under_way == (COUNT if in_batches else 8)  # eight batches would be more than all
     assert bool(bed.calls[SUBMIT_BATCH]) is in_batches
     assert bed.calls[SUBMIT] == (
         8 if in_batches else COUNT
