@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
@@ -181,15 +181,30 @@ class RoomQuery(FrozenModel):
     limit: Positive = 100
 
 
+class DroppedObjects(FrozenModel):
+    """What has become of the objects of this node's model in the store below host memory, whoever has put them there."""
+
+    outcome: Literal["dropped", "kept", "failed"]
+    """`kept`: so it was asked. `failed`: some may still be there, and would be found; ask again."""
+    objects: NonNegative = 0
+    """That have been dropped: pages, and parts of checkpoints."""
+    reason: str = ""
+    """Of the failure."""
+
+
 class DroppedPrefixes(FrozenModel):
     """What a daemon has forgotten. A page is one in each space that grows with the tokens."""
 
-    model_config = examples({"dropped_pages": 4_096, "read_pages": 512})
+    model_config = examples(
+        {"dropped_pages": 4_096, "read_pages": 512, "store": {"outcome": "dropped", "objects": 9_120, "reason": ""}}
+    )
 
     dropped_pages: NonNegative
     """Pages of prompts and answers that no request finds any more."""
     read_pages: NonNegative
     """Of these, those that rooms under way still read; they are free when the last of those has ended."""
+    store: DroppedObjects | None = None
+    """None: the node has no store below host memory."""
 
 
 class RoomPage(FrozenModel):

@@ -204,6 +204,8 @@ class NodeStatus(FrozenModel):
     """Null where none stay (`tier.enabled`)."""
     host_tier: HostTierStatus | None = None
     """Null where prefixes are kept on the device alone (`tier.host`)."""
+    kept_pools: KeptPoolsStatus | None = None
+    """Null where pools end with the daemon (`pools.keep_s`)."""
     store: PrefixStoreStatus | None = None
     """Null where nothing is kept below host memory (`tier.store`)."""
     quarantine: dict[str, tuple[str, ...]]
@@ -259,8 +261,36 @@ class HostTierStatus(FrozenModel):
     failed_orders: NonNegative
     """Orders to copy that have failed; their pages are on the device as before."""
     last_failure: str
+    longest_order_s: float
+    """How long the slowest order took: so long a request has waited at most that needed the very pages which were being copied."""
     refused_prompts: NonNegative
     """Not copied, since there was no host page that nobody reads."""
+    loaded_back_pages: NonNegative
+    """Copied from the host to the device."""
+    failed_loads: NonNegative
+    """Rooms that were given up since their pages could not be copied to the device."""
+    last_failed_load: str
+    evicted_read_back_pages: NonNegative
+    """That left the host to make room, and had been copied to the device at least once."""
+    evicted_unused_pages: NonNegative
+    """That left it so, and never had been."""
+
+
+class KeptPoolsStatus(FrozenModel):
+    """What this daemon has found of the pools of the one before (`pools.keep_s`). Pages of prompts and answers."""
+
+    waiting_pages: NonNegative
+    """Still to be compared with the digests that they had; nobody is given them meanwhile."""
+    restored_pages: NonNegative
+    restored_bytes: NonNegative
+    lost_pages: NonNegative
+    """That were not what they had been, or are behind such pages."""
+    refused_pages: NonNegative
+    """In pools that could not be gone on with."""
+    refused: str
+    """Why not; empty when they could, or when there were none."""
+    seconds: float
+    """That the comparison took, or has taken so far."""
 
 
 class PrefixStoreStatus(FrozenModel):
@@ -280,7 +310,8 @@ class PrefixStoreStatus(FrozenModel):
     fetched_pages: NonNegative
     """Of prompts, that came from there."""
     prefetches: dict[str, NonNegative]
-    """Requests whose prompts were looked for: `found`, all that there was; `part` of it; `nothing`."""
+    """Requests whose prompts were looked for: `found`, all that there was; `late`, `tier.prefetch_s` was over before; `part`, the
+    rest was missing or bad; `nothing`."""
     waiting_prompts: NonNegative
     """Prompts and answers that wait to be written."""
     unsettled: NonNegative

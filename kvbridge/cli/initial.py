@@ -27,6 +27,10 @@ PAGES = {IndexSpace.FULL: 1024, IndexSpace.SWA: 256, IndexSpace.REQUEST: 64}
 """The most that a pool is given, halved until all pools of a daemon fit into `POOL_BYTES`."""
 POOL_BYTES = 512 << 20
 
+TIERS = """Prefixes that stay, host memory below the device and a store below that are off; they are the keys below `tier` \
+(`tier.enabled`, `tier.host`, `tier.store`), and docs/concepts.md says what each is for.
+
+"""
 Section = dict[str, Any]
 
 
@@ -150,6 +154,7 @@ class InitialCluster:
 
 kvbridge {role} --config {self.folder}/{role}.yaml
 
+{"" if complete or role is DaemonRole.BOOTSTRAP else TIERS}\
 Environment variables (KVBRIDGE_HTTP__PORT sets http.port) are stronger than this file, and flags (--set http.port=0) than both. \
 Durations are seconds; sizes are bytes, and "64GiB" is understood."""
 

@@ -10,6 +10,7 @@ import difflib
 import re
 import typing
 from collections.abc import Iterator, Mapping
+from datetime import date
 from typing import Any
 
 from pydantic import BaseModel, SecretStr, ValidationError
@@ -28,16 +29,22 @@ def describe(error: ValidationError, kind: type[BaseModel], origins: Mapping[Key
     """Return one line for each mistake that pydantic found in data whose leaves came from `origins`."""
     lines: list[str] = []
     for found in error.errors(include_url=False, include_context=False):
-        path = tuple(str(part) for part in found["loc"])
+        path, variant = _without_tag(kind, tuple(str(part) for part in found["loc"]))
         name = ".".join(path)
         if found["type"] == "extra_forbidden":
-            lines.append(f"{name}: {unknown_key(kind, path)}{_origin(path, origins)}")
+            unknown = unknown_key(kind, path) if variant is None else _unknown_of_variant(variant, path)
+            lines.append(f"{name}: {unknown}{_origin(path, origins)}")
+        elif found["type"] == "union_tag_invalid":
+            tags = ", ".join(_variants(kind, path))
+            lines.append(f"{name}.kind: one of {tags}{_origin((*path, 'kind'), origins)}")
         elif found["type"] == "missing":
             lines.append(f"{name}: is required and has no default")
         else:
             for text in found["msg"].removeprefix("Value error, ").split("\n"):
                 what = f"{name}: {text}" if name else text
-                lines.append(f"{what}{_value(found['input'], kind, path)}{_origin(path, origins)}")
+                is_bare = found["type"] == "string_type" and isinstance(found["input"], (int, float, date))
+                hint = "; put it in quotes" if is_bare else ""
+                lines.append(f"{what}{_value(found['input'], kind, path)}{hint}{_origin(path, origins)}")
     return lines
 
 
@@ -50,6 +57,36 @@ def unknown_key(kind: type[BaseModel], path: KeyPath) -> str:
             where = f"'{'.'.join(path[:depth])}' has" if depth else "there is"
             return f"unknown key, {where} no '{key}'" + (f"; did you mean '{close[0]}'?" if close else "")
     return "cannot be set this way"
+
+
+def _unknown_of_variant(variant: type[BaseModel], path: KeyPath) -> str:
+    close = difflib.get_close_matches(path[-1], variant.model_fields, n=1)
+    said = f"unknown key, '{'.'.join(path[:-1])}' of this kind has no '{path[-1]}'"
+    return said + (f"; did you mean '{close[0]}'?" if close else "")
+
+
+def _without_tag(kind: type[BaseModel], path: KeyPath) -> tuple[KeyPath, type[BaseModel] | None]:
+    """Return the path as a file has it, without the kind that pydantic puts behind a section of several kinds, and that kind."""
+    for depth in range(1, len(path)):
+        variant = _variants(kind, path[:depth]).get(path[depth])
+        if variant is not None:
+            return path[:depth] + path[depth + 1 :], variant
+    return path, None
+
+
+def _variants(kind: type[BaseModel], path: KeyPath) -> dict[str, type[BaseModel]]:
+    """The models that a section can be, by their `kind`; empty for one that can be one thing only."""
+    section = list(_sections(kind, path))[-1]
+    field = section.model_fields.get(path[-1]) if section is not None else None
+    models = [] if field is None else list(_models(field.annotation))
+    return {model.model_fields["kind"].default: model for model in models} if len(models) > 1 else {}
+
+
+def _models(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from _models(part)
 
 
 def in_view_of_roles(

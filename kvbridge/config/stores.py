@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import ByteSize, Field
 
 from kvbridge.config.endpoints import Seconds
 from kvbridge.config.transports import MooncakeProtocol
@@ -22,7 +22,7 @@ class FileStoreSettings(FrozenModel):
     """What it is."""
     directory: Path
     """Made with mode 0700 if it is not there. It must belong to the daemon's user, and to nobody else."""
-    max_bytes: Positive
+    max_bytes: Annotated[ByteSize, Field(gt=0)]
     """What all files in the directory take together at most; all daemons that share it are to say the same."""
 
 
@@ -49,6 +49,8 @@ class StoreLimits(FrozenModel):
     """For a process to be ready: longer than Mooncake waits for its master."""
     put_s: Seconds = 10.0
     """For an order to store pages; who fetches some waits `tier.prefetch_s`."""
+    drop_s: Seconds = 60.0
+    """For all objects of the model to be dropped (`DELETE /v1/prefixes`), and for what is being written to end before."""
     settle_s: Seconds = 2.0
     """From the deadline of an order to the end of the process, if its pages are not settled by then."""
     failures: Positive = 3

@@ -44,7 +44,8 @@ class HostBackup(FrozenModel):
 
     policy: BackupPolicy = BackupPolicy.WRITE_THROUGH
     """`write_through`: every page as it comes. `write_through_selective`: what was used `uses` times. `write_back`: the oldest,
-    while fewer than `low_share` of the device's pages could be given away without losing a prefix. No request waits for any."""
+    while fewer than `low_share` of the device's pages could be given away without losing a prefix. A request waits for none but one
+    that is copying the very pages it needs."""
     uses: Positive = 2
     """`write_through_selective`: so often, the request that computed the page included."""
     low_share: Annotated[float, Field(gt=0, le=1)] = 0.25

@@ -53,7 +53,7 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             engines=parts.engines,
             events=parts.events,
             prefixes=parts.prefixes,
-            prefetch=parts.prefetch,
+            store=parts.stored,
         ),
         RoomSettings(
             geometry=parts.geometry,

@@ -21,6 +21,23 @@ from kvbridge.tier.journal import Contents, KeptFile, KeptHeader, read_header, r
 log = structlog.get_logger(__name__)
 
 
+@dataclass(slots=True)
+class Restored:
+    """What became of the pages that a daemon finds in kept pools."""
+
+    waiting: int = 0
+    """Still to be compared."""
+    pages: int = 0
+    bytes: int = 0
+    checkpoints: int = 0
+    lost: int = 0
+    """Pages that did not hold what the journal says, or go on from such pages."""
+    refused: int = 0
+    """In pools that could not be gone on with."""
+    why_not: str = ""
+    seconds: float = 0.0
+
+
 @dataclass
 class KeptPools:
     """The kept pools of a node, for one daemon."""
@@ -32,6 +49,7 @@ class KeptPools:
     """How long processes of the daemon before may take to let go (`timeouts.kept_pools_s`)."""
     found: Contents | None = None
     """What the pools hold by the journal of the one before; None: nothing that could be gone on with."""
+    restored: Restored = field(default_factory=Restored)
     _old: dict[str, Path] = field(default_factory=dict)
     """The files that are to be taken over, by what their names have after the incarnation."""
 
@@ -46,20 +64,23 @@ class KeptPools:
             return kept
         try:
             before, start = read_header(data)
+            kept.found = replay(data[start:])
             why_not = before.why_not(header)
             kept._old = {} if why_not else _same_files(files, before)
         except (IntegrityError, OSError) as error:
             why_not = str(error)
         if why_not:
             kept.refuse(why_not)
-        else:
-            kept.found = replay(data[start:])
+        elif kept.found is not None:
+            kept.restored.waiting = len(kept.found.pages)
             log.info("kept_pools_found", of=before.incarnation, pages=len(kept.found.pages), damaged=kept.found.damaged)
         return kept
 
     def refuse(self, why: str) -> None:
         """What there is cannot be gone on with: the pools are made anew."""
-        log.warning("kept_pools_refused", reason=why)
+        pages = 0 if self.found is None else len(self.found.pages)
+        log.warning("kept_pools_refused", pages=pages, reason=why)
+        self.restored = Restored(refused=pages, why_not=why)
         self.found, self._old = None, {}
         self.files.remove_pools(besides=self.header.incarnation)
 

@@ -282,7 +282,7 @@ class NodeDaemon:
         self._journal = TwinJournal(kept.files.journal, kept.header, digest, found)
         twins.watch(self._journal)
         if found.pages:
-            restored = RestoredTwins(parts.book, twins, digest, found, lost=self._journal.removed)
+            restored = RestoredTwins(parts.book, twins, digest, found, kept.restored, lost=self._journal.removed)
             self._background(restored.run(), "kept pools")
 
     async def _leave_pools(self) -> None:

@@ -17,7 +17,6 @@ from kvbridge.api.status import (
     BootstrapLinkStatus,
     DecodeNodeStatus,
     FenceStatus,
-    HostTierStatus,
     ModelStatus,
     NodeStatus,
     PeerStatuses,
@@ -35,6 +34,7 @@ from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.daemon.announce import Announcer
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import control_modes
+from kvbridge.daemon.tier_status import host_tier_status, kept_pools_status, render_tiers
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.room_book import RoomBook
 from kvbridge.telemetry.metrics import (
@@ -60,18 +60,6 @@ from kvbridge.telemetry.metrics import (
     STARVED,
     WAITING,
     WORKERS,
-)
-from kvbridge.telemetry.tier_metrics import (
-    STORE_BYTES,
-    STORE_OBJECTS,
-    STORE_PREFETCHES,
-    STORE_SECONDS,
-    STORE_STATE,
-    STORE_WAITING,
-    TIER_IN_FLIGHT,
-    TIER_PAGES,
-    TIER_REFUSED,
-    TIER_WAITING,
 )
 
 SHOWN_LINKS = 64
@@ -171,7 +159,8 @@ class NodeOverview:
             pools=parts.book.counts(),
             available_pages=parts.book.available_pages(),
             prefixes=self._prefixes(),
-            host_tier=self._host_tier(),
+            host_tier=host_tier_status(parts),
+            kept_pools=kept_pools_status(parts),
             store=None if parts.stored is None else parts.stored.status(),
             quarantine={reason: tuple(map(str, owners)) for reason, owners in parts.book.quarantine_reasons().items()},
             problems=self._problems(),
@@ -195,24 +184,6 @@ class NodeOverview:
             checkpoints=prefixes.checkpoint_count,
             retained_pages=dict(prefixes.claims.retained().most_common(8)),
             retention_refused=prefixes.claims.refused,
-        )
-
-    def _host_tier(self) -> HostTierStatus | None:
-        prefixes, backups = self._parts.prefixes, self._parts.backups
-        if prefixes is None or backups is None:
-            return None
-        where, copied = prefixes.residency(), self._parts.copies.sums["backup"]
-        return HostTierStatus(
-            device_pages=where.device,
-            both_pages=where.both,
-            host_pages=where.host,
-            waiting_prompts=backups.controller.waiting,
-            in_flight_pages=backups.pages_in_flight,
-            backed_up_pages=copied.pages,
-            backed_up_bytes=copied.bytes,
-            failed_orders=copied.failed,
-            last_failure=copied.last_failure,
-            refused_prompts=backups.controller.refused,
         )
 
     def _problems(self) -> tuple[ProblemStatus, ...]:
@@ -270,13 +241,7 @@ class NodeOverview:
         if self._parts.prefixes is not None and self._parts.identity.role is Role.PREFILL:
             metrics.assign(CHECKPOINTS, self._parts.prefixes.checkpoint_count)
             metrics.assign(CHECKPOINTS_EVICTED, self._parts.prefixes.evicted_checkpoints)
-        if (tier := self._host_tier()) is not None:
-            pages = {"device": tier.device_pages, "both": tier.both_pages, "host": tier.host_pages}
-            metrics.replace(TIER_PAGES, {(residency,): count for residency, count in pages.items()})
-            metrics.assign(TIER_IN_FLIGHT, tier.in_flight_pages)
-            metrics.assign(TIER_WAITING, tier.waiting_prompts)
-            metrics.assign(TIER_REFUSED, tier.refused_prompts)
-        self._render_store()
+        render_tiers(self._parts)
         if self._parts.identity.role is Role.DECODE:
             metrics.assign(EPOCH, self._peers.epoch)
         metrics.assign(WAITING, self._admission.waiting)
@@ -284,22 +249,6 @@ class NodeOverview:
         metrics.assign(STARVED, self._admission.starved_s())
         metrics.assign(READY, self.readiness().ready)
         return metrics.render(accept)
-
-    def _render_store(self) -> None:
-        metrics, stored = self._parts.metrics, self._parts.stored
-        if stored is None or stored.client is None:
-            return
-        store = stored.status()
-        metrics.replace(STORE_STATE, {(store.state,): 1})
-        for verb, outcomes in store.objects.items():
-            for outcome, objects in outcomes.items():
-                metrics.assign(STORE_OBJECTS, objects, verb, outcome)
-        for asked, moved_bytes in stored.client.moved_bytes.items():
-            metrics.assign(STORE_BYTES, moved_bytes, asked.value)
-        for outcome, requests in store.prefetches.items():
-            metrics.assign(STORE_PREFETCHES, requests, outcome)
-        metrics.assign(STORE_SECONDS, stored.sums.seconds)
-        metrics.assign(STORE_WAITING, store.waiting_prompts)
 
     def _render_pools(self) -> None:
         metrics, counts = self._parts.metrics, self._parts.book.counts()

@@ -6,6 +6,7 @@ Owns: that order, and reading the configuration for it. Must not know: rooms, pe
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvbridge import __version__
@@ -28,7 +29,6 @@ from kvbridge.daemon.worker_host import Reports, WorkerHost
 from kvbridge.node.backups import Backups, CopyLimits
 from kvbridge.node.engines import AttachedEngines
 from kvbridge.node.receiver.verification import growing_kinds
-from kvbridge.node.rooms import Prefetch
 from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
@@ -201,11 +201,6 @@ class NodeParts:
         )
 
     @property
-    def prefetch(self) -> Prefetch | None:
-        """What is done about the prompt of a request before it is admitted; None: nothing."""
-        return None if self.stored is None else self.stored.prefetch
-
-    @property
     def reports(self) -> Reports:
         """Who takes what rank workers of either role say."""
         return {} if self.backups is None else {PagesCopied: self.backups.copied}
@@ -269,12 +264,13 @@ def _stored(
 
 def _metrics(config: NodeConfig, role: Role, geometry: ModelGeometry, layout: NodeLayout) -> Metrics:
     """Metrics with every series that the configuration and the model lead to."""
-    values = {
+    values: dict[str, Sequence[str]] = {
         "component": [component.kind.value for component in geometry.components],
         "direction": [(Direction.SENT if role is Role.PREFILL else Direction.RECEIVED).value],
         "transport": [name.value for name in config.transports.order],
         "space": [space.value for space in (*layout.owned, *layout.adopted)],
         "phase": list(PHASES[role]),
+        "kind": [] if config.tier.store is None else [config.tier.store.kind],
     }
     metrics = Metrics(role=role.value, values=values)
     name = f"{config.instance}/{config.node}"

@@ -57,7 +57,7 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
             engines=parts.engines,
             events=parts.events,
             prefixes=parts.prefixes,
-            prefetch=parts.prefetch,
+            store=parts.stored,
         ),
         RoomSettings(
             geometry=parts.geometry,

@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import structlog
 
 from kvbridge.core.ids import IndexSpace
+from kvbridge.daemon.kept_pools import Restored
 from kvbridge.daemon.twin_journal import PAGES_AT_ONCE, PageDigests, checkpoint_sets, page_set
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner
@@ -32,16 +32,6 @@ _TAKER = Owner(NO_ROOM, 0)
 """Has all pages that a journal names until it is known what they hold; copies are counted from 1."""
 
 
-@dataclass(slots=True)
-class Restored:
-    """What became of the pages that a journal named."""
-
-    pages: int = 0
-    checkpoints: int = 0
-    lost: int = 0
-    """Pages that did not hold what it says, or go on from such pages."""
-
-
 class RestoredTwins:
     """The pages that a journal names, on their way into the index. Called from the event loop's thread only."""
 
@@ -51,17 +41,21 @@ class RestoredTwins:
         twins: Twins,
         digest: PageDigests,
         contents: Contents,
+        found: Restored,
         *,
         lost: Callable[[Pages], None],
     ) -> None:
-        """Take these pages, of a book of which all is free. `lost` is told of those that will not come back."""
+        """Take these pages, of a book of which all is free. `lost` is told of those that will not come back.
+
+        `found` says at any moment how far it is.
+        """
         self._book, self._twins, self._digest, self._contents, self._lost = book, twins, digest, contents, lost
         self._right: dict[int, bool] = {}
         """Of the pages that have been read, by twin, those that hold what the journal says."""
         self._right_ends: set[bytes] = set()
         """Of checkpoints, by their key."""
         self._entered: set[bytes] = set()
-        self.found = Restored()
+        self.found = found
         named = _named(contents)
         counts = book.counts()
         taken = book.reserve(_TAKER, {space: sum(counts[space].values()) for space in named if space in counts})
@@ -77,14 +71,20 @@ class RestoredTwins:
                 batches = [unread[at : at + PAGES_AT_ONCE] for at in range(0, len(unread), PAGES_AT_ONCE)]
                 await asyncio.gather(*(loop.run_in_executor(pool, self._read, batch) for batch in batches))
                 self._enter(keys, path)
+                self.found.waiting = len(self._contents.pages) - len(self._right)
+                self.found.seconds = round(loop.time() - begun_s, 3)
         found = self.found
         found.lost = len(self._contents.pages) - found.pages
         if _TAKER in self._book:
             self._lost(self._book.pages(_TAKER))
             self._book.free(_TAKER)
-        seconds = round(loop.time() - begun_s, 3)
         log.info(
-            "prefixes_restored", pages=found.pages, checkpoints=found.checkpoints, lost=found.lost, seconds=seconds
+            "prefixes_restored",
+            pages=found.pages,
+            bytes=found.bytes,
+            checkpoints=found.checkpoints,
+            lost=found.lost,
+            seconds=found.seconds,
         )
 
     def _read(self, batch: Sequence[HeldPage]) -> None:
@@ -108,7 +108,9 @@ class RestoredTwins:
             for page in new
             if page.key in self._right_ends
         }
-        self.found.pages += self._twins.insert(_TAKER, keys[:right], start, pages, checkpoints=ends)
+        entered = self._twins.insert(_TAKER, keys[:right], start, pages, checkpoints=ends)
+        self.found.pages += entered
+        self.found.bytes += entered * self._digest.size_bytes(page_set(new[0].twin, new[0].home))
         self.found.checkpoints += len(ends)
         self._entered.update(page.key for page in new)
 

@@ -83,6 +83,10 @@ class PageDigests:
         starts, lengths = np.array(found, dtype=np.uint64).T
         return int(crc32c(raw_checksums(starts, lengths.astype(np.int64), MemoryKind.DRAM).tobytes()))
 
+    def size_bytes(self, pages: PageSet) -> int:
+        """Return how many bytes these pages have."""
+        return sum(region.page_bytes for space, _ in pages for region in self._of_space[space])
+
 
 @dataclass(eq=False, slots=True)
 class _Arrival:

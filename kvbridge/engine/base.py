@@ -150,7 +150,8 @@ class Engine(Closing):
             load = self._loads.start(room, pages, by_layer=by_layer)
             self._load_began(pages, load)
         except BridgeError as error:
-            self.abort(room, f"pages of its prefix cannot be loaded from host memory: {error}")
+            why = f"pages of its prefix cannot be loaded from host memory: {error}"
+            self._let_go(AbortRoom(call=self._link.number(), room=room, reason=why, load_failed=True), None)
             raise
         arrived = partial(self._order.passed, frozenset(load.points.values()))
         self._deferred.send_when(arrived, f"load of room {room}", partial(self._say_loaded, pages, load))

@@ -5,7 +5,7 @@ Owns: /v1/requests, /v1/prefixes. Must not know: which role is behind it.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 
@@ -55,6 +55,7 @@ LimitQuery = Annotated[int, NUMBER, Query(ge=1, le=MAX_LISTED, description="Room
 WaitQuery = Annotated[float, NUMBER, Query(ge=0, allow_inf_nan=False, description="Seconds to wait for a state.")]
 UntilQuery = Annotated[tuple[RoomState, ...], Query(description="States to wait for; none: a final one.")]
 GenerationQuery = Annotated[int | None, NUMBER, Query(ge=1, description="Cancel this generation only.")]
+StoreQuery = Annotated[Literal["drop", "keep"], Query(description="What to do about objects in the store.")]
 ReasonQuery = Annotated[str, Query(max_length=1_000, description="Told to everybody who asks why the room ended.")]
 
 
@@ -155,11 +156,13 @@ def _prefixes_router(requests: RoomRequests[Any]) -> APIRouter:
     router = APIRouter(prefix="/v1/prefixes", tags=["operations"], responses=problems(ConflictError))
 
     @router.delete("")
-    async def drop_prefixes() -> DroppedPrefixes:
+    async def drop_prefixes(store: StoreQuery = "drop") -> DroppedPrefixes:
         """Forget every cached prefix, of all namespaces: keys do not tell whose they are.
 
-        Requests find none from now on; rooms under way keep the pages that they read. 409 where no prefixes are kept.
+        Requests find none from now on; rooms under way keep the pages that they read. 409 where no prefixes are kept. What the
+        store below host memory has of this model is dropped, too, also what other nodes have put there; `store` in the answer
+        says whether that was done. What other nodes have in memory is theirs: ask each of them first.
         """
-        return requests.drop_prefixes()
+        return await requests.drop_prefixes(stored=store == "drop")
 
     return router

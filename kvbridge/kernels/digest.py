@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -51,11 +50,11 @@ def raw_checksums(
     return np.array(values, dtype=np.uint32) ^ np.uint32(_INVERTED)
 
 
-def checksum(stretches: Iterable[ctypes.Array[Any]]) -> int:
+def checksum(addresses: Iterable[int], lengths: Iterable[int]) -> int:
     """Return the CRC-32C of stretches of this process's memory, as of one that they make together."""
     value = 0
-    for stretch in stretches:
-        value = crc32c(stretch, value)
+    for address, length in zip(addresses, lengths, strict=True):
+        value = crc32c((ctypes.c_char * length).from_address(address), value)
     return value
 
 

@@ -89,6 +89,9 @@ class Backups:
     _numbers: count[int] = field(default_factory=lambda: count(1))
     _owners: count[int] = field(default_factory=lambda: count(1))
 
+    def __post_init__(self) -> None:
+        self.controller.on_due = self._begin
+
     def new_owner(self) -> Owner:
         """Return who is to have the pages of one copy between tiers: nobody on this node ever was that."""
         return Owner(NO_ROOM, next(self._owners))

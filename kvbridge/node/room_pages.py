@@ -17,7 +17,7 @@ import numpy as np
 import structlog
 
 from kvbridge.config.timeouts import DaemonTimeouts
-from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.errors import InvalidInputError, TransportError
 from kvbridge.core.geometry.checkpoints import needs_checkpoints
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.pages import pages_needed
@@ -169,6 +169,14 @@ class RoomPages:
         )
         self.events.emit(told)
         return True
+
+    def load_failed(self, room: Room[Any], reason: str) -> None:
+        """An engine gives a room up, since what it shares out of host memory cannot be loaded."""
+        pages = room.host_tokens // self.settings.geometry.tokens_per_page
+        told = CopyEnded(
+            direction="load_back", pages=pages, bytes=0, busy_s=0, seconds=0, code=TransportError.code, reason=reason
+        )
+        self.events.emit(told)
 
     def restored(self, room: Room[Any]) -> int:
         """Let others read what a room has loaded back, by proof, into pages that it holds; return how many are new."""

@@ -8,12 +8,12 @@ An engine names a room without its generation. It means the attempt that it uses
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Protocol
 
-from kvbridge.api.rooms import AdmissionRequest, DroppedPrefixes, RoomReport
+from kvbridge.api.rooms import AdmissionRequest, DroppedObjects, DroppedPrefixes, RoomReport
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import ConflictError, NotReadyError, PeerError
 from kvbridge.core.ids import IndexSpace
@@ -35,8 +35,14 @@ EngineCalls = Mapping[type[Call], Callable[[AttachedEngine, Any], Pages | Restor
 """Who carries out each call of an engine; what is not listed, a node of this role does not know. No answer is Accepted."""
 
 
-Prefetch = Callable[[Keys], Awaitable[None]]
-"""Brings to this node what it can of the pages of these keys, within a time of its own."""
+class PrefixStore(Protocol):
+    """The store below host memory."""
+
+    async def prefetch(self, keys: Keys) -> None:
+        """Bring to this node what it has of the pages of these keys, within a time of its own."""
+
+    async def drop(self) -> DroppedObjects:
+        """Drop all that it has of this node's model. To be called when the cache has been dropped."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +55,7 @@ class RoomPorts:
     events: EventStream
     prefixes: PrefixCache | None = None
     """None: the node shares nothing."""
-    prefetch: Prefetch | None = None
+    store: PrefixStore | None = None
     """None: it has no store below host memory."""
 
 
@@ -75,7 +81,7 @@ class RoomRequests(Generic[RoomT]):
     workers: WorkerSet
     side: AdmittingSide[RoomT]
     clock: Clock
-    prefetch: Prefetch | None = None
+    store: PrefixStore | None = None
     """None: nothing is stored."""
 
     def missing(self) -> str:
@@ -128,11 +134,14 @@ class RoomRequests(Generic[RoomT]):
     async def fetch(self, request: AdmissionRequest) -> None:
         """Have what is stored of a prompt brought here, before it is admitted. Raises all that `demand` does."""
         self.demand(request)
-        if self.prefetch is not None:
-            await self.prefetch(self.pages.shareable(self._keys(request), request.prompt_tokens))
+        if self.store is not None:
+            await self.store.prefetch(self.pages.shareable(self._keys(request), request.prompt_tokens))
 
-    def drop_prefixes(self) -> DroppedPrefixes:
-        """Forget every cached prefix; rooms under way keep what they read. Raises ConflictError where none are kept."""
+    async def drop_prefixes(self, *, stored: bool = True) -> DroppedPrefixes:
+        """Forget every cached prefix, and if `stored` what the store has of this model; rooms under way keep what they read.
+
+        Raises ConflictError where none are kept.
+        """
         prefixes = self.pages.prefixes
         if prefixes is None:
             raise ConflictError(
@@ -140,7 +149,10 @@ class RoomRequests(Generic[RoomT]):
             )
         dropped = prefixes.drop()
         self.pages.events.emit(PrefixesDropped(pages=dropped.pages, read=dropped.read))
-        return DroppedPrefixes(dropped_pages=dropped.pages, read_pages=dropped.read)
+        store = None
+        if self.store is not None:
+            store = await self.store.drop() if stored else DroppedObjects(outcome="kept")
+        return DroppedPrefixes(dropped_pages=dropped.pages, read_pages=dropped.read, store=store)
 
     async def cancel(self, room: int, reason: str) -> RoomReport:
         """Abort a room; harmless on a final one. Raises UnknownRoomError."""
@@ -165,6 +177,8 @@ class RoomEngines(Generic[RoomT]):
             return
         room = self.rooms.used_by(engine.name, message.room)
         room.let_go(engine.name)
+        if message.load_failed:
+            self.pages.load_failed(room, message.reason)
         self.driver.stop(room, f"by the {self.rooms.role} engine: {message.reason}")
 
     def open_events(self) -> list[RoomEvent]:

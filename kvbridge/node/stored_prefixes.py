@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
+from kvbridge.api.rooms import DroppedObjects
 from kvbridge.api.status import PrefixStoreStatus
 from kvbridge.config.tier import TierConfig
 from kvbridge.core.clock import Clock, monotonic
@@ -83,7 +84,7 @@ class FetchSums:
     """What became of requests that the store was asked about, since the daemon was started."""
 
     requests: Counter[str] = field(default_factory=Counter)
-    """`found`, all that the store was known to have; `part`; `nothing`."""
+    """`found`, all that the store was known to have; `late`, the time was over before; `part`; `nothing`."""
     pages: int = 0
     """Of prompts, that came."""
     seconds: float = 0.0
@@ -118,6 +119,9 @@ class StoredPrefixes:
         """Prompts to be written, by the keys of their last pages: from which page on."""
         self._woken = asyncio.Event()
         self._inserting = False
+        self._drops = 0
+        """How often all was dropped: what was begun before is not kept, and not written on."""
+        self._writing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self.sums = FetchSums()
         twins.watch(self)
@@ -175,6 +179,36 @@ class StoredPrefixes:
             unsettled=0 if client is None else len(client.unsettled),
         )
 
+    async def drop(self) -> DroppedObjects:
+        """Drop all objects of this node's model, whoever has put them there. To be called when the cache has been dropped.
+
+        What is being written has ended before, and what is being fetched is not kept.
+        """
+        self._drops += 1
+        self._waiting.clear()
+        if self.client is None:
+            return DroppedObjects(outcome="failed", reason="the store's process is not ready: its memory is being made")
+        until_s = self._clock() + self._settings.store_limits.drop_s
+        try:
+            await asyncio.wait_for(self._writing.acquire(), until_s - self._clock())
+        except TimeoutError:
+            return DroppedObjects(
+                outcome="failed", reason="the store did not end what was being written (store_limits.drop_s)"
+            )
+        try:
+            answers = [
+                await self.client.clear(form, timeout_s=max(0.0, until_s - self._clock()))
+                for form in range(len(self._spaces))
+            ]
+        finally:
+            self._writing.release()
+        reason = "; ".join(
+            answer.detail or answer.outcomes[0].value for answer in answers if answer.outcomes[0] is not Outcome.DROPPED
+        )
+        dropped = sum(answer.cleared for answer in answers)
+        log.info("stored_prefixes_dropped", objects=dropped, reason=reason)
+        return DroppedObjects(outcome="failed" if reason else "dropped", objects=dropped, reason=reason)
+
     # ------------------------------------------------------------------ from the store
 
     async def prefetch(self, keys: Keys) -> None:
@@ -197,7 +231,7 @@ class StoredPrefixes:
         return self._cache.looks.restorable(keys) if self._has_checkpoints else self._cache.known(keys)
 
     async def _fetch(self, keys: Keys, have: int) -> None:
-        begun_s = self._clock()
+        begun_s, drops = self._clock(), self._drops
         until_s = begun_s + self._settings.prefetch_s
         stop = await self._stored(keys, have, until_s)
         pinned = self._cache.looks.begin_on_host(keys[:stop])
@@ -207,11 +241,15 @@ class StoredPrefixes:
             try:
                 await self._get_all(gets, until_s)
             finally:
-                came = self._keep(gets, keys)
+                came = self._keep(gets, keys, is_wanted=drops == self._drops)
         finally:
             self._cache.looks.end(pinned)
             seconds = self._clock() - begun_s
-            outcome = "nothing" if not came else "found" if self._usable(keys) >= stop else "part"
+            if came and self._usable(keys) >= stop:
+                outcome = "found"
+            else:  # timers are as exact as the loop's clock
+                is_late = seconds > 0.99 * self._settings.prefetch_s
+                outcome = "late" if is_late else "part" if came else "nothing"
             self.sums.requests[outcome] += 1
             self.sums.pages += came
             self.sums.seconds += seconds
@@ -283,9 +321,9 @@ class StoredPrefixes:
 
         await asyncio.gather(*map(ask, gets))
 
-    def _keep(self, gets: Sequence[_Get], keys: Keys) -> int:
+    def _keep(self, gets: Sequence[_Get], keys: Keys, *, is_wanted: bool) -> int:
         """Let what has come whole enter the index, as far as nothing before it is missing; return how many pages are new."""
-        came, is_behind = 0, True
+        came, is_behind = 0, is_wanted
         self._inserting = True
         try:
             for get in sorted(gets, key=lambda get: get.form):  # a checkpoint is at the end of pages
@@ -348,8 +386,10 @@ class StoredPrefixes:
                 await self._woken.wait()
             key = next(iter(self._waiting))
             start = self._waiting.pop(key)
-            asked = await self._write(self._cache.looks.prompt_of(key), start)
-            if not asked:
+            drops = self._drops
+            async with self._writing:
+                asked = await self._write(self._cache.looks.prompt_of(key), start)
+            if not asked and drops == self._drops:
                 self._waiting.setdefault(key, start)
                 await asyncio.sleep(PAUSE_S)
 
@@ -358,7 +398,10 @@ class StoredPrefixes:
         looking = self._cache.looks.begin_on_host(keys)
         settled: list[asyncio.Future[None]] = []
         asked = True
+        drops = self._drops
         for form, some, ids in self._objects(looking, keys, start):
+            if drops != self._drops:
+                break
             assert self.client is not None
             put_s = self._settings.store_limits.put_s
             there = self.client.has(form, some, timeout_s=put_s)

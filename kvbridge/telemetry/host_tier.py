@@ -46,6 +46,8 @@ class CopySums:
     failed: int = 0
     """Orders."""
     last_failure: str = ""
+    longest_s: float = 0.0
+    """From an order to its end, of the slowest one."""
 
 
 class HostTierReader:
@@ -63,6 +65,7 @@ class HostTierReader:
         self._metrics.count(TIER_COPIED, way, by=fact.bytes)
         self._metrics.count(TIER_COPY_SECONDS, way, by=fact.busy_s)
         sums.bytes += fact.bytes
+        sums.longest_s = max(sums.longest_s, fact.seconds)
         if not fact.code:
             sums.pages += fact.pages
             log.debug("pages_copied", direction=way, pages=fact.pages, bytes=fact.bytes, seconds=round(fact.seconds, 4))

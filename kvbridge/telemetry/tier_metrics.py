@@ -20,6 +20,7 @@ _STORE_OUTCOMES = {
     "get": ("hit", "absent", "short", "other_key", "wrong_digest", "other_version", *_UNUSABLE),
     "has": ("present", "absent", *_UNUSABLE),
     "drop": ("dropped", *_UNUSABLE),
+    "clear": ("dropped", *_UNUSABLE),
 }
 """By what a store is asked: how that can end."""
 
@@ -70,6 +71,23 @@ TIER_METRICS: tuple[MetricSpec, ...] = (
         (),
         "Prompts and answers that were not copied to host memory, since there was no page there that nobody reads.",
     ),
+    TIER_EVICTED := MetricSpec(
+        "kvbridge_host_tier_evicted_pages_total",
+        _COUNTER,
+        ("use",),
+        "Cached pages that have left host memory to make room, by whether they had been of use there: copied back to the device at "
+        "least once (read_back), or never (unused).",
+        values={"use": ("read_back", "unused")},
+    ),
+    KEPT_PAGES := MetricSpec(
+        "kvbridge_kept_pages",
+        _GAUGE,
+        ("outcome",),
+        "Pages that the daemon before had left in host memory (pools.keep_s), by what became of them at this start: still to be "
+        "compared (waiting), found again (restored), not what they had been or behind such pages (lost), or in pools that could "
+        "not be gone on with (refused).",
+        values={"outcome": ("waiting", "restored", "lost", "refused")},
+    ),
     STORE_STATE := MetricSpec(
         "kvbridge_prefix_store_state",
         _GAUGE,
@@ -78,13 +96,34 @@ TIER_METRICS: tuple[MetricSpec, ...] = (
         "failed too often and is not asked for a while; half_open, one request tries whether it works again.",
         values={"state": ("starting", "closed", "open", "half_open")},
     ),
+    STORE_BREAKER := MetricSpec(
+        "kvbridge_store_breaker_open",
+        _GAUGE,
+        ("kind",),
+        "1 while the store below host memory is left alone, since it has failed too often (open; half_open: one request tries it); "
+        "0 while it is asked. Requests go on without what it has.",
+    ),
+    STORE_BREAKER_CHANGES := MetricSpec(
+        "kvbridge_store_breaker_changes_total",
+        _COUNTER,
+        ("kind", "state"),
+        "How often that has begun, or has gone on since a request has tried it in vain (open), and has ended (closed).",
+        values={"state": ("open", "closed")},
+    ),
+    STORE_STARTS := MetricSpec(
+        "kvbridge_store_process_starts_total",
+        _COUNTER,
+        ("kind",),
+        "Attempts to start the process that uses the store below host memory: one at the daemon's start, and one after each of its "
+        "ends, be it that it hung and was killed, that it could not open the store, or that it died.",
+    ),
     STORE_OBJECTS := MetricSpec(
         "kvbridge_prefix_store_objects_total",
         _COUNTER,
         ("verb", "outcome"),
-        "Objects (pages with all components and layers) that the store was asked to put, get, or whether it has them, by how that "
-        "ended. A get is a hit only when every byte was compared; absent, short, other_key, wrong_digest, other_version, timed_out "
-        "and unreachable are misses.",
+        "Objects (pages with all components and layers) that the store was asked to put, get, drop, or whether it has them, by "
+        "how that ended; clear: to drop all of one kind, of this model. A get is a hit only when every byte was compared; absent, "
+        "short, other_key, wrong_digest, other_version, timed_out and unreachable are misses.",
         series=tuple((verb, outcome) for verb, outcomes in _STORE_OUTCOMES.items() for outcome in outcomes),
     ),
     STORE_BYTES := MetricSpec(
@@ -98,8 +137,9 @@ TIER_METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_prefix_store_prefetches_total",
         _COUNTER,
         ("outcome",),
-        "Requests whose prompts were looked for in the store: all that there was came in time (found), a part of it, or nothing.",
-        values={"outcome": ("found", "part", "nothing")},
+        "Requests whose prompts were looked for in the store: all that there was came (found); tier.prefetch_s was over before, "
+        "whatever had come (late); a part of it came, the rest was missing or bad (part); or there was nothing.",
+        values={"outcome": ("found", "late", "part", "nothing")},
     ),
     STORE_SECONDS := MetricSpec(
         "kvbridge_prefix_store_prefetch_seconds_total",

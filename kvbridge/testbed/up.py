@@ -34,7 +34,7 @@ from kvbridge.pool.memory.leftovers import Verdict, sweep
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.testbed.signals import Interrupts
 
-START_S = 30.0
+START_S = 60.0
 LOOK_S, ASK_S = 0.1, 0.5
 CALL_S = 2.0
 QUIET_S = 15.0

@@ -3,7 +3,8 @@
 Owns: the policies, what waits for its turn, how much is on its way. Must not know: rank workers, messages, how pages are copied.
 
 One order at a time goes to the rank workers. It has what several prompts need, the pages of each in their order, up to
-`tier.host.backup.order_pages`. No admission waits for it: what is not on the host yet is evicted as ever.
+`tier.host.backup.order_pages`. It begins when a reader lets go, before what that has kept can be evicted; when the one before has
+ended; and with a tick, for what is read for long or has to be tried again.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ class BackupController:
         self._not_before_s = 0.0
         self.refused = 0
         """Prompts for which host memory had no page that nobody reads."""
+        self.on_due: Callable[[], None] = lambda: None
+        """Called when something waits that can be evicted soon."""
         cache.watch(self)
 
     @property
@@ -72,6 +75,11 @@ class BackupController:
         """See PathWatcher. What was refused, or evicted from the host, is tried again."""
         if self._settings.policy is not BackupPolicy.WRITE_BACK:
             self._wait(keys)
+
+    def ending(self) -> None:
+        """See PathWatcher."""
+        if self._waiting:
+            self.on_due()
 
     def _wait(self, keys: Keys) -> None:
         self._waiting.setdefault(keys[-1], keys)

@@ -174,7 +174,9 @@ class TwinCopier(Closing):
         nothing = np.empty(0, dtype=np.int32)
         lists = []
         for space, first, step in self._lists:
-            device, twins = (ids[first::step] for ids in moves.get(space, (nothing, nothing)))
+            device, twins = moves.get(space, (nothing, nothing))
+            if step > 1:
+                device, twins = device[first::step], twins[first::step]
             lists.append((device, twins) if self._direction is Direction.BACKUP else (twins, device))
         return self._copies.copy(lists, stream=stream)
 
@@ -209,7 +211,7 @@ class TwinCopier(Closing):
         for ids, count, what in zip((device, twins), self._page_counts[space], (space, TWINS[space]), strict=True):
             if ids.dtype != np.int32:
                 raise InvalidInputError(f"page ids are int32, got {ids.dtype} for '{what}'")
-            if len(ids) and ids.view(np.uint32).max() >= count:  # negative ones are larger still
+            if len(ids) and np.maximum.reduce(ids.view(np.uint32)) >= count:  # negative ones are larger still
                 raise PageOutOfBoundsError(
                     f"pages {ids.min()} to {ids.max()} of '{what}' do not all exist among {count}"
                 )

@@ -29,6 +29,7 @@ from kvbridge.pool.memory.host_registration import Range, registered_ranges
 IdLists = Sequence[tuple[PageIdArray, PageIdArray]]
 """For each list that pairs name: ids of the pages that are read and of those that are written."""
 AddressArray = npt.NDArray[np.uint64]
+IntArray = npt.NDArray[np.object_]
 
 RING = 32
 """Copies whose lists of ids can be on their way before more page-locked memory is made for them, which may wait for the device."""
@@ -66,7 +67,7 @@ class ReferenceCopies(PageCopies):
     def copy(self, lists: IdLists, *, stream: int) -> int:
         """Copy now; there is no stream."""
         del stream
-        for addresses, lengths in self._addresses.columns(lists):
+        for addresses, lengths in self._addresses.columns(lists, as_ints=True):
             sources, destinations = addresses.tolist()
             copy_each(sources, destinations, lengths.tolist())
         self._last += 1
@@ -228,16 +229,21 @@ class _Group:
         self._per_extent = np.array([[[memory.pages_per_extent] for memory in side] for side in sides], dtype=np.int64)
         self._strides = np.array([[[memory.page_stride_bytes] for memory in side] for side in sides], dtype=np.uint64)
         self._lengths = np.array([pair.page_bytes for pair in pairs], dtype=np.uint64)
+        self._ints = self._lengths.astype(object)
+        """The same, made once: to make an int anew for every copy costs a tenth of copying eight pages."""
         self._dense = dense
 
-    def columns(self, source: PageIdArray, destination: PageIdArray) -> tuple[AddressArray, AddressArray]:
-        """Return addresses uint64 [2, copies] of sources and destinations, and uint64 [copies], how long they are."""
+    def columns(
+        self, source: PageIdArray, destination: PageIdArray, *, as_ints: bool
+    ) -> tuple[AddressArray, AddressArray | IntArray]:
+        """Return addresses uint64 [2, copies] of sources and destinations, and how long they are: uint64 [copies], or ints."""
         pages = np.array((source, destination), dtype=np.int64)
-        if self._dense and len(runs := find_runs(*pages)) < len(source):
+        if self._dense and ((pages[:, 1:] - pages[:, :-1]) == 1).all(axis=0).any():
+            runs = find_runs(*pages)
             pages = np.array((runs.source, runs.destination))
             lengths = np.outer(self._lengths, runs.pages.astype(np.uint64)).ravel()
         else:
-            lengths = np.repeat(self._lengths, len(source))
+            lengths = np.repeat(self._ints if as_ints else self._lengths, len(source))
         pages = pages[:, None, :]
         if self._extents.shape[2] == 1:
             addresses = self._extents + pages.astype(np.uint64) * self._strides
@@ -254,11 +260,13 @@ class _Addresses:
         ordered = sorted(pairs, key=_form)
         self._groups = [_Group(list(alike), dense=form[1]) for form, alike in groupby(ordered, key=_form)]
 
-    def columns(self, lists: IdLists) -> Iterator[tuple[AddressArray, AddressArray]]:
+    def columns(
+        self, lists: IdLists, *, as_ints: bool = False
+    ) -> Iterator[tuple[AddressArray, AddressArray | IntArray]]:
         """Yield parts of it, as `_Group.columns` returns them."""
         for group in self._groups:
             if len(lists[group.table][0]):
-                yield group.columns(*lists[group.table])
+                yield group.columns(*lists[group.table], as_ints=as_ints)
 
     def operations(self, lists: IdLists) -> Operations:
         """Return all of it."""

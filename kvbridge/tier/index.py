@@ -143,6 +143,10 @@ class PrefixIndex:
         """Which of the records no key reaches any more."""
         return self._records.is_hidden(records)
 
+    def is_found(self, path: RecordArray) -> bool:
+        """Whether others find a path: none of it is dropped, or lost on the device."""
+        return not (self._records.is_hidden(path).any() or self.device.is_lost(path))
+
     def evictable(self) -> dict[IndexSpace, int]:
         """How many pages of each space `evict` could give now."""
         found = self.device.evictable()
@@ -263,6 +267,7 @@ class PrefixIndex:
         """Let the records of a path from `start` on, which are on the host, be on the device as well; those before are."""
         self.device.add(path[start:], pages)
         self.device.used(path)
+        self._host().read_back(path[start:])
 
     # ------------------------------------------------------------------------------------- pages that go
 
@@ -288,6 +293,8 @@ class PrefixIndex:
             if len(victims):
                 self._policy.evicted(float(base_rank(self._rank[victims]).min()))
                 others = self.residences if residence is self.home else ()
+                if residence is self.home and self.host is not None:
+                    self.host.note_evicted(victims[self.host.has(victims)])
                 found += [other.remove(victims[other.has(victims)]) for other in others]
                 gone, pages = self._forget(victims, evicted=True)
                 self._note_evicted(gone)

@@ -71,11 +71,19 @@ class KeptHeader(FrozenModel):
 
     def why_not(self, wanted: KeptHeader) -> str:
         """Why a process that wants a pool of this form cannot go on with the one of this journal; empty when it can."""
-        for name in ("model_identity", "fingerprint", "ranks", "layout"):
+        for name, what in _COMPARED.items():
             found, asked = getattr(self, name), getattr(wanted, name)
             if found != asked:
-                return f"its {name} is {found}, this daemon's is {asked}"
+                return f"its {name} is {found}, this daemon's is {asked} ({what})"
         return ""
+
+
+_COMPARED = {
+    "model_identity": "tier.model_name, tier.model_revision",
+    "fingerprint": "a digest of the model's geometry",
+    "ranks": "those of this node",
+    "layout": "a digest of sizes and layouts: pools.host, tier.host",
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -214,6 +214,8 @@ class PrefixCache:
     def let_go(self, owner: Owner) -> None:
         """An owner reads no cached page any more, by proof. Raises NotFoundError for one that was never admitted, or has let go."""
         reader = self._reader(owner)
+        for watcher in self._watchers:
+            watcher.ending()
         self.claims.end(owner, reader.path)
         del self._readers[owner]
         self._end(reader)
@@ -227,6 +229,9 @@ class PrefixCache:
             return
         before = self._book.available_pages()
         self._uncache(reader.unpin(self._index))
+        self._tell_available(before)
+
+    def _tell_available(self, before: Mapping[IndexSpace, int]) -> None:
         now = self._book.available_pages()
         self._book.became_available(
             {space: count - before[space] for space, count in now.items() if count > before[space]}
@@ -252,13 +257,15 @@ class PrefixCache:
     def shorten(self, owner: Owner, page_count: int, *, from_checkpoint: bool) -> Admitted:
         """Let an owner read only the first `page_count` pages of its prefix, and give it pages of its own for the others.
 
-        As for `admit`, whose pages besides these it keeps. Raises CapacityError, and nothing has changed then; NotFoundError when
-        there is no checkpoint (any more).
+        As for `admit`, whose pages besides these it keeps. What it reads no more may be evicted for them. Raises CapacityError, and
+        nothing has changed then; NotFoundError when there is no checkpoint (any more).
         """
-        reader = self._reader(owner)
-        path = reader.path[:page_count]
+        reader, before = self._reader(owner), self._book.available_pages()
+        path, is_found = reader.path[:page_count], self._index.is_found(reader.path)
         fewer = Reader.of(self._index, path, min(reader.device, page_count), from_checkpoint=from_checkpoint)
         fewer.pin(self._index)
+        if is_found:  # else it would be gone, and could not be read again
+            reader.unpin(self._index)
         try:
             to_load = len(fewer.checkpoint(self._index.host))
             needed = self._given_up(reader, fewer)
@@ -266,12 +273,17 @@ class PrefixCache:
                 needed[CHECKPOINT_SPACE] = to_load - len(reader.checkpoint_own)
             own = self._book.grow(owner, needed)
         except BridgeError:
+            if is_found:
+                reader.pin(self._index)
             self._end(fewer)
             raise
         pages_for_it = np.concatenate((reader.checkpoint_own, own.pop(CHECKPOINT_SPACE, reader.checkpoint_own[:0])))
         fewer.checkpoint_own = pages_for_it[:to_load]
         self._readers[owner] = fewer
-        self._end(reader)
+        if is_found:
+            self._tell_available(before)
+        else:
+            self._end(reader)
         return fewer.admitted(self._index, own)
 
     # ------------------------------------------------------------------------------------- what the pages hold

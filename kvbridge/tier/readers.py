@@ -16,7 +16,7 @@ from kvbridge.core.ids import IndexSpace, PageIdArray
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.records import RecordArray
-from kvbridge.tier.residence import Pages, Residence
+from kvbridge.tier.residence import EvictedPages, Pages, Residence
 
 NO_PAGES = np.empty(0, dtype=np.int32)
 
@@ -112,12 +112,16 @@ class Residency(NamedTuple):
     both: int
     host: int
     """On the host alone."""
+    evicted: EvictedPages
+    """So far from the host."""
 
     @classmethod
     def of(cls, index: PrefixIndex) -> Residency:
         """Count those of an index."""
         device, host = len(index.device), 0 if index.host is None else len(index.host)
-        return cls(device=len(index) - host, both=device + host - len(index), host=len(index) - device)
+        evicted = EvictedPages() if index.host is None else index.host.evicted
+        both = device + host - len(index)
+        return cls(device=len(index) - host, both=both, host=len(index) - device, evicted=evicted)
 
 
 class Dropped(NamedTuple):
@@ -130,13 +134,16 @@ class Dropped(NamedTuple):
 
 
 class PathWatcher(Protocol):
-    """Told of prefixes on the device, in the middle of the call: takes note, and calls nothing back."""
+    """Told of prefixes on the device, in the middle of the call: takes note, and calls nothing back but where it says so."""
 
     def kept(self, keys: Keys) -> None:
         """Pages of this prompt are new on the device, its last ones."""
 
     def used(self, keys: Keys) -> None:
         """Somebody found this beginning of a prompt here."""
+
+    def ending(self) -> None:
+        """An owner is about to let go of what it has kept and used, which can be evicted from then on. Backups may begin now."""
 
 
 def some(pages: Pages) -> Pages:

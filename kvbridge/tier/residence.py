@@ -52,6 +52,8 @@ class Residence:
         self._lost_count = 0
         self.checkpoint_space = checkpoint_space
         self._checkpoints = Checkpoints(records.capacity)
+        self._is_read_back = np.zeros(records.capacity, dtype=np.bool_)
+        self.evicted = EvictedPages()
 
     # ------------------------------------------------------------------------------------- looking
 
@@ -197,13 +199,25 @@ class Residence:
         for row, space in enumerate(self.spaces):
             self._pages[row, records] = pages[space]
         self._subtree.add(records)
+        self._is_read_back[records] = False
         self._count += len(records)
         self._victims.place(records)
 
     def take(self, count: int) -> tuple[RecordArray, Pages]:
         """Evict `count` records and their checkpoints: old leaves that nobody pins, neighbours together, each before its parent."""
         victims = self._victims.take(count) if count > 0 else np.empty(0, dtype=np.int32)
+        self.note_evicted(victims)
         return victims, self._clear(victims)
+
+    def note_evicted(self, records: RecordArray) -> None:
+        """Count records that leave here to make room, of whichever residence that is."""
+        read_back = int(np.count_nonzero(self._is_read_back[records]))
+        self.evicted.read_back += read_back
+        self.evicted.unused += len(records) - read_back
+
+    def read_back(self, records: RecordArray) -> None:
+        """What these hold here has been copied back to where it had gone."""
+        self._is_read_back[records] = True
 
     def take_checkpoints(self, page_count: int, retentions: Retentions) -> tuple[RecordArray, Pages]:
         """Evict the checkpoints that were used longest ago, retained ones last, for so many pages; return their records, too."""
@@ -260,6 +274,15 @@ class Residence:
     def __repr__(self) -> str:
         spaces = ", ".join(self.spaces)
         return f"<{len(self)} records in {spaces}: {self.pinned} pinned, {len(self._checkpoints)} checkpoints>"
+
+
+@dataclass(slots=True)
+class EvictedPages:
+    """How many records have left a residence to make room."""
+
+    read_back: int = 0
+    """That were of use there: they had been copied back at least once."""
+    unused: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,12 +1,18 @@
-"""What a store costs beyond what is below it: pages into stores and back, against the same bytes without keys, headers and digests.
+"""What a store costs beyond what is below it: pages into stores and back, against the same bytes without keys and digests.
 
-Run as `python -m tests.bench.bench_store`; `run` gives the same as JSON-able data.
+Run as `python -m tests.bench --only store`; it takes about a minute.
 
-An object is one page of DeepSeek-V4-Flash's C4 cache: 21 layers, apart from each other in a layer-first pool, 786,240 bytes.
-`files` stands against a file for each page, written and read in one call each (in shared memory, so that no disk's mood is in it);
-`mooncake` against the library's own batch calls with the same pieces, over TCP on this host. `without digests` is the same
-get without looking at what came. `process` is the same get by way of a store process. All ways of a kind take turns; ratios are
-medians of each turn's, above 1 where the store was quicker.
+An object is one page of DeepSeek-V4-Flash's C4 cache: 21 layers, apart from each other in a layer-first pool, 786,240 bytes. All
+ways move the same 16 pages from the same memory into the same memory, from one thread of one process, and what they have
+made is removed after each turn:
+
+- `files`: the peer is a new file for each page, written and read by one call for all layers; neither flushes to a disk, and both
+  are in shared memory, so that no disk's mood is in it.
+- `mooncake`: the peer is the library's own batch call with the same pieces, over TCP on this host.
+- `without digests` is our get without looking at what came, `process` our get by way of a store process.
+
+Ways take turns in changing order. Ratios are medians of each turn's, above 1 where the store was quicker. Processor time is that of
+all threads of this process: a digest that is computed beside the next read takes no time of the wall, but this.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import numpy as np
@@ -42,19 +48,80 @@ from tests.helpers.mooncake_servers import MooncakeServers
 
 MODEL = "deepseek-v4-flash"
 BATCH = 16
-TURNS = 15
+TURNS = 45
 LIMIT_S = 120.0
 BUDGETS = {"mooncake": 0.9, "files": 0.8, "digests": 0.9}
 """The last: a get with digests takes at most 10 % longer than one without."""
 
 Pieces = list[tuple[int, int]]
 """Addresses and lengths in bytes."""
-Bare = tuple[Callable[[list[str], list[Pieces]], None], Callable[[list[str], list[Pieces]], None]]
-"""Put and get of the same pieces without anything above."""
+
+
+class Bare(Protocol):
+    """The same pieces without anything above what moves them."""
+
+    def prepared(self, pieces: list[Pieces]) -> Any:
+        """What `put` and `get` take: made before the time is taken."""
+
+    def put(self, names: list[str], prepared: Any) -> None:
+        """Make new objects."""
+
+    def get(self, names: list[str], prepared: Any) -> None:
+        """Read whole objects."""
+
+    def remove(self, names: list[str]) -> None:
+        """Remove objects."""
+
+
+class BareFiles:
+    """A file for each object, in one call."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        folder.mkdir()
+
+    def prepared(self, pieces: list[Pieces]) -> Any:
+        return [[(ctypes.c_char * length).from_address(address) for address, length in each] for each in pieces]
+
+    def put(self, names: list[str], prepared: Any) -> None:
+        self._each(os.pwritev, os.O_WRONLY | os.O_CREAT | os.O_EXCL, names, prepared)
+
+    def get(self, names: list[str], prepared: Any) -> None:
+        self._each(os.preadv, os.O_RDONLY, names, prepared)
+
+    def _each(self, call: Callable[..., int], flags: int, names: list[str], prepared: Any) -> None:
+        for name, buffers in zip(names, prepared, strict=True):
+            descriptor = os.open(self._folder / name, flags, 0o600)
+            call(descriptor, buffers, 0)
+            os.close(descriptor)
+
+    def remove(self, names: list[str]) -> None:
+        for name in names:
+            (self._folder / name).unlink()
+
+
+class BareMooncake:
+    """The library's own calls."""
+
+    def __init__(self, store: MooncakeStore) -> None:
+        self._library, self._config = store._library, store._config
+
+    def prepared(self, pieces: list[Pieces]) -> Any:
+        return tuple([[piece[column] for piece in each] for each in pieces] for column in (0, 1))
+
+    def put(self, names: list[str], prepared: Any) -> None:
+        assert not any(self._library.batch_put_from_multi_buffers(names, *prepared, self._config))
+
+    def get(self, names: list[str], prepared: Any) -> None:
+        assert min(self._library.batch_get_into_multi_buffers(names, *prepared)) > 0
+
+    def remove(self, names: list[str]) -> None:
+        self._library.batch_remove(names, True)
 
 
 def run(*, turns: int = TURNS) -> dict[str, Any]:
-    """Measure and return {"turns", "batch", "object_bytes", "cases": [...]}; rates in GB/s."""
+    """Measure and return {"turns", "batch", "object_bytes", "load", "cases": [...]}; rates in GB/s, the machine's load before."""
+    load = os.getloadavg()[0]
     cases: list[dict[str, Any]] = []
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-bench-")))
@@ -68,49 +135,30 @@ def run(*, turns: int = TURNS) -> dict[str, Any]:
                 cases.append(_measure(kind, store, settings, bare, pool, turns))
         object_bytes = cases[0].pop("object_bytes")
         cases[1].pop("object_bytes")
-    return {"turns": turns, "batch": BATCH, "object_bytes": object_bytes, "budgets": BUDGETS, "cases": cases}
+    return {
+        "turns": turns,
+        "batch": BATCH,
+        "object_bytes": object_bytes,
+        "budgets": BUDGETS,
+        "load": load,
+        "cases": cases,
+    }
 
 
 @contextmanager
 def _store(kind: str, folder: Path) -> Iterator[tuple[ObjectStore, StoreSettings, Bare]]:
     if kind == "files":
         settings = FileStoreSettings(directory=folder / "store", max_bytes=1 << 30)
-        bare_folder = folder / "bare"
-        bare_folder.mkdir()
-        store = FileStore(settings)
-        yield store, settings, (_bare_call(bare_folder, os.pwritev), _bare_call(bare_folder, os.preadv))
+        yield FileStore(settings), settings, BareFiles(folder / "bare")
         return
     servers = MooncakeServers(folder, segment_bytes=512 << 20)
     try:
         servers.start()
         mooncake_settings = MooncakeStoreSettings(master=servers.address)
         mooncake = MooncakeStore(mooncake_settings)
-        library, config = mooncake._library, mooncake._config
-
-        def put(names: list[str], pieces: list[Pieces]) -> None:
-            addresses, lengths = ([[piece[column] for piece in each] for each in pieces] for column in (0, 1))
-            assert not any(library.batch_put_from_multi_buffers(names, addresses, lengths, config))
-
-        def get(names: list[str], pieces: list[Pieces]) -> None:
-            addresses, lengths = ([[piece[column] for piece in each] for each in pieces] for column in (0, 1))
-            assert min(library.batch_get_into_multi_buffers(names, addresses, lengths)) > 0
-
-        yield mooncake, mooncake_settings, (put, get)
+        yield mooncake, mooncake_settings, BareMooncake(mooncake)
     finally:
         servers.stop()
-
-
-def _bare_call(folder: Path, call: Callable[..., int]) -> Callable[[list[str], list[Pieces]], None]:
-    flags = os.O_RDWR | (os.O_CREAT if call is os.pwritev else 0)
-
-    def act(names: list[str], pieces: list[Pieces]) -> None:
-        for name, each in zip(names, pieces, strict=True):
-            buffers = [(ctypes.c_char * length).from_address(address) for address, length in each]
-            descriptor = os.open(folder / name, flags, 0o600)
-            assert call(descriptor, buffers, 0) == sum(length for _, length in each)
-            os.close(descriptor)
-
-    return act
 
 
 def _measure(
@@ -119,10 +167,10 @@ def _measure(
     pages = PageStore(store, [pool.regions()])
     [form] = pages.forms
     source, target = (np.arange(first, first + BATCH, dtype=np.int32).reshape(-1, 1) for first in (0, BATCH))
-    pieces: dict[int, list[Pieces]] = {
-        id(rows): [list(zip(form.addresses(row), form.lengths, strict=True)) for row in rows]
+    into, out_of = (
+        bare.prepared([list(zip(form.addresses(row).tolist(), form.lengths, strict=True)) for row in rows])
         for rows in (source, target)
-    }
+    )
     random = np.random.default_rng()
     seconds: dict[str, list[tuple[float, float]]] = {}
 
@@ -142,24 +190,25 @@ def _measure(
             """All that a get does but looking at the bytes."""
             with (
                 mock.patch.object(page_store, "checksum", return_value=0),
-                mock.patch.object(page_store, "read_header", return_value=0),
+                mock.patch.object(page_store, "read_trailer", return_value=0),
             ):
                 return pages.get(0, keys, target, until_s)
 
         return [
             ("put", lambda: pages.put(0, keys, source, until_s), "stored"),
-            ("bare put", lambda: bare[0](bare_names, pieces[id(source)]), ""),
+            ("bare put", lambda: bare.put(bare_names, into), ""),
             ("get", lambda: pages.get(0, keys, target, until_s), "hit"),
-            ("bare get", lambda: bare[1](bare_names, pieces[id(target)]), ""),
+            ("bare get", lambda: bare.get(bare_names, out_of), ""),
             ("get without digests", without_digests, "hit"),
             ("process get", lambda: ask(keys, target), "hit"),
-            ("remove", lambda: store.remove([*names, *(bare_names if kind == "mooncake" else [])], until_s), "dropped"),
+            ("remove", lambda: store.remove(names, until_s), "dropped"),
+            ("remove", lambda: bare.remove(bare_names), ""),
         ]
 
     with _process(settings, pool) as ask:
         for turn in range(turns + 1):
             each = steps(Keys(random.bytes(16 * BATCH)), ask)
-            for way, call, wanted in each if turn % 2 else [each[index] for index in (1, 0, 5, 4, 3, 2, 6)]:
+            for way, call, wanted in each if turn % 2 else [each[index] for index in (1, 0, 5, 4, 3, 2, 7, 6)]:
                 timed(way, call, wanted)
     pages.close()
     return {"kind": kind, "object_bytes": form.payload_bytes} | _figures(seconds, form.payload_bytes)
@@ -214,7 +263,8 @@ def _figures(seconds: dict[str, list[tuple[float, float]]], page_bytes: int) -> 
 
 def table(figures: dict[str, Any]) -> str:
     """The figures of `run` for a reader."""
-    lines = [f"{figures['batch']} objects of {figures['object_bytes']} bytes, medians of {figures['turns']} turns"]
+    what = f"{figures['batch']} objects of {figures['object_bytes']} bytes, medians of {figures['turns']} turns"
+    lines = [f"{what}, load before {figures['load']:.1f}"]
     for case in figures["cases"]:
         for clock in ("wall", "processor"):
             found = case[clock]
@@ -226,7 +276,3 @@ def table(figures: dict[str, Any]) -> str:
             ]
         lines.append(f"  get by way of a process, of a direct one: {case['wall']['process_get_of_get']:.2f}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table(run()))

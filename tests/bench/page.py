@@ -363,6 +363,58 @@ def restarted(results: Results) -> str:
     )
 
 
+def stores(results: Results) -> str:
+    """Stores against what is below them, by the wall's clock and by the processor's."""
+    found = results["store"]
+    budgets, rows = found["budgets"], []
+    for case in found["cases"]:
+        for clock in ("wall", "processor"):
+            figures = case[clock]
+            budget = budgets[case["kind"]]
+            for way, rate, against, ratio, wanted in (
+                ("put", "put", "bare put", "put_of_bare", budget),
+                ("get", "get", "bare get", "get_of_bare", budget),
+                (
+                    "get, of one without digests",
+                    "get",
+                    "get without digests",
+                    "get_of_without_digests",
+                    budgets["digests"],
+                ),
+            ):
+                rates = figures["gb_s"]
+                rows.append(
+                    (
+                        f"{case['kind']}: {way}",
+                        clock,
+                        number(rates[rate]),
+                        number(rates[against]),
+                        f"{figures[ratio]:.2f}",
+                        f"{wanted:g}",
+                    )
+                )
+    headings = ("what", "time", "GB/s", "peer GB/s", "ratio", "budget")
+    what = f"{found['batch']} objects of {found['object_bytes']:,} bytes, medians of {found['turns']} turns"
+    return f"{markdown(Table('', headings, tuple(rows)))}\n\n{what}; load of the two cores before: {found['load']:.1f}."
+
+
+def twins(results: Results) -> str:
+    """Backups and load-backs on the processor, against plain copies of the same pieces."""
+    found = results["twin_copies"]
+    headings = ("host", "device", "way", "pages", "MB", "GB/s", "memmove GB/s", "ratio", "by processor time")
+    rows = []
+    for case in found["cases"]:
+        pages = f"{case['pages']} {'checkpoints' if case['space'] == 'swa' else 'pages'}"
+        rates = number(case["gb_s"]["copier"]), number(case["gb_s"]["memmove"])
+        ratios = f"{case['ratio']:.2f}", f"{case['busy']:.2f}"
+        way = case["direction"].replace("_", "-")
+        rows.append(
+            (case["host_layout"], case["device_layout"], way, pages, f"{case['bytes'] / 1e6:.0f}", *rates, *ratios)
+        )
+    told = f"Budget {found['budget']}; {found['bytes_a_token']:,.0f} host bytes a token."
+    return f"{markdown(Table('', headings, tuple(rows)))}\n\n{told}"
+
+
 def reused(results: Results) -> str:
     """A trace through one pair whose prompts share pages."""
     settings = results["settings"]
@@ -459,7 +511,9 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "kept": ("fit-trace-conversation-flash.json", kept),
     "used pools": ("used-pools-2-cores.json", used),
     "shared rooms": ("shared-rooms-2-cores.json", shared),
+    "twin copies": ("twin-copies-2-cores.json", twins),
     "warm restart": ("warm-restart-2-cores.json", restarted),
+    "stores": ("store-2-cores.json", stores),
     "reuse": ("replay-conversation-1000-tiny-v4.json", reused),
     "reuse from the host": ("replay-conversation-1000-host-tier-tiny-v4.json", reused),
     "one GPU": ("gpu-h200.json", one_gpu),

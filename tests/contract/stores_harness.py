@@ -17,11 +17,11 @@ import numpy as np
 
 from kvbridge.config.stores import FileStoreSettings, MooncakeStoreSettings, StoreLimits, StoreSettings
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.stores.base import Answer, ObjectStore, StoredObject
+from kvbridge.tier.stores.base import Answer, ObjectStore
 from kvbridge.tier.stores.client import Operation, StoreClient
 from kvbridge.tier.stores.pages import PageStore
 from tests.helpers.mooncake_servers import MooncakeServers
-from tests.helpers.stored_pages import StoredPages, ids
+from tests.helpers.stored_pages import StoredPages, ids, stored_object
 
 KINDS = ("files", "mooncake")
 WAYS = ("direct", "process")
@@ -120,6 +120,17 @@ class Asked:
         assert found.settled, found
         return [outcome.value for outcome in found.outcomes]
 
+    def clear(self, form: int = 0) -> Answer:
+        """Remove all objects of a form."""
+        if self.process is not None:
+
+            async def begin() -> Operation:
+                return self.process.client.clear(form, timeout_s=TIMEOUT_S)
+
+            return self.process.answer(self.process.loop.run_until_complete(begin()))
+        assert self.direct is not None
+        return self.direct.clear(form, time.monotonic() + TIMEOUT_S)
+
     def ask(self, verb: str, keys: Keys, pages: np.ndarray | None, *, form: int = 0, timeout_s: float) -> Answer:
         if self.process is not None:
             return self.process.answer(self.process.begin(verb, keys, pages, timeout_s, form))
@@ -133,13 +144,13 @@ class Asked:
         self.planted.append(held)  # the library may look at it as long as it likes
         until_s = time.monotonic() + TIMEOUT_S
         self.raw.remove([name], until_s)
-        answer = self.raw.write([StoredObject(name, [held])], until_s)
+        answer = self.raw.write([stored_object(name, held)], until_s)
         assert answer.outcomes[0] == "stored", answer
 
     def taken(self, name: str, length: int) -> bytes:
         """What is under a name."""
         held = ctypes.create_string_buffer(length)
-        answer = self.raw.read([StoredObject(name, [held])], time.monotonic() + TIMEOUT_S)
+        answer = self.raw.read([stored_object(name, held)], time.monotonic() + TIMEOUT_S)
         assert answer.outcomes[0] == "hit", answer
         return held.raw
 

@@ -124,12 +124,14 @@ class Node:
 
     def read(self, space: IndexSpace, page: int) -> bytes:
         form = self.forms[space]
-        addresses = form.addresses(np.array([page], dtype=np.int32))
+        addresses = form.addresses(np.array([page], dtype=np.int32)).tolist()
         return b"".join(map(ctypes.string_at, addresses, form.lengths))
 
     def write(self, space: IndexSpace, page: int, data: bytes) -> None:
         form, at = self.forms[space], 0
-        for address, length in zip(form.addresses(np.array([page], dtype=np.int32)), form.lengths, strict=True):
+        for address, length in zip(
+            form.addresses(np.array([page], dtype=np.int32)).tolist(), form.lengths, strict=True
+        ):
             ctypes.memmove(address, data[at : at + length], length)
             at += length
 
@@ -196,6 +198,14 @@ class Node:
         counts = self.book.counts()
         for space in (FULL_TWIN, SWA_TWIN):
             assert counts[space][PageState.LEASED] == counts[space][PageState.HELD] == 0
+
+
+async def seen(look: Callable[[], object]) -> None:
+    """Look at each step of the loop until something is so, that may not be so for long."""
+    ends_s = time.monotonic() + READY_S
+    while not look():
+        assert time.monotonic() < ends_s
+        await asyncio.sleep(0)
 
 
 @contextmanager
@@ -336,6 +346,66 @@ def test_keys_that_are_no_chain_find_nothing_beyond_their_own(node: Node):
     assert node.cache.looks.restorable(others) == 5
 
 
+def test_what_is_dropped_is_not_in_the_store_any_more(node: Node):
+    keys, others = new_keys(6), new_keys(3)
+    node.computed(keys)
+    node.computed(others)
+    node.until_written()
+    node.forget()
+    dropped = node.run(node.stored.drop())
+    assert (dropped.outcome, dropped.reason) == ("dropped", "")
+    assert dropped.objects >= 6 + 3 + 2, "pages, and a checkpoint each"
+    for prompt in (keys, others):
+        node.fetch(prompt)
+        assert node.held(prompt) == []
+    held = node.computed(keys)
+    node.until_written()
+    node.forget()
+    node.fetch(keys)
+    assert node.held(keys) == held, "what came afterwards is stored again"
+
+
+def test_what_is_being_written_and_fetched_when_all_is_dropped_does_not_stay(node: Node):
+    keys, others = new_keys(40), new_keys(20)
+    node.computed(keys)
+    node.until_written()
+    node.forget()
+
+    async def fetch_and_drop() -> Any:
+        fetching = asyncio.create_task(node.stored.prefetch(keys))
+        await seen(lambda: node.stored._fetching)
+        dropped = await node.stored.drop()
+        await fetching
+        return dropped
+
+    assert node.run(fetch_and_drop()).outcome == "dropped"
+    assert node.held(keys) == []
+    node.computed(others)
+
+    async def drop_while_it_is_written() -> Any:
+        await seen(node.stored._writing.locked)
+        node.cache.drop()
+        return await node.stored.drop()
+
+    assert node.run(drop_while_it_is_written()).outcome == "dropped"
+    node.until_written()
+    node.fetch(others)
+    assert node.held(others) == []
+
+
+def test_a_store_that_does_not_answer_is_said_to_keep_what_it_has():
+    with node_of("files") as (node, _):
+        node.computed(new_keys(3))
+        node.until_written()
+        os.kill(node.process.pid, signal.SIGKILL)
+        node.until("it is gone", lambda: not node.process.capabilities)
+        dropped = node.run(node.stored.drop())
+        assert (dropped.outcome, dropped.objects) == ("failed", 0)
+        assert dropped.reason
+        node.until_ready()
+        assert node.run(node.stored.drop()).outcome == "dropped"
+
+
 # ------------------------------------------------------------------------------------------- lies
 
 
@@ -433,6 +503,7 @@ def test_pages_of_a_get_that_has_not_ended_are_nobodys_until_the_process_has(mon
         node.fetch(keys)
         monkeypatch.undo()
         assert node.held(keys) == []
+        assert node.stored.sums.requests["late"] == 1
         counts = node.book.counts()
         assert counts[FULL_TWIN][PageState.QUARANTINED] + counts[SWA_TWIN][PageState.QUARANTINED] == 6
         assert any("tier.prefetch_s" in why for why in node.book.quarantine_reasons())

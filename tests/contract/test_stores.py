@@ -13,12 +13,11 @@ import pytest
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.stores.base import StoredObject
-from kvbridge.tier.stores.objects import HEADER_BYTES, VERSION, object_name
+from kvbridge.tier.stores.objects import TRAILER_BYTES, VERSION, ObjectForm, object_name
 from kvbridge.tier.stores.process import open_store
 from tests.contract.stores_harness import KINDS, WAYS, Asked, asked_of, settings_of
 from tests.helpers.mooncake_servers import SEGMENT_BYTES
-from tests.helpers.stored_pages import HALF, PAGES, StoredPages, ids, new_keys
+from tests.helpers.stored_pages import HALF, PAGES, StoredPages, ids, new_keys, stored_object
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +78,25 @@ def test_what_is_there_stays_and_can_be_dropped(asked: Asked):
     assert asked.pages.read(HALF + 1) == asked.pages.read(1)
 
 
+def test_all_objects_of_a_form_are_dropped_whoever_put_them_there_and_no_others(
+    asked: Asked, store: dict[str, Asked], pages: StoredPages
+):
+    keys, others = new_keys(HALF), new_keys(3)
+    foreign = object_name(ObjectForm(pages.forms[0], "another model"), keys[0])
+    asked.plant(foreign, b"theirs")
+    asked.clear()
+    assert asked("put", keys, *range(HALF)) == ["stored"] * HALF
+    assert store["direct"]("put", others, 0, 1, 2) == ["stored"] * 3
+    answer = asked.clear()
+    assert ([outcome.value for outcome in answer.outcomes], answer.cleared) == (["dropped"], HALF + 3)
+    assert asked("has", keys) == ["absent"] * HALF
+    assert asked("has", others) == ["absent"] * 3
+    assert asked.taken(foreign, 6) == b"theirs"
+    assert asked.clear().cleared == 0
+    assert asked("put", keys[:1], 0) == ["stored"]
+    assert asked("get", keys[:1], HALF) == ["hit"]
+
+
 def test_ways_see_each_others_objects(store: dict[str, Asked], pages: StoredPages):
     pages.fill()
     keys = new_keys(2)
@@ -99,14 +117,21 @@ def _changed(at: int) -> Callable[[bytes], bytes]:
     return change
 
 
+def _of_another_version(data: bytes) -> bytes:
+    at = len(data) - TRAILER_BYTES + 7
+    return data[:at] + bytes([VERSION + 1]) + data[at + 1 :]
+
+
 LIES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
+    "one wrong bit in the first byte": (_changed(0), "wrong_digest"),
     "one wrong bit in the last byte": (_changed(-1), "wrong_digest"),
-    "one wrong bit in a key": (_changed(30), "wrong_digest"),
-    "one wrong bit in a digest": (_changed(50), "wrong_digest"),
-    "no header": (_changed(0), "wrong_digest"),
+    "one wrong bit in the last byte of the page": (_changed(-1 - TRAILER_BYTES), "wrong_digest"),
+    "one wrong bit in a key": (_changed(30 - TRAILER_BYTES), "wrong_digest"),
+    "one wrong bit in a digest": (_changed(50 - TRAILER_BYTES), "wrong_digest"),
+    "no trailer": (_changed(-TRAILER_BYTES), "wrong_digest"),
     "zeros": (lambda data: bytes(len(data)), "wrong_digest"),
-    "a header and zeros": (lambda data: data[:HEADER_BYTES] + bytes(len(data) - HEADER_BYTES), "wrong_digest"),
-    "another version": (lambda data: data[:7] + bytes([VERSION + 1]) + data[8:], "other_version"),
+    "zeros and a trailer": (lambda data: bytes(len(data) - TRAILER_BYTES) + data[-TRAILER_BYTES:], "wrong_digest"),
+    "another version": (_of_another_version, "other_version"),
     "the first half": (lambda data: data[: len(data) // 2], "short"),
     "one byte less": (lambda data: data[:-1], "short"),
     "one byte more": (lambda data: data + b"x", "short"),
@@ -154,8 +179,8 @@ def test_a_mooncake_that_is_full_says_so_and_takes_pages_again_later(store: dict
     """What was just read is leased and cannot be evicted, so there comes an object that finds no room."""
     pages.fill()
     raw, until_s = store["direct"].raw, time.monotonic() + 30.0
-    pieces = [ctypes.create_string_buffer(SEGMENT_BYTES // 8)]
-    large = [StoredObject(object_name(pages.form, key), pieces) for key in new_keys(9)]
+    buffer = ctypes.create_string_buffer(SEGMENT_BYTES // 8)
+    large = [stored_object(object_name(pages.form, key), buffer) for key in new_keys(9)]
     found = []
     for each in large:
         answer = raw.write([each], until_s)

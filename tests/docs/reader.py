@@ -24,15 +24,15 @@ HOSTS = ("bootstrap", "prefill-0", "decode-0")
 SEEN = ("configs", "deploy", "docker", "examples", "tests")
 """What of the repository is in a reader's folder: they stand in a checkout."""
 MARK = "\x1e"
-STEP_S = 60
-"""For one thing to end."""
+STEP_S = 120
+"""For one thing to begin, or to end."""
 CURL = "fail-with-body\nsilent\nshow-error\nmax-time = 45\n"
 """An answer that is an error fails the command."""
 CLUSTER = """
 kvbridge init cluster --one-host --complete
 sed --in-place 's/room_keep_s: .*/room_keep_s: 3600/' cluster/*.yaml  # pages may take long
 keep cluster kvbridge up cluster
-kvbridge wait cluster --timeout 60
+kvbridge wait cluster --timeout 120
 export BOOTSTRAP=http://127.0.0.1:7900 DAEMON=http://127.0.0.1:7902
 export ROOM=$(curl -X POST $BOOTSTRAP/v1/requests -H 'content-type: application/json' -d '{"prompt_tokens": 1000}' \
   | python -c 'import json, sys; print(json.load(sys.stdin)["room"])')
@@ -58,6 +58,9 @@ keep() {{  # NAME COMMAND: run it in a terminal of its own, where it goes on
   local name=$1; shift
   (setsid env --default-signal=INT bash -c "trap : INT; $* ; echo \\$? > $home/$name.rc" > $home/$name.log 2>&1 &
    echo $! > $home/$name.pid)
+}}
+spoken() {{  # NAME: who follows a page goes on in another terminal when this one has said something
+  for _ in $(seq {tenths}); do [ -s $home/$1.log ] && break; sleep 0.1; done
 }}
 interrupt() {{  # NAME: Ctrl-C there; it has to end in peace
   kill -INT -- -$(cat $home/$1.pid)
@@ -132,7 +135,7 @@ def _script(pages: Sequence[Sequence[Block]], home: Path, *, cluster: bool) -> s
             if block.mark == KEEPS_RUNNING:
                 *first, last = block.text.splitlines()
                 kept.append(f"block-{number}")
-                lines += [*first, f"keep {kept[-1]} {shlex.quote(last)}"]
+                lines += [*first, f"keep {kept[-1]} {shlex.quote(last)}", f"spoken {kept[-1]}"]
             elif block.language == "python":
                 lines.append(f"python - <<'END OF BLOCK'\n{block.text}END OF BLOCK")
             else:

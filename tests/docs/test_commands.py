@@ -29,7 +29,7 @@ REASONS = {
 """Why a block may be not run, and what is tested in its place."""
 ALONE = ("README.md", "docs/getting-started.md", "docs/demo.md")
 """Pages that begin from nothing. Readers of the others have a cluster that runs, all of them the same."""
-LIMIT_S = 480.0
+LIMIT_S = 900.0
 """Long: other suites may have the processors."""
 
 

@@ -44,7 +44,7 @@ from kvbridge.http.problems import Problem, error_of, make_problem, problem_resp
 from kvbridge.node.sender.offers import check_offer
 from kvbridge.tier.stores import messages as store_wire
 from kvbridge.tier.stores.base import Capabilities, Outcome, Verb
-from kvbridge.tier.stores.objects import ObjectForm, encode_header, read_header
+from kvbridge.tier.stores.objects import ObjectForm, encode_trailer, read_trailer
 from kvbridge.transport.backend import read_endpoint
 from kvbridge.transport.base import Endpoint
 from kvbridge.transport.extents import Extents
@@ -317,9 +317,9 @@ DECODERS: tuple[Decoder, ...] = (
     Decoder(
         "stored-object",
         "bodies",
-        lambda data: read_header(STORED, PAGE_KEY, data),
+        lambda data: read_trailer(STORED, PAGE_KEY, data),
         (),
-        (encode_header(STORED, PAGE_KEY, 2**32 - 1),),
+        (encode_trailer(STORED, PAGE_KEY, 2**32 - 1),),
     ),
     Decoder(
         "allowed-keys",

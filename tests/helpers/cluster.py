@@ -31,7 +31,7 @@ from tests.helpers.mutated_daemon import mutated
 __all__ = ["START_S", "Cluster", "DaemonProcess", "cluster", "daemon_config", "eventually", "transport_section"]
 
 
-def eventually(what: str, look: Callable[[], Any], timeout_s: float = 20.0, pause_s: float = 0.02) -> Any:
+def eventually(what: str, look: Callable[[], Any], timeout_s: float = 60.0, pause_s: float = 0.02) -> Any:
     """Return the first true value of `look`, or fail after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:

@@ -19,7 +19,7 @@ from kvbridge.daemon.bootstrap import BootstrapDaemon
 
 BEAT_S = 0.5
 PAGES = {"full": 4096, "swa": 512, "request": 256}
-START_S = 20.0
+START_S = 60.0
 
 
 @dataclass

@@ -7,7 +7,7 @@ is everybody ready, is every page free, and does the next good room cross byte f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.helpers.cluster import Cluster, DaemonProcess, cluster, eventually
 
 CALL_S = 20.0
 FREE_S = 20.0
+UNDER_WAY = ("admitted", "offered", "transferring", "committed", "claimed")
 Headers = dict[str, str]
 
 
@@ -226,6 +227,16 @@ class LiveCluster:
                         view = views.region(part.kind, layer, space=part.space)
                         for page_id in range(view.region.page_count):
                             view.page(page_id).fill_(0xA5)
+
+    def end_rooms(self) -> None:
+        """Let both engines go and end every room that is under way, on daemons that answer."""
+        self.detach()
+        for daemon in (self.prefill, self.decode):
+            with suppress(httpx.HTTPError, BridgeError):
+                query = {"state": list(UNDER_WAY), "limit": 200}
+                listed = http("GET", daemon, "/v1/requests", params=query, headers=self.headers)
+                for room in listed.json()["rooms"]:
+                    http("DELETE", daemon, f"/v1/requests/{room['room']}", headers=self.headers)
 
     def no_traceback(self) -> None:
         """Nothing has escaped to a daemon's loop so far."""

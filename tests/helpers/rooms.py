@@ -327,8 +327,8 @@ class EngineVerbs:
     def release(self, engine, room, generation=0, **answer) -> None:
         self._call(engine, (), Release(call=1, room=room, generation=generation, **answer))
 
-    def abort(self, engine, room, reason) -> None:
-        self._call(engine, (), AbortRoom(call=1, room=room, reason=reason))
+    def abort(self, engine, room, reason, **fields) -> None:
+        self._call(engine, (), AbortRoom(call=1, room=room, reason=reason, **fields))
 
 
 def prefix_cache(bench: SenderBench | ReceiverBench) -> PrefixCache | None:

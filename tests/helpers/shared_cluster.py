@@ -12,7 +12,7 @@ from tests.helpers.live_rooms import LiveCluster, live_cluster
 
 FULL_PAGES, WINDOW_PAGES, REQUEST_PAGES, HOST_PAGES = 64, 24, 8, 12
 EARLY_OFFER_S = 0.5
-MEET_S = 1.0
+MEET_S = 2.0
 DELIVERY_S = 3.0
 
 

@@ -13,6 +13,7 @@ from kvbridge.core.geometry.presets import preset
 from kvbridge.pool.memory.layout import Chunking, HostLayout, host_placement
 from kvbridge.pool.memory.mapped_pool import MappedPool
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
+from kvbridge.tier.stores.base import StoredObject
 from kvbridge.tier.stores.objects import ObjectForm
 
 PAGES = 16
@@ -49,12 +50,12 @@ class StoredPages:
             pool.close()
 
     def read(self, page: int, form: int = 0) -> bytes:
-        addresses = self.places[form].addresses(np.array([page], dtype=np.int32))
+        addresses = self.places[form].addresses(np.array([page], dtype=np.int32)).tolist()
         return b"".join(map(ctypes.string_at, addresses, self.places[form].lengths))
 
     def write(self, page: int, data: bytes, form: int = 0) -> None:
         at = 0
-        addresses = self.places[form].addresses(np.array([page], dtype=np.int32))
+        addresses = self.places[form].addresses(np.array([page], dtype=np.int32)).tolist()
         for address, length in zip(addresses, self.places[form].lengths, strict=True):
             ctypes.memmove(address, data[at : at + length], length)
             at += length
@@ -65,6 +66,12 @@ class StoredPages:
             data = self._random.bytes(self.form.payload_bytes) if page < HALF else bytes(self.form.payload_bytes)
             for form in range(len(self.forms)):
                 self.write(page, data, form)
+
+
+def stored_object(name: str, *buffers: ctypes.Array[ctypes.c_char]) -> StoredObject:
+    """An object whose bytes lie in buffers, which the caller keeps."""
+    stretches = [(ctypes.addressof(buffer), len(buffer)) for buffer in buffers]
+    return StoredObject(name, np.array(stretches, dtype=np.uint64))
 
 
 def ids(*pages: int) -> np.ndarray:

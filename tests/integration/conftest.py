@@ -33,6 +33,17 @@ def link(request: pytest.FixtureRequest, destination_process: DestinationProcess
         yield made
 
 
+@pytest.fixture(autouse=True)
+def rooms_of_a_failed_test(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What a test that has failed leaves on a cluster that others use is not their failure, too."""
+    shared = next((name for name in ("live", "tiers") if name in request.fixturenames), "")
+    found, failed = request.getfixturevalue(shared) if shared else None, request.session.testsfailed
+    yield
+    live = getattr(found, "live", found)
+    if isinstance(live, LiveCluster) and request.session.testsfailed > failed:
+        live.end_rooms()
+
+
 @pytest.fixture(scope="session")
 def endpoints() -> Iterator[LiveCluster]:
     """One cluster for all tests of endpoints."""

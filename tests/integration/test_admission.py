@@ -296,7 +296,7 @@ def _room(answer: httpx.Response) -> int | None:
 
 
 def test_a_reservation_that_is_not_used_ends_by_its_limit_and_gives_all_back() -> None:
-    limits = {"offer_s": 1.5, "handshake_s": 1.5}
+    limits = {"offer_s": 4.0, "handshake_s": 4.0}
     nobody = [{"endpoint": "tcp://127.0.0.1:9"}]
     with live_cluster(prefill={"timeouts": limits}, decode={"timeouts": limits}) as live:
         cases = ((live.prefill, {}, "timeouts.offer_s"), (live.decode, {"prefill": nobody}, "timeouts.handshake_s"))

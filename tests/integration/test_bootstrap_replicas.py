@@ -205,7 +205,7 @@ def _give_back(live: LiveCluster, rooms: range) -> bool:
 
 
 def test_nodes_that_know_both_replicas_stay_known_when_one_dies() -> None:
-    expire_after_s = 2.0
+    expire_after_s = 4.0
     with redis_server() as server, replicated(server, expire_after_s=expire_after_s) as (live, (first, second)):
         link = {"url": first.url, "other_urls": [second.url], "heartbeat_interval_s": 0.4}
         for daemon in (live.prefill, live.decode):

@@ -87,6 +87,10 @@ def store(daemon: DaemonProcess) -> dict[str, Any]:
     return dict(found)
 
 
+def process_starts(daemon: DaemonProcess) -> float:
+    return metric(daemon, "kvbridge_store_process_starts_total", kind=store(daemon)["kind"])
+
+
 def stored(tiers: Tiers) -> None:
     """Wait until all that the devices have is on the host, and all of that in the store."""
     tiers.on_host()
@@ -103,7 +107,7 @@ def forget(tiers: Tiers) -> None:
     """Device and host forget everything."""
     for daemon in tiers.both:
         all_free(daemon)
-        assert http("DELETE", daemon, "/v1/prefixes").status_code == 200
+        assert http("DELETE", daemon, "/v1/prefixes", params={"store": "keep"}).json()["store"]["outcome"] == "kept"
         counts = status(daemon)["pools"]
         assert not counts["full"]["cached"] + counts["full_twin"]["cached"]
 
@@ -123,6 +127,9 @@ def test_a_conversation_goes_on_from_the_store(tiers: Tiers) -> None:
         assert metric(daemon, "kvbridge_prefix_store_bytes_total", verb="get") > 0
         assert metric(daemon, "kvbridge_prefix_store_prefetches_total", outcome="found") >= 1
         assert metric(daemon, "kvbridge_prefix_store_state", state="closed") == 1
+        kind = store(daemon)["kind"]
+        assert metric(daemon, "kvbridge_store_breaker_open", kind=kind) == 0
+        assert metric(daemon, "kvbridge_store_process_starts_total", kind=kind) >= 1
 
 
 def test_every_turn_of_several_conversations_comes_from_the_store(tiers: Tiers) -> None:
@@ -144,6 +151,7 @@ def test_a_store_that_hangs_or_dies_costs_a_request_its_deadline_at_most(tiers: 
     stored(tiers)
     forget(tiers)
     pids = [store(daemon)["pid"] for daemon in tiers.both]
+    starts = [process_starts(daemon) for daemon in tiers.both]
     for pid in pids:
         if number is signal.SIGSTOP:
             stop(pid)
@@ -163,6 +171,8 @@ def test_a_store_that_hangs_or_dies_costs_a_request_its_deadline_at_most(tiers: 
     for daemon, pid in zip(tiers.both, pids, strict=True):
         eventually("there is another process", lambda daemon=daemon, pid=pid: store(daemon)["pid"] not in {0, pid})
         eventually("it is asked", lambda daemon=daemon: revived(tiers, daemon), REVIVED_S)
+    for daemon, before in zip(tiers.both, starts, strict=True):
+        assert process_starts(daemon) > before
     stored(tiers)
     forget(tiers)
     talk.begun = None
@@ -193,6 +203,10 @@ def test_a_store_that_lies_is_found_out_and_the_prompt_computed(
     name = "kvbridge_prefix_store_objects_total"
     found = sum(metric(daemon, name, verb="get", outcome=kind) for daemon in tiers.both)
     assert found >= 1, "by whoever asked first, and dropped then: for the other it is absent"
+    told = [
+        line for daemon in tiers.both for line in daemon.log(10_000).splitlines() if "store_objects_refused" in line
+    ]
+    assert any(f'"outcome": "{kind}"' in line for line in told)
     stored(tiers)
     forget(tiers)
     talk.begun = None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ import pytest
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.adapters import synthetic
-from kvbridge.engine.decode import DecodeEngine
+from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from kvbridge.tier.keys import Keys
 from tests.helpers.cluster import Cluster, DaemonProcess, cluster, daemon_config, eventually
@@ -32,8 +32,8 @@ POOL = {"full": 24, "swa": 16, "request": 4}
 HISTORY = list(range(10 * PAGE))
 
 
-def stage(number: int) -> dict[str, Any]:
-    return {"tier": TIER, "parallelism": {"pp_size": 2, "ranks": [{"pp": number, "tp": 0}]}}
+def stage(number: int, tier: dict[str, Any]) -> dict[str, Any]:
+    return {"tier": tier, "parallelism": {"pp_size": 2, "ranks": [{"pp": number, "tp": 0}]}}
 
 
 @dataclass
@@ -44,9 +44,11 @@ class Instance:
     nodes: list[DaemonProcess]
     engines: list[PrefillEngine]
     reader: DecodeEngine
+    history: list[int] = field(default_factory=lambda: HISTORY)
+    """The tokens of the present conversation."""
 
     def keys(self, length: int) -> Keys:
-        return self.reader.page_keys(HISTORY[:length])
+        return self.reader.page_keys(self.history[:length])
 
     def admit(self, length: int, nodes: list[DaemonProcess], *, on_decode: bool = True) -> int:
         body: dict[str, Any] = {
@@ -97,6 +99,11 @@ class Instance:
 
     def cross(self, length: int) -> tuple[list[tuple[int, ...]], list[int], int]:
         """A request over all: where each node could start, where it did, what decode held."""
+        choices, begun, claimed = self.crossed(length)
+        return choices, [one.computed_tokens for one in begun], claimed.prefix_tokens
+
+    def crossed(self, length: int) -> tuple[list[tuple[int, ...]], list[PrefillRoom], DecodeRoom]:
+        """The same, with all that the engines were told."""
         room = self.admit(length, self.nodes)
         choices = [engine.restorable(room) for engine in self.engines]
         common = max(set(choices[0]).intersection(*choices[1:]))
@@ -109,18 +116,28 @@ class Instance:
         for node in self.nodes:
             ends(node, room, "completed")
             eventually("let go of", lambda node=node: not busy_pages(node))
-        return choices, [one.computed_tokens for one in begun], claimed.prefix_tokens
+        return choices, begun, claimed
 
 
 @pytest.fixture(scope="module")
 def instance() -> Iterator[Instance]:
+    with running_instance(TIER, TIER, pages=POOL) as made:
+        yield made
+
+
+@contextmanager
+def running_instance(
+    prefill: dict[str, Any], decode: dict[str, Any], *, pages: dict[str, int], host_pages: int = 24
+) -> Iterator[Instance]:
+    """Nodes with these sections `tier` and device pools, and an engine each."""
     model = {"preset": "tiny-v4"}
-    with cluster(model, prefill=stage(0), decode={"tier": TIER}, pages=POOL, host_pages=24, wait=False) as running:
+    settings = {"pages": pages, "host_pages": host_pages, "wait": False}
+    with cluster(model, prefill=stage(0, prefill), decode={"tier": decode}, **settings) as running:
         other = DaemonProcess("prefill", "the second prefill daemon", running.folder / "q")
         other.config = daemon_config(
-            model, instance="prefill-0", runtime_dir=other.runtime_dir, transport="local", pools={"device": POOL}
+            model, instance="prefill-0", runtime_dir=other.runtime_dir, transport="local", pools={"device": pages}
         )
-        other.config |= {"node": "node-1", **stage(1)}
+        other.config |= {"node": "node-1", **stage(1, prefill)}
         running.others.append(other)
         other.start()
         for daemon in running.all()[1:]:

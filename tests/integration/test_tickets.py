@@ -11,7 +11,8 @@ import pytest
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, live_cluster, raises_code, report
 
-TICKET_S = 3.0
+TICKET_S = 6.0
+"""Long: all that is looked at before it has passed takes a while on a machine that is busy."""
 SLOTS = 4
 TOKENS = 1000
 UNREADY_S = 0.4
@@ -57,16 +58,21 @@ def silent_s(live: LiveCluster) -> float:
 
 
 def test_tickets_that_no_engine_uses_block_a_pair_for_as_long_as_they_say(live: LiveCluster) -> None:
-    begun_s = time.monotonic()
-    rooms = [live.ticket(TOKENS)["room"] for _ in range(SLOTS)]
+    rooms = [live.ticket(TOKENS)["room"]]
+    first_s = asked_s = time.monotonic()
+    for _ in range(1, SLOTS):
+        asked_s = time.monotonic()
+        rooms.append(live.ticket(TOKENS)["room"])
     last_s = time.monotonic()
+    apart_s = 0.5 + last_s - asked_s
+    """Both ends of the last one were reserved, and the ticket written, within its call."""
     eventually("offered", lambda: report(live.decode, rooms[0])["state"] == "offered")
     first = left_s(live, rooms[-1])
-    assert max(first) - min(first) < 0.5
+    assert max(first) - min(first) < apart_s
     assert max(first) <= TICKET_S
     for moment in ("at once", "when the daemon has called itself unready"):
+        soonest_s = first_s + TICKET_S - time.monotonic()
         status, body = ask(live)
-        soonest_s = begun_s + TICKET_S - time.monotonic()
         assert (status, body["code"]) == (503, "capacity"), moment
         assert f"{SLOTS} rooms there have been begun by no prefill engine, the first ends in " in body["detail"], moment
         assert body["retry_after_s"] <= soonest_s + 0.5, moment
@@ -75,12 +81,13 @@ def test_tickets_that_no_engine_uses_block_a_pair_for_as_long_as_they_say(live: 
         red_s = time.monotonic()
         eventually("bootstrap has heard since", lambda at_s=red_s: silent_s(live) < time.monotonic() - at_s)
     then = left_s(live, rooms[-1])
-    assert max(then) - min(then) < 0.5
-    assert max(then) < min(first) - 0.5
+    assert max(then) - min(then) < apart_s
+    assert max(then) < max(first) - 0.5
+    assert ends(live.prefill, rooms[-1], "failed", "deadline") == WHY
+    assert time.monotonic() - last_s < TICKET_S + 1.5
     for room in rooms:
         assert ends(live.prefill, room, "failed", "deadline") == WHY
         assert ends(live.decode, room, "failed", "deadline") == f"prefill node prefill-0/node-0: {WHY}"
-    assert time.monotonic() - last_s < TICKET_S + 1.5
     for daemon in (live.prefill, live.decode):
         all_free(daemon)
     shown = http("GET", live.cluster.bootstrap, f"/v1/requests/{rooms[0]}").json()

@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 
 from kvbridge.engine import load_back
 from tests.helpers.cluster import cluster, eventually
-from tests.helpers.live_rooms import LiveCluster, status
+from tests.helpers.live_rooms import LiveCluster, busy_pages, status
 from tests.helpers.matrices import kept
 from tests.helpers.turn_engines import PAGE, ModelAlone, Turn, TurnEngines, turn_engines
 from tests.integration.test_turns import DIFFERS, POOL_PAGES, Conversation
@@ -84,8 +84,9 @@ class Forgotten(Conversation):
 
 
 def settled(daemon: Any) -> bool:
+    """Whether all that the device keeps is on the host; checkpoints too, whose copies are told by pages that somebody has."""
     tier = status(daemon)["host_tier"]
-    return not (tier["device_pages"] or tier["waiting_prompts"] or tier["in_flight_pages"])
+    return not (tier["device_pages"] or tier["waiting_prompts"] or tier["in_flight_pages"] or busy_pages(daemon))
 
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])

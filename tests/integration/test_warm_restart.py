@@ -18,13 +18,15 @@ from kvbridge.engine import DecodeRoom, PrefillRoom
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.tier.journal import Contents, read_header, replay
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import http, live_cluster, status
+from tests.helpers.live_rooms import http, live_cluster, metric, status
 from tests.integration.test_load_back import PAGE, Conversation, Setting, Tiers
 
 SETTING = Setting(HostLayout.LAYER_FIRST, DeviceLayout.LAYER_FIRST, CopyBackend.KERNEL, BackupPolicy.WRITE_THROUGH)
 TIER = {"enabled": True, "model_name": "tiny", "model_revision": "1"}
 DEVICE = {"full": 24, "swa": 12, "request": 6}
 KEEP_S = 600
+
+pytestmark = pytest.mark.timeout(300)  # a pair of daemons is started up to three times
 
 
 def instance(role: Role) -> str:
@@ -124,8 +126,12 @@ def test_what_was_on_the_host_is_found_and_used(tiers: Tiers, how: signal.Signal
     assert (begun.host_tokens, claimed.host_tokens) == (4 * PAGE, 4 * PAGE)
     for daemon in tiers.both:
         assert not lines(daemon, "kept_pools_refused")
-        [restored] = lines(daemon, "prefixes_restored")
+        [restored] = eventually("looked at", lambda daemon=daemon: lines(daemon, "prefixes_restored"))
         assert '"lost": 0' in restored
+        assert metric(daemon, "kvbridge_kept_pages", outcome="restored") == 4
+        found = status(daemon)["kept_pools"]
+        assert (found["restored_pages"], found["waiting_pages"], found["lost_pages"], found["refused"]) == (4, 0, 0, "")
+        assert found["restored_bytes"] > 0
     end_and_start(tiers, how)  # and once more, with what has come since
     begun, claimed = conversation.cross(7 * PAGE + 9)
     assert (begun.host_tokens, claimed.host_tokens) == (6 * PAGE, 6 * PAGE)
@@ -162,6 +168,8 @@ def test_a_pool_of_another_layout_is_refused_and_made_anew(tiers: Tiers) -> None
     end_and_start(tiers, signal.SIGTERM, layout="page_first")
     for daemon in tiers.both:
         assert "its layout is" in lines(daemon, "kept_pools_refused")[0]
+        assert "its layout is" in status(daemon)["kept_pools"]["refused"]
+        assert metric(daemon, "kvbridge_kept_pages", outcome="refused") == 3
         assert on_host(daemon) == 0
     begun, claimed = conversation.cross(3 * PAGE + 9)
     assert (begun.host_tokens, claimed.host_tokens) == (0, 0)

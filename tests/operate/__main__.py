@@ -1,8 +1,8 @@
 """`make test-operate`: alerts are quiet under load, and each of them fires in the fault that it is for.
 
 First MINUTES of `kvbridge replay` under a Prometheus with the rules as they are; no alert may fire. Then every fault of `faults.py`
-under a Prometheus whose rules are SPEED times as fast; each must set off its alerts in time, and no others. A table of what
-was seen is printed and written.
+and `tier_faults.py` under a Prometheus whose rules are SPEED times as fast; each must set off its alerts in time, and no others. A
+table of what was seen is printed and written.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from kvbridge.daemon.children import ChildProcess
 from kvbridge.testbed.cluster import DaemonProcess
 from kvbridge.testbed.progress import ShownProgress
 from tests.helpers.cluster import eventually
-from tests.operate.faults import FAULTS, Fault
+from tests.operate.faults import Fault
 from tests.operate.prometheus import prometheus
 from tests.operate.rules import rules, seconds, write_faster
+from tests.operate.tier_faults import FAULTS
 
 SCRAPE_S = 15.0
 """What the rules are written for."""

@@ -57,6 +57,23 @@ def slow_peer(bytes_a_step: int) -> Series:
     } | {f"kvbridge_peer_busy_seconds_total{{{label}}}": "0+3x100" for label in labels}
 
 
+def evicted(*, unused: int, read_back: int) -> Series:
+    """Pages that leave the host tier of decode, which has 1,000, by use: so many a step."""
+    return {
+        f'kvbridge_host_tier_evicted_pages_total{{{DECODE},use="unused"}}': f"0+{unused}x300",
+        f'kvbridge_host_tier_evicted_pages_total{{{DECODE},use="read_back"}}': f"0+{read_back}x300",
+        f'kvbridge_pool_pages{{{DECODE},space="full_twin",state="cached"}}': "1000x300",
+    }
+
+
+def prefetches(**a_step: int) -> Series:
+    """Prompts that decode looks for in its store, by outcome: so many a step."""
+    return {
+        f'kvbridge_prefix_store_prefetches_total{{{DECODE},outcome="{outcome}"}}': f"0+{count}x300"
+        for outcome, count in a_step.items()
+    }
+
+
 SITUATIONS = (
     Situation(
         "KvbridgeDaemonDown",
@@ -380,6 +397,121 @@ SITUATIONS = (
         summary="2 versions of kvbridge run in kvbridge",
         nearly={
             'kvbridge_build_info{job="kvbridge",instance="e:7902",role="decode",daemon="decode-1/node-0",version="2"}': "1x150"
+        },
+    ),
+    Situation(
+        "KvbridgeBackupsFailing",
+        "warning",
+        {
+            f'kvbridge_host_tier_copies_total{{{PREFILL},direction="backup",outcome="done"}}': "0+5x100",
+            f'kvbridge_host_tier_copies_total{{{PREFILL},direction="backup",outcome="deadline"}}': "0x10 1x100",
+        },
+        quiet_s=150,
+        fires_s=180,
+        labels=ON_PREFILL | {"outcome": "deadline"},
+        summary="Copies to host memory fail on prefill-0/node-0: deadline",
+        nearly={
+            # A worker that dies is told by KvbridgeWorkerDied.
+            f'kvbridge_host_tier_copies_total{{{PREFILL},direction="backup",outcome="worker_gone"}}': "0x10 1x100",
+            f'kvbridge_host_tier_copies_total{{{PREFILL},direction="backup",outcome="deadline"}}': "3x100",
+        },
+    ),
+    Situation(
+        "KvbridgeLoadBacksFailing",
+        "critical",
+        {f'kvbridge_host_tier_copies_total{{{DECODE},direction="load_back",outcome="transport_failed"}}': "0x10 1x100"},
+        quiet_s=150,
+        fires_s=180,
+        labels=ON_DECODE,
+        summary="Engines of decode-0/node-0 cannot load prefixes back from host memory",
+        nearly={
+            f'kvbridge_host_tier_copies_total{{{DECODE},direction="load_back",outcome="done"}}': "0+5x100",
+            f'kvbridge_host_tier_copies_total{{{DECODE},direction="load_back",outcome="transport_failed"}}': "2x100",
+        },
+    ),
+    Situation(
+        "KvbridgeHostTierUnused",
+        "info",
+        evicted(unused=98, read_back=2),
+        quiet_s=1800,
+        fires_s=1860,
+        labels=ON_DECODE,
+        summary="98% of the pages that left host memory on decode-0/node-0 were never read back",
+        # A tenth comes back; and a few pages of a pool that is hardly used.
+        nearly=evicted(unused=90, read_back=10)
+        | {
+            f'kvbridge_host_tier_evicted_pages_total{{{PREFILL},use="unused"}}': "0x100 50x200",
+            f'kvbridge_pool_pages{{{PREFILL},space="full_twin",state="free"}}': "1000x300",
+        },
+    ),
+    Situation(
+        "KvbridgePrefixStoreAway",
+        "warning",
+        {
+            f'kvbridge_prefix_store_state{{{DECODE},state="closed"}}': "1x3 0x60",
+            f'kvbridge_prefix_store_state{{{DECODE},state="open"}}': "0x3 1 1 1 0 1 1 1 0 1x60",
+            f'kvbridge_prefix_store_state{{{DECODE},state="half_open"}}': "0x3 0 0 0 1 0 0 0 1 0x60",
+        },
+        quiet_s=390,
+        fires_s=780,
+        labels=ON_DECODE,
+        summary="decode-0/node-0 goes without its store: 100% of the last ten minutes",
+        # Without a store all are 0; a start takes a while; and a store that fails now and then comes back.
+        nearly={
+            f'kvbridge_prefix_store_state{{{PREFILL},state="open"}}': "0x300",
+            f'kvbridge_prefix_store_state{{{DECODE},state="starting"}}': "1x8 0x300",
+            f'kvbridge_prefix_store_state{{{DECODE},state="open"}}': "0x30 1x8 0x60 1x8 0x100",
+        },
+    ),
+    Situation(
+        "KvbridgeStoreProcessDying",
+        "warning",
+        {f'kvbridge_store_process_starts_total{{{DECODE},kind="files"}}': "1x10 2x3 3x3 4x100"},
+        quiet_s=210,
+        fires_s=300,
+        labels=ON_DECODE | {"kind": "files"},
+        summary="The process of decode-0/node-0 that uses its store (files) ends again and again",
+        nearly={f'kvbridge_store_process_starts_total{{{DECODE},kind="files"}}': "1x10 2x20 3x100 4x100"},
+    ),
+    Situation(
+        "KvbridgeStorePoisoned",
+        "critical",
+        {f'kvbridge_prefix_store_objects_total{{{DECODE},verb="get",outcome="wrong_digest"}}': "0x10 1x100"},
+        quiet_s=150,
+        fires_s=180,
+        labels=ON_DECODE | {"outcome": "wrong_digest"},
+        summary="decode-0/node-0 got objects from its store that are not what was stored there: wrong_digest",
+        # Misses; what another release has written; and what was told an hour ago.
+        nearly={
+            f'kvbridge_prefix_store_objects_total{{{DECODE},verb="get",outcome="absent"}}': "0+7x300",
+            f'kvbridge_prefix_store_objects_total{{{DECODE},verb="get",outcome="other_version"}}': "0+7x300",
+            f'kvbridge_prefix_store_objects_total{{{DECODE},verb="get",outcome="short"}}': "4x300",
+        },
+    ),
+    Situation(
+        "KvbridgePrefetchesLate",
+        "warning",
+        prefetches(found=2, late=6, nothing=20),
+        quiet_s=300,
+        fires_s=420,
+        labels=ON_DECODE,
+        summary="75% of what decode-0/node-0 looks for in its store does not come in time",
+        nearly=prefetches(found=6, late=2, nothing=20),
+    ),
+    Situation(
+        "KvbridgePrefixStoreNotWritten",
+        "warning",
+        {
+            f'kvbridge_prefix_store_objects_total{{{DECODE},verb="put",outcome="stored"}}': "0+1x300",
+            f'kvbridge_prefix_store_objects_total{{{DECODE},verb="put",outcome="full"}}': "0x10 0+9x300",
+        },
+        quiet_s=1020,
+        fires_s=1500,
+        labels=ON_DECODE,
+        summary="90% of what decode-0/node-0 writes to its store is not taken",
+        nearly={
+            f'kvbridge_prefix_store_objects_total{{{DECODE},verb="put",outcome="stored"}}': "0+9x300",
+            f'kvbridge_prefix_store_objects_total{{{DECODE},verb="put",outcome="full"}}': "0+1x300",
         },
     ),
 )

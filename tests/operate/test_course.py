@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from tests.operate.__main__ import judged, slowest_s
-from tests.operate.faults import FAULTS, Fault
+from tests.operate.faults import Fault
 from tests.operate.rules import alerts
+from tests.operate.tier_faults import FAULTS
 
 NONE = frozenset[str]()
 

@@ -148,7 +148,9 @@ def test_a_rank_worker_that_is_killed_is_told_of(watched: Watched) -> None:
     watched.provoked.add("KvbridgeWorkerDied")
     pid = int(status(watched.live.prefill)["ranks"][0]["pid"])
     os.kill(pid, signal.SIGKILL)
-    notes = eventually("the alert", lambda: watched.server.firing().get("KvbridgeWorkerDied"), 30.0, pause_s=0.5)
+    notes = eventually(
+        "the alert", lambda: watched.server.firing().get("KvbridgeWorkerDied"), DATA_WITHIN_S, pause_s=0.5
+    )
     assert notes["summary"] == "A rank worker of prefill-0/node-0 died: killed"
     assert set(watched.server.firing()) == {"KvbridgeWorkerDied"}
     watched.live.detach()
@@ -159,4 +161,4 @@ def test_a_rank_worker_that_is_killed_is_told_of(watched: Watched) -> None:
             return True
         return False
 
-    eventually("rooms cross again", look, 30.0, pause_s=0.5)
+    eventually("rooms cross again", look, DATA_WITHIN_S, pause_s=0.5)

@@ -29,8 +29,8 @@ from tests.operate.rules import write_faster
 SCRAPE_S = 0.5
 FACTOR = 60
 """A minute of the rules takes a second, which is two scrapes."""
-DATA_S = 30.0
-ALERT_S = 30.0
+DATA_S = 60.0
+ALERT_S = 60.0
 READY_S = "60"
 BOARDS = ("kvbridge-overview", "kvbridge-fleet", "kvbridge-pools")
 EMPTY_WHEN_WELL = re.compile("ALERTS|quarantine|refused|failures|admission_wait")

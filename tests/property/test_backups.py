@@ -46,6 +46,7 @@ class Backups(RuleBasedStateMachine):
     @rule(name=CONVERSATIONS, pages=st.integers(1, 5))
     def room(self, name: str, pages: int) -> None:
         self.bench.tier.room(name, pages)
+        self.look()
 
     @rule(seconds=st.sampled_from([0.05, 0.05, 2.0, COPY_S]))
     def tick(self, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""Objects of stores: a header says what it was made to say or is a miss, a form names its bytes, parts lie where regions say."""
+"""Objects of stores: a trailer says what it was made to say or is a miss, a form names its bytes, parts lie where regions say."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from kvbridge.pool.memory.layout import HostLayout, host_placement
 from kvbridge.pool.memory.mapped_pool import MappedPool
 from kvbridge.tier.stores.base import Outcome
 from kvbridge.tier.stores.objects import (
-    HEADER_BYTES,
+    TRAILER_BYTES,
     ObjectForm,
-    encode_header,
+    encode_trailer,
     is_object_name,
     object_name,
-    read_header,
+    read_trailer,
 )
 from tests.helpers.examples import fewer
 
@@ -66,41 +66,41 @@ forms = region_sets().map(ObjectForm)
 
 
 @st.composite
-def headers(draw: st.DrawFn) -> tuple[ObjectForm, bytes, int, bytes]:
+def trailers(draw: st.DrawFn) -> tuple[ObjectForm, bytes, int, bytes]:
     form, key, digest = draw(forms), draw(keys), draw(st.integers(0, 2**32 - 1))
-    return form, key, digest, encode_header(form, key, digest)
+    return form, key, digest, encode_trailer(form, key, digest)
 
 
-@given(made=headers())
+@given(made=trailers())
 def test_a_header_says_what_it_was_made_to_say(made):
-    form, key, digest, header = made
-    assert len(header) == HEADER_BYTES
-    assert form.object_bytes == HEADER_BYTES + sum(form.lengths)
-    assert read_header(form, key, header) == digest
+    form, key, digest, trailer = made
+    assert len(trailer) == TRAILER_BYTES
+    assert form.object_bytes == TRAILER_BYTES + sum(form.lengths)
+    assert read_trailer(form, key, trailer) == digest
 
 
 @fewer(3)
-@given(made=headers(), data=st.data())
+@given(made=trailers(), data=st.data())
 def test_a_header_that_has_changed_is_a_miss(made, data: st.DataObject):
-    form, key, _, header = made
-    changed = bytearray(header)
-    for place in data.draw(st.lists(st.integers(0, len(header) - 1), min_size=1, max_size=4, unique=True)):
+    form, key, _, trailer = made
+    changed = bytearray(trailer)
+    for place in data.draw(st.lists(st.integers(0, len(trailer) - 1), min_size=1, max_size=4, unique=True)):
         changed[place] ^= data.draw(st.integers(1, 255))
-    assert isinstance(read_header(form, key, bytes(changed)), Outcome)
-    cut = data.draw(st.integers(0, len(header) - 1))
-    assert isinstance(read_header(form, key, header[:cut]), Outcome)
-    assert isinstance(read_header(form, key, header + data.draw(st.binary(min_size=1, max_size=9))), Outcome)
+    assert isinstance(read_trailer(form, key, bytes(changed)), Outcome)
+    cut = data.draw(st.integers(0, len(trailer) - 1))
+    assert isinstance(read_trailer(form, key, trailer[:cut]), Outcome)
+    assert isinstance(read_trailer(form, key, trailer + data.draw(st.binary(min_size=1, max_size=9))), Outcome)
 
 
 @fewer(3)
-@given(made=headers(), other_form=forms, other_key=keys)
+@given(made=trailers(), other_form=forms, other_key=keys)
 def test_a_header_of_something_else_is_a_miss(made, other_form: ObjectForm, other_key: bytes):
-    form, key, _, header = made
+    form, key, _, trailer = made
     if other_key != key:
-        assert read_header(form, other_key, header) is Outcome.OTHER_KEY
+        assert read_trailer(form, other_key, trailer) is Outcome.OTHER_KEY
         assert object_name(form, key) != object_name(form, other_key)
     if other_form.name != form.name:
-        assert isinstance(read_header(other_form, key, header), Outcome)
+        assert isinstance(read_trailer(other_form, key, trailer), Outcome)
         assert object_name(form, key) != object_name(other_form, key)
 
 
@@ -137,7 +137,9 @@ def test_parts_lie_where_their_regions_say(regions: list[Region], data: st.DataO
         address = one.extent_addresses[extent] + index * one.page_stride_bytes
         expected[one.component, one.layer] = address, one.page_bytes
     found = [
-        address + at for address, length in zip(form.addresses(row), form.lengths, strict=True) for at in range(length)
+        address + at
+        for address, length in zip(form.addresses(row).tolist(), form.lengths, strict=True)
+        for at in range(length)
     ]
     assert found == [address + at for _, (address, length) in sorted(expected.items()) for at in range(length)]
     column = data.draw(st.integers(0, len(form.spaces) - 1))

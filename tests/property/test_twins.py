@@ -445,7 +445,10 @@ class TwinMachine(RuleBasedStateMachine):
                 fewer.host, to_load = pages, len(path[-1].checkpoints[where])
         demand = {FULL: room.start - device, SWA: max(0, to_load - room.to_load)}
         demand |= dict.fromkeys(self.homes, room.found - pages)
-        before, fits = self.free(), self.fits(demand, fewer)
+        before, others_find_it = self.free(), not any(one.dropped or one.lost for one in reads.path)
+        room.reads = Reads([], 0) if others_find_it else reads  # then what it gives up may go for what it needs
+        fits = self.fits(demand, fewer)
+        room.reads = reads
         try:
             got = self.cache.shorten(owner, pages, from_checkpoint=bool(fewer.checkpoints))
         except CapacityError:

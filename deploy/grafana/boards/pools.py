@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.grafana.expressions import CHOSEN, NAME, now, of_each, quantile, rate, rate_of_each
+from deploy.grafana.expressions import CHOSEN, NAME, gained, now, of_each, quantile, rate, rate_of_each
 from deploy.grafana.panels import Board, Query, Row, Variable, lines, number, table
 
 _HIT = 'outcome="hit"'
@@ -168,6 +168,18 @@ BOARD = Board(
                     Query(rate_of_each("host_tier_refused_total"), "{{daemon}}"),
                     unit="ops",
                 ),
+                lines(
+                    "Pages that left host memory",
+                    "A second, to make room. Read_back: they had come back to the device at least once. Unused: never; when nearly "
+                    "all are, host memory is too small for the time between two turns, or too much is copied (policy).",
+                    Query(rate_of_each("host_tier_evicted_pages_total", "use"), "{{daemon}}: {{use}}"),
+                    unit="ops",
+                ),
+                lines(
+                    "Pages of kept pools",
+                    "What the daemon before had left (pools.keep_s), by what became of it at the last start.",
+                    Query(of_each("kept_pages", "outcome"), "{{daemon}}: {{outcome}}"),
+                ),
             ),
         ),
         Row(
@@ -177,6 +189,23 @@ BOARD = Board(
                     "State of the store",
                     "Closed: it is asked. Open: it has failed too often and is left alone for a while; requests go on without it.",
                     Query(now("prefix_store_state", "state"), "{{state}}"),
+                ),
+                lines(
+                    "Stores that are left alone",
+                    "1 while a daemon does not ask its store, since it has failed too often; store_breaker in the log says why.",
+                    Query(of_each("store_breaker_open", "kind"), "{{daemon}} ({{kind}})"),
+                ),
+                lines(
+                    "Stores given up and asked again",
+                    "A second. Open: it has failed too often, or a request has tried it again in vain. Closed: it works again.",
+                    Query(rate("store_breaker_changes_total", "kind, state"), "{{state}} ({{kind}})"),
+                    unit="ops",
+                ),
+                number(
+                    "Starts of store processes",
+                    "In the time that is shown, besides the daemons' own starts: one hung and was killed, died, or found no store.",
+                    gained("store_process_starts_total"),
+                    bad_above=1,
                 ),
                 lines(
                     "Objects",
@@ -193,7 +222,8 @@ BOARD = Board(
                 ),
                 lines(
                     "Prompts that were looked for",
-                    "A second: all that the store had of them came in time, a part of it, or nothing.",
+                    "A second: all that the store had of them came (found); tier.prefetch_s was over before (late); a part came, "
+                    "the rest was missing or bad (part); or there was nothing.",
                     Query(rate("prefix_store_prefetches_total", "outcome"), "{{outcome}}"),
                     unit="ops",
                 ),

@@ -194,6 +194,8 @@ class AbortRoom(Call):
     type: Literal["abort_room"] = "abort_room"
     room: RoomId
     reason: Text
+    load_failed: bool = False
+    """Since what the answer to begin or claim said is to be loaded could not be."""
 
 
 EngineToNode = Annotated[

@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from typing import Any
 
@@ -58,7 +58,7 @@ class Asking:
 
     def ready(self, name: str, url: str) -> Answer:
         """Ask an endpoint whether it is ready."""
-        url, begun_s = url.rstrip("/"), time.monotonic()
+        url, begun_s, asked = url.rstrip("/"), time.monotonic(), datetime.now(UTC)
         response, problem = self._get(f"{url}/ready")
         took_s = time.monotonic() - begun_s
         if response is None:
@@ -73,7 +73,7 @@ class Asking:
             took_s=took_s,
             ready=said.ready,
             reasons=said.reasons,
-            clock_ahead_s=clock_ahead_s(response.headers.get("date", ""), datetime.now(UTC)),
+            clock_ahead_s=clock_ahead_s(response.headers.get("date", ""), asked, datetime.now(UTC)),
         )
 
     def instances(self, url: str) -> tuple[tuple[InstanceView, ...], str]:
@@ -159,10 +159,14 @@ def _reached(endpoint: str) -> bool:
     return True
 
 
-def clock_ahead_s(header: str, now: datetime) -> float | None:
-    """How far the clock behind an HTTP Date header is ahead of ours; it is cut to whole seconds, so half of one is added."""
+def clock_ahead_s(header: str, asked: datetime, answered: datetime) -> float | None:
+    """How far the clock behind an HTTP Date header is ahead of ours; it is cut to whole seconds, so half of one is added.
+
+    It was written at some time between question and answer: any of them would agree.
+    """
     try:
-        return (parsedate_to_datetime(header) - now).total_seconds() + 0.5
+        written = parsedate_to_datetime(header) + timedelta(seconds=0.5)
+        return max(0.0, (written - answered).total_seconds()) + min(0.0, (written - asked).total_seconds())
     except (TypeError, ValueError):
         return None
 

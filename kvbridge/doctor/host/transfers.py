@@ -16,7 +16,7 @@ from typing import Any
 from kvbridge.doctor.facts import Moved
 
 COMMAND = (sys.executable, "-m", "kvbridge", "bench-peer")
-START_S = 30.0
+START_S = 60.0
 TRIAL_S = 90.0
 STOP_S = 5.0
 LAST_WORDS = 300

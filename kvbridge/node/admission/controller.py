@@ -123,7 +123,7 @@ class AdmissionController:
         """Check the namespace, and have what is stored of the prompt brought here unless it is refused whatever comes."""
         try:
             may_name.require(request.namespace, keyed=bool(request.page_hashes))
-            if self._requests.prefetch is not None and request.page_hashes:
+            if self._requests.store is not None and request.page_hashes:
                 self._require_open()
                 self._check_caps(request.client)
                 await self._requests.fetch(request)

@@ -86,7 +86,7 @@ def receiver_rooms(ports: ReceiverPorts, settings: RoomSettings, *, clock: Clock
     return ReceiverRooms(
         book=book,
         driver=driver,
-        requests=RoomRequests(book, driver, pages, ports.workers, admission, clock, ports.prefetch),
+        requests=RoomRequests(book, driver, pages, ports.workers, admission, clock, ports.store),
         engines=engines,
         calls={
             Provide: verbs.provide,

@@ -84,7 +84,7 @@ def sender_rooms(ports: SenderPorts, settings: RoomSettings, *, clock: Clock = m
     return SenderRooms(
         book=book,
         driver=driver,
-        requests=RoomRequests(book, driver, pages, ports.workers, admission, clock, ports.prefetch),
+        requests=RoomRequests(book, driver, pages, ports.workers, admission, clock, ports.store),
         engines=engines,
         calls={
             AskRestorable: verbs.restorable,

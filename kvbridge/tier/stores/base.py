@@ -1,15 +1,17 @@
 """What a store is: objects of bytes by name, and answers instead of exceptions.
 
-Owns: the interface, the outcomes, and what the caller can do about each. Must not know: pages, headers, any store.
+Owns: the interface, the outcomes, and what the caller can do about each. Must not know: pages, trailers, any store.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from kvbridge.core.ids import FrozenModel, Positive
 
@@ -24,6 +26,8 @@ class Verb(StrEnum):
     GET = "get"
     HAS = "has"
     DROP = "drop"
+    CLEAR = "clear"
+    """All objects of a form."""
 
 
 class Outcome(StrEnum):
@@ -43,7 +47,7 @@ class Outcome(StrEnum):
     OTHER_KEY = "other_key"
     """The object of another page, or of other layers or lanes."""
     WRONG_DIGEST = "wrong_digest"
-    """Its bytes, or its header, are not those that were stored."""
+    """Its bytes, or its trailer, are not those that were stored."""
     OTHER_VERSION = "other_version"
     """Another release has written it, in a form that this one does not read."""
     FULL = "full"
@@ -94,6 +98,8 @@ class Answer:
     """Whether nothing reads or writes the request's memory any more. If not, only the end of this process ends that."""
     detail: str = ""
     """Why, for the log, when the store was at fault."""
+    cleared: int = 0
+    """Objects that a `clear` has removed."""
 
     @classmethod
     def of_all(cls, outcome: Outcome, count: int, *, settled: bool = True, detail: str = "") -> Answer:
@@ -106,17 +112,20 @@ class Answer:
         return not self.settled or not BROKEN.isdisjoint(self.outcomes)
 
 
+Stretches = npt.NDArray[np.uint64]
+"""Addresses in this process and lengths in bytes, of shape (stretches, 2): what system calls take as an array of iovec."""
+
+
 class StoredObject(NamedTuple):
     """An object by its name, and the memory that its bytes lie in or go to, in their order."""
 
     name: str
-    pieces: list[ctypes.Array[ctypes.c_char]]
-    """Stretches of memory of this process that others hold, as arrays of bytes."""
+    stretches: Stretches
 
     @property
     def length_bytes(self) -> int:
-        """Of all pieces."""
-        return sum(map(len, self.pieces))
+        """Of all stretches."""
+        return int(self.stretches[:, 1].sum())
 
 
 class Capabilities(FrozenModel):
@@ -140,10 +149,10 @@ class ObjectStore(Protocol):
         """What it is."""
 
     def write(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
-        """Keep objects whole, or not at all: `stored`, or why not. One of the same name and length stays as it is."""
+        """Keep objects whole, or not at all: `stored`, or why not. One of the same name may stay as it is."""
 
     def read(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
-        """Fill the pieces: `hit`, which nobody has compared yet, or why not; what the pieces hold is then undefined."""
+        """Fill the stretches: `hit`, which nobody has compared yet, or why not; what they hold is then undefined."""
 
     def present(self, names: Sequence[str], until_s: float) -> Answer:
         """`present` or `absent`."""
@@ -151,8 +160,11 @@ class ObjectStore(Protocol):
     def remove(self, names: Sequence[str], until_s: float) -> Answer:
         """`dropped`, also what was never there."""
 
+    def clear(self, prefix: str, until_s: float) -> Answer:
+        """Remove all objects whose names begin so: one outcome for all, `dropped` or why some may still be there."""
+
     def use_memory(self, regions: Sequence[tuple[int, int]]) -> None:
-        """Memory (address, length) that the pieces of all later requests lie in. Raises RegistrationError."""
+        """Memory (address, length) that the stretches of all later requests lie in. Raises RegistrationError."""
 
     def close(self) -> None:
         """Let go of the store. Harmless when closed."""

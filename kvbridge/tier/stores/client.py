@@ -28,7 +28,7 @@ from kvbridge.core.wire.codec import FrameError
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores.base import REMEDIES, Answer, Capabilities, Outcome, Remedy, Verb
-from kvbridge.tier.stores.breaker import Breaker, FailedKeys
+from kvbridge.tier.stores.breaker import Breaker, BreakerState, FailedKeys
 from kvbridge.tier.stores.messages import (
     LENGTH,
     NODE_TO_STORE,
@@ -41,7 +41,7 @@ from kvbridge.tier.stores.messages import (
     framed,
     length_of,
 )
-from kvbridge.tier.stores.objects import ObjectForm, PageIds, check_request, object_name
+from kvbridge.tier.stores.objects import ObjectForm, PageIds, check_request, names_of, object_name
 
 log = structlog.get_logger(__name__)
 
@@ -56,11 +56,11 @@ STABLE_AFTER_S = 30.0
 class Operation:
     """One order. `await` it for its answer; giving that up changes nothing."""
 
-    def __init__(self, verb: Verb, form: ObjectForm, keys: Keys) -> None:
+    def __init__(self, verb: Verb, form: ObjectForm, names: list[str]) -> None:
         loop = asyncio.get_running_loop()
         self.verb = verb
         self.form = form
-        self.names = [object_name(form, key) for key in keys.to_list()]
+        self.names = names
         self.asked: list[int] = []
         """Which of its objects the store was asked for, by position."""
         self.answer: asyncio.Future[Answer] = loop.create_future()
@@ -105,6 +105,8 @@ class StoreClient:
         self._number = 0
         self._failed = FailedKeys(self._limits.remember_s)
         self.breaker = Breaker(self._limits.failures)
+        self.breaker_changes: Counter[BreakerState] = Counter()
+        """How often it came to be open, and closed again."""
         self.counts: Counter[tuple[Verb, Outcome]] = Counter()
         """Objects, by what was asked and how it ended."""
         self.moved_bytes: Counter[Verb] = Counter()
@@ -146,26 +148,31 @@ class StoreClient:
         """Begin to remove objects."""
         return self._begin(Verb.DROP, form, keys, NO_PAGES, timeout_s)
 
+    def clear(self, form: int, *, timeout_s: float) -> Operation:
+        """Begin to remove all objects of a form, whoever has put them there: one outcome for all, `dropped` or why not."""
+        return self._begin(Verb.CLEAR, form, Keys(), NO_PAGES, timeout_s)
+
     # ------------------------------------------------------------------ inside
 
     def _begin(self, verb: Verb, form: int, keys: Keys, pages: PageIds, timeout_s: float) -> Operation:
-        known = check_request(self._forms, form, keys)
+        known = self._forms[form] if verb is Verb.CLEAR else check_request(self._forms, form, keys)
         if verb in {Verb.PUT, Verb.GET}:
             known.check(pages, len(keys))
         loop = asyncio.get_running_loop()
         now_s = loop.time()
-        operation = Operation(verb, known, keys)
+        names = [names_of(known)] if verb is Verb.CLEAR else [object_name(known, key) for key in keys.to_list()]
+        operation = Operation(verb, known, names)
         remembers = verb in {Verb.GET, Verb.HAS}
         operation.asked = [
             index for index, name in enumerate(operation.names) if not (remembers and self._failed.has(name, now_s))
         ]
-        without = Answer.of_all(Outcome.ABSENT, len(keys), detail="it was missing a moment ago")
+        without = Answer.of_all(Outcome.ABSENT, len(names), detail="it was missing a moment ago")
         is_ready = self.process.capabilities is not None
         if operation.asked and not (is_ready and self.breaker.admits(now_s)):
             why = (
                 "the store has failed too often, and is asked again after a pause" if is_ready else self.process.why_not
             )
-            without, operation.asked = Answer.of_all(Outcome.UNREACHABLE, len(keys), detail=why), []
+            without, operation.asked = Answer.of_all(Outcome.UNREACHABLE, len(names), detail=why), []
         if not operation.asked:
             self._end(operation, without)
             self._settle(operation)
@@ -178,7 +185,7 @@ class StoreClient:
                 number=self._number,
                 verb=verb,
                 form=form,
-                keys=b"".join(keys[index] for index in operation.asked),
+                keys=b"".join(keys[index] for index in operation.asked[: len(keys)]),
                 pages=pages[operation.asked].astype("<i4").tobytes() if pages.size else b"",
                 until_s=now_s + timeout_s,
             )
@@ -194,7 +201,7 @@ class StoreClient:
             outcomes = [Outcome.ABSENT] * len(operation.names)
             for index, outcome in zip(operation.asked, report.outcomes, strict=True):
                 outcomes[index] = outcome
-            self._judge(operation, Answer(tuple(outcomes), report.settled, report.detail))
+            self._judge(operation, Answer(tuple(outcomes), report.settled, report.detail, report.cleared))
         if report.settled:
             del self._under_way[report.number]
             self._settle(operation)
@@ -226,6 +233,7 @@ class StoreClient:
         else:
             self.breaker.success()
         if self.breaker.state is not before:
+            self.breaker_changes[self.breaker.state] += 1
             log.warning("store_breaker", state=self.breaker.state.value, before=before.value, reason=answer.detail)
         found = [(name, REMEDIES[outcome]) for name, outcome in zip(operation.names, answer.outcomes, strict=True)]
         if operation.verb in {Verb.GET, Verb.HAS}:
@@ -275,6 +283,8 @@ class StoreProcess:
         self._reason = ""
         """Why the present process ends, as far as that is known."""
         self._closing = False
+        self.starts = 0
+        """How often one was started, or could not be."""
         self.capabilities: Capabilities | None = None
         """Of the store, while the process takes orders."""
         self.why_not = "the store process has not been started"
@@ -349,6 +359,7 @@ class StoreProcess:
     async def _run(self) -> str:
         """Start a process and wait for its end. Returns why it ended, or did not even begin."""
         self._take_no_more("the store process is being started")
+        self.starts += 1
         try:
             self._process = process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "kvbridge.tier.stores.process"),
@@ -377,7 +388,7 @@ class StoreProcess:
             self._late.cancel()
             self._process = None
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return f"{how} ({self._reason})" if self._reason else how
+        return self._reason or how
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Take what the process says until its output ends, which ends the process."""
@@ -391,7 +402,7 @@ class StoreProcess:
                             self.capabilities, self.why_not = ready.capabilities, ""
                             log.info("store_process_ready", pid=self.pid, store=ready.capabilities.kind)
                     case StoreFailed() as failed:
-                        self._reason = failed.message
+                        self._reason = f"it cannot serve: {failed.message}"
                     case StoreReport() as report:
                         self._on_report(report)
         except (asyncio.IncompleteReadError, OSError):

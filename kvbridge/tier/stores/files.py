@@ -1,6 +1,6 @@
 """A store of files: each object one file of a directory, whole or not there, and all of them together no more than so many bytes.
 
-Owns: the directory, what it may take, who goes first. Must not know: pages, headers, digests.
+Owns: the directory, what it may take, who goes first. Must not know: pages, trailers, digests.
 
     DIRECTORY/usage      the bytes of all objects, and the lock of all who add or remove one
     DIRECTORY/3f/NAME    an object, in one of 256 directories by the last digits of its name
@@ -19,6 +19,7 @@ that is stopped while it holds the lock makes the others' puts time out until it
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -27,7 +28,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from ctypes import Array, c_char
 from itertools import cycle
 from pathlib import Path
 
@@ -35,8 +35,8 @@ import structlog
 
 from kvbridge.config.stores import FileStoreSettings
 from kvbridge.core.clock import monotonic
-from kvbridge.core.errors import ConfigError
-from kvbridge.tier.stores.base import Answer, Capabilities, Outcome, StoredObject
+from kvbridge.core.errors import ConfigError, NotReadyError
+from kvbridge.tier.stores.base import Answer, Capabilities, Outcome, StoredObject, Stretches
 from kvbridge.tier.stores.objects import is_object_name
 
 log = structlog.get_logger(__name__)
@@ -47,6 +47,10 @@ LOOK_AGAIN_S = 0.0005
 SAMPLE = 1_000
 _VECTORS = 1024
 """IOV_MAX."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_preadv, _pwritev = _libc.preadv, _libc.pwritev
+for _call in (_preadv, _pwritev):
+    _call.argtypes, _call.restype = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64), ctypes.c_ssize_t
 _FOLDERS = [f"{number:02x}" for number in range(256)]
 _USAGE = struct.Struct("<q")
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -55,16 +59,16 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 class FileStore:
     """See `base.ObjectStore`. Close it, or end the process."""
 
-    capabilities = Capabilities(kind="files", batch=1)
+    capabilities = Capabilities(kind="files", batch=4)
 
     def __init__(self, settings: FileStoreSettings) -> None:
         """Open the directory and count what is in it. Raises ConfigError when it cannot be used."""
-        self._max_bytes = settings.max_bytes
+        self._max_bytes, self._directory = settings.max_bytes, settings.directory
         self._changing = threading.Lock()
         """Taken before the lock of `usage`, which only keeps other processes out."""
         self._turn = cycle(_FOLDERS)
         """The folders in the order in which they are looked through for what is old."""
-        directory = settings.directory
+        directory = self._directory
         with ExitStack() as opened:
             try:
                 self._root = _open_private(directory)
@@ -85,8 +89,8 @@ class FileStore:
             self._closing = opened.pop_all()
 
     def write(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
-        """See `ObjectStore.write`."""
-        return _each(objects, until_s, lambda each: self._write(each, until_s))
+        """See `ObjectStore.write`. Raises NotReadyError when the directory is not what was opened any more."""
+        return _each(objects, until_s, lambda each: self._put(each, until_s))
 
     def read(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
         """See `ObjectStore.read`."""
@@ -100,6 +104,25 @@ class FileStore:
         """See `ObjectStore.remove`."""
         return _each(names, until_s, lambda name: self._remove(name, until_s))
 
+    def clear(self, prefix: str, until_s: float) -> Answer:
+        """See `ObjectStore.clear`. A folder at a time, so that others' requests have their turn."""
+        cleared = 0
+
+        def clear_folder(folder: str) -> Outcome:
+            nonlocal cleared
+            with self._alone(until_s):
+                total = self._total()
+                for _, name, _ in list(self._list(folder)):
+                    if name.startswith(prefix):
+                        total -= self._unlink(name)
+                        cleared += 1
+                self._set_total(total)
+            return Outcome.DROPPED
+
+        answer = _each(_FOLDERS, until_s, clear_folder)
+        worst = next((outcome for outcome in answer.outcomes if outcome is not Outcome.DROPPED), Outcome.DROPPED)
+        return Answer((worst,), detail=answer.detail, cleared=cleared)
+
     def use_memory(self, regions: Sequence[tuple[int, int]]) -> None:
         """Files are read into any memory."""
 
@@ -109,23 +132,31 @@ class FileStore:
 
     # ------------------------------------------------------------------ one object
 
+    def _put(self, each: StoredObject, until_s: float) -> Outcome:
+        try:
+            return self._write(each, until_s)
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError) and os.fstat(self._root).st_nlink:
+                raise
+            raise NotReadyError(
+                f"somebody has removed the store's directory {self._directory}, or folders in it; it is opened anew"
+            ) from error
+
     def _write(self, each: StoredObject, until_s: float) -> Outcome:
         length = each.length_bytes
-        if self._length(each.name) == length:
-            with suppress(FileNotFoundError), _closing(self._open(_path(each.name), os.O_RDONLY)) as descriptor:
-                _used(descriptor)
-            return Outcome.STORED
         if length > self._max_bytes:
             return Outcome.FULL
         with _closing(self._open(".", os.O_WRONLY | os.O_TMPFILE)) as descriptor:
-            if _move(os.pwritev, descriptor, each.pieces) != length:
+            if _move(_pwritev, descriptor, each.stretches) != length:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             _used(descriptor)
             with self._alone(until_s):
-                total = self._total() - self._unlink(each.name)
-                total = self._make_room(total, self._max_bytes - length)
-                # `dst_dir_fd` is what makes this follow the link to the file without a name.
-                os.link(f"/proc/self/fd/{descriptor}", _path(each.name), dst_dir_fd=self._root, follow_symlinks=True)
+                total = self._make_room(self._total(), self._max_bytes - length)
+                try:
+                    self._name(descriptor, each.name)
+                except FileExistsError:
+                    total -= self._unlink(each.name)
+                    self._name(descriptor, each.name)
                 self._set_total(total + length)
         return Outcome.STORED
 
@@ -136,7 +167,7 @@ class FileStore:
             return Outcome.ABSENT
         with _closing(descriptor):
             length = each.length_bytes
-            if os.fstat(descriptor).st_size != length or _move(os.preadv, descriptor, each.pieces) != length:
+            if os.fstat(descriptor).st_size != length or _move(_preadv, descriptor, each.stretches) != length:
                 return Outcome.SHORT
             _used(descriptor)
         return Outcome.HIT
@@ -174,12 +205,17 @@ class FileStore:
         finally:
             self._changing.release()
 
+    def _name(self, descriptor: int, name: str) -> None:
+        """Give a file without a name one. `dst_dir_fd` is what makes this follow the link to it."""
+        os.link(f"/proc/self/fd/{descriptor}", _path(name), dst_dir_fd=self._root, follow_symlinks=True)
+
     def _unlink(self, name: str) -> int:
         """Remove an object if it is there. Returns the bytes that it took."""
         length = self._length(name)
         if length is None:
             return 0
-        os.unlink(_path(name), dir_fd=self._root)
+        with suppress(FileNotFoundError):
+            os.unlink(_path(name), dir_fd=self._root)
         return length
 
     def _make_room(self, total: int, most: int) -> int:
@@ -266,14 +302,16 @@ def _each(items: Sequence[object], until_s: float, act: Callable[..., Outcome]) 
     return Answer(tuple(outcomes), detail=detail)
 
 
-def _move(call: Callable[..., int], descriptor: int, pieces: Sequence[Array[c_char]]) -> int:
-    """Read or write all pieces, one after the other from the file's beginning. Returns how many bytes were there, or fitted."""
+def _move(call: Callable[..., int], descriptor: int, stretches: Stretches) -> int:
+    """Read or write all stretches, one after the other from the file's beginning. Returns how many bytes were there, or fitted."""
     offset = 0
-    for start in range(0, len(pieces), _VECTORS):
-        some = pieces[start : start + _VECTORS]
-        moved = call(descriptor, some, offset)
+    for start in range(0, len(stretches), _VECTORS):
+        some = stretches[start : start + _VECTORS]
+        moved = call(descriptor, some.ctypes.data, len(some), offset)
+        if moved < 0:
+            raise OSError(code := ctypes.get_errno(), os.strerror(code))
         offset += moved
-        if moved != sum(map(len, some)):
+        if moved != some[:, 1].sum():
             break
     return offset
 

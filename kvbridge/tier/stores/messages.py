@@ -62,7 +62,7 @@ class StoreOrder(FrozenModel):
     verb: Verb
     form: NonNegative
     keys: Annotated[bytes, Field(max_length=BATCH_LIMIT * KEY_BYTES)]
-    """Page keys, 16 bytes each."""
+    """Page keys, 16 bytes each; none to clear a form."""
     pages: Annotated[bytes, Field(max_length=BATCH_LIMIT * _MOST_SPACES * 4)] = b""
     """To put and get: for each key a page id of each space of the form, int32, little-endian."""
     until_s: float
@@ -77,6 +77,7 @@ class StoreReport(FrozenModel):
     outcomes: Annotated[tuple[Outcome, ...], Field(max_length=BATCH_LIMIT)]
     settled: bool
     detail: Reason = ""
+    cleared: NonNegative = 0
 
 
 NodeToStore = Annotated[StoreSetup | StoreOrder, Field(discriminator="type")]

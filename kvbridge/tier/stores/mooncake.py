@@ -1,6 +1,6 @@
 """A store in a Mooncake Store: objects in the memory of other hosts, moved from and into ours without a copy in between.
 
-Owns: the library's client, and what its answers mean. Must not know: pages, headers, digests, processes.
+Owns: the library's client, and what its answers mean. Must not know: pages, trailers, digests, processes.
 
 What the library does (0.3.13, measured, and read in its source), and what follows:
 
@@ -16,7 +16,6 @@ What the library does (0.3.13, measured, and read in its source), and what follo
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -144,6 +143,17 @@ class MooncakeStore:
         answer = _ask(REMOVE_OUTCOMES, len(names), lambda: self._library.batch_remove(list(names), True))
         return replace(answer, settled=True)
 
+    def clear(self, prefix: str, until_s: float) -> Answer:
+        """See `ObjectStore.clear`. Does not keep the deadline."""
+        del until_s
+        try:
+            code = int(self._library.remove_by_regex(f"^{prefix}.*", True))
+        except LIBRARY_ERRORS as error:
+            return Answer.of_all(Outcome.UNREACHABLE, 1, detail=f"mooncake failed: {error}")
+        if code < 0:
+            return Answer.of_all(Outcome.UNREACHABLE, 1, detail=f"mooncake answered {code}")
+        return Answer((Outcome.DROPPED,), cleared=code)
+
     def close(self) -> None:
         """See `ObjectStore.close`. What has not ended may go on, until the end of the process."""
         self._library.close()
@@ -160,8 +170,8 @@ class MooncakeStore:
 def _apart(objects: Sequence[StoredObject]) -> tuple[list[str], list[list[int]], list[list[int]]]:
     return (
         [each.name for each in objects],
-        [list(map(ctypes.addressof, each.pieces)) for each in objects],
-        [list(map(len, each.pieces)) for each in objects],
+        [each.stretches[:, 0].tolist() for each in objects],
+        [each.stretches[:, 1].tolist() for each in objects],
     )
 
 

@@ -1,18 +1,23 @@
 """Pages of a pool into a store and back, compared before anybody uses them.
 
-Owns: the headers' memory, making and checking digests. Must not know: which store it is, processes, who wants the pages.
+Owns: the trailers' memory, making and checking digests. Must not know: which store it is, processes, who wants the pages.
 
 What a store answers is believed only where it says no. A `hit` of `PageStore` means that every byte of the page has been compared
-with a digest that was made where the page was computed, whatever came between. A digest is computed right before a batch is
-written and right after it was read, while the bytes are still in the processor's caches.
+with a digest that was made where the page was computed, whatever came between. To read a page out of memory takes about as long as
+to compute its digest. So a second thread compares what a batch has brought while the next one is read, and makes the digests of
+what is written next.
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import queue
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
 
 from kvbridge.core.clock import monotonic
 from kvbridge.core.geometry.manifest import Region
@@ -30,17 +35,17 @@ from kvbridge.tier.stores.base import (
     StoredObject,
 )
 from kvbridge.tier.stores.objects import (
-    HEADER_BYTES,
+    TRAILER_BYTES,
     ObjectForm,
     PageIds,
     check_request,
-    encode_header,
+    encode_trailer,
+    names_of,
     object_name,
-    read_header,
+    read_trailer,
 )
 
-Move = Callable[[ObjectForm, list[bytes], list[StoredObject]], Answer]
-"""What is done with a batch: the form, the page keys and the objects, one for each key."""
+LATE = "the deadline came before its turn"
 
 
 class PageStore:
@@ -56,15 +61,15 @@ class PageStore:
         """
         self._store = store
         self.forms = [ObjectForm(regions, model) for regions in forms]
-        memory = mmap.mmap(-1, calls * BATCH_LIMIT * HEADER_BYTES)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._slots = [_Slot() for _ in range(calls)]
         extents = registered_extents(region for regions in forms for region in regions)
-        store.use_memory([(start, len(memory)), *((each.address, each.length_bytes) for each in extents)])
-        self._headers: queue.SimpleQueue[int] = queue.SimpleQueue()
-        """Addresses of memory for the headers of one request each."""
-        self._memory = memory
-        for call in range(calls):
-            self._headers.put(start + call * BATCH_LIMIT * HEADER_BYTES)
+        store.use_memory(
+            [(slot.trailers.ctypes.data, slot.trailers.nbytes) for slot in self._slots]
+            + [(each.address, each.length_bytes) for each in extents]
+        )
+        self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        for slot in self._slots:
+            self._free.put(slot)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -78,9 +83,12 @@ class PageStore:
         nothing for what the store does; the pages are in use until an answer that is settled.
         """
 
-        def write(form: ObjectForm, keys: list[bytes], objects: list[StoredObject]) -> Answer:
-            for key, (_, [header, *parts]) in zip(keys, objects, strict=True):
-                header.raw = encode_header(form, key, checksum(parts))
+        def write(request: _Request, objects: list[StoredObject], first: int) -> Answer:
+            if first == 0:
+                request.begin(request.write_trailer, range(len(objects)))
+            request.slot.finish()
+            then = first + len(objects)
+            request.begin(request.write_trailer, range(then, min(len(keys), then + self.capabilities.batch)))
             return self._store.write(objects, until_s)
 
         return self._in_batches(form, keys, pages, until_s, write)
@@ -88,19 +96,14 @@ class PageStore:
     def get(self, form: int, keys: Keys, pages: PageIds, until_s: float) -> Answer:
         """Fill pages: `hit`, or a miss by its kind; then what the page holds is undefined. Bad objects are dropped."""
 
-        def read(form: ObjectForm, keys: list[bytes], objects: list[StoredObject]) -> Answer:
+        def read(request: _Request, objects: list[StoredObject], first: int) -> Answer:
             answer = self._store.read(objects, until_s)
-            if not answer.settled:  # what was read may change under our eyes, and so may the headers
-                return _without_hits(answer)
-            outcomes = tuple(
-                _compare(form, key, each) if outcome is Outcome.HIT else outcome
-                for key, each, outcome in zip(keys, objects, answer.outcomes, strict=True)
-            )
-            judged = zip(objects, outcomes, strict=True)
-            bad = [each.name for each, outcome in judged if REMEDIES[outcome] is Remedy.REPLACE]
-            if bad:
-                self._store.remove(bad, until_s)
-            return Answer(outcomes, detail=answer.detail)
+            # What is not settled may change under our eyes, and so may the trailers.
+            hits = [
+                at for at, outcome in enumerate(answer.outcomes, first) if outcome is Outcome.HIT and answer.settled
+            ]
+            request.begin(request.compare, hits)
+            return answer if answer.settled else _without_hits(answer)
 
         return self._in_batches(form, keys, pages, until_s, read)
 
@@ -114,47 +117,116 @@ class PageStore:
         names = self._names(form, keys)
         return self._store.remove(names, until_s) if monotonic() < until_s else _late(len(keys))
 
+    def clear(self, form: int, until_s: float) -> Answer:
+        """Remove all objects of a form, whoever has put them there."""
+        return self._store.clear(names_of(self.forms[form]), until_s)
+
     def close(self) -> None:
         """Let go of the store."""
+        for slot in self._slots:
+            slot.begin(None)
         self._store.close()
 
     def _names(self, number: int, keys: Keys) -> list[str]:
         form = check_request(self.forms, number, keys)
         return [object_name(form, key) for key in keys.to_list()]
 
-    def _in_batches(self, number: int, keys: Keys, pages: PageIds, until_s: float, move: Move) -> Answer:
+    def _in_batches(self, number: int, keys: Keys, pages: PageIds, until_s: float, move: _Move) -> Answer:
         """Move the objects of a request, a batch after the other until the deadline, or until one is not settled."""
         form = check_request(self.forms, number, keys)
         form.check(pages, len(keys))
         try:
-            headers = self._headers.get(timeout=max(0.0, until_s - monotonic()))
+            slot = self._free.get(timeout=max(0.0, until_s - monotonic()))
         except queue.Empty:
             return _late(len(keys))
-        names, batch = keys.to_list(), self.capabilities.batch
+        request = _Request(form, keys, pages, slot)
         outcomes: list[Outcome] = []
         settled, details = True, set()
-        while settled and len(outcomes) < len(names) and monotonic() < until_s:
-            some = range(len(outcomes), min(len(names), len(outcomes) + batch))
-            objects = [
-                StoredObject(
-                    object_name(form, names[index]),
-                    [_stretch(headers + index * HEADER_BYTES, HEADER_BYTES), *_parts(form, pages[index])],
-                )
-                for index in some
-            ]
-            answer = move(form, [names[index] for index in some], objects)
+        while settled and len(outcomes) < len(keys) and monotonic() < until_s:
+            first = len(outcomes)
+            answer = move(request, request.objects[first : first + self.capabilities.batch], first)
             outcomes += answer.outcomes
             settled = answer.settled
             details.add(answer.detail)
-        if settled:  # else the store may still look at the headers
-            self._headers.put(headers)
-        late = len(names) - len(outcomes)
+        slot.finish()
+        for index, outcome in request.wrong.items():
+            outcomes[index] = outcome
+        judged = zip(request.objects, outcomes, strict=False)
+        bad = [each.name for each, outcome in judged if REMEDIES[outcome] is Remedy.REPLACE]
+        if bad:
+            self._store.remove(bad, until_s)
+        if settled:  # else the store may still look at the trailers
+            self._free.put(slot)
+        late = len(keys) - len(outcomes)
         if late:
             details.add(LATE)
         return Answer((*outcomes, *[Outcome.TIMED_OUT] * late), settled, "; ".join(sorted(details - {""})))
 
 
-LATE = "the deadline came before its turn"
+class _Slot:
+    """What a request has to itself: memory for its trailers, and a thread beside its own for digests."""
+
+    def __init__(self) -> None:
+        self.trailers = np.frombuffer(mmap.mmap(-1, BATCH_LIMIT * TRAILER_BYTES), dtype=np.uint8).reshape(
+            BATCH_LIMIT, -1
+        )
+        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="store digests", daemon=True).start()
+
+    def _run(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+    def begin(self, task: Callable[[], object] | None) -> None:
+        """Have something done beside, after what was begun before. None: the last."""
+        self._tasks.put(task)
+
+    def finish(self) -> None:
+        """Return when all of it is done, and do a part of it."""
+        with suppress(queue.Empty):
+            while task := self._tasks.get_nowait():
+                task()
+        done = threading.Event()
+        self._tasks.put(done.set)
+        done.wait()
+
+
+class _Request:
+    """Pages, the objects that they are in the store, and which of these turned out to be wrong."""
+
+    def __init__(self, form: ObjectForm, keys: Keys, pages: PageIds, slot: _Slot) -> None:
+        self.slot = slot
+        self._form, self._keys = form, keys.to_list()
+        self._addresses = form.addresses(pages)
+        names = (object_name(form, key) for key in self._keys)
+        stretches = form.stretches(slot.trailers.ctypes.data, self._addresses)
+        self.objects = list(map(StoredObject, names, stretches))
+        self.wrong: dict[int, Outcome] = {}
+
+    def begin(self, task: Callable[[int], None], indexes: Iterable[int]) -> None:
+        """Have something done with objects beside."""
+        for index in indexes:
+            self.slot.begin(partial(task, index))
+
+    def write_trailer(self, index: int) -> None:
+        """Make the trailer of an object, whose page is whole."""
+        trailer = encode_trailer(self._form, self._keys[index], self._checksum(index))
+        self.slot.trailers[index] = np.frombuffer(trailer, dtype=np.uint8)
+
+    def compare(self, index: int) -> None:
+        """Compare an object that has come with what it must be."""
+        expected = read_trailer(self._form, self._keys[index], self.slot.trailers[index].tobytes())
+        if isinstance(expected, Outcome):
+            self.wrong[index] = expected
+        elif expected != self._checksum(index):
+            self.wrong[index] = Outcome.WRONG_DIGEST
+
+    def _checksum(self, index: int) -> int:
+        return checksum(self._addresses[index].tolist(), self._form.lengths)
+
+
+_Move = Callable[[_Request, list[StoredObject], int], Answer]
+"""What is done with some objects of a request, and the position of the first one in it."""
 
 
 def _late(count: int) -> Answer:
@@ -164,19 +236,3 @@ def _late(count: int) -> Answer:
 def _without_hits(read: Answer) -> Answer:
     outcomes = tuple(Outcome.TIMED_OUT if outcome is Outcome.HIT else outcome for outcome in read.outcomes)
     return Answer(outcomes, settled=False, detail=read.detail)
-
-
-def _stretch(address: int, length: int) -> ctypes.Array[ctypes.c_char]:
-    return (ctypes.c_char * length).from_address(address)
-
-
-def _parts(form: ObjectForm, page: PageIds) -> list[ctypes.Array[ctypes.c_char]]:
-    return list(map(_stretch, form.addresses(page), form.lengths))
-
-
-def _compare(form: ObjectForm, key: bytes, found: StoredObject) -> Outcome:
-    header, *parts = found.pieces
-    expected = read_header(form, key, header.raw)
-    if isinstance(expected, Outcome):
-        return expected
-    return Outcome.HIT if expected == checksum(parts) else Outcome.WRONG_DIGEST

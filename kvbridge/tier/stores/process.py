@@ -29,7 +29,7 @@ from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.pool.memory.sharing import MappedRegions
 from kvbridge.telemetry.logs import configure_logs
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.stores.base import Answer, ObjectStore, Verb
+from kvbridge.tier.stores.base import REMEDIES, Answer, ObjectStore, Remedy, Verb
 from kvbridge.tier.stores.messages import (
     LENGTH,
     NODE_TO_STORE,
@@ -42,6 +42,7 @@ from kvbridge.tier.stores.messages import (
     framed,
     length_of,
 )
+from kvbridge.tier.stores.objects import object_name
 from kvbridge.tier.stores.pages import PageStore
 
 EXIT_FAILED = 3
@@ -117,24 +118,45 @@ class _Serving:
                 answer = self._carry_out(order)
                 detail = answer.detail[:REASON_CHARS]
                 self._link.send(
-                    StoreReport(number=order.number, outcomes=answer.outcomes, settled=answer.settled, detail=detail)
+                    StoreReport(
+                        number=order.number,
+                        outcomes=answer.outcomes,
+                        settled=answer.settled,
+                        detail=detail,
+                        cleared=answer.cleared,
+                    )
                 )
+        except BridgeError as error:
+            log.error("store_cannot_go_on", code=error.code, reason=str(error))
+            self._link.send(StoreFailed(message=str(error)[:REASON_CHARS]))
+            os._exit(EXIT_FAILED)
         except Exception:  # what is left of other calls is not known any more, but it ends with this process
             log.exception("store_thread_failed")
             os._exit(EXIT_FAILED)
 
     def _carry_out(self, order: StoreOrder) -> Answer:
+        if order.verb is Verb.CLEAR:
+            return self.store.clear(order.form, order.until_s)
         keys = Keys(order.keys)
         pages = np.frombuffer(order.pages, dtype="<i4").reshape(len(keys), -1)
         match order.verb:
             case Verb.PUT:
                 return self.store.put(order.form, keys, pages, order.until_s)
             case Verb.GET:
-                return self.store.get(order.form, keys, pages, order.until_s)
+                answer = self.store.get(order.form, keys, pages, order.until_s)
+                self._tell_refused(order, keys, answer)
+                return answer
             case Verb.HAS:
                 return self.store.has(order.form, keys, order.until_s)
-            case Verb.DROP:
+            case _:
                 return self.store.drop(order.form, keys, order.until_s)
+
+    def _tell_refused(self, order: StoreOrder, keys: Keys, answer: Answer) -> None:
+        """Write a line when objects were dropped since they are not what was stored under their names."""
+        bad = [at for at, outcome in enumerate(answer.outcomes) if REMEDIES[outcome] is Remedy.REPLACE]
+        if bad:
+            name, outcome = object_name(self.store.forms[order.form], keys[bad[0]]), answer.outcomes[bad[0]]
+            log.warning("store_objects_refused", objects=len(bad), first=name, outcome=outcome.value)
 
 
 class _Link:

@@ -202,3 +202,30 @@ def test_config_show_fails_with_the_list_of_mistakes():
     result = CliRunner().invoke(cli.app, ["show", "--role", "bootstrap", "--set", "htp.port=2"])
     assert result.exit_code == cli.EXIT_CONFIG
     assert "htp: unknown key" in result.stderr
+
+
+STORE = {"tier.enabled": True, "tier.model_name": "m", "tier.model_revision": "1", "tier.host.pages": 8}
+
+
+@pytest.mark.parametrize(
+    ("store", "said"),
+    [
+        (
+            "{kind: files, directory: /x, max_byte: 1GiB}",
+            "tier.store.max_byte: unknown key, 'tier.store' of this kind has no 'max_byte'; did you mean 'max_bytes'?",
+        ),
+        ("{kind: files, directory: /x}", "tier.store.max_bytes: is required and has no default"),
+        ("{kind: mooncake, master: here}", "tier.store.master: String should match pattern"),
+        ("{kind: file, directory: /x, max_bytes: 1GiB}", "tier.store.kind: one of files, mooncake (from"),
+    ],
+)
+def test_mistakes_in_a_section_of_several_kinds_name_the_keys_of_the_file(store, said):
+    text = mistake(DecodeConfig, overrides=[*(f"{key}={value}" for key, value in STORE.items()), f"tier.store={store}"])
+    assert said in text
+    assert "store.files" not in text
+    assert "store.mooncake" not in text
+
+
+def test_the_bound_of_a_store_is_read_with_units():
+    config = load(DecodeConfig, **STORE, **{"tier.store": {"kind": "files", "directory": "/x", "max_bytes": "3GiB"}})
+    assert config.tier.store.max_bytes == 3 << 30

@@ -12,6 +12,7 @@ import pytest_asyncio
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.daemon import twin_journal
+from kvbridge.daemon.kept_pools import Restored
 from kvbridge.daemon.restored_twins import RestoredTwins
 from kvbridge.daemon.twin_journal import TwinJournal
 from kvbridge.tier.journal import Contents, KeptHeader, read_header, replay
@@ -38,6 +39,9 @@ class Memory:
 
     def __call__(self, pages) -> int:
         return hash(tuple(self.bytes.get(page, 1000 + page[1]) for page in pages)) & 0xFFFFFFFF
+
+    def size_bytes(self, pages) -> int:
+        return 10 * len(pages)
 
 
 class Node:
@@ -83,7 +87,9 @@ async def restored(node: Node, spaces=(FULL,)) -> tuple[Node, RestoredTwins]:
     """The process after one that was killed just now."""
     found = node.found()
     after = Node(node.path, node.memory, found, spaces)
-    made = RestoredTwins(after.bench.book, after.bench.twins, after.memory, found, lost=after.journal.removed)
+    made = RestoredTwins(
+        after.bench.book, after.bench.twins, after.memory, found, Restored(), lost=after.journal.removed
+    )
     await made.run()
     after.bench.cache.check_integrity()
     return after, made

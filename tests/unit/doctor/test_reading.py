@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -215,10 +215,12 @@ def test_when_rdma_is_needed(tls: str, required: bool, wanted: bool) -> None:
 
 def test_the_clock_behind_a_date_header() -> None:
     now = datetime(2026, 5, 4, 10, 0, 0, tzinfo=UTC)
-    assert clock_ahead_s("Mon, 04 May 2026 10:00:00 GMT", now) == 0.5
-    assert clock_ahead_s("Mon, 04 May 2026 09:58:30 GMT", now) == -89.5
-    assert clock_ahead_s("", now) is None
-    assert clock_ahead_s("yesterday", now) is None
+    assert clock_ahead_s("Mon, 04 May 2026 10:00:00 GMT", now, now) == 0.5
+    assert clock_ahead_s("Mon, 04 May 2026 09:58:30 GMT", now, now) == -89.5
+    assert clock_ahead_s("Mon, 04 May 2026 10:00:00 GMT", now, now + timedelta(seconds=4)) == 0, "a slow answer"
+    assert clock_ahead_s("Mon, 04 May 2026 10:00:06 GMT", now, now + timedelta(seconds=4)) == 2.5
+    assert clock_ahead_s("", now, now) is None
+    assert clock_ahead_s("yesterday", now, now) is None
 
 
 class Answers(BaseHTTPRequestHandler):

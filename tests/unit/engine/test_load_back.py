@@ -263,6 +263,7 @@ def test_an_aborted_prefill_room_is_let_go_of_behind_its_load():
     gpu.is_loaded = True
     prefill.events()
     assert kinds(link)[-1] is AbortRoom
+    assert not link.said[-1].load_failed
 
 
 @pytest.mark.parametrize(("kind", "verb"), [(PrefillEngine, "begin"), (DecodeEngine, "claim")])
@@ -277,6 +278,7 @@ def test_a_load_that_cannot_be_enqueued_gives_the_room_up_behind_what_was(kind, 
     made.events()
     assert kinds(link)[-1] is AbortRoom
     assert "cannot be loaded from host memory" in link.said[-1].reason
+    assert link.said[-1].load_failed
     assert not {Publish, Loaded} & {*kinds(link)}
 
 

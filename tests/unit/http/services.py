@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from kvbridge.api.rooms import AdmissionRequest, DroppedPrefixes, RoomPage, RoomQuery, RoomReport
+from kvbridge.api.rooms import AdmissionRequest, DroppedObjects, DroppedPrefixes, RoomPage, RoomQuery, RoomReport
 from kvbridge.api.status import (
     AdmissionStatus,
     BootstrapLinkStatus,
@@ -43,10 +43,11 @@ class FakeRooms:
         self.hold: asyncio.Event | None = None
         self.waiting = asyncio.Event()
 
-    def drop_prefixes(self) -> DroppedPrefixes:
+    async def drop_prefixes(self, *, stored: bool = True) -> DroppedPrefixes:
         if self.error:
             raise self.error
-        return DroppedPrefixes(dropped_pages=12, read_pages=3)
+        store = DroppedObjects(outcome="dropped", objects=7) if stored else DroppedObjects(outcome="kept")
+        return DroppedPrefixes(dropped_pages=12, read_pages=3, store=store)
 
     async def admit(self, request: AdmissionRequest, may_name: Namespaces = ANY_NAMESPACE) -> RoomReport:
         self.traces.append(TRACE.get())

@@ -446,7 +446,15 @@ def _references(value):
 
 async def test_every_cached_prefix_can_be_dropped(http):
     answer = await http.delete("/v1/prefixes")
-    assert (answer.status_code, answer.json()) == (200, {"dropped_pages": 12, "read_pages": 3})
+    dropped = {"dropped_pages": 12, "read_pages": 3}
+    stored = {"outcome": "dropped", "objects": 7, "reason": ""}
+    assert (answer.status_code, answer.json()) == (200, {**dropped, "store": stored})
+    kept = await http.delete("/v1/prefixes", params={"store": "keep"})
+    assert (kept.status_code, kept.json()) == (
+        200,
+        {**dropped, "store": {"outcome": "kept", "objects": 0, "reason": ""}},
+    )
+    assert (await http.delete("/v1/prefixes", params={"store": "some"})).status_code in {400, 422}
 
 
 async def test_nothing_is_dropped_where_nothing_is_kept(http, rooms):

@@ -50,7 +50,7 @@ class Rooms:
         self.lacking = ""
         self.admitted: list[int] = []
         self.reserved: list[Reservation] = []
-        self.prefetch: object = None
+        self.store: object = None
         self.fetched: list[int | None] = []
 
     async def fetch(self, request: AdmissionRequest) -> None:
@@ -178,7 +178,7 @@ async def test_what_fits_is_admitted_at_once(made):
 
 async def test_what_is_stored_of_a_prompt_is_fetched_before_it_is_admitted_and_for_nobody_who_is_refused(made):
     bench = made(client_max_rooms=1)
-    bench.rooms.prefetch = bench.rooms.fetch
+    bench.rooms.store = bench.rooms
     keys = base64.b64encode(bytes(16)).decode()
 
     def asked(room: int, **more: object) -> AdmissionRequest:

@@ -39,7 +39,7 @@ def prompt(name: str, pages: int) -> Keys:
 class Rooms:
     """Rooms whose pages are their prompt tokens; a client's name is its prompt."""
 
-    prefetch = None
+    store = None
 
     def __init__(self, book: PageBook, cache: PrefixCache) -> None:
         self.book, self.cache, self.rooms = book, cache, self

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kvbridge.core.errors import CapacityError
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.wire.worker_messages import CopyPages, PagesCopied
@@ -111,11 +112,67 @@ def test_one_order_is_under_way_at_a_time_and_the_next_follows_at_once(bench):
     assert len(tables_from_wire((bench.orders[-1].moves[0].device,))[FULL]) == 3
 
 
-def test_what_several_prompts_need_is_one_order(bench):
-    bench.tier.room("a", 4)
-    bench.tier.room("b", 3)
+def test_what_is_evicted_before_the_next_tick_has_been_copied():
+    bench = Bench(device=8, host=32)
+    for name in "abc":
+        bench.tier.room(name, 6)  # evicts the one before
+        [order, _] = bench.orders[-2:]
+        for rank in (R0, R1):
+            bench.answer(order, rank)
+    assert [bench.tier.on_host(name, 6) for name in "abc"] == [6, 6, 6]
+    assert len(bench.orders) == 6
+
+
+def test_what_a_room_reads_waits_until_it_lets_go_or_for_the_next_tick(bench):
+    owner, got = bench.tier.admit("a", 6)
+    bench.tier.cache.keep(owner, keys("a", 6), 0, {FULL: got.own[FULL]})
+    assert bench.orders == [], "nothing can be evicted that it reads"
     bench.tick()
     [order, _] = bench.orders
+    for rank in (R0, R1):
+        bench.answer(order, rank)
+    bench.tier.end(owner)
+    assert len(bench.orders) == 2, "all of it is on the host"
+    assert bench.tier.on_host("a", 6) == 6
+
+
+@pytest.mark.parametrize("ends", ["copied", "failed", "late"])
+def test_a_request_that_needs_the_very_pages_that_are_copied_waits_for_the_end_of_that_order(ends):
+    bench = Bench(device=8, host=32, order_pages=4)
+    freed: list[int] = []
+
+    class Watcher:
+        freed = staticmethod(lambda pages: freed.append(pages.get(FULL, 0)))
+        gone = ending = quarantined = staticmethod(lambda owner: None)
+
+    bench.tier.book.watch(Watcher())
+    order = bench.begin("a", 4)
+    other, _ = bench.tier.admit("b", 4)
+    bench.tier.end(other)
+    freed.clear()
+    with pytest.raises(CapacityError, match="lacks 1 pages"):
+        bench.tier.admit("c", 5)
+    if ends == "late":
+        while not bench.ended:  # no rank says anything
+            bench.tick(0.05)
+    else:
+        failed = {"error_code": "transport_failed", "error": "a test"} if ends == "failed" else {}
+        for rank in (R0, R1):
+            bench.answer(order, rank, **failed)
+    assert sum(freed) == 4, "whoever waits for pages is told"
+    bench.tier.admit("c", 5)
+    [fact] = bench.ended
+    assert fact.pages == 4
+    assert fact.seconds <= COPY_S + 0.06, "and a tick"
+
+
+def test_what_several_prompts_need_is_one_order(bench):
+    first = bench.begin("c", 1)
+    bench.tier.room("a", 4)
+    bench.tier.room("b", 3)
+    bench.answer(first, R0)
+    bench.answer(first, R1)
+    [order, _] = bench.orders[2:]
     [move] = order.moves
     assert len(np.unique(tables_from_wire((move.twins,))[TWIN].ids)) == 7
 

@@ -386,6 +386,17 @@ def test_pages_are_shared_when_they_are_loaded_on_every_rank(decode):
     assert [(fact.direction, fact.pages, fact.bytes, fact.busy_s) for fact in told] == [("load_back", 3, 30, 0.5)]
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_load_that_fails_is_told_and_an_engine_that_gives_up_for_another_reason_is_none(decode, fails):
+    decode.on_host(1, 3 * PAGE)
+    room = decode.committed(2, 4 * PAGE)
+    decode.claim(room)
+    decode.verbs.abort("engine", 2, "the device is full", load_failed=fails)
+    told = [fact for fact in decode.events.facts if isinstance(fact, CopyEnded)]
+    expected = [("load_back", 3, "transport_failed", "the device is full")] if fails else []
+    assert [(fact.direction, fact.pages, fact.code, fact.reason) for fact in told] == expected
+
+
 def test_only_an_engine_that_has_claimed_a_room_has_loaded_it(decode):
     decode.on_host(1, 3 * PAGE)
     room = decode.committed(2, 4 * PAGE)

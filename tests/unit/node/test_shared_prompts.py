@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import numpy as np
 import pytest
 
@@ -247,13 +249,13 @@ def test_pages_that_a_room_shares_are_not_expected_from_its_end(bench):
 
 def test_a_node_that_keeps_nothing_says_so_when_it_is_to_drop_it():
     with pytest.raises(ConflictError, match=r"keeps no prefixes: tier\.enabled is false"):
-        Bench(shares_prefixes=False).service.requests.drop_prefixes()
+        asyncio.run(Bench(shares_prefixes=False).service.requests.drop_prefixes())
 
 
 def test_what_is_dropped_is_told(bench):
     bench.whole(1, 4 * PAGE)
     reader = bench.admit(2, 3 * PAGE)
-    dropped = bench.service.requests.drop_prefixes()
+    dropped = asyncio.run(bench.service.requests.drop_prefixes())
     assert (dropped.dropped_pages, dropped.read_pages) == (4, 3)
     assert (bench.events.facts[-1].pages, bench.events.facts[-1].read) == (4, 3)
     assert bench.admit(3, 4 * PAGE).prefix_tokens == 0

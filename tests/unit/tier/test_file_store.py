@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from kvbridge.config.stores import FileStoreSettings
-from kvbridge.core.errors import ConfigError
+from kvbridge.core.errors import ConfigError, NotReadyError
 from kvbridge.tier.stores import files
 from kvbridge.tier.stores.base import StoredObject
 from kvbridge.tier.stores.files import FileStore
@@ -54,9 +54,9 @@ class Held:
     def __init__(self, number: int, length: int = LENGTH, pieces: int = 7) -> None:
         self.memory = np.full(length, number % 251, dtype=np.uint8)
         cuts = np.linspace(0, length, pieces + 1).astype(np.int64).tolist()
-        self.object = StoredObject(
-            name(number), [(ctypes.c_char * (stop - at)).from_buffer(self.memory, at) for at, stop in pairwise(cuts)]
-        )
+        start = self.memory.ctypes.data
+        stretches = [(start + at, stop - at) for at, stop in pairwise(cuts)]
+        self.object = StoredObject(name(number), np.array(stretches, dtype=np.uint64))
 
 
 def put(store: FileStore, number: int, length: int = LENGTH) -> str:
@@ -66,7 +66,7 @@ def put(store: FileStore, number: int, length: int = LENGTH) -> str:
 
 def get(store: FileStore, number: int, length: int = LENGTH) -> str:
     held = Held(0, length)
-    outcome = store.read([StoredObject(name(number), held.object.pieces)], soon()).outcomes[0].value
+    outcome = store.read([StoredObject(name(number), held.object.stretches)], soon()).outcomes[0].value
     assert outcome != "hit" or (held.memory == number % 251).all()
     return outcome
 
@@ -249,7 +249,7 @@ def test_a_large_store_evicts_old_ones_by_samples(make: Make, tmp_path: Path, mo
     for number in range(count):
         held = Held(number)
         object_name = f"{0:032x}-{number * 2_654_435_761 % 2**32:032x}"
-        assert store.write([StoredObject(object_name, held.object.pieces)], soon()).outcomes == ("stored",)
+        assert store.write([StoredObject(object_name, held.object.stretches)], soon()).outcomes == ("stored",)
     kept = numbers(tmp_path)
     assert usage(tmp_path) == total(tmp_path) <= 1_000 * LENGTH
     ages = [number for number in range(count) if number * 2_654_435_761 % 2**32 in kept]
@@ -278,7 +278,7 @@ def test_an_object_of_more_pieces_than_a_call_takes(make: Make):
 
 def test_a_disk_that_takes_a_part_only_is_full(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store = make(8)
-    monkeypatch.setattr(files.os, "pwritev", lambda descriptor, pieces, offset: LENGTH - 1)
+    monkeypatch.setattr(files, "_pwritev", lambda *_: LENGTH - 1)
     assert store.write([Held(1).object], soon()).outcomes == ("full",)
     assert usage(tmp_path) == total(tmp_path) == 0
 
@@ -353,3 +353,18 @@ def test_a_directory_that_cannot_be_made_is_told(make: Make, tmp_path: Path):
     (tmp_path / "store").write_text("a file")
     with pytest.raises(ConfigError, match="cannot be used"):
         make()
+
+
+@pytest.mark.parametrize("what", ["all of it", "what is in it"])
+def test_a_directory_that_is_removed_is_noticed_by_whoever_writes_next(make: Make, tmp_path: Path, what: str) -> None:
+    """What was opened is nobody's any more: all that is written to it would be lost, and all that is asked of it absent."""
+    store, directory = make(), tmp_path / "store"
+    assert put(store, 1) == "stored"
+    for path in [directory] if what == "all of it" else list(directory.iterdir()):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    with pytest.raises(
+        NotReadyError, match=f"somebody has removed the store's directory {directory}, or folders in it"
+    ):
+        put(store, 2)
+    again = make()
+    assert (put(again, 2), get(again, 2)) == ("stored", "hit")

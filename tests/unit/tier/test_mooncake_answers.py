@@ -11,13 +11,12 @@ import pytest
 from kvbridge.config.stores import MooncakeStoreSettings
 from kvbridge.core.errors import TransportError
 from kvbridge.tier.stores import mooncake
-from kvbridge.tier.stores.base import BROKEN, StoredObject
+from kvbridge.tier.stores.base import BROKEN
 from kvbridge.tier.stores.mooncake import MooncakeStore
+from tests.helpers.stored_pages import stored_object
 
 LENGTH = 100
-OBJECTS = [
-    StoredObject(name, [ctypes.create_string_buffer(60), ctypes.create_string_buffer(40)]) for name in ("a", "b")
-]
+OBJECTS = [stored_object(name, ctypes.create_string_buffer(60), ctypes.create_string_buffer(40)) for name in ("a", "b")]
 
 
 class FakeLibrary:

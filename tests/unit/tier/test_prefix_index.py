@@ -12,6 +12,7 @@ from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from kvbridge.tier.policy import GreedyDual
 
 FULL, HOST, SWA = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.SWA
+FULL_TWIN = IndexSpace.FULL_TWIN
 IDENTITY = PrefixIdentity(model="m", revision="r", fingerprint="f", tokens_per_page=1)
 
 
@@ -320,3 +321,27 @@ def test_more_pages_than_there_are_is_a_defect():
         repr(pool.index)
         == "<prefix index: 0 of 3 records, 0 unreachable; <0 records in full, host: 0 pinned, 0 checkpoints>>"
     )
+
+
+def test_pages_that_leave_the_host_are_counted_by_whether_they_were_of_use_there():
+    index = PrefixIndex([FULL], 100, has_twins=True)
+    pages = iter(range(100))
+
+    def some(space: IndexSpace, count: int) -> dict:
+        return {space: np.array([next(pages) for _ in range(count)], dtype=np.int32)}
+
+    def on_host(text: str) -> None:
+        index.insert(keys_of(text), 0, some(FULL, len(text)), now=float(len(index)))
+        index.add_twins(index.match(keys_of(text)), 0, some(FULL_TWIN, len(text)))
+
+    for text in ("abc", "xyz"):
+        on_host(text)
+    index.evict({FULL: 6})
+    index.add_device(index.match(keys_of("abc")), 0, some(FULL, 3))
+    assert (index.host.evicted.read_back, index.host.evicted.unused) == (0, 0), "leaving the device is something else"
+    index.evict({FULL: 3, FULL_TWIN: 6})
+    assert (index.host.evicted.read_back, index.host.evicted.unused) == (3, 3)
+    on_host("abc")
+    index.evict({FULL: 3, FULL_TWIN: 3})
+    assert (index.host.evicted.read_back, index.host.evicted.unused) == (3, 6), "its next time there begins anew"
+    index.check_integrity()

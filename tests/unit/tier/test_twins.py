@@ -440,6 +440,7 @@ def test_watchers_hear_what_is_kept_and_used_and_what_the_host_has(bench):
     class Watcher:
         kept = staticmethod(lambda keys: heard.append(("kept", len(keys))))
         used = staticmethod(lambda keys: heard.append(("used", len(keys))))
+        ending = staticmethod(lambda: heard.append("ending"))
         added = staticmethod(lambda keys, start, pages: heard.append(("added", len(keys), start, *pages)))
         checkpoint_added = staticmethod(lambda key, pages: heard.append((key, len(pages))))
         removed = staticmethod(lambda pages: heard.append({space: len(ids) for space, ids in pages.items()}))
@@ -452,9 +453,11 @@ def test_watchers_hear_what_is_kept_and_used_and_what_the_host_has(bench):
     bench.cache.drop_page(keys("a", 3), 1)
     assert heard == [
         ("kept", 3),
+        "ending",
         ("added", 3, 0, FULL_TWIN),
         (keys("a", 3)[2], 1),
         ("used", 2),
+        "ending",
         {FULL_TWIN: 2, SWA_TWIN: 1},
     ]
 
@@ -494,3 +497,29 @@ def test_checkpoints_that_do_not_fit_on_the_host_keep_no_page_from_it():
     bench.book.free(taken)
     assert list(bench.start("b", 2).moves) == [SWA]
     bench.cache.check_integrity()
+
+
+def test_what_a_reader_gives_up_may_go_for_the_pages_that_it_needs_instead():
+    """A prompt that takes more than half of the device, whose engine starts before its prefix ends."""
+    bench = Bench()
+    bench.warm("a", 5)
+    owner, got = bench.admit("a", 7)
+    assert (got.prefix_pages, len(got.own[FULL])) == (5, 2)
+    less = bench.cache.shorten(owner, 1, from_checkpoint=False)
+    assert (less.prefix_pages, len(less.own[FULL])) == (1, 4)
+    assert bench.cache.known(keys("a", 5)) == 2, "what it gave up has gone, as far as pages lacked"
+    bench.end(owner)
+
+
+def test_a_reader_that_cannot_give_up_anything_for_want_of_pages_reads_what_it_read():
+    bench = Bench()
+    bench.warm("a", 5)
+    owner, _ = bench.admit("a", 7)
+    other, _ = bench.admit("a", 5)
+    with pytest.raises(CapacityError):
+        bench.cache.shorten(owner, 1, from_checkpoint=False)
+    assert bench.cache.reads(owner) == 5
+    bench.cache.check_integrity()
+    bench.end(other)
+    bench.cache.shorten(owner, 1, from_checkpoint=False)
+    bench.end(owner)
