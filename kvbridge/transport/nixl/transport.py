@@ -115,9 +115,10 @@ class _Writes:
         remote = np.stack((part.destination, part.length, target_devices), axis=1)
         requests: list[int] = []
         pairs = source_kinds * len(KINDS) + target_kinds
-        for pair in np.unique(pairs).tolist():
+        found = np.unique(pairs).tolist()
+        for pair in found:
             source, target = divmod(pair, len(KINDS))
-            rows = pairs == pair
+            rows = pairs == pair if len(found) > 1 else slice(None)
             sides: tuple[Side, Side] = ((KINDS[source], local[rows]), (KINDS[target], remote[rows]))
             try:
                 requests.append(self._agent.post_write(self._peer.agent, *sides))
