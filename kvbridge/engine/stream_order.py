@@ -67,7 +67,8 @@ class StreamOrder:
 
     def passed(self, points: Iterable[StreamPoint]) -> bool:
         """Whether the GPUs have come past all of these `points`; never waits. Raises TransportError for what has failed there."""
-        return self._marks.reached(points)
+        with current_gpu(next(iter(self._devices.values()), None)):
+            return self._marks.reached(points)
 
     def reached(self, stream: StreamChoice, also: frozenset[StreamPoint] = frozenset()) -> Callable[[], bool]:
         """Mark the present end of the stream on each GPU.

@@ -35,6 +35,7 @@ RING = 32
 """Copies whose lists of ids can be on their way before more page-locked memory is made for them, which may wait for the device."""
 RING_BYTES = 64 * 1024
 NOTHING = np.empty(0, dtype=np.uint64)
+NO_IDS = np.empty(0, dtype=np.int32)
 
 
 class PageCopies(Closing):
@@ -101,6 +102,9 @@ class KernelCopies(PageCopies):
         self._signals = signals
         self._staging = StagingPool(device)
         self._staging.reserve(RING_BYTES, RING)
+        if signals:
+            # The first launch of a kernel loads it, and waits for all that the device is doing; those who wait for layers must not.
+            self.copy([(NO_IDS, NO_IDS)] * self._copier.tables, stream=0)
 
     def copy(self, lists: IdLists, *, stream: int) -> int:
         """Put the ids into page-locked memory, from there to the device, and launch."""

@@ -92,8 +92,8 @@ def test_what_is_on_the_host_outlives_the_device_memory_of_a_worker():
     assert copied is not None
     cache.twins.end_backup(copied, done=True)
     node.worker_gone(Rank(pp=0, tp=0), "its memory is the node's")
-    assert cache.residency() == (1, 2, 0)
+    assert cache.residency()[:3] == (1, 2, 0)
     node.worker_gone(Rank(pp=0, tp=1), "its memory was its own")
-    assert cache.residency() == (0, 0, 2)
+    assert cache.residency()[:3] == (0, 0, 2)
     assert [node.book.counts()[space][PageState.CACHED] for space in (FULL, HOST, IndexSpace.FULL_TWIN)] == [0, 2, 2]
     cache.check_integrity()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import pytest
 
 from kvbridge.core.errors import DeadlineError, InvalidInputError, NotReadyError, TransportError, UnknownRoomError
@@ -162,3 +164,26 @@ def test_what_waits_for_a_stream_asks_for_its_point_on_each_gpu(gpus, monkeypatc
     assert (ready(), ready()) == (False, True)
     assert asked == [{(0, 100), (1, 101)}] * 2
     order.close()
+
+
+def test_looking_at_points_leaves_the_threads_gpu_as_it_was(monkeypatch):
+    """Asking an event makes its GPU the current one; tensors that the engine makes next would lie there."""
+    current = ["the engine's"]
+
+    @contextmanager
+    def kept(device):
+        before = current[0]
+        yield
+        current[0] = before
+
+    class Marks:
+        def reached(self, points):
+            current[0] = "the event's"
+            return not points
+
+    monkeypatch.setattr(stream_order, "current_gpu", kept)
+    order = StreamOrder({R0: Views(0), R1: Views(1)})
+    order._marks = Marks()
+    assert order.passed(())
+    assert not order.passed((object(),))
+    assert current == ["the engine's"]

@@ -316,7 +316,7 @@ def test_what_is_read_when_the_device_dies_stays_on_the_host_and_comes_back_when
     bench.end(reader)
     assert (bench.book.counts()[FULL][PageState.CACHED], bench.twins) == (0, 4)
     bench.room("a", 5)
-    assert bench.cache.residency() == (1, 4, 0), "computed again; four of them were on the host"
+    assert bench.cache.residency()[:3] == (1, 4, 0), "computed again; four of them were on the host"
     bench.settle()
     assert bench.on_host("a", 5) == 5
 

@@ -257,6 +257,11 @@ def test_what_a_gpu_is_told_and_who_waits_for_it(monkeypatch: pytest.MonkeyPatch
     with TwinPools(TINY, layout=PF, page_first=True) as pools:
         expected = pools.expected(moves, direction)
         with pools.copier(direction, CopyMeans(backend, device=0)) as copier:
+            loaded = len(queue.events)  # an empty copy, so that no later one waits until the kernel is loaded
+            assert loaded == (backend is CopyBackend.KERNEL and direction is Direction.LOAD_BACK)
+            for event in queue.events:
+                event.done = True
+            queue.events.clear()
             first, second = copier.copy(moves, stream=5), copier.copy({}, stream=5)
             pools.compare(expected)
             assert [event.streams for event in queue.events] == [[5], [5]]
