@@ -7,13 +7,17 @@ Why a window. Mooncake's TCP queue takes about 2,050 operations of a peer and ap
 neither library can take back what it was given, so what is in flight is what has to be waited out after a failure. A
 transfer that fails submits nothing further and waits until everything in flight is terminal (FAILED_QUIET) or until
 the quiet timeout has passed (FAILED_NOT_QUIET).
+
+What is done here is done for a batch, never for an operation, and a poll asks after the oldest batch only, since batches end
+about in the order in which they were started: asking takes a lock of the library, and some ask its network.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -50,14 +54,26 @@ PENDING = Check(Progress.PENDING)
 DONE = Check(Progress.DONE)
 
 
+class PartlyStartedError(TransportError):
+    """A batch was refused of which a part is under way, or may be. `handle` stands for the operations before `stop`."""
+
+    def __init__(self, reason: str, handle: Any, stop: int) -> None:  # noqa: ANN401 - a handle of the submitter's own
+        super().__init__(reason)
+        self.handle = handle
+        self.stop = stop
+
+
 class Submitter(Protocol[HandleT]):
     """A library's side of one transfer. Neither call blocks for longer than a fraction of a millisecond."""
 
     def start(self, first: int, stop: int) -> HandleT:
-        """Give the operations [first, stop) to the library. Raises TransportError when it took none of them."""
+        """Give the operations [first, stop) to the library; each call begins where the one before stopped.
+
+        Raises TransportError when it took none of them, PartlyStartedError when that is not so, or not certain.
+        """
 
     def check(self, handle: HandleT) -> Check:
-        """Ask after a batch. Not called again after DONE or FAILED."""
+        """Ask after a batch: the oldest one that is pending, or one that is stalled. Not called after DONE or FAILED."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +152,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         deadline_s: float,
         clock: Clock = monotonic,
     ) -> None:
-        self._operations = operations
+        self._count = len(operations)
         self._submitter: Submitter[HandleT] | None = submitter
         self._window = window
         self._peer = peer
@@ -147,7 +163,9 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         self._next = 0
         self._started_bytes = 0
         self._done = 0
-        self._in_flight: list[_Batch[HandleT]] = []
+        self._in_flight: deque[_Batch[HandleT]] = deque()
+        self._stalled: list[_Batch[HandleT]] = []
+        """Those that the library has given up, and that count as in flight."""
         self._held_operations = 0
         self._held_bytes = 0
         self._error = ""
@@ -160,7 +178,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
     def __repr__(self) -> str:
         return (
             f"<WindowedTransfer to {self._peer}: {self._status.state.value}, "
-            f"{self._done} of {len(self._operations)} operations done, {self._held_operations} in flight>"
+            f"{self._done} of {self._count} operations done, {self._held_operations} in flight>"
         )
 
     @property
@@ -173,7 +191,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         if self._status.state is not TransferState.ACTIVE or self._submitter is None:
             return self._status
         self._collect(self._submitter)
-        if not self._error and self._done < len(self._operations):
+        if not self._error and self._done < self._count:
             if self._clock() >= self._ends_at_s:
                 self._fail(f"deadline of {self._deadline_s:g} s passed")
             else:
@@ -190,64 +208,74 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         """The library's agent has been destroyed, so nothing is in flight any more. Terminal states stay."""
         if self._status.state is TransferState.ACTIVE:
             self._error = self._error or self._told("the transport was closed")
-            self._unconfirmed = self._unconfirmed or bool(self._in_flight)
             self._end(TransferState.FAILED_QUIET, self._error)
 
     def _collect(self, submitter: Submitter[HandleT]) -> None:
-        """Ask after everything in flight; keep what is not terminal."""
-        pending = []
-        for batch in self._in_flight:
-            progress, reason = submitter.check(batch.handle)
-            if progress is Progress.PENDING:
-                pending.append(batch)
-                continue
-            if progress is not Progress.DONE:
-                self._unconfirmed = True
-                if not self._error:
-                    self._fail(reason)
-            if progress is Progress.STALLED:
-                pending.append(batch)
-                continue
-            self._release(batch, done=progress is Progress.DONE)
-        self._in_flight = pending
+        """Ask after what is in flight, as far as the first batch that is pending."""
+        stalled, self._stalled = self._stalled, []
+        for batch in stalled:
+            self._keep_or_release(batch, submitter.check(batch.handle))
+        waiting = self._in_flight
+        while waiting and (found := submitter.check(waiting[0].handle)).progress is not Progress.PENDING:
+            self._keep_or_release(waiting.popleft(), found)
 
-    def _release(self, batch: _Batch[HandleT], *, done: bool) -> None:
+    def _keep_or_release(self, batch: _Batch[HandleT], found: Check) -> None:
+        """Note what became of a batch, which is in flight no more unless it has stalled."""
+        progress, reason = found
+        if progress is Progress.DONE:
+            self._done += batch.operations
+        else:
+            self._unconfirmed = True
+            if not self._error:
+                self._fail(reason)
+            if progress is not Progress.FAILED:
+                self._stalled.append(batch)
+                return
         self._window.give_back(batch.operations, batch.size_bytes)
         self._held_operations -= batch.operations
         self._held_bytes -= batch.size_bytes
-        if done:
-            self._done += batch.operations
 
     def _refill(self, submitter: Submitter[HandleT]) -> None:
         """Start batches while the window admits them and the poll's budget lasts."""
         stop_at_s = self._clock() + POLL_BUDGET_S
-        while self._next < len(self._operations):
+        while self._next < self._count:
             stop, size_bytes = self._next_batch()
             count = stop - self._next
             if not self._window.admits(count, size_bytes, self._held_operations, self._held_bytes):
                 return
             try:
                 handle = submitter.start(self._next, stop)
+            except PartlyStartedError as error:
+                taken_bytes = int(self._ends_bytes[error.stop - 1]) - self._started_bytes
+                self._note_started(error.handle, error.stop, taken_bytes)
+                self._fail(str(error))
+                return
             except TransportError as error:
                 self._fail(str(error))
                 return
-            self._next = stop
-            self._started_bytes += size_bytes
-            self._in_flight.append(_Batch(handle, count, size_bytes))
-            self._window.take(count, size_bytes)
-            self._held_operations += count
-            self._held_bytes += size_bytes
+            self._note_started(handle, stop, size_bytes)
             if self._clock() >= stop_at_s:
                 return
+
+    def _note_started(self, handle: HandleT, stop: int, size_bytes: int) -> None:
+        count = stop - self._next
+        self._next = stop
+        self._started_bytes += size_bytes
+        self._in_flight.append(_Batch(handle, count, size_bytes))
+        self._window.take(count, size_bytes)
+        self._held_operations += count
+        self._held_bytes += size_bytes
 
     def _next_batch(self) -> tuple[int, int]:
         """Where the next batch ends, and its bytes; at least one operation, then as many as the batch limits allow."""
         limits, ends, first, before = self._window.limits, self._ends_bytes, self._next, self._started_bytes
-        stop = first + 1
-        if limits.batch_operations > 1:
+        stop = min(first + limits.batch_operations, self._count)
+        size_bytes = int(ends[stop - 1]) - before
+        if size_bytes > limits.batch_bytes:
             by_bytes = int(np.searchsorted(ends, np.uint64(before + limits.batch_bytes), side="right"))
-            stop = max(stop, min(first + limits.batch_operations, by_bytes, len(self._operations)))
-        return stop, int(ends[stop - 1]) - before
+            stop = max(first + 1, by_bytes)
+            size_bytes = int(ends[stop - 1]) - before
+        return stop, size_bytes
 
     def _fail(self, reason: str) -> None:
         """Keep the first cause, and start the time that is left to become quiet."""
@@ -255,14 +283,14 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         self._quiet_by_s = self._clock() + self._window.limits.quiet_timeout_s
 
     def _told(self, reason: str) -> str:
-        return f"transfer to {self._peer}: {reason} ({self._done} of {len(self._operations)} operations done)"
+        return f"transfer to {self._peer}: {reason} ({self._done} of {self._count} operations done)"
 
     def _settle(self) -> None:
         """Decide whether the transfer is over."""
         if not self._error:
-            if self._done == len(self._operations):
+            if self._done == self._count:
                 self._end(TransferState.DONE)
-        elif not self._in_flight:
+        elif not self._held_operations:
             self._end(TransferState.FAILED_QUIET, self._error)
         elif self._clock() >= self._quiet_by_s:
             self._end(
@@ -273,7 +301,8 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
 
     def _end(self, state: TransferState, error: str = "") -> None:
         """Become terminal; drop what refers to the library, so that a kept transfer does not keep an agent alive."""
-        self._status = TransferStatus(state, error, in_transit=self._unconfirmed or bool(self._in_flight))
+        self._status = TransferStatus(state, error, in_transit=self._unconfirmed or self._held_operations > 0)
         self._submitter = None
-        self._in_flight = []
+        self._in_flight.clear()
+        self._stalled.clear()
         self._window.transfers -= 1

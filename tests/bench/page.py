@@ -47,13 +47,22 @@ def placed(document: str, name: str, text: str) -> str:
 # ---------------------------------------------------------------------------------------------- one host
 
 
-NAMES = {"mooncake": "Mooncake, TCP", "nixl": "NIXL over UCX, TCP", "local": "local, shared memory"}
+NAMES = {
+    "mooncake": "Mooncake, TCP",
+    "nixl": "NIXL over UCX, TCP",
+    "nixl-shm": "NIXL over UCX, shared memory",
+    "local": "local, shared memory",
+}
 
 
 def transports(results: Results) -> str:
     """Rates and their ratios, by size of an operation."""
+    return f"{_machine(results)}\n\n{_rates(results['transport'])}"
+
+
+def _rates(results: Results) -> str:
     rows = []
-    for case in results["transport"]["cases"]:
+    for case in results["cases"]:
         ours, *theirs = [*map(median, case["gb_s"].values())]
         spread = f"{min(case['ratios']):.2f} - {max(case['ratios']):.2f}"
         rows.append(
@@ -72,9 +81,43 @@ def transports(results: Results) -> str:
         "GB/s",
         "bare library GB/s",
         "ratio",
-        f"of {results['transport']['turns']} turns",
+        f"of {results['turns']} turns",
     )
-    return f"{_machine(results)}\n\n{markdown(Table('', headings, tuple(rows)))}"
+    return markdown(Table("", headings, tuple(rows)))
+
+
+WAYS = {
+    "mooncake over rdma, batches": "Mooncake over RDMA, in batches",
+    "mooncake over tcp, each by itself": "Mooncake over TCP, each by itself",
+    "nixl, requests of many": "NIXL, in requests of many",
+}
+
+
+def operations(results: Results) -> str:
+    """What an operation costs above the libraries."""
+    found = results["operations"]
+    before, after = found["load"]
+    rows = tuple(
+        (
+            WAYS[case["way"]],
+            f"{median(case['us']):.2f}",
+            f"{min(case['us']):.2f} - {max(case['us']):.2f}",
+            f"{median(case['bare_us']):.2f}",
+            f"{case['budget_us']:g}",
+        )
+        for case in found["processor"]["cases"]
+    )
+    headings = (
+        "an operation",
+        "us of processor time",
+        f"of {found['processor']['turns']} turns",
+        "bare loop us",
+        "budget us",
+    )
+    return (
+        f"{_machine(results)} Load average {before:.1f} before, {after:.1f} after.\n\n{markdown(Table('', headings, rows))}\n\n"
+        f"{_rates(found['transfers'])}\n\nBudget of the ratios: {found['transfers']['budget']:g}."
+    )
 
 
 def plans(results: Results) -> str:
@@ -492,6 +535,7 @@ def two_gpus(results: Results) -> str:
 CPU, LOAD = "cpu-2-cores.json", "load-digest-directory-2-cores.json"
 SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "transports": (CPU, transports),
+    "operations": ("operations-2-cores.json", operations),
     "plans": (CPU, plans),
     "overheads": (CPU, overheads),
     "load": (LOAD, loads),

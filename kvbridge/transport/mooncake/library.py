@@ -48,7 +48,18 @@ class Library(Protocol):
         """A batch id, or -1 or 0. The first one to a peer fetches what the peer has, and waits for that like `send_probe`."""
 
     def transfer_check_status(self, batch: int, /) -> int:
-        """1 done, -1 failed (the id is freed by either), 0 pending, -2 timed out but not ended (not freed)."""
+        """1 done, -1 failed (the id is freed by either), 0 pending, -2 timed out but not ended (not freed).
+
+        Looks at the first operation only, so it says nothing of a batch.
+        """
+
+    def batch_transfer_async_write(
+        self, session: str, sources: list[int], destinations: list[int], lengths: list[int], /
+    ) -> int:
+        """A batch id, or -1 or 0; then some operations may have been posted all the same."""
+
+    def get_batch_transfer_status(self, batches: list[int], /) -> int:
+        """0 when all have ended well, -1 after the first failure in any (the ids are freed by either). Spins until then."""
 
 
 _process_environment: dict[str, str] = {}

@@ -16,6 +16,7 @@ import socket
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import TransportError
@@ -29,10 +30,13 @@ GRACE_S = 2.0
 """For a call to return once its connections have been shut down; only the resolver of host names takes longer."""
 
 
-class PeerCall:
+T = TypeVar("T")
+
+
+class PeerCall(Generic[T]):
     """A call on a thread of its own, which is cut off when it has not ended after `timeout_s`. Begins at once (`take_turn`)."""
 
-    def __init__(self, ask: Callable[[], int], session: str, *, timeout_s: float, name: str) -> None:
+    def __init__(self, ask: Callable[[], T], session: str, *, timeout_s: float, name: str) -> None:
         """`session` is the peer's host:port; `name` says what is done, for messages."""
         self._timeout_s = timeout_s
         self._port = int(session.rpartition(":")[2])
@@ -42,7 +46,7 @@ class PeerCall:
         # Not the caller's thread: while the library fetches what one peer has, writes to all others wait inside of it.
         threading.Thread(target=self._watch, name=f"watch: {name}", daemon=True).start()
 
-    def answer(self, *, clock: Clock, late: str) -> Steps[int]:
+    def answer(self, *, clock: Clock, late: str) -> Steps[T]:
         """Return what the library answers. Raises TransportError with `late` when the call was cut off."""
         try:
             found = yield from self._call.result(until_s=clock() + self._timeout_s + GRACE_S, clock=clock, late=late)

@@ -11,10 +11,10 @@ What the library does and does not do (0.3.13, measured), and what follows for t
   the one after waits a second. So an endpoint carries the peer's registered extents, and a write outside of them is
   refused before submission.
 - On TCP an unregistered source is accepted; it is refused here.
-- A batch of more than about 2,050 operations fails in part, a batch's failure leaves the rest of it running, and the
-  calls that wait for a batch spin a core or block. So every operation is submitted by itself in a window and polled,
-  and a failed transfer waits until each one is terminal. Only the destruction of the engine stops an operation;
-  `close` does that, in about a second, during which the interpreter is held.
+- A batch's failure leaves the rest of it running, and the calls that wait for a batch spin a core. So over TCP every operation
+  is submitted by itself in a window and polled, and a failed transfer waits until each one is terminal. Over RDMA they go in
+  batches, and a transfer that failed with one is not quiet: see `mooncake.engine`. Only the destruction of the engine stops an
+  operation; `close` does that, in about a second, during which the interpreter is held.
 - A frozen peer fails an operation after `progress_timeout_s`, a few at a time: windows of 8, 16 and 32 operations
   were quiet after 3, 7 and 14 times that. Where `quiet_timeout_s` is shorter the transfer ends not quiet.
 - A call that asks a peer something waits for it for 60 s and more, if the peer is frozen or means to be silent. A probe does so
@@ -38,7 +38,7 @@ import functools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import numpy as np
 from pydantic import Field
@@ -53,18 +53,14 @@ from kvbridge.transport import extents
 from kvbridge.transport.backend import Backend, labels, read_endpoint
 from kvbridge.transport.background import take_turn
 from kvbridge.transport.base import Endpoint, Peer, Steps, Transfer
-from kvbridge.transport.mooncake.library import (
-    LIBRARY_ERRORS,
-    Library,
-    create_library,
-    why_no_device_memory,
-)
+from kvbridge.transport.mooncake.engine import BatchWrites, Engine, SingleWrites, Waiter
+from kvbridge.transport.mooncake.library import create_library, why_no_device_memory
 from kvbridge.transport.mooncake.peers import PeerCall
-from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
+from kvbridge.transport.windowed import Progress, Submitter, Window, WindowedTransfer, WindowLimits
 
 NAME = "mooncake"
-NO_BATCH = frozenset({-1, 0, 2**64 - 1})
-"""What `transfer_submit_write` answers instead of a batch id when it took nothing (its type differs between builds)."""
+
+T = TypeVar("T")
 
 
 class MooncakeEndpoint(FrozenModel):
@@ -76,26 +72,6 @@ class MooncakeEndpoint(FrozenModel):
     """(address, bytes) of each registration."""
 
 
-class _Engine:
-    """The one reference to the library's engine.
-
-    Destroying the engine is what ends all its operations, so nobody else keeps a reference.
-    """
-
-    def __init__(self, library: Library) -> None:
-        self._library: Library | None = library
-
-    @property
-    def library(self) -> Library:
-        """Raises TransportError after `destroy`."""
-        if self._library is None:
-            raise TransportError("this mooncake transport has been closed; create another one")
-        return self._library
-
-    def destroy(self) -> None:
-        self._library = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class MooncakePeer(Peer):
     """A peer's session, its memory as announced, and what is in flight to it."""
@@ -104,56 +80,36 @@ class MooncakePeer(Peer):
     session: str
     extents: extents.Extents
     window: Window
+    waiter: Waiter
 
 
-class _Writes:
-    """Submits the operations of one transfer, each by itself."""
-
-    def __init__(self, engine: _Engine, session: str, operations: Operations) -> None:
-        self._engine = engine
-        self._session = session
-        self._operations = operations
-
-    def start(self, first: int, stop: int) -> int:  # noqa: ARG002  one operation a call, as the window's limits say
-        operations = self._operations
-        try:
-            batch = self._engine.library.transfer_submit_write(
-                self._session,
-                int(operations.source[first]),
-                int(operations.destination[first]),
-                int(operations.length[first]),
-            )
-        except LIBRARY_ERRORS as error:
-            raise TransportError(
-                f"mooncake failed over peer {self._session} ({type(error).__name__}: {error}); "
-                "what the peer says of itself cannot be read"
-            ) from error
-        if batch in NO_BATCH:
-            raise TransportError(f"mooncake refused operation {first}: {self._what(first)}; {WHY_REFUSED}")
-        return int(batch)
-
-    def check(self, handle: int) -> Check:
-        answer = self._engine.library.transfer_check_status(handle)
-        if answer == 0:
-            return PENDING
-        if answer == 1:
-            return DONE
-        if answer == -1:
-            return Check(Progress.FAILED, f"mooncake answered -1 for an operation; {WHY_FAILED}")
-        return Check(
-            Progress.STALLED, f"mooncake answered {answer} (timed out, not ended) for an operation; {WHY_FAILED}"
-        )
-
-    def _what(self, index: int) -> str:
-        operations = self._operations
-        return f"{int(operations.length[index])} bytes to {int(operations.destination[index]):#x}"
+def _singles(engine: Engine, peer: MooncakePeer, operations: Operations) -> Submitter[Any]:
+    return SingleWrites(engine, peer.session, operations)
 
 
-WHY_REFUSED = "the peer cannot be reached, or its queue is full (lower transports.mooncake.window_operations)"
-WHY_FAILED = (
-    "the peer died, hangs (transports.mooncake.progress_timeout_s), has unregistered the memory, or cannot be reached; "
-    "see its log, and the library's with transports.mooncake.log_level INFO"
-)
+def _batches(engine: Engine, peer: MooncakePeer, operations: Operations) -> Submitter[Any]:
+    return BatchWrites(engine, peer.session, operations, peer.waiter)
+
+
+WRITES = {MooncakeProtocol.TCP: _singles, MooncakeProtocol.RDMA: _batches}
+"""How the operations of a transfer are given to the library."""
+
+
+def _limits(settings: MooncakeSettings) -> WindowLimits:
+    """Over TCP a quarter of the window is given at a time, so that three are under way meanwhile."""
+    if settings.protocol is MooncakeProtocol.TCP:
+        operations = settings.window_operations
+        batch_operations, batch_bytes = max(1, operations // 4), settings.window_bytes // 4
+    else:
+        batch_operations, batch_bytes = settings.batch_operations, settings.batch_bytes
+        operations = settings.window_operations * batch_operations
+    return WindowLimits(
+        operations=operations,
+        bytes=settings.window_bytes,
+        quiet_timeout_s=settings.quiet_timeout_s,
+        batch_operations=batch_operations,
+        batch_bytes=batch_bytes,
+    )
 
 
 class MooncakeTransport(Backend[MooncakePeer]):
@@ -164,12 +120,10 @@ class MooncakeTransport(Backend[MooncakePeer]):
     def __init__(self, settings: MooncakeSettings, *, clock: Clock = monotonic) -> None:
         super().__init__(clock)
         self._settings = settings
-        self._limits = WindowLimits(
-            operations=settings.window_operations, bytes=settings.window_bytes, quiet_timeout_s=settings.quiet_timeout_s
-        )
-        self._calls: weakref.WeakSet[PeerCall] = weakref.WeakSet()
+        self._limits = _limits(settings)
+        self._calls: weakref.WeakSet[PeerCall[Any] | Waiter] = weakref.WeakSet()
         """Each may hold the engine until it has ended."""
-        self._engine = _Engine(create_library(settings))
+        self._engine = Engine(create_library(settings))
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         self._session = f"{host}:{self._engine.library.get_rpc_port()}"
 
@@ -220,7 +174,9 @@ class MooncakeTransport(Backend[MooncakePeer]):
             yield from self._fetch(content)
         _ = self._engine.library
         whose = f"peer {content.session}"
-        peer = MooncakePeer(content.session, extents.Extents(whose, content.extents), Window(self._limits))
+        waiter = Waiter(self._engine, f"batches to {whose}")
+        self._calls.add(waiter)
+        peer = MooncakePeer(content.session, extents.Extents(whose, content.extents), Window(self._limits), waiter)
         self._peers[peer] = peer
         return peer
 
@@ -246,7 +202,7 @@ class MooncakeTransport(Backend[MooncakePeer]):
         timeout_s = self._settings.metadata_timeout_s
         address, _ = content.extents[0]
         nothing = Operations(*(np.array([number], dtype=np.uint64) for number in (address, address, 0)))
-        writes = _Writes(self._engine, content.session, nothing)
+        writes = SingleWrites(self._engine, content.session, nothing)
         handle = yield from self._ask(
             functools.partial(writes.start, 0, 1),
             content.session,
@@ -265,7 +221,7 @@ class MooncakeTransport(Backend[MooncakePeer]):
                 "check that its ephemeral data port is open from here"
             )
 
-    def _ask(self, ask: Callable[[], int], session: str, *, timeout_s: float, late: str) -> Steps[int]:
+    def _ask(self, ask: Callable[[], T], session: str, *, timeout_s: float, late: str) -> Steps[T]:
         name = f"ask mooncake peer {session}"
         yield from take_turn(name, until_s=self._clock() + timeout_s, clock=self._clock)
         call = PeerCall(ask, session, timeout_s=timeout_s, name=name)
@@ -275,9 +231,13 @@ class MooncakeTransport(Backend[MooncakePeer]):
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
         """See `Transport.submit`; a destination outside of the peer's announced memory is refused the same way."""
         known = self._checked(peer, operations)
-        writes = _Writes(self._engine, known.session, operations)
-        transfer = WindowedTransfer(
-            operations, writes, known.window, peer=f"peer {known.session}", deadline_s=deadline_s, clock=self._clock
+        transfer: WindowedTransfer[Any] = WindowedTransfer(
+            operations,
+            WRITES[self._settings.protocol](self._engine, known, operations),
+            known.window,
+            peer=f"peer {known.session}",
+            deadline_s=deadline_s,
+            clock=self._clock,
         )
         self._transfers[transfer] = peer
         return transfer

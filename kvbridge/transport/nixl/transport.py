@@ -34,7 +34,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -97,39 +96,18 @@ class _Batch:
     """The first thing that went wrong; the batch has ended once `requests` is empty."""
     unclear: bool = False
     """A further request may be under way, and there is nothing to ask after: the batch never ends."""
-    stalled: bool = False
-    """Has failed without having ended; no longer stands in the way of those behind it."""
 
 
 class _Writes:
-    """Submits the operations of one transfer. A batch's list shrinks with each request that has ended.
-
-    Only the oldest batch is asked after: they end in order on a connection, and each question takes the library's lock from
-    its progress thread.
-    """
+    """Submits the operations of one transfer. A batch's list shrinks with each request that has ended."""
 
     def __init__(self, agent: NixlAgent, peer: NixlPeer, own: _Places, operations: Operations) -> None:
         self._agent = agent
         self._peer = peer
         self._own = own
         self._operations = operations
-        self._waiting: deque[_Batch] = deque()
 
     def start(self, first: int, stop: int) -> _Batch:
-        batch = self._post(first, stop)
-        self._waiting.append(batch)
-        return batch
-
-    def check(self, handle: _Batch) -> Check:
-        if self._waiting and handle is not self._waiting[0] and not handle.stalled:
-            return PENDING
-        answer = self._check(handle)
-        if answer.progress is not Progress.PENDING and not handle.stalled:
-            self._waiting.popleft()
-            handle.stalled = answer.progress is Progress.STALLED
-        return answer
-
-    def _post(self, first: int, stop: int) -> _Batch:
         part = self._operations[first:stop]
         source_kinds, source_devices = self._own.of(part.source)
         target_kinds, target_devices = self._peer.places.of(part.destination)
@@ -137,9 +115,10 @@ class _Writes:
         remote = np.stack((part.destination, part.length, target_devices), axis=1)
         requests: list[int] = []
         pairs = source_kinds * len(KINDS) + target_kinds
-        for pair in np.unique(pairs).tolist():
+        found = np.unique(pairs).tolist()
+        for pair in found:
             source, target = divmod(pair, len(KINDS))
-            rows = pairs == pair
+            rows = pairs == pair if len(found) > 1 else slice(None)
             sides: tuple[Side, Side] = ((KINDS[source], local[rows]), (KINDS[target], remote[rows]))
             try:
                 requests.append(self._agent.post_write(self._peer.agent, *sides))
@@ -151,7 +130,7 @@ class _Writes:
                 return _Batch(requests, str(error))
         return _Batch(requests)
 
-    def _check(self, handle: _Batch) -> Check:
+    def check(self, handle: _Batch) -> Check:
         for request in list(handle.requests):
             progress, reason = self._agent.check(request)
             if progress in {Progress.DONE, Progress.FAILED}:

@@ -8,7 +8,16 @@ import pytest
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import TransferState
-from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
+from kvbridge.transport.windowed import (
+    DONE,
+    PENDING,
+    Check,
+    PartlyStartedError,
+    Progress,
+    Window,
+    WindowedTransfer,
+    WindowLimits,
+)
 from tests.helpers.manual_clock import ManualClock
 
 
@@ -19,16 +28,24 @@ class FakeLibrary:
         self.started: list[tuple[int, int]] = []
         self.answers: dict[int, Check] = {}
         self.refuse_from: int | None = None
+        self.partly: dict[int, int] = {}
+        """Where a batch begins, to where it ends although more was given."""
+        self.asked: list[int] = []
         self._ended: set[int] = set()
 
     def start(self, first: int, stop: int) -> int:
         if self.refuse_from is not None and first >= self.refuse_from:
             raise TransportError("queue full")
-        self.started.append((first, stop))
-        return len(self.started) - 1
+        taken = self.partly.get(first, stop)
+        self.started.append((first, taken))
+        handle = len(self.started) - 1
+        if taken < stop:
+            raise PartlyStartedError("took two", handle, taken)
+        return handle
 
     def check(self, handle: int) -> Check:
         assert handle not in self._ended, "asked after a batch that was terminal"
+        self.asked.append(handle)
         answer = self.answers.get(handle, PENDING)
         if answer.progress in {Progress.DONE, Progress.FAILED}:
             self._ended.add(handle)
@@ -64,9 +81,56 @@ def test_keeps_to_the_operation_limit_and_refills() -> None:
     transfer, library = Bench().transfer(*[10] * 10)
     transfer.poll()
     assert library.started == [(0, 1), (1, 2), (2, 3), (3, 4)]
-    library.finish(1, 2)
+    library.finish(0, 1)
     assert transfer.poll().state is TransferState.ACTIVE
     assert library.started[4:] == [(4, 5), (5, 6)]
+
+
+def test_only_the_oldest_batch_is_asked_after() -> None:
+    """However many are in flight; what has ended behind it counts when its turn comes."""
+    transfer, library = Bench().transfer(*[10] * 10)
+    transfer.poll()
+    library.asked.clear()
+    library.finish(1, 2)
+    transfer.poll()
+    assert library.asked == [0]
+    assert len(library.started) == 4
+    library.finish(0)
+    transfer.poll()
+    assert library.asked == [0, 0, 1, 2, 3]
+    assert len(library.started) == 7
+
+
+def test_stalled_batch_does_not_hide_those_behind_it() -> None:
+    bench = Bench(quiet_timeout_s=5.0)
+    transfer, library = bench.transfer(*[10] * 4)
+    transfer.poll()
+    library.answers[0] = Check(Progress.STALLED, "answered -2")
+    library.finish(1, 2, 3)
+    assert transfer.poll().state is TransferState.ACTIVE
+    assert bench.window.operations == 1
+    library.answers[0] = Check(Progress.FAILED, "answered -1")
+    status = transfer.poll()
+    assert status.state is TransferState.FAILED_QUIET
+    assert status.in_transit
+    assert "answered -2 (0 of 4 operations done)" in status.error
+
+
+def test_batch_that_was_taken_in_part_fails_at_once_and_is_waited_for() -> None:
+    bench = Bench(operations=100, batch_operations=4)
+    transfer, library = bench.transfer(*range(10, 22))
+    library.partly = {4: 6}
+    assert transfer.poll().state is TransferState.ACTIVE
+    assert library.started == [(0, 4), (4, 6)]
+    assert (bench.window.operations, bench.window.bytes) == (6, sum(range(10, 16)))
+    library.finish(0)
+    assert transfer.poll().state is TransferState.ACTIVE
+    library.finish(1)
+    status = transfer.poll()
+    assert status.state is TransferState.FAILED_QUIET
+    assert "took two" in status.error
+    assert not status.in_transit
+    assert (bench.window.operations, bench.window.bytes) == (0, 0)
 
 
 def test_keeps_to_the_byte_limit_but_always_admits_one() -> None:

@@ -101,23 +101,6 @@ def test_failure_is_terminal_only_with_the_last_request(writes: _Writes, agent: 
     assert not batch.requests
 
 
-def test_only_the_oldest_batch_is_asked_after(writes: _Writes, agent: ScriptedAgent) -> None:
-    first, second = writes.start(0, 1), writes.start(3, 4)
-    assert writes.check(first) == writes.check(second) == PENDING
-    assert agent.asked == [0]
-    agent.answers = {0: DONE, 1: DONE}
-    assert writes.check(first) == writes.check(second) == DONE
-
-
-def test_stalled_batch_does_not_hide_those_behind_it(writes: _Writes, agent: ScriptedAgent) -> None:
-    first, second = writes.start(0, 1), writes.start(3, 4)
-    agent.answers = {0: STALLED, 1: DONE}
-    assert writes.check(first) == STALLED
-    assert writes.check(second) == DONE
-    agent.answers[0] = FAILED
-    assert writes.check(first).progress is Progress.FAILED
-
-
 def test_refused_first_request_started_nothing(writes: _Writes, agent: ScriptedAgent) -> None:
     agent.refusals = {0: TransportError("refused")}
     with pytest.raises(TransportError, match="refused"):

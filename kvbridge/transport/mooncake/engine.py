@@ -1,0 +1,302 @@
+"""One mooncake engine, and the two ways of giving it the operations of a transfer.
+
+Owns: the only reference to the library's engine; what it is given, and what its answers mean. Must not know: peers, windows,
+registrations.
+
+Each operation by itself (`SingleWrites`). The library then says of each when it has ended, so a transfer that failed becomes
+quiet. Over TCP there is no other way: a batch that has failed leaves the rest of itself running for as long as the peer hangs, and
+more than about 2,050 operations are applied in part.
+
+In batches (`BatchWrites`), over RDMA, where 37,440 B take 0.75 us on the wire and a call of their own takes longer than that. What
+follows is known from the library's documentation and source, and was run over TCP only:
+
+- One question covers a whole batch. It spins on a core until the batch has ended, so the last operation of each batch is given by
+  itself and polled, which is cheap, and the others are asked after when that one has ended: by then they have, or nearly. A thread
+  for each peer does that, so whoever waits longer waits for its own peer.
+- A batch that has failed is not quiet, and cannot be asked after again: the library has freed it, or never will. It counts as in
+  flight until the transport is closed. So does a batch that was refused, since a part of it may have been posted before.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, repeat
+from queue import SimpleQueue
+
+from kvbridge.core.errors import TransportError
+from kvbridge.core.plan.operations import AddressArray, Operations
+from kvbridge.transport.mooncake.library import LIBRARY_ERRORS, Library
+from kvbridge.transport.windowed import DONE, PENDING, Check, PartlyStartedError, Progress
+
+NO_BATCH = frozenset({-1, 0, 2**64 - 1})
+"""What the library answers instead of a batch id when it took nothing (its type differs between builds)."""
+STATUS_PENDING, STATUS_DONE, STATUS_FAILED, STATUS_UNKNOWN = 0, 1, -1, -2
+"""Of one operation; anything else counts as unknown: given up by the library, and perhaps not ended."""
+BATCH_DONE, BATCH_FAILED = 0, -1
+REFUSED = -1
+CONVERTED = 1024
+"""Addresses that are made Python numbers at a time."""
+
+WHY_REFUSED = "the peer cannot be reached, or its queue is full (lower transports.mooncake.window_operations)"
+WHY_FAILED = (
+    "the peer died, hangs (transports.mooncake.progress_timeout_s), has unregistered the memory, or cannot be reached; "
+    "see its log, and the library's with transports.mooncake.log_level INFO"
+)
+
+
+class Engine:
+    """The one reference to the library's engine.
+
+    Destroying the engine is what ends all its operations, so nobody else keeps a reference.
+    """
+
+    def __init__(self, library: Library) -> None:
+        self._library: Library | None = library
+
+    @property
+    def library(self) -> Library:
+        """Raises TransportError after `destroy`."""
+        if self._library is None:
+            raise TransportError("this mooncake transport has been closed; create another one")
+        return self._library
+
+    def destroy(self) -> None:
+        """Drop the engine. Harmless when dropped already."""
+        self._library = None
+
+    def status(self, single: int) -> int:
+        """One of the four answers about an operation that was given by itself; not to be asked again after done or failed."""
+        try:
+            answer = self.library.transfer_check_status(single)
+        except LIBRARY_ERRORS:
+            return STATUS_UNKNOWN
+        return answer if answer in {STATUS_PENDING, STATUS_DONE, STATUS_FAILED} else STATUS_UNKNOWN
+
+
+@dataclass(slots=True, eq=False)
+class Singles:
+    """Operations that were given one by one and have not ended."""
+
+    ids: list[int]
+    failure: str = ""
+    """The first thing that went wrong; terminal once `ids` is empty."""
+
+
+class SingleWrites:
+    """Gives each operation of a transfer by itself, some with each call of `start`."""
+
+    def __init__(self, engine: Engine, session: str, operations: Operations) -> None:
+        self._engine = engine
+        self._session = session
+        self._operations = operations
+        self._arguments = [*map(_numbers, (operations.source, operations.destination, operations.length))]
+
+    def start(self, first: int, stop: int) -> Singles:
+        """See `Submitter.start`."""
+        submit = self._engine.library.transfer_submit_write
+        ids: list[int] = []
+        refused = ""
+        try:
+            for single in map(submit, repeat(self._session, stop - first), *self._arguments):
+                if single in NO_BATCH:
+                    refused = _refusal(self._operations, first + len(ids))
+                    break
+                ids.append(single)
+        except LIBRARY_ERRORS as error:
+            refused = _raised(self._session, error)
+        if not refused:
+            return Singles(ids)
+        if not ids:
+            raise TransportError(refused)
+        raise PartlyStartedError(refused, Singles(ids), first + len(ids))
+
+    def check(self, handle: Singles) -> Check:
+        """See `Submitter.check`. Asks in their order, as far as the first that has not ended well."""
+        ended = 0
+        answer = STATUS_DONE
+        if not handle.failure:
+            status = self._engine.library.transfer_check_status
+            try:
+                for answer in map(status, handle.ids):
+                    if answer != STATUS_DONE:
+                        break
+                    ended += 1
+            except LIBRARY_ERRORS:
+                answer = STATUS_UNKNOWN
+            del handle.ids[:ended]
+            if not handle.ids:
+                return DONE
+            if answer == STATUS_PENDING:
+                return PENDING
+            if answer == STATUS_FAILED:
+                del handle.ids[0]  # the library has freed it
+            handle.failure = _failure(answer)
+        return self._failed(handle)
+
+    def _failed(self, handle: Singles) -> Check:
+        """Ask after everything that is left of a failed group."""
+        status = self._engine.status
+        handle.ids = [single for single in handle.ids if status(single) in {STATUS_PENDING, STATUS_UNKNOWN}]
+        return Check(Progress.STALLED if handle.ids else Progress.FAILED, handle.failure)
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """Operations of one call, and those beside them that were given by themselves."""
+
+    singles: list[int]
+    """Of the latter, those that have not ended."""
+    others: int
+    """The library's id of the former; 0 when there are none, `REFUSED` when it did not take them."""
+    answer: int | None = None
+    """About the others; written by the waiter."""
+    failure: str = ""
+
+
+class BatchWrites:
+    """Gives the operations of a transfer in batches.
+
+    The first one of a transfer is given by itself as well, before anything else: a peer that cannot be reached, or whose
+    description cannot be read, is found out then, with nothing under way.
+    """
+
+    def __init__(self, engine: Engine, session: str, operations: Operations, waiter: Waiter) -> None:
+        self._engine = engine
+        self._session = session
+        self._operations = operations
+        self._waiter = waiter
+        self._polled: deque[Batch] = deque()
+        """Those of which some single operations may not have ended."""
+
+    def start(self, first: int, stop: int) -> Batch:
+        """See `Submitter.start`."""
+        last = stop - 1
+        batch = Batch([], 0)
+        self._polled.append(batch)
+        try:
+            if first == 0 < last:
+                batch.singles.append(self._submit(0))
+                first = 1
+            if first < last:
+                self._submit_others(batch, first, last)
+            batch.singles.append(self._submit(last))
+        except TransportError as error:
+            if not batch.singles and not batch.others:
+                self._polled.pop()
+                raise
+            raise PartlyStartedError(str(error), batch, last) from error
+        return batch
+
+    def check(self, handle: Batch) -> Check:
+        """See `Submitter.check`. Looks beyond the oldest batch, too, so that the waiter always has something to ask after."""
+        while self._polled and self._singles_ended(self._polled[0]):
+            batch = self._polled.popleft()
+            if batch.others and batch.answer is None:
+                self._waiter.ask(batch)
+        if handle.singles or (handle.others and handle.answer is None):
+            return Check(Progress.STALLED, handle.failure) if handle.failure else PENDING
+        if handle.others and handle.answer != BATCH_DONE:
+            told = (
+                f"mooncake answered {handle.answer} for a batch, of which it cannot be known when it ends; {WHY_FAILED}"
+            )
+            return Check(Progress.STALLED, handle.failure or told)
+        return Check(Progress.FAILED, handle.failure) if handle.failure else DONE
+
+    def _singles_ended(self, batch: Batch) -> bool:
+        while batch.singles:
+            answer = self._engine.status(batch.singles[0])
+            if answer != STATUS_DONE:
+                batch.failure = batch.failure or ("" if answer == STATUS_PENDING else _failure(answer))
+            if answer in {STATUS_PENDING, STATUS_UNKNOWN}:
+                return False
+            del batch.singles[0]
+        return True
+
+    def _submit(self, index: int) -> int:
+        operations = self._operations
+        arguments = (array[index].item() for array in (operations.source, operations.destination, operations.length))
+        try:
+            single = self._engine.library.transfer_submit_write(self._session, *arguments)
+        except LIBRARY_ERRORS as error:
+            raise TransportError(_raised(self._session, error)) from error
+        if single in NO_BATCH:
+            raise TransportError(_refusal(operations, index))
+        return single
+
+    def _submit_others(self, batch: Batch, first: int, stop: int) -> None:
+        """Raises TransportError when they are refused, and notes that some of them may have been posted before that."""
+        operations = self._operations
+        arrays = (operations.source, operations.destination, operations.length)
+        submit = self._engine.library.batch_transfer_async_write
+        refused = ""
+        others = 0
+        try:
+            others = submit(self._session, *(array[first:stop].tolist() for array in arrays))
+        except LIBRARY_ERRORS as error:
+            refused = _raised(self._session, error)
+        if not refused and others in NO_BATCH:
+            refused = _refusal(operations, first, stop - first)
+        if refused:
+            batch.others, batch.answer = REFUSED, BATCH_FAILED
+            raise TransportError(refused)
+        batch.others = others
+
+
+class Waiter:
+    """A thread that asks after batches to one peer, one after the other. It ends with the last reference to this."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        """`name` is the thread's."""
+        self._engine = engine
+        self._name = name
+        self._queue: SimpleQueue[Batch | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, self._queue.put, None)
+
+    def ask(self, batch: Batch) -> None:
+        """Have `answer` of a batch filled in."""
+        if self._thread is None:
+            arguments = (self._engine, self._queue)
+            self._thread = threading.Thread(target=_answer_all, args=arguments, name=self._name, daemon=True)
+            self._thread.start()
+        self._queue.put(batch)
+
+    def end(self, timeout_s: float) -> bool:
+        """Ask nothing more. Returns whether the question under way has been answered, at the latest after `timeout_s`."""
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+            return not self._thread.is_alive()
+        return True
+
+
+def _answer_all(engine: Engine, queue: SimpleQueue[Batch | None]) -> None:
+    while (batch := queue.get()) is not None:
+        try:
+            batch.answer = engine.library.get_batch_transfer_status([batch.others])
+        except (TransportError, *LIBRARY_ERRORS):  # closed, or a defect of the library: not known to have ended
+            batch.answer = BATCH_FAILED
+
+
+def _numbers(array: AddressArray) -> Iterator[int]:
+    """An array's elements as Python's numbers, which is what the library takes; a few at a time."""
+    return chain.from_iterable(array[at : at + CONVERTED].tolist() for at in range(0, len(array), CONVERTED))
+
+
+def _refusal(operations: Operations, first: int, count: int = 1) -> str:
+    what = f"operation {first}" if count == 1 else f"operations {first} to {first + count - 1}"
+    length = int(operations.length[first : first + count].sum())
+    return f"mooncake refused {what}: {length} bytes to {int(operations.destination[first]):#x}; {WHY_REFUSED}"
+
+
+def _raised(session: str, error: Exception) -> str:
+    return f"mooncake failed over peer {session} ({type(error).__name__}: {error}); what the peer says of itself cannot be read"
+
+
+def _failure(answer: int) -> str:
+    ended = "" if answer == STATUS_FAILED else " (timed out, not ended)"
+    return f"mooncake answered {answer}{ended} for an operation; {WHY_FAILED}"
