@@ -394,8 +394,8 @@ def restarted(results: Results) -> str:
     seconds = {name: f"{median(found[name]):.1f}" for name in ("warm_s", "empty_s", "restored_s")}
     return (
         f"{found['restored_pages']:,} pages in {found['size_gib']:g} GiB: {seconds['warm_s']} s from SIGKILL to the first prompt "
-        f"from the host, {seconds['empty_s']} s to the first prompt of a daemon that found nothing; medians of "
-        f"{len(found['warm_s'])} turns. {found['added_s']:+.1f} s (budget +{found['budget_s']:g} s). All pages were compared "
+        f"from the host, {seconds['empty_s']} s to the first prompt of a daemon that found nothing; "
+        f"{'medians of ' if len(found['warm_s']) > 1 else ''}{len(found['warm_s'])} turn{'s' * (len(found['warm_s']) > 1)}. {found['added_s']:+.1f} s (budget +{found['budget_s']:g} s). All pages were compared "
         f"{seconds['restored_s']} s after the pools were there, {found['lost']} were lost."
     )
 
@@ -521,6 +521,15 @@ def one_gpu(results: Results) -> str:
     return f"{report.section(results, 'gpu-h200.json')}\n\n{markdown(report.budget_table(results))}"
 
 
+def host_tier_on_gpu(results: Results) -> str:
+    """Copies between a GPU and its twins, and a large node that was killed."""
+    measured = {"environment": results["environment"], "parts": results["parts"]}
+    cases = results["parts"]["twin_copies"]["cases"]
+    wrong = sum(bool(case["wrong"]) for case in cases)
+    told = f"On {report.machine(measured)}; {len(cases)} cases, pages compared byte by byte, {wrong} wrong."
+    return f"{told}\n\n{markdown(report.budget_table(measured))}\n\nOn the same machine: {restarted(results)}"
+
+
 def two_gpus(results: Results) -> str:
     """What one GPU cannot show."""
     tables = [
@@ -556,6 +565,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "reuse from the host": ("replay-conversation-1000-host-tier-tiny-v4.json", reused),
     "one GPU": ("gpu-h200.json", one_gpu),
     "two GPUs": ("gpu-h200-x2.json", two_gpus),
+    "host tier on a GPU": ("gpu-h200-host-tier.json", host_tier_on_gpu),
 }
 
 

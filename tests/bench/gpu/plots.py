@@ -1,4 +1,5 @@
-"""The results as one picture: swap-in beside SGLang and the bare gather, page copies beside the link, first token both ways.
+"""The results as one picture: swap-in beside SGLang and the bare gather, page copies beside the link, first token both ways; and
+as another what copies to the host tier and back reach.
 
 Owns: the picture. matplotlib is an extra and imported late. The style is that of all pictures.
 """
@@ -29,6 +30,32 @@ def draw(results: Results, path: Path) -> None:
         _draw_ttft(ttft, _cases(results, "ttft"))
         devices = results["environment"].get("devices", [])
         figure.suptitle(f"kvbridge on {' + '.join(dict.fromkeys(devices)) or 'an unknown device'}")
+
+
+def draw_twins(results: Results, path: Path) -> None:
+    """Write the picture of the host tier as PNG: of each backend the slowest and the fastest layout, both ways."""
+    cases = [case for case in _cases(results, "twin_copies") if case["what"] == "rate" and case["space"] == "full"]
+    with picture(path, (11.0, 4.5)) as figure:
+        for axes, way in zip(figure.subplots(1, 2, sharey=True), ("backup", "load_back"), strict=True):
+            mine = [case for case in cases if case["way"] == way]
+            pages = sorted({case["pages"] for case in mine})
+            for backend, colour, words in (("kernel", BLUE, "kernel, 4 blocks"), ("direct", ORANGE, "copy engines")):
+                rates = [
+                    [case["gb_s"] for case in mine if (case["pages"], case["backend"]) == (count, backend)]
+                    for count in pages
+                ]
+                slowest, fastest = list(map(min, rates)), list(map(max, rates))
+                axes.fill_between(pages, slowest, fastest, color=colour, alpha=0.25)
+                axes.plot(pages, slowest, "o-", color=colour, markersize=4, label=f"{words}: all layouts")
+            link = [min(case["link_gb_s"] for case in mine if case["pages"] == count) for count in pages]
+            axes.plot(pages, link, ":", color=INK, label="one pinned copy of the bytes")
+            axes.set_title(f"{way.replace('_', '-').capitalize()} of scattered Flash pages, all components")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(pages, [str(count) for count in pages])
+            axes.set_xlabel("pages of 256 tokens")
+            axes.set_ylim(bottom=0)
+            axes.legend(loc="lower right")
+            axes.set_ylabel("GB/s")
 
 
 def _cases(results: Results, part: str) -> list[Case]:

@@ -30,7 +30,7 @@ Row = tuple[str, str, str, str]
 
 
 def main() -> int:
-    """Print the tables, the page's section and the budgets; draw the picture."""
+    """Print the tables, the page's section and the budgets; draw the picture, of the host tier where that alone was measured."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.gpu.report", description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="what the benchmark wrote")
     parser.add_argument("--plot", type=Path, help="where the picture goes (default: beside the last file)")
@@ -43,7 +43,7 @@ def main() -> int:
     text = section(results, given.files[-1].name)
     print(text)
     plot = given.plot or given.files[-1].with_suffix(".png")
-    plots.draw(results, plot)
+    (plots.draw_twins if set(results["parts"]) == {"twin_copies"} else plots.draw)(results, plot)
     print(f"picture: {plot}", file=sys.stderr)
     wrong = wrong_cases(results)
     print("\n".join(wrong), file=sys.stderr)
