@@ -392,10 +392,12 @@ def restarted(results: Results) -> str:
     """A daemon that was killed, until its first prompt, with kept pools and without."""
     found = results["warm_restart"]
     seconds = {name: f"{median(found[name]):.1f}" for name in ("warm_s", "empty_s", "restored_s")}
+    turns = len(found["warm_s"])
+    told = f"medians of {turns} turns" if turns > 1 else "one turn"
     return (
         f"{found['restored_pages']:,} pages in {found['size_gib']:g} GiB: {seconds['warm_s']} s from SIGKILL to the first prompt "
         f"from the host, {seconds['empty_s']} s to the first prompt of a daemon that found nothing; "
-        f"{'medians of ' if len(found['warm_s']) > 1 else ''}{len(found['warm_s'])} turn{'s' * (len(found['warm_s']) > 1)}. {found['added_s']:+.1f} s (budget +{found['budget_s']:g} s). All pages were compared "
+        f"{told}. {found['added_s']:+.1f} s (budget +{found['budget_s']:g} s). All pages were compared "
         f"{seconds['restored_s']} s after the pools were there, {found['lost']} were lost."
     )
 

@@ -15,6 +15,7 @@ import yaml
 
 from tests.docs.pages import PAGES, ROOT, Block, blocks, name, spans
 from tests.docs.reader import follow
+from tests.helpers.config_keys import known_keys
 
 REASONS = {
     "it installs the package": "every other block is run with the package installed",
@@ -145,9 +146,7 @@ def test_targets_and_files_that_commands_name_are_there(page: Path) -> None:
 
 
 def test_configurations_that_pages_show_have_keys_that_are_known() -> None:
-    known = set()
-    for role in ("bootstrap", "prefill", "decode"):
-        known |= keys(yaml.safe_load((ROOT / "configs" / f"{role}.yaml").read_text()))
+    known = known_keys()
     ours = (block for page in PAGES for block in blocks(page) if not block.included and not block.mark)
     for block in (block for block in ours if block.language == "yaml"):
         assert keys(yaml.safe_load(block.text)) <= known, block.where

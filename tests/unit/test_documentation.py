@@ -18,6 +18,7 @@ from kvbridge.sparse import __all__ as sparse_names
 from kvbridge.telemetry.metrics import METRICS
 from tests.docs.pages import PAGES as ALL_PAGES
 from tests.docs.pages import blocks, spans
+from tests.helpers.config_keys import known_keys
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -98,9 +99,7 @@ def test_log_events_that_the_runbook_names_are_written() -> None:
 
 
 def test_keys_of_the_configuration_that_are_named_are_there() -> None:
-    known = set()
-    for role in ("bootstrap", "prefill", "decode"):
-        known |= _keys(yaml.safe_load((ROOT / "configs" / f"{role}.yaml").read_text()))
+    known = known_keys()
     sections_of = {key.split(".")[0] for key in known}
     for page in PAGES:
         for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", page.read_text()):
@@ -110,15 +109,6 @@ def test_keys_of_the_configuration_that_are_named_are_there() -> None:
                 and not key.endswith((".yaml", ".service"))
             ):
                 assert key in known, f"{page.name}: {key}"
-
-
-def _keys(values: dict, above: str = "") -> set[str]:
-    keys = set()
-    for name, value in values.items():
-        keys.add(above + name)
-        if isinstance(value, dict):
-            keys |= _keys(value, f"{above}{name}.")
-    return keys
 
 
 def test_the_engine_guide_has_every_public_name() -> None:
