@@ -31,9 +31,9 @@ def beat(incarnation: str, **changes) -> NodeHeartbeat:
 
 async def test_a_node_is_listed_until_it_falls_silent(world):
     directory = await world.directory(node("p", Role.PREFILL))
-    world.advance(EXPIRE_AFTER_S - 1)
+    world.advance(EXPIRE_AFTER_S - 10)
     assert [view.instance for view in await directory.listing()] == ["p"]
-    world.advance(1.001)
+    world.advance(10.001)
     assert await directory.expire() == (("p", "node-0"),)
     assert await directory.expire() == ()
     assert await directory.listing() == ()
@@ -49,11 +49,11 @@ async def test_listing_alone_takes_silent_nodes_off(world):
 
 async def test_a_heartbeat_keeps_a_node_and_brings_its_load(world):
     directory = await world.directory(node("p", Role.PREFILL))
-    world.advance(EXPIRE_AFTER_S - 1)
+    world.advance(EXPIRE_AFTER_S - 10)
     view = await directory.heartbeat("p", "node-0", beat("p-incarnation-1", ready=False, load=Load(rooms=7)))
     assert (view.load.rooms, view.ready) == (7, False)
-    assert view.silent_s < 1
-    world.advance(EXPIRE_AFTER_S - 1)
+    assert view.silent_s < 10
+    world.advance(EXPIRE_AFTER_S - 10)
     (instance,) = await directory.listing()
     assert (instance.ready, instance.reasons) == (False, ("node 'node-0' is not ready",))
 

@@ -80,7 +80,7 @@ async def test_whoever_is_named_comes_too_and_once(world):
     await world.directory(*fleet(20), half("two", Role.DECODE, 0), half("two", Role.DECODE, 1))
     drawn = names(await world.store.draw(5, names=["decode-7", "two", "unknown"]))
     assert (drawn["decode-7"], drawn["two"]) == (1, 2), "all nodes of an instance, and each once"
-    assert 7 <= sum(drawn.values()) <= 8
+    assert 6 <= sum(drawn.values()) <= 8, "five that were drawn, and those of the named that are not among them"
     assert names(await world.store.draw(0, names=["decode-1"])) == {"decode-1": 1}
 
 
@@ -95,10 +95,10 @@ async def test_who_left_or_died_is_not_drawn_and_who_came_back_is(world):
     first, second, third = fleet(3)
     directory = await world.directory(first, second, third)
     await directory.deregister("decode-0", "node-0", first.incarnation)
-    world.advance(EXPIRE_AFTER_S - 1)
+    world.advance(EXPIRE_AFTER_S - 10)
     await directory.heartbeat("decode-1", "node-0", beat(second))
     assert names(await world.store.draw(3)) == {"decode-1": 1, "decode-2": 1}
-    world.advance(2)
+    world.advance(20)
     assert names(await world.store.draw(3)) == {"decode-1": 1}
     await directory.register(third)
     assert names(await world.store.draw(3)) == {"decode-1": 1, "decode-2": 1}

@@ -69,7 +69,8 @@ async def test_both_ends_and_the_ticket_have_the_same_end(world):
     prefill, decode = port.admitted["http://p1"][7], port.admitted["http://d1"][7]
     assert (prefill.begin_within_s, decode.begin_within_s, ticket.expires_in_s) == (20.0, 17.0, 15.5)
     world.advance(10)
-    assert (await pairing.report(7)).ticket.expires_in_s == pytest.approx(5.5, abs=0.5)
+    # Redis has a clock of its own, which goes on.
+    assert 0 < (await pairing.report(7)).ticket.expires_in_s <= 5.5
     world.advance(10)
     assert (await pairing.report(7)).ticket.expires_in_s == 0.0
 
@@ -330,9 +331,9 @@ async def test_a_room_that_is_paired_again_is_young_again(world):
     await pairing.cancel(7, "x")
     world.advance(1)
     await pairing.pair(REQUEST.model_copy(update={"room": 8}))
-    world.advance(1)
+    world.advance(20)
     await pairing.pair(REQUEST)
-    world.advance(TIMES.keep_s - 0.5)
+    world.advance(TIMES.keep_s - 10)
     assert (await pairing.report(7)).generation == 2
     with pytest.raises(UnknownRoomError):
         await pairing.report(8)
@@ -342,10 +343,10 @@ async def test_a_claim_whose_replica_died_ends_by_its_age(world):
     """Its generations stay used: an answer to the dead replica's calls is recognised as stale."""
     pairing = await world.pairing(FakeDaemons())
     assert isinstance(await world.store.claim(7, generations=3), Claim)
-    world.advance(TIMES.claim_s - 1)
+    world.advance(TIMES.claim_s / 2)
     with pytest.raises(ConflictError, match="room 7 is in use"):
         await pairing.pair(REQUEST)
-    world.advance(1.1)
+    world.advance(TIMES.claim_s / 2 + 0.1)
     await world.directory(*FLEET)
     assert (await pairing.pair(REQUEST)).generation == 4
 

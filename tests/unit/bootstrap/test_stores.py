@@ -36,11 +36,11 @@ async def test_a_change_that_was_decided_on_old_knowledge_is_not_made(world):
 async def test_a_heartbeat_of_another_life_changes_nothing(world):
     store = world.store
     await world.directory(node("p", Role.PREFILL))
-    world.advance(EXPIRE_AFTER_S - 1)
+    world.advance(EXPIRE_AFTER_S - 10)
     holder = await store.beat(("p", "node-0"), beat("another", rooms=9))
     assert (holder.incarnation, holder.load.rooms) == ("p-incarnation-1", 0)
-    assert holder.silent_s > EXPIRE_AFTER_S - 2
-    world.advance(2)
+    assert holder.silent_s > EXPIRE_AFTER_S - 11
+    world.advance(20)
     assert await store.beat(("p", "node-0"), beat("p-incarnation-1")) is None
     assert await store.nodes() == ()
 
@@ -57,7 +57,7 @@ async def test_a_node_is_removed_by_its_own_life_only(world):
 async def test_a_heartbeat_keeps_a_node_and_all_that_is_known_of_it(world):
     await world.directory(node("p", Role.PREFILL))
     for number in range(4):
-        world.advance(EXPIRE_AFTER_S - 1)
+        world.advance(EXPIRE_AFTER_S - 10)
         record = await world.store.beat(("p", "node-0"), beat("p-incarnation-1", rooms=number))
         assert (record.load.rooms, record.registration.http_url) == (number, "http://p")
     assert await world.store.expire() == ()
@@ -138,8 +138,8 @@ async def test_rooms_are_counted_by_state_and_forgotten_by_age(world):
     await store.claim(3, generations=1)
     expected = {PairingState.PAIRING: 1, PairingState.PAIRED: 1, PairingState.CANCELLED: 1}
     assert await store.room_counts() == expected
-    world.advance(TIMES.keep_s - 1)
+    world.advance(TIMES.keep_s - 20)
     assert await store.room_counts() == expected
-    world.advance(1.1)
+    world.advance(20.1)
     assert await store.room_counts() == dict.fromkeys(expected, 0)
     assert await store.ticket(1) is None
