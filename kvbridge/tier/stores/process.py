@@ -1,4 +1,4 @@
-"""The process that uses a store for its node: `python -m kvbridge.tier.stores.process`. Started by `client` only.
+"""The process that uses a store for its node: `python -m kvbridge.tier.stores.process`. Started by `supervisor` only.
 
 Owns: the store, the mapped pools, the threads that wait for the store, how long all of it lives: no longer than its node, and than
 their pipes. Must not know: why pages are put or wanted.
