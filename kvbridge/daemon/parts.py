@@ -270,7 +270,6 @@ def _metrics(config: NodeConfig, role: Role, geometry: ModelGeometry, layout: No
         "transport": [name.value for name in config.transports.order],
         "space": [space.value for space in (*layout.owned, *layout.adopted)],
         "phase": list(PHASES[role]),
-        "kind": [] if config.tier.store is None else [config.tier.store.kind],
     }
     metrics = Metrics(role=role.value, values=values)
     name = f"{config.instance}/{config.node}"

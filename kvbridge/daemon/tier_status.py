@@ -94,10 +94,10 @@ def _render_store(parts: NodeParts) -> None:
         return
     store = stored.status()
     metrics.replace(STORE_STATE, {(store.state,): 1})
-    metrics.assign(STORE_BREAKER, stored.client.breaker.state is not BreakerState.CLOSED, store.kind)
+    metrics.assign(STORE_BREAKER, stored.client.breaker.state is not BreakerState.CLOSED)
     for state, changes in stored.client.breaker_changes.items():
-        metrics.assign(STORE_BREAKER_CHANGES, changes, store.kind, state.value)
-    metrics.assign(STORE_STARTS, stored.client.process.starts, store.kind)
+        metrics.assign(STORE_BREAKER_CHANGES, changes, state.value)
+    metrics.assign(STORE_STARTS, stored.client.process.starts)
     for verb, outcomes in store.objects.items():
         for outcome, objects in outcomes.items():
             metrics.assign(STORE_OBJECTS, objects, verb, outcome)

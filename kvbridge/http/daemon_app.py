@@ -153,7 +153,7 @@ def _rooms_router(requests: RoomRequests[Any], rooms: RoomBook[Any], settings: A
 
 
 def _prefixes_router(requests: RoomRequests[Any]) -> APIRouter:
-    router = APIRouter(prefix="/v1/prefixes", tags=["operations"], responses=problems(ConflictError))
+    router = APIRouter(prefix="/v1/prefixes", tags=["operations"], responses=problems(ConflictError, InvalidInputError))
 
     @router.delete("")
     async def drop_prefixes(store: StoreQuery = "drop") -> DroppedPrefixes:

@@ -119,8 +119,8 @@ class StoredPrefixes:
         """Prompts to be written, by the keys of their last pages: from which page on."""
         self._woken = asyncio.Event()
         self._inserting = False
-        self._drops = 0
-        """How often all was dropped: what was begun before is not kept, and not written on."""
+        self._drops = self._dropping = 0
+        """Beginnings and ends of drops, and how many are under way: what was begun before is neither kept nor written on."""
         self._writing = asyncio.Lock()
         self._tasks: list[asyncio.Task[None]] = []
         self.sums = FetchSums()
@@ -182,12 +182,20 @@ class StoredPrefixes:
     async def drop(self) -> DroppedObjects:
         """Drop all objects of this node's model, whoever has put them there. To be called when the cache has been dropped.
 
-        What is being written has ended before, and what is being fetched is not kept.
+        What is being written has ended before, and what was fetched before the end is not kept.
         """
-        self._drops += 1
         self._waiting.clear()
         if self.client is None:
             return DroppedObjects(outcome="failed", reason="the store's process is not ready: its memory is being made")
+        self._drops += 1
+        self._dropping += 1
+        try:
+            return await self._drop_all(self.client)
+        finally:
+            self._drops += 1
+            self._dropping -= 1
+
+    async def _drop_all(self, client: StoreClient) -> DroppedObjects:
         until_s = self._clock() + self._settings.store_limits.drop_s
         try:
             await asyncio.wait_for(self._writing.acquire(), until_s - self._clock())
@@ -197,7 +205,7 @@ class StoredPrefixes:
             )
         try:
             answers = [
-                await self.client.clear(form, timeout_s=max(0.0, until_s - self._clock()))
+                await client.clear(form, timeout_s=max(0.0, until_s - self._clock()))
                 for form in range(len(self._spaces))
             ]
         finally:
@@ -241,7 +249,7 @@ class StoredPrefixes:
             try:
                 await self._get_all(gets, until_s)
             finally:
-                came = self._keep(gets, keys, is_wanted=drops == self._drops)
+                came = self._keep(gets, keys, is_wanted=drops == self._drops and not self._dropping)
         finally:
             self._cache.looks.end(pinned)
             seconds = self._clock() - begun_s

@@ -99,21 +99,21 @@ TIER_METRICS: tuple[MetricSpec, ...] = (
     STORE_BREAKER := MetricSpec(
         "kvbridge_store_breaker_open",
         _GAUGE,
-        ("kind",),
+        (),
         "1 while the store below host memory is left alone, since it has failed too often (open; half_open: one request tries it); "
         "0 while it is asked. Requests go on without what it has.",
     ),
     STORE_BREAKER_CHANGES := MetricSpec(
         "kvbridge_store_breaker_changes_total",
         _COUNTER,
-        ("kind", "state"),
+        ("state",),
         "How often that has begun, or has gone on since a request has tried it in vain (open), and has ended (closed).",
         values={"state": ("open", "closed")},
     ),
     STORE_STARTS := MetricSpec(
         "kvbridge_store_process_starts_total",
         _COUNTER,
-        ("kind",),
+        (),
         "Attempts to start the process that uses the store below host memory: one at the daemon's start, and one after each of its "
         "ends, be it that it hung and was killed, that it could not open the store, or that it died.",
     ),

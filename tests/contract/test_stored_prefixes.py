@@ -393,6 +393,24 @@ def test_what_is_being_written_and_fetched_when_all_is_dropped_does_not_stay(nod
     assert node.held(others) == []
 
 
+def test_what_a_request_fetches_while_all_is_dropped_does_not_stay(node: Node):
+    """It begins after the drop and may find pages that are not gone yet."""
+    keys = new_keys(40)
+    node.computed(keys)
+    node.until_written()
+    node.forget()
+
+    async def drop_and_fetch() -> Any:
+        dropping = asyncio.create_task(node.stored.drop())
+        await seen(lambda: node.stored._dropping)
+        await node.stored.prefetch(keys)
+        return await dropping
+
+    assert node.run(drop_and_fetch()).outcome == "dropped"
+    assert node.held(keys) == []
+    assert not node.stored._dropping
+
+
 def test_a_store_that_does_not_answer_is_said_to_keep_what_it_has():
     with node_of("files") as (node, _):
         node.computed(new_keys(3))

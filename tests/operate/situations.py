@@ -466,12 +466,12 @@ SITUATIONS = (
     Situation(
         "KvbridgeStoreProcessDying",
         "warning",
-        {f'kvbridge_store_process_starts_total{{{DECODE},kind="files"}}': "1x10 2x3 3x3 4x100"},
+        {f"kvbridge_store_process_starts_total{{{DECODE}}}": "1x10 2x3 3x3 4x100"},
         quiet_s=210,
         fires_s=300,
-        labels=ON_DECODE | {"kind": "files"},
-        summary="The process of decode-0/node-0 that uses its store (files) ends again and again",
-        nearly={f'kvbridge_store_process_starts_total{{{DECODE},kind="files"}}': "1x10 2x20 3x100 4x100"},
+        labels=ON_DECODE,
+        summary="The process of decode-0/node-0 that uses its store ends again and again",
+        nearly={f"kvbridge_store_process_starts_total{{{DECODE}}}": "1x10 2x20 3x100 4x100"},
     ),
     Situation(
         "KvbridgeStorePoisoned",

@@ -193,12 +193,12 @@ BOARD = Board(
                 lines(
                     "Stores that are left alone",
                     "1 while a daemon does not ask its store, since it has failed too often; store_breaker in the log says why.",
-                    Query(of_each("store_breaker_open", "kind"), "{{daemon}} ({{kind}})"),
+                    Query(of_each("store_breaker_open"), "{{daemon}}"),
                 ),
                 lines(
                     "Stores given up and asked again",
                     "A second. Open: it has failed too often, or a request has tried it again in vain. Closed: it works again.",
-                    Query(rate("store_breaker_changes_total", "kind, state"), "{{state}} ({{kind}})"),
+                    Query(rate("store_breaker_changes_total", "state"), "{{state}}"),
                     unit="ops",
                 ),
                 number(
