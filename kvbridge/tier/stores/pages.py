@@ -171,24 +171,31 @@ class _Slot:
             BATCH_LIMIT, -1
         )
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._failure: Exception | None = None
         threading.Thread(target=self._run, name="store digests", daemon=True).start()
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            task()
+            try:
+                task()
+            except Exception as error:  # noqa: BLE001 - it is the request's, which nobody must take for compared
+                self._failure = error
 
     def begin(self, task: Callable[[], object] | None) -> None:
         """Have something done beside, after what was begun before. None: the last."""
         self._tasks.put(task)
 
     def finish(self) -> None:
-        """Return when all of it is done, and do a part of it."""
+        """Return when all of it is done, and do a part of it. Raises what one of them has raised."""
         with suppress(queue.Empty):
             while task := self._tasks.get_nowait():
                 task()
         done = threading.Event()
         self._tasks.put(done.set)
         done.wait()
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
 
 class _Request:
