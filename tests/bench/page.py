@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.bench.gpu import report
 from tests.bench.gpu.tables import Table, markdown, number, part_tables
+from tests.bench.peers import figures
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
@@ -149,48 +150,8 @@ def overheads(results: Results) -> str:
 
 
 def peers(results: Results) -> str:
-    """Requests beside SGLang's own sender and receiver, and where the time of the shortest goes."""
-    found = results["peers"]
-    before, after = found["load"]
-    rows = tuple(
-        (
-            case["shape"],
-            f"{case['tokens']:,}",
-            *(f"{median(each):.1f} ({min(each):.1f} - {max(each):.1f})" for each in case["ms"].values()),
-            " / ".join(f"{each / 1e6:.2f}" for each in case["bytes"].values()),
-            " / ".join(f"{each:.2f}" for each in case["ms_a_mb"].values()),
-            f"{case['sglang_over_kvbridge']:.2f}",
-            f"{case['budget']:g}",
-        )
-        for case in [*found["one_page"], *found["long"]]
-    )
-    headings = ("pages", "tokens", "kvbridge ms", "SGLang ms", "MB", "ms a MB", "times as fast", "budget")
-    ones = found["one_page"]
-    steps = tuple(
-        (said, *(f"{median(one['steps_ms'][name]):.2f} (from {min(one['steps_ms'][name]):.2f})" for one in ones))
-        for name, said in PEER_STEPS.items()
-    )
-    said = (
-        f"{_machine(results)} SGLang {results['sglang']['sglang']}. Medians and ranges of {found['turns']} turns (one page: "
-        f"{ones[0]['turns']}); long prompts with pools {found['layout']}. Load average {before:.1f} before, {after:.1f} after."
-    )
-    columns = (
-        "step of the one page, ms",
-        *(f"{one['shape'].split()[-1]}, {one['operations']} operations" for one in ones),
-    )
-    return f"{said}\n\n{markdown(Table('', headings, rows))}\n\n{markdown(Table('', columns, steps))}"
-
-
-PEER_STEPS = {
-    "request": "the router's request until decode has the room, and decode's answer to the claim",
-    "admission": "decode reserves pages and knows the prefill node, until the offer is sent",
-    "offer_to_order": "prefill takes the offer and orders what has been published",
-    "plan": "the prefill rank plans",
-    "submit": "it takes the order and gives the first operations to the library",
-    "move": "bytes move",
-    "messages": "between the nodes and to the rank and back: offer, order, sent, done; and the commit",
-    "claim": "the engine hears of the commit and claims",
-}
+    """Requests beside SGLang's own sender and receiver."""
+    return f"{_machine(results)} {figures.section(results)}"
 
 
 def loads(results: Results) -> str:

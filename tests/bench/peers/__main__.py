@@ -38,6 +38,7 @@ import numpy as np
 import structlog
 
 from tests.bench.__main__ import environment
+from tests.bench.peers import bare
 from tests.bench.peers.kvbridge_pair import LAYOUT, PAGE_TOKENS, Crossed, KvbridgePair
 from tests.bench.peers.sglang_pair import ENVIRONMENT, Pages, SglangPair
 
@@ -81,7 +82,7 @@ def sglang_pages(tokens: int, run: int, rng: np.random.Generator) -> tuple[Pages
 
 
 def run(sglang: Path, *, turns: int, one_page_turns: int, layout: str = LAYOUT) -> dict[str, Any]:
-    """Measure; JSON-able. Milliseconds and bytes. `layout`: of kvbridge's device pools; the one page is measured with both."""
+    """Measure; JSON-able. Milliseconds and bytes. `layout`: of kvbridge's pools; the one page is measured with both."""
     load = [os.getloadavg()[0]]
     rooms = PAGES // min(shape.kvbridge_run for shape in SHAPES if shape.kvbridge_run) + 2
     with (
@@ -93,8 +94,18 @@ def run(sglang: Path, *, turns: int, one_page_turns: int, layout: str = LAYOUT) 
         (other,) = {"layer_first", "page_first"} - {layout}
         with KvbridgePair(FEW_PAGES, FEW_ROOMS, other) as others:
             one_page = _one_page({layout: ours, other: others}, theirs, one_page_turns)
+        library = bare.run(
+            one_page[0]["bytes"]["kvbridge"], (*(case["operations"] for case in one_page), 30, 10), one_page_turns
+        )
         long = [case for shape in SHAPES for case in _long(ours, theirs, shape, turns)]
-    return {"load": [*load, os.getloadavg()[0]], "turns": turns, "layout": layout, "one_page": one_page, "long": long}
+    return {
+        "load": [*load, os.getloadavg()[0]],
+        "turns": turns,
+        "layout": layout,
+        "one_page": one_page,
+        "library": library,
+        "long": long,
+    }
 
 
 def _one_page(pairs: dict[str, KvbridgePair], theirs: SglangPair, turns: int) -> list[dict[str, Any]]:
@@ -201,6 +212,7 @@ def table(found: dict[str, Any]) -> str:
         f"{'':<22} {'tokens':>8} {'kvbridge ms':>24} {'SGLang ms':>24} {'MB':>15} {'ms/MB':>13} {'x as fast':>9} budget",
         *map(row, [*found["one_page"], *found["long"]]),
         *(f"{case['shape']}: {case['operations']} operations, ms: {_told(case)}" for case in found["one_page"]),
+        *(f"library, {case['operations']} operations: {_bare_told(case)}" for case in found["library"]),
         f"load {before:.1f} before, {after:.1f} after",
     ]
     return "\n".join(lines)
@@ -208,6 +220,13 @@ def table(found: dict[str, Any]) -> str:
 
 def _told(case: dict[str, Any]) -> str:
     return ", ".join(f"{name} {statistics.median(ms):.2f}" for name, ms in case["steps_ms"].items())
+
+
+def _bare_told(case: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{way} {statistics.median(ms):.1f} ms ({statistics.median(case['processor_ms'][way]):.1f} of processor time)"
+        for way, ms in case["ms"].items()
+    )
 
 
 def row(case: dict[str, Any]) -> str:
@@ -232,9 +251,7 @@ def main() -> int:
     )
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--one-page-turns", type=int, default=40)
-    parser.add_argument(
-        "--layout", choices=("layer_first", "page_first"), default=LAYOUT, help="of kvbridge's device pools"
-    )
+    parser.add_argument("--layout", choices=("layer_first", "page_first"), default=LAYOUT, help="of kvbridge's pools")
     given = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     found = run(given.sglang, turns=given.turns, one_page_turns=given.one_page_turns, layout=given.layout)

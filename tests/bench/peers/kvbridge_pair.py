@@ -56,24 +56,22 @@ class Crossed:
 class KvbridgePair(AbstractContextManager["KvbridgePair"]):
     """Both daemons and both engines, with pools of `pages` pages and place for `rooms` rooms at once."""
 
-    def __init__(self, pages: int, rooms: int, device_layout: str) -> None:
-        self._pages, self._rooms_at_once, self._layout = pages, rooms, device_layout
+    def __init__(self, pages: int, rooms: int, layout: str) -> None:
+        self._pages, self._rooms_at_once, self._layout = pages, rooms, layout
         self._held = ExitStack()
         self._rooms = itertools.count(1)
 
     def __enter__(self) -> Self:
         pools = {"full": self._pages, "swa": self._rooms_at_once, "request": self._rooms_at_once}
-        node = {"timeouts": PATIENCE}
+        layout = {"device": pools, "device_layout": self._layout}
+        host = {"pages": self._pages, "layout": self._layout}
         with ExitStack() as opened:
             running = opened.enter_context(
                 cluster(
                     {"preset": MODEL},
                     transport="mooncake",
-                    pages=pools,
-                    host_pages=self._pages,
-                    device_layout=self._layout,
-                    prefill=node,
-                    decode=node,
+                    prefill={"timeouts": PATIENCE, "pools": layout},
+                    decode={"timeouts": PATIENCE, "pools": layout | {"host": host}},
                     wait=False,
                 )
             )
