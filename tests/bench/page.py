@@ -16,6 +16,7 @@ from typing import Any
 
 from tests.bench.gpu import report
 from tests.bench.gpu.tables import Table, markdown, number, part_tables
+from tests.bench.peers import figures
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
@@ -146,6 +147,11 @@ def overheads(results: Results) -> str:
         for name, found in results["overhead"].items()
     )
     return markdown(Table("", ("transport", *(each.removesuffix("_ms").replace("_", " ") for each in measures)), rows))
+
+
+def peers(results: Results) -> str:
+    """Requests beside SGLang's own sender and receiver."""
+    return f"{_machine(results)} {figures.section(results)}"
 
 
 def loads(results: Results) -> str:
@@ -549,6 +555,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "operations": ("operations-2-cores.json", operations),
     "plans": (CPU, plans),
     "overheads": (CPU, overheads),
+    "peers": ("peers-2-cores.json", peers),
     "load": (LOAD, loads),
     "digests": (LOAD, digests),
     "directory": ("directory-2-cores.json", directories),
