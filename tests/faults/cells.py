@@ -131,14 +131,14 @@ SHORT_SHARING = ((Victim.PREFILL_WORKER, Fault.KILL), (Victim.DECODE_ENGINE, Fau
 """Those of them among rooms that share prefixes."""
 
 HEARTBEAT_S = 0.25
-PEER_SILENCE_S = 2.5
-WORKER_SILENCE_S = 2.5
+PEER_SILENCE_S = 6.0
+WORKER_SILENCE_S = 6.0
 FREEZE_S = 1.0
 """A short freeze: several heartbeats, and far from every limit of silence."""
 LONG_FREEZE_S = 1.2 * max(PEER_SILENCE_S, WORKER_SILENCE_S)
 """How long those are frozen whom nobody ever gives up."""
-SLACK_S = 1.2
-"""A machine of two cores with other work takes so long to do what takes no time."""
+SLACK_S = 3.0
+"""A machine of two cores with other work takes so long to do what takes no time. Silence alone is noticed later."""
 
 NOTICED_WITHIN_S: dict[tuple[Victim, Fault], float] = {
     # From the strike until rooms in flight have failed on both sides. A connection that is gone is given two heartbeats.
