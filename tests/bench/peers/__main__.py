@@ -119,7 +119,7 @@ def _one_page(pairs: dict[str, KvbridgePair], theirs: SglangPair, turns: int) ->
             taken_s.append(theirs.whole_request(0))
     found = []
     for layout, rooms in crossed.items():
-        steps = [_steps(room) for room in rooms[-turns:]]
+        steps = [steps_of(room) for room in rooms[-turns:]]
         found.append(
             {
                 "shape": f"one page, {layout}",
@@ -134,7 +134,7 @@ def _one_page(pairs: dict[str, KvbridgePair], theirs: SglangPair, turns: int) ->
     return found
 
 
-def _steps(room: Crossed) -> dict[str, float]:
+def steps_of(room: Crossed) -> dict[str, float]:
     """Seconds of a one-page request, one after the other; together all of it."""
     told = room.phases_s
     return {

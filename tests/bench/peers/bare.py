@@ -20,6 +20,9 @@ from tests.contract.harness import PeerProcess
 from tests.helpers.connecting import connect
 from tests.helpers.shared_buffer import SharedBuffer
 
+POOL_BYTES = 256 << 20
+"""Of each end. Operations go from anywhere to anywhere in it, since pages of a request are in nobody's cache either."""
+
 
 def run(size_bytes: int, counts: tuple[int, ...], turns: int) -> list[dict[str, Any]]:
     """Send so many bytes as so many operations of one length, over Mooncake's TCP, in turns.
@@ -28,9 +31,9 @@ def run(size_bytes: int, counts: tuple[int, ...], turns: int) -> list[dict[str, 
     """
     backend = BACKENDS["mooncake"]
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-bench-") as path:
-        source = SharedBuffer(Path(path) / "source", size_bytes)
+        source = SharedBuffer(Path(path) / "source", POOL_BYTES)
         source.bytes[:] = 7
-        with PeerProcess(backend, Path(path) / "target", size_bytes) as target:
+        with PeerProcess(backend, Path(path) / "target", POOL_BYTES) as target:
             target.buffer.bytes[:] = 1
             endpoint = target.endpoint
             transport = backend.create()
@@ -45,11 +48,12 @@ def run(size_bytes: int, counts: tuple[int, ...], turns: int) -> list[dict[str, 
 def _measure(bed: Bed, size_bytes: int, counts: tuple[int, ...], turns: int) -> list[dict[str, Any]]:
     ways = {"kvbridge": lambda operations: through_kvbridge(bed, operations), **_bare_mooncake(bed)}
     processes = os.getpid(), bed.target.pid
+    rng = np.random.default_rng(5)
     found = {count: {way: ([], []) for way in ways} for count in counts}
     for turn in range(turns + 1):
         for count, each in found.items():
-            operations = _operations(bed, size_bytes, count)
             for way, (ms, processor_ms) in each.items():
+                operations = _operations(bed, size_bytes, count, rng)
                 begun_s, busy_s = time.perf_counter(), _busy_s(processes)
                 ways[way](operations)
                 if turn:  # the first opens connections
@@ -65,8 +69,10 @@ def _measure(bed: Bed, size_bytes: int, counts: tuple[int, ...], turns: int) -> 
     ]
 
 
-def _operations(bed: Bed, size_bytes: int, count: int) -> Operations:
+def _operations(bed: Bed, size_bytes: int, count: int, rng: np.random.Generator) -> Operations:
     length = size_bytes // count
-    offsets = np.arange(count, dtype=np.uint64) * np.uint64(length)
-    ends = (offsets + np.uint64(base) for base in (bed.source.address, bed.target.address))
-    return Operations(*ends, np.full(count, length, dtype=np.uint64))
+    source, destination = (
+        rng.permutation(POOL_BYTES // length)[:count].astype(np.uint64) * np.uint64(length) + np.uint64(base)
+        for base in (bed.source.address, bed.target.address)
+    )
+    return Operations(source, destination, np.full(count, length, dtype=np.uint64))
