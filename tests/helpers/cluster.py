@@ -50,6 +50,11 @@ class Cluster(ClusterOfProcesses):
         return self.ticket(PairRequest(prompt_tokens=prompt_tokens, **more)).model_dump(mode="json")
 
 
+def live_rows_only(transport: str) -> dict[str, Any]:
+    """Return the section of a prefill daemon that sends nothing but live rows, also where dead bytes would save operations."""
+    return {"transports": transport_section(transport) | {"mooncake": {"operation_cost_bytes": 0}}}
+
+
 @contextmanager
 def cluster(
     model: Mapping[str, Any],

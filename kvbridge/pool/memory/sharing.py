@@ -103,14 +103,14 @@ def registered_extents(regions: Iterable[Region], shared: Sequence[Extent] = ())
         for address, _, length_bytes in region.extents()
     )
     merged: list[tuple[int, int, str, int, int]] = []
-    for start, stop, *what in spans:
-        first, before, *last = merged[-1] if merged else (0, 0)
-        interleave = start < before and last[:2] == what[:2]
-        one_page = start == before and last == what and stop - first <= what[2]
-        if interleave or one_page:
-            merged[-1] = (first, max(before, stop), *merged[-1][2:])
+    for start, stop, kind, device, stride in spans:
+        first, before, *home, first_stride = merged[-1] if merged else (0, 0, "", 0, 0)
+        interleave = start < before
+        one_page = start == before and stride == first_stride and stop - first <= stride
+        if home == [kind, device] and (interleave or one_page):
+            merged[-1] = (first, max(before, stop), kind, device, first_stride)
         else:
-            merged.append((start, stop, *what))
+            merged.append((start, stop, kind, device, stride))
     return [_extent(start, stop, MemoryKind(kind), device, shared) for start, stop, kind, device, _ in merged]
 
 
