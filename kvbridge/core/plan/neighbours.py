@@ -81,6 +81,12 @@ class Band:
             for begin, end in ((each.offset_bytes, each.offset_bytes + each.page_bytes) for each in self.members)
         ]
 
+    def count_begins(self, offsets: IndexArray) -> list[int]:
+        """Return how many of these offsets in a page lie in the pages of each member."""
+        firsts = [member.offset_bytes for member in self.members]
+        found = np.searchsorted(firsts, offsets, side="right") - 1
+        return [int(count) for count in np.bincount(found, minlength=len(firsts))]
+
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
@@ -107,6 +113,20 @@ def find_neighbours(groups: tuple[LayerGroup, ...]) -> tuple[Band, ...]:
 
 known_neighbours = lru_cache(maxsize=256)(find_neighbours)
 """The same for groups that are asked for again, plan after plan."""
+
+
+def page_operations(groups: tuple[LayerGroup, ...]) -> tuple[int, int]:
+    """Return how many operations copy one page of each of these layers, and how few would if both sides lay alike.
+
+    The second is what the better one of the two layouts allows. Layers of which not all lanes are copied count for
+    themselves in any layout.
+    """
+    alike = [
+        tuple(replace(group, source=one, destination=one) for group, one in zip(groups, sides, strict=True))
+        for sides in ([group.source for group in groups], [group.destination for group in groups])
+    ]
+    here, *others = (sum(len(band.source.bases) for band in find_neighbours(found)) for found in (groups, *alike))
+    return here, min(here, *others)
 
 
 def _frame(group: LayerGroup) -> tuple[object, ...]:

@@ -139,12 +139,10 @@ class _Work:
         for band in self.find(groups):
             runs = self.lookup.runs(band, pages)
             source, destination = band.source.places(runs.source), band.destination.places(runs.destination)
+            pieces = Pieces(source, destination, runs.pages * band.page_bytes).cut(self.max_operation_bytes)
             count = int(runs.pages.sum())
-            self._send(
-                band,
-                Pieces(source, destination, runs.pages * band.page_bytes),
-                [count * member.page_bytes for member in band.members],
-            )
+            moved = [count * member.page_bytes for member in band.members]
+            self._send(band, pieces, moved, [len(pieces), *[0] * (len(moved) - 1)])
 
     def send_partial(
         self, page: int, groups: tuple[LayerGroup, ...], live: Mapping[LayerGroup, Sequence[tuple[int, int]]]
@@ -157,14 +155,16 @@ class _Work:
                 side.places(np.repeat(one, len(offset)), offset)
                 for side, one in zip((band.source, band.destination), ids, strict=True)
             )
-            self._send(band, Pieces(source, destination, length), band.shares(stretches))
+            pieces = Pieces(source, destination, length).cut(self.max_operation_bytes)
+            begins = pieces.source.offset - source.offset[0] + offset[0]
+            self._send(band, pieces, band.shares(stretches), band.count_begins(begins))
 
-    def _send(self, band: Band, pieces: Pieces, member_bytes: Sequence[int]) -> None:
-        """Add a batch. An operation that copies several components is counted with the first of them."""
+    def _send(self, band: Band, pieces: Pieces, moved: Sequence[int], begun: Sequence[int]) -> None:
+        """Add a batch, and to what it amounts: of each member the bytes, and the operations that begin in its pages."""
         if not len(pieces):
             return
-        batch = Batch(band.source.bases, band.destination.bases, pieces.cut(self.max_operation_bytes))
+        batch = Batch(band.source.bases, band.destination.bases, pieces)
         self.batches.append(batch)
-        for member, each in zip(band.members, member_bytes, strict=True):
-            self.add(member.group, Amount(bytes=each * len(batch.source_bases)))
-        self.add(band.first, Amount(operations=batch.operations))
+        rows = len(batch.source_bases)
+        for member, length, operations in zip(band.members, moved, begun, strict=True):
+            self.add(member.group, Amount(bytes=length * rows, operations=operations * rows))
