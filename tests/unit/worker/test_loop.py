@@ -4,6 +4,7 @@ from collections import deque
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from kvbridge.core.errors import InvalidInputError, PeerError, TransportError
 from kvbridge.core.ids import IndexSpace, PageTable
@@ -524,6 +525,23 @@ def test_malformed_endpoints_are_the_peer_s_fault_and_not_ours():
     bench.transport().refuse = InvalidInputError("endpoint " * 2_000)
     bench.connect()
     assert bench.link.take(PeerConnected)[0].error_code == "transport_failed"
+
+
+def test_layouts_that_differ_are_told_once_with_what_they_cost(monkeypatch):
+    monkeypatch.setattr(rank_peers, "page_operations", lambda _: (62, 3))
+    bench = Bench()
+    with capture_logs() as lines:
+        bench.connect()
+        bench.order()
+    (line,) = [line for line in lines if line["event"] == "layouts_differ"]
+    assert (line["peer"], line["page_operations"], line["page_operations_alike"]) == (DECODE, 62, 3)
+    assert "each page takes 62 operations where 3 would do" in line["reason"]
+
+
+def test_layouts_that_do_not_differ_are_no_news():
+    with capture_logs() as lines:
+        ready_bench()
+    assert [line for line in lines if line["event"] == "layouts_differ"] == []
 
 
 def test_connecting_again_to_the_same_node_disturbs_nothing():
