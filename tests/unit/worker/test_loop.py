@@ -462,6 +462,25 @@ def test_a_room_without_orders_is_closed_at_once_known_or_not():
     assert bench.sent()[0].error_code == "conflict"
 
 
+def test_a_room_of_which_all_was_sent_is_forgotten_without_an_answer():
+    bench = ready_bench()
+    bench.order()
+    bench.end(DONE)
+    assert [sent.error_code for sent in bench.sent()] == [""]
+    bench.say(CloseRoom(room=1, generation=1, all_sent=True), CloseRoom(room=7, generation=1, all_sent=True))
+    assert bench.closed == []
+    assert "0 rooms" in repr(bench.worker)
+
+
+def test_a_room_with_an_order_left_is_closed_by_proof_whatever_is_said():
+    bench = ready_bench()
+    bench.order()
+    bench.say(CloseRoom(room=1, generation=1, all_sent=True))
+    assert bench.closed == []
+    bench.end(QUIET)
+    assert bench.closed == [1]
+
+
 def test_a_room_is_closed_when_its_last_order_is_quiet(monkeypatch):
     monkeypatch.setattr(rank_worker, "ACTIVE_ORDERS", 1)
     bench = ready_bench()
