@@ -30,6 +30,12 @@ PARTS = {
         Part("digest", "part_digest", 40, "CRC-32C in device memory against reading it"),
         Part("transport", "part_transport", 100, "local transport: into a shared host pool, and device to device"),
         Part("ttft", "part_ttft", 150, "offer to first swap-in through real daemons, direct and staged"),
+        Part(
+            "sparse_buys",
+            "part_sparse_buys",
+            180,
+            "decode steps with the hot buffer and with everything on the device: what fits, tokens a second",
+        ),
         Part("swap_in", "part_swap_in", 300, "swap-in against the bare gather and SGLang's kernel"),
     )
 }
