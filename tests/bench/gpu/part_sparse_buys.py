@@ -9,6 +9,7 @@ events, and rows that were swapped in last are compared with the host's, byte by
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -183,6 +184,14 @@ class Bench:
             now.copy_(choice.step(number) + first)
             took_ms.append(run())
         self._record(tokens, batch, took_ms[choice.warm_up_steps :], way="device", overlapped=False, selections="")
+        del step, run, pages
+        self._forget()
+
+    def _forget(self) -> None:
+        """Give the memory of the last case back, so that the next one has all of it."""
+        if self._where.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def sparse(self, tokens: int, batch: int, names: Sequence[str], *, overlapped: Sequence[bool] = (True,)) -> None:
         """The hot buffer, with some choices of rows, in order and overlapped."""
@@ -193,11 +202,14 @@ class Bench:
                 step = DecodeStep(
                     step_model.layer_reads(tokens), Selected(now, held.cache, None), self._weights, overlapped=beside
                 )
+                now.copy_(selections(names[0], made).step(0))
                 held.begin()  # so that what is captured finds a step
                 run = self._runner(step)
                 held.end()
                 for name in names:
                     self._sparse_case(held, step, selections(name, made), run, now=now, name=name)
+                del step, run
+        self._forget()
 
     def _sparse_case(
         self, held: SparseBatch, step: DecodeStep, choice: Selections, run: Any, *, now: torch.Tensor, name: str

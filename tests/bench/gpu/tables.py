@@ -287,6 +287,27 @@ def _transport(cases: Sequence[Case]) -> list[Table]:
     return [Table("Local transport: C4 of a request, 21 layers, scattered", headings, rows)]
 
 
+def _copy_phases(cases: Sequence[Case]) -> list[Table]:
+    rows = tuple(
+        (
+            case["to"],
+            str(case["gpus"]),
+            f"{case['tokens'] // 1024}k",
+            case["tried"],
+            *(number(1e6 * case[phase]) for phase in ("submitted_s", "device_began_s", "late_s")),
+            str(case["slices"]),
+            number(1e6 * case["waited_s"]),
+            number(case["device_gb_s"]),
+            number(case["gb_s"]),
+            share(case["gb_s"], case["copy_gb_s"]),
+        )
+        for case in cases
+    )
+    headings = ("to", "GPUs", "tokens", "tried", "submitted us", "device begins us", "noticed late us")
+    more = ("slices", "device waited us", "device GB/s", "GB/s", "of one copy")
+    return [Table("Local transport, C4 of a request in pages of 37,440 B, part by part", (*headings, *more), rows)]
+
+
 TTFT_PHASES = ("transfer", "claim", "backup", "admission", "swap_in")
 
 
@@ -326,6 +347,7 @@ _BUILDERS = {
     "copy_rows": _copy_rows,
     "digest": _digest,
     "transport": _transport,
+    "copy_phases": _copy_phases,
     "ttft": _ttft,
     "swap_in": _swap_in,
 }
