@@ -145,16 +145,14 @@ SHORT_SHARING = ((Victim.PREFILL_WORKER, Fault.KILL), (Victim.DECODE_ENGINE, Fau
 """Those of them among rooms that share prefixes."""
 
 HEARTBEAT_S = 0.25
-PEER_SILENCE_S = 2.5
-WORKER_SILENCE_S = 2.5
-GPU_WORKER_SILENCE_S = 5.0
-"""Where its pools are on a GPU: a worker that connects compiles kernels and opens memory."""
+PEER_SILENCE_S = 6.0
+WORKER_SILENCE_S = 6.0
 FREEZE_S = 1.0
 """A short freeze: several heartbeats, and far from every limit of silence."""
 LONG_FREEZE_S = 1.2 * max(PEER_SILENCE_S, WORKER_SILENCE_S)
 """How long those are frozen whom nobody ever gives up."""
-SLACK_S = 1.2
-"""A machine of two cores with other work takes so long to do what takes no time."""
+SLACK_S = 3.0
+"""A machine of two cores with other work takes so long to do what takes no time. Silence alone is noticed later."""
 GPU_SLACK_S = 2.0
 """And so much longer where a process that is killed has a GPU to be taken from it, and engines have to let go first."""
 
@@ -177,7 +175,4 @@ NOTICED_WITHIN_S: dict[tuple[Victim, Fault], float] = {
 def noticed_within_s(victim: Victim, fault: Fault, *, gpus: bool = False) -> float | None:
     """The limit of a strike; None for one that nobody gives up for."""
     limit_s = NOTICED_WITHIN_S.get((victim, fault))
-    if limit_s is None or not gpus:
-        return limit_s
-    later_s = GPU_WORKER_SILENCE_S - WORKER_SILENCE_S if fault is Fault.LONG_FREEZE else 0.0
-    return limit_s + later_s + GPU_SLACK_S
+    return limit_s + GPU_SLACK_S if gpus and limit_s is not None else limit_s

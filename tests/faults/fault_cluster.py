@@ -24,15 +24,7 @@ import psutil
 from kvbridge.core.ids import Role
 from kvbridge.daemon.memory import file_prefix
 from kvbridge.testbed.cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
-from tests.faults.cells import (
-    ENDS,
-    GPU_WORKER_SILENCE_S,
-    HEARTBEAT_S,
-    LOST,
-    PEER_SILENCE_S,
-    WORKER_SILENCE_S,
-    State,
-)
+from tests.faults.cells import ENDS, HEARTBEAT_S, LOST, PEER_SILENCE_S, WORKER_SILENCE_S, State
 from tests.helpers.cluster import eventually
 from tests.helpers.faulty_transport import faulty_worker
 from tests.helpers.live_rooms import all_free, busy_pages, http, status
@@ -452,8 +444,7 @@ def scene(
 ) -> Iterator[FaultCluster]:
     """A stage of its own; ended, with all that it left, at exit. `faults`: of the prefill daemon's transports."""
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
-    silence = {} if gpus is None else {"worker_silence_s": GPU_WORKER_SILENCE_S}
-    waits = {"timeouts": TIMEOUTS | silence | dict(timeouts or {})} | (TIER if shares else {})
+    waits = {"timeouts": TIMEOUTS | dict(timeouts or {})} | (TIER if shares else {})
     # Names that no other run on this machine has: each start sweeps what is left of its own name.
     spec = ClusterSpec(
         model=dict(model or {"preset": "tiny-v4"}),

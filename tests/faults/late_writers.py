@@ -46,6 +46,8 @@ def frozen_node(stage: LateWriterCluster, *, fenced: bool) -> int:
         freed(stage)
     assert stage.fill_free_pages()
     stage.resume(worker)
+    if not fenced:
+        eventually("the late writer writes", lambda: stage.rows_landed(room))
     time.sleep(AWAKE_S)
     landed = stage.rows_landed(room)
     stage.check_filled()

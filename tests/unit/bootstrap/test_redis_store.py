@@ -212,11 +212,11 @@ async def test_a_ticket_that_cannot_be_kept_is_given_back():
             port.pauses["http://d1"] = asyncio.Event()
             pairing = await world.pairing(port)
             task = asyncio.create_task(pairing.pair(REQUEST))
-            await asyncio.wait_for(port.stuck.wait(), 5)
+            await asyncio.wait_for(port.stuck.wait(), 20)
             server.kill()
             port.pauses["http://d1"].set()
             with pytest.raises(NotReadyError, match="cannot be reached"):
-                await asyncio.wait_for(task, 5)
+                await asyncio.wait_for(task, 20)
             assert port.rooms() == {}
 
 
