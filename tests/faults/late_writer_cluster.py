@@ -89,6 +89,7 @@ class LateWriterCluster(FaultCluster):
     def close(self) -> None:
         if self.gate is not None:
             self.gate.open()
+            self.gate.path.unlink(missing_ok=True)
         if self._filler is not None:
             self._filler.close()
         super().close()
@@ -280,8 +281,8 @@ def late_writer_cluster(
         ),
     )
     cluster = plan_cluster(folder, spec)
-    gate = Gate(folder / "gate", create=True) if gpus is not None else None
-    changed = (faulty_worker(faults) if faults else "") + (gated_worker(folder / "gate") if gate else "")
+    gate = Gate(Path("/dev/shm") / f"{folder.name}-gate", create=True) if gpus is not None else None
+    changed = (faulty_worker(faults) if faults else "") + (gated_worker(gate.path) if gate else "")
     cluster.prefill = mutated(cluster.prefill, worker_code=changed + worker_mistake)
     cluster.decode = mutated(cluster.decode, daemon_code=daemon_mistake)
     second = DaemonProcess("prefill", "the filling daemon", folder / "q", ends_with_us=True)

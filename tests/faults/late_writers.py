@@ -91,8 +91,10 @@ def frozen_while_copying(stage: LateWriterCluster) -> None:
     stage.cancel(stage.decode, room)
     over(stage, room)
     stage.fill_free_pages()
+    before = stage.rows_landed(room)
     stage.gate.open()
     time.sleep(AWAKE_S)
+    print(f"{before} rows had come when the worker was frozen, {stage.rows_landed(room)} while it is")
     stage.check_filled()
     free = status(stage.decode)["available_pages"]["full"]
     assert free < FILL_TOKENS // 256, f"{free} pages are free while a writer that was given them lives"

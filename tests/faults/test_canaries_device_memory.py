@@ -10,14 +10,16 @@ from tests.faults import late_writers
 from tests.faults.cluster_cache import ClusterCache
 from tests.faults.fault_cluster import Gpus
 from tests.faults.late_writer_cluster import LateWriterCluster, late_writer_cluster
+from tests.faults.mutations import FREE_BY_TIMER
 from tests.helpers.stand_in_engines import prepare, stand_in_for_daemons
+
+GPUS = Gpus(prefill=0, decode=1, prepare_engine=prepare)
 
 
 @pytest.fixture(scope="module")
 def stages() -> Iterator[ClusterCache[LateWriterCluster]]:
-    gpus = Gpus(prefill=0, decode=1, prepare_engine=prepare)
     with stand_in_for_daemons():
-        opened = ClusterCache(lambda _: late_writer_cluster("local", gpus=gpus))
+        opened = ClusterCache(lambda _: late_writer_cluster("local", gpus=GPUS))
         yield opened
         opened.clear()
 
@@ -30,3 +32,13 @@ def test_a_process_that_is_struck_while_copies_run(
         late(stage)
         stage.everything_given_back()
         stage.meet()
+
+
+def test_pages_that_a_timer_freed_are_seen() -> None:
+    """The look into device memory sees what it is for."""
+    with (
+        stand_in_for_daemons(),
+        late_writer_cluster("local", daemon_mistake=FREE_BY_TIMER, gpus=GPUS) as stage,
+        pytest.raises(AssertionError, match="wrong bytes"),
+    ):
+        late_writers.frozen_node(stage, fenced=False)

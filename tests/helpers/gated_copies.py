@@ -29,6 +29,8 @@ class Gate:
     """How many slices may pass, counted over the worker's life, and how many have come to the gate."""
 
     def __init__(self, path: Path, *, create: bool = False) -> None:
+        """`path`: in shared memory, since CUDA locks pages of no other files."""
+        self.path = path
         descriptor = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
         if create:
             os.ftruncate(descriptor, mmap.PAGESIZE)

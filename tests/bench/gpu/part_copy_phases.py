@@ -50,7 +50,7 @@ def run(recorder: Recorder, *, quick: bool) -> None:
         with host_target() as (endpoint, mapping):
             for writer in writers:
                 connect_to(writer, "host", endpoint, mapping.address)
-            for group in {1, len(writers)}:
+            for group in sorted({1, len(writers)}):
                 measure(recorder, writers[:group], "host", turns)
             for writer in writers:
                 disconnect_from(writer, "host")
