@@ -183,7 +183,7 @@ class RankWorker:
             case Send() | Verify() | CopyPages():
                 self._take(message)
             case CloseRoom():
-                self._close_room((message.room, message.generation))
+                self._close_room((message.room, message.generation), all_sent=message.all_sent)
             case RenewEndpoints():
                 self._renew(message.epoch)
             case RevokeEndpoints():
@@ -212,11 +212,14 @@ class RankWorker:
             return
         self._rooms[key] = OpenedRoom(message, source, destination)
 
-    def _close_room(self, key: RoomKey) -> None:
+    def _close_room(self, key: RoomKey, *, all_sent: bool) -> None:
+        left = [order for order in [*self._active, *self._queued] if order.key == key]
+        if all_sent and not left:
+            self._rooms.pop(key, None)
+            return
         self._closing.add(key)
-        for order in [*self._active, *self._queued]:
-            if order.key == key:
-                order.fail("aborted", "the room was closed")
+        for order in left:
+            order.fail("aborted", "the room was closed")
         self._confirm_closed(key)
 
     def _confirm_closed(self, key: RoomKey) -> None:

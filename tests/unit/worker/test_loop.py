@@ -4,6 +4,7 @@ from collections import deque
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from kvbridge.core.errors import InvalidInputError, PeerError, TransportError
 from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable
@@ -462,6 +463,25 @@ def test_a_room_without_orders_is_closed_at_once_known_or_not():
     assert bench.sent()[0].error_code == "conflict"
 
 
+def test_a_room_of_which_all_was_sent_is_forgotten_without_an_answer():
+    bench = ready_bench()
+    bench.order()
+    bench.end(DONE)
+    assert [sent.error_code for sent in bench.sent()] == [""]
+    bench.say(CloseRoom(room=1, generation=1, all_sent=True), CloseRoom(room=7, generation=1, all_sent=True))
+    assert bench.closed == []
+    assert "0 rooms" in repr(bench.worker)
+
+
+def test_a_room_with_an_order_left_is_closed_by_proof_whatever_is_said():
+    bench = ready_bench()
+    bench.order()
+    bench.say(CloseRoom(room=1, generation=1, all_sent=True))
+    assert bench.closed == []
+    bench.end(QUIET)
+    assert bench.closed == [1]
+
+
 def test_a_room_is_closed_when_its_last_order_is_quiet(monkeypatch):
     monkeypatch.setattr(rank_worker, "ACTIVE_ORDERS", 1)
     bench = ready_bench()
@@ -525,6 +545,23 @@ def test_malformed_endpoints_are_the_peer_s_fault_and_not_ours():
     bench.transport().refuse = InvalidInputError("endpoint " * 2_000)
     bench.connect()
     assert bench.link.take(PeerConnected)[0].error_code == "transport_failed"
+
+
+def test_layouts_that_differ_are_told_once_with_what_they_cost(monkeypatch):
+    monkeypatch.setattr(rank_peers, "page_operations", lambda _: (62, 3))
+    bench = Bench()
+    with capture_logs() as lines:
+        bench.connect()
+        bench.order()
+    (line,) = [line for line in lines if line["event"] == "layouts_differ"]
+    assert (line["peer"], line["page_operations"], line["page_operations_alike"]) == (DECODE, 62, 3)
+    assert "each page takes 62 operations where 3 would do" in line["reason"]
+
+
+def test_layouts_that_do_not_differ_are_no_news():
+    with capture_logs() as lines:
+        ready_bench()
+    assert [line for line in lines if line["event"] == "layouts_differ"] == []
 
 
 def test_connecting_again_to_the_same_node_disturbs_nothing():
