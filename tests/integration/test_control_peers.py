@@ -32,6 +32,7 @@ from kvbridge.core.errors import (
 from kvbridge.core.wire.codec import MAX_FRAME_BYTES, NOTHING, PEER, Acks, Envelope
 from kvbridge.core.wire.delivery import DeliverySettings
 from kvbridge.core.wire.messages import Abort, Drained, Heartbeat
+from tests.helpers.held_ports import held_ports
 from tests.helpers.later_release import LaterCodec
 
 pytestmark = pytest.mark.asyncio
@@ -176,9 +177,8 @@ async def test_two_clients_and_a_second_conversation_of_one(stage):
 
 
 async def test_a_client_may_start_before_its_server(stage):
-    with unix.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    [port] = stage.stack.enter_context(held_ports(1))
+    endpoint = f"tcp://127.0.0.1:{port}"
     client, _ = stage.client(endpoint)
     client.send(drained(1))
     _, at_server, _ = stage.server(endpoint=endpoint)
