@@ -117,6 +117,8 @@ class Worker:
                     self.end(message, well=False)
                 else:
                     self.epochs[message.order] = self.connected
+            case CloseRoom(all_sent=True):
+                self.rooms.pop(Owner(message.room, message.generation), None)
             case CloseRoom():
                 self.closing.add(Owner(message.room, message.generation))
                 self._confirm(Owner(message.room, message.generation))

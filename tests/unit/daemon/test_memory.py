@@ -44,7 +44,9 @@ def no_cuda(monkeypatch):
 def test_device_memory_on_gpus_is_ordered_from_the_workers(no_cuda, tmp_path: Path):
     layout = plan_memory(decode(tp_size=2, device="cuda"), TINY)
     assert layout.orders == {
-        rank: DeviceAllocationRequest(device=number, page_counts=COUNTS, exclude=(ComponentKind.C4_KV,))
+        rank: DeviceAllocationRequest(
+            device=number, page_counts=COUNTS, exclude=(ComponentKind.C4_KV,), page_first=True
+        )
         for number, rank in enumerate((R0, R1))
     }
     assert {(placement.memory, placement.device) for placement in layout.device.values()} == {
