@@ -144,7 +144,8 @@ def steps_of(room: Crossed) -> dict[str, float]:
         "plan": told["plan"],
         "submit": told["first_byte"] - told["plan"],
         "move": told["move"],
-        "messages": told["offer_to_commit"] - told["offer_to_order"] - told["first_byte"] - told["move"],
+        "rank": told["offer_to_sent"] - told["offer_to_order"] - told["first_byte"] - told["move"],
+        "nodes": told["offer_to_commit"] - told["offer_to_sent"],
         "claim": told["commit_to_claim"],
     }
 

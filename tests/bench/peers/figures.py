@@ -17,7 +17,8 @@ STEPS = {
     "plan": "the prefill rank plans",
     "submit": "it takes the order and gives the first operations to the library",
     "move": "bytes move",
-    "messages": "between the nodes and to the rank and back: offer, order, sent, done; and the commit",
+    "rank": "between prefill's node and its rank: the order, and that it has ended",
+    "nodes": "between the nodes: the offer, and that all was sent; and the commit",
     "claim": "the engine hears of the commit and claims",
 }
 

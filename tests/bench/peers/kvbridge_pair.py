@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
@@ -87,8 +88,10 @@ class KvbridgePair(AbstractContextManager["KvbridgePair"]):
             self._held = opened.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._held.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, raised: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._held.__exit__(kind, raised, where)
 
     def whole_request(self, tokens: int, *, check: bool = False) -> Crossed:
         """Prefill has published all; the clock runs from decode's admission, as its router asks for it, until the claim returns."""
@@ -122,8 +125,10 @@ class KvbridgePair(AbstractContextManager["KvbridgePair"]):
             self._sender.admit(rooms[-1], prompt_tokens=tokens)
             self._admit(rooms[-1], tokens)
         self._cancel(rooms[1::2])
-        yield
-        self._cancel(rooms[::2])
+        try:
+            yield
+        finally:
+            self._cancel(rooms[::2])
 
     def _written(self, tokens: int, *, fill: bool) -> int:
         room = next(self._rooms)
@@ -160,10 +165,11 @@ class KvbridgePair(AbstractContextManager["KvbridgePair"]):
         self._receiver.release(claimed.room)
         for daemon in self._daemons:
             wait_ended(daemon, claimed.room)
+        prefill_s = self._prefill_daemon.get(f"/v1/requests/{claimed.room}")["phases_s"]
         amounts = claimed.amounts.values()
         return Crossed(
             total_s,
-            dict(claimed.phases_s),
+            claimed.phases_s | {"offer_to_sent": prefill_s["offer_to_sent"]},
             sum(each.bytes for each in amounts),
             sum(each.operations for each in amounts),
             _pages_in_a_run(source, claimed.tables),

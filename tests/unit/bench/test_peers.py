@@ -23,7 +23,7 @@ def test_pages_lie_in_the_runs_that_the_shape_names(shape, tokens) -> None:
 
 def test_the_steps_of_a_request_are_all_of_it() -> None:
     told = {"admit_to_offer": 1.0, "offer_to_order": 2.0, "plan": 3.0, "first_byte": 5.0, "move": 7.0}
-    told |= {"offer_to_commit": 20.0, "admit_to_commit": 21.0, "commit_to_claim": 4.0}
+    told |= {"offer_to_sent": 17.0, "offer_to_commit": 20.0, "admit_to_commit": 21.0, "commit_to_claim": 4.0}
     steps = steps_of(Crossed(30.0, told, 1, 1, 1.0))
     assert sum(steps.values()) == 30.0
     assert steps["request"] == 5.0
