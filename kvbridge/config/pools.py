@@ -205,8 +205,9 @@ class PrefillPools(FrozenModel):
     @classmethod
     def _leave_adopted(cls, given: object) -> object:
         """What an engine brings lies as it does: no layout of ours is asked for unless somebody does."""
-        adopted = isinstance(given, Mapping) and given.get("memory") == MemoryOwner.ADOPTED
-        return {"device_layout": DeviceLayout.LAYER_FIRST, **given} if adopted else given
+        if isinstance(given, Mapping) and given.get("memory") == MemoryOwner.ADOPTED:
+            return {"device_layout": DeviceLayout.LAYER_FIRST, **given}
+        return given
 
     @model_validator(mode="after")
     def _check(self) -> Self:

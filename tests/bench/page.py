@@ -145,8 +145,8 @@ def layouts(results: Results) -> str:
     )
     timed, rows = found["requests"], []
     against = bench_layouts.ratios(timed, "http_admit_to_claim_ms")
-    for way, figures in timed["ways"].items():
-        claimed, moved = figures["http_admit_to_claim_ms"], figures["offer_to_commit_ms"]
+    for way, each in timed["ways"].items():
+        claimed, moved = each["http_admit_to_claim_ms"], each["offer_to_commit_ms"]
         ratio = f"{median(against[way]):.2f}" if way in against else "-"
         rows.append(
             (way, f"{median(claimed):.1f}", f"{min(claimed):.1f} - {max(claimed):.1f}", f"{median(moved):.1f}", ratio)

@@ -16,7 +16,7 @@ import sys
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,9 +31,11 @@ from kvbridge.transport.local.device_copier import CopyLimits
 from kvbridge.transport.local.streams import CopyStream
 from kvbridge.transport.local.transport import LocalTransport
 from kvbridge.worker.pause import Pauses
-from tests.bench.gpu.copy_timeline import CopyTimeline
 from tests.bench.gpu.memory import device_memory, fill_random, host_memory, tensor_at
 from tests.helpers.connecting import connect
+
+if TYPE_CHECKING:
+    from tests.bench.gpu.copy_timeline import CopyTimeline
 
 LIMIT_S = 60.0
 
@@ -100,6 +102,8 @@ class Writer:
         `pause_s`: between two looks; 0 for none, negative for what a rank worker rests. `slice_mib`: given to the device at a time,
         0 for what the settings say; `times_blocks`: so many times as many blocks of the kernel.
         """
+        from tests.bench.gpu.copy_timeline import CopyTimeline  # CUDA's own bindings: the other commands do without
+
         if self._timeline is None:
             self._timeline = CopyTimeline(self.device)
         self._tune(int(command["slice_mib"]), int(command["times_blocks"]))
