@@ -51,8 +51,8 @@ MEASURED_S = {
     "tests/host_registration": 15.0,
     "memcheck": 15.0,
 }
-"""How long a step took on one H200, alone and roughly; only the order depends on it. Those of `strikes`, `late_writers` and `adopted`
-are guessed."""
+"""How long a step took on one H200, alone and roughly; only the order depends on it. Those of `strikes`, `late_writers` and
+`adopted` are guessed."""
 UNMEASURED_S = 10.0
 
 
