@@ -62,7 +62,9 @@ class SocketContext:
 
 def frames_wait(socket: zmq.Socket[bytes]) -> bool:
     """Whether a receive would return at once."""
-    return bool(zmq.zmq_poll([(socket, _READABLE)], 0))  # a third less than asking for EVENTS, of which pyzmq makes an enumeration
+    return bool(
+        zmq.zmq_poll([(socket, _READABLE)], 0)
+    )  # a third less than asking for EVENTS, of which pyzmq makes an enumeration
 
 
 def _receive(socket: zmq.Socket[bytes]) -> Parts:

@@ -22,6 +22,7 @@ import structlog
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, ConflictError, NotReadyError, PeerError
 from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.messages import REASON_CHARS, Heartbeat, RankDescription
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
@@ -47,6 +48,7 @@ from kvbridge.worker.copies import PageCopies
 from kvbridge.worker.digests import Verifications
 from kvbridge.worker.link import NodeLink
 from kvbridge.worker.orders import OpenedRoom, Order, RoomKey
+from kvbridge.worker.pause import Pauses
 from kvbridge.worker.peers import ConnectedPeer, RankPeers
 from kvbridge.worker.transports import RankIdentity, RankTransports, TransportFactory
 
@@ -56,8 +58,6 @@ IDLE_WAIT_S = 0.05
 """How long the loop waits for a message while nothing is in flight."""
 CONNECTING_WAIT_S = 0.0005
 """The same while peers are being connected or let go of."""
-BUSY_PAUSE_S = 0.0001
-"""How long it sleeps when transfers are in flight and none ended; sleeping beats spinning on few cores."""
 HEARTBEAT_INTERVAL_S = 1.0
 ACTIVE_ORDERS = 16
 """Orders in flight to one peer; further ones wait, so that a burst of rooms cannot fill a library's queue."""
@@ -95,6 +95,8 @@ class RankWorker:
         self._verifications = Verifications(identity, link, clock=clock)
         self._copies = PageCopies(identity, link, clock=clock)
         self._points = points or StreamPoints()
+        with_gpu = any(extent.kind is MemoryKind.VRAM for extent in identity.memory)
+        self._pauses = Pauses(clock, with_gpu=with_gpu)
         self._stopping = False
         self._beaten_s = clock()
         self.closed = False
@@ -104,6 +106,7 @@ class RankWorker:
 
     def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Build the transports, report ready and serve until told to shut down, or until `stopped()`."""
+        self._pauses.sleep_precisely()
         try:
             for name in self._identity.transports:
                 self._transports.build(name)
@@ -118,8 +121,10 @@ class RankWorker:
         self._beat()
         busy = self._active or self._queued or self._verifications or self._copies
         self._receive(0.0 if busy else CONNECTING_WAIT_S if self._peers.busy else IDLE_WAIT_S)
-        if not self._advance() and (self._active or self._queued or self._copies):
-            time.sleep(BUSY_PAUSE_S)
+        if self._advance():
+            self._pauses.moved()
+        elif self._active or self._queued or self._copies:
+            time.sleep(self._pauses.next_s())
 
     def _receive(self, wait_s: float) -> None:
         for _ in range(MESSAGES_A_STEP):

@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import structlog
+
 from kvbridge.core.errors import BridgeError, TransportError
+from kvbridge.core.plan.neighbours import page_operations
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.wire.packed_ranks import unpack_rank
 from kvbridge.transport.base import Endpoint, Peer, Pending, Steps, Transport
 from kvbridge.worker.transports import RankIdentity, RankTransports
+
+log = structlog.get_logger(__name__)
 
 RANKS_AT_ONCE = 8
 """Of one peer that are being connected; a node has as many as a rule, and one that has more leaves threads to others."""
@@ -151,6 +156,8 @@ class RankPeers:
             else:
                 del self._attempts[name]
                 self._peers[name] = attempt.peer
+                if attempt.ordered:
+                    self._compare_layouts(attempt.peer)
                 ended.append((name, attempt.peer))
         return ended
 
@@ -177,6 +184,21 @@ class RankPeers:
         """Give up every attempt; the transports are closed next."""
         for name in list(self._attempts):
             self.cancel(name)
+
+    def _compare_layouts(self, peer: ConnectedPeer) -> None:
+        """Say once what it costs that the pools of the two sides are laid out differently."""
+        counts = [page_operations(target.pairing.groups) for target in peer.targets]
+        here, alike = max(counts, key=lambda count: count[0] - count[1], default=(0, 0))
+        if here > alike:
+            log.warning(
+                "layouts_differ",
+                rank=str(self._identity.rank),
+                peer=peer.name,
+                page_operations=here,
+                page_operations_alike=alike,
+                reason=f"pools lie differently here and there, so each page takes {here} operations where {alike} would do; give "
+                "both sides the same `pools.device_layout`, and decode's `pools.host.layout` with it",
+            )
 
     def _let_go(self, peer: ConnectedPeer) -> None:
         """Disconnect every rank of a peer, except what others share with it. Nothing is in flight to it."""

@@ -4,9 +4,10 @@ from collections import deque
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from kvbridge.core.errors import InvalidInputError, PeerError, TransportError
-from kvbridge.core.ids import IndexSpace, PageTable
+from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable
 from kvbridge.core.plan.operations import Operations, Section
 from kvbridge.core.wire.messages import Heartbeat, RankDescription, TransportEndpoint, WireTable, to_wire
 from kvbridge.core.wire.packed_ranks import pack_rank
@@ -41,6 +42,7 @@ from kvbridge.transport.base import (
 from kvbridge.worker import loop as rank_worker
 from kvbridge.worker import peers as rank_peers
 from kvbridge.worker.loop import RankWorker
+from kvbridge.worker.pause import BUSY_PAUSE_S, SHORTEST_PAUSE_S
 from kvbridge.worker.transports import RankIdentity
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, full_amounts, manifest
@@ -187,14 +189,14 @@ def tables(*ids: int) -> tuple[WireTable, ...]:
 
 
 class Bench:
-    def __init__(self, *transports: str) -> None:
+    def __init__(self, *transports: str, kind: MemoryKind = MemoryKind.DRAM) -> None:
         self.clock = ManualClock()
         self.link = Link()
         self.log: list[str] = []
         self.built: dict[str, list[FakeTransport]] = {}
         self.names = transports or ("one",)
         self.refuse_build: Exception | None = None
-        memory = tuple(Extent(address=address, length_bytes=1 << 20) for address in (1 << 30, 1 << 31))
+        memory = tuple(Extent(address=address, length_bytes=1 << 20, kind=kind) for address in (1 << 30, 1 << 31))
         self.worker = RankWorker(
             RankIdentity(GEOMETRY, manifest(), memory, self.names),
             self.link,
@@ -543,6 +545,23 @@ def test_malformed_endpoints_are_the_peer_s_fault_and_not_ours():
     bench.transport().refuse = InvalidInputError("endpoint " * 2_000)
     bench.connect()
     assert bench.link.take(PeerConnected)[0].error_code == "transport_failed"
+
+
+def test_layouts_that_differ_are_told_once_with_what_they_cost(monkeypatch):
+    monkeypatch.setattr(rank_peers, "page_operations", lambda _: (62, 3))
+    bench = Bench()
+    with capture_logs() as lines:
+        bench.connect()
+        bench.order()
+    (line,) = [line for line in lines if line["event"] == "layouts_differ"]
+    assert (line["peer"], line["page_operations"], line["page_operations_alike"]) == (DECODE, 62, 3)
+    assert "each page takes 62 operations where 3 would do" in line["reason"]
+
+
+def test_layouts_that_do_not_differ_are_no_news():
+    with capture_logs() as lines:
+        ready_bench()
+    assert [line for line in lines if line["event"] == "layouts_differ"] == []
 
 
 def test_connecting_again_to_the_same_node_disturbs_nothing():
@@ -1036,9 +1055,22 @@ def test_a_room_is_closed_while_its_order_waits_for_a_gpu():
     assert bench.transport().transfers == []
 
 
+def test_a_worker_of_a_gpu_looks_sooner_after_something_has_moved(monkeypatch):
+    pauses: list[float] = []
+    monkeypatch.setattr(rank_worker.time, "sleep", pauses.append)
+    bench = Bench(kind=MemoryKind.VRAM)
+    bench.connect()
+    bench.open()
+    bench.order()
+    bench.worker.step()
+    bench.clock.advance(1.0)
+    bench.worker.step()
+    assert pauses[-2:] == [SHORTEST_PAUSE_S, BUSY_PAUSE_S]
+
+
 def test_waiting_for_a_gpu_does_not_spin(monkeypatch):
     pauses: list[float] = []
     monkeypatch.setattr(rank_worker.time, "sleep", pauses.append)
     bench, _ = gated_bench()
     gated_order(bench, "never", steps=4)
-    assert pauses == [rank_worker.BUSY_PAUSE_S] * 4
+    assert pauses == [BUSY_PAUSE_S] * 4
