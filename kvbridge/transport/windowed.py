@@ -132,8 +132,14 @@ class Window:
 
 class _Batch(NamedTuple, Generic[HandleT]):
     handle: HandleT
+    first: int
     operations: int
     size_bytes: int
+
+    @property
+    def part(self) -> slice:
+        """Which of the transfer's operations it has."""
+        return slice(self.first, self.first + self.operations)
 
 
 class WindowedTransfer(Transfer, Generic[HandleT]):
@@ -171,6 +177,8 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         self._error = ""
         self._unconfirmed = False
         """A batch was started and its arrival never confirmed."""
+        self._failed: list[slice] = []
+        """What batches that have ended badly had."""
         self._quiet_by_s = 0.0
         self._status = TransferStatus(TransferState.ACTIVE)
         window.transfers += 1
@@ -231,6 +239,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
             if progress is not Progress.FAILED:
                 self._stalled.append(batch)
                 return
+            self._failed.append(batch.part)
         self._window.give_back(batch.operations, batch.size_bytes)
         self._held_operations -= batch.operations
         self._held_bytes -= batch.size_bytes
@@ -258,10 +267,10 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
                 return
 
     def _note_started(self, handle: HandleT, stop: int, size_bytes: int) -> None:
-        count = stop - self._next
+        first, count = self._next, stop - self._next
         self._next = stop
         self._started_bytes += size_bytes
-        self._in_flight.append(_Batch(handle, count, size_bytes))
+        self._in_flight.append(_Batch(handle, first, count, size_bytes))
         self._window.take(count, size_bytes)
         self._held_operations += count
         self._held_bytes += size_bytes
@@ -299,9 +308,15 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
                 f"{self._window.limits.quiet_timeout_s:g} s later, so only closing the transport ends them",
             )
 
+    def _left(self) -> tuple[slice, ...]:
+        """The operations that were not confirmed."""
+        held = [batch.part for batch in (*self._in_flight, *self._stalled)]
+        return (*self._failed, *held, slice(self._next, self._count))
+
     def _end(self, state: TransferState, error: str = "") -> None:
         """Become terminal; drop what refers to the library, so that a kept transfer does not keep an agent alive."""
-        self._status = TransferStatus(state, error, in_transit=self._unconfirmed or self._held_operations > 0)
+        in_transit = self._unconfirmed or self._held_operations > 0
+        self._status = TransferStatus(state, error, in_transit, self._left() if error else ())
         self._submitter = None
         self._in_flight.clear()
         self._stalled.clear()

@@ -10,7 +10,7 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import RenewEndpoints, RevokeEndpoints
 from kvbridge.node.receiver.fence import Fence, FencePhase
 from kvbridge.pool.accounts.page_states import Owner
-from kvbridge.telemetry.events import FenceBegan, WritersShutOut
+from kvbridge.telemetry.path_events import FenceBegan, WritersShutOut
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import RecordedEvents
 

@@ -38,6 +38,7 @@ from kvbridge.core.wire.messages import (
     to_wire,
 )
 from kvbridge.node.engines import AttachedEngine
+from kvbridge.node.receiver.fence import ALL
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import PhasesEnded, RoomEntered
 from tests.helpers.rooms import (
@@ -434,12 +435,12 @@ def test_a_vanished_node_leaves_its_pages_in_quarantine_until_it_has_been_shut_o
     [reason] = bench.book.quarantine_reasons()
     assert reason.startswith("room 1 generation 1: prefill node prefill/aaaa is gone (silent for 10 s), and what it")
     assert bench.service.book.quarantined()["writer_being_shut_out"] == 1
-    bench.service.writers.shut([OWNER, Owner(9, 1)])
+    bench.service.writers.shut(dict.fromkeys([OWNER, Owner(9, 1)], ALL))
     assert bench.free == 16
     assert state(bench) is ReceiverState.FAILED
     assert sum(bench.service.book.quarantined().values()) == 0
     bench.book.check_integrity()
-    bench.service.writers.shut([OWNER])
+    bench.service.writers.shut(dict.fromkeys([OWNER], ALL))
 
 
 def test_a_node_that_has_stopped_with_bytes_on_their_way_is_shut_out():
@@ -450,7 +451,7 @@ def test_a_node_that_has_stopped_with_bytes_on_their_way_is_shut_out():
     assert bench.book.state(OWNER) is PageState.QUARANTINED
     assert bench.fence.asked == [OWNER]
     assert bench.service.book.report(1).state is RoomState.ABORTING
-    bench.service.writers.shut([OWNER])
+    bench.service.writers.shut(dict.fromkeys([OWNER], ALL))
     assert bench.free == 16
     assert state(bench) is ReceiverState.ABORTED
 
@@ -474,7 +475,7 @@ def test_a_node_that_does_not_answer_an_abort_is_shut_out_in_the_end():
     bench.tick()
     assert bench.book.state(OWNER) is PageState.QUARANTINED
     assert bench.fence.asked == [OWNER]
-    bench.service.writers.shut([OWNER])
+    bench.service.writers.shut(dict.fromkeys([OWNER], ALL))
     assert bench.free == 16
 
 
@@ -484,7 +485,7 @@ def test_a_node_that_is_taken_for_gone_and_answers_after_all_is_believed():
     drained(bench)
     assert state(bench) is ReceiverState.FAILED
     assert bench.free == 16
-    bench.service.writers.shut(bench.fence.asked)
+    bench.service.writers.shut(dict.fromkeys(bench.fence.asked, ALL))
     assert bench.free == 16
 
 

@@ -38,15 +38,8 @@ from kvbridge.telemetry.events import (
     WaitOutcome,
     WorkerLost,
 )
-from kvbridge.telemetry.readers import (
-    LINES,
-    RECENT_PEERS,
-    RECENT_PROBLEMS,
-    LogReader,
-    MetricsReader,
-    PeerNames,
-    StatusReader,
-)
+from kvbridge.telemetry.readers import LINES, LogReader, MetricsReader, PeerNames
+from kvbridge.telemetry.recent import RECENT_PEERS, RECENT_PROBLEMS, StatusReader
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.stream import EventStream
 from tests.helpers.manual_clock import ManualClock
