@@ -5,9 +5,8 @@ whether and when is the node's business. Everything here runs on one thread, sin
 what both libraries bear best.
 
 When a transfer ends without being quiet, its transport is replaced: what is new goes through the successor, and the old one is
-closed when what other peers have under way has ended. Only then is a room of that transfer closed, or an order over that goes on by
-another path (`worker/failover.py`). An exception that is not an order's own ends the worker: its agents are torn down first, so its
-end is the proof that nothing moves.
+closed when what other peers have under way has ended. Only then is a room of it closed, or an order over that went on by another
+path (`worker/failover.py`). An exception that is not an order's own ends the worker: its agents are torn down first.
 """
 
 from __future__ import annotations

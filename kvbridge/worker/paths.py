@@ -42,8 +42,8 @@ class ConnectedPeer:
     """By the ordinal of the rank in `ranks`; those of a rank in order of preference, at least one."""
     wanted: dict[tuple[int, str], float] = field(default_factory=dict)
     """Further paths, by ordinal and transport, and from when on each is to be connected."""
-    recovering: set[tuple[int, str]] = field(default_factory=set)
-    """Those that were lost: they are tried again and again."""
+    recovering: dict[tuple[int, str], float] = field(default_factory=dict)
+    """Those that were lost, and from when on each may be used again: they are tried until they are there."""
 
     @property
     def targets(self) -> tuple[Target, ...]:

@@ -4,9 +4,9 @@ Owns: pairings and connections with the ranks of every peer node, attempts to co
 new. Must not know: rooms, orders; it is told which peers and paths still have something in flight.
 
 A rank is reached by a *path*: a transport that both sides have. The first of them in our order that works is used, and a peer
-counts as connected as soon as each rank has one. Where the peer's node can go on with a room whose path was lost (`fails_over`), the
-others are connected after that, beside everything else. A path that was lost is tried again after `RETRY_S`, and at once when the
-peer has a new endpoint for it; it is used again as soon as it is there.
+counts as connected as soon as each rank has one. Where its node can go on with a room whose path was lost (`fails_over`), the
+others are connected after that, beside everything else. A path that was lost is tried again every `RETRY_S`, and used as soon as
+it is there: one that connects and is lost again costs one room its second in so long, not each room.
 """
 
 from __future__ import annotations
@@ -215,15 +215,15 @@ class RankPeers:
             if target not in self._dropped:
                 self._dropped.append(target)
             key = ordinal, target.transport.name
-            peer.recovering.add(key)
-            peer.wanted[key] = self._clock() + RETRY_S
+            peer.recovering[key] = peer.wanted[key] = self._clock() + RETRY_S
 
     def _want_standby(self, peer: ConnectedPeer) -> None:
         if not peer.fails_over:
             return
         for ordinal, paths in peer.paths.items():
             there = {target.transport.name for target in paths}
-            peer.wanted |= {(ordinal, name): 0.0 for name in self._identity.transports if name not in there}
+            others = ((ordinal, name) for name in self._identity.transports if name not in there)
+            peer.wanted |= {key: peer.recovering.get(key, 0.0) for key in others}
 
     def _tend_standby(self) -> None:
         """Connect further paths, and take in those that are."""
@@ -243,7 +243,7 @@ class RankPeers:
                 continue
             if target is not None:
                 del self._standby[peer, ordinal, name]
-                peer.recovering.discard((ordinal, name))
+                peer.recovering.pop((ordinal, name), None)
                 paths = [*peer.paths[ordinal], target]
                 peer.paths[ordinal] = sorted(paths, key=lambda path: self._preference(path.transport.name))
                 self._drop_lost(peer, ordinal)
@@ -257,8 +257,9 @@ class RankPeers:
         log.info("path_not_connected", rank=str(self._identity.rank), peer=peer.name, transport=name, reason=str(error))
         if self.other_path(peer, ordinal) is None:
             peer.target(ordinal).lost = False  # there is no other, so the next order may try it
-        if (ordinal, name) in peer.recovering:
-            peer.wanted[ordinal, name] = self._clock() + RETRY_S
+        key = ordinal, name
+        if key in peer.recovering:
+            peer.recovering[key] = peer.wanted[key] = self._clock() + RETRY_S
 
     def _end_standby(self, concerns: Callable[[ConnectedPeer, str], bool]) -> None:
         """Give up connecting some further paths; peers that are still used want them again."""
@@ -266,7 +267,7 @@ class RankPeers:
             if concerns(peer, name):
                 pending.cancel()
                 del self._standby[peer, ordinal, name]
-                peer.wanted[ordinal, name] = 0.0
+                peer.wanted[ordinal, name] = peer.recovering.get((ordinal, name), 0.0)
 
     # ------------------------------------------------------------------ connections
 

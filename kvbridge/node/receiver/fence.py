@@ -14,7 +14,7 @@ A room whose writers have failed asks for all endpoints. One that goes on over a
 lost (`ask_path`), and a round for such rooms alone leaves the other transports as they are.
 
 Rooms that ask while a round is under way are served by the next one, since what they fear may use the new endpoints, unless what
-they have lost is one of those that the round shuts. A round waits for each rank without a limit of its own: a rank worker that hangs
+they have lost is among those that the round shuts. A round waits for each rank without a limit of its own: a rank worker that hangs
 is ended by its node, and its successor answers in its place.
 """
 

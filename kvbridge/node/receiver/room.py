@@ -140,7 +140,7 @@ class ReceiverRoom(Room[ReceiverState]):
     def _waits_for_bytes(self) -> str:
         if self.arrived:
             lost = named(sorted(self.shutting))
-            return f"the endpoints of {lost} to be shut, which a writer has lost: bytes that it has sent again may still arrive there"
+            return f"the endpoints of {lost} to be shut, which a writer has lost: what it has sent again may still arrive there"
         missing = ((rank, writer) for writer in self.writers.values() for rank in writer.missing)
         ranks = named(f"{rank} of {writer.node.name}" for rank, writer in missing)
         return f"prefill ranks {ranks} to send everything"
