@@ -187,10 +187,11 @@ class RankPeers:
     def lost(self, peer: ConnectedPeer, ordinal: int, target: Target) -> None:
         """A transfer has failed by a path: another one is used, as soon as there is one."""
         target.lost = True
-        self._drop_lost(peer, ordinal)
         newest = self._peers.get(peer.name)
-        if newest is not None and target in newest.paths.get(ordinal, ()):
-            self._drop_lost(newest, ordinal)
+        for one in {peer, newest or peer}:
+            if target in one.paths.get(ordinal, ()):
+                one.recovering[ordinal, target.transport.name] = self._clock() + RETRY_S
+                self._drop_lost(one, ordinal)
 
     def other_path(self, peer: ConnectedPeer, ordinal: int) -> Target | None:
         """Return a path to a rank that is not lost."""
@@ -215,7 +216,7 @@ class RankPeers:
             if target not in self._dropped:
                 self._dropped.append(target)
             key = ordinal, target.transport.name
-            peer.recovering[key] = peer.wanted[key] = self._clock() + RETRY_S
+            peer.wanted[key] = peer.recovering.setdefault(key, self._clock() + RETRY_S)
 
     def _want_standby(self, peer: ConnectedPeer) -> None:
         if not peer.fails_over:

@@ -29,12 +29,12 @@ class CutSettings(FrozenModel):
     """One path that is cut."""
 
     transport: str
-    address: str
-    """The peer's: connections to it are ended."""
+    addresses: tuple[str, ...]
+    """The peer's: connections to them are ended."""
     after_operations: int
     """Once so many operations of one transfer have been confirmed, and the flag is up."""
     flag: str
-    """A file: there, the path is to be cut, and stays cut until it is taken away. A file beside it, `.cut`, says that it is."""
+    """A file: while it is there, the path is to be cut, and stays cut."""
 
 
 def cut_worker(*cuts: CutSettings) -> str:
@@ -63,7 +63,7 @@ def install(told: list[str]) -> None:
 
 
 class Cut:
-    """Ends connections to one address, as long as its flag is up and a transfer has come so far once."""
+    """Ends connections, as long as its flag is up, from when a transfer has come so far."""
 
     def __init__(self, settings: CutSettings) -> None:
         self._settings = settings
@@ -76,7 +76,6 @@ class Cut:
         if not self._begun.is_set() and confirmed >= self._settings.after_operations and self._flag.exists():
             self._end_connections()
             self._begun.set()
-            self._flag.with_suffix(".cut").touch()
 
     def _run(self) -> None:
         while True:
@@ -95,7 +94,7 @@ class Cut:
     def _end(self, descriptor: int) -> None:
         with socket.socket(fileno=os.dup(descriptor)) as connection:
             of_ip = connection.family in {socket.AF_INET, socket.AF_INET6}
-            if of_ip and connection.getpeername()[0].removeprefix("::ffff:") == self._settings.address:
+            if of_ip and connection.getpeername()[0].removeprefix("::ffff:") in self._settings.addresses:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
@@ -115,11 +114,10 @@ class _Watched(Transfer):
         self._cut = cut
 
     def poll(self) -> TransferStatus:
-        status = self._inner.poll()
         windowed: Any = self._inner._inner if isinstance(self._inner, PumpedTransfer) else self._inner
-        if windowed is not None and not status.state.terminal:
+        if windowed is not None and windowed._done < windowed._count:
             self._cut.look(windowed._done)
-        return status
+        return self._inner.poll()
 
     def abort(self, reason: str) -> None:
         self._inner.abort(reason)
