@@ -31,8 +31,8 @@ class CutSettings(FrozenModel):
     transport: str
     addresses: tuple[str, ...]
     """The peer's: connections to them are ended."""
-    after_operations: int
-    """Once so many operations of one transfer have been confirmed, and the flag is up."""
+    after_share: float
+    """Once so much of the operations of one transfer has been confirmed, and the flag is up."""
     flag: str
     """A file: while it is there, the path is to be cut, and stays cut."""
 
@@ -71,9 +71,10 @@ class Cut:
         self._begun = threading.Event()
         threading.Thread(target=self._run, name=f"cut {settings.transport}", daemon=True).start()
 
-    def look(self, confirmed: int) -> None:
+    def look(self, confirmed: int, operations: int) -> None:
         """A transfer has come so far."""
-        if not self._begun.is_set() and confirmed >= self._settings.after_operations and self._flag.exists():
+        far = self._settings.after_share * operations <= confirmed < operations
+        if far and not self._begun.is_set() and self._flag.exists():
             self._end_connections()
             self._begun.set()
 
@@ -115,8 +116,8 @@ class _Watched(Transfer):
 
     def poll(self) -> TransferStatus:
         windowed: Any = self._inner._inner if isinstance(self._inner, PumpedTransfer) else self._inner
-        if windowed is not None and windowed._done < windowed._count:
-            self._cut.look(windowed._done)
+        if windowed is not None:
+            self._cut.look(windowed._done, windowed._count)
         return self._inner.poll()
 
     def abort(self, reason: str) -> None:

@@ -97,7 +97,7 @@ def stage(order: tuple[str, ...], folder: Path, *cut: str) -> Iterator[Stage]:
         require_library(BACKENDS[name])
     flag = folder / "flag"
     settings = CutSettings(
-        transport=cut[0], addresses=tuple(ADDRESSES[name] for name in cut), after_operations=10, flag=str(flag)
+        transport=cut[0], addresses=tuple(ADDRESSES[name] for name in cut), after_share=0.2, flag=str(flag)
     )
     section = {
         "order": list(order),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvbridge.config.transports import TransportName
 from kvbridge.core.errors import (
     BridgeError,
     IntegrityError,
@@ -204,6 +205,10 @@ class ReceiverPeers:
             return
         writer.in_transit = True  # should the room fail, everything that the node knows of is shut
         if room.state is not ReceiverState.OFFERED or message.writer not in writer.missing:
+            return
+        if message.transport not in set(TransportName):
+            why = f"prefill node {writer.node.name} has lost '{message.transport}', which is no transport"
+            self.driver.fail(room, ProtocolError.code, why)
             return
         lost = RoomRerouted(**room.identity, rank=message.writer, lost=message.transport)
         self.driver.facts.events.emit(lost)

@@ -937,8 +937,10 @@ def test_the_answer_to_a_claim_with_all_the_metadata_and_full_tables_fits_into_a
 # ------------------------------------------------------------------------------------------- paths that are lost
 
 
-def path_lost(bench: ReceiverBench, peer: str = PREFILL, rank=R0, epoch: int = 0) -> None:
-    message = PathLost(room=1, generation=1, writer=rank, transport="mooncake", epoch=epoch)
+def path_lost(
+    bench: ReceiverBench, peer: str = PREFILL, rank=R0, epoch: int = 0, transport: str = "mooncake"
+) -> None:
+    message = PathLost(room=1, generation=1, writer=rank, transport=transport, epoch=epoch)
     bench.service.peers.path_lost(peer, message)
 
 
@@ -998,3 +1000,10 @@ def test_a_writer_that_says_of_another_s_room_that_it_has_lost_a_path_is_refused
     assert bench.fence.paths == []
     done(bench)
     assert state(bench) is ReceiverState.COMMITTED
+
+
+def test_a_room_whose_writer_has_lost_what_is_no_transport_fails():
+    bench = offered()
+    path_lost(bench, transport="pigeon")
+    assert bench.fence.paths == []
+    assert bench.service.book.report(1).reason_code == "protocol"
