@@ -937,9 +937,7 @@ def test_the_answer_to_a_claim_with_all_the_metadata_and_full_tables_fits_into_a
 # ------------------------------------------------------------------------------------------- paths that are lost
 
 
-def path_lost(
-    bench: ReceiverBench, peer: str = PREFILL, rank=R0, epoch: int = 0, transport: str = "mooncake"
-) -> None:
+def path_lost(bench: ReceiverBench, peer: str = PREFILL, rank=R0, epoch: int = 0, transport: str = "mooncake") -> None:
     message = PathLost(room=1, generation=1, writer=rank, transport=transport, epoch=epoch)
     bench.service.peers.path_lost(peer, message)
 
