@@ -19,13 +19,17 @@ TEST_SERVERS := redis-server systemd util-linux prometheus openssl iproute2 curl
 # The tests of the status page run in a real browser.
 TEST_BROWSER := chromium chromium-driver fonts-dejavu-core
 
+# SGLang's own sender and receiver, which `make bench-peers` measures beside ours, in an environment of their own.
+SGLANG := out/peers/sglang
+SGLANG_VERSION := sglang==0.5.23
+
 # An interpreter that has everything already, for the GPU targets: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?=
 GPU_READY := $(if $(GPU_PYTHON),,$(READY))
 GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 
 .PHONY: help setup system servers browser demo unit test test-all test-faults test-gpu test-operate dashboards docs check format bench
-.PHONY: bench-gpu soak soak-shared fuzz fuzz-http clean
+.PHONY: bench-gpu bench-peers soak soak-shared fuzz fuzz-http clean
 
 help:
 	@echo "make demo    run the main job: prefill, transfer and decode of a real model on this machine; then with sparse decode"
@@ -42,6 +46,7 @@ help:
 	@echo "make check   format, lint, types, import layers"
 	@echo "make bench   measure planning, transports, overhead and load; results in out/bench/"
 	@echo "make bench-gpu  measure kernels, transports and time to first token on this machine's GPUs; results in out/bench-gpu/"
+	@echo "make bench-peers  measure a request beside SGLang's own sender and receiver, on this processor; results in out/bench/"
 	@echo "make soak    100,000 rooms through one pair of daemons; red when memory or anything else grows"
 	@echo "make soak-shared  the same with nine rooms of ten sharing prefixes that stay"
 	@echo "make fuzz    feed every decoder that faces a socket with nonsense, FUZZ_SECONDS for each family; findings in out/fuzz/"
@@ -117,6 +122,17 @@ bench: $(READY)
 
 bench-gpu: $(GPU_READY)
 	$(GPU_RUN) -m tests.bench.gpu --output out/bench-gpu
+
+# pip says what SGLang asks for and does not get: its transfer needs none of it.
+$(SGLANG)/.ready: tests/bench/peers/sglang.txt | system
+	$(PYTHON) -m venv $(SGLANG)
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check $(or $(TORCH),torch)
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(SGLANG_VERSION)
+	$(SGLANG)/bin/python -m pip install --quiet --disable-pip-version-check --requirement tests/bench/peers/sglang.txt
+	touch $@
+
+bench-peers: $(READY) $(SGLANG)/.ready
+	$(BIN)/python -m tests.bench.peers --sglang $(SGLANG) --output out/bench
 
 soak: $(READY)
 	$(BIN)/python -m tests.bench.soak --rooms $(ROOMS) --output out/bench/soak.json

@@ -5,6 +5,7 @@ Owns: those sections and the relations inside each. Must not know: geometry, all
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Self
@@ -158,8 +159,9 @@ class HostPool(FrozenModel):
     """Size in pages; or give `size_bytes`."""
     size_bytes: ByteSize = ByteSize(0)
     """Size in bytes ("64GiB" is understood), rounded down to whole pages; or give `pages`."""
-    layout: HostLayout = HostLayout.LAYER_FIRST
-    """`layer_first`, `page_first` or `page_first_direct`."""
+    layout: HostLayout = HostLayout.PAGE_FIRST
+    """`layer_first`, `page_first` or `page_first_direct`. What prefill nodes send goes in few long operations when they keep the
+    component in the same layout (`device_layout`)."""
     directory: Path = Path("/dev/shm")  # noqa: S108 - the shared-memory file system, not a place for scratch files
     """Where the shared files are made: a tmpfs or hugetlbfs; another file system is refused."""
     extent_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = ByteSize(1 << 30)
@@ -189,14 +191,23 @@ class PrefillPools(FrozenModel):
     memory: MemoryOwner = MemoryOwner.OWNED
     """`owned`: the daemon allocates, engines attach; `adopted`: the engine brings its own tensors and page ids."""
     device: DevicePages = DevicePages()
-    device_layout: DeviceLayout = DeviceLayout.LAYER_FIRST
-    """`layer_first`; or `page_first`, for engines that can take tensors with strides: a page of all layers is one stretch of
-    memory."""
+    device_layout: DeviceLayout = DeviceLayout.PAGE_FIRST
+    """Of owned memory. `page_first`: a page of all layers is one stretch of memory, and prefill sends it as one operation to a
+    decode node that has the same; engines see tensors with strides between pages. `layer_first`, for engines whose kernels want
+    all pages of a layer side by side; then on both sides."""
 
     keep_s: Annotated[float, Field(ge=0, le=7 * 86_400, allow_inf_nan=False)] = 0.0
     """For so many seconds the pools in host memory, with the prefixes in them (`tier.host`), outlive this daemon: the next one
     of the same instance and node name goes on with them if it starts by then, and is warm. They take their memory until then;
     `kvbridge clean` removes them afterwards, as does every daemon that starts. 0: they end with the daemon."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_adopted(cls, given: object) -> object:
+        """What an engine brings lies as it does: no layout of ours is asked for unless somebody does."""
+        if isinstance(given, Mapping) and given.get("memory") == MemoryOwner.ADOPTED:
+            return {"device_layout": DeviceLayout.LAYER_FIRST, **given}
+        return given
 
     @model_validator(mode="after")
     def _check(self) -> Self:

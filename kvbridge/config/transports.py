@@ -30,6 +30,10 @@ class TransportName(StrEnum):
     NIXL = "nixl"
 
 
+TCP_OPERATION_COST_BYTES = 96 * 1024
+"""What Mooncake's TCP moves in the time that another operation takes, on one host: 33 us at 3.2 GB/s."""
+
+
 class MooncakeProtocol(StrEnum):
     """What Mooncake moves bytes with."""
 
@@ -71,6 +75,10 @@ class MooncakeSettings(FrozenModel):
     batches are in flight, since they are looked after every 0.1 ms."""
     max_operation_bytes: Annotated[int, Field(ge=4096, le=1 << 30)] = 16 * MIB
     """Longest single operation; the planner cuts longer ones."""
+    operation_cost_bytes: Annotated[int, Field(ge=0, le=1 << 30)] | None = None
+    """With a request's last rows, up to so many bytes of its own pages that hold nothing go along where that saves an operation.
+    None: 96 KiB over TCP, where an operation takes some 30 us whatever it moves, and 0 over RDMA. With both sides `page_first`
+    windows and states then are one operation, of twice their bytes: set 0 where the network, not the processor, is slow."""
     quiet_timeout_s: Seconds = 45.0
     """After a failure, how long to wait for the operations in flight before the transport counts as not quiet and has
     to be torn down, with what it moves to other peers. A frozen TCP peer needs about window_operations / 2 *
@@ -93,6 +101,13 @@ class MooncakeSettings(FrozenModel):
                 f"host '{self.host}' looks like an IPv6 address or carries a port; give no port, and set ipv6 for IPv6"
             )
         return self
+
+    @property
+    def dead_bytes(self) -> int:
+        """What `operation_cost_bytes` amounts to."""
+        if self.operation_cost_bytes is not None:
+            return self.operation_cost_bytes
+        return TCP_OPERATION_COST_BYTES if self.protocol is MooncakeProtocol.TCP else 0
 
 
 class NixlSettings(FrozenModel):

@@ -25,7 +25,7 @@ from kvbridge.control.link import Refusal
 from kvbridge.control.monitor import ACCEPTED, DISCONNECTED, read_event
 from kvbridge.control.processes import PeerProcess
 from kvbridge.control.runtime_directory import open_socket, require_private_directory, require_unserved
-from kvbridge.control.sockets import SocketContext, frames_wait
+from kvbridge.control.sockets import NOBLOCK, SocketContext, frames_wait
 from kvbridge.core.addresses import check_ipc_path
 from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, NotFoundError, NotReadyError, PeerError
 from kvbridge.core.ids import FrozenModel
@@ -289,10 +289,15 @@ class LocalClient(Generic[InboundT, OutboundT]):
         frame = self._outbound.encode(envelope)
         deadline_s = time.monotonic() + timeout_s
         self._reach(deadline_s)
-        if not socket.poll(max(0, int((deadline_s - time.monotonic()) * 1_000)), zmq.POLLOUT):
-            why = "no daemon answers there yet" if not self._sent else "the daemon hangs or has ended"
-            raise NotReadyError(f"'{self._name}' could not send to {self._path} within {timeout_s} s: {why}")
-        socket.send(frame, zmq.NOBLOCK)
+        try:
+            socket.send(frame, NOBLOCK)
+        except zmq.Again:
+            if not socket.poll(max(0, int((deadline_s - time.monotonic()) * 1_000)), zmq.POLLOUT):
+                why = "no daemon answers there yet" if not self._sent else "the daemon hangs or has ended"
+                raise NotReadyError(
+                    f"'{self._name}' could not send to {self._path} within {timeout_s} s: {why}"
+                ) from None
+            socket.send(frame, NOBLOCK)
         self._sent += 1
 
     def receive(self, timeout_s: float) -> InboundT | None:
@@ -304,12 +309,16 @@ class LocalClient(Generic[InboundT, OutboundT]):
         socket = self._require_open()
         deadline_s = time.monotonic() + timeout_s
         while True:
-            self._look_for_end()
+            had_ended = self._gone
             while frames_wait(socket):
-                message = self._open(socket.recv_multipart(zmq.NOBLOCK))
+                message = self._open(socket.recv_multipart(NOBLOCK))
                 if message is not None:
                     return message
-            self._raise_if_gone()
+            if had_ended:
+                self._raise_if_gone()
+            self._look_for_end()
+            if self._gone:
+                continue  # its last message may have come meanwhile
             remaining_s = deadline_s - time.monotonic()
             if remaining_s <= 0:
                 return None

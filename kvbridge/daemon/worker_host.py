@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Protocol
 
 import structlog
@@ -17,10 +18,12 @@ from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.control.addresses import WORKER_SOCKET
 from kvbridge.control.local import LocalCallbacks, LocalServer
 from kvbridge.control.processes import PeerProcess
+from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
 from kvbridge.core.wire.messages import Heartbeat
 from kvbridge.core.wire.worker_messages import (
+    CloseRoom,
     Digested,
     EndpointsRevoked,
     NodeToWorker,
@@ -92,6 +95,8 @@ class WorkerHost:
         """Links of workers of engines that are gone, and whose processes may still have endpoints that peers write to."""
         self._revoked: dict[Rank, EndpointsRevoked] = {}
         """What a rank's worker has said of its endpoints, and is not true before its predecessors have ended."""
+        self._over: dict[str, list[CloseRoom]] = {}
+        """By link, completed rooms that the worker can forget: it is told with the next message to it, or the next tick."""
         self._heard_s: dict[Rank, float] = {}
         self._looked_s = math.inf
         self._closing = False
@@ -106,7 +111,7 @@ class WorkerHost:
         callbacks = LocalCallbacks(self._on_message, on_gone=self._on_link_gone, on_refused=self._events.frame_refused)
         path = self._config.runtime_dir / WORKER_SOCKET
         self._server = LocalServer(incarnation, path, WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
-        self.workers.connect(self._server.send)
+        self.workers.connect(self._post)
 
     def start(self, setup: Callable[[Rank], WorkerSetup], names: Mapping[str, str] | None) -> None:
         """The memory is there: start a process for each rank (or wait for the engines' workers), welcome the early ones.
@@ -145,7 +150,9 @@ class WorkerHost:
             self._server.close()
 
     def watch(self) -> None:
-        """End workers that hang; the supervisor starts them again."""
+        """End workers that hang; the supervisor starts them again. To be called often."""
+        for link in tuple(self._over):
+            self._tell_over(link)
         if self._supervisor is None:
             return
         self._forgive_absence()
@@ -168,6 +175,22 @@ class WorkerHost:
         self._looked_s = now_s
         if absent_s > ABSENT_AFTER_S:
             self._heard_s = {rank: min(now_s, heard_s + absent_s) for rank, heard_s in self._heard_s.items()}
+
+    def _post(self, link: str, message: NodeToWorker) -> None:
+        """Send to a worker; raises BridgeError when it is gone. No worker is woken for each room that is over."""
+        if isinstance(message, CloseRoom) and message.all_sent:
+            self._over.setdefault(link, []).append(message)
+            return
+        self._tell_over(link)
+        if self._server is not None:
+            self._server.send(link, message)
+
+    def _tell_over(self, link: str) -> None:
+        over = self._over.pop(link, ())
+        if self._server is not None:
+            with suppress(BridgeError):  # a worker that is gone has forgotten them
+                for message in over:
+                    self._server.send(link, message)
 
     def _on_message(self, link: str, message: WorkerToNode) -> None:
         if isinstance(message, WorkerHello):

@@ -39,8 +39,9 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.prefixes import Namespaces
 from kvbridge.http.callers import LEFT, MAY_NAME, while_connected
-from kvbridge.http.daemon_app import ReasonQuery, RoomPath
+from kvbridge.http.daemon_app import REQUESTS, ReasonQuery, RoomPath
 from kvbridge.http.description import LOCATION, problems
+from kvbridge.http.direct import DirectRoute
 from kvbridge.http.numbers import DESCRIBED_QUERY, as_described
 from kvbridge.http.operations import AppSettings, assemble_app
 from kvbridge.telemetry.context import TRACE, BeginTrace, pass_on
@@ -80,13 +81,21 @@ def create_bootstrap_app(
     begin_trace: BeginTrace = pass_on,
 ) -> FastAPI:
     """Build the application of bootstrap; it holds no state of its own."""
+
+    async def pair(request: PairRequest, may_name: Namespaces) -> Ticket:
+        TRACE.set(begin_trace(TRACE.get()))
+        return await pairing.pair(request, may_name)
+
     routers = [_pairs_router(pairing, begin_trace), _directory_router(directory)]
-    return assemble_app("kvbridge bootstrap", routers, status=status, kind=BootstrapStatus, settings=settings)
+    direct = DirectRoute(REQUESTS, PairRequest, pair)
+    return assemble_app(
+        "kvbridge bootstrap", routers, direct=direct, status=status, kind=BootstrapStatus, settings=settings
+    )
 
 
 def _pairs_router(pairing: PairingService, begin_trace: BeginTrace) -> APIRouter:
     answers = problems(InvalidInputError, NotReadyError)
-    router = APIRouter(prefix="/v1/requests", tags=["requests"], responses=answers, dependencies=[DESCRIBED_QUERY])
+    router = APIRouter(prefix=REQUESTS, tags=["requests"], responses=answers, dependencies=[DESCRIBED_QUERY])
 
     @router.post("", status_code=201, dependencies=[as_described(PairRequest)], responses=PAIRING_ANSWERS)
     async def pair_request(
@@ -104,7 +113,7 @@ def _pairs_router(pairing: PairingService, begin_trace: BeginTrace) -> APIRouter
             )
         else:
             ticket = await pairing.pair(request, may_name)
-        response.headers["Location"] = f"/v1/requests/{ticket.room}"
+        response.headers["Location"] = f"{REQUESTS}/{ticket.room}"
         return ticket
 
     @router.get("/{room}", responses=problems(UnknownRoomError))

@@ -55,9 +55,10 @@ class BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        self._arm()
         super().data_received(data)
-        if self.conn.their_state not in {h11.IDLE, h11.SEND_BODY}:
+        if self.conn.their_state in {h11.IDLE, h11.SEND_BODY}:
+            self._arm()
+        else:
             self._disarm()  # the request is here; how long its answer takes is the application's business
 
     def connection_lost(self, exc: Exception | None) -> None:

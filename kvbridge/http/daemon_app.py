@@ -26,6 +26,7 @@ from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.states import RoomState
 from kvbridge.http.callers import LEFT, MAY_NAME, while_connected
 from kvbridge.http.description import LOCATION, problems
+from kvbridge.http.direct import DirectRoute
 from kvbridge.http.numbers import DESCRIBED_QUERY, NUMBER, as_described
 from kvbridge.http.operations import AppSettings, assemble_app
 from kvbridge.node.admission.controller import AdmissionController
@@ -33,6 +34,7 @@ from kvbridge.node.room_book import RoomBook
 from kvbridge.node.rooms import RoomRequests
 from kvbridge.telemetry.context import TRACE, BeginTrace, pass_on
 
+REQUESTS = "/v1/requests"
 MAX_LISTED = 200
 """Rooms on one page of a listing."""
 
@@ -69,17 +71,24 @@ def create_daemon_app(
     begin_trace: BeginTrace = pass_on,
 ) -> FastAPI:
     """Build the application of a daemon; it holds no state of its own."""
+
+    async def admit(request: AdmissionRequest, may_name: Namespaces) -> RoomReport:
+        TRACE.set(begin_trace(TRACE.get()))
+        return await admission.admit(request, may_name)
+
     routers = [
         _admission_router(admission, requests, begin_trace),
         _rooms_router(requests, rooms, settings),
         _prefixes_router(requests),
     ]
-    return assemble_app(f"kvbridge {rooms.role} daemon", routers, status=status, kind=NodeStatus, settings=settings)
+    direct = DirectRoute(REQUESTS, AdmissionRequest, admit)
+    title = f"kvbridge {rooms.role} daemon"
+    return assemble_app(title, routers, direct=direct, status=status, kind=NodeStatus, settings=settings)
 
 
 def _router() -> APIRouter:
     answers = problems(InvalidInputError)
-    return APIRouter(prefix="/v1/requests", tags=["requests"], responses=answers, dependencies=[DESCRIBED_QUERY])
+    return APIRouter(prefix=REQUESTS, tags=["requests"], responses=answers, dependencies=[DESCRIBED_QUERY])
 
 
 def _admission_router(
@@ -103,7 +112,7 @@ def _admission_router(
             )
         else:
             report = await admission.admit(request, may_name)
-        response.headers["Location"] = f"/v1/requests/{report.room}"
+        response.headers["Location"] = f"{REQUESTS}/{report.room}"
         return report
 
     return router

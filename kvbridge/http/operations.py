@@ -25,6 +25,7 @@ from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.prefixes import TokenGrant
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
 from kvbridge.http.description import describe, operation_id, problems
+from kvbridge.http.direct import Direct, DirectRoute
 from kvbridge.http.middleware import BearerToken, BodyLimit, Observed, UnhandledErrors
 from kvbridge.http.page import PAGE_PATHS, page_router
 from kvbridge.http.problems import install_problem_handlers
@@ -65,9 +66,18 @@ class Version(FrozenModel):
 
 
 def assemble_app(
-    title: str, routers: list[APIRouter], *, status: StatusPort[BaseModel], kind: type[BaseModel], settings: AppSettings
+    title: str,
+    routers: list[APIRouter],
+    *,
+    direct: DirectRoute,
+    status: StatusPort[BaseModel],
+    kind: type[BaseModel],
+    settings: AppSettings,
 ) -> FastAPI:
-    """Build an application from its own routers and the operators' routes; `kind` is what its status page is."""
+    """Build an application from its own routers and the operators' routes; `kind` is what its status page is.
+
+    `direct`: the one of its routes that is asked for with each room.
+    """
     app = FastAPI(
         title=title,
         version=__version__,
@@ -87,6 +97,7 @@ def assemble_app(
     _serve_description(app, token=bool(settings.grants), open_paths=open_paths)
     install_problem_handlers(app)
     # The last one added is the first to see a request.
+    app.add_middleware(Direct, route=direct)
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(BearerToken, grants=settings.grants_now or (lambda: settings.grants), open_paths=open_paths)
     app.add_middleware(UnhandledErrors)

@@ -84,12 +84,13 @@ def problem_response(problem: Problem, headers: Mapping[str, str] | None = None)
 
 def install_problem_handlers(app: FastAPI) -> None:
     """Make every foreseen error a problem; the others are the business of `UnhandledErrors`."""
-    app.add_exception_handler(BridgeError, _answer_bridge_error)
+    app.add_exception_handler(BridgeError, answer_bridge_error)
     app.add_exception_handler(RequestValidationError, _answer_validation_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
 
 
-async def _answer_bridge_error(request: Request, error: Exception) -> Response:
+async def answer_bridge_error(request: Request, error: Exception) -> Response:
+    """Answer a deliberate error; one that nobody but this process can have caused is logged."""
     assert isinstance(error, BridgeError)
     if error.http_status == HTTPStatus.INTERNAL_SERVER_ERROR:
         log.error("request_failed", path=request.url.path, code=error.code, exc_info=error)

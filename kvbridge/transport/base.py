@@ -132,6 +132,11 @@ class Transport(ABC):
     def max_operation_bytes(self) -> int:
         """Longer operations must be cut before `submit`."""
 
+    @property
+    def operation_cost_bytes(self) -> int:
+        """How many bytes take as long as one more operation does: up to so many dead ones are sent along to save it."""
+        return 0
+
     @abstractmethod
     def register(self, memory: Sequence[Extent]) -> None:
         """Make memory usable as a source and as a destination. Ranges must not overlap registered ones."""

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from enum import Enum, auto
 
+from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import REASON_CHARS
-from kvbridge.core.wire.worker_messages import PathsChanged, Rerouted
+from kvbridge.core.wire.worker_messages import PathsChanged, PeerConnected, Rerouted
 from kvbridge.worker.link import NodeLink
 from kvbridge.worker.orders import Loss, Order
 from kvbridge.worker.paths import ConnectedPeer, Target
@@ -108,6 +109,14 @@ class Failover:
                     error=loss.error[:REASON_CHARS],
                 )
             )
+
+    def tell(self, name: str, found: ConnectedPeer | BridgeError) -> None:
+        """Answer the node's order to connect a peer."""
+        if isinstance(found, ConnectedPeer):
+            self._link.send(PeerConnected(rank=self._rank, peer=name, transports=found.transports))
+        else:
+            error = str(found)[:REASON_CHARS]
+            self._link.send(PeerConnected(rank=self._rank, peer=name, error_code=found.code, error=error))
 
     def paths(self, peer: ConnectedPeer, lost: str = "", error: str = "") -> PathsChanged:
         """What the node is told of the paths to a peer."""

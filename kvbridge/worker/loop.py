@@ -21,7 +21,8 @@ import structlog
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, ConflictError, NotReadyError, PeerError
 from kvbridge.core.geometry.tables import tables_from_wire
-from kvbridge.core.wire.messages import REASON_CHARS, Heartbeat, RankDescription
+from kvbridge.core.ids import MemoryKind
+from kvbridge.core.wire.messages import Heartbeat, RankDescription
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
     ConnectPeer,
@@ -30,7 +31,6 @@ from kvbridge.core.wire.worker_messages import (
     EndpointsRevoked,
     NodeToWorker,
     OpenRoom,
-    PeerConnected,
     RenewEndpoints,
     RevokeEndpoints,
     RoomClosed,
@@ -47,7 +47,7 @@ from kvbridge.worker.digests import Verifications
 from kvbridge.worker.failover import Failover
 from kvbridge.worker.link import NodeLink
 from kvbridge.worker.orders import OpenedRoom, Order, RoomKey
-from kvbridge.worker.paths import ConnectedPeer
+from kvbridge.worker.pause import Pauses
 from kvbridge.worker.peers import RankPeers
 from kvbridge.worker.transports import RankIdentity, RankTransports, TransportFactory
 
@@ -57,8 +57,6 @@ IDLE_WAIT_S = 0.05
 """How long the loop waits for a message while nothing is in flight."""
 CONNECTING_WAIT_S = 0.0005
 """The same while peers are being connected or let go of."""
-BUSY_PAUSE_S = 0.0001
-"""How long it sleeps when transfers are in flight and none ended; sleeping beats spinning on few cores."""
 HEARTBEAT_INTERVAL_S = 1.0
 ACTIVE_ORDERS = 16
 """Orders in flight to one peer; further ones wait, so that a burst of rooms cannot fill a library's queue."""
@@ -97,6 +95,8 @@ class RankWorker:
         self._verifications = Verifications(identity, link, clock=clock)
         self._copies = PageCopies(identity, link, clock=clock)
         self._points = points or StreamPoints()
+        with_gpu = any(extent.kind is MemoryKind.VRAM for extent in identity.memory)
+        self._pauses = Pauses(clock, with_gpu=with_gpu)
         self._stopping = False
         self._beaten_s = clock()
         self.closed = False
@@ -106,6 +106,7 @@ class RankWorker:
 
     def run(self, stopped: Callable[[], bool] = lambda: False) -> None:
         """Build the transports, report ready and serve until told to shut down, or until `stopped()`."""
+        self._pauses.sleep_precisely()
         try:
             for name in self._identity.transports:
                 self._transports.build(name)
@@ -120,8 +121,10 @@ class RankWorker:
         self._beat()
         busy = self._active or self._queued or self._verifications or self._copies
         self._receive(0.0 if busy else CONNECTING_WAIT_S if self._peers.busy else IDLE_WAIT_S)
-        if not self._advance() and (self._active or self._queued or self._copies):
-            time.sleep(BUSY_PAUSE_S)
+        if self._advance():
+            self._pauses.moved()
+        elif self._active or self._queued or self._copies:
+            time.sleep(self._pauses.next_s())
 
     def _receive(self, wait_s: float) -> None:
         for _ in range(MESSAGES_A_STEP):
@@ -180,7 +183,7 @@ class RankWorker:
             case Send() | Verify() | CopyPages():
                 self._take(message)
             case CloseRoom():
-                self._close_room((message.room, message.generation))
+                self._close_room((message.room, message.generation), all_sent=message.all_sent)
             case RenewEndpoints():
                 self._renew(message)
             case RevokeEndpoints():
@@ -209,11 +212,14 @@ class RankWorker:
             return
         self._rooms[key] = OpenedRoom(message, source, destination)
 
-    def _close_room(self, key: RoomKey) -> None:
+    def _close_room(self, key: RoomKey, *, all_sent: bool) -> None:
+        left = [order for order in [*self._active, *self._queued] if order.key == key]
+        if all_sent and not left:
+            self._rooms.pop(key, None)
+            return
         self._closing.add(key)
-        for order in [*self._active, *self._queued]:
-            if order.key == key:
-                order.fail("aborted", "the room was closed")
+        for order in left:
+            order.fail("aborted", "the room was closed")
         self._confirm_closed(key)
 
     def _confirm_closed(self, key: RoomKey) -> None:
@@ -238,10 +244,10 @@ class RankWorker:
         """Begin to connect. Every order is answered; what is under way to the peer as it was ends by itself."""
         name = message.peer
         if self._peers.cancel(name):
-            self._report_peer(name, PeerError("a later order has replaced this one"))
+            self._failover.tell(name, PeerError("a later order has replaced this one"))
         known = self._peers.get(name)
         if known is not None and known.ranks == message.ranks:
-            self._report_peer(name, known)
+            self._failover.tell(name, known)
         else:
             self._peers.begin(name, message.ranks, fails_over=message.fails_over)
 
@@ -260,16 +266,8 @@ class RankWorker:
     def _tend_peers(self) -> None:
         """Disconnect who is not used any more; go on connecting, and say who is connected."""
         for name, found in self._peers.tend(lambda used: any(order.uses(used) for order in self._active)):
-            self._report_peer(name, found)
+            self._failover.tell(name, found)
         self._failover.tell_found()
-
-    def _report_peer(self, name: str, found: ConnectedPeer | BridgeError) -> None:
-        rank = self._identity.rank
-        if isinstance(found, ConnectedPeer):
-            self._link.send(PeerConnected(rank=rank, peer=name, transports=found.transports))
-        else:
-            error = str(found)[:REASON_CHARS]
-            self._link.send(PeerConnected(rank=rank, peer=name, error_code=found.code, error=error))
 
     # ------------------------------------------------------------------ orders
 

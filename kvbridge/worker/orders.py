@@ -143,6 +143,7 @@ class Order:
                     room.source,
                     room.destination,
                     max_operation_bytes=target.transport.max_operation_bytes,
+                    operation_cost_bytes=target.transport.operation_cost_bytes,
                 )
                 self.amounts = add_amounts(self.amounts, part.amounts)
                 if len(part.operations):

@@ -18,6 +18,7 @@ import structlog
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, TransportError
+from kvbridge.core.plan.neighbours import page_operations
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.wire.messages import TransportEndpoint
 from kvbridge.core.wire.packed_ranks import unpack_rank
@@ -147,6 +148,8 @@ class RankPeers:
                 del self._attempts[name]
                 self._peers[name] = attempt.peer
                 self._want_standby(attempt.peer)
+                if attempt.ordered:
+                    self._compare_layouts(attempt.peer)
                 ended.append((name, attempt.peer))
         self._let_go_of_unused(in_use)
         self._tend_standby()
@@ -285,6 +288,21 @@ class RankPeers:
             self._dropped.remove(target)
             if id(target) not in self._held():
                 target.transport.disconnect(target.peer)
+
+    def _compare_layouts(self, peer: ConnectedPeer) -> None:
+        """Say once what it costs that the pools of the two sides are laid out differently."""
+        counts = [page_operations(target.pairing.groups) for target in peer.targets]
+        here, alike = max(counts, key=lambda count: count[0] - count[1], default=(0, 0))
+        if here > alike:
+            log.warning(
+                "layouts_differ",
+                rank=str(self._identity.rank),
+                peer=peer.name,
+                page_operations=here,
+                page_operations_alike=alike,
+                reason=f"pools lie differently here and there, so each page takes {here} operations where {alike} would do; give "
+                "both sides the same `pools.device_layout`, and decode's `pools.host.layout` with it",
+            )
 
     def _let_go(self, peer: ConnectedPeer) -> None:
         """Disconnect every rank of a peer, except what others share with it. Nothing is in flight to it."""

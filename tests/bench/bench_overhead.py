@@ -39,12 +39,12 @@ def _measure(transport: str, requests: int) -> dict[str, Any]:
         DecodeEngine.attach(running.decode.runtime_dir) as decode,
         httpx.Client(timeout=10) as client,
     ):
-        rooms = [_request(running, client, prefill, decode, number) for number in range(1, WARM_UP + requests + 1)]
+        rooms = [request(running, client, prefill, decode, number) for number in range(1, WARM_UP + requests + 1)]
     kept = rooms[WARM_UP:]
     return {name: _summary([room[name] for room in kept]) for name in kept[0]}
 
 
-def _request(
+def request(
     running: Cluster, client: httpx.Client, prefill: PrefillEngine, decode: DecodeEngine, room: int
 ) -> dict[str, float]:
     prefill.admit(room, prompt_tokens=PROMPT_TOKENS)

@@ -14,8 +14,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tests.bench import bench_layouts
 from tests.bench.gpu import report
+from tests.bench.gpu.sparse_figures import sparse_section
 from tests.bench.gpu.tables import Table, markdown, number, part_tables
+from tests.bench.peers import figures
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
@@ -29,9 +32,11 @@ def main() -> int:
 
 
 def written(document: str) -> str:
-    """The page with each section's figures as its file has them. Raises ValueError when a section has no place."""
+    """The page with each section's figures as its file has them, or that there is none. Raises ValueError without its place."""
     for name, (file, build) in SECTIONS.items():
-        document = placed(document, name, build(json.loads((RESULTS / file).read_text())))
+        found = RESULTS / file
+        text = build(json.loads(found.read_text())) if found.exists() else f"Not measured yet (`{file}`)."
+        document = placed(document, name, text)
     return document
 
 
@@ -120,6 +125,40 @@ def operations(results: Results) -> str:
     )
 
 
+def layouts(results: Results) -> str:
+    """How many operations a request takes in either layout, and how long a short one takes."""
+    found = results["layouts"]
+    before, after = found["load"]
+    counted = tuple(
+        (
+            f"`{case['layout']}`",
+            f"{case['tokens']:,}",
+            case["pool"],
+            *(
+                text
+                for name in ("live", "dead")
+                for text in (f"{case[name]['operations']:,}", f"{case[name]['bytes'] / 1e6:,.2f}")
+            ),
+            f"{case['budget'] or '-'}",
+        )
+        for case in found["operations"]
+    )
+    timed, rows = found["requests"], []
+    against = bench_layouts.ratios(timed, "http_admit_to_claim_ms")
+    for way, each in timed["ways"].items():
+        claimed, moved = each["http_admit_to_claim_ms"], each["offer_to_commit_ms"]
+        ratio = f"{median(against[way]):.2f}" if way in against else "-"
+        rows.append(
+            (way, f"{median(claimed):.1f}", f"{min(claimed):.1f} - {max(claimed):.1f}", f"{median(moved):.1f}", ratio)
+        )
+    operations = ("pools", "tokens", "pages", "live rows", "MB", "with dead bytes", "MB", "budget")
+    times = ("pools", "admission to claim ms", f"of {timed['requests']}", "offer to commit ms", "ratio")
+    return (
+        f"{_machine(results)} Load average {before:.1f} before, {after:.1f} after.\n\n"
+        f"{markdown(Table('', operations, counted))}\n\n{markdown(Table('', times, tuple(rows)))}"
+    )
+
+
 def plans(results: Results) -> str:
     """How long it takes to turn a publication into operations."""
     rows = tuple(
@@ -146,6 +185,11 @@ def overheads(results: Results) -> str:
         for name, found in results["overhead"].items()
     )
     return markdown(Table("", ("transport", *(each.removesuffix("_ms").replace("_", " ") for each in measures)), rows))
+
+
+def peers(results: Results) -> str:
+    """Requests beside SGLang's own sender and receiver."""
+    return f"{_machine(results)} {figures.section(results)}"
 
 
 def loads(results: Results) -> str:
@@ -532,6 +576,11 @@ def host_tier_on_gpu(results: Results) -> str:
     return f"{told}\n\n{markdown(report.budget_table(measured))}\n\nOn the same machine: {restarted(results)}"
 
 
+def sparse_on_gpu(results: Results) -> str:
+    """What fits, and what steps take."""
+    return f"On {report.machine(results)}.\n\n{sparse_section(results)}"
+
+
 def two_gpus(results: Results) -> str:
     """What one GPU cannot show."""
     tables = [
@@ -547,8 +596,10 @@ CPU, LOAD = "cpu-2-cores.json", "load-digest-directory-2-cores.json"
 SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "transports": (CPU, transports),
     "operations": ("operations-2-cores.json", operations),
+    "layouts": ("layouts-2-cores.json", layouts),
     "plans": (CPU, plans),
     "overheads": (CPU, overheads),
+    "peers": ("peers-2-cores.json", peers),
     "load": (LOAD, loads),
     "digests": (LOAD, digests),
     "directory": ("directory-2-cores.json", directories),
@@ -566,6 +617,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "reuse": ("replay-conversation-1000-tiny-v4.json", reused),
     "reuse from the host": ("replay-conversation-1000-host-tier-tiny-v4.json", reused),
     "one GPU": ("gpu-h200.json", one_gpu),
+    "sparse decode": ("gpu-h200-sparse.json", sparse_on_gpu),
     "two GPUs": ("gpu-h200-x2.json", two_gpus),
     "host tier on a GPU": ("gpu-h200-host-tier.json", host_tier_on_gpu),
 }

@@ -36,8 +36,8 @@ TCP, RDMA = MooncakeProtocol.TCP, MooncakeProtocol.RDMA
 QUIET, NOT_QUIET = TransferState.FAILED_QUIET, TransferState.FAILED_NOT_QUIET
 BASE, SIZE_BYTES, COUNT = 1 << 40, 64, 40
 OLD, NEW = 0x11, 0x22
-LIMIT_S = 10.0
-BLOCKED_S = 0.5
+LIMIT_S = 30.0
+BLOCKED_S = 5.0
 
 SUBMIT, SUBMIT_BATCH, STATUS, STATUS_BATCH = "submit", "submit batch", "status", "batch status"
 
@@ -236,7 +236,7 @@ FAULTS = [
     *(
         (RDMA, STATUS_BATCH, number, answer, NOT_QUIET)
         for number in (0, 2)
-        for answer in (-1, 5, RuntimeError("defect"))
+        for answer in (-1, 3, RuntimeError("defect"))
     ),
 ]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge.config.stores import FileStoreSettings, StoreLimits
+from kvbridge.tier.stores import breaker
 from kvbridge.tier.stores.base import Outcome
 from kvbridge.tier.stores.breaker import BreakerState
 from tests.contract.stores_harness import READY_S, TIMEOUT_S, Client, settings_of
@@ -125,7 +126,8 @@ def test_to_give_up_waiting_leaves_the_account_of_pages_as_it_is(client: Client)
     assert client.client.unsettled == []
 
 
-def test_a_dead_store_costs_its_first_failures_and_then_nothing(pages: StoredPages):
+def test_a_dead_store_costs_its_first_failures_and_then_nothing(pages: StoredPages, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 4.0)  # a hundred requests, on a machine that is busy
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
         limits = StoreLimits(start_s=READY_S, settle_s=READY_S, failures=2)
         client = Client(FileStoreSettings(directory=Path(path) / "store", max_bytes=1 << 20), pages, limits)

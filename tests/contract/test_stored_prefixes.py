@@ -30,6 +30,7 @@ from kvbridge.pool.memory.mapped_pool import MappedPool
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
+from kvbridge.tier.stores import breaker
 from kvbridge.tier.stores.base import Outcome, Verb
 from kvbridge.tier.stores.breaker import BreakerState
 from kvbridge.tier.stores.objects import ObjectForm, linked
@@ -485,7 +486,8 @@ def test_the_bytes_of_another_page_are_no_page_of_this_prompt(files: Node):
 # ------------------------------------------------------------------------------------------- a store that fails
 
 
-def test_a_store_that_hangs_costs_a_request_its_deadline_and_later_ones_nothing():
+def test_a_store_that_hangs_costs_a_request_its_deadline_and_later_ones_nothing(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 4.0)  # twenty requests, on a machine that is busy
     with node_of("files", prefetch_s=0.3, failures=2, settle_s=READY_S) as (node, _):
         keys = new_keys(5)
         node.computed(keys)

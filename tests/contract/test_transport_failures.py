@@ -97,7 +97,7 @@ def test_frozen_peer_receives_nothing_written_after_the_report(backend: Backend,
             pair = new_pair(backend, transport, shm, process)
             assert pair.move(pair.blocks(4_096, 8)) == DONE
             process.stop()
-            status = pair.move(pair.blocks(MIB, BUFFER_BYTES // MIB), deadline_s=0.5)
+            status = pair.move(pair.blocks(MIB, BUFFER_BYTES // MIB), deadline_s=2.0)
             if status.state is TransferState.FAILED_NOT_QUIET:
                 transport.close()
             pair.source.fill(NEW)
@@ -147,7 +147,7 @@ def test_connecting_to_a_frozen_peer_is_bounded(backend: Backend, owned: Pair) -
     begun_s = time.monotonic()
     with contextlib.suppress(TransportError):  # a backend that need not ask the peer may succeed
         connect(owned.transport, owned.process.endpoint)
-    assert time.monotonic() - begun_s < 4.0
+    assert time.monotonic() - begun_s < 10.0
 
 
 def test_connecting_to_a_dead_peer_fails_or_its_first_transfer_does(backend: Backend, owned: Pair) -> None:
@@ -158,7 +158,7 @@ def test_connecting_to_a_dead_peer_fails_or_its_first_transfer_does(backend: Bac
     with contextlib.suppress(TransportError):
         owned.peer = connect(owned.transport, endpoint)
         assert_failed(backend, owned.move(owned.blocks(4_096, 8), deadline_s=3.0))
-    assert time.monotonic() - begun_s < 5.0
+    assert time.monotonic() - begun_s < 10.0
 
 
 @any_memory

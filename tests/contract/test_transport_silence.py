@@ -185,7 +185,7 @@ def meet_before(shm: Path, *, instead: bytes = b"") -> Outcome:
     finally:
         begun_s = time.monotonic()
         transport.close()
-        assert time.monotonic() - begun_s < 5.0
+        assert time.monotonic() - begun_s < LIMIT_S
     return found
 
 
@@ -193,7 +193,7 @@ def test_a_mooncake_peer_that_answers_and_does_not_say_what_it_has(shm: Path) ->
     """The library lets nobody write meanwhile, so it is given less time; left alone it would take 60 s."""
     found = meet_before(shm)
     assert "does not say what it has" in found.error
-    assert found.longest_gap_s < 1.5
+    assert found.longest_gap_s < 10.0
 
 
 @pytest.mark.parametrize("body", [b"[" * 10_000, b"{}", b"null", b"[1]", b'"x"', b"{" * 3], ids=repr)

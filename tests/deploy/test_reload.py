@@ -37,7 +37,7 @@ def test_tokens_are_changed_while_daemons_work():
     shared = {
         "http": {"port": 0, "token_file": str(bootstrap_taken)},
         "daemons": {"token_file": str(nodes_shown)},
-        "directory": {"expire_after_s": 2},
+        "directory": {"expire_after_s": 5},
     }
     with cluster({"preset": "tiny-v4"}, bootstrap=shared, prefill=node, decode=node, wait=False) as made:
         for daemon in (made.prefill, made.decode):

@@ -113,15 +113,29 @@ _BY_A_LIBRARY: dict[tuple[Victim, Fault], str] = {
 }
 
 
-def outcomes(transport: str, victim: Victim, fault: Fault) -> dict[State, str]:
-    """What must become of the room in each state."""
-    found = dict(zip(State, _OUTCOMES[victim, fault].split(), strict=True))
+_ON_GPUS: dict[tuple[Victim, Fault], str] = {
+    # Device memory dies with the worker that made it, and with it what had arrived.
+    (Victim.DECODE_WORKER, Fault.KILL): "C/C w/W w/W w/W w/W A/A C/W C/W C/A C/C",
+    (Victim.DECODE_WORKER, Fault.LONG_FREEZE): "C/C w/W w/W w/W w/W A/A C/W C/W C/A C/C",
+}
+
+
+def outcomes(transport: str, victim: Victim, fault: Fault, *, gpus: bool = False) -> dict[State, str]:
+    """What must become of the room in each state; `gpus`: where pools lie in device memory."""
+    ends = _OUTCOMES | (_ON_GPUS if gpus else {})
+    found = dict(zip(State, ends[victim, fault].split(), strict=True))
     if transport != "local" and (victim, fault) in _BY_A_LIBRARY:
         found[State.MOVING] = _BY_A_LIBRARY[victim, fault]
     return found
 
 
 STRIKES = tuple(_OUTCOMES)
+ON_GPUS = tuple(
+    (victim, fault)
+    for victim in (Victim.PREFILL_ENGINE, Victim.DECODE_ENGINE, Victim.PREFILL_WORKER, Victim.DECODE_WORKER)
+    for fault in Fault
+)
+"""Strikes to those who have something to do with a GPU."""
 LOST = frozenset("LWwT")
 """Ends that a strike brings about."""
 
@@ -131,14 +145,16 @@ SHORT_SHARING = ((Victim.PREFILL_WORKER, Fault.KILL), (Victim.DECODE_ENGINE, Fau
 """Those of them among rooms that share prefixes."""
 
 HEARTBEAT_S = 0.25
-PEER_SILENCE_S = 2.5
-WORKER_SILENCE_S = 2.5
+PEER_SILENCE_S = 6.0
+WORKER_SILENCE_S = 6.0
 FREEZE_S = 1.0
 """A short freeze: several heartbeats, and far from every limit of silence."""
 LONG_FREEZE_S = 1.2 * max(PEER_SILENCE_S, WORKER_SILENCE_S)
 """How long those are frozen whom nobody ever gives up."""
-SLACK_S = 1.2
-"""A machine of two cores with other work takes so long to do what takes no time."""
+SLACK_S = 3.0
+"""A machine of two cores with other work takes so long to do what takes no time. Silence alone is noticed later."""
+GPU_SLACK_S = 2.0
+"""And so much longer where a process that is killed has a GPU to be taken from it, and engines have to let go first."""
 
 NOTICED_WITHIN_S: dict[tuple[Victim, Fault], float] = {
     # From the strike until rooms in flight have failed on both sides. A connection that is gone is given two heartbeats.
@@ -154,3 +170,9 @@ NOTICED_WITHIN_S: dict[tuple[Victim, Fault], float] = {
     (Victim.PREFILL_WORKER, Fault.LONG_FREEZE): WORKER_SILENCE_S + HEARTBEAT_S + SLACK_S,
     (Victim.DECODE_WORKER, Fault.LONG_FREEZE): WORKER_SILENCE_S + HEARTBEAT_S + SLACK_S,
 }
+
+
+def noticed_within_s(victim: Victim, fault: Fault, *, gpus: bool = False) -> float | None:
+    """The limit of a strike; None for one that nobody gives up for."""
+    limit_s = NOTICED_WITHIN_S.get((victim, fault))
+    return limit_s + GPU_SLACK_S if gpus and limit_s is not None else limit_s

@@ -13,7 +13,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,6 +56,30 @@ FDS_MORE = 12
 Settings = Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Gpus:
+    """Where pools are that lie in device memory, and how engines get at them."""
+
+    prefill: int = 0
+    decode: int = 0
+    prepare_engine: Callable[[], object] | None = None
+    """Called in an engine's process before it attaches (`ObedientEngine`)."""
+
+    @classmethod
+    def of_prefill(cls, gpus: Gpus | None) -> Settings:
+        """Sections of a prefill daemon's configuration; none with pools in host memory."""
+        return {} if gpus is None else cls._sections(gpus.prefill)
+
+    @classmethod
+    def of_decode(cls, gpus: Gpus | None) -> Settings:
+        """The same for a decode daemon."""
+        return {} if gpus is None else cls._sections(gpus.decode)
+
+    @staticmethod
+    def _sections(gpu: int) -> Settings:
+        return {"parallelism": {"ranks": [{"pp": 0, "tp": 0, "device": f"cuda:{gpu}"}]}}
+
+
 @dataclass
 class Facts:
     """What must not change about a daemon that is not struck."""
@@ -78,6 +102,8 @@ class FaultCluster:
     """Of rooms, where they share."""
     shared_tokens: int = SHARED_TOKENS
     model: str = "tiny-v4"
+    gpus: Gpus | None = None
+    """Where the nodes' device pools are; in host memory when there are none."""
     _last_prompt: int = 0
     _ports: dict[str, str] = field(default_factory=dict)
 
@@ -108,8 +134,12 @@ class FaultCluster:
     def _engine(self, role: Role) -> ObedientEngine:
         if role not in self.engines:
             daemon = self.prefill if role is Role.PREFILL else self.decode
-            self.engines[role] = ObedientEngine(role, daemon.runtime_dir)
+            self.engines[role] = self.attach(role, daemon)
         return self.engines[role]
+
+    def attach(self, role: Role, daemon: DaemonProcess) -> ObedientEngine:
+        """A new engine of a daemon."""
+        return ObedientEngine(role, daemon.runtime_dir, prepare=self.gpus.prepare_engine if self.gpus else None)
 
     def detach(self, *roles: Role) -> None:
         """End engines (all, unless named); they attach anew when they are asked for."""
@@ -300,8 +330,14 @@ class FaultCluster:
         return rooms
 
     def furnish(self) -> dict[State, int]:
-        """Bring a room into every state. The prefill rank worker is frozen then: resume it once the strike is made."""
+        """Bring a room into every state. The prefill rank worker is frozen then: resume it once the strike is made.
+
+        With pools on GPUs, kernels of both engines write to pages of theirs from then on.
+        """
         rooms = self.bring(State)
+        if self.gpus is not None:
+            self.sender.call("compute", rooms[State.BEGUN])
+            self.reader.call("compute", rooms[State.CLAIMED])
         os.kill(self.worker_pid(self.prefill), signal.SIGSTOP)
         self.sender.call("write", rooms[State.MOVING], TOKENS, 0, HALF)
         self.cancel(self.decode, rooms[State.DRAINING])
@@ -371,7 +407,7 @@ class FaultCluster:
         prefix = file_prefix(str(daemon.config["instance"]), f"{daemon.role}-node-0")
         names = [path.name for path in Path("/dev/shm").iterdir() if path.name.startswith(prefix)]
         incarnation = status(daemon)["incarnation"]
-        assert names
+        assert names or self.gpus
         assert all(incarnation in name for name in names), names
 
     def accounted(self, daemon: DaemonProcess) -> None:
@@ -404,6 +440,7 @@ def scene(
     decode: Settings | None = None,
     timeouts: Settings | None = None,
     faults: Settings | None = None,
+    gpus: Gpus | None = None,
 ) -> Iterator[FaultCluster]:
     """A stage of its own; ended, with all that it left, at exit. `faults`: of the prefill daemon's transports."""
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
@@ -414,19 +451,21 @@ def scene(
         transport=transport,
         ends_with_us=True,
         prefill=NodeSpec(
-            instance=f"prefill-{folder.name}", pools={"device": DEVICE_PAGES}, more=waits | dict(prefill or {})
+            instance=f"prefill-{folder.name}",
+            pools={"device": DEVICE_PAGES},
+            more={**waits, **Gpus.of_prefill(gpus), **dict(prefill or {})},
         ),
         decode=NodeSpec(
             instance=f"decode-{folder.name}",
             pools={"device": DEVICE_PAGES, "host": {"pages": HOST_PAGES}},
-            more=waits | dict(decode or {}),
+            more={**waits, **Gpus.of_decode(gpus), **dict(decode or {})},
         ),
     )
     cluster = plan_cluster(folder, spec)
     cluster.bootstrap.config = cluster.bootstrap.config | {"directory": {"expire_after_s": EXPIRE_S}}
     if faults:
         cluster.prefill = mutated(cluster.prefill, worker_code=faulty_worker(faults))
-    stage = FaultCluster(cluster, shares=shares)
+    stage = FaultCluster(cluster, shares=shares, gpus=gpus)
     try:
         cluster.start()
         stage.wait_ready()

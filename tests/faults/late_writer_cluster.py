@@ -29,9 +29,10 @@ from kvbridge.testbed.cluster import (
     transport_section,
 )
 from kvbridge.tier.keys import NO_KEYS
-from tests.faults.fault_cluster import TIMEOUTS, FaultCluster, Settings
+from tests.faults.fault_cluster import TIMEOUTS, FaultCluster, Gpus, Settings
 from tests.helpers.cluster import eventually
 from tests.helpers.faulty_transport import faulty_worker
+from tests.helpers.gated_copies import Gate, gated_worker
 from tests.helpers.live_rooms import all_free, http, status
 from tests.helpers.mutated_daemon import mutated
 from tests.helpers.obedient_engines import ObedientEngine
@@ -43,6 +44,8 @@ PAGES = 192
 LATE_TOKENS = 128 * 256
 """Of the late room: 24 MiB, which is more than sockets hold."""
 FILL_TOKENS = 64 * 256
+SLICE_BYTES = 1 << 20
+"""Of the late daemon's copies where pools are on GPUs: a late room takes 24 of them."""
 NEEDLE_BYTES = 32
 """A piece of a row that no other row of any room has."""
 ROWS_LOOKED_FOR = 64
@@ -71,6 +74,8 @@ class LateWriterCluster(FaultCluster):
     """Nothing that the late daemon sends arrives in time."""
     sibling: int = 0
     """A room that shares the late rooms' beginning, written by the filling daemon and claimed, on a cluster whose rooms share."""
+    gate: Gate | None = None
+    """At which the late daemon's copies wait, where pools are on GPUs."""
     _filler: ObedientEngine | None = None
     filled: list[int] = field(default_factory=list)
 
@@ -78,10 +83,13 @@ class LateWriterCluster(FaultCluster):
     def filler(self) -> ObedientEngine:
         """The prefill engine that fills pages."""
         if self._filler is None:
-            self._filler = ObedientEngine(Role.PREFILL, self.second.runtime_dir)
+            self._filler = self.attach(Role.PREFILL, self.second)
         return self._filler
 
     def close(self) -> None:
+        if self.gate is not None:
+            self.gate.open()
+            self.gate.path.unlink(missing_ok=True)
         if self._filler is not None:
             self._filler.close()
         super().close()
@@ -170,22 +178,28 @@ class LateWriterCluster(FaultCluster):
             all_free(daemon)
         assert not status(self.decode)["quarantine"]
 
-    def rows_landed(self, room: int) -> int:
-        """How many of some rows of a late room's own are anywhere in the decode daemon's memory."""
+    def needles(self, room: int, layer: int = -1) -> list[bytes]:
+        """A piece of some rows of a late room's own, from its beginning to its end, in a layer (by its position)."""
         component = preset(MODEL).components[0]
         prompt = self.prompts.get(room)
         keys = prompt.keys(MODEL, LATE_TOKENS) if prompt is not None else NO_KEYS
-        needles = [
+        return [
             expected_rows(
                 component,
                 room=int.from_bytes(keys[row // 256][:8], "little") if keys else room,
-                layer=component.layers[-1],
+                layer=component.layers[layer],
                 lanes=(0, 1),
                 start_row=row,
                 stop_row=row + 1,
             ).tobytes()[:NEEDLE_BYTES]
             for row in range(self.shared_tokens if keys else 0, LATE_TOKENS, LATE_TOKENS // ROWS_LOOKED_FOR)
         ]
+
+    def rows_landed(self, room: int) -> int:
+        """How many of some rows of a late room's own are anywhere in the decode daemon's memory."""
+        if self.gpus is not None:
+            return int(self.reader.call("holds", self.needles(room, 0)))  # that layer goes first
+        needles = self.needles(room)
         prefix = file_prefix(str(self.decode.config["instance"]), "decode-node-0")
         found = 0
         for path in Path("/dev/shm").iterdir():
@@ -228,11 +242,12 @@ def late_writer_cluster(
     faults: Settings | None = None,
     daemon_mistake: str = "",
     worker_mistake: str = "",
+    gpus: Gpus | None = None,
 ) -> Iterator[LateWriterCluster]:
     """`transport` leads from the late prefill daemon to decode, `local` from the filling one.
 
     `faults` are those of the late prefill daemon's transports; the mistakes are put into the decode daemon and into the late
-    prefill daemon's workers.
+    prefill daemon's workers. With `gpus` the late daemon's copies come in small slices, through a gate.
     """
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
     tier = TIER if shares else {}
@@ -240,6 +255,8 @@ def late_writer_cluster(
     section = transport_section(transport)
     for name in ("mooncake", "nixl"):
         section[name] = dict(transport_section(name).get(name, {})) | {"quiet_timeout_s": QUIET_S}
+    if gpus is not None:
+        section["local"] = {"device_slice_bytes": SLICE_BYTES, "slice_bytes": SLICE_BYTES}
     both = {"transports": section | {"order": list(dict.fromkeys([transport, "local"]))}}
     pools = {"device": {"full": PAGES}}
     model = {"preset": MODEL}
@@ -250,16 +267,23 @@ def late_writer_cluster(
         prefill=NodeSpec(
             instance=f"late-{folder.name}",
             pools=pools,
-            more={"transports": section, "timeouts": waits["timeouts"] | (EXPIRING if expiring else {})} | tier,
+            more={
+                "transports": section,
+                "timeouts": waits["timeouts"] | (EXPIRING if expiring else {}),
+                **tier,
+                **Gpus.of_prefill(gpus),
+            },
         ),
         decode=NodeSpec(
             instance=f"decode-{folder.name}",
             pools=pools | {"host": {"components": []}},
-            more=both | waits,
+            more={**both, **waits, **Gpus.of_decode(gpus)},
         ),
     )
     cluster = plan_cluster(folder, spec)
-    cluster.prefill = mutated(cluster.prefill, worker_code=(faulty_worker(faults) if faults else "") + worker_mistake)
+    gate = Gate(Path("/dev/shm") / f"{folder.name}-gate", create=True) if gpus is not None else None
+    changed = (faulty_worker(faults) if faults else "") + (gated_worker(gate.path) if gate else "")
+    cluster.prefill = mutated(cluster.prefill, worker_code=changed + worker_mistake)
     cluster.decode = mutated(cluster.decode, daemon_code=daemon_mistake)
     second = DaemonProcess("prefill", "the filling daemon", folder / "q", ends_with_us=True)
     second.config = (
@@ -267,6 +291,7 @@ def late_writer_cluster(
             model, instance=f"fill-{folder.name}", runtime_dir=second.runtime_dir, transport="local", pools=pools
         )
         | waits
+        | dict(Gpus.of_prefill(gpus))
     )
     cluster.others.append(second)
     stage = LateWriterCluster(
@@ -276,6 +301,8 @@ def late_writer_cluster(
         shares=shares,
         shared_tokens=SHARED_BY_LATE_TOKENS,
         model=MODEL,
+        gpus=gpus,
+        gate=gate,
     )
     try:
         cluster.start()

@@ -14,16 +14,14 @@ import pytest
 
 from tests.faults.cluster_cache import ClusterCache
 from tests.faults.late_writer_cluster import FILL_TOKENS, LATE_TOKENS, LateWriterCluster, late_writer_cluster
+from tests.faults.late_writers import AWAKE_S, freed, frozen_node, over
 from tests.faults.mutations import BELIEVE_QUIET, FREE_BY_TIMER
 from tests.helpers.cluster import eventually
-from tests.helpers.live_rooms import status
 
 LIBRARIES = ["mooncake", "nixl"]
 EXPIRING = ", expiring"
 SHARING = ", sharing"
 """Behind a transport: the late room begins like one that another daemon has written, and that is read all the time."""
-AWAKE_S = 0.6
-"""What a late writer is given to do its worst; it writes 24 MiB in a tenth of that."""
 MUCH_BYTES = 50_000
 """More than connecting and acknowledging leave in a socket."""
 LATE_S = 1.0
@@ -41,44 +39,7 @@ def stages() -> Iterator[ClusterCache[LateWriterCluster]]:
     opened.clear()
 
 
-def over(stage: LateWriterCluster, room: int) -> None:
-    """Wait until a room has ended for users on both sides."""
-    for daemon in stage.nodes:
-        eventually("over", lambda daemon=daemon: stage.state(daemon, room) in {"aborting", "aborted", "failed"})
-
-
-def freed(stage: LateWriterCluster) -> None:
-    """Wait until the decode daemon has shut the writer out and given the late room's pages back."""
-    eventually("freed", lambda: status(stage.decode)["available_pages"]["full"] >= LATE_TOKENS // 256)
-
-
 # ------------------------------------------------------------------------------------------- writers that are late
-
-
-def frozen_node(stage: LateWriterCluster, *, fenced: bool) -> int:
-    """A prefill node that is frozen with an order in its worker's hands, long enough to be given up by decode.
-
-    The worker wakes first, and knows nothing of all that: it writes. `fenced`: decode can shut it out without its help.
-    Returns how many of the rows looked for have come.
-    """
-    room = stage.begin_late()
-    worker, node = stage.worker_pid(stage.prefill), stage.pid(stage.prefill)
-    stage.freeze(worker)
-    stage.sender.call("publish", room, LATE_TOKENS)
-    stage.freeze(node)
-    stage.letter(stage.decode, room, "L")
-    if fenced:
-        freed(stage)
-    assert stage.fill_free_pages()
-    stage.resume(worker)
-    time.sleep(AWAKE_S)
-    landed = stage.rows_landed(room)
-    stage.check_filled()
-    stage.resume(node)
-    stage.letter(stage.prefill, room, "L")
-    stage.sender.call("abort", room)
-    stage.check_filled()
-    return landed
 
 
 @pytest.mark.parametrize(

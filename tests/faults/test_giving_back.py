@@ -64,13 +64,13 @@ def _let_go(stage: FaultCluster, state: State, room: int, ending: str) -> None:
 
 
 LIMITS = {
-    "begin_s": 4.0,
-    "offer_s": 2.0,
-    "early_offer_s": 1.0,
-    "handshake_s": 2.0,
-    "transfer_s": 5.0,
-    "room_s": 6.0,
-    "claim_s": 3.0,
+    "begin_s": 12.0,
+    "offer_s": 6.0,
+    "early_offer_s": 3.0,
+    "handshake_s": 6.0,
+    "transfer_s": 12.0,
+    "room_s": 18.0,
+    "claim_s": 9.0,
 }
 NOBODY = {"endpoint": "tcp://127.0.0.1:9"}
 """An address where no prefill daemon is."""

@@ -16,10 +16,10 @@ from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, live_cluster, report, status
 
 TOKENS = 1_000
-SILENCE_S = 2.0
+SILENCE_S = 8.0
 DECODE = {
     "integrity": {"digest": "crc32c"},
-    "timeouts": {"control_heartbeat_s": 0.25, "worker_silence_s": SILENCE_S, "verify_s": 1.0},
+    "timeouts": {"control_heartbeat_s": 0.25, "worker_silence_s": SILENCE_S, "verify_s": 5.0},
 }
 PATIENT = DECODE | {"timeouts": DECODE["timeouts"] | {"verify_s": 30.0}}
 

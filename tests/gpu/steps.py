@@ -36,6 +36,7 @@ CORES_OF_A_STEP = 4
 MOST_AT_ONCE = 8
 MEASURED_S = {
     "tests/sparse_model": 90.0,
+    "tests/strikes": 90.0,
     "contract/transport_failures-nixl": 60.0,
     "contract/transport_failures-not-nixl": 55.0,
     "tests/transport_local": 40.0,

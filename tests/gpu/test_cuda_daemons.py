@@ -24,18 +24,14 @@ from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.adapters import synthetic
-from kvbridge.engine.adopted import adopted_region
 from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
-from kvbridge.engine.views import PoolViews
-from kvbridge.pool.memory.layout import RankPart
 from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
 from tests.helpers.gpu_children import SLEEP_CYCLES
 from tests.helpers.live_rooms import status
-from tests.helpers.rank_harness import Case, Setting, draw_tables
-from tests.helpers.rank_pools import Form, Ranks
+from tests.helpers.rank_harness import Case
 from tests.helpers.whole_rooms import CLAIM_S, check_rows, cross, nodes, write
 
 pytestmark = pytest.mark.gpu
@@ -272,75 +268,6 @@ def test_two_gpus_send_one_request_in_stripes(device: int, second_device: int) -
         for case in CASES:
             reader.release(cross(running, sender, reader, case).room)
         eventually("all pages back", lambda: all_free(running.prefill, sender))
-
-
-# ------------------------------------------------------------------------------------------- adopted
-
-SETTING = Setting(
-    TINY,
-    Ranks(),
-    Ranks(),
-    Form({FULL: 8, SWA: 4, REQUEST: 3}),
-    Form({FULL: 9, SWA: 4, REQUEST: 3, HOST: 48}, host=C4_KV),
-    "local",
-)
-
-
-def engine_memory(
-    pages: dict[IndexSpace, int], device: int, exclude: frozenset[ComponentKind]
-) -> tuple[dict[Rank, list[Any]], list[torch.Tensor]]:
-    """An engine's own tensors: rows of larger ones, as engines have them."""
-    rank = Rank(pp=0, tp=0)
-    part = RankPart.of(TINY, rank, pp_size=1, tp_size=1)
-    regions, tensors = [], []
-    for component, layers in part.components(TINY, exclude):
-        for layer in layers:
-            shape = pages[component.space], component.page_bytes() + 64
-            tensors.append(torch.zeros(shape, dtype=torch.uint8, device=f"cuda:{device}"))
-            regions.append(adopted_region(component, layer, tensors[-1][:, : component.page_bytes()]))
-    return {rank: regions}, tensors
-
-
-def test_engines_bring_their_own_tensors(device: int) -> None:
-    adopted = {"memory": "adopted"}
-    theirs, source_tensors = engine_memory(SETTING.source_form.pages, device, frozenset())
-    ours, destination_tensors = engine_memory(SETTING.destination_form.pages, device, C4_KV)
-    torch.cuda.synchronize(device)
-    host = {"host": {"pages": SETTING.destination_form.pages[HOST]}}
-    random = np.random.default_rng(5)
-    with nodes(
-        on_devices(device) | {"pools": adopted}, on_devices(device) | {"pools": adopted | host}, wait=False
-    ) as running:
-        for daemon in (running.prefill, running.decode):
-            daemon.endpoint()
-        with (
-            PrefillEngine.adopt(running.prefill.runtime_dir, theirs) as sender,
-            DecodeEngine.adopt(running.decode.runtime_dir, ours) as reader,
-        ):
-            running.wait_ready()
-            for case in (Case(3), Case(130, (57,)), Case(1023, (333, 777), longest_run=3)):
-                source, destination = draw_tables(SETTING, case, random)
-                del destination[HOST]
-                room = running.pair(case.tokens)["room"]
-                assert [(event.kind, event.room) for event in reader.events(CLAIM_S)] == [("wanted", room)]
-                reader.provide(room, destination)
-                sender.begin(room, prompt_tokens=case.tokens, tables=source)
-                write(sender, room, case, source)
-                check_rows(reader, reader.wait_claim(room, CLAIM_S))
-                reader.release(room)
-                for engine in (sender, reader):
-                    eventually(
-                        "the end", lambda engine=engine: [e for e in engine.events(0.1) if e.kind == "completed"]
-                    )
-    del source_tensors, destination_tensors
-
-
-def test_views_of_adopted_tensors_are_the_tensors(device: int) -> None:
-    regions, tensors = engine_memory(SETTING.source_form.pages, device, frozenset())
-    views = PoolViews(TINY, regions[Rank(pp=0, tp=0)])
-    for page in (page for homes in views._homes.values() for view in homes.values() for page in view._pages):
-        page.fill_(5)
-    assert all(bool((tensor[:, :-64] == 5).all()) and not bool(tensor[:, -64:].any()) for tensor in tensors)
 
 
 def test_what_an_engine_backs_up_into_twins_its_gpu_loads_back_elsewhere(device: int) -> None:

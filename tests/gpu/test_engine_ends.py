@@ -7,14 +7,21 @@ import select
 import signal
 import socket as unix
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvbridge.core.ids import Role
+from kvbridge.engine.base import Engine
+from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.gpu_children import child, count_up, counter_of
-from tests.helpers.whole_rooms import nodes
+from tests.helpers.gpu_children import child, count_up, count_up_claimed, counter_of
+from tests.helpers.rank_harness import Case
+from tests.helpers.whole_rooms import nodes, write
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 TOKENS = 300
@@ -31,26 +38,49 @@ def busy(daemon: DaemonProcess) -> bool:
     return any(pages for states in pools.values() for state, pages in states.items() if state != "free")
 
 
+def on(device: int) -> dict[str, Any]:
+    return {"parallelism": {"ranks": [{"pp": 0, "tp": 0, "device": f"cuda:{device}"}]}}
+
+
+@contextmanager
+def listening(path: Path) -> Iterator[unix.socket]:
+    with unix.socket(unix.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        yield listener
+
+
 def test_nothing_is_written_by_a_killed_engine_once_its_pages_are_free(device: int, tmp_path: Path) -> None:
-    on_device = {"parallelism": {"ranks": [{"pp": 0, "tp": 0, "device": f"cuda:{device}"}]}}
     with (
-        nodes(on_device, on_device) as running,
+        nodes(on(device), on(device)) as running,
         PrefillEngine.attach(running.prefill.runtime_dir) as observer,
     ):
         for round_ in range(ROUNDS):
-            with unix.socket(unix.AF_UNIX) as listener:
-                listener.bind(str(tmp_path / f"witness-{round_}"))
-                listener.listen()
+            with listening(tmp_path / f"witness-{round_}") as listener:
                 kill_and_count(running.prefill, observer, listener, running.pair(TOKENS)["room"], device)
 
 
-def kill_and_count(
-    daemon: DaemonProcess, observer: PrefillEngine, listener: unix.socket, room: int, device: int
-) -> None:
+def test_nothing_is_written_by_a_killed_decode_engine_once_its_pages_are_free(device: int, tmp_path: Path) -> None:
+    """It goes on writing pages of a room that it has claimed, as one does that appends rows to a page it had the number of."""
+    with (
+        nodes(on(device), on(device)) as running,
+        PrefillEngine.attach(running.prefill.runtime_dir) as sender,
+        DecodeEngine.attach(running.decode.runtime_dir) as observer,
+    ):
+        for round_ in range(ROUNDS):
+            room = running.pair(TOKENS)["room"]
+            write(sender, room, Case(TOKENS))
+            with listening(tmp_path / f"witness-{round_}") as listener:
+                kill_and_count(running.decode, observer, listener, room, device)
+            sender.events()
+
+
+def kill_and_count(daemon: DaemonProcess, observer: Engine, listener: unix.socket, room: int, device: int) -> None:
     """One round. Prints how many writes came after each end; the last figure must be 0."""
     views = next(iter(observer.views.values()))
     witness = listener.getsockname()
-    with child(count_up, str(daemon.runtime_dir), room, TOKENS, witness, device) as engine:
+    counting = count_up if daemon.role == Role.PREFILL else count_up_claimed
+    with child(counting, str(daemon.runtime_dir), room, TOKENS, witness, device) as engine:
         counter = counter_of(views, engine.hear())
         seen, _ = listener.accept()
         pid = engine.process.pid

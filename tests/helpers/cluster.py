@@ -50,6 +50,11 @@ class Cluster(ClusterOfProcesses):
         return self.ticket(PairRequest(prompt_tokens=prompt_tokens, **more)).model_dump(mode="json")
 
 
+def live_rows_only(transport: str) -> dict[str, Any]:
+    """Return the section of a prefill daemon that sends nothing but live rows, also where dead bytes would save operations."""
+    return {"transports": transport_section(transport) | {"mooncake": {"operation_cost_bytes": 0}}}
+
+
 @contextmanager
 def cluster(
     model: Mapping[str, Any],
@@ -59,7 +64,7 @@ def cluster(
     decode: Mapping[str, Any] | None = None,
     pages: Mapping[str, int] | None = None,
     host_pages: int = 64,
-    device_layout: str = "layer_first",
+    device_layout: str | None = None,
     prefill_pp: int = 1,
     prefill_tp: int = 1,
     decode_pp: int = 1,
@@ -74,7 +79,8 @@ def cluster(
     `faults`: of the prefill daemon's transports. `change`: makes another of each daemon before it starts (`mutated_daemon`).
     """
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
-    pools = {"device": dict(pages or {"full": 64, "swa": 16, "request": 8}), "device_layout": device_layout}
+    pools = {"device": dict(pages or {"full": 64, "swa": 16, "request": 8})}
+    pools |= {"device_layout": device_layout} if device_layout else {}
     spec = ClusterSpec(
         model=dict(model),
         transport=transport,

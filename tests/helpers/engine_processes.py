@@ -46,4 +46,4 @@ def doomed_engine(runtime_dir: Path, role: str, room: int, tokens: int) -> Itera
         yield process
     finally:
         process.kill()
-        process.communicate(timeout=10)
+        process.communicate(timeout=20)

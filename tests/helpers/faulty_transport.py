@@ -130,6 +130,11 @@ class FaultyTransport(Transport):
         """The inner transport's."""
         return self._inner.max_operation_bytes
 
+    @property
+    def operation_cost_bytes(self) -> int:
+        """The inner transport's."""
+        return self._inner.operation_cost_bytes
+
     def register(self, memory: Sequence[Extent]) -> None:
         """See `Transport.register`."""
         self._inner.register(memory)

@@ -25,6 +25,8 @@ from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.engine.adapters import synthetic
+from kvbridge.engine.base import Engine
+from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.engine.views import PoolViews
 from kvbridge.pool.memory.cuda_pool import CudaPool
@@ -163,7 +165,17 @@ def count_up(pipe: Connection, runtime_dir: str, room: int, tokens: int, witness
     """
     torch.zeros(1, device=f"cuda:{device}")
     engine = PrefillEngine.attach(runtime_dir)
-    tables = engine.begin(room, prompt_tokens=tokens).tables
+    _count_in(engine, engine.begin(room, prompt_tokens=tokens).tables, pipe, witness)
+
+
+def count_up_claimed(pipe: Connection, runtime_dir: str, room: int, _tokens: int, witness: str, device: int) -> None:
+    """The same as a decode engine, which claims the room."""
+    torch.zeros(1, device=f"cuda:{device}")
+    engine = DecodeEngine.attach(runtime_dir)
+    _count_in(engine, engine.wait_claim(room, ANSWER_S).tables, pipe, witness)
+
+
+def _count_in(engine: Engine, tables: Tables, pipe: Connection, witness: str) -> None:
     page_id = int(tables[IndexSpace.FULL].ids[0])
     counter = counter_of(next(iter(engine.views.values())), page_id)
     counter.zero_()
@@ -179,8 +191,8 @@ def count_up(pipe: Connection, runtime_dir: str, room: int, tokens: int, witness
 
 
 def counter_of(views: PoolViews, page_id: int) -> torch.Tensor:
-    """The first 8 bytes of a page of a full space, as a number: int64 [1], shared with the pool."""
-    kind = ComponentKind.C4_KV
+    """The first 8 bytes of a page of the full space, as a number: int64 [1], shared with the pool; on a GPU on either side."""
+    kind = ComponentKind.C4_INDEXER
     page = views.page(kind, views.layers(kind)[0], space=IndexSpace.FULL, page_id=page_id)
     return page[:8].view(torch.int64)
 

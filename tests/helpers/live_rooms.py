@@ -103,9 +103,13 @@ def report(daemon: DaemonProcess, room: int, headers: Headers | None = None) -> 
 
 def ends(daemon: DaemonProcess, room: int, state: str, code: str = "", headers: Headers | None = None) -> str:
     """Wait for the end of a room, check how it ended, and return the reason."""
-    answer = http("GET", daemon, f"/v1/requests/{room}?wait=15", headers=headers)
-    assert answer.status_code == 200, answer.text
-    found = answer.json()
+
+    def look() -> dict[str, Any] | None:
+        answer = http("GET", daemon, f"/v1/requests/{room}?wait=15", headers=headers)
+        assert answer.status_code == 200, answer.text
+        return None if answer.json()["state"] in UNDER_WAY else answer.json()
+
+    found = eventually(f"the end of room {room}", look)
     assert (found["state"], found["reason_code"]) == (state, code), found
     return str(found["reason"])
 
@@ -246,8 +250,8 @@ class LiveCluster:
     def serves(self) -> None:
         """Everybody is ready, every page is free, and the next room crosses."""
         for daemon in (self.prefill, self.decode):
-            assert http("GET", daemon, "/ready").status_code == 200, http("GET", daemon, "/ready").text
             all_free(daemon, self.headers)
+            assert http("GET", daemon, "/ready").status_code == 200, http("GET", daemon, "/ready").text
         self.cross()
         for daemon in (self.prefill, self.decode):
             all_free(daemon, self.headers)

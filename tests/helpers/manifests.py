@@ -35,41 +35,43 @@ class AddressSpace:
         return start
 
 
+Held = tuple[Component, list[int], tuple[int, int]]
+"""A component with its layers and lanes."""
+
+
 def place(
-    component: Component,
-    layers: list[int],
+    held: list[Held],
     *,
     space: IndexSpace,
     page_count: int,
-    lanes: tuple[int, int],
     into: AddressSpace,
     layout: Layout,
 ) -> list[Region]:
-    """Lay out a component of some layers, each layer by itself or (page_first) page by page."""
-    page_bytes = component.page_bytes(lanes[1] - lanes[0])
-    blocks = [layers] if layout.page_first else [[layer] for layer in layers]
+    """Lay out components: each layer by itself or (page_first) all of them page by page."""
+    parts = [(component, layer, lanes) for component, layers, lanes in held for layer in layers]
     per_extent = min(layout.pages_per_extent or page_count, page_count)
     regions = []
-    for block in blocks:
-        step = page_bytes + layout.layer_gap_bytes
-        stride = step * len(block) + layout.stride_extra_bytes
+    for block in [parts] if layout.page_first else [[part] for part in parts]:
+        sizes = [component.page_bytes(lanes[1] - lanes[0]) for component, _, lanes in block]
+        stride = sum(sizes) + layout.layer_gap_bytes * len(block) + layout.stride_extra_bytes
         starts = [into.take(per_extent * stride, layout.gap_bytes) for _ in range(0, page_count, per_extent)]
-        regions += [
-            Region(
-                component=component.kind,
-                layer=layer,
-                space=space,
-                memory=MemoryKind.DRAM,
-                extent_addresses=tuple(start + index * step for start in starts),
-                pages_per_extent=per_extent,
-                page_count=page_count,
-                page_bytes=page_bytes,
-                page_stride_bytes=stride,
-                lane_start=lanes[0],
-                lane_stop=lanes[1],
+        for (component, layer, lanes), size in zip(block, sizes, strict=True):
+            regions.append(
+                Region(
+                    component=component.kind,
+                    layer=layer,
+                    space=space,
+                    memory=MemoryKind.DRAM,
+                    extent_addresses=tuple(starts),
+                    pages_per_extent=per_extent,
+                    page_count=page_count,
+                    page_bytes=size,
+                    page_stride_bytes=stride,
+                    lane_start=lanes[0],
+                    lane_stop=lanes[1],
+                )
             )
-            for index, layer in enumerate(block)
-        ]
+            starts = [start + size + layout.layer_gap_bytes for start in starts]
     return regions
 
 
@@ -90,6 +92,8 @@ class Instance:
     """First layers of the stages but the first; pp_size - 1 of them."""
     host: frozenset[ComponentKind] = frozenset()
     layouts: dict[ComponentKind, Layout] = field(default_factory=dict)
+    together: frozenset[IndexSpace] = frozenset()
+    """Spaces of the device whose components are laid out as one, in the layout of the first of them."""
     base: int = 1 << 40
 
     @property
@@ -104,36 +108,34 @@ class Instance:
 
     def device_regions(self, rank: Rank, into: AddressSpace) -> list[Region]:
         """Everything that a rank holds on its device."""
-        found = []
-        for component in self.geometry.components:
-            held = [layer for layer in component.layers if layer in self.layers(rank.pp)]
-            if held and component.kind not in self.host:
-                found += place(
-                    component,
-                    held,
-                    space=component.space,
-                    page_count=self.page_counts[component.space],
-                    lanes=lane_interval(component, rank.tp, self.tp_size),
-                    into=into,
-                    layout=self.layouts.get(component.kind, Layout()),
-                )
-        return found
+        held = [
+            (component, layers, lane_interval(component, rank.tp, self.tp_size))
+            for component in self.geometry.components
+            if component.kind not in self.host
+            and (layers := [layer for layer in component.layers if layer in self.layers(rank.pp)])
+        ]
+        return [region for block in self._blocks(held) for region in self._placed(block, block[0][0].space, into)]
 
     def host_regions(self, into: AddressSpace) -> list[Region]:
         """The node's host pool: all layers, all lanes."""
-        found = []
-        for kind in sorted(self.host):
-            component = self.geometry.component(kind)
-            found += place(
-                component,
-                list(component.layers),
-                space=IndexSpace.HOST,
-                page_count=self.page_counts[IndexSpace.HOST],
-                lanes=(0, component.lanes),
-                into=into,
-                layout=self.layouts.get(kind, Layout()),
-            )
-        return found
+        kinds = [self.geometry.component(kind) for kind in sorted(self.host)]
+        blocks = [[(component, list(component.layers), (0, component.lanes))] for component in kinds]
+        return [region for block in blocks for region in self._placed(block, IndexSpace.HOST, into)]
+
+    def _blocks(self, held: list[Held]) -> list[list[Held]]:
+        blocks: list[list[Held]] = []
+        joint: dict[IndexSpace, list[Held]] = {}
+        for each in held:
+            space = each[0].space
+            if space not in self.together or space not in joint:
+                blocks.append([])
+                joint[space] = blocks[-1]
+            joint[space].append(each)
+        return blocks
+
+    def _placed(self, block: list[Held], space: IndexSpace, into: AddressSpace) -> list[Region]:
+        layout = self.layouts.get(block[0][0].kind, Layout())
+        return place(block, space=space, page_count=self.page_counts[space], into=into, layout=layout)
 
     def manifest(self, rank: Rank, regions: list[Region]) -> RankManifest:
         """The manifest of a rank with these regions."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,9 +17,9 @@ from typing import Any
 
 import torch
 
-from kvbridge.core.errors import BridgeError, errors_by_code
+from kvbridge.core.errors import BridgeError, DetachedError, errors_by_code
 from kvbridge.core.geometry.components import Component, Liveness
-from kvbridge.core.ids import Role, Tables
+from kvbridge.core.ids import MemoryKind, Role, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.base import Engine
@@ -26,10 +27,13 @@ from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from kvbridge.engine.views import PoolViews
 from kvbridge.tier.keys import NO_KEYS, Keys
+from tests.helpers.busy_pages import BusyPages, scribble, write_back
 from tests.helpers.prompts import Prompt
 
 CALL_S = 20.0
 """Longest call of an engine; what it is told to do takes little longer."""
+BUSY_PAGES = 16
+"""Of a room, and no more, that an engine keeps writing to."""
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["tests.helpers.obedient_engines"])
@@ -38,11 +42,11 @@ _processes.set_forkserver_preload(["tests.helpers.obedient_engines"])
 class ObedientEngine:
     """One engine process, attached to a daemon. `close` ends it, however it is."""
 
-    def __init__(self, role: Role, runtime_dir: Path) -> None:
-        """Start and attach. Raises what attaching raises."""
+    def __init__(self, role: Role, runtime_dir: Path, *, prepare: Callable[[], object] | None = None) -> None:
+        """Start and attach. `prepare`, a function of some module, is called there before. Raises what attaching raises."""
         self.role = role
         self._pipe, theirs = _processes.Pipe()
-        self._process = _processes.Process(target=_serve, args=(role, str(runtime_dir), theirs), daemon=True)
+        self._process = _processes.Process(target=_serve, args=(role, str(runtime_dir), theirs, prepare), daemon=True)
         self._process.start()
         theirs.close()
         self._answer(2 * CALL_S)
@@ -85,12 +89,14 @@ class ObedientEngine:
         self._process.close()
 
 
-def _serve(role: Role, runtime_dir: str, pipe: Connection) -> None:
+def _serve(role: Role, runtime_dir: str, pipe: Connection, prepare: Callable[[], object] | None) -> None:
     """The process: attach, then a command at a time until the pipe ends."""
     engine: _Prefill | _Decode | None = None
     while True:
         try:
             if engine is None:
+                if prepare is not None:
+                    prepare()
                 found: Any = None
                 engine = _Prefill(runtime_dir) if role is Role.PREFILL else _Decode(runtime_dir)
             else:
@@ -113,6 +119,7 @@ class _Prefill:
         self._engine = PrefillEngine.attach(runtime_dir)
         self._begun: dict[int, PrefillRoom] = {}
         self._keys: dict[int, Keys] = {}
+        self._busy: dict[int, BusyPages] = {}
 
     def begin(self, room: int, tokens: int, prompt: Prompt | None = None) -> int:
         """Begin a room, and check every byte that it starts from; returns where that is, in tokens."""
@@ -130,8 +137,14 @@ class _Prefill:
             ).mismatches
             assert not wrong, f"wrong bytes before room {room}: {wrong[0]}, and {len(wrong) - 1} more"
 
+    def compute(self, room: int) -> None:
+        """Have the GPU write anything to pages of a begun room, again and again, until rows of it are filled."""
+        self._busy[room] = BusyPages(_pages(self._engine, self._begun[room].tables), scribble)
+
     def fill(self, room: int, tokens: int, start: int, stop: int) -> None:
         """Write rows of a begun room, those that are not there already, without telling anybody."""
+        if room in self._busy:
+            self._busy.pop(room).stop()
         begun = self._begun[room]
         self._fill(room, begun.tables, tokens, max(start, begun.computed_tokens), stop)
 
@@ -155,9 +168,19 @@ class _Prefill:
         for tokens, tables in wanted.items():
             self._fill(room, tables, tokens, tokens, tokens)
         self._engine.finish(room, metadata=b"first token", checkpoints=tuple(wanted))
+        del self._begun[room]
 
     def abort(self, room: int) -> None:
+        if room in self._busy:
+            self._busy.pop(room).stop()
         self._engine.abort(room, "told so")
+        self._begun.pop(room, None)
+
+    def let_go(self) -> None:
+        """Wait until the node says that the device memory is gone, and give up every room that was begun."""
+        _await_detached(self._engine)
+        for room in tuple(self._begun):
+            self.abort(room)
 
     def events(self, timeout_s: float) -> list[tuple[int, str, str]]:
         return _events(self._engine.events, timeout_s)
@@ -170,6 +193,7 @@ class _Decode:
         self._engine = DecodeEngine.attach(runtime_dir)
         self._tables: dict[int, Tables] = {}
         self._keys: dict[int, Keys] = {}
+        self._busy: dict[int, BusyPages] = {}
 
     def claim(self, room: int, tokens: int, prompt: Prompt | None = None) -> int:
         """Claim a room once it is committed, and check every byte of it; returns how many tokens were here before."""
@@ -179,6 +203,21 @@ class _Decode:
         self._tables[room] = claimed.tables
         self.check(room, tokens)
         return claimed.prefix_tokens
+
+    def compute(self, room: int) -> None:
+        """Have the GPU read and write back pages of a claimed room, again and again, until this engine lets go of it."""
+        self._busy[room] = BusyPages(_pages(self._engine, self._tables[room]), write_back)
+
+    def holds(self, needles: list[bytes]) -> int:
+        """How many of these are in the memory of this engine's node: each is known by its first 8 bytes, at a multiple of 8."""
+        wanted = [int.from_bytes(needle[:8], "little", signed=True) for needle in needles]
+        found: set[int] = set()
+        for view in self._engine.views.values():
+            for region in view.regions:
+                pages = view.region(region.component, region.layer, space=region.space)
+                words = torch.stack([pages.page(page) for page in range(region.page_count)]).view(torch.int64)
+                found.update(word for word in wanted if word not in found and bool((words == word).any()))
+        return len(found)
 
     def check(self, room: int, tokens: int) -> None:
         """Check every byte of a claimed room (again)."""
@@ -211,6 +250,9 @@ class _Decode:
             view.write_rows(part.kind, layer, tables=tables, start_row=start, rows=torch.from_numpy(rows))
 
     def release(self, room: int, valid_tokens: int = 0, prompt: Prompt | None = None) -> None:
+        if room in self._busy:
+            self._busy.pop(room).stop()
+        self._tables.pop(room, None)
         if valid_tokens:
             keys = _keys(self._engine, prompt, valid_tokens)
             self._engine.release(room, valid_tokens=valid_tokens, page_hashes=keys)
@@ -220,8 +262,38 @@ class _Decode:
     def abort(self, room: int) -> None:
         self._engine.abort(room, "told so")
 
+    def let_go(self) -> None:
+        """Wait until the node says that the device memory is gone, and release every room that was claimed."""
+        _await_detached(self._engine)
+        for room in tuple(self._tables):
+            self.release(room)
+
     def events(self, timeout_s: float) -> list[tuple[int, str, str]]:
         return _events(self._engine.events, timeout_s)
+
+
+def _pages(engine: Engine, tables: Tables) -> list[torch.Tensor]:
+    """Some pages of a room's growing components: uint8 each, shared with the pool."""
+    found = [
+        home.page(int(page))
+        for view in engine.views.values()
+        for part in view.geometry.components
+        if part.liveness is Liveness.GROWING
+        for layer in view.layers(part.kind)
+        if (home := view.home(part.kind, layer, tables=tables)).region.memory is MemoryKind.VRAM or view.device is None
+        for page in home.table(tables).ids
+    ]
+    return found[:: max(1, len(found) // BUSY_PAGES)]
+
+
+def _await_detached(engine: Engine) -> None:
+    deadline_s = time.monotonic() + CALL_S
+    while time.monotonic() < deadline_s:
+        try:
+            engine.events(0.1)
+        except DetachedError:
+            return
+    raise AssertionError("the engine was not told that its device memory is gone")
 
 
 def _keys(engine: Engine, prompt: Prompt | None, tokens: int) -> Keys:

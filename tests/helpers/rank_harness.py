@@ -26,6 +26,7 @@ from kvbridge.core.geometry.pages import first_window_page, pages_needed
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
 from kvbridge.core.plan.accounting import Demand, shortfall
 from kvbridge.core.plan.operations import Amounts, Section, add_amounts
+from kvbridge.core.plan.runs import split_rows
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.worker_messages import CloseRoom, ConnectPeer, OpenRoom, PeerConnected, RoomClosed, Send, Sent
@@ -88,17 +89,20 @@ class Setting:
     destination_form: Form
     transport: str
     label: str = ""
+    dead_bytes: bool = False
+    """Whether a backend may send dead bytes of the request's own pages along, where it does so unless told otherwise."""
 
     def __str__(self) -> str:
         words = (self.transport, self.label, f"{self.source}_to_{self.destination}")
         return "-".join(word for word in words if word)
 
 
-def transport_settings(name: str) -> TransportSettings:
-    """One backend, over loopback; nixl with operations that have to be cut."""
+def transport_settings(name: str, *, dead_bytes: bool = False) -> TransportSettings:
+    """One backend, over loopback; nixl with operations that have to be cut. Nothing but live rows is sent without `dead_bytes`."""
     return TransportSettings(
         order=(TransportName(name),),
-        mooncake=MooncakeSettings(),  # those of the daemons: the library takes one set of timeouts in a process
+        # Timeouts are those of the daemons: the library takes one set of them in a process.
+        mooncake=MooncakeSettings(operation_cost_bytes=None if dead_bytes else 0),
         # A machine that is busy with other tests takes its time for a process that parses what a peer says of itself.
         nixl=NixlSettings(
             ucx_tls="tcp",
@@ -139,7 +143,9 @@ class Crossing:
             self._close(room)
             self._check_rows(room, case, destination)
             self._check_amounts(case, amounts)
-            self.destination.canvas.paint_request(destination, tokens=case.tokens, prefix_tokens=case.prefix)
+            self.destination.canvas.paint_request(
+                destination, tokens=case.tokens, prefix_tokens=case.prefix, whole_pages=self.setting.dead_bytes
+            )
             stray = self.destination.canvas.stray()
             assert stray is None, f"written outside of the request: {stray}"
         except BaseException:
@@ -215,7 +221,12 @@ class Crossing:
             slots = component.slots_per_page
             complete = max(0, rows.stop // slots - -(-rows.start // slots))
             padding = complete * (component.page_bytes() - component.lanes * component.lane_block_bytes)
-            assert least <= sent <= least + padding * len(component.layers) * copies, (
+            most = least + padding * len(component.layers) * copies
+            if self.setting.dead_bytes and rows.count:
+                # Whole pages; and rows of the last one that came with an earlier chunk are sent again.
+                pages = len(split_rows(component, rows).touched) + 1
+                most = pages * component.page_bytes() * len(component.layers) * copies
+            assert least <= sent <= most, (
                 f"{component.kind}: {sent} bytes on the wire for {copies} copies of {least // copies}"
             )
 
@@ -234,7 +245,7 @@ def _amounts(sent: Sent) -> Amounts:
 @contextmanager
 def crossing(setting: Setting, process: DestinationProcess, directory: Path) -> Iterator[Crossing]:
     """Make both nodes' pools, start their workers and connect them."""
-    transports = transport_settings(setting.transport).model_dump_json()
+    transports = transport_settings(setting.transport, dead_bytes=setting.dead_bytes).model_dump_json()
     with ExitStack() as stack:
         # Rows are small and cores few: the oracle's threads would mostly wait for each other.
         stack.callback(torch.set_num_threads, torch.get_num_threads())

@@ -14,8 +14,9 @@ import numpy.typing as npt
 import torch
 
 from kvbridge.config.pools import HostLayout
-from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, ModelGeometry
+from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, ModelGeometry, RowInterval
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
+from kvbridge.core.plan.runs import split_rows
 from kvbridge.core.wire.worker_messages import WorkerSetup
 from kvbridge.engine.rows import place_rows
 from kvbridge.engine.views import PoolViews, RegionView
@@ -74,12 +75,18 @@ class Canvas:
         for array in self._memory:
             array[:] = self._colour
 
-    def paint_request(self, tables: Tables, *, tokens: int, prefix_tokens: int = 0) -> None:
-        """Give their colour back to the live rows of a request and to the paddings of its complete pages."""
+    def paint_request(self, tables: Tables, *, tokens: int, prefix_tokens: int = 0, whole_pages: bool = False) -> None:
+        """Give their colour back to the live rows of a request and to the paddings of its complete pages.
+
+        With `whole_pages` to all of each page that has such a row, where dead bytes may have been sent along.
+        """
         for views in self.views:
             for component in views.geometry.components:
                 for layer in views.layers(component.kind):
-                    self._paint_rows(views.home(component.kind, layer, tables=tables), tables, tokens, prefix_tokens)
+                    view = views.home(component.kind, layer, tables=tables)
+                    self._paint_rows(view, tables, tokens, prefix_tokens)
+                    if whole_pages:
+                        self._paint_pages(view, tables, component.live_rows(tokens, prefix_tokens))
 
     def _paint_rows(self, view: RegionView, tables: Tables, tokens: int, prefix_tokens: int) -> None:
         component, table = view.component, view.table(tables)
@@ -92,6 +99,11 @@ class Canvas:
         if padding < view.region.page_bytes:
             for page_id in complete_pages(component, table, rows.start, rows.stop):
                 view.page(page_id)[padding:] = self._colour
+
+    def _paint_pages(self, view: RegionView, tables: Tables, rows: RowInterval) -> None:
+        table = view.table(tables)
+        for page in split_rows(view.component, rows).touched if rows.count else ():
+            view.page(int(table.ids[page - table.first_page]))[:] = self._colour
 
     def stray(self) -> str | None:
         """Return where the first byte lies that does not have the colour, in words, or None."""

@@ -20,7 +20,7 @@ from kvbridge.core.wire.codec import NOTHING, PEER, Acks, Envelope
 from kvbridge.core.wire.messages import Heartbeat, Hello, NodeDescription, PeerMessage
 
 MessageT = TypeVar("MessageT")
-WAIT_S = 15.0
+WAIT_S = 30.0
 
 
 class RawPeer:

@@ -123,6 +123,8 @@ class Worker:
                     self.end(message, well=False)
                 else:
                     self.paths[message.order] = TRANSPORTS[0], self.connected[TRANSPORTS[0]]
+            case CloseRoom(all_sent=True):
+                self.rooms.pop(Owner(message.room, message.generation), None)
             case CloseRoom():
                 self.closing.add(Owner(message.room, message.generation))
                 self._confirm(Owner(message.room, message.generation))

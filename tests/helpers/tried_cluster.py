@@ -1,6 +1,6 @@
 """A newcomer's cluster: a directory that `kvbridge init` wrote, `kvbridge up` on it, and what that printed.
 
-Every wait has a deadline; the ports are free ones; Ctrl-C ends the cluster at the latest when its context does.
+Every wait has a deadline; the ports are its own; Ctrl-C ends the cluster at the latest when its context does.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import socket
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.helpers.cluster import eventually
+from tests.helpers.held_ports import held_ports
 
 SAID_S = 90.0
 END_S = 60.0
@@ -44,7 +46,9 @@ class TriedCluster:
         self.folder = folder
         self.kvbridge = kvbridge
         self.environment = dict(os.environ if environment is None else environment)
-        self.ports = dict(zip(("bootstrap", "prefill", "decode"), free_ports(3), strict=True))
+        held = ExitStack()
+        self.ports = dict(zip(("bootstrap", "prefill", "decode"), held.enter_context(held_ports(3)), strict=True))
+        weakref.finalize(self, held.close)
 
     def init(self, *arguments: str) -> str:
         """Write the configurations, move them to free ports, and return what was printed."""

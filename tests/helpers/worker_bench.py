@@ -9,7 +9,7 @@ from collections import deque
 
 import numpy as np
 
-from kvbridge.core.ids import IndexSpace, PageTable
+from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable
 from kvbridge.core.plan.operations import Operations, Section
 from kvbridge.core.wire.messages import RankDescription, TransportEndpoint, WireTable, to_wire
 from kvbridge.core.wire.packed_ranks import pack_rank
@@ -174,14 +174,14 @@ def tables(*ids: int) -> tuple[WireTable, ...]:
 
 
 class Bench:
-    def __init__(self, *transports: str) -> None:
+    def __init__(self, *transports: str, kind: MemoryKind = MemoryKind.DRAM) -> None:
         self.clock = ManualClock()
         self.link = Link()
         self.log: list[str] = []
         self.built: dict[str, list[FakeTransport]] = {}
         self.names = transports or ("one",)
         self.refuse_build: Exception | None = None
-        memory = tuple(Extent(address=address, length_bytes=1 << 20) for address in (1 << 30, 1 << 31))
+        memory = tuple(Extent(address=address, length_bytes=1 << 20, kind=kind) for address in (1 << 30, 1 << 31))
         self.worker = RankWorker(
             RankIdentity(GEOMETRY, manifest(), memory, self.names),
             self.link,

@@ -31,7 +31,10 @@ ADMISSION = {"unready_after_s": UNREADY_S, "max_waiting": 8, "clients": {"capped
 def live() -> Iterator[LiveCluster]:
     pages = {"full": 16, "swa": 3 * SLOTS, "request": SLOTS}
     with live_cluster(
-        pages=pages, host_pages=16, prefill={"admission": ADMISSION}, decode={"admission": ADMISSION}
+        pages=pages,
+        host_pages=16,
+        prefill={"admission": ADMISSION, "timeouts": {"early_offer_s": 60.0}},  # rooms that are on decode alone stay
+        decode={"admission": ADMISSION},
     ) as running:
         yield running
 
@@ -131,7 +134,7 @@ def test_nobody_passes_those_who_wait(live: LiveCluster, daemon: DaemonProcess, 
     assert (answer.status_code, answer.json()["code"]) == (503, "capacity")
     assert "1 requests wait for pages" in answer.json()["detail"]
     end(daemon, first)
-    assert large.result(15).status_code == 201
+    assert large.result(20).status_code == 201
     end(daemon, int(large.result().json()["room"]))
 
 
@@ -141,7 +144,7 @@ def asked_by_somebody(daemon: DaemonProcess, request: dict[str, Any]) -> Iterato
     url = urlsplit(daemon.url)
     content = json.dumps(request).encode()
     head = f"POST /v1/requests HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    with socket.create_connection((url.hostname, url.port), timeout=5) as connection:
+    with socket.create_connection((url.hostname, url.port), timeout=20) as connection:
         connection.sendall(head.encode() + content)
         yield
 
@@ -165,7 +168,7 @@ def test_who_waits_at_bootstrap_waits_at_the_daemon_that_is_full(
     asked = threads.submit(http, "POST", live.cluster.bootstrap, "/v1/requests", json=request)
     eventually("it waits", lambda: waiting(daemon) == 1)
     end(daemon, held.pop())
-    answer = asked.result(10)
+    answer = asked.result(20)
     assert answer.status_code == 201, answer.text
     room = answer.json()["room"]
     assert answer.json()["expires_in_s"] >= 60
@@ -209,7 +212,7 @@ def test_a_daemon_that_shuts_down_keeps_nobody_waiting(
     asked = threads.submit(post, live, daemon, wait_s=15)
     eventually("it waits", lambda: waiting(daemon) == 1)
     daemon.kill(signal.SIGTERM)
-    answer = asked.result(5)
+    answer = asked.result(20)
     assert (answer.status_code, answer.json()["code"]) == (503, "not_ready")
     assert "shutting down" in answer.json()["detail"]
     end(daemon, *held)
@@ -243,10 +246,11 @@ def _kept(held: list[int], answer: httpx.Response) -> bool:
 
 
 def test_a_daemon_that_admits_nothing_turns_red_and_green_again(live: LiveCluster, daemon: DaemonProcess) -> None:
-    held = fill(live, daemon)
-    full_s = time.monotonic()
+    held = [admit(live, daemon) for _ in range(SLOTS - 1)]
+    before_s = time.monotonic()
+    held.append(admit(live, daemon))
     red = eventually("red", lambda: http("GET", daemon, "/ready").status_code == 503 and http("GET", daemon, "/ready"))
-    assert time.monotonic() - full_s >= UNREADY_S * 0.9
+    assert time.monotonic() - before_s >= UNREADY_S * 0.9
     assert not red.json()["ready"]
     (reason,) = red.json()["reasons"]
     assert "admission.unready_after_s" in reason
@@ -269,6 +273,9 @@ def test_a_daemon_that_admits_nothing_turns_red_and_green_again(live: LiveCluste
 def test_retry_after_is_close_to_when_slots_come_free(live: LiveCluster, daemon: DaemonProcess) -> None:
     """Rooms end one by one at a steady rate; a caller that asks for a slot meanwhile is told about one interval."""
     every_s, times = 0.25, 16
+    assert daemon.stop() == 0  # what the tests before have released, and when, counts as well
+    daemon.start()
+    live.cluster.wait_ready()
     held = fill(live, daemon)
     begun_s = due_s = time.monotonic()
     for _ in range(times):
@@ -276,15 +283,15 @@ def test_retry_after_is_close_to_when_slots_come_free(live: LiveCluster, daemon:
         time.sleep(max(0.0, due_s - time.monotonic()))  # the rate is what is tested
         end(daemon, held.pop(0))
         held.append(int(eventually("a slot", lambda: _room(post(live, daemon)))))
-    every_s = (time.monotonic() - begun_s) / times  # longer on a machine that does not keep up
+    least_s = (time.monotonic() - begun_s) / times  # longer on a machine that does not keep up
     answer = post(live, daemon)
     assert answer.status_code == 503
     told_s = answer.json()["retry_after_s"]
-    assert 0.5 * every_s < told_s < 2.5 * every_s, f"told {told_s} s, a slot comes free every {every_s} s"
     assert answer.headers["Retry-After"] == str(math.ceil(told_s))
     shown = status(daemon)["admission"]["released_pages_per_s"]["request"]
-    # Of the last seconds: what the test before this one released counts as well.
-    assert 0.4 / every_s < shown < 2.5 / every_s
+    most_s = (time.monotonic() - begun_s) / times
+    assert 0.5 * least_s < told_s < 2.5 * most_s, f"told {told_s} s, a slot comes free every {least_s} to {most_s} s"
+    assert 0.4 / most_s < shown < 2.5 / least_s
     end(daemon, *held)
 
 

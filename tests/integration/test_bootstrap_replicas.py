@@ -20,8 +20,8 @@ from tests.helpers.redis_server import RedisServer, redis_server
 
 TOKENS = 1000
 HEARTBEAT_S = 0.5
-PAIRED_AGAIN_S = 4 * HEARTBEAT_S + 4.0
-"""Two heartbeats, and what a busy machine takes to do them."""
+PAIRED_AGAIN_S = 4 * HEARTBEAT_S + 20.0
+"""Some heartbeats, and what a busy machine takes to start what is to hear them."""
 
 
 def pair(bootstrap: DaemonProcess, **body: Any) -> httpx.Response:
@@ -177,9 +177,10 @@ def test_two_replicas_serve_one_directory_while_pages_are_scarce() -> None:
 
         tickets.clear()
         with ThreadPoolExecutor(8) as pool:
-            calls = [pool.submit(caller, number) for number in range(200, 240)]
+            calls = [pool.submit(caller, number) for number in range(200, 230)]
             calls[4].result()
             replicas[1].kill()
+            calls += [pool.submit(caller, number) for number in range(230, 240)]  # the others may have been quick
             outcomes = [call.result() for call in calls]
         assert "gone" in outcomes, outcomes
         assert all(len(generations) == 1 for generations in tickets.values()), tickets
@@ -205,7 +206,7 @@ def _give_back(live: LiveCluster, rooms: range) -> bool:
 
 
 def test_nodes_that_know_both_replicas_stay_known_when_one_dies() -> None:
-    expire_after_s = 4.0
+    expire_after_s = 6.0
     with redis_server() as server, replicated(server, expire_after_s=expire_after_s) as (live, (first, second)):
         link = {"url": first.url, "other_urls": [second.url], "heartbeat_interval_s": 0.4}
         for daemon in (live.prefill, live.decode):
@@ -274,7 +275,6 @@ def test_a_redis_that_was_never_there_does_not_keep_bootstrap_from_starting() ->
     section = {"directory": {"store": "redis", "redis_url": "redis://127.0.0.1:1/0"}}
     with live_cluster(bootstrap=section, wait=False) as live:
         bootstrap = live.cluster.bootstrap
-        code, text = reasons(bootstrap)
-        assert code == 503
-        assert "127.0.0.1:1" in text
+        eventually("the reason", lambda: "127.0.0.1:1" in reasons(bootstrap)[1])
+        assert reasons(bootstrap)[0] == 503
         assert http("GET", bootstrap, "/health").status_code == 200

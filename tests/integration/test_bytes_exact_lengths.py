@@ -107,3 +107,37 @@ SMALL_SOURCE = Form(ROOMY_DEVICE, chunking=SMALL_DEVICE)
 )
 def test_every_layout_of_the_destination(link: Crossing, case: Case) -> None:
     link.deliver(case)
+
+
+PAGE_FIRST = (
+    Form(ROOMY_DEVICE, page_first=True),
+    replace(ROOMY, page_first=True, layout=HostLayout.PAGE_FIRST),
+)
+"""Of both sides: neighbours are copied together."""
+
+
+@pytest.mark.parametrize("case", [Case(tokens) for tokens in (3, 256, 300, 4354)], ids=str)
+@pytest.mark.parametrize(
+    "link",
+    [
+        Setting(FLASH, Ranks(), Ranks(), *PAGE_FIRST, "mooncake", "neighbours", dead_bytes=dead)
+        for dead in (False, True)
+    ],
+    indirect=True,
+    scope="module",
+    ids=lambda setting: "dead_bytes_too" if setting.dead_bytes else "live_rows_only",
+)
+def test_neighbours_are_copied_together(link: Crossing, case: Case) -> None:
+    link.deliver(case)
+
+
+@pytest.mark.parametrize(
+    "link",
+    [Setting(FLASH, Ranks(), Ranks(), *PAGE_FIRST, "mooncake", "early", dead_bytes=True)],
+    indirect=True,
+    scope="module",
+    ids=str,
+)
+def test_dead_bytes_never_take_the_place_of_rows_that_came_before_or_after_them(link: Crossing) -> None:
+    link.deliver(Case(4354, (300, 1500, 4300), longest_run=9, waits=False))
+    link.deliver(Case(3330, (1030, 3329), prefix=256, waits=False, longest_run=6))

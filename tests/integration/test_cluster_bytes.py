@@ -28,7 +28,7 @@ from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.pool.memory.layout import RankPart
 from tests.contract.harness import BACKENDS, require_library
-from tests.helpers.cluster import Cluster, cluster, eventually
+from tests.helpers.cluster import Cluster, cluster, eventually, live_rows_only
 from tests.helpers.matrices import kept
 from tests.helpers.rank_harness import CANARY, Case, Setting, draw_tables
 from tests.helpers.rank_pools import Canvas, Form, Ranks
@@ -101,7 +101,10 @@ def mapped_memory(engine: DecodeEngine) -> list[npt.NDArray[np.uint8]]:
 @pytest.mark.parametrize("transport", ["mooncake", kept("nixl", False), "local"])
 def test_four_prefill_ranks_reach_two_decode_ranks(transport: str) -> None:
     require_library(BACKENDS[transport])
-    many_cross(cluster({"preset": "tiny-v4"}, transport=transport, prefill_pp=2, prefill_tp=2, decode_tp=2))
+    exact = live_rows_only(transport)
+    many_cross(
+        cluster({"preset": "tiny-v4"}, transport=transport, prefill_pp=2, prefill_tp=2, decode_tp=2, prefill=exact)
+    )
 
 
 @pytest.mark.parametrize("transport", ["local", kept("mooncake", False), kept("nixl", False)])
@@ -112,6 +115,7 @@ def test_device_pools_whose_pages_are_one_stretch(sides: tuple[str, ...], transp
     pools = {"prefill": device, "decode": device | {"host": {"pages": 64, "layout": "page_first"}}}
     nodes = {side: {"pools": pools[side]} for side in sides}
     nodes["decode"]["integrity"] = {"digest": "crc32c"}
+    nodes["prefill"] = nodes.get("prefill", {}) | live_rows_only(transport)
     many_cross(cluster({"preset": "tiny-v4"}, transport=transport, prefill_pp=2, prefill_tp=2, decode_tp=2, **nodes))
 
 
@@ -226,7 +230,7 @@ def test_engines_bring_their_own_memory_and_page_ids() -> None:
             transport=SETTING.transport,
             prefill_pp=2,
             decode_tp=2,
-            prefill={"pools": adopted},
+            prefill={"pools": adopted} | live_rows_only(SETTING.transport),
             decode={"pools": adopted | {"host": {"pages": SETTING.destination_form.pages[HOST]}}},
             wait=False,
         ) as running,

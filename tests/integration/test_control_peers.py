@@ -6,6 +6,8 @@ import random
 import resource
 import socket as unix
 import struct
+import threading
+import time
 from pathlib import Path
 
 import msgpack
@@ -30,6 +32,7 @@ from kvbridge.core.errors import (
 from kvbridge.core.wire.codec import MAX_FRAME_BYTES, NOTHING, PEER, Acks, Envelope
 from kvbridge.core.wire.delivery import DeliverySettings
 from kvbridge.core.wire.messages import Abort, Drained, Heartbeat
+from tests.helpers.held_ports import held_ports
 from tests.helpers.later_release import LaterCodec
 
 pytestmark = pytest.mark.asyncio
@@ -174,9 +177,8 @@ async def test_two_clients_and_a_second_conversation_of_one(stage):
 
 
 async def test_a_client_may_start_before_its_server(stage):
-    with unix.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    [port] = stage.stack.enter_context(held_ports(1))
+    endpoint = f"tcp://127.0.0.1:{port}"
     client, _ = stage.client(endpoint)
     client.send(drained(1))
     _, at_server, _ = stage.server(endpoint=endpoint)
@@ -332,14 +334,26 @@ async def test_undelivered_is_reported_and_the_outbox_is_bounded(stage):
 
 async def test_a_noisy_peer_leaves_time_for_others(stage):
     _, at_server, endpoint = stage.server()
-    raw = stage.raw(endpoint, sndhwm=0)
-    for _ in range(20_000):
-        raw.send(b"noise")
-    client, _ = stage.client(endpoint, "d" * 16)
-    client.send(drained(1))
-    await at_server.until(lambda: at_server.rooms == [1])
-    assert set(at_server.refused) <= {"malformed"}
-    assert len(at_server.refused) < 20_000, "the honest client waited for all of the noise"
+    raw, heard = stage.raw(endpoint, sndtimeo=100), threading.Event()
+
+    def make_noise():
+        """More than the server can take, until it has heard the other one, or will not."""
+        until_s = time.monotonic() + WAIT_S
+        while not heard.is_set() and time.monotonic() < until_s:
+            with contextlib.suppress(zmq.Again):
+                raw.send(b"noise")
+
+    noise = asyncio.create_task(asyncio.to_thread(make_noise))
+    try:
+        await at_server.until(lambda: len(at_server.refused) > 1_000)
+        client, _ = stage.client(endpoint, "d" * 16)
+        client.send(drained(1))
+        await at_server.until(lambda: at_server.rooms == [1])
+        assert not noise.done(), "the honest client waited for the end of the noise"
+    finally:
+        heard.set()
+        await noise
+    assert set(at_server.refused) <= {"malformed", "duplicate"}
 
 
 # ------------------------------------------------------------------------------------------------ addresses and keys
@@ -377,7 +391,8 @@ async def test_keys_let_in_whom_they_name(stage):
     await at_server.until(lambda: at_server.rooms == [1])
     server.send(CLIENT, drained(2))
     await at_client.until(lambda: at_client.rooms == [2])
-    assert at_server.refused == []
+    # On a slow machine a message may come twice before it is acknowledged.
+    assert {*at_server.refused, *at_client.refused} <= {"duplicate"}
 
 
 async def test_nobody_takes_another_keys_incarnation(stage):
@@ -496,9 +511,7 @@ async def test_a_client_changes_its_key_when_the_server_accepts_it(stage):
     await at_server.until(lambda: at_server.rooms == [1, 2])
     assert client.connection.own_key == former.public
     server.announces(CLIENT, fresh.public)
-    while client.connection.own_key == former.public:
-        client.connection.ask_again()
-        await asyncio.sleep(0.01)
+    await poll(lambda: client.connection.own_key == fresh.public, client.connection.ask_again)
     client.send(drained(3))
     server.send(CLIENT, drained(4))
     await at_server.until(lambda: at_server.rooms == [1, 2, 3])

@@ -25,36 +25,23 @@ from kvbridge.core.ids import MemoryKind, Rank
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.shared_memory import StreamPoint
-from kvbridge.engine import attachment
 from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.leftovers import PROOF_PREFIX
-from kvbridge.pool.memory.sharing import MappedRegions
 from kvbridge.pool.memory.stream_points import EventRing, StreamPoints
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
-from tests.helpers.live_rooms import busy_pages, ends, http
+from tests.helpers.live_rooms import all_free, busy_pages, ends, http
 from tests.helpers.rank_harness import Case
 from tests.helpers.stand_in_cuda import cuda_stand_in
+from tests.helpers.stand_in_engines import prepare, stand_in_for_daemons
 from tests.helpers.whole_rooms import check_rows, cross, nodes, write
 
 TINY = preset("tiny-v4")
 WAIT_S = 30.0
 CASES = (Case(700), Case(3, (2,)), Case(130, (57,), by_layer=True), Case(1023, (333, 777)))
-ROOT = Path(__file__).resolve().parents[2]
-
-
-class SeenFromTheHost(MappedRegions):
-    """Device memory that torch may treat as its own kind of memory."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.kinds = {region.memory for region in self.regions}
-        self.regions = tuple(
-            region.model_copy(update={"memory": MemoryKind.DRAM, "device": 0}) for region in self.regions
-        )
 
 
 @pytest.fixture(autouse=True)
@@ -62,11 +49,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[cuda_stand_in.Runtime]:
     """The stand-in, here and in every process that is started."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    folder = Path(cuda_stand_in.__file__).parent
-    monkeypatch.setenv("PYTHONPATH", f"{folder}:{ROOT}")
-    monkeypatch.setattr(attachment, "MappedRegions", SeenFromTheHost)
-    yield cuda_stand_in.install(monkeypatch.setattr)
-    cuda_stand_in.sweep()
+    with stand_in_for_daemons():
+        yield prepare(monkeypatch.setattr)
     torch.set_num_threads(threads)
 
 
@@ -196,12 +180,12 @@ def test_pages_of_a_finished_room_that_fails_wait_for_the_engines_gpu(gpu: cuda_
         eventually("the offer", lambda: running.prefill.get(f"/v1/requests/{room}")["state"] == "transferring")
         http("DELETE", running.decode, f"/v1/requests/{room}")
         ends(running.prefill, room, "aborted", "aborted")
-        assert sender.events(0.2)[-1].kind == "aborted"
+        assert sender.events(WAIT_S)[-1].kind == "aborted"
         assert busy_pages(running.prefill)
         gpu.events_reached = True
         own.catch_up()
         sender.events()
-        assert not busy_pages(running.prefill)
+        all_free(running.prefill)
         assert not sender._begun
 
 
@@ -257,6 +241,5 @@ def test_a_decode_worker_that_is_killed_fails_what_had_arrived() -> None:
             running.wait_ready()
             for case in CASES[:2]:
                 again.release(cross(running, sender, again, case).room)
-        pools = running.decode.get("/status")["pools"]
-        assert all(states["free"] == sum(states.values()) for states in pools.values()), pools
+        all_free(running.decode)
         sender.close()

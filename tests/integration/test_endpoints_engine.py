@@ -230,7 +230,7 @@ def test_who_cannot_attach(live: LiveCluster) -> None:
     ],
 )
 def test_a_call_before_attach(live: LiveCluster, side: str, call: Callable[[int], EngineToNode]) -> None:
-    link = EngineLink(getattr(live, side).runtime_dir, name=f"early-{secrets.token_hex(4)}", timeout_s=5)
+    link = EngineLink(getattr(live, side).runtime_dir, name=f"early-{secrets.token_hex(4)}", timeout_s=20)
     try:
         assert "attach first" in raises_code("conflict", lambda: link.call(call(link.number()), Accepted))
     finally:
@@ -293,19 +293,19 @@ def test_fields_beyond_their_limits(live: LiveCluster, daemon: DaemonProcess) ->
     )
     try:
         good = Attach(call=1, role=Role.PREFILL if daemon is live.prefill else Role.DECODE)
-        client.send(good, 5)
-        assert isinstance(client.receive(5), Attached)
+        client.send(good, 20)
+        assert isinstance(client.receive(20), Attached)
         with refuses(daemon, "field"):
-            client.send(Publish.model_construct(call=2, room=-1, upto_token=0), 5)
+            client.send(Publish.model_construct(call=2, room=-1, upto_token=0), 20)
     finally:
         client.close()
     client = LocalClient("limits", daemon.runtime_dir / ENGINE_SOCKET, NODE_TO_ENGINE, ENGINE_TO_NODE)
     try:
-        client.send(good.model_copy(update={"call": 7}), 5)
-        answer = client.receive(5)
+        client.send(good.model_copy(update={"call": 7}), 20)
+        answer = client.receive(20)
         assert isinstance(answer, Attached), "a new connection begins anew"
-        client.send(Publish(call=8, room=3, upto_token=1), 5)
-        assert isinstance(refused := client.receive(5), Refused)
+        client.send(Publish(call=8, room=3, upto_token=1), 20)
+        assert isinstance(refused := client.receive(20), Refused)
         assert refused.call == 8
     finally:
         client.close()

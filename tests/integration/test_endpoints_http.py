@@ -60,13 +60,18 @@ def delete(daemon: DaemonProcess, room: int) -> dict[str, Any]:
 def test_a_full_pool_says_when_to_come_back(live: LiveCluster, side: str, space: str, rooms: int, tokens: int) -> None:
     daemon: DaemonProcess = getattr(live, side)
     held = [admit(live, daemon, prompt_tokens=tokens) for _ in range(rooms)]
-    before = busy_pages(daemon)
+
+    def taken() -> dict[str, int]:
+        # Without their states: on decode, pages that are held become leased when the room is offered.
+        return {part: sum(states.values()) for part, states in busy_pages(daemon).items()}
+
+    before = taken()
     refused = metric(daemon, "kvbridge_admissions_refused_total", code="capacity")
     answer = http("POST", daemon, "/v1/requests", json=body(live, daemon, prompt_tokens=129))
     assert (answer.status_code, answer.json()["code"]) == (503, "capacity")
     assert int(answer.headers["Retry-After"]) >= 1
     assert f"'{space}'" in answer.json()["detail"]
-    assert busy_pages(daemon) == before, "something was kept of what was refused"
+    assert taken() == before, "something was kept of what was refused"
     assert metric(daemon, "kvbridge_admissions_refused_total", code="capacity") == refused + 1
     assert http("GET", daemon, "/ready").status_code == 200
     delete(daemon, held[0])
@@ -275,7 +280,7 @@ def test_a_cancel_on_either_side_ends_both(
         all_free(live.prefill)
     else:
         assert busy_pages(live.prefill), "the engine writes them until it says that it does not"
-        assert {(event.room, event.kind) for event in live.sender.events(5)} == {
+        assert {(event.room, event.kind) for event in live.sender.events(20)} == {
             (room, report(live.prefill, room)["state"])
         }
         live.sender.abort(room, "told so")
@@ -299,7 +304,7 @@ def test_a_cancelled_room_that_was_claimed_is_the_engines_until_it_lets_go(live:
     claimed = live.read(room, TOKENS)
     live.reader.events()
     assert delete(live.decode, room)["state"] == "aborting"
-    assert [(event.room, event.kind, event.reason) for event in live.reader.events(5)] == [(room, "cancel", "enough")]
+    assert [(event.room, event.kind, event.reason) for event in live.reader.events(20)] == [(room, "cancel", "enough")]
     assert busy_pages(live.decode)["host"] == {"held": len(claimed.tables["host"])}
     live.reader.release(room)
     assert ends(live.decode, room, "aborted", "aborted") == "enough"

@@ -6,6 +6,7 @@ does for some milliseconds.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -20,10 +21,11 @@ from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.link import EVENTS_KEPT, EngineLink
 from kvbridge.engine.prefill import PrefillEngine
 from tests.helpers.cluster import eventually
-from tests.helpers.live_rooms import LiveCluster, all_free, busy_pages, http, live_cluster, metric, report, status
+from tests.helpers.live_rooms import LiveCluster, all_free, busy_pages, ends, http, live_cluster, metric, report, status
 
 TOKENS = 600
-SETTLE_S = 0.4
+SETTLE_S = 4.0
+"""Long enough to be looked at meanwhile on a busy machine."""
 
 _ENGINE = """
 import sys, time
@@ -122,8 +124,8 @@ def test_an_engine_that_detaches_is_not_waited_for(live, role):
     daemon = live.prefill if role == "prefill" else live.decode
     with an_engine(live, role) as (process, room):
         tell(process, "leave")
-        assert report(daemon, room)["state"] == "failed"
-        assert not busy_pages(daemon)
+        ends(daemon, room, "failed", "peer_failed")
+        all_free(daemon)
         assert process.poll() is None
 
 
@@ -143,7 +145,12 @@ def test_events_that_nobody_asks_for_do_not_grow_without_bound(live):
 @pytest.mark.parametrize("kind", [PrefillEngine, DecodeEngine])
 def test_a_closed_engine_leaves_nothing_behind(live, kind):
     daemon = live.prefill if kind is PrefillEngine else live.decode
-    before = len(status(daemon)["engines"])
+
+    def ours() -> int:
+        """Not those of a process that has just ended."""
+        return sum(engine["pid"] == os.getpid() for engine in status(daemon)["engines"])
+
+    before = ours()
     with kind.attach(daemon.runtime_dir):
-        assert len(status(daemon)["engines"]) == before + 1
-    assert len(status(daemon)["engines"]) == before
+        assert ours() == before + 1
+    assert ours() == before

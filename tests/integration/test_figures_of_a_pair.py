@@ -18,7 +18,7 @@ from kvbridge.telemetry.metrics import METRICS
 from kvbridge.telemetry.phases import PHASES
 from kvbridge.telemetry.specs import MetricKind
 from tests.contract.harness import BACKENDS, require_library
-from tests.helpers.cluster import Cluster, DaemonProcess, cluster, eventually
+from tests.helpers.cluster import Cluster, DaemonProcess, cluster, eventually, live_rows_only
 from tests.helpers.live_rooms import http
 from tests.helpers.rank_harness import Case
 
@@ -87,7 +87,9 @@ def move(running: Cluster, case: Case, engines: tuple[PrefillEngine, DecodeEngin
 def run(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     require_library(BACKENDS[request.param])
     level = {"telemetry": {"log_level": "info"}}
-    with cluster({"preset": "tiny-v4"}, transport=request.param, prefill=level, decode=level) as running:
+    with cluster(
+        {"preset": "tiny-v4"}, transport=request.param, prefill=level | live_rows_only(request.param), decode=level
+    ) as running:
         with (
             PrefillEngine.attach(running.prefill.runtime_dir) as sender,
             DecodeEngine.attach(running.decode.runtime_dir) as reader,

@@ -44,7 +44,7 @@ NODES = "/v1/instances/{instance}/nodes/{node}"
 def live() -> Iterator[LiveCluster]:
     # Rooms are admitted by the hundred here, and none of them is meant to go anywhere.
     short = {
-        "timeouts": {"offer_s": 0.5, "handshake_s": 0.5, "room_keep_s": 30.0, "control_delivery_s": 20.0},
+        "timeouts": {"offer_s": 0.5, "handshake_s": 0.5, "room_keep_s": 120.0, "control_delivery_s": 20.0},
         "http": {"port": 0, "max_wait_s": 0.2},
     }
     with live_cluster(prefill=short, decode=short) as running:

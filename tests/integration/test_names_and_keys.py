@@ -17,7 +17,7 @@ from tests.helpers.live_rooms import LiveCluster, http, live_cluster, metric
 from tests.helpers.redis_server import redis_server
 
 TOKENS = 1000
-EXPIRE_S = 20.0
+EXPIRE_S = 40.0
 """`directory.expire_after_s`: as long as a name would be kept for a daemon that was killed, if nobody looked."""
 
 

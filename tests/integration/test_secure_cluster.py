@@ -72,7 +72,7 @@ def secure() -> Iterator[Secure]:
             },
             "control": (PUBLIC if name == "prefill" else {})
             | {"curve": {"secret_key_file": str(folder / f"{name}.key"), **curve}},
-            "timeouts": {"handshake_s": 1.5},
+            "timeouts": {"handshake_s": 5.0},
         }
 
     spec = ClusterSpec(

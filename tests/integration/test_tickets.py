@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, live_cluster, raises_code, report
 
-TICKET_S = 6.0
+TICKET_S = 10.0
 """Long: all that is looked at before it has passed takes a while on a machine that is busy."""
 SLOTS = 4
 TOKENS = 1000
@@ -43,12 +43,14 @@ def ask(live: LiveCluster) -> tuple[int, dict[str, Any]]:
     return answer.status_code, answer.json() | {"header_s": int(answer.headers.get("Retry-After", 0))}
 
 
-def left_s(live: LiveCluster, room: int) -> list[float]:
-    """What bootstrap's ticket and both ends say is left."""
+def left_s(live: LiveCluster, room: int) -> tuple[list[float], float]:
+    """What bootstrap's ticket and both ends say is left, and within which time they have said so."""
+    asked_s = time.monotonic()
     shown = http("GET", live.cluster.bootstrap, f"/v1/requests/{room}").json()
     (prefill,), (decode,) = shown["prefill"], shown["decode"]
     assert {prefill["report"]["limit"], decode["report"]["limit"]} == {"begin_within_s"}
-    return [each["expires_in_s"] for each in (shown["ticket"], prefill["report"], decode["report"])]
+    told = [each["expires_in_s"] for each in (shown["ticket"], prefill["report"], decode["report"])]
+    return told, time.monotonic() - asked_s
 
 
 def silent_s(live: LiveCluster) -> float:
@@ -67,8 +69,9 @@ def test_tickets_that_no_engine_uses_block_a_pair_for_as_long_as_they_say(live: 
     apart_s = 0.5 + last_s - asked_s
     """Both ends of the last one were reserved, and the ticket written, within its call."""
     eventually("offered", lambda: report(live.decode, rooms[0])["state"] == "offered")
-    first = left_s(live, rooms[-1])
-    assert max(first) - min(first) < apart_s
+    first, took_s = left_s(live, rooms[-1])
+    looked_s = time.monotonic()
+    assert max(first) - min(first) < apart_s + took_s
     assert max(first) <= TICKET_S
     for moment in ("at once", "when the daemon has called itself unready"):
         soonest_s = first_s + TICKET_S - time.monotonic()
@@ -80,11 +83,12 @@ def test_tickets_that_no_engine_uses_block_a_pair_for_as_long_as_they_say(live: 
         eventually("red", lambda: http("GET", live.prefill, "/ready").status_code == 503)
         red_s = time.monotonic()
         eventually("bootstrap has heard since", lambda at_s=red_s: silent_s(live) < time.monotonic() - at_s)
-    then = left_s(live, rooms[-1])
-    assert max(then) - min(then) < apart_s
+    eventually("time has passed", lambda: time.monotonic() > looked_s + 0.5)
+    then, took_s = left_s(live, rooms[-1])
+    assert max(then) - min(then) < apart_s + took_s
     assert max(then) < max(first) - 0.5
     assert ends(live.prefill, rooms[-1], "failed", "deadline") == WHY
-    assert time.monotonic() - last_s < TICKET_S + 1.5
+    assert time.monotonic() - last_s < TICKET_S + 10
     for room in rooms:
         assert ends(live.prefill, room, "failed", "deadline") == WHY
         assert ends(live.decode, room, "failed", "deadline") == f"prefill node prefill-0/node-0: {WHY}"

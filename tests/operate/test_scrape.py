@@ -16,7 +16,7 @@ from deploy.grafana.build import BOARDS
 from deploy.grafana.panels import ANNOTATIONS, INSTANCE, ROLE, Panel, Query
 from kvbridge.core.errors import BridgeError
 from tests.helpers.cluster import eventually
-from tests.helpers.live_rooms import CALL_S, LiveCluster, http, live_cluster, metric, status
+from tests.helpers.live_rooms import CALL_S, LiveCluster, all_free, http, live_cluster, metric, status
 from tests.operate.prometheus import PrometheusServer, prometheus
 from tests.operate.queries import expression
 from tests.operate.rules import promtool, rules
@@ -64,6 +64,8 @@ def watched() -> Iterator[Watched]:
 
 def _wait_for_pages(live: LiveCluster) -> None:
     """A request has to wait on decode until another gives its pages back."""
+    for daemon in (live.prefill, live.decode):
+        all_free(daemon)
     held = [live.pair(TOKENS) for _ in range(REQUEST_SLOTS)]
     with ThreadPoolExecutor(1) as beside:
         waiting = beside.submit(live.admit_on_decode, TOKENS, wait_s=20)

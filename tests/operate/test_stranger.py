@@ -112,8 +112,14 @@ def a_daemon_dies_and_comes_back(server: PrometheusServer, tried: TriedCluster, 
     eventually("quiet", lambda: not server.firing(), ALERT_S, pause_s=SCRAPE_S)
     pid = json.loads((tried.folder / "run" / "decode" / "daemon.json").read_text())["pid"]
     os.kill(pid, signal.SIGKILL)
-    notes = eventually("the alert", lambda: server.firing().get("KvbridgeDaemonDown"), ALERT_S, pause_s=SCRAPE_S)
-    assert notes["summary"] == f"127.0.0.1:{tried.ports['decode']} does not answer"
+    summary = f"127.0.0.1:{tried.ports['decode']} does not answer"
+
+    def told() -> dict[str, str] | None:
+        """Of this one: on a busy machine another may have been too slow for a scrape."""
+        found = server.firing().get("KvbridgeDaemonDown", {})
+        return found if found.get("summary") == summary else None
+
+    notes = eventually("the alert", told, ALERT_S, pause_s=SCRAPE_S)
     file, _, anchor = notes["runbook_url"].partition("#")
     sections = (docs / Path(file).name).read_text().split("\n## ")
     (section,) = (each for each in sections if each.lower().startswith(f"{anchor}\n"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator
 
 import httpx
@@ -10,6 +9,7 @@ import pytest
 
 from tests.helpers.browser import Browser
 from tests.helpers.fleet import Fleet, fleet
+from tests.helpers.held_ports import held_ports
 
 TOKEN = "a-token-of-the-page"
 
@@ -121,14 +121,12 @@ def test_the_page_asks_for_the_token_and_sends_it_as_a_header_only(tab: Browser)
 
 
 def test_it_connects_again_when_the_daemon_is_back(tab: Browser) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with fleet(1, http={"port": port}) as running:
-        tab.open(running.url)
-        tab.live()
-    tab.until("the loss", lambda: tab.text("#connection") == "not connected, trying again")
-    assert tab.js("return document.body.classList.contains('stale')")
-    with fleet(2, http={"port": port}):
-        tab.live()
-        tab.until("the new fleet", lambda: len(tab.texts(".end .name")) == 4)
+    with held_ports(1) as [port]:
+        with fleet(1, http={"port": port}) as running:
+            tab.open(running.url)
+            tab.live()
+        tab.until("the loss", lambda: tab.text("#connection") == "not connected, trying again")
+        assert tab.js("return document.body.classList.contains('stale')")
+        with fleet(2, http={"port": port}):
+            tab.live()
+            tab.until("the new fleet", lambda: len(tab.texts(".end .name")) == 4)

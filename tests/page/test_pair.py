@@ -37,7 +37,8 @@ def on_host(**more: int) -> dict[str, dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    with live_cluster(prefill=on_host(checkpoint_pages=4), decode=on_host()) as live:
+    patient = {"timeouts": {"begin_s": 600.0}}  # the room that nobody begins is to be there for all tests
+    with live_cluster(prefill=on_host(checkpoint_pages=4) | patient, decode=on_host()) as live:
         live.cross(1000)
         for over in (0, 1):
             Conversation(live, 1).cross(3 * PAGE + over)

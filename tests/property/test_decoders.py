@@ -57,9 +57,9 @@ def test_a_real_message_with_some_changed_bytes(decoder: Decoder, data: st.DataO
 @every
 @pytest.mark.parametrize("data", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 100_000, b'"' + b"x" * 500_000 + b'"'])
 def test_deep_and_long_texts(decoder: Decoder, data: bytes):
-    began_s = time.monotonic()
+    began_s = time.thread_time()
     decoder.feed(data)
-    assert time.monotonic() - began_s < SECONDS_A_MEGABYTE
+    assert time.thread_time() - began_s < SECONDS_A_MEGABYTE
 
 
 @pytest.mark.parametrize("codec", MESSAGES, ids=lambda codec: codec.name)
@@ -67,10 +67,10 @@ def test_a_frame_takes_no_more_memory_and_time_than_its_length_allows(codec):
     [decoder] = [each for each in family("frames") if each.name == codec.name]
     for data in hostile_frames(codec):
         tracemalloc.start()
-        began_s = time.monotonic()
+        began_s = time.thread_time()
         try:
             answer = decoder.feed(data)
-            took_s, (_, peak_bytes) = time.monotonic() - began_s, tracemalloc.get_traced_memory()
+            took_s, (_, peak_bytes) = time.thread_time() - began_s, tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
         assert isinstance(answer, Exception)

@@ -3,11 +3,14 @@
 The model here knows one thing: where a row of a component lies in a page (the two sentences of `Component`). It fills
 source memory row by row, writes down what destination memory must hold row by row, and executes the planned operations
 on real arrays. It shares no arithmetic with the planner.
+
+What a writer has not published yet is garbage in its memory when an operation reads it. Where dead bytes may be sent along,
+they are those of the request's own pages, and no garbage comes to rest where the request has a live row.
 """
 
 from collections import Counter
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
@@ -124,7 +127,9 @@ def layout_pairs(draw) -> tuple[Layout, Layout]:
 
 
 @st.composite
-def instances(draw, geometry: ModelGeometry, page_counts: dict[IndexSpace, int], layouts, *, host: bool) -> Instance:
+def instances(
+    draw, geometry: ModelGeometry, page_counts: dict[IndexSpace, int], layouts, together, *, host: bool
+) -> Instance:
     pp_size = draw(st.integers(1, min(4, geometry.layer_count)))
     tp_size = draw(st.sampled_from([1, 2, 4] if pp_size <= 2 else [1, 2]))
     inner = st.integers(1, geometry.layer_count - 1) if pp_size > 1 else st.nothing()
@@ -138,6 +143,7 @@ def instances(draw, geometry: ModelGeometry, page_counts: dict[IndexSpace, int],
         boundaries=tuple(sorted(edges)),
         host=frozenset(draw(st.sets(st.sampled_from(capable)))) if host and capable else frozenset(),
         layouts=layouts,
+        together=together,
     )
 
 
@@ -160,8 +166,18 @@ def scenarios(draw) -> "Scenario":
         for _ in range(2)
     ]
     layouts = {component.kind: draw(layout_pairs()) for component in geometry.components}
+    joint = st.sampled_from([frozenset(), frozenset(Space)])
+    together = [draw(joint)] * 2 if draw(st.booleans()) else [draw(joint), draw(joint)]
     source, destination = (
-        draw(instances(geometry, counts[side], {kind: both[side] for kind, both in layouts.items()}, host=side == 1))
+        draw(
+            instances(
+                geometry,
+                counts[side],
+                {kind: both[side] for kind, both in layouts.items()},
+                together[side],
+                host=side == 1,
+            )
+        )
         for side in range(2)
     )
     # Drawn by numpy, since hypothesis prefers to repeat itself and these matter most when they differ.
@@ -176,6 +192,7 @@ def scenarios(draw) -> "Scenario":
         early_layers=tuple(np.flatnonzero(rng.integers(0, 3, geometry.layer_count) == 0).tolist()),
         run_pages=rng.choice([1, 2, 4, 100], size=2, p=[0.1, 0.2, 0.4, 0.3]).tolist(),
         max_operation_bytes=int(rng.choice([1 << 30, 37], p=[0.8, 0.2])),
+        operation_cost_bytes=int(rng.choice([0, 6, 1 << 20], p=[0.5, 0.2, 0.3])),
         seed=seed,
     )
 
@@ -193,6 +210,7 @@ class Scenario:
     run_pages: list[int]
     """Pages that follow each other in the tables of the source and of the destination."""
     max_operation_bytes: int
+    operation_cost_bytes: int
     seed: int
 
     def sections(self, rng: np.random.Generator) -> list[Section]:
@@ -325,14 +343,37 @@ def request_tables(scenario: Scenario, instance: Instance, run_pages: int, rng: 
     return tables
 
 
-def execute(source: Node, destination: Node, operations, counts: dict[int, np.ndarray]) -> None:
+def published(node: Node, writer: int, scenario: Scenario, sections: list[Section]) -> list[np.ndarray]:
+    """For each section of a rank its memory when that is sent: all that it has not published by then is garbage."""
+    truth = node.blocks[1 + writer]
+    memory = np.random.default_rng([scenario.seed, writer]).integers(0, 256, len(truth), dtype=np.uint8)
+    found = []
+    for section in sections:
+        memory = memory.copy()
+        last = section.stop_token == scenario.prompt
+        for region, block in node.copies:
+            component = scenario.source.geometry.component(region.component)
+            mine = block is truth and (section.layers is None or region.layer in section.layers)
+            if not mine or not (last or component.liveness is Liveness.GROWING):
+                continue
+            rows = live_rows(component, scenario.prompt, scenario.prefix)
+            stop = rows.stop if last else section.stop_token // component.tokens_per_row
+            for row, lane in product(range(rows.start, stop), range(region.lane_start, region.lane_stop)):
+                for place, _, size in node.row_places(component, region, lane, row):
+                    memory[place : place + size] = truth[place : place + size]
+        found.append(memory)
+    return found
+
+
+def execute(source: Node, destination: Node, operations, memory: np.ndarray, counts: dict[int, np.ndarray]) -> None:
+    """Copy out of `memory`, which is the only block of the source that the operations read."""
     for source_address, destination_address, length in zip(
         operations.source.tolist(), operations.destination.tolist(), operations.length.tolist(), strict=True
     ):
-        from_name, from_offset = source.find(source_address, length)
+        _, from_offset = source.find(source_address, length)
         to_name, to_offset = destination.find(destination_address, length)
         to_block = destination.blocks[to_name]
-        to_block[to_offset : to_offset + length] = source.blocks[from_name][from_offset : from_offset + length]
+        to_block[to_offset : to_offset + length] = memory[from_offset : from_offset + length]
         counts[id(to_block)][to_offset : to_offset + length] += 1
 
 
@@ -345,16 +386,19 @@ class Naive:
         self.expected = {key: block.copy() for key, block in self.blocks.items()}
         self.live = {key: np.zeros(len(block), dtype=bool) for key, block in self.blocks.items()}
         self.padding = {key: np.zeros(len(block), dtype=bool) for key, block in self.blocks.items()}
+        self.own = {key: np.zeros(len(block), dtype=bool) for key, block in self.blocks.items()}
+        """The request's pages as wholes."""
         for region, block in node.copies:
             component = scenario.source.geometry.component(region.component)
-            self._pad(component, region, self.padding[id(block)])
+            self._pad(component, region, self.padding[id(block)], self.own[id(block)])
             self._copy(component, region, id(block), content[region.component, region.layer])
 
-    def _pad(self, component: Component, region: Region, padding: np.ndarray) -> None:
+    def _pad(self, component: Component, region: Region, padding: np.ndarray, own: np.ndarray) -> None:
         for page in self._node.tables[region.space].ids.tolist():
             start = region.extent_addresses[page // region.pages_per_extent]
             start += page % region.pages_per_extent * region.page_stride_bytes
             padding[start + region.lanes * component.lane_block_bytes : start + region.page_bytes] = True
+            own[start : start + region.page_bytes] = True
 
     def _copy(self, component: Component, region: Region, key: int, content: np.ndarray) -> None:
         for lane in range(region.lane_start, region.lane_stop):
@@ -373,6 +417,16 @@ class Naive:
             assert (count[padding] <= 1).all(), "padding was written more than once"
             assert not count[~live & ~padding].any(), "a byte that is not the request's was written"
             assert ((block == self.expected[key]) | padding).all(), "memory differs from the naive copy"
+
+    def compare_with_dead_bytes(self, early: dict[int, np.ndarray], counts: dict[int, np.ndarray]) -> None:
+        """The same when dead bytes may be sent along: `early` counts what the sections but the last ones wrote."""
+        for key, block in self.blocks.items():
+            live, own, count = self.live[key], self.own[key], counts[key]
+            assert (count[live] >= 1).all(), "a live byte was not written"
+            assert (early[key][live] <= 1).all(), "a live byte was written more than once before the last section"
+            assert not early[key][~live & ~self.padding[key]].any(), "dead bytes were sent before the last section"
+            assert not count[~own].any(), "a byte that is not the request's was written"
+            assert ((block == self.expected[key]) | (own & ~live)).all(), "memory differs from the naive copy"
 
 
 # ------------------------------------------------------------------------------------------- the property
@@ -397,13 +451,14 @@ def test_all_plans_together_copy_every_live_byte_once(scenario: Scenario):
     )
     fill(source, scenario, content)
     naive = Naive(destination, scenario, content)
-    counts = {key: np.zeros(len(block), dtype=int) for key, block in naive.blocks.items()}
+    early, counts = ({key: np.zeros(len(block), dtype=int) for key, block in naive.blocks.items()} for _ in range(2))
     demand = Demand(geometry, destination.manifests)
     shares = []
     together: Counter[ComponentKind] = Counter()
-    for writer in source.manifests:
+    for number, writer in enumerate(source.manifests):
         reported: Amounts = {}
         sections = scenario.sections(rng)
+        memories = published(source, number, scenario, sections)
         for ordinal, reader in enumerate(destination.manifests):
             pairing = Pairing.create(
                 geometry,
@@ -412,19 +467,30 @@ def test_all_plans_together_copy_every_live_byte_once(scenario: Scenario):
                 destination_ordinal=ordinal,
                 destination_count=len(destination.manifests),
             )
-            for section in sections:
-                limit = scenario.max_operation_bytes
-                planned = plan(pairing, section, source.tables, destination.tables, max_operation_bytes=limit)
-                check_plan(planned, limit)
+            for section, memory in zip(sections, memories, strict=True):
+                planned = plan(
+                    pairing,
+                    section,
+                    source.tables,
+                    destination.tables,
+                    max_operation_bytes=scenario.max_operation_bytes,
+                    operation_cost_bytes=scenario.operation_cost_bytes,
+                )
+                check_plan(planned, scenario.max_operation_bytes)
                 reported = add_amounts(reported, planned.amounts)
-                execute(source, destination, planned.operations, counts)
+                execute(source, destination, planned.operations, memory, counts)
+                if section.stop_token < scenario.prompt:
+                    execute(source, destination, planned.operations, memory, early)
         stage = {region.layer for region in writer.regions}
         share = demand.share(writer.rank, tp_size=writer.tp_size, layers=stage)
         owed = share.rows(prompt_tokens=scenario.prompt, prefix_tokens=scenario.prefix)
         assert shortfall(owed, lane_rows(reported)) is None, "a writer's plans are its share, however they are cut"
         shares.append(share)
         together.update(owed)
-    naive.compare(counts)
+    if scenario.operation_cost_bytes:
+        naive.compare_with_dead_bytes(early, counts)
+    else:
+        naive.compare(counts)
     due = all_rows(geometry, demand, scenario.prompt, scenario.prefix)
     assert shortfall(due, together) is None, "the shares are all that is needed"
     assert demand.uncovered(shares) is None

@@ -130,7 +130,8 @@ def _layer_pieces(group: LayerGroup, split: PageSplit) -> tuple[IndexArray, Inde
     full = np.arange(split.full.start, split.full.stop)
     mine = group.stripe.pages(split.full)
     full = full if mine is None else full[mine]
-    page, offset, length = group.partial_stretches(split)
+    stretches = [(page, *stretch) for page, found in group.partial_stretches(split) for stretch in found]
+    page, offset, length = np.array(stretches, dtype=np.int64).reshape(-1, 3).T
     whole = np.full(len(full), group.lanes * group.component.lane_block_bytes)
     return np.append(full, page), np.append(np.zeros(len(full), dtype=np.int64), offset), np.append(whole, length)
 

@@ -12,7 +12,8 @@ import numpy as np
 from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace, PageTable, Tables
-from kvbridge.core.plan.pairing import Band, LayerGroup, Side
+from kvbridge.core.plan.neighbours import Band
+from kvbridge.core.plan.pairing import LayerGroup, Side
 from kvbridge.core.plan.runs import IndexArray, Runs, find_runs, single_pages
 
 
@@ -96,8 +97,9 @@ class PageLookup:
             group.destination.form.space, pages
         )
 
-    def runs(self, group: LayerGroup, band: Band, pages: range) -> Runs:
-        """Return the group's share of these logical pages as runs; where pages do not touch, each is its own run."""
+    def runs(self, band: Band, pages: range) -> Runs:
+        """Return the band's share of these logical pages as runs; where pages do not touch, each is its own run."""
+        group = band.first
         borders = (group.source.border_pages, group.destination.border_pages) if band.joins_pages else None
         key = (group.source.form.space, group.destination.form.space, pages, group.stripe, borders)
         found = self._runs.get(key)

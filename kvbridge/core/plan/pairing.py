@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
@@ -105,18 +104,6 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Band:
-    """How full pages of a layer group are copied: each row of the bases is a layer, or layers that lie side by side."""
-
-    source_bases: AddressArray
-    destination_bases: AddressArray
-    page_bytes: int
-    """Bytes that are copied for each page, of all layers of a row together."""
-    joins_pages: bool
-    """Whether consecutive pages touch on both sides, so that a run of them is one operation."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class LayerGroup:
     """Layers of one component whose regions have the same form on both sides."""
 
@@ -130,7 +117,6 @@ class LayerGroup:
     destination: Side
     stripe: Stripe
     """Which logical pages are sent."""
-    bands: tuple[Band, ...]
 
     @classmethod
     def create(
@@ -154,19 +140,18 @@ class LayerGroup:
             source=sides[0],
             destination=sides[1],
             stripe=stripe,
-            bands=_bands(sides[0], sides[1], page_bytes),
         )
 
-    def partial_stretches(self, split: PageSplit) -> tuple[IndexArray, IndexArray, IndexArray]:
-        """Return what is sent of partial pages: logical page, offset behind the first copied lane, and length of each stretch."""
-        found = [
-            (page.page, *interval)
+    def partial_stretches(self, split: PageSplit) -> list[tuple[int, list[tuple[int, int]]]]:
+        """Return the partial pages of which something is sent: logical page, and (offset, length) of each stretch.
+
+        Offsets count from the first copied lane, ascending.
+        """
+        return [
+            (page.page, byte_intervals(self.component, self.lanes, page.slots))
             for page in split.partial
             if self.stripe.owns_page(page.page)
-            for interval in byte_intervals(self.component, self.lanes, page.slots)
         ]
-        page, offset, length = np.array(found, dtype=np.int64).reshape(-1, 3).T.copy()
-        return page, offset, length
 
     def only(self, layers: frozenset[int]) -> LayerGroup | None:
         """Return the part of the group in `layers`, or None when there is none."""
@@ -175,39 +160,12 @@ class LayerGroup:
             return self
         if not chosen:
             return None
-        source = replace(self.source, bases=self.source.bases[chosen])
-        destination = replace(self.destination, bases=self.destination.bases[chosen])
         return replace(
             self,
             layers=tuple(self.layers[index] for index in chosen),
-            source=source,
-            destination=destination,
-            bands=_bands(source, destination, self.page_bytes),
+            source=replace(self.source, bases=self.source.bases[chosen]),
+            destination=replace(self.destination, bases=self.destination.bases[chosen]),
         )
-
-
-def _bands(source: Side, destination: Side, page_bytes: int) -> tuple[Band, ...]:
-    """Join layers whose pages touch on both sides, as in `page_first`; mostly the result is one band."""
-    layers = len(source.bases)
-    strides = source.form.page_stride_bytes, destination.form.page_stride_bytes
-    begins = np.ones(layers, dtype=np.bool_)
-    if min(strides) >= 2 * page_bytes:
-        # A stride with room for several pages keeps neighbours inside one block, hence inside one extent.
-        begins[1:] = ~(_touching(source, page_bytes) & _touching(destination, page_bytes))
-    first = np.flatnonzero(begins)
-    joined = np.diff(first, append=layers)
-    bands = []
-    for count in np.unique(joined).tolist():
-        rows = first[joined == count]
-        joins = strides == (count * page_bytes,) * 2
-        bands.append(Band(source.bases[rows], destination.bases[rows], count * page_bytes, joins))
-    return tuple(bands)
-
-
-def _touching(side: Side, page_bytes: int) -> npt.NDArray[np.bool_]:
-    """Whether each layer but the first lies directly behind the one before it, in every extent."""
-    touching: npt.NDArray[np.bool_] = (np.diff(side.bases, axis=0) == np.uint64(page_bytes)).all(axis=1)
-    return touching
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -4,43 +4,64 @@ Owns: the order of the work: which rows, which pages, checked against which boun
 Must not know: who publishes, who executes.
 
 The work is proportional to pages plus operations, in numpy, and to components in Python; never to pages or layers in
-Python. Whatever several components have in common (page ids of an interval, their bounds, their runs) is found once.
+Python. Whatever several components have in common (page ids of an interval, their bounds, their runs) is found once, and
+layers and components that lie side by side on both sides are copied together (`neighbours`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Component, RowInterval
 from kvbridge.core.ids import Tables
 from kvbridge.core.plan.lookup import PageLookup
+from kvbridge.core.plan.neighbours import Band, find_neighbours, known_neighbours
 from kvbridge.core.plan.operations import Amount, Amounts, Plan, Section
 from kvbridge.core.plan.pairing import LayerGroup, Pairing, Stripe
 from kvbridge.core.plan.pieces import Batch, Pieces, write_batches
 from kvbridge.core.plan.runs import PageSplit, split_rows
 
 
-def plan(pairing: Pairing, section: Section, source: Tables, destination: Tables, *, max_operation_bytes: int) -> Plan:
+def plan(
+    pairing: Pairing,
+    section: Section,
+    source: Tables,
+    destination: Tables,
+    *,
+    max_operation_bytes: int,
+    operation_cost_bytes: int = 0,
+) -> Plan:
     """Return every operation by which the source rank moves its share of `section` to the destination rank.
 
-    `source` and `destination` are the request's page tables on the two nodes. Everything is checked before anything is
-    returned: InvalidInputError for a section that contradicts itself or a missing table, PageOutOfBoundsError (naming
-    side, component, space, id and limit) for a table that is too short or a page id that a region does not have.
+    `source` and `destination` are the request's page tables on the two nodes. An operation is cut at
+    `max_operation_bytes`; dead bytes of the request's own pages are sent along where they are at most
+    `operation_cost_bytes`, if that saves an operation. Everything is checked before anything is returned:
+    InvalidInputError for a section that contradicts itself or a missing table, PageOutOfBoundsError (naming side, component,
+    space, id and limit) for a table that is too short or a page id that a region does not have.
     """
     _check(section, max_operation_bytes)
     lookup = PageLookup(source, destination)
-    batches: list[Batch] = []
-    amounts: Amounts = {}
-    for group, split in pages_to_send(pairing.groups_of(section.layers), section, lookup):
-        mine = _batches(group, split, lookup, max_operation_bytes)
-        batches += mine
-        amounts[group.component.kind] = amounts.get(group.component.kind, Amount()) + Amount(
-            lane_rows=owned_rows(group.component, split, group.stripe) * group.lanes * len(group.layers),
-            bytes=sum(batch.total_bytes for batch in mine),
-            operations=sum(batch.operations for batch in mine),
-        )
-    return Plan(write_batches(batches), amounts)
+    parts = list(pages_to_send(pairing.groups_of(section.layers), section, lookup))
+    # Rows that are not live yet may be under way with a later section by the time that these arrive: only the last one
+    # of a request may write more than it owes.
+    most_dead_bytes = operation_cost_bytes if section.stop_token == section.prompt_tokens else 0
+    # The groups of all layers are the pairing's own and come again; those of some layers are made for this plan.
+    find = known_neighbours if section.layers is None else find_neighbours
+    work = _Work(find, lookup, max_operation_bytes, most_dead_bytes)
+    for group, split in parts:
+        rows = owned_rows(group.component, split, group.stripe) * group.lanes * len(group.layers)
+        work.add(group, Amount(lane_rows=rows))
+    for pages, groups in _alike((split.full, group) for group, split in parts if split.full):
+        work.send_full(pages, groups)
+    partial = [(page, group, live) for group, split in parts for page, live in group.partial_stretches(split)]
+    for page, groups in _alike((page, group) for page, group, _ in partial):
+        work.send_partial(page, groups, {group: live for one, group, live in partial if one == page})
+    return Plan(write_batches(work.batches), work.amounts)
 
 
 def rows_to_send(component: Component, section: Section) -> RowInterval:
@@ -87,17 +108,63 @@ def owned_rows(component: Component, split: PageSplit, stripe: Stripe) -> int:
     return stripe.count_pages(split.full) * component.slots_per_page + partial
 
 
-def _batches(group: LayerGroup, split: PageSplit, lookup: PageLookup, max_bytes: int) -> list[Batch]:
-    found = []
-    if split.full:
-        for band in group.bands:
-            runs = lookup.runs(group, band, split.full)
-            source, destination = group.source.places(runs.source), group.destination.places(runs.destination)
-            pieces = Pieces(source, destination, runs.pages * band.page_bytes)
-            found.append(Batch(band.source_bases, band.destination_bases, pieces.cut(max_bytes)))
-    page, offset, length = group.partial_stretches(split)
-    if len(page):
-        sources, destinations = (ids[page - split.touched.start] for ids in lookup.ids(group, split.touched))
-        pieces = Pieces(group.source.places(sources, offset), group.destination.places(destinations, offset), length)
-        found.append(Batch(group.source.bases, group.destination.bases, pieces.cut(max_bytes)))
-    return [batch for batch in found if len(batch.pieces)]
+_What = TypeVar("_What")
+
+
+def _alike(parts: Iterable[tuple[_What, LayerGroup]]) -> list[tuple[_What, tuple[LayerGroup, ...]]]:
+    """Put together the groups of which the same is sent."""
+    found: dict[_What, list[LayerGroup]] = {}
+    for what, group in parts:
+        found.setdefault(what, []).append(group)
+    return [(what, tuple(groups)) for what, groups in found.items()]
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """The batches of one plan, and what they amount to."""
+
+    find: Callable[[tuple[LayerGroup, ...]], tuple[Band, ...]]
+    lookup: PageLookup
+    max_operation_bytes: int
+    most_dead_bytes: int
+    batches: list[Batch] = field(default_factory=list)
+    amounts: Amounts = field(default_factory=dict)
+
+    def add(self, group: LayerGroup, amount: Amount) -> None:
+        kind = group.component.kind
+        self.amounts[kind] = self.amounts.get(kind, Amount()) + amount
+
+    def send_full(self, pages: range, groups: tuple[LayerGroup, ...]) -> None:
+        """Send full pages of these groups."""
+        for band in self.find(groups):
+            runs = self.lookup.runs(band, pages)
+            source, destination = band.source.places(runs.source), band.destination.places(runs.destination)
+            pieces = Pieces(source, destination, runs.pages * band.page_bytes).cut(self.max_operation_bytes)
+            count = int(runs.pages.sum())
+            moved = [count * member.page_bytes for member in band.members]
+            self._send(band, pieces, moved, [len(pieces), *[0] * (len(moved) - 1)])
+
+    def send_partial(
+        self, page: int, groups: tuple[LayerGroup, ...], live: Mapping[LayerGroup, Sequence[tuple[int, int]]]
+    ) -> None:
+        """Send what is live of a page of these groups."""
+        for band in self.find(groups):
+            offset, length = stretches = band.stretches(live, most_dead_bytes=self.most_dead_bytes)
+            ids = self.lookup.ids(band.first, range(page, page + 1))
+            source, destination = (
+                side.places(np.repeat(one, len(offset)), offset)
+                for side, one in zip((band.source, band.destination), ids, strict=True)
+            )
+            pieces = Pieces(source, destination, length).cut(self.max_operation_bytes)
+            begins = pieces.source.offset - source.offset[0] + offset[0]
+            self._send(band, pieces, band.shares(stretches), band.count_begins(begins))
+
+    def _send(self, band: Band, pieces: Pieces, moved: Sequence[int], begun: Sequence[int]) -> None:
+        """Add a batch, and to what it amounts: of each member the bytes, and the operations that begin in its pages."""
+        if not len(pieces):
+            return
+        batch = Batch(band.source.bases, band.destination.bases, pieces)
+        self.batches.append(batch)
+        rows = len(batch.source_bases)
+        for member, length, operations in zip(band.members, moved, begun, strict=True):
+            self.add(member.group, Amount(bytes=length * rows, operations=operations * rows))

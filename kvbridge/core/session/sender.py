@@ -48,7 +48,7 @@ class SenderAction(StrEnum):
     OPEN_ROOM = "open_room"
     """Tell the workers both ends of the room and send what has been published so far."""
     CLOSE_ROOM = "close_room"
-    """Tell the workers to stop; each answers when it is quiet."""
+    """Tell the workers to stop, each of which answers when it is quiet; or, once all was sent, to forget the room."""
     TELL_FAILED = "tell_failed"
     """Tell the peer that the room will not be completed, and why."""
     TELL_DRAINED = "tell_drained"

@@ -104,7 +104,7 @@ class MessageCodec(Generic[MessageT]):
     def __init__(self, union: Any, name: str, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:  # noqa: ANN401 - a type form
         self.name = name
         self.max_frame_bytes = max_frame_bytes
-        self._adapter: TypeAdapter[MessageT] = TypeAdapter(union)
+        self._validator = TypeAdapter(union).validator
 
     def encode_body(self, message: MessageT) -> bytes:
         """Return the body of a frame, for `encode`; worth keeping when the message may be sent several times."""
@@ -171,13 +171,13 @@ class MessageCodec(Generic[MessageT]):
             self._refuse(FrameFault.ENVELOPE, f"expected {len(_FIELDS)} envelope fields, got {len(parts)}")
         _, *found = parts[: len(_FIELDS)]
         sender, recipient, link, sequence, floor, acks, body = found
-        checks = (
-            _is_name(sender) and sender != "",
-            _is_name(recipient),
+        checks = (  # written out: each process does this for each of its messages
+            type(sender) is str and 0 < len(sender) <= MAX_NAME_CHARACTERS and sender.isprintable(),
+            type(recipient) is str and len(recipient) <= MAX_NAME_CHARACTERS and recipient.isprintable(),
             type(link) is int and -_MAX_NUMBER <= link <= _MAX_NUMBER,
-            _is_count(sequence),
-            _is_count(floor),
-            _is_acks(acks),
+            type(sequence) is int and 0 <= sequence <= _MAX_NUMBER,
+            type(floor) is int and 0 <= floor <= _MAX_NUMBER,
+            type(acks) is tuple and len(acks) == 2 and _is_count(acks[0]) and (acks[1] == () or _is_beyond(acks[1])),
             body is None or type(body) is dict,
         )
         if not all(checks):
@@ -187,32 +187,22 @@ class MessageCodec(Generic[MessageT]):
 
     def _validate(self, body: object) -> MessageT:
         try:
-            return self._adapter.validate_python(body, extra="ignore")
+            message: MessageT = self._validator.validate_python(body, extra="ignore")
         except ValidationError as error:
             fault, text = _first_fault(error)
             self._refuse(fault, text)
+        return message
 
     def _refuse(self, fault: FrameFault, text: str) -> NoReturn:
         raise FrameError(fault, f"{self.name} message refused: {text}"[:_MAX_ERROR_CHARACTERS]) from None
-
-
-def _is_name(value: object) -> bool:
-    return type(value) is str and len(value) <= MAX_NAME_CHARACTERS and value.isprintable()
 
 
 def _is_count(value: object) -> bool:
     return type(value) is int and 0 <= value <= _MAX_NUMBER
 
 
-def _is_acks(value: object) -> bool:
-    return (
-        type(value) is tuple
-        and len(value) == 2
-        and _is_count(value[0])
-        and type(value[1]) is tuple
-        and len(value[1]) <= MAX_SELECTIVE_ACKS
-        and all(_is_count(number) for number in value[1])
-    )
+def _is_beyond(value: object) -> bool:
+    return type(value) is tuple and len(value) <= MAX_SELECTIVE_ACKS and all(map(_is_count, value))
 
 
 def _reason(error: Exception) -> str:

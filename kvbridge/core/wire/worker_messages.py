@@ -286,6 +286,8 @@ class CloseRoom(RoomMessage):
     """Node to worker: forget the room; what is in flight is aborted, and RoomClosed is the proof that it is quiet."""
 
     type: Literal["close_room"] = "close_room"
+    all_sent: bool = False
+    """Every order of the room has ended well, so there is nothing to prove: it is forgotten, and not answered."""
 
 
 class RoomClosed(RoomMessage):

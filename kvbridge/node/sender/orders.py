@@ -109,9 +109,11 @@ class Orders:
         return True
 
     def close(self, room: SenderRoom) -> None:
-        """Tell the workers to stop."""
+        """Tell the workers to stop, or that everything was sent."""
+        all_sent = room.state is SenderState.COMPLETED
         for rank in room.open_ranks:
-            self._ports.workers.send(rank, CloseRoom(room=room.room, generation=room.generation))
+            self._ports.workers.send(rank, CloseRoom(room=room.room, generation=room.generation, all_sent=all_sent))
+            room.ranks[rank].open = not all_sent
 
     def closed(self, room: SenderRoom, rank: Rank) -> None:
         """Nothing of the room is in flight on a rank, whose worker has proved it or has ended."""

@@ -5,8 +5,10 @@ Must not know: addresses, files, devices.
 
 A *block* is what is laid out as one: in the `layer_first` form one layer of one component, page after page; in the
 `page_first` forms (which place the same bytes, and differ in what copies them) all layers of all components of an index
-space, and page `p` of every one of them before page `p + 1` of any: so a page id is one stretch of memory. The layouts
-differ in which regions share a block, and so in strides; nothing after this module asks which one it was.
+space, and page `p` of every one of them before page `p + 1` of any: so a page id is one stretch of memory. In device pools
+a component that decode may keep in its host pool has a block of its own, on either side of a transfer: its pages lie alike
+where they come from and where they go to, and those of the others go on from page to page without it. The layouts differ
+in which regions share a block, and so in strides; nothing after this module asks which one it was.
 
 Blocks begin at multiples of 4 KiB and never touch, so that two addresses of different blocks are never neighbours. A
 block that is longer than an extent is cut between pages; the parts touch unless a new mapping begins, so that within
@@ -137,7 +139,8 @@ def device_placement(
                 f"{component.kind} on rank {part.rank} needs at least one page of space '{component.space}'"
             )
         start, stop = part.lanes(component)
-        form = _Pages(component.kind, component.space, page_count, component.page_bytes(stop - start), (start, stop))
+        page_bytes, apart = component.page_bytes(stop - start), component.host_capable
+        form = _Pages(component.kind, component.space, page_count, page_bytes, (start, stop), apart)
         found += [(form, layer) for layer in layers]
     if not found:
         raise InvalidInputError(
@@ -224,6 +227,8 @@ class _Pages:
     page_count: int
     page_bytes: int
     lanes: tuple[int, int] = (0, 1)
+    apart: bool = False
+    """Whether a page of it is a stretch of its own, apart from the other components of the space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +256,14 @@ class _Block:
 def _blocks(found: list[tuple[_Pages, int]], *, page_first: bool, alignment_bytes: int = 1) -> list[_Block]:
     if not page_first:
         return [_Block((each,)) for each in found]
-    by_space = sorted(found, key=lambda each: each[0].space)  # stable: components and layers keep their order
-    return [_Block(tuple(each), alignment_bytes) for _, each in groupby(by_space, key=lambda each: each[0].space)]
+    together = sorted(found, key=_home)  # stable: components and layers keep their order
+    return [_Block(tuple(each), alignment_bytes) for _, each in groupby(together, key=_home)]
+
+
+def _home(found: tuple[_Pages, int]) -> tuple[IndexSpace, str]:
+    """What lies in one block, page by page."""
+    form, _ = found
+    return form.space, form.kind if form.apart else ""
 
 
 class _Packer:

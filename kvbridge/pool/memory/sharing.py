@@ -93,21 +93,25 @@ def _check_within(region: Region, opened: Extent, end: int) -> None:
 def registered_extents(regions: Iterable[Region], shared: Sequence[Extent] = ()) -> list[Extent]:
     """Return the extents that hold `regions`, in address order: what is to be registered, each once.
 
-    Regions whose pages interleave (`page_first`) share an extent; regions that merely touch do not. An extent inside
-    one of `shared`, whole files and allocations, carries its origin.
+    Regions whose pages interleave (`page_first`) share an extent, also where each has a single page, which then touch but
+    do not interleave; regions that merely touch do not. An extent inside one of `shared`, whole files and allocations,
+    carries its origin.
     """
     spans = sorted(
-        (address, address + length_bytes, str(region.memory), region.device)
+        (address, address + length_bytes, str(region.memory), region.device, region.page_stride_bytes)
         for region in regions
         for address, _, length_bytes in region.extents()
     )
-    merged: list[tuple[int, int, str, int]] = []
-    for start, stop, kind, device in spans:
-        if merged and start < merged[-1][1] and merged[-1][2:] == (kind, device):
-            merged[-1] = (merged[-1][0], max(merged[-1][1], stop), kind, device)
+    merged: list[tuple[int, int, str, int, int]] = []
+    for start, stop, kind, device, stride in spans:
+        first, before, *home, first_stride = merged[-1] if merged else (0, 0, "", 0, 0)
+        interleave = start < before
+        one_page = start == before and stride == first_stride and stop - first <= stride
+        if home == [kind, device] and (interleave or one_page):
+            merged[-1] = (first, max(before, stop), kind, device, first_stride)
         else:
-            merged.append((start, stop, kind, device))
-    return [_extent(start, stop, MemoryKind(kind), device, shared) for start, stop, kind, device in merged]
+            merged.append((start, stop, kind, device, stride))
+    return [_extent(start, stop, MemoryKind(kind), device, shared) for start, stop, kind, device, _ in merged]
 
 
 def _extent(start: int, stop: int, kind: MemoryKind, device: int, shared: Sequence[Extent]) -> Extent:

@@ -14,7 +14,8 @@ follows is known from the library's documentation and source, and was run over T
   itself and polled, which is cheap, and the others are asked after when that one has ended: by then they have, or nearly. A thread
   for each peer does that, so whoever waits longer waits for its own peer.
 - A batch that has failed is not quiet, and cannot be asked after again: the library has freed it, or never will. It counts as in
-  flight until the transport is closed, which nothing is gained by waiting for. So does a batch that was refused, since a part of it may have been posted before.
+  flight until the transport is closed, and nothing is gained by waiting. So does a batch that was refused, since a part of it may
+  have been posted before.
 """
 
 from __future__ import annotations

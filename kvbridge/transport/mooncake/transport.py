@@ -137,6 +137,11 @@ class MooncakeTransport(Backend[MooncakePeer]):
         """See `Transport.max_operation_bytes`."""
         return self._settings.max_operation_bytes
 
+    @property
+    def operation_cost_bytes(self) -> int:
+        """See `Transport.operation_cost_bytes`."""
+        return self._settings.dead_bytes
+
     def _require_open(self) -> None:
         _ = self._engine.library
 

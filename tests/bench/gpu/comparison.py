@@ -94,6 +94,7 @@ def budgets(results: Results) -> list[Budget]:
     found += _page_budgets(parts.get("copy_pages", []))
     found += _twin_budgets(parts.get("twin_copies", []))
     found += _transport_budgets(parts.get("transport", []))
+    found += step_budgets(parts.get("sparse_buys", []))
     return found
 
 
@@ -109,6 +110,7 @@ _SWAP_LIMITS_US = (
 )
 MOST_OVER_GATHER = 1.1
 LEAST_MEAN = 2.0
+MOST_OVER_NOTHING_MISSING = 1.15
 LEAST_OF_LINK = 0.85
 LEAST_OF_LINK_WITH_TWINS = 0.90
 _ROW_LIMITS_US = {1: 5, 64: 17}
@@ -182,6 +184,15 @@ def _transport_budgets(cases: Sequence[Case]) -> Iterable[Budget]:
     for case in _matching(cases, to="host", gpus=1, layout="layer_first"):
         what = f"local transport, C4 of {case['tokens'] // 1024}k tokens to the host pool, of a pinned copy"
         yield Budget(what, case["gb_s"] / case["copy_gb_s"], LEAST_OF_LINK, "x", at_most=False)
+
+
+def step_budgets(cases: Sequence[Case]) -> Iterable[Budget]:
+    """A decode step with 2 % of the selected rows missing against the same with nothing missing."""
+    facts = {"tokens": 131_072, "batch": 64, "way": "sparse", "overlapped": True}
+    ms = {case["selections"]: case["ms"] for case in _matching(cases, **facts)}
+    if "0 %" in ms and "2 %" in ms:
+        what = "decode step, batch 64, 128k tokens, 2 % missing, of the same with nothing missing"
+        yield Budget(what, ms["2 %"] / ms["0 %"], MOST_OVER_NOTHING_MISSING, "x", at_most=True)
 
 
 def _matching(cases: Iterable[Case], **facts: Any) -> list[Case]:

@@ -88,16 +88,16 @@ def run(recorder: Recorder, *, quick: bool) -> None:
         bench = _Bench(recorder, turns=3 if quick else TURNS)
         with host_target() as (endpoint, mapping):
             for writer in writers:
-                _connect(writer, "host", endpoint, mapping.address)
+                connect_to(writer, "host", endpoint, mapping.address)
             for group in groups:
                 bench.to_host(writers[:group], mapping)
             for writer in writers:
-                _disconnect(writer, "host")
+                disconnect_from(writer, "host")
         where = 1 if count > 1 and runtime.can_reach(0, 1) else 0
         with device_target(where) as (endpoint, address):
-            _connect(writers[0], "device", endpoint, address)
+            connect_to(writers[0], "device", endpoint, address)
             bench.to_device(writers[0], where, address)
-            _disconnect(writers[0], "device")
+            disconnect_from(writers[0], "device")
 
 
 def recorder_skips(recorder: Recorder, count: int) -> None:
@@ -151,12 +151,12 @@ def _target(memory: Extent) -> Iterator[str]:
         transport.close()
 
 
-def _connect(writer: WriterProcess, target: str, endpoint: str, address: int) -> None:
+def connect_to(writer: WriterProcess, target: str, endpoint: str, address: int) -> None:
     writer.tell("connect", target=target, endpoint=endpoint, address=address)
     writer.answer()
 
 
-def _disconnect(writer: WriterProcess, target: str) -> None:
+def disconnect_from(writer: WriterProcess, target: str) -> None:
     writer.tell("disconnect", target=target)
     writer.answer()
 
@@ -172,10 +172,10 @@ class _Bench:
         """C4 of requests into the pool; the same in the page-first layout, where a page of all layers is one operation."""
         words = torch.frombuffer(mapping.buffer, dtype=torch.int64)
         for tokens in (32_768, 131_072):
-            order = _order(tokens)
+            order = order_of(tokens)
             wrong = self._wrong(writers, "host", order, words)
             self._case(writers, "host", order, tokens=tokens, layout="layer_first", wrong=wrong)
-        order = _order(131_072) | {"layers": 1, "operation_bytes": LAYERS * PAGE_BYTES}
+        order = order_of(131_072) | {"layers": 1, "operation_bytes": LAYERS * PAGE_BYTES}
         wrong = self._wrong(writers, "host", order, words)
         self._case(writers, "host", order, tokens=131_072, layout="page_first", wrong=wrong)
         del words  # it pins the mapping
@@ -184,7 +184,7 @@ class _Bench:
         """C4 of requests into another process's device memory, by CUDA IPC."""
         words = tensor_at(address, LENGTH_BYTES // 8, torch.int64, device)
         for tokens in (32_768, 131_072):
-            order = _order(tokens)
+            order = order_of(tokens)
             wrong = self._wrong([writer], "device", order, words)
             self._case([writer], "device", order, tokens=tokens, layout="layer_first", wrong=wrong, device=device)
 
@@ -196,7 +196,7 @@ class _Bench:
         self._turn(writers, "transfer", target=target, order=order)
         wrong = total = 0
         for number, writer in enumerate(writers):
-            writer.tell("sums", order=_stripe(order, number, len(writers)))
+            writer.tell("sums", order=stripe_of(order, number, len(writers)))
             answer = writer.answer()
             each = order["operation_bytes"]
             pages = words[: len(words) // (each // 8) * (each // 8)].reshape(-1, each // 8)
@@ -241,17 +241,17 @@ class _Bench:
         for number, writer in enumerate(writers):
             mine = dict(arguments)
             if "order" in mine:
-                mine["order"] = _stripe(mine["order"], number, len(writers))
+                mine["order"] = stripe_of(mine["order"], number, len(writers))
             writer.tell(do, at_s=at_s, **mine)
         answers = [writer.answer() for writer in writers]
         took_s = max(answer["ended_s"] for answer in answers) - min(answer["begun_s"] for answer in answers)
         return sum(answer["bytes"] for answer in answers) / took_s / 1e9
 
 
-def _order(tokens: int) -> dict[str, int]:
+def order_of(tokens: int) -> dict[str, int]:
     pages = tokens // 256
     return {"layers": LAYERS, "layer_pages": LAYER_PAGES, "pages": pages, "operation_bytes": PAGE_BYTES}
 
 
-def _stripe(order: dict[str, int], number: int, of: int) -> dict[str, int]:
+def stripe_of(order: dict[str, int], number: int, of: int) -> dict[str, int]:
     return order | {"stripe": number, "stripes": of}

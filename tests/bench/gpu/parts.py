@@ -29,7 +29,19 @@ PARTS = {
         Part("copy_rows", "part_copy_rows", 45, "backup of single rows, 21 layers in one launch"),
         Part("digest", "part_digest", 40, "CRC-32C in device memory against reading it"),
         Part("transport", "part_transport", 100, "local transport: into a shared host pool, and device to device"),
+        Part(
+            "copy_phases",
+            "part_copy_phases",
+            60,
+            "the local transport part by part: submitted, the device begins, it ends, that is noticed",
+        ),
         Part("ttft", "part_ttft", 150, "offer to first swap-in through real daemons, direct and staged"),
+        Part(
+            "sparse_buys",
+            "part_sparse_buys",
+            180,
+            "decode steps with the hot buffer and with everything on the device: what fits, tokens a second",
+        ),
         Part("swap_in", "part_swap_in", 300, "swap-in against the bare gather and SGLang's kernel"),
     )
 }

@@ -24,6 +24,7 @@ from tests.bench.gpu.comparison import (
     swap_comparisons,
     wrong_cases,
 )
+from tests.bench.gpu.sparse_figures import sparse_rows
 from tests.bench.gpu.tables import Table, markdown, number, part_tables, plain, share
 
 Row = tuple[str, str, str, str]
@@ -212,6 +213,7 @@ ROWS: tuple[Callable[[Results], list[Row]], ...] = (
     _page_copies,
     _transfers,
     _ttft,
+    sparse_rows,
     _digest,
 )
 

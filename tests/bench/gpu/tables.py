@@ -38,6 +38,10 @@ def part_tables(name: str, cases: Sequence[Case]) -> list[Table]:
     """A part's tables; none when it measured nothing."""
     if not cases:
         return []
+    if name == "sparse_buys":
+        from tests.bench.gpu.sparse_figures import sparse_tables  # it is made of what is here
+
+        return sparse_tables(cases)
     return _BUILDERS[name](cases)
 
 
@@ -283,6 +287,27 @@ def _transport(cases: Sequence[Case]) -> list[Table]:
     return [Table("Local transport: C4 of a request, 21 layers, scattered", headings, rows)]
 
 
+def _copy_phases(cases: Sequence[Case]) -> list[Table]:
+    rows = tuple(
+        (
+            case["to"],
+            str(case["gpus"]),
+            f"{case['tokens'] // 1024}k",
+            case["tried"],
+            *(number(1e6 * case[phase]) for phase in ("submitted_s", "device_began_s", "late_s")),
+            str(case["slices"]),
+            number(1e6 * case["waited_s"]),
+            number(case["device_gb_s"]),
+            number(case["gb_s"]),
+            share(case["gb_s"], case["copy_gb_s"]),
+        )
+        for case in cases
+    )
+    headings = ("to", "GPUs", "tokens", "tried", "submitted us", "device begins us", "noticed late us")
+    more = ("slices", "device waited us", "device GB/s", "GB/s", "of one copy")
+    return [Table("Local transport, C4 of a request in pages of 37,440 B, part by part", (*headings, *more), rows)]
+
+
 TTFT_PHASES = ("transfer", "claim", "backup", "admission", "swap_in")
 
 
@@ -322,6 +347,7 @@ _BUILDERS = {
     "copy_rows": _copy_rows,
     "digest": _digest,
     "transport": _transport,
+    "copy_phases": _copy_phases,
     "ttft": _ttft,
     "swap_in": _swap_in,
 }

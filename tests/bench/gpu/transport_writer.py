@@ -4,7 +4,7 @@
 registered it. One JSON object a line in, one out. Commands: `connect` and `disconnect` (a target's name), `transfer` (operations
 of one size, scattered on both sides; a stripe of them), `copy` (one plain copy of as many bytes, for comparison), `sums` (of the
 pages that a transfer sends). Moments are CLOCK_MONOTONIC, which all processes of a host share, so that several writers can begin
-together (`at_s`).
+together (`at_s`). A transfer is looked after as a rank worker does; `phases` is a transfer that is told of part by part.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import os
 import sys
 import time
 from contextlib import ExitStack
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,13 +26,17 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Extent
-from kvbridge.transport.base import Endpoint, Peer, TransferState
-from kvbridge.transport.registry import create_transport
+from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState
+from kvbridge.transport.local.device_copier import CopyLimits
+from kvbridge.transport.local.streams import CopyStream
+from kvbridge.transport.local.transport import LocalTransport
+from kvbridge.worker.pause import Pauses
 from tests.bench.gpu.memory import device_memory, fill_random, host_memory, tensor_at
 from tests.helpers.connecting import connect
 
-POLL_PAUSE_S = 0.0001
-"""As the rank worker does between two rounds in which nothing moved."""
+if TYPE_CHECKING:
+    from tests.bench.gpu.copy_timeline import CopyTimeline
+
 LIMIT_S = 60.0
 
 
@@ -57,7 +62,7 @@ class Writer:
     def __init__(self, device: int, address: int, length_bytes: int, stack: ExitStack) -> None:
         self.device, self.address, self.length_bytes = device, address, length_bytes
         self._stack = stack
-        self._transport = create_transport("local", TransportSettings())
+        self._transport = LocalTransport(TransportSettings().local)
         stack.callback(self._transport.close)
         self._transport.register(
             [Extent(address=address, length_bytes=length_bytes, kind=MemoryKind.VRAM, device=device, label="source")]
@@ -65,6 +70,11 @@ class Writer:
         self._peers: dict[str, tuple[Peer, int]] = {}
         self._plain: dict[str, int] = {}
         self._stream = runtime.Stream.create(device)
+        self._timeline: CopyTimeline | None = None
+        self._limits: CopyLimits | None = None
+        self._blocks: dict[CopyStream, int] = {}
+        self._pauses = Pauses(time.monotonic, with_gpu=True)
+        self._pauses.sleep_precisely()
 
     def connect(self, command: dict[str, Any]) -> dict[str, Any]:
         """Connect to a target under a name."""
@@ -81,18 +91,64 @@ class Writer:
 
     def transfer(self, command: dict[str, Any]) -> dict[str, Any]:
         """Move the operations once; answer when it began and ended."""
+        peer, operations = self._operations(command)
+        begun_s = _wait_until(command["at_s"])
+        self._finish(self._transport.submit(peer, operations, deadline_s=LIMIT_S))
+        return {"begun_s": begun_s, "ended_s": time.monotonic(), "bytes": int(operations.length.sum())}
+
+    def phases(self, command: dict[str, Any]) -> dict[str, Any]:
+        """The same; answers with seconds from its beginning as well: when it was submitted, when the device began and ended.
+
+        `pause_s`: between two looks; 0 for none, negative for what a rank worker rests. `slice_mib`: given to the device at a time,
+        0 for what the settings say; `times_blocks`: so many times as many blocks of the kernel.
+        """
+        from tests.bench.gpu.copy_timeline import CopyTimeline  # CUDA's own bindings: the other commands do without
+
+        if self._timeline is None:
+            self._timeline = CopyTimeline(self.device)
+        self._tune(int(command["slice_mib"]), int(command["times_blocks"]))
+        peer, operations = self._operations(command)
+        _wait_until(command["at_s"])
+        begun_s = self._timeline.begin()
+        transfer = self._transport.submit(peer, operations, deadline_s=LIMIT_S)
+        submitted_s = time.monotonic()
+        self._finish(transfer, command["pause_s"])
+        ended_s = time.monotonic()
+        seen = self._timeline.read()
+        return {
+            "begun_s": begun_s,
+            "ended_s": ended_s,
+            "bytes": int(operations.length.sum()),
+            "submitted_s": submitted_s - begun_s,
+            "device_began_s": seen.began_s,
+            "device_ended_s": seen.ended_s,
+            "device_busy_s": seen.busy_s,
+            "slices": seen.slices,
+        }
+
+    def _tune(self, slice_mib: int, times_blocks: int) -> None:
+        devices = self._transport._devices
+        if self._limits is None:
+            self._limits = devices._limits
+        devices._limits = replace(self._limits, slice_bytes=slice_mib << 20) if slice_mib else self._limits
+        for stream in devices._streams.values():
+            if stream._kernel is not None:
+                usual = self._blocks.setdefault(stream, stream._kernel._blocks)
+                stream._kernel._blocks = times_blocks * usual
+
+    def _operations(self, command: dict[str, Any]) -> tuple[Peer, Operations]:
         peer, address = self._peers[command["target"]]
         source, target = scattered(command["order"])
         lengths = np.full(len(source), command["order"]["operation_bytes"], dtype=np.uint64)
-        operations = Operations(source + np.uint64(self.address), target + np.uint64(address), lengths)
-        begun_s = _wait_until(command["at_s"])
-        transfer = self._transport.submit(peer, operations, deadline_s=LIMIT_S)
+        return peer, Operations(source + np.uint64(self.address), target + np.uint64(address), lengths)
+
+    def _finish(self, transfer: Transfer, pause_s: float = -1.0) -> None:
+        self._pauses.moved()
         while not (status := transfer.poll()).state.terminal:
-            time.sleep(POLL_PAUSE_S)
-        ended_s = time.monotonic()
+            if pause_s:
+                time.sleep(pause_s if pause_s > 0 else self._pauses.next_s())
         if status.state is not TransferState.DONE:
             raise RuntimeError(f"the transfer ended as {status}")
-        return {"begun_s": begun_s, "ended_s": ended_s, "bytes": int(lengths.sum())}
 
     def copy(self, command: dict[str, Any]) -> dict[str, Any]:
         """Copy as many bytes in one piece by a copy engine: to registered host memory, or to a device."""

@@ -33,7 +33,13 @@ def results() -> dict[str, Any]:
             | {"operation_bytes": 37_440, "gb_s": 48.0 * gpus, "copy_gb_s": 55.0 * gpus, "wrong": ""}
             for to, gpus in (("host", 1), ("host", 2), ("cuda:1", 1))
         ],
+        "copy_phases": [
+            {"to": "host", "gpus": 1, "tokens": 32_768, "tried": "as it is", "submitted_s": 2e-4, "slices": 1}
+            | {"device_began_s": 1.5e-4, "late_s": 1e-5, "waited_s": 0.0, "device_gb_s": 52.0, "gb_s": 48.0}
+            | {"copy_gb_s": 54.0, "wrong": ""}
+        ],
         "ttft": [_ttft(way, tokens) for tokens in (8192, 131_072) for way in ("direct", "staged")],
+        "sparse_buys": _steps(),
         "swap_in": swap_in,
     }
     environment = {"devices": ["NVIDIA Imaginary"], "cpu_count": 16, "nvidia_smi": [{"driver_version": "1.2.3"}]}
@@ -41,6 +47,21 @@ def results() -> dict[str, Any]:
         "environment": environment,
         "parts": {name: {"cases": cases, "skipped": [], "failed": "", "took_s": 1.0} for name, cases in parts.items()},
     }
+
+
+def _steps() -> list[dict[str, Any]]:
+    facts = {"tokens": 131_072, "device_bytes": 10**8, "host_bytes": 4 * 10**8, "least_ms": 5.0, "most_ms": 9.0}
+    sparse = {"way": "sparse", "overlapped": True, "host_us": 300.0, "wrong": ""}
+    cases = [("0 %", 64, 0.0, 6.0, False), ("2 %", 64, 2.0, 6.6, False), ("2 %", 400, 2.0, 16.0, True)]
+    return [
+        {**facts, "way": "device", "overlapped": False, "selections": "", "batch": 150, "fits": True, "ms": 9.0}
+        | {"tokens_s": 150 / 9e-3},
+        *(
+            {**facts, **sparse, "selections": selections, "batch": batch, "missing_percent": missing, "ms": ms}
+            | {"fits": fits, "tokens_s": 1e3 * batch / ms}
+            for selections, batch, missing, ms, fits in cases
+        ),
+    ]
 
 
 def _pages(way: str, layers: int, pages: int) -> dict[str, Any]:

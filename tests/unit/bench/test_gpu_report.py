@@ -37,11 +37,17 @@ def test_geometric_mean() -> None:
 
 def test_budgets_say_what_is_missed() -> None:
     found = {budget.what: budget for budget in budgets(results())}
-    assert len(found) == 7 + 3 + 2 + 4 + 1 + 9
+    assert len(found) == 7 + 3 + 2 + 4 + 1 + 9 + 1
     assert found["swap-in against SGLang: the worst"].met
     assert not found["swap-in, k 512, batch 1, 0 % missing"].met  # 8.75 us of at most 4
     assert found["row backup, 1 row, 21 layers"].met
     assert found["swap-in against SGLang: geometric mean of 100"].measured == pytest.approx(2.0)
+
+
+def test_a_step_with_missing_rows_is_held_against_one_without() -> None:
+    found = {budget.what: budget for budget in budgets(results())}
+    step = found["decode step, batch 64, 128k tokens, 2 % missing, of the same with nothing missing"]
+    assert (round(step.measured, 2), step.limit, step.met) == (1.1, 1.15, True)
 
 
 def test_every_part_has_a_table() -> None:
@@ -82,7 +88,7 @@ def test_the_section_has_a_row_for_everything() -> None:
     )
     assert "| offer to first swap-in, 8k / 128k tokens, C4 straight to the host |" in text
     lines = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(lines) == 2 + 13
+    assert len(lines) == 2 + 14
     assert {line.count("|") for line in lines} == {5}
 
 

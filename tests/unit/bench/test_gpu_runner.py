@@ -174,7 +174,7 @@ def test_a_hanging_step_ends_at_its_deadline_with_its_children(tmp_path: Path, s
         "import subprocess, sys, time; p = subprocess.Popen(['sleep', '60']);"
         f"open({str(child)!r}, 'w').write(str(p.pid)); print('begun', flush=True); time.sleep(60)"
     )
-    assert asyncio.run(run_limited([sys.executable, "-c", script], 3.0, dict(os.environ), log)) is None
+    assert asyncio.run(run_limited([sys.executable, "-c", script], 10.0, dict(os.environ), log)) is None
     assert log.read_text().startswith("begun\nTraceback"), "it was interrupted, and could still say something"
     assert_ends(int(child.read_text()))
 
@@ -198,7 +198,7 @@ def test_nothing_runs_on_when_the_run_is_interrupted(tmp_path: Path) -> None:
 
 
 def assert_ends(pid: int) -> None:
-    until_s = time.monotonic() + 5
+    until_s = time.monotonic() + 20
     while _lives(pid):
         assert time.monotonic() < until_s, "the child outlived its step"
 

@@ -191,7 +191,7 @@ async def test_a_cancelled_pairing_leaves_nothing_behind(world):
     port.late.add("http://d1")
     pairing = await world.pairing(port)
     task = asyncio.create_task(pairing.pair(REQUEST))
-    await asyncio.wait_for(port.stuck.wait(), 5)
+    await asyncio.wait_for(port.stuck.wait(), 20)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -205,12 +205,12 @@ async def test_a_pairing_that_is_cancelled_while_it_gives_back_still_gives_back(
     port.refuse["http://d1"] = InvalidInputError("bad prefix")
     port.cancel_gate = asyncio.Event()
     task = asyncio.create_task((await world.pairing(port)).pair(REQUEST))
-    await asyncio.wait_for(port.stuck.wait(), 5)
+    await asyncio.wait_for(port.stuck.wait(), 20)
     task.cancel()
     await asyncio.sleep(0)
     port.cancel_gate.set()
     with pytest.raises(asyncio.CancelledError):
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 20)
     assert port.rooms() == {}
 
 
@@ -227,7 +227,7 @@ async def test_no_more_are_paired_at_once_than_may_be(world):
     port.hang.add("http://p1")
     pairing = await world.pairing(port, max_under_way=1)
     task = asyncio.create_task(pairing.pair(REQUEST))
-    await asyncio.wait_for(port.stuck.wait(), 5)
+    await asyncio.wait_for(port.stuck.wait(), 20)
     with pytest.raises(
         CapacityError, match=r"1 requests are being paired already \(pairing\.max_under_way\)"
     ) as caught:
@@ -252,7 +252,7 @@ async def test_a_room_that_is_being_paired_cannot_be_paired_again(world):
     port.hang.add("http://p1")
     pairing = await world.pairing(port)
     task = asyncio.create_task(pairing.pair(REQUEST))
-    await asyncio.wait_for(port.stuck.wait(), 5)
+    await asyncio.wait_for(port.stuck.wait(), 20)
     with pytest.raises(ConflictError):
         await pairing.pair(REQUEST)
     assert await world.store.room_counts() == {
@@ -356,14 +356,14 @@ async def test_a_pairing_whose_claim_was_taken_over_reserves_nothing(world):
     port.pauses["http://d1"] = asyncio.Event()
     pairing = await world.pairing(port)
     slow = asyncio.create_task(pairing.pair(REQUEST))
-    await asyncio.wait_for(port.stuck.wait(), 5)
+    await asyncio.wait_for(port.stuck.wait(), 20)
     world.advance(TIMES.claim_s + 0.1)
     await world.directory(*FLEET)  # the nodes' heartbeats have gone on meanwhile
     answer = port.pauses.pop("http://d1")
     second = await pairing.pair(REQUEST)
     answer.set()
     with pytest.raises(NotReadyError, match="nothing is reserved"):
-        await asyncio.wait_for(slow, 5)
+        await asyncio.wait_for(slow, 20)
     assert second.generation == 4
     assert port.generations() == {("http://p1", 7, 4), ("http://d1", 7, 4)}
     assert (await pairing.report(7)).generation == 4
@@ -455,7 +455,7 @@ async def test_who_leaves_while_it_waits_leaves_nothing_behind(world):
     port.full, port.pauses = {"http://d1", "http://d2"}, {"http://d1": asyncio.Event(), "http://d2": asyncio.Event()}
     pairing = await world.pairing(port)
     task = asyncio.create_task(pairing.pair(WAITING))
-    await asyncio.wait_for(port.stuck.wait(), 5)
+    await asyncio.wait_for(port.stuck.wait(), 20)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -469,7 +469,7 @@ async def test_those_who_wait_are_no_burden_to_those_who_do_not_and_are_bounded(
     port.pauses = {url: asyncio.Event() for url in port.full}
     pairing = await world.pairing(port, max_under_way=1, max_waiting=1)
     waits = asyncio.create_task(pairing.pair(WAITING))
-    await asyncio.wait_for(port.stuck.wait(), 5)
+    await asyncio.wait_for(port.stuck.wait(), 20)
     with pytest.raises(CapacityError, match="full now"):
         await pairing.pair(WAITING.model_copy(update={"room": 8}))
     for pause in port.pauses.values():

@@ -146,14 +146,14 @@ async def test_everything_expires_by_itself(redis_fleet):
 async def test_a_redis_that_hangs_is_told_within_the_deadline_and_works_again_afterwards(redis_fleet):
     with redis_server() as server:
         async with RedisFleet(server, "hangs") as world:
-            store = world.replica(timeout_s=0.2)
+            store = world.replica(timeout_s=1.5)
             directory = Directory(store, FakeDaemons())
             await directory.register(node("p", Role.PREFILL))
             server.halt()
             begun_s = time.monotonic()
-            with pytest.raises(NotReadyError, match=r"did not answer within 0\.2 s \(timeouts\.store_s\)"):
+            with pytest.raises(NotReadyError, match=r"did not answer within 1\.5 s \(timeouts\.store_s\)"):
                 await directory.instances()
-            assert time.monotonic() - begun_s < 10
+            assert time.monotonic() - begun_s < 15
             with pytest.raises(NotReadyError):
                 await store.claim(7, generations=3)
             server.go_on()
@@ -212,11 +212,11 @@ async def test_a_ticket_that_cannot_be_kept_is_given_back():
             port.pauses["http://d1"] = asyncio.Event()
             pairing = await world.pairing(port)
             task = asyncio.create_task(pairing.pair(REQUEST))
-            await asyncio.wait_for(port.stuck.wait(), 5)
+            await asyncio.wait_for(port.stuck.wait(), 20)
             server.kill()
             port.pauses["http://d1"].set()
             with pytest.raises(NotReadyError, match="cannot be reached"):
-                await asyncio.wait_for(task, 5)
+                await asyncio.wait_for(task, 20)
             assert port.rooms() == {}
 
 

@@ -36,7 +36,7 @@ from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.daemon.prefill import prefill_daemon
 
 INTERVAL_S = 0.005
-WAIT_S = 10.0
+WAIT_S = 20.0
 
 
 class FakeDirectory:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from kvbridge.config.pools import DeviceLayout
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.geometry.presets import preset
@@ -105,7 +106,10 @@ def test_a_size_in_bytes_counts_checkpoints():
             r"tier\.host is set but pools\.memory is adopted: .*; set tier\.host to null",
         ),
         (
-            prefill({"pages": 3, "checkpoint_pages": 1, "layout": "page_first", "backend": "direct"}),
+            prefill(
+                {"pages": 3, "checkpoint_pages": 1, "layout": "page_first", "backend": "direct"},
+                device_layout="layer_first",
+            ),
             r"tier\.host\.backend direct: no backup is possible, .*; set pools\.device_layout: page_first$",
         ),
         (
@@ -150,6 +154,10 @@ def test_it_needs_prefixes_that_stay():
 def test_pages_of_adopted_memory_lie_as_the_engine_has_them():
     with pytest.raises(ValidationError, match="leave device_layout at layer_first"):
         prefill({"pages": 1}, memory="adopted", device={}, device_layout="page_first")
+    pools = {"memory": "adopted"}
+    config = PrefillConfig.model_validate({"instance": "p", "model": {"preset": "tiny-v4"}, "pools": pools})
+    assert config.pools.device_layout is DeviceLayout.LAYER_FIRST, "whatever the default of owned memory is"
+    assert PrefillConfig.model_validate(config.model_dump()) == config
 
 
 def test_a_node_makes_them_beside_its_pools_and_removes_them(tmp_path: Path):
@@ -175,7 +183,8 @@ def test_device_pools_are_laid_out_as_asked(layout: str):
     config = prefill({"pages": 3, "checkpoint_pages": 1}, device_layout=layout)
     (placement,) = planned(config).device.values()
     full = [region for region in placement.regions if region.space is IndexSpace.FULL]
-    assert {region.page_stride_bytes == 998_208 for region in full} == {layout == "page_first"}
+    strides = {region.page_stride_bytes for region in full}
+    assert strides == ({786_240, 211_968} if layout == "page_first" else {region.page_bytes for region in full})
     ordered = planned(
         config.model_copy(update={"parallelism": config.parallelism.model_copy(update={"device": "cuda"})})
     )

@@ -44,7 +44,9 @@ def no_cuda(monkeypatch):
 def test_device_memory_on_gpus_is_ordered_from_the_workers(no_cuda, tmp_path: Path):
     layout = plan_memory(decode(tp_size=2, device="cuda"), TINY)
     assert layout.orders == {
-        rank: DeviceAllocationRequest(device=number, page_counts=COUNTS, exclude=(ComponentKind.C4_KV,))
+        rank: DeviceAllocationRequest(
+            device=number, page_counts=COUNTS, exclude=(ComponentKind.C4_KV,), page_first=True
+        )
         for number, rank in enumerate((R0, R1))
     }
     assert {(placement.memory, placement.device) for placement in layout.device.values()} == {
@@ -103,9 +105,9 @@ def test_a_creation_that_is_cancelled_ends_at_its_next_report_and_leaves_nothing
             told.append(done_bytes)
             if len(told) == reports_before:
                 loop.call_soon_threadsafe(creation.cancel)
-                assert memory._cancelled.wait(10)
+                assert memory._cancelled.wait(20)
 
-        creation = asyncio.create_task(memory.create(tmp_path, "d", on_progress=on_progress, cancel_s=10))
+        creation = asyncio.create_task(memory.create(tmp_path, "d", on_progress=on_progress, cancel_s=20))
         await creation
 
     with pytest.raises(asyncio.CancelledError):
@@ -121,11 +123,11 @@ def test_a_creation_that_does_not_stop_is_said_and_still_leaves_nothing(tmp_path
 
     def on_progress(*_: int) -> None:
         stuck.set()
-        assert released.wait(10)
+        assert released.wait(20)
 
     async def told() -> None:
         creation = asyncio.create_task(memory.create(tmp_path, "d", on_progress=on_progress, cancel_s=0.05))
-        assert await asyncio.to_thread(stuck.wait, 10)
+        assert await asyncio.to_thread(stuck.wait, 20)
         creation.cancel()
         try:
             await creation

@@ -7,9 +7,18 @@ from pathlib import Path
 import pytest
 
 from kvbridge.config.schema import DecodeConfig
+from kvbridge.core.errors import NotFoundError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import Heartbeat, RankDescription
-from kvbridge.core.wire.worker_messages import RoomClosed, WorkerFailed, WorkerHello, WorkerReady
+from kvbridge.core.wire.worker_messages import (
+    CloseRoom,
+    NodeToWorker,
+    RoomClosed,
+    Shutdown,
+    WorkerFailed,
+    WorkerHello,
+    WorkerReady,
+)
 from kvbridge.daemon.worker_host import WorkerHost, WorkerReport
 from kvbridge.node.workers import WorkerState
 from kvbridge.telemetry.events import Fact, FrameRefused
@@ -98,3 +107,48 @@ def test_a_stranger_has_no_heartbeat(host: WorkerHost, listener: Listener) -> No
     assert listener.refused == []
     host._on_message("stranger", Heartbeat())
     assert len(listener.refused) == 1
+
+
+class Sockets:
+    """What was handed to ZeroMQ; nobody is behind a link that is `gone`."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, NodeToWorker]] = []
+        self.gone: set[str] = set()
+
+    def send(self, link: str, message: NodeToWorker) -> None:
+        if link in self.gone:
+            raise NotFoundError(f"{link} is gone")
+        self.sent.append((link, message))
+
+
+@pytest.fixture
+def sockets(host: WorkerHost) -> Sockets:
+    host._server = Sockets()
+    host.workers.connect(host._post)
+    return host._server
+
+
+ALL_SENT = [CloseRoom(room=room, generation=1, all_sent=True) for room in (1, 2)]
+STOPPED = CloseRoom(room=3, generation=1)
+
+
+def test_that_rooms_are_over_is_told_ahead_of_the_next_message_to_that_worker(host: WorkerHost, sockets: Sockets):
+    for message in ALL_SENT:
+        host.workers.send(R0, message)
+    assert sockets.sent == []
+    host.workers.send(R1, STOPPED)
+    assert sockets.sent == [("b", STOPPED)]
+    host.workers.send(R0, STOPPED)
+    assert sockets.sent[1:] == [("a", ALL_SENT[0]), ("a", ALL_SENT[1]), ("a", STOPPED)]
+
+
+def test_that_rooms_are_over_is_told_with_the_next_tick(host: WorkerHost, sockets: Sockets):
+    for rank in (R0, R1):
+        host.workers.send(rank, ALL_SENT[0])
+    sockets.gone.add("a")
+    host.watch()
+    host.watch()
+    assert sockets.sent == [("b", ALL_SENT[0])]
+    host.workers.send(R1, Shutdown())
+    assert sockets.sent[1:] == [("b", Shutdown())]

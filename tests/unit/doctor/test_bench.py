@@ -48,12 +48,12 @@ def serving(answer, keys: CurveKeys | None = None) -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(live()))
     thread.start()
-    assert started.wait(10)
+    assert started.wait(20)
     try:
         yield found[0]
     finally:
         loop.call_soon_threadsafe(found[1].set)
-        thread.join(10)
+        thread.join(20)
         loop.close()
 
 
@@ -139,7 +139,7 @@ def trial_with(lender: Lender, status: TransferStatus, monkeypatch: pytest.Monke
     monkeypatch.setattr(measuring, "create_transport", lambda *_: Forgetful(status))
     with (
         serving(lender.answer) as endpoint,
-        RequestClient(endpoint, keys=None, server_key="", timeout_s=10) as client,
+        RequestClient(endpoint, keys=None, server_key="", timeout_s=20) as client,
         make_buffer(length_bytes=4 * SMALL) as source,
         Trial(client, source, TransportSettings(), "local") as trial,
     ):
@@ -194,16 +194,16 @@ def test_checksums_follow_what_is_there(lender: Lender) -> None:
 def test_the_handshake_is_tried_with_keys_and_without() -> None:
     server, stranger = generate_keys(), generate_keys()
     with serving(lambda packed: packed, server) as endpoint:
-        try_handshake(endpoint, keys=server, server_key="", timeout_s=5)
+        try_handshake(endpoint, keys=server, server_key="", timeout_s=20)
         with pytest.raises(UnauthorizedError, match="does not allow our key"):
-            try_handshake(endpoint, keys=stranger, server_key=server.public, timeout_s=1)
+            try_handshake(endpoint, keys=stranger, server_key=server.public, timeout_s=20)
         with pytest.raises(PeerError):  # another key than the server's
             try_handshake(endpoint, keys=server, server_key=stranger.public, timeout_s=1)
         with pytest.raises(PeerError):
             try_handshake(endpoint, keys=None, server_key="", timeout_s=1)
     with serving(lambda packed: packed[::-1]) as endpoint:
-        try_handshake(endpoint, keys=None, server_key="", timeout_s=5)
-        with RequestClient(endpoint, keys=None, server_key="", timeout_s=5) as client:
+        try_handshake(endpoint, keys=None, server_key="", timeout_s=20)
+        with RequestClient(endpoint, keys=None, server_key="", timeout_s=20) as client:
             assert client.ask(b"abc") == b"cba"
             assert client.ask(b"de") == b"ed"
 
@@ -212,7 +212,7 @@ def test_a_question_that_nobody_answers_ends() -> None:
     silent = threading.Event()
 
     def late(packed: bytes) -> bytes:
-        silent.wait(10)
+        silent.wait(20)
         return packed
 
     with serving(late) as endpoint:

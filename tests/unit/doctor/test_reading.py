@@ -23,6 +23,7 @@ from kvbridge.doctor.host.network import read_interfaces, read_network, read_rdm
 from kvbridge.doctor.host.process import read_process, read_software
 from kvbridge.doctor.host.reach import Asking, Credentials, clock_ahead_s
 from kvbridge.doctor.needs import Needs, Port, needs_of
+from tests.helpers.held_ports import held_ports
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -271,11 +272,9 @@ def test_something_else_that_answers_is_told(server: str, asking: Asking, monkey
 
 
 def test_nobody_there_is_told(asking: Asking) -> None:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
-    assert "refused" in asking.ready("x", f"http://127.0.0.1:{port}").problem.lower()
-    assert "nobody listens there" in asking.shake("x", f"tcp://127.0.0.1:{port}", encrypted=False).problem
+    with held_ports(1) as [port]:
+        assert "refused" in asking.ready("x", f"http://127.0.0.1:{port}").problem.lower()
+        assert "nobody listens there" in asking.shake("x", f"tcp://127.0.0.1:{port}", encrypted=False).problem
 
 
 def test_the_daemon_itself_is_known_by_role_and_name(

@@ -20,7 +20,7 @@ from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
 pytestmark = pytest.mark.asyncio
 
-WAIT_S = 5.0
+WAIT_S = 20.0
 
 
 class SlowRooms(FakeRooms):

@@ -143,7 +143,7 @@ async def turn() -> None:
 
 async def refused(code: str, call: Awaitable[object]) -> BridgeError:
     with pytest.raises(BridgeError) as caught:
-        await asyncio.wait_for(call, 5)
+        await asyncio.wait_for(call, 20)
     assert caught.value.code == code
     return caught.value
 
@@ -209,7 +209,7 @@ async def test_who_waits_is_admitted_when_pages_become_free(made):
     assert not task.done()
     bench.clock.advance(3)
     bench.rooms.end(1)
-    assert (await asyncio.wait_for(task, 5)).room == 2
+    assert (await asyncio.wait_for(task, 20)).room == 2
     assert bench.events.waits == [("admitted", 3.0)]
     assert bench.free == 4
 
@@ -283,7 +283,7 @@ async def test_who_waited_and_leaves_makes_way(made):
     small = await bench.waits(3, client="small")
     assert not small.done()
     large.cancel()
-    assert (await asyncio.wait_for(small, 5)).room == 3
+    assert (await asyncio.wait_for(small, 20)).room == 3
     assert bench.events.waits[0][0] == "left"
 
 
@@ -306,9 +306,9 @@ async def test_a_room_id_taken_meanwhile_is_a_conflict_for_the_second(made):
     bench.now(1, PAGES)
     first, second, third = [await bench.waits(room) for room in (2, 2, 3)]
     bench.rooms.end(1)
-    assert (await asyncio.wait_for(first, 5)).room == 2
+    assert (await asyncio.wait_for(first, 20)).room == 2
     await refused("conflict", second)
-    assert (await asyncio.wait_for(third, 5)).room == 3
+    assert (await asyncio.wait_for(third, 20)).room == 3
     assert bench.events.refusals == {"conflict": 1}
 
 
@@ -334,7 +334,7 @@ async def test_while_workers_are_away_everybody_waits_on(made):
     assert not task.done()
     bench.rooms.lacking = ""
     bench.admission.tick()
-    assert (await asyncio.wait_for(task, 5)).room == 2
+    assert (await asyncio.wait_for(task, 20)).room == 2
 
 
 async def test_the_queue_is_bounded(made):

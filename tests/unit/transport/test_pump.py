@@ -14,7 +14,7 @@ from kvbridge.transport.pump import Pump, PumpedTransfer
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
 from tests.contract.harness import wait
 
-LIMIT_S = 10.0
+LIMIT_S = 20.0
 LIMITS = WindowLimits(operations=4, bytes=1 << 20, quiet_timeout_s=0.05)
 
 
@@ -142,7 +142,7 @@ def test_a_defect_in_the_thread_ends_every_transfer_not_quiet() -> None:
 def test_failed_batches_end_quietly(pump: Pump) -> None:
     library = Library(Check(Progress.FAILED, "the peer died"))
     library.gate.set()
-    transfer = pumped(library, Window(LIMITS))
+    transfer = pumped(library, Window(WindowLimits(operations=4, bytes=1 << 20, quiet_timeout_s=30.0)))
     pump.add(transfer)
     status = wait(transfer, LIMIT_S)
     assert status.state is TransferState.FAILED_QUIET

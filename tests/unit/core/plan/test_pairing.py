@@ -5,6 +5,7 @@ import pytest
 from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind as Kind
 from kvbridge.core.ids import IndexSpace as Space
+from kvbridge.core.plan.neighbours import find_neighbours
 from kvbridge.core.plan.pairing import Pairing
 from tests.helpers.geometries import flash, gqa
 from tests.helpers.manifests import Instance, Layout
@@ -61,8 +62,8 @@ def test_joined_layers_are_one_row_of_bases():
     page_first = {Kind.MHA_KV: Layout(page_first=True)}
     sides = [Instance(gqa(), PAGES, layouts=page_first, base=base).manifests()[0] for base in (1 << 40, 1 << 50)]
     (group,) = Pairing.create(gqa(), *sides, destination_ordinal=0, destination_count=1).groups
-    (band,) = group.bands
-    assert (len(band.source_bases), band.page_bytes, band.joins_pages) == (1, 3 * group.page_bytes, True)
+    (band,) = find_neighbours((group,))
+    assert (len(band.source.bases), band.page_bytes, band.joins_pages) == (1, 3 * group.page_bytes, True)
 
 
 def test_different_models_do_not_pair():

@@ -142,7 +142,7 @@ def test_a_thousand_rooms_a_second_are_easy_in_a_large_fragmented_pool():
     allocator.take(100_000)
     allocator.give(np.arange(0, 100_000, 2))
     assert len(allocator._length_at_start) == 50_000
-    start = time.perf_counter()
+    start = time.thread_time()  # whatever else the processor has to do
     for _ in range(1_000):
         allocator.give(allocator.take(20))
-    assert time.perf_counter() - start < 1.0
+    assert time.thread_time() - start < 1.0

@@ -23,6 +23,7 @@ from kvbridge.pool.memory.layout import (
     twin_placement,
 )
 from kvbridge.pool.memory.placement import Placement
+from kvbridge.pool.memory.sharing import registered_extents
 
 FLASH = preset("deepseek-v4-flash")
 GQA = preset("tiny-gqa")
@@ -158,19 +159,37 @@ def test_page_first_host_pool(layout):
     assert placement.total_bytes == -(-50 * 21 * 37_440 // 4096) * 4096
 
 
-def test_a_page_of_a_page_first_device_pool_is_one_stretch_of_memory():
+def test_a_page_of_a_page_first_device_pool_is_one_stretch_of_memory_and_one_of_what_may_live_on_the_host():
     placement = device_placement(FLASH, part(), page_counts=COUNTS, page_first=True)
     check_manifest(manifest_of(placement), FLASH)
     full = [region for region in placement.regions if region.space is IndexSpace.FULL]
-    offsets = sorted((region.extent_addresses[0], region.page_bytes) for region in full)
-    assert all(first + length == after for (first, length), (after, _) in pairwise(offsets))
-    assert sum(offsets[-1]) - offsets[0][0] == 998_208
-    strides = {region.space: region.page_stride_bytes for region in placement.regions}
-    assert strides[IndexSpace.FULL] == 998_208
-    assert strides[IndexSpace.SWA] == 8_160_192, (
-        "8,160,000 bytes, and a multiple of a row's values as attention wants it"
-    )
-    assert all(stride % 576 == 0 for stride in strides.values())
+    for regions, page_bytes in (
+        ([region for region in full if region.component is C4], 786_240),
+        ([region for region in full if region.component is not C4], 211_968),
+    ):
+        offsets = sorted((region.extent_addresses[0], region.page_bytes) for region in regions)
+        assert all(first + length == after for (first, length), (after, _) in pairwise(offsets))
+        assert sum(offsets[-1]) - offsets[0][0] == page_bytes
+        assert {region.page_stride_bytes for region in regions} == {page_bytes}, "pages go on without a gap"
+    swa = {region.page_stride_bytes for region in placement.regions if region.space is IndexSpace.SWA}
+    assert swa == {8_160_192}, "8,160,000 bytes, and a multiple of a row's values as attention wants it"
+    assert all(region.page_stride_bytes % 576 == 0 for region in placement.regions)
+
+
+@pytest.mark.parametrize("pages", [1, 3])
+def test_neighbours_are_registered_together_also_where_an_extent_holds_one_page(pages):
+    counts = COUNTS | {IndexSpace.FULL: pages}
+    chunking = Chunking(extent_bytes=16 << 20)
+    placement = device_placement(FLASH, part(), page_counts=counts, page_first=True, chunking=chunking)
+    regions = placement.regions_at([1 << 40] * len(placement.mappings))
+    extents = registered_extents(regions)
+    for region in regions:
+        last = region.extents()[-1][0]
+        home = next(each for each in extents if each.address <= last < each.address + each.length_bytes)
+        alike = [each for each in regions if each.page_stride_bytes == region.page_stride_bytes]
+        begins = [each.extents()[-1][0] for each in alike]
+        assert home.address <= min(begins), f"{region.label}: its page of all layers is one piece"
+        assert max(begins) + alike[-1].page_bytes <= home.address + home.length_bytes
 
 
 TWIN_COUNTS = {IndexSpace.FULL_TWIN: 30, IndexSpace.SWA_TWIN: 4}

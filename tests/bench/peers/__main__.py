@@ -1,0 +1,274 @@
+"""kvbridge against SGLang's own sender and receiver, in turns: `make bench-peers`, or `python -m tests.bench.peers`.
+
+Owns: which requests are compared, and what becomes of the figures. Must not know: how either side sends.
+
+Two processes of SGLang (`sglang_end.py`, an environment of its own) and kvbridge's daemons run beside each other on the same cores,
+both over Mooncake's TCP on loopback, both with the geometry of DeepSeek-V4-Flash; only one of the two has anything to do at a time.
+
+- *One page*: all is computed. SGLang's clock runs from the creation of its receiver (its sender is there and polls) until `poll` of
+  the receiver says Success; kvbridge's from the router's request to decode until the decode engine's `claim` has returned. What
+  SGLang has in front of its scheduler, HTTP and a tokenizer, is not in it; kvbridge's HTTP is.
+- *Long prompts*: both receivers wait, both senders know their pages. The clock runs from the first `send` or `publish` until
+  Success or the claim. Either side publishes 8,192 tokens at a time, one after the other, without computing in between.
+
+SGLang sends a whole page of windows with every request and kvbridge the rows that are live, so the bytes of the same prompt differ
+by 4 MB, whatever its length: times for each MB stand beside the times. Pages of long prompts are consecutive on both sides; in runs
+of 16 on both; or as pools that have been in use give them: runs of 8 on kvbridge's side (`bench_used_pools` finds 8 to 10), single
+ones on SGLang's, the worst case of an allocator that does not look for runs. The bytes of both are compared before anything is
+measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import sys
+import tempfile
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import structlog
+
+from tests.bench.__main__ import environment
+from tests.bench.peers import bare
+from tests.bench.peers.kvbridge_pair import LAYOUT, PAGE_TOKENS, Crossed, KvbridgePair
+from tests.bench.peers.sglang_pair import ENVIRONMENT, Pages, SglangPair
+
+PAGES = 1024
+LENGTHS_TOKENS = (8_192, 32_768, 131_072)
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Where the pages of long prompts are."""
+
+    name: str
+    kvbridge_run: int
+    """Pages in a run on kvbridge's side; 0: consecutive."""
+    sglang_run: int
+    budget: float
+    """kvbridge so many times as fast."""
+
+
+SHAPES = (
+    Shape("consecutive pages", 0, 0, 1.5),
+    Shape("runs of 16 pages", 16, 16, 1.5),
+    Shape("pools in use", 8, 1, 3.0),
+)
+ONE_PAGE_BUDGET = 2.0
+FEW_PAGES, FEW_ROOMS = 16, 4
+"""Of the pair that sends single pages only."""
+
+
+def sglang_pages(tokens: int, run: int, rng: np.random.Generator) -> tuple[Pages, Pages]:
+    """Pages of both SGLang's pools: consecutive, or every second run of so many in a drawn order, so that no two runs touch."""
+    count = tokens // PAGE_TOKENS
+    if not run:
+        return list(range(count)), list(range(PAGES - count, PAGES))
+    sides = []
+    for _ in range(2):
+        firsts = rng.permutation(PAGES // (2 * run))[: count // run] * (2 * run)
+        sides.append((firsts[:, None] + np.arange(run)).ravel().tolist())
+    return sides[0], sides[1]
+
+
+def run(sglang: Path, *, turns: int, one_page_turns: int, layout: str = LAYOUT) -> dict[str, Any]:
+    """Measure; JSON-able. Milliseconds and bytes. `layout`: of kvbridge's pools; the one page is measured with both."""
+    load = [os.getloadavg()[0]]
+    rooms = PAGES // min(shape.kvbridge_run for shape in SHAPES if shape.kvbridge_run) + 2
+    with (
+        tempfile.TemporaryDirectory(prefix="kvb-peers-") as folder,
+        SglangPair(sglang / "bin" / "python", Path(folder), PAGES) as theirs,
+        KvbridgePair(PAGES, rooms, layout) as ours,
+    ):
+        theirs.connect()
+        (other,) = {"layer_first", "page_first"} - {layout}
+        with KvbridgePair(FEW_PAGES, FEW_ROOMS, other) as others:
+            one_page = _one_page({layout: ours, other: others}, theirs, one_page_turns)
+        library = bare.run(
+            one_page[0]["bytes"]["kvbridge"], (*(case["operations"] for case in one_page), 30, 10), one_page_turns
+        )
+        long = [case for shape in SHAPES for case in _long(ours, theirs, shape, turns)]
+    return {
+        "load": [*load, os.getloadavg()[0]],
+        "turns": turns,
+        "layout": layout,
+        "one_page": one_page,
+        "library": library,
+        "long": long,
+    }
+
+
+def _one_page(pairs: dict[str, KvbridgePair], theirs: SglangPair, turns: int) -> list[dict[str, Any]]:
+    theirs.wipe([0])
+    crossed = {layout: [ours.whole_request(PAGE_TOKENS, check=True)] for layout, ours in pairs.items()}
+    taken_s = [theirs.whole_request(0)]
+    theirs.check([0], [0])
+    for _ in range(WARM_UP + turns):
+        for layout, ours in pairs.items():
+            crossed[layout].append(ours.whole_request(PAGE_TOKENS))
+            taken_s.append(theirs.whole_request(0))
+    found = []
+    for layout, rooms in crossed.items():
+        steps = [steps_of(room) for room in rooms[-turns:]]
+        found.append(
+            {
+                "shape": f"one page, {layout}",
+                "tokens": PAGE_TOKENS,
+                "turns": turns,
+                "operations": rooms[-1].operations,
+                "steps_ms": {name: _ms([each[name] for each in steps]) for name in steps[0]},
+                **_compared(rooms[-turns:], taken_s[-turns * len(pairs) :], theirs.sent_bytes(1)),
+                "budget": ONE_PAGE_BUDGET,
+            }
+        )
+    return found
+
+
+def steps_of(room: Crossed) -> dict[str, float]:
+    """Seconds of a one-page request, one after the other; together all of it."""
+    told = room.phases_s
+    return {
+        "request": room.total_s - told["admit_to_commit"] - told["commit_to_claim"],
+        "admission": told["admit_to_offer"],
+        "offer_to_order": told["offer_to_order"],
+        "plan": told["plan"],
+        "submit": told["first_byte"] - told["plan"],
+        "move": told["move"],
+        "rank": told["offer_to_sent"] - told["offer_to_order"] - told["first_byte"] - told["move"],
+        "nodes": told["offer_to_commit"] - told["offer_to_sent"],
+        "claim": told["commit_to_claim"],
+    }
+
+
+def _long(ours: KvbridgePair, theirs: SglangPair, shape: Shape, turns: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(7)
+    cases = []
+    with ours.used(shape.kvbridge_run) if shape.kvbridge_run else nullcontext():
+        for tokens in LENGTHS_TOKENS:
+            source, destination = sglang_pages(tokens, shape.sglang_run, rng)
+            theirs.wipe(destination)
+            crossed, taken_s = (
+                [ours.published_request(tokens, check=True)],
+                [theirs.published_request(source, destination)],
+            )
+            theirs.check(source, destination)
+            for turn in range(turns):
+                for name in _order(turn):
+                    if name == "kvbridge":
+                        crossed.append(ours.published_request(tokens))
+                    else:
+                        taken_s.append(theirs.published_request(source, destination))
+            crossed, taken_s = crossed[-turns:], taken_s[-turns:]
+            cases.append(
+                {
+                    "shape": shape.name,
+                    "tokens": tokens,
+                    "pages_in_a_run": {
+                        "kvbridge": statistics.median(each.pages_in_a_run for each in crossed),
+                        "sglang": shape.sglang_run or len(source),
+                    },
+                    "operations": crossed[0].operations,
+                    **_compared(crossed, taken_s, theirs.sent_bytes(len(source))),
+                    "budget": shape.budget,
+                }
+            )
+            print(row(cases[-1]), flush=True)
+    return cases
+
+
+def _order(turn: int) -> tuple[str, str]:
+    return ("kvbridge", "sglang") if turn % 2 else ("sglang", "kvbridge")
+
+
+def _ms(seconds: list[float]) -> list[float]:
+    return [round(1e3 * each, 3) for each in seconds]
+
+
+def _compared(crossed: list[Crossed], taken_s: list[float], sglang_bytes: int) -> dict[str, Any]:
+    ms = {"kvbridge": _ms([each.total_s for each in crossed]), "sglang": _ms(taken_s)}
+    sent = {"kvbridge": crossed[0].bytes, "sglang": sglang_bytes}
+    medians = {name: statistics.median(each) for name, each in ms.items()}
+    return {
+        "ms": ms,
+        "bytes": sent,
+        "ms_a_mb": {name: medians[name] / sent[name] * 1e6 for name in ms},
+        "sglang_over_kvbridge": medians["sglang"] / medians["kvbridge"],
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """The result as plain text."""
+    before, after = found["load"]
+    lines = [
+        f"{'':<22} {'tokens':>8} {'kvbridge ms':>24} {'SGLang ms':>24} {'MB':>15} {'ms/MB':>13} {'x as fast':>9} budget",
+        *map(row, [*found["one_page"], *found["long"]]),
+        *(f"{case['shape']}: {case['operations']} operations, ms: {_told(case)}" for case in found["one_page"]),
+        *(f"library, {case['operations']} operations: {_bare_told(case)}" for case in found["library"]),
+        f"load {before:.1f} before, {after:.1f} after",
+    ]
+    return "\n".join(lines)
+
+
+def _told(case: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {statistics.median(ms):.2f}" for name, ms in case["steps_ms"].items())
+
+
+def _bare_told(case: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{way} {statistics.median(ms):.1f} ms ({statistics.median(case['processor_ms'][way]):.1f} of processor time)"
+        for way, ms in case["ms"].items()
+    )
+
+
+def row(case: dict[str, Any]) -> str:
+    """One comparison."""
+    times = " ".join(
+        f"{statistics.median(each):>9.1f} ({min(each):.1f} - {max(each):.1f})".rjust(24) for each in case["ms"].values()
+    )
+    sizes = " / ".join(f"{each / 1e6:.2f}" for each in case["bytes"].values())
+    rates = " / ".join(f"{each:.2f}" for each in case["ms_a_mb"].values())
+    return (
+        f"{case['shape']:<22} {case['tokens']:>8,} {times} {sizes:>15} {rates:>13} "
+        f"{case['sglang_over_kvbridge']:>9.2f} {case['budget']:g}"
+    )
+
+
+def main() -> int:
+    """Print a table, write the JSON."""
+    parser = argparse.ArgumentParser(prog="python -m tests.bench.peers", description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, default=Path("out/bench"), help="where the JSON goes")
+    parser.add_argument(
+        "--sglang", type=Path, default=ENVIRONMENT, help="the environment that `make bench-peers` makes"
+    )
+    parser.add_argument("--turns", type=int, default=7)
+    parser.add_argument("--one-page-turns", type=int, default=40)
+    parser.add_argument("--layout", choices=("layer_first", "page_first"), default=LAYOUT, help="of kvbridge's pools")
+    given = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    found = run(given.sglang, turns=given.turns, one_page_turns=given.one_page_turns, layout=given.layout)
+    print(table(found))
+    given.output.mkdir(parents=True, exist_ok=True)
+    path = given.output / f"peers-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    library = next((given.sglang / "lib").glob("python*/site-packages"))
+    versions = {
+        name: metadata.Distribution.at(each).version
+        for name in ("sglang", "torch", "mooncake_transfer_engine_non_cuda")
+        for each in library.glob(f"{name}-*.dist-info")
+    }
+    path.write_text(json.dumps({"environment": environment(), "sglang": versions, "peers": found}, indent=2) + "\n")
+    print(f"written to {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

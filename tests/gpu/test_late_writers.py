@@ -1,0 +1,60 @@
+"""No byte of a page that was used again was written by a GPU that had been told to before: whole daemons, pools on GPUs.
+
+Late writers and the look at every byte are those of `tests/faults`; here copies wait at a gate on the GPU, so that a
+process is struck with slices of a transfer in its GPU's hands. Two GPUs where there are two, else both sides are on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from kvbridge.kernels.cuda import runtime
+from tests.faults import late_writers
+from tests.faults.cluster_cache import ClusterCache
+from tests.faults.fault_cluster import Gpus
+from tests.faults.late_writer_cluster import LateWriterCluster, late_writer_cluster
+from tests.faults.mutations import FREE_BY_TIMER
+
+pytestmark = pytest.mark.gpu
+
+
+def gpus() -> Gpus:
+    two = runtime.device_count() > 1 and runtime.can_reach(0, 1)
+    return Gpus(prefill=0, decode=1 if two else 0)
+
+
+@pytest.fixture(scope="module")
+def stages() -> Iterator[ClusterCache[LateWriterCluster]]:
+    opened = ClusterCache(lambda _: late_writer_cluster("local", gpus=gpus()))
+    yield opened
+    opened.clear()
+
+
+@pytest.mark.parametrize("late", late_writers.WHILE_COPYING)
+def test_a_process_that_is_struck_while_copies_run(
+    stages: ClusterCache[LateWriterCluster], late: Callable[[LateWriterCluster], None]
+) -> None:
+    with stages.on("gpu") as stage:
+        late(stage)
+        stage.everything_given_back()
+        stage.meet()
+
+
+def test_a_frozen_prefill_node_whose_worker_wakes(stages: ClusterCache[LateWriterCluster]) -> None:
+    with stages.on("gpu") as stage:
+        assert late_writers.frozen_node(stage, fenced=False), (
+            "the late writer did not write: this has looked at nothing"
+        )
+        stage.everything_given_back()
+        stage.meet()
+
+
+def test_pages_that_a_timer_freed_are_seen() -> None:
+    """The canaries of this file see what a GPU writes into pages of others."""
+    with (
+        late_writer_cluster("local", daemon_mistake=FREE_BY_TIMER, gpus=gpus()) as stage,
+        pytest.raises(AssertionError, match="wrong bytes"),
+    ):
+        late_writers.frozen_node(stage, fenced=False)

@@ -1,0 +1,106 @@
+"""Which layers and components go together, what goes along between them, and what different layouts cost."""
+
+import numpy as np
+import pytest
+
+from kvbridge.core.geometry.components import ComponentKind as Kind
+from kvbridge.core.ids import IndexSpace as Space
+from kvbridge.core.ids import PageTable
+from kvbridge.core.plan.neighbours import find_neighbours, page_operations
+from kvbridge.core.plan.operations import Section
+from kvbridge.core.plan.pairing import Pairing
+from kvbridge.core.plan.planner import plan
+from tests.bench import bench_layouts
+from tests.helpers.geometries import flash, gqa
+from tests.helpers.manifests import Instance, Layout
+
+PAGES = {Space.FULL: 16, Space.SWA: 4, Space.REQUEST: 2, Space.HOST: 16}
+PAGE_FIRST = dict.fromkeys(Kind, Layout(page_first=True))
+DEVICE = frozenset({Space.FULL, Space.SWA, Space.REQUEST})
+
+
+def pair(source: Instance, destination: Instance) -> Pairing:
+    sides = source.manifests()[0], destination.manifests()[0]
+    return Pairing.create(source.geometry, *sides, destination_ordinal=0, destination_count=1)
+
+
+def both(geometry=None, **changes) -> Pairing:
+    """Both sides laid out alike."""
+    return pair(*(Instance(geometry or flash(), PAGES, base=base, **changes) for base in (1 << 40, 1 << 50)))
+
+
+def planned(pairing: Pairing, *, start: int = 0, stop: int = 256, prompt: int = 256, cost: int = 0):
+    tables = {space: PageTable(space, np.array([0, 1], dtype=np.int32)) for space in DEVICE}
+    section = Section(prompt_tokens=prompt, start_token=start, stop_token=stop)
+    limits = {"max_operation_bytes": 1 << 30, "operation_cost_bytes": cost}
+    return plan(pairing, section, tables, tables, **limits)
+
+
+@pytest.mark.parametrize(
+    "case", bench_layouts.count_operations(), ids=lambda case: f"{case['layout']}-{case['tokens']}"
+)
+def test_a_request_of_flash_takes_no_more_operations_than_its_budget(case):
+    assert case["budget"] is None or case["dead"]["operations"] <= case["budget"]
+    assert case["live"]["operations"] >= case["dead"]["operations"]
+    assert case["live"]["bytes"] <= case["dead"]["bytes"]
+
+
+def test_components_of_one_space_go_together():
+    apart, together = both(layouts=PAGE_FIRST), both(layouts=PAGE_FIRST, together=DEVICE)
+    growing = [Kind.C4_KV, Kind.C4_INDEXER, Kind.C128_KV]
+    assert sum(planned(apart).amounts[kind].operations for kind in growing) == 3
+    amounts = planned(together).amounts
+    assert sum(amounts[kind].operations for kind in growing) == 1
+    assert [amounts[kind].bytes for kind in growing] == [21 * 37_440, 21 * 8_448, 20 * 1_728], "each has its own bytes"
+
+
+def test_dead_bytes_go_along_where_they_are_few_enough():
+    pairing = both(layouts=PAGE_FIRST, together=DEVICE)
+    exact, near, whole = (planned(pairing, cost=cost) for cost in (0, 1_024, 1 << 20))
+    windows = [each.amounts[Kind.SWA_KV] for each in (exact, near, whole)]
+    assert [each.operations for each in windows[:2]] == [2 * 43, 43], (
+        "values and scales of a layer, with dead scales between"
+    )
+    assert windows[1].bytes == windows[0].bytes + 43 * 1_024
+    assert len(whole.operations) == 2, "what grows, and what does not"
+    assert windows[2].lane_rows == windows[0].lane_rows
+    assert sum(each.bytes for each in whole.amounts.values()) == whole.operations.total_bytes
+
+
+def test_only_the_last_section_takes_dead_bytes_along():
+    pairing = both(layouts=PAGE_FIRST, together=DEVICE)
+    early = planned(pairing, stop=200, prompt=300, cost=1 << 20)
+    assert early.operations.total_bytes == planned(pairing, stop=200, prompt=300).operations.total_bytes
+    last = planned(pairing, start=200, stop=300, prompt=300, cost=1 << 20)
+    assert len(last.operations) < len(planned(pairing, start=200, stop=300, prompt=300).operations)
+
+
+def test_blocks_that_touch_by_chance_are_not_neighbours():
+    """Pools of one page, without a gap between two of their blocks: what follows a page's end is another registration."""
+    layout = {Kind.MHA_KV: Layout(page_first=True, gap_bytes=0)}
+    first, second = (
+        [
+            Instance(gqa(layers=4), {Space.FULL: 1}, layouts=layout, base=base).manifests()[0]
+            for base in (at, at + 2 * 4_096)
+        ]
+        for at in (1 << 40, 1 << 50)
+    )
+    regions = []
+    for low, high in (first, second):
+        stride = {"page_stride_bytes": 2 * 4_096}
+        both_blocks = [*low.regions[:2], *(region for region in high.regions[:2])]
+        layers = [region.model_copy(update={"layer": layer} | stride) for layer, region in enumerate(both_blocks)]
+        regions.append(low.model_copy(update={"regions": tuple(layers)}))
+    pairing = Pairing.create(gqa(layers=4), *regions, destination_ordinal=0, destination_count=1)
+    (band,) = find_neighbours(pairing.groups)
+    assert (len(band.source.bases), band.page_bytes) == (2, 2 * 4_096)
+
+
+def test_what_different_layouts_cost():
+    plain, first = (
+        {"layouts": layouts, "together": together} for layouts, together in (({}, frozenset()), (PAGE_FIRST, DEVICE))
+    )
+    assert page_operations(both(**plain).groups) == (167, 167), "they lie alike"
+    assert page_operations(both(**first).groups) == (3, 3)
+    mixed = pair(Instance(flash(), PAGES, **first), Instance(flash(), PAGES, base=1 << 50, **plain))
+    assert page_operations(mixed.groups) == (167, 3)
