@@ -109,6 +109,7 @@ PREFILL_STATUS: dict[str, Any] = _NODE | {
             "node": "node-0",
             "incarnation": "51d0c9b7a3e2f684",
             "transports": {"pp0.tp0": ["mooncake"]},
+            "standby": {"pp0.tp0": ["nixl"]},
             "connecting": [],
             "features": ["digests"],
         }
@@ -219,6 +220,7 @@ DECODE_STATUS: dict[str, Any] = _NODE | {
         "rooms": ["1042"],
         "waits_for_rooms": 1,
         "waits_for_ranks": [],
+        "transports": ["mooncake"],
     },
 }
 BOOTSTRAP_STATUS: dict[str, Any] = {

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from kvbridge.api.directory import InstanceView
 from kvbridge.api.examples import BOOTSTRAP_STATUS, DECODE_STATUS, PREFILL_STATUS
@@ -99,6 +99,8 @@ class DecodeNodeStatus(FrozenModel):
     incarnation: str
     transports: dict[str, tuple[str, ...]]
     """By rank of ours: what reaches each of its ranks."""
+    standby: dict[str, tuple[str, ...]] = Field(default_factory=dict)
+    """By rank of ours: what would reach all of its ranks if the former were lost."""
     connecting: tuple[str, ...]
     """Ranks of ours that are not connected to it yet."""
     features: tuple[str, ...]
@@ -123,6 +125,8 @@ class FenceStatus(FrozenModel):
     epoch: int
     phase: str
     """`idle`, `renewing`, `waiting` or `revoking`."""
+    transports: tuple[str, ...] = ()
+    """Those that are being shut; empty: all, or none while it is idle."""
     rooms: tuple[str, ...]
     waits_for_rooms: int
     waits_for_ranks: tuple[str, ...]

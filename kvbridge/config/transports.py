@@ -197,8 +197,8 @@ class TransportSettings(FrozenModel):
     """How bytes are moved, and in which order of preference."""
 
     order: tuple[TransportName, ...] = (TransportName.LOCAL, TransportName.MOONCAKE)
-    """Backends to offer to peers, the preferred one first; a pair of ranks uses the first that both have and that
-    connects."""
+    """Backends to offer to peers, the preferred one first; a pair of ranks uses the first that both have and that connects. The
+    others that both have are connected as well, and a room goes on over the next one when the one that it uses is lost."""
     mooncake: MooncakeSettings = MooncakeSettings()
     nixl: NixlSettings = NixlSettings()
     local: LocalSettings = LocalSettings()

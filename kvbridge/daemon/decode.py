@@ -16,7 +16,17 @@ from kvbridge.core.geometry.tables import GROWING_SPACES
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.wire.features import PEER_FEATURES, Feature, Features
-from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, Heartbeat, PeerMessage, Rejected, Welcome
+from kvbridge.core.wire.messages import (
+    Digests,
+    Done,
+    Drained,
+    Failed,
+    Heartbeat,
+    PathLost,
+    PeerMessage,
+    Rejected,
+    Welcome,
+)
 from kvbridge.core.wire.worker_messages import Digested, EndpointsRevoked, Verified
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.parts import NodeParts
@@ -174,13 +184,17 @@ class PrefillPeers:
                 self._nodes.welcome(address, message)
             case Rejected():
                 self._nodes.rejected(address, message)
-            case Welcome() | Digests() | Done() | Failed() | Drained() if not self._nodes.speaks(address, peer):
+            case Welcome() | Digests() | Done() | PathLost() | Failed() | Drained() if not self._nodes.speaks(
+                address, peer
+            ):
                 text = f"{message.type} from {address.endpoint} in the name of {peer}"
                 self._events.frame_refused("unmet", text)
             case Digests():
                 self._rooms.peers.digests(peer, message)
             case Done():
                 self._rooms.peers.done(peer, message)
+            case PathLost():
+                self._rooms.peers.path_lost(peer, message)
             case Failed():
                 self._rooms.peers.failed(peer, message)
             case Drained():

@@ -21,7 +21,7 @@ from kvbridge.core.plan.operations import Amount
 from kvbridge.daemon.node_status import NodeOverview
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.telemetry.events import RoomEntered, RoomFact
-from kvbridge.telemetry.readers import PeerTraffic
+from kvbridge.telemetry.recent import PeerTraffic
 from kvbridge.telemetry.timelines import RoomKey, Timeline
 
 ROOMS_OF_STATE = 25

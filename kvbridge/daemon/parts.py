@@ -36,7 +36,8 @@ from kvbridge.pool.memory.layout import even_boundaries
 from kvbridge.telemetry.host_tier import HostTierReader
 from kvbridge.telemetry.metrics import BUILD
 from kvbridge.telemetry.phases import PHASES
-from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames, StatusReader
+from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames
+from kvbridge.telemetry.recent import StatusReader
 from kvbridge.telemetry.registry import Metrics, library_versions
 from kvbridge.telemetry.specs import Direction
 from kvbridge.telemetry.stream import EventStream

@@ -17,7 +17,7 @@ from kvbridge.core.geometry.checkpoints import why_no_prefixes
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.features import PEER_FEATURES
 from kvbridge.core.wire.messages import Abort, Drained, Failed, Heartbeat, Hello, Offer, PeerMessage, Welcome
-from kvbridge.core.wire.worker_messages import Digested, PeerConnected, RoomClosed, Sent
+from kvbridge.core.wire.worker_messages import Digested, PathsChanged, PeerConnected, Rerouted, RoomClosed, Sent
 from kvbridge.daemon.decode_links import DecodeLinks
 from kvbridge.daemon.inspector import Inspector
 from kvbridge.daemon.node import NodeDaemon
@@ -75,6 +75,8 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
         peers,
         {
             PeerConnected: nodes.worker_connected,
+            PathsChanged: nodes.paths_changed,
+            Rerouted: rooms.workers.rerouted,
             Digested: rooms.workers.digested,
             Sent: rooms.workers.sent,
             RoomClosed: rooms.workers.room_closed,

@@ -28,7 +28,9 @@ from kvbridge.core.wire.worker_messages import (
     EndpointsRevoked,
     NodeToWorker,
     PagesCopied,
+    PathsChanged,
     PeerConnected,
+    Rerouted,
     RoomClosed,
     Sent,
     Shutdown,
@@ -54,7 +56,9 @@ CAUSES = {"killed": "killed", "exit": "exited", "start": "start_failed"}
 ABSENT_AFTER_S = 0.5
 """A node that has not looked for so long was itself stopped or starved: what its workers said meanwhile is still unread."""
 
-WorkerReport = PeerConnected | Digested | Sent | Verified | PagesCopied | RoomClosed | EndpointsRevoked
+WorkerReport = (
+    PeerConnected | PathsChanged | Rerouted | Digested | Sent | Verified | PagesCopied | RoomClosed | EndpointsRevoked
+)
 """What a worker says about rooms and peers."""
 
 

@@ -7,13 +7,15 @@ Every call raises the error that the other side raised, DeadlineError when it do
 cannot be reached. Proxies from the environment are not used: these calls stay inside the cluster.
 
 Calls of an event loop go over aiohttp: bootstrap makes two for each room, and over httpx's own connections they cost two to
-five times the processor time, the more connections are open the more.
+five times the processor time, the more connections are open the more. They go to httpx's transport as they are: its client would
+look for redirects, cookies and credentials, of which there are none, for as long as the call itself takes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, lru_cache
 from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
@@ -47,6 +49,8 @@ CONNECTIONS = 1024
 """Calls under way at once, to all daemons together; one may wait there for as long as a request may."""
 
 _LISTING = TypeAdapter(tuple[InstanceView, ...])
+_url = lru_cache(4_096)(httpx.URL)
+"""Most calls go to the same few, and httpx spends as long on reading a URL as on an answer."""
 
 
 class _Options(TypedDict, total=False):
@@ -100,10 +104,8 @@ class _Client(_Caller):
         self, *, token: str, timeout_s: float, timeout_key: str, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         super().__init__(token=token, timeout_s=timeout_s, timeout_key=timeout_key)
-        self._http = httpx.AsyncClient(
-            transport=transport or AiohttpTransport(limits=httpx.Limits(max_connections=CONNECTIONS), trust_env=False),
-            trust_env=False,
-        )
+        limits = httpx.Limits(max_connections=CONNECTIONS)
+        self._transport = transport or AiohttpTransport(limits=limits, trust_env=False)
 
     async def __aenter__(self) -> Self:
         return self
@@ -115,11 +117,18 @@ class _Client(_Caller):
 
     async def close(self) -> None:
         """Close all connections."""
-        await self._http.aclose()
+        await self._transport.aclose()
 
     async def _call(self, method: str, url: str, **options: Unpack[_Options]) -> httpx.Response:
+        arguments = self._arguments(options)
+        arguments["extensions"] = {"timeout": arguments.pop("timeout").as_dict()}
+        request = httpx.Request(method, _url(url), **arguments)
         with self._failures_named(method, url):
-            response = await self._http.request(method, url, **self._arguments(options))
+            response = await self._transport.handle_async_request(request)
+            try:
+                await response.aread()
+            finally:
+                await response.aclose()
         return _accepted(response, url)
 
     async def _ask(
@@ -167,8 +176,13 @@ def _accepted(response: httpx.Response, url: str) -> httpx.Response:
     raise error_of(response.status_code, response.content, source=url)
 
 
+@cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401 - a type form
+    return TypeAdapter(kind)
+
+
 def _parsed(kind: type[AnswerT] | TypeAdapter[AnswerT], response: httpx.Response, url: str) -> AnswerT:
-    adapter = kind if isinstance(kind, TypeAdapter) else TypeAdapter(kind)
+    adapter: TypeAdapter[AnswerT] = kind if isinstance(kind, TypeAdapter) else _adapter(kind)  # type: ignore[arg-type]  # types are hashable
     try:
         return adapter.validate_json(response.content, extra="ignore")
     except ValidationError as error:

@@ -382,19 +382,3 @@ class EngineLost(EngineFact):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineEnded(EngineFact):
     """The process of a lost engine has ended, for whose end pages waited."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FenceBegan(Fact):
-    """Endpoints of `epoch` replace the earlier ones, because `rooms` rooms have writers that give no proof."""
-
-    epoch: int
-    rooms: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WritersShutOut(Fact):
-    """Everything that writers knew of this node's memory before `epoch` is void; `rooms` rooms were waiting for that."""
-
-    epoch: int
-    rooms: int

@@ -203,7 +203,7 @@ METRICS: tuple[MetricSpec, ...] = (
         _COUNTER,
         ("peer", "code"),
         "What went wrong with a peer: its rooms that failed, by the code of the first cause; handshakes that were refused, by "
-        "their code; `lost`: it was gone, silent, or restarted.",
+        "their code; `lost`: it was gone, silent, or restarted; `path_lost`: rooms went on over another transport.",
     ),
     PEER_SILENCE := MetricSpec(
         "kvbridge_peer_silence_seconds",

@@ -1,4 +1,4 @@
-"""What becomes of facts: metrics, log lines, and what `/status` shows of the recent past.
+"""What becomes of facts: metrics and log lines (`telemetry/recent.py`: what `/status` shows of the recent past).
 
 Owns: which fact counts where, and how it reads in a log. Must not know: how facts come about, what is to be done.
 
@@ -8,15 +8,11 @@ Each reader has a table from a fact's type to what it does with it; a fact that 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 import structlog
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.ids import Rank
-from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.busy import BusyTime
 from kvbridge.telemetry.events import (
@@ -26,7 +22,6 @@ from kvbridge.telemetry.events import (
     EngineEnded,
     EngineLeft,
     EngineLost,
-    FenceBegan,
     FrameRefused,
     MemoryRegistered,
     MessagesResent,
@@ -51,7 +46,6 @@ from kvbridge.telemetry.events import (
     SparseDecoded,
     WorkerLost,
     WorkerStarted,
-    WritersShutOut,
 )
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import (
@@ -77,6 +71,7 @@ from kvbridge.telemetry.metrics import (
     WAIT,
     WORKER_RESTARTS,
 )
+from kvbridge.telemetry.path_events import FenceBegan, PathLost, PathsFound, WritersShutOut
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.service_metrics import LINES_LEFT_OUT
 from kvbridge.telemetry.specs import Direction
@@ -84,12 +79,11 @@ from kvbridge.telemetry.stream import Reader
 
 log = structlog.get_logger(__name__)
 
-RECENT_PROBLEMS = 50
-RECENT_PEERS = 256
 KNOWN_NAMES = 1_024
 UNKNOWN = "unknown"
 """A peer that has never been accepted, or an older one's transport."""
 LOST = "lost"
+PATH_LOST = "path_lost"
 WHOLE = "admit_to_claim"
 """The phase that has a metric of its own."""
 LINES, EVERY_S = 10, 1.0
@@ -139,6 +133,7 @@ class MetricsReader:
             RequestWaited: lambda _, fact: metrics.observe(WAIT, fact.seconds, fact.outcome.value),
             PeerRejected: lambda _, fact: metrics.count(PEER_FAILURES, names.get(fact.peer), fact.code),
             PeerLost: lambda _, fact: metrics.count(PEER_FAILURES, names.get(fact.peer), LOST),
+            PathLost: lambda _, fact: metrics.count(PEER_FAILURES, names.get(fact.peer), PATH_LOST),
             FrameRefused: lambda _, fact: metrics.count(FRAMES_REFUSED, fact.kind),
             MessagesResent: lambda _, fact: metrics.count(RESENT, by=fact.count),
             MessageUndelivered: lambda _, __: metrics.count(UNDELIVERED),
@@ -244,6 +239,21 @@ class LogReader:
                 "peer_rejected", **self._peer(fact.peer), code=fact.code, reason=fact.reason
             ),
             PeerLost: lambda _, fact: log.warning("peer_lost", **self._peer(fact.peer), reason=fact.reason),
+            PathLost: lambda _, fact: log.warning(
+                "path_lost",
+                **self._peer(fact.peer),
+                rank=str(fact.rank),
+                transport=fact.transport,
+                goes_on_over=fact.transports,
+                reason=fact.reason,
+            ),
+            PathsFound: lambda _, fact: log.info(
+                "paths_found",
+                **self._peer(fact.peer),
+                rank=str(fact.rank),
+                transports=fact.transports,
+                standby=fact.standby,
+            ),
             FrameRefused: self._frame_refused,
             RoomMessageRefused: self._message_refused,
             WorkerStarted: lambda _, fact: log.info("worker_ready", rank=str(fact.rank), pid=fact.pid),
@@ -301,100 +311,3 @@ class LogReader:
 
     def _peer(self, peer: str) -> dict[str, object]:
         return {"peer": peer, "peer_name": self._names.get(peer)}
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something that went wrong lately."""
-
-    at_s: float
-    """Monotonic seconds."""
-    what: str
-    whom: str
-    """Room, peer, rank or engine; empty when nobody in particular."""
-    reason: str
-
-
-@dataclass
-class PeerTraffic:
-    """What went between this node and one peer since the peer was first seen."""
-
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    rooms_completed: int = 0
-    rooms_failed: int = 0
-    last_s: float = field(default=0.0)
-    """When a room of it moved last; monotonic seconds."""
-
-
-class StatusReader:
-    """Keeps what `/status` shows of the recent past: the last problems, and the traffic with each peer."""
-
-    def __init__(self) -> None:
-        self._problems: deque[Problem] = deque(maxlen=RECENT_PROBLEMS)
-        self._traffic: dict[str, PeerTraffic] = {}
-        self.hit_tokens, self.miss_tokens, self.host_tokens = 0, 0, 0
-        """Of prompts with page keys: cached when their rooms were admitted, not cached, and of the first those from the host."""
-
-        self.table: Reader = {
-            RoomEntered: self._room,
-            OrderEnded: self._sent,
-            RankReceived: self._received,
-            PeerRejected: lambda now_s, fact: self._note(now_s, "peer rejected", fact.peer, fact.reason),
-            PeerLost: lambda now_s, fact: self._note(now_s, "peer lost", fact.peer, fact.reason),
-            WorkerLost: lambda now_s, fact: self._note(now_s, "worker lost", str(fact.rank), fact.reason),
-            EngineLost: lambda now_s, fact: self._note(now_s, "engine lost", fact.engine, fact.reason),
-            RoomQuarantined: lambda now_s, fact: self._note(now_s, "room quarantined", str(fact.room), fact.reason),
-            RoomRejected: lambda now_s, fact: self._note(now_s, "room rejected", str(fact.room), fact.reason),
-            PrefixMatched: self._matched,
-            CachedPagesDiffer: lambda now_s, fact: self._note(
-                now_s, "cached pages differ", str(fact.room), f"{fact.first[0]}; {fact.dropped} pages dropped"
-            ),
-        }
-
-    def problems(self) -> tuple[Problem, ...]:
-        """The last problems, the oldest first."""
-        return tuple(self._problems)
-
-    def traffic(self) -> Mapping[str, PeerTraffic]:
-        """Traffic by the peer's incarnation, the longest unheard-of first."""
-        return self._traffic
-
-    def _matched(self, _now_s: float, fact: PrefixMatched) -> None:
-        self.hit_tokens += fact.hit_tokens
-        self.miss_tokens += fact.miss_tokens
-        self.host_tokens += fact.host_tokens
-
-    def _sent(self, now_s: float, fact: OrderEnded) -> None:
-        if fact.amounts:
-            self._peer(now_s, fact.peer).sent_bytes += _bytes(fact.amounts)
-
-    def _received(self, now_s: float, fact: RankReceived) -> None:
-        self._peer(now_s, fact.peer).received_bytes += _bytes(fact.amounts)
-
-    def _room(self, now_s: float, fact: RoomEntered) -> None:
-        if not fact.state.final:
-            return
-        if fact.code:
-            self._note(now_s, f"room {fact.state.value}", str(fact.room), fact.reason)
-        if fact.peer:
-            peer = self._peer(now_s, fact.peer)
-            if fact.code:
-                peer.rooms_failed += 1
-            else:
-                peer.rooms_completed += 1
-
-    def _note(self, now_s: float, what: str, whom: str, reason: str) -> None:
-        self._problems.append(Problem(now_s, what, whom, reason))
-
-    def _peer(self, now_s: float, peer: str) -> PeerTraffic:
-        traffic = self._traffic.pop(peer, None) or PeerTraffic()
-        traffic.last_s = now_s
-        self._traffic[peer] = traffic
-        if len(self._traffic) > RECENT_PEERS:
-            del self._traffic[next(iter(self._traffic))]
-        return traffic
-
-
-def _bytes(amounts: Amounts) -> int:
-    return sum(amount.bytes for amount in amounts.values())

@@ -62,6 +62,9 @@ class TransferStatus:
     error: str = ""
     in_transit: bool = False
     """After a failure: something was sent whose arrival was never confirmed, so it may still arrive."""
+    unconfirmed: tuple[slice, ...] = (slice(None),)
+    """After a failure: of the submitted operations, those whose arrival was not confirmed, whether they were started or not. A
+    backend that cannot tell says all of them."""
 
 
 class Transfer(ABC):

@@ -15,7 +15,7 @@ about in the order in which they were started: asking takes a lock of the librar
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -41,6 +41,8 @@ class Progress(Enum):
     """Terminal: the batch neither reads its source nor writes its destination any more."""
     STALLED = "stalled"
     """Given up by the library but not terminal; the transfer fails, and the batch counts as in flight."""
+    LOST = "lost"
+    """The same, and the library will never say when it ends, so there is nothing to wait for."""
 
 
 class Check(NamedTuple):
@@ -73,7 +75,7 @@ class Submitter(Protocol[HandleT]):
         """
 
     def check(self, handle: HandleT) -> Check:
-        """Ask after a batch: the oldest one that is pending, or one that is stalled. Not called after DONE or FAILED."""
+        """Ask after a batch: the oldest one that is pending, or one that is stalled. Not called after DONE, FAILED or LOST."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +134,14 @@ class Window:
 
 class _Batch(NamedTuple, Generic[HandleT]):
     handle: HandleT
+    first: int
     operations: int
     size_bytes: int
+
+    @property
+    def part(self) -> slice:
+        """Which of the transfer's operations it has."""
+        return slice(self.first, self.first + self.operations)
 
 
 class WindowedTransfer(Transfer, Generic[HandleT]):
@@ -166,11 +174,15 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         self._in_flight: deque[_Batch[HandleT]] = deque()
         self._stalled: list[_Batch[HandleT]] = []
         """Those that the library has given up, and that count as in flight."""
+        self._lost: list[_Batch[HandleT]] = []
+        """Likewise; not to be asked after again."""
         self._held_operations = 0
         self._held_bytes = 0
         self._error = ""
         self._unconfirmed = False
         """A batch was started and its arrival never confirmed."""
+        self._failed: list[slice] = []
+        """What batches that have ended badly had."""
         self._quiet_by_s = 0.0
         self._status = TransferStatus(TransferState.ACTIVE)
         window.transfers += 1
@@ -229,8 +241,9 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
             if not self._error:
                 self._fail(reason)
             if progress is not Progress.FAILED:
-                self._stalled.append(batch)
+                (self._lost if progress is Progress.LOST else self._stalled).append(batch)
                 return
+            self._failed.append(batch.part)
         self._window.give_back(batch.operations, batch.size_bytes)
         self._held_operations -= batch.operations
         self._held_bytes -= batch.size_bytes
@@ -258,10 +271,10 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
                 return
 
     def _note_started(self, handle: HandleT, stop: int, size_bytes: int) -> None:
-        count = stop - self._next
+        first, count = self._next, stop - self._next
         self._next = stop
         self._started_bytes += size_bytes
-        self._in_flight.append(_Batch(handle, count, size_bytes))
+        self._in_flight.append(_Batch(handle, first, count, size_bytes))
         self._window.take(count, size_bytes)
         self._held_operations += count
         self._held_bytes += size_bytes
@@ -292,6 +305,12 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
                 self._end(TransferState.DONE)
         elif not self._held_operations:
             self._end(TransferState.FAILED_QUIET, self._error)
+        elif not self._in_flight and not self._stalled:
+            self._end(
+                TransferState.FAILED_NOT_QUIET,
+                f"{self._error}; of {self._held_operations} operations nobody can say when they end, so only closing the transport "
+                "ends them",
+            )
         elif self._clock() >= self._quiet_by_s:
             self._end(
                 TransferState.FAILED_NOT_QUIET,
@@ -299,10 +318,19 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
                 f"{self._window.limits.quiet_timeout_s:g} s later, so only closing the transport ends them",
             )
 
+    def _left(self) -> tuple[slice, ...]:
+        """The operations that were not confirmed."""
+        held = [batch.part for batch in (*self._in_flight, *self._stalled, *self._lost)]
+        return (*self._failed, *held, slice(self._next, self._count))
+
     def _end(self, state: TransferState, error: str = "") -> None:
         """Become terminal; drop what refers to the library, so that a kept transfer does not keep an agent alive."""
-        self._status = TransferStatus(state, error, in_transit=self._unconfirmed or self._held_operations > 0)
+        in_transit = self._unconfirmed or self._held_operations > 0
+        self._status = TransferStatus(state, error, in_transit)
+        if error:
+            self._status = replace(self._status, unconfirmed=self._left())
         self._submitter = None
         self._in_flight.clear()
         self._stalled.clear()
+        self._lost.clear()
         self._window.transfers -= 1

@@ -4,10 +4,9 @@ Owns: orders in flight, and when a connection or an agent may be given up. Decid
 whether and when is the node's business. Everything here runs on one thread, since one submitting thread an agent is
 what both libraries bear best.
 
-When a transfer ends without being quiet, that is reported at once, and the transport that did it is replaced: what is new goes
-through its successor, and it is closed when what other peers have under way has ended. Only then is a room of that transfer
-closed. An exception that is not an order's own ends the worker: its agents are torn down first, so its end is the proof that
-nothing moves.
+When a transfer ends without being quiet, its transport is replaced: what is new goes through the successor, and the old one is
+closed when what other peers have under way has ended. Only then is a room of it closed, or an order over that went on by another
+path (`worker/failover.py`). An exception that is not an order's own ends the worker: its agents are torn down first.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, ConflictError, NotReadyError, PeerError
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import MemoryKind
-from kvbridge.core.wire.messages import REASON_CHARS, Heartbeat, RankDescription
+from kvbridge.core.wire.messages import Heartbeat, RankDescription
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
     ConnectPeer,
@@ -32,7 +31,6 @@ from kvbridge.core.wire.worker_messages import (
     EndpointsRevoked,
     NodeToWorker,
     OpenRoom,
-    PeerConnected,
     RenewEndpoints,
     RevokeEndpoints,
     RoomClosed,
@@ -46,10 +44,11 @@ from kvbridge.pool.memory.stream_points import StreamPoints
 from kvbridge.transport.base import Transport
 from kvbridge.worker.copies import PageCopies
 from kvbridge.worker.digests import Verifications
+from kvbridge.worker.failover import Failover
 from kvbridge.worker.link import NodeLink
 from kvbridge.worker.orders import OpenedRoom, Order, RoomKey
 from kvbridge.worker.pause import Pauses
-from kvbridge.worker.peers import ConnectedPeer, RankPeers
+from kvbridge.worker.peers import RankPeers
 from kvbridge.worker.transports import RankIdentity, RankTransports, TransportFactory
 
 log = structlog.get_logger(__name__)
@@ -83,13 +82,14 @@ class RankWorker:
         self._transfer_timeout_s = transfer_timeout_s
         self._clock = clock
         self._transports = RankTransports(identity, create_transport, report=self._report_progress, clock=clock)
-        self._peers = RankPeers(identity, self._transports)
+        self._peers = RankPeers(identity, self._transports, clock=clock)
+        self._failover = Failover(identity.rank, link, self._peers, timeout_s=transfer_timeout_s)
         self._rooms: dict[RoomKey, OpenedRoom] = {}
         self._closing: set[RoomKey] = set()
         self._held: set[Transport] = set()
         """Replaced agents whose endpoints still have to work, until RevokeEndpoints."""
-        self._revoking = 0
-        """The epoch before which nobody is to write any more, as long as that is not so; else 0."""
+        self._revoking: RevokeEndpoints | None = None
+        """By which endpoints nobody is to write any more, as long as that is not so."""
         self._queued: list[Order] = []
         self._active: list[Order] = []
         self._verifications = Verifications(identity, link, clock=clock)
@@ -185,10 +185,10 @@ class RankWorker:
             case CloseRoom():
                 self._close_room((message.room, message.generation), all_sent=message.all_sent)
             case RenewEndpoints():
-                self._renew(message.epoch)
+                self._renew(message)
             case RevokeEndpoints():
                 self._held.clear()
-                self._revoking = message.before_epoch
+                self._revoking = message
             case Shutdown():
                 self._stopping = True
 
@@ -244,12 +244,12 @@ class RankWorker:
         """Begin to connect. Every order is answered; what is under way to the peer as it was ends by itself."""
         name = message.peer
         if self._peers.cancel(name):
-            self._report_peer(name, PeerError("a later order has replaced this one"))
+            self._failover.tell(name, PeerError("a later order has replaced this one"))
         known = self._peers.get(name)
         if known is not None and known.ranks == message.ranks:
-            self._report_peer(name, known)
+            self._failover.tell(name, known)
         else:
-            self._peers.begin(name, message.ranks)
+            self._peers.begin(name, message.ranks, fails_over=message.fails_over)
 
     def _disconnect(self, name: str) -> None:
         """End the orders that go to a peer, and let go of it when they have ended."""
@@ -265,16 +265,9 @@ class RankWorker:
 
     def _tend_peers(self) -> None:
         """Disconnect who is not used any more; go on connecting, and say who is connected."""
-        for name, found in self._peers.tend(lambda peer: any(order.peer is peer for order in self._active)):
-            self._report_peer(name, found)
-
-    def _report_peer(self, name: str, found: ConnectedPeer | BridgeError) -> None:
-        rank = self._identity.rank
-        if isinstance(found, ConnectedPeer):
-            self._link.send(PeerConnected(rank=rank, peer=name, transports=found.transports))
-        else:
-            error = str(found)[:REASON_CHARS]
-            self._link.send(PeerConnected(rank=rank, peer=name, error_code=found.code, error=error))
+        for name, found in self._peers.tend(lambda used: any(order.uses(used) for order in self._active)):
+            self._failover.tell(name, found)
+        self._failover.tell_found()
 
     # ------------------------------------------------------------------ orders
 
@@ -285,7 +278,7 @@ class RankWorker:
         for order in list(self._active):
             if order.reported:
                 continue
-            ended = order.poll()
+            ended = self._failover.push(order)
             for transport in order.not_quiet:
                 self._replace(transport)
             if ended and order.digests is None:
@@ -372,12 +365,14 @@ class RankWorker:
         self._peers.replaced(old)
         self._report_ready()
 
-    def _renew(self, epoch: int) -> None:
+    def _renew(self, message: RenewEndpoints) -> None:
         """Give out endpoints of a later epoch. Peers that write by the earlier ones are not disturbed yet."""
-        if epoch <= self._transports.epoch:
+        if message.epoch <= self._transports.epoch:
             return
-        log.info("endpoints_renewed", rank=str(self._identity.rank), epoch=epoch)
-        self._transports.renew(epoch)
+        log.info(
+            "endpoints_renewed", rank=str(self._identity.rank), **message.model_dump(include={"epoch", "transports"})
+        )
+        self._transports.renew(message.epoch, message.transports)
         self._peers.restart()
         self._held.update(self._transports.retired)
         self._report_ready()
@@ -387,9 +382,10 @@ class RankWorker:
         for transport in list(self._transports.retired):
             if transport not in self._held and not any(order.uses(transport) for order in self._active):
                 self._close_retired(transport)
-        if self._revoking and self._transports.revoked(self._revoking):
-            self._link.send(EndpointsRevoked(rank=self._identity.rank, before_epoch=self._revoking))
-            self._revoking = 0
+        revoking = self._revoking
+        if revoking is not None and self._transports.revoked(revoking.before_epoch, revoking.transports):
+            self._link.send(EndpointsRevoked(rank=self._identity.rank, before_epoch=revoking.before_epoch))
+            self._revoking = None
 
     def _close_retired(self, transport: Transport) -> None:
         log.info("transport_closed", rank=str(self._identity.rank), transport=transport.name)

@@ -19,9 +19,9 @@ from kvbridge.core.plan.operations import Amounts, Operations, add_amounts
 from kvbridge.core.plan.planner import plan
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.core.wire.worker_messages import Digested, OpenRoom, Send, Sent
-from kvbridge.transport.base import Transfer, TransferState, Transport
+from kvbridge.transport.base import Transfer, TransferState, TransferStatus, Transport
 from kvbridge.worker.digests import DigestWork
-from kvbridge.worker.peers import ConnectedPeer, Target
+from kvbridge.worker.paths import ConnectedPeer, Target
 
 log = structlog.get_logger(__name__)
 
@@ -41,6 +41,27 @@ class OpenedRoom:
 
 
 @dataclass(eq=False)
+class Part:
+    """What goes to one rank of the peer by one path."""
+
+    ordinal: int
+    target: Target
+    operations: Operations
+    transfer: Transfer
+    ended: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Loss:
+    """What a path has not confirmed of a part, and why it failed."""
+
+    part: Part
+    operations: Operations
+    in_transit: bool
+    error: str
+
+
+@dataclass(eq=False)
 class Order:
     """One `Send`. It is over when nothing of it is in flight."""
 
@@ -50,7 +71,11 @@ class Order:
     """Where it goes, once it has been started."""
     amounts: Amounts = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
-    transfers: list[tuple[Transport, Transfer]] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    losses: list[Loss] = field(default_factory=list)
+    """What is to be sent again by another path, or to fail the order."""
+    lost: list[str] = field(default_factory=list)
+    """Why paths were left that others have taken the place of."""
     error_code: str = ""
     error: str = ""
     in_transit: bool = False
@@ -73,8 +98,9 @@ class Order:
         if not self.error_code:
             self.error_code, self.error = code, reason[:REASON_CHARS]
         self.digests = None
-        for _, transfer in self.transfers:
-            transfer.abort(reason)
+        self.losses.clear()
+        for part in self.parts:
+            part.transfer.abort(reason)
 
     def start(self, room: OpenedRoom, peer: ConnectedPeer, *, timeout_s: float, clock: Clock) -> None:
         """Plan and submit to every rank of the peer. A failure of either is the order's, and nobody else's."""
@@ -84,19 +110,33 @@ class Order:
             planned = self._plan(room, peer)
             planned_s = clock()
             self.seconds["plan"] = planned_s - begun_s
-            for target, operations in planned:
-                transfer = target.transport.submit(target.peer, operations, deadline_s=timeout_s)
-                self.transfers.append((target.transport, transfer))
+            for ordinal, target, operations in planned:
+                self._submit(ordinal, target, operations, timeout_s)
             self.seconds["submit"] = clock() - planned_s
         except BridgeError as error:
             self.fail(error.code, str(error))
         self.seconds["first_byte"] = clock() - self.received_s
 
-    def _plan(self, room: OpenedRoom, peer: ConnectedPeer) -> list[tuple[Target, Operations]]:
+    def _submit(self, ordinal: int, target: Target, operations: Operations, timeout_s: float) -> None:
+        transfer = target.transport.submit(target.peer, operations, deadline_s=timeout_s)
+        self.parts.append(Part(ordinal, target, operations, transfer))
+
+    def send_again(self, loss: Loss, target: Target, *, timeout_s: float) -> None:
+        """Send by another path what one has not confirmed: the same bytes into the same pages, leased until all is over."""
+        self.losses.remove(loss)
+        self.lost.append(f"{loss.part.target.transport.name}: {loss.error}")
+        try:
+            operations = loss.operations.cut(target.transport.max_operation_bytes)
+            self._submit(loss.part.ordinal, target, operations, timeout_s)
+        except BridgeError as error:
+            self.fail(error.code, str(error))
+
+    def _plan(self, room: OpenedRoom, peer: ConnectedPeer) -> list[tuple[int, Target, Operations]]:
         """Plan for every rank before anything is submitted, so that bad tables move nothing at all."""
         planned = []
         try:
-            for target in peer.targets:
+            for ordinal in sorted(peer.paths):
+                target = peer.target(ordinal)
                 part = plan(
                     target.pairing,
                     self.request.section,
@@ -107,7 +147,7 @@ class Order:
                 )
                 self.amounts = add_amounts(self.amounts, part.amounts)
                 if len(part.operations):
-                    planned.append((target, part.operations))
+                    planned.append((ordinal, target, part.operations))
         except BridgeError:
             raise
         except Exception as error:  # planning is pure: one room's defect must not end the rank's other rooms
@@ -138,27 +178,41 @@ class Order:
             self.digest_parts, self.digests = tuple(self.digests.sums.parts()), None
 
     def poll(self) -> bool:
-        """Push the transfers forward; whether all of them are terminal. See `not_quiet` for those that are not quiet."""
-        ended = True
-        for transport, transfer in self.transfers:
-            status = transfer.poll()
-            if not status.state.terminal:
-                ended = False
-            elif status.state is not TransferState.DONE:
-                self.fail(TransportError.code, f"{transport.name}: {status.error}")
-                self.in_transit = self.in_transit or status.in_transit
-                if status.state is TransferState.FAILED_NOT_QUIET:
-                    self.in_transit = True
-                    self.not_quiet.add(transport)
-        return ended
+        """Push the transfers forward; whether all of them are terminal. See `losses` for what they did not bring over."""
+        for part in self.parts:
+            if part.ended:
+                continue
+            status = part.transfer.poll()
+            part.ended = status.state.terminal
+            if part.ended and status.state is not TransferState.DONE:
+                self._note_loss(part, status)
+        return all(part.ended for part in self.parts)
 
-    def uses(self, transport: Transport) -> bool:
-        """Whether a transport still works on it; one that would not become quiet does not count."""
-        return any(used is transport and not transfer.poll().state.terminal for used, transfer in self.transfers)
+    def _note_loss(self, part: Part, status: TransferStatus) -> None:
+        not_quiet = status.state is TransferState.FAILED_NOT_QUIET
+        in_transit = status.in_transit or not_quiet
+        self.in_transit = self.in_transit or in_transit
+        if not_quiet:
+            self.not_quiet.add(part.target.transport)
+        self.losses.append(Loss(part, part.operations.taken(status.unconfirmed), in_transit, status.error))
+
+    def fail_by(self, loss: Loss) -> None:
+        """There is no path left for what has not been confirmed."""
+        before = "".join(f"; before that, {error}" for error in reversed(self.lost))
+        self.fail(TransportError.code, f"{loss.part.target.transport.name}: {loss.error}{before}")
+
+    def uses(self, used: Transport | Target | ConnectedPeer) -> bool:
+        """Whether a transport or a path still works on it, or a peer may; what would not become quiet does not count."""
+        if used is self.peer:
+            return True
+        return any(
+            used in {part.target, part.target.transport} and not part.transfer.poll().state.terminal
+            for part in self.parts
+        )
 
     def lose(self, transport: Transport) -> None:
         """A transport that had failed it has been closed: nothing of it reads or sends any more."""
-        self.transfers = [(used, transfer) for used, transfer in self.transfers if used is not transport]
+        self.parts = [part for part in self.parts if part.target.transport is not transport]
         self.not_quiet.discard(transport)
 
     def report(self, rank: Rank) -> list[Digested | Sent]:

@@ -1,57 +1,38 @@
-"""The nodes that one rank writes to: which of their ranks, by which transport.
+"""The nodes that one rank writes to: which of their ranks, by which transports.
 
 Owns: pairings and connections with the ranks of every peer node, attempts to connect, and peers that are not used for anything
-new. Must not know: rooms, orders; it is told which peers still have something in flight.
+new. Must not know: rooms, orders; it is told which peers and paths still have something in flight.
+
+A rank is reached by a *path*: a transport that both sides have. The first of them in our order that works is used, and a peer
+counts as connected as soon as each rank has one. Where its node can go on with a room whose path was lost (`fails_over`), the
+others are connected after that, beside everything else. A path that was lost is tried again every `RETRY_S`, and used as soon as
+it is there: one that connects and is lost again costs one room its second in so long, not each room.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import structlog
 
+from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.plan.neighbours import page_operations
 from kvbridge.core.plan.pairing import Pairing
+from kvbridge.core.wire.messages import TransportEndpoint
 from kvbridge.core.wire.packed_ranks import unpack_rank
 from kvbridge.transport.base import Endpoint, Peer, Pending, Steps, Transport
+from kvbridge.worker.paths import ConnectedPeer, Target
 from kvbridge.worker.transports import RankIdentity, RankTransports
 
 log = structlog.get_logger(__name__)
 
 RANKS_AT_ONCE = 8
 """Of one peer that are being connected; a node has as many as a rule, and one that has more leaves threads to others."""
-
-
-@dataclass(eq=False)
-class Target:
-    """One rank of a connected peer."""
-
-    pairing: Pairing
-    transport: Transport
-    peer: Peer
-
-
-@dataclass(eq=False)
-class ConnectedPeer:
-    """One peer node, by its incarnation."""
-
-    name: str
-    ranks: tuple[bytes, ...]
-    """Packed, to see later which of them have changed."""
-    reached: dict[int, Target] = field(default_factory=dict)
-    """By the ordinal of the rank in `ranks`."""
-
-    @property
-    def targets(self) -> tuple[Target, ...]:
-        """Its ranks that are reached, in the order of `ranks`."""
-        return tuple(self.reached[ordinal] for ordinal in sorted(self.reached))
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """By what each of its ranks is reached."""
-        return tuple(target.transport.name for target in self.targets)
+STANDBY_AT_ONCE = 4
+"""Further paths that are being connected, over all peers: nobody waits for them."""
+RETRY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -59,16 +40,18 @@ class _Attempt:
     """A peer of which some ranks are not reached yet."""
 
     peer: ConnectedPeer
-    pending: dict[int, Pending[Target]]
+    pending: dict[int, Pending[list[Target]]]
     ordered: bool
     """Whether the node asked for it, and so waits for an answer; else it makes up for an agent that was replaced."""
+    former: ConnectedPeer | None
+    """The peer as it was, whose paths may be kept."""
 
     def poll(self) -> bool:
         """Push the next connections forward; whether all of them are made. Raises what made one impossible."""
         for ordinal, pending in list(self.pending.items())[:RANKS_AT_ONCE]:
-            target = pending.poll()
-            if target is not None:
-                self.peer.reached[ordinal] = target
+            paths = pending.poll()
+            if paths is not None:
+                self.peer.paths[ordinal] = paths
                 del self.pending[ordinal]
         return not self.pending
 
@@ -76,13 +59,19 @@ class _Attempt:
 class RankPeers:
     """Connections of one rank. A node is connected with all of its ranks, or not at all."""
 
-    def __init__(self, identity: RankIdentity, transports: RankTransports) -> None:
+    def __init__(self, identity: RankIdentity, transports: RankTransports, *, clock: Clock = monotonic) -> None:
         self._identity = identity
         self._transports = transports
+        self._clock = clock
         self._peers: dict[str, ConnectedPeer] = {}
         self._attempts: dict[str, _Attempt] = {}
+        self._standby: dict[tuple[ConnectedPeer, int, str], Pending[Target]] = {}
         self._retired: list[ConnectedPeer] = []
         """Not used for anything new, and let go of once nothing is in flight to them."""
+        self._dropped: list[Target] = []
+        """Lost paths, likewise."""
+        self.changed: set[ConnectedPeer] = set()
+        """Those for which another path has been found; whoever tells the node of it clears this."""
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -90,7 +79,7 @@ class RankPeers:
     @property
     def busy(self) -> bool:
         """Whether `tend` has something to do."""
-        return bool(self._attempts or self._retired)
+        return bool(self._attempts or self._retired or self._standby or self._dropped)
 
     def get(self, name: str) -> ConnectedPeer | None:
         """Return a peer that is connected."""
@@ -100,25 +89,29 @@ class RankPeers:
         """Whether an attempt to connect a peer has not ended."""
         return name in self._attempts
 
-    def begin(self, name: str, ranks: tuple[bytes, ...], *, ordered: bool = True) -> None:
+    def begin(self, name: str, ranks: tuple[bytes, ...], *, ordered: bool = True, fails_over: bool = False) -> None:
         """Get ready to write to every rank of a node, in place of what was known of it. `tend` says how it ends.
 
-        Ways to ranks that have not changed since the node was last connected are kept.
+        Paths that have not changed since the node was last connected are kept.
         """
         self.cancel(name)
         self.retire(name)
-        previous = next((peer for peer in reversed(self._retired) if peer.name == name), None)
-        peer = ConnectedPeer(name, ranks)
-        if previous is not None and len(previous.ranks) == len(ranks):
-            for ordinal, target in previous.reached.items():
-                if previous.ranks[ordinal] == ranks[ordinal] and self._transports.current(target.transport):
-                    peer.reached[ordinal] = target
-        pending = {
-            ordinal: Pending(self._reach(ranks, ordinal))
-            for ordinal in range(len(ranks))
-            if ordinal not in peer.reached
-        }
-        self._attempts[name] = _Attempt(peer, pending, ordered)
+        former = next((peer for peer in reversed(self._retired) if peer.name == name), None)
+        if former is not None and len(former.ranks) != len(ranks):
+            former = None
+        peer = ConnectedPeer(name, ranks, fails_over)
+        if former is not None:
+            peer.recovering |= former.recovering
+        pending = {}
+        for ordinal in range(len(ranks)):
+            known = former.paths.get(ordinal, []) if former is not None else []
+            current = [target for target in known if self._transports.current(target.transport)]
+            current = [target for target in current if not target.lost] or current
+            if former is not None and current and former.ranks[ordinal] == ranks[ordinal]:
+                peer.paths[ordinal] = current
+            else:
+                pending[ordinal] = Pending(self._reach(ranks, ordinal, current))
+        self._attempts[name] = _Attempt(peer, pending, ordered, former)
 
     def cancel(self, name: str) -> bool:
         """Give up an attempt to connect; whether there was one that the node asked for."""
@@ -135,16 +128,14 @@ class RankPeers:
         peer = self._peers.pop(name, None)
         if peer is not None:
             self._retired.append(peer)
+            self._end_standby(lambda of, _: of is peer)
 
-    def tend(self, in_use: Callable[[ConnectedPeer], bool]) -> list[tuple[str, ConnectedPeer | BridgeError]]:
-        """Let go of retired peers that are not in use, and push attempts forward.
+    def tend(self, in_use: Callable[[ConnectedPeer | Target], bool]) -> list[tuple[str, ConnectedPeer | BridgeError]]:
+        """Let go of retired peers and lost paths that are not in use, and push attempts forward.
 
         Returns those that have ended: with the peer, or with what a rank failed with (TransportError when it has no transport in
         common with us that connects, and what `Pairing.create` raises).
         """
-        for peer in [peer for peer in self._retired if not in_use(peer)]:
-            self._retired.remove(peer)
-            self._let_go(peer)
         ended: list[tuple[str, ConnectedPeer | BridgeError]] = []
         for name, attempt in list(self._attempts.items()):
             try:
@@ -156,34 +147,147 @@ class RankPeers:
             else:
                 del self._attempts[name]
                 self._peers[name] = attempt.peer
+                self._want_standby(attempt.peer)
                 if attempt.ordered:
                     self._compare_layouts(attempt.peer)
                 ended.append((name, attempt.peer))
+        self._let_go_of_unused(in_use)
+        self._tend_standby()
         return ended
 
     def replaced(self, transport: Transport) -> None:
         """Reach by its successor whoever was, or was about to be, reached through an agent that has been replaced."""
+        self._end_standby(lambda _, name: name == transport.name)
         self.restart()
         for peer in list(self._peers.values()):
-            if any(target.transport is transport for target in peer.targets):
-                self.begin(peer.name, peer.ranks, ordered=False)
+            if any(target.transport is transport for target in peer.all_paths()):
+                self.begin(peer.name, peer.ranks, ordered=False, fails_over=peer.fails_over)
 
     def restart(self) -> None:
         """Begin every attempt anew: it may have to do with an agent that has been replaced."""
         for name, attempt in list(self._attempts.items()):
-            self.begin(name, attempt.peer.ranks, ordered=attempt.ordered)
+            peer = attempt.peer
+            self.begin(name, peer.ranks, ordered=attempt.ordered, fails_over=peer.fails_over)
 
     def lose(self, transport: Transport) -> None:
-        """Forget the ranks of retired peers that were reached through an agent that has been closed."""
+        """Forget the paths of retired peers that went through an agent that has been closed."""
+        self._dropped = [target for target in self._dropped if target.transport is not transport]
         for peer in self._retired:
-            peer.reached = {
-                ordinal: target for ordinal, target in peer.reached.items() if target.transport is not transport
+            left = {
+                ordinal: [target for target in paths if target.transport is not transport]
+                for ordinal, paths in peer.paths.items()
             }
+            peer.paths = {ordinal: paths for ordinal, paths in left.items() if paths}
 
     def close(self) -> None:
         """Give up every attempt; the transports are closed next."""
+        self._end_standby(lambda *_: True)
         for name in list(self._attempts):
             self.cancel(name)
+
+    # ------------------------------------------------------------------ paths that are lost, and others
+
+    def lost(self, peer: ConnectedPeer, ordinal: int, target: Target) -> None:
+        """A transfer has failed by a path: another one is used, as soon as there is one."""
+        target.lost = True
+        newest = self._peers.get(peer.name)
+        for one in {peer, newest or peer}:
+            if target in one.paths.get(ordinal, ()):
+                one.recovering[ordinal, target.transport.name] = self._clock() + RETRY_S
+                self._drop_lost(one, ordinal)
+
+    def other_path(self, peer: ConnectedPeer, ordinal: int) -> Target | None:
+        """Return a path to a rank that is not lost."""
+        found = (path for path in peer.paths.get(ordinal, ()) if not path.lost)
+        return next((path for path in found if self._transports.current(path.transport)), None)
+
+    def awaits_path(self, peer: ConnectedPeer, ordinal: int) -> bool:
+        """Whether a further path to a rank is being connected."""
+        now_s = self._clock()
+        due = any(of == ordinal and due_s <= now_s for (of, _), due_s in peer.wanted.items())
+        return (due and self._peers.get(peer.name) is peer) or any(
+            of is peer and number == ordinal for of, number, _ in self._standby
+        )
+
+    def _drop_lost(self, peer: ConnectedPeer, ordinal: int) -> None:
+        """Use lost paths no more, where there is another one; they are tried again later."""
+        paths = peer.paths.get(ordinal, [])
+        if all(target.lost for target in paths):
+            return
+        for target in [target for target in paths if target.lost]:
+            paths.remove(target)
+            if target not in self._dropped:
+                self._dropped.append(target)
+            key = ordinal, target.transport.name
+            peer.wanted[key] = peer.recovering.setdefault(key, self._clock() + RETRY_S)
+
+    def _want_standby(self, peer: ConnectedPeer) -> None:
+        if not peer.fails_over:
+            return
+        for ordinal, paths in peer.paths.items():
+            there = {target.transport.name for target in paths}
+            others = ((ordinal, name) for name in self._identity.transports if name not in there)
+            peer.wanted |= {key: peer.recovering.get(key, 0.0) for key in others}
+
+    def _tend_standby(self) -> None:
+        """Connect further paths, and take in those that are."""
+        now_s = self._clock()
+        for peer in self._peers.values():
+            for (ordinal, name), due_s in list(peer.wanted.items()) if peer.wanted else ():
+                if len(self._standby) >= STANDBY_AT_ONCE:
+                    break
+                if due_s <= now_s:
+                    del peer.wanted[ordinal, name]
+                    self._standby[peer, ordinal, name] = Pending(self._stand_by(peer, ordinal, name))
+        for (peer, ordinal, name), pending in list(self._standby.items()):
+            try:
+                target = pending.poll()
+            except BridgeError as error:
+                self._no_standby(peer, ordinal, name, error)
+                continue
+            if target is not None:
+                del self._standby[peer, ordinal, name]
+                peer.recovering.pop((ordinal, name), None)
+                paths = [*peer.paths[ordinal], target]
+                peer.paths[ordinal] = sorted(paths, key=lambda path: self._preference(path.transport.name))
+                self._drop_lost(peer, ordinal)
+                self.changed.add(peer)
+
+    def _preference(self, name: str) -> int:
+        return self._identity.transports.index(name)
+
+    def _no_standby(self, peer: ConnectedPeer, ordinal: int, name: str, error: BridgeError) -> None:
+        del self._standby[peer, ordinal, name]
+        log.info("path_not_connected", rank=str(self._identity.rank), peer=peer.name, transport=name, reason=str(error))
+        if self.other_path(peer, ordinal) is None:
+            peer.target(ordinal).lost = False  # there is no other, so the next order may try it
+        key = ordinal, name
+        if key in peer.recovering:
+            peer.recovering[key] = peer.wanted[key] = self._clock() + RETRY_S
+
+    def _end_standby(self, concerns: Callable[[ConnectedPeer, str], bool]) -> None:
+        """Give up connecting some further paths; peers that are still used want them again."""
+        for (peer, ordinal, name), pending in list(self._standby.items()):
+            if concerns(peer, name):
+                pending.cancel()
+                del self._standby[peer, ordinal, name]
+                peer.wanted[ordinal, name] = peer.recovering.get((ordinal, name), 0.0)
+
+    # ------------------------------------------------------------------ connections
+
+    def _held(self) -> set[int]:
+        peers = (*self._peers.values(), *self._retired, *(attempt.peer for attempt in self._attempts.values()))
+        return {id(target) for peer in peers for target in peer.all_paths()}
+
+    def _let_go_of_unused(self, in_use: Callable[[ConnectedPeer | Target], bool]) -> None:
+        formers = [attempt.former for attempt in self._attempts.values()]
+        for peer in [peer for peer in self._retired if peer not in formers and not in_use(peer)]:
+            self._retired.remove(peer)
+            self._let_go(peer)
+        for target in [target for target in self._dropped if not in_use(target)]:
+            self._dropped.remove(target)
+            if id(target) not in self._held():
+                target.transport.disconnect(target.peer)
 
     def _compare_layouts(self, peer: ConnectedPeer) -> None:
         """Say once what it costs that the pools of the two sides are laid out differently."""
@@ -202,16 +306,23 @@ class RankPeers:
 
     def _let_go(self, peer: ConnectedPeer) -> None:
         """Disconnect every rank of a peer, except what others share with it. Nothing is in flight to it."""
-        others = (*self._peers.values(), *self._retired, *(attempt.peer for attempt in self._attempts.values()))
-        shared = {id(target) for other in others for target in other.targets}
-        for target in peer.targets:
+        shared = self._held() | {id(target) for target in self._dropped}
+        for target in peer.all_paths():
             if id(target) not in shared:
                 target.transport.disconnect(target.peer)
-        peer.reached.clear()
+        peer.paths.clear()
 
-    def _reach(self, ranks: tuple[bytes, ...], ordinal: int) -> Steps[Target]:
-        """Connect one rank by the first transport that both have and that works."""
+    def _reach(self, ranks: tuple[bytes, ...], ordinal: int, known: list[Target]) -> Steps[list[Target]]:
+        """Keep the known paths that are as they were, or connect one rank by the first transport that both have and that works."""
         description = unpack_rank(ranks[ordinal])
+        offered = {endpoint.transport: endpoint for endpoint in description.endpoints}
+        kept = [
+            target
+            for target in known
+            if target.endpoint == offered.get(target.transport.name) and target.manifest == description.manifest
+        ]
+        if kept:
+            return kept
         pairing = Pairing.create(
             self._identity.geometry,
             self._identity.manifest,
@@ -219,20 +330,35 @@ class RankPeers:
             destination_ordinal=ordinal,
             destination_count=len(ranks),
         )
-        offered = {endpoint.transport: endpoint.data for endpoint in description.endpoints}
         failures = []
         for name in self._identity.transports:
             if name not in offered:
                 failures.append(f"{name}: the peer does not offer it")
                 continue
-            transport = self._transports[name]
             try:
-                connected = yield from transport.connect(Endpoint(transport=name, data=offered[name]))
+                connected = yield from self._connect(offered[name])
             except BridgeError as error:
                 failures.append(f"{name}: {error}")
                 continue
-            return Target(pairing, transport, connected)
+            return [Target(pairing, self._transports[name], connected, offered[name], description.manifest)]
         raise TransportError(
             f"rank {self._identity.rank} found no transport to rank {description.manifest.rank} of the peer "
             f"({'; '.join(failures)}); give both sides a common one in `transports.order`"
         )
+
+    def _stand_by(self, peer: ConnectedPeer, ordinal: int, name: str) -> Steps[Target]:
+        """Connect a rank that is reached already by another transport as well."""
+        first = peer.target(ordinal)
+        endpoints = unpack_rank(peer.ranks[ordinal]).endpoints
+        endpoint = next((endpoint for endpoint in endpoints if endpoint.transport == name), None)
+        if endpoint is None:
+            raise TransportError("the peer does not offer it")
+        transport = self._transports[name]
+        while any(target.endpoint == endpoint and target.transport is transport for target in self._dropped):
+            yield  # the old connection is still in use
+        connected = yield from self._connect(endpoint)
+        return Target(first.pairing, transport, connected, endpoint, first.manifest)
+
+    def _connect(self, endpoint: TransportEndpoint) -> Steps[Peer]:
+        transport = self._transports[endpoint.transport]
+        return (yield from transport.connect(Endpoint(transport=endpoint.transport, data=endpoint.data)))

@@ -10,7 +10,7 @@ work is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -72,6 +72,8 @@ class RankTransports:
         self._report = report
         self._clock = clock
         self._built: dict[str, Transport] = {}
+        self._epochs: dict[str, int] = {}
+        """Of each agent's endpoint."""
         self.retired: list[Transport] = []
         """Replaced agents, the oldest first."""
         self.epoch = identity.epoch
@@ -82,6 +84,7 @@ class RankTransports:
     def build(self, name: str) -> None:
         """Make an agent and register all memory with it. Raises TransportError or RegistrationError."""
         self._built[name] = transport = self._create(name, self.epoch)
+        self._epochs[name] = self.epoch
         pieces = self._identity.memory
         total_bytes = sum(piece.length_bytes for piece in pieces)
         done_bytes = 0
@@ -104,25 +107,32 @@ class RankTransports:
         self.build(name)
         return old
 
-    def renew(self, epoch: int) -> None:
-        """Replace every agent; the new ones give out endpoints of `epoch`. Raises as `build` does."""
+    def renew(self, epoch: int, names: Collection[str] = ()) -> None:
+        """Replace every agent, or those of `names`; the new ones give out endpoints of `epoch`. Raises as `build` does."""
         self.epoch = epoch
         for name in list(self._built):
-            self.replace(name)
+            if not names or name in names:
+                self.replace(name)
 
     def close_retired(self, transport: Transport) -> None:
         """Close an agent that has been replaced, which ends all that it may still have been doing."""
         self.retired.remove(transport)
         transport.close()
 
-    def revoked(self, before_epoch: int) -> bool:
-        """Whether nobody can write by means of an endpoint of an earlier epoch; replaced agents count until closed."""
-        return not self.retired and all(transport.revoked(before_epoch) for transport in self._built.values())
+    def revoked(self, before_epoch: int, names: Collection[str] = ()) -> bool:
+        """Whether nobody can write by means of an endpoint of an earlier epoch, of any transport or of those of `names`.
+
+        Replaced agents count until they are closed.
+        """
+        concerned = names or self._built.keys()
+        return not any(transport.name in concerned for transport in self.retired) and all(
+            transport.revoked(before_epoch) for name, transport in self._built.items() if name in concerned
+        )
 
     def endpoints(self) -> tuple[TransportEndpoint, ...]:
         """How peers reach each agent."""
-        found = [transport.endpoint() for transport in self._built.values()]
-        return tuple(TransportEndpoint(transport=endpoint.transport, data=endpoint.data) for endpoint in found)
+        found = [(transport.endpoint(), self._epochs[name]) for name, transport in self._built.items()]
+        return tuple(TransportEndpoint(transport=to.transport, data=to.data, epoch=epoch) for to, epoch in found)
 
     def close(self) -> None:
         """Tear every agent down, whatever happens to one of them; nothing of this rank moves a byte afterwards."""

@@ -26,7 +26,8 @@ from kvbridge.telemetry import readers
 from kvbridge.telemetry.events import Fact, OrderBegan, OrderEnded, PeerAccepted, PhasesEnded, RankReceived, RoomEntered
 from kvbridge.telemetry.logs import configure_logs
 from kvbridge.telemetry.phases import PHASES
-from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames, StatusReader
+from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames
+from kvbridge.telemetry.recent import StatusReader
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.stream import EventStream
 from kvbridge.telemetry.timelines import RoomTimelines

@@ -18,7 +18,7 @@ from tests.bench import bench_layouts
 from tests.bench.gpu import report
 from tests.bench.gpu.sparse_figures import sparse_section
 from tests.bench.gpu.tables import Table, markdown, number, part_tables
-from tests.bench.peers import figures
+from tests.bench.peers.figures import section as beside_sglang
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
@@ -189,7 +189,7 @@ def overheads(results: Results) -> str:
 
 def peers(results: Results) -> str:
     """Requests beside SGLang's own sender and receiver."""
-    return f"{_machine(results)} {figures.section(results)}"
+    return f"{_machine(results)} {beside_sglang(results)}"
 
 
 def loads(results: Results) -> str:

@@ -123,6 +123,7 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
         wire.Done(**ROOM, writer=RANK, amounts=AMOUNTS, phases_s={"move": 0.25}, metadata=b"first token"),
         wire.Failed(**ROOM, code="conflict", message="no"),
         wire.Drained(**ROOM),
+        wire.PathLost(**ROOM, writer=RANK, transport="nixl", epoch=3),
         wire.Heartbeat(),
     ),
     NODE_TO_WORKER: (
@@ -158,6 +159,8 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
         worker_wire.WorkerHello(rank=RANK, pid=1),
         worker_wire.WorkerReady(rank=RANK, pid=1, description=DESCRIPTION, device=(VRAM,)),
         worker_wire.PeerConnected(rank=RANK, peer=ME, transports=("local",)),
+        worker_wire.PathsChanged(rank=RANK, peer=ME, transports=("local",), standby=("nixl",), lost="mooncake"),
+        worker_wire.Rerouted(**ROOM, rank=RANK, lost="mooncake", over="nixl", epoch=3, in_transit=True),
         worker_wire.Sent(**ROOM, rank=RANK, order=1, amounts=AMOUNTS, seconds={"move": 0.1}),
         worker_wire.PagesCopied(rank=RANK, order=1, bytes=4_096, seconds=0.1),
         worker_wire.RoomClosed(**ROOM, rank=RANK, quiet=True),

@@ -75,7 +75,6 @@ def test_engines_bring_their_own_tensors(device: int) -> None:
     del source_tensors, destination_tensors
 
 
-@pytest.mark.alone
 def test_an_engine_that_brought_its_tensors_is_killed_while_copies_into_them_are_under_way(device: int) -> None:
     """Its memory was exported, and a peer's GPU has been given copies into it: the peer lives, and the next engine is served."""
     gate = Gate(Path(f"/dev/shm/kvb-{os.getpid()}-gate"), create=True)

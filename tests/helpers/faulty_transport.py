@@ -14,7 +14,7 @@ import ctypes
 import mmap
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -262,7 +262,7 @@ class _FaultyTransfer(Transfer):
         if self._settings.late_delivery_s is not None:
             return TransferStatus(TransferState.FAILED_NOT_QUIET, "injected: reported as failed, to be delivered later")
         if inner.state is not TransferState.DONE:
-            return inner
+            return replace(inner, unconfirmed=(slice(None),))  # it was given others, or in another order
         match self._fate:
             case Fate.DIE:
                 os._exit(DEATH_EXIT_CODE)

@@ -27,6 +27,7 @@ from kvbridge.core.wire.messages import (
     Hello,
     NodeDescription,
     Offer,
+    PathLost,
     PeerMessage,
     RankDescription,
     Rejected,
@@ -39,6 +40,7 @@ from kvbridge.core.wire.worker_messages import (
     NodeToWorker,
     PeerConnected,
     RenewEndpoints,
+    Rerouted,
     RevokeEndpoints,
     RoomClosed,
     Send,
@@ -81,8 +83,10 @@ from tests.helpers.simulated_nodes import (
     DESTINATION,
     PAGES,
     RANKS,
+    TRANSPORTS,
     DecodeRanks,
     Engines,
+    Path,
     Worker,
     cover,
     digested,
@@ -190,6 +194,8 @@ class PrefillNode:
                 if not message.error_code:
                     self.succeeded.add(message.order)
                 self.service.workers.sent(message)
+            case Rerouted():
+                self.service.workers.rerouted(message)
             case RoomClosed():
                 self.service.workers.room_closed(message)
 
@@ -202,8 +208,8 @@ class PrefillNode:
     def new_worker(self, rank: Rank) -> Worker:
         return Worker(rank, memory=(self.memory, self.world.memory))
 
-    def in_flight(self) -> set[tuple[Owner, int]]:
-        """Rooms that workers may read and write, and the epochs of the endpoints by which they would."""
+    def in_flight(self) -> set[tuple[Owner, Path]]:
+        """Rooms that workers may read and write, and the paths by which they would."""
         return set().union(*(worker.writes() for worker in self.workers.values()))
 
 
@@ -260,10 +266,10 @@ class World:
         """Introductions that the prefill node checks elsewhere."""
         self.prompts: dict[Owner, int] = {}
         self.engines = Engines("a", "b")
-        self.on_their_way: set[tuple[Owner, int]] = set()
-        """What dead or failed writers have sent and may still arrive, by the endpoints of which epoch."""
-        self.given_epoch = 0
-        self.revoked_before = 0
+        self.on_their_way: set[tuple[Owner, Path]] = set()
+        """What dead or failed writers have sent, or others by a path that they have lost, and may still arrive."""
+        self.given_epochs = dict.fromkeys(TRANSPORTS, 0)
+        self.revoked_before = dict.fromkeys(TRANSPORTS, 0)
         self.towards_rank: deque[NodeToWorker] = deque()
         """Orders of the fence to the decode node's rank worker."""
         self.fence = Fence(
@@ -302,8 +308,8 @@ class World:
         self.prefill = self.new_life()
 
     def describe(self) -> NodeDescription:
-        endpoint = TransportEndpoint(transport="local", data=str(self.given_epoch).encode())
-        rank = RankDescription(manifest=DESTINATION, endpoints=(endpoint,))
+        endpoints = (TransportEndpoint(transport=name, data=b"", epoch=at) for name, at in self.given_epochs.items())
+        rank = RankDescription(manifest=DESTINATION, endpoints=tuple(endpoints))
         return NodeDescription(
             instance="decode",
             node="d0",
@@ -372,6 +378,8 @@ class World:
                 self.receiver.peers.digests(peer, message)
             case Done():
                 self.receiver.peers.done(peer, message)
+            case PathLost():
+                self.receiver.peers.path_lost(peer, message)
             case Failed():
                 self.receiver.peers.failed(peer, message)
             case Drained():
@@ -403,10 +411,11 @@ class World:
         message = self.towards_rank.popleft()
         match message:
             case RenewEndpoints():
-                self._give_out(message.epoch)
+                self._give_out(message.epoch, message.transports)
             case RevokeEndpoints():
-                before = self.revoked_before = max(self.revoked_before, message.before_epoch)
-                self.on_their_way = {(owner, epoch) for owner, epoch in self.on_their_way if epoch >= before}
+                for name in message.transports or TRANSPORTS:
+                    self.revoked_before[name] = max(self.revoked_before[name], message.before_epoch)
+                self.on_their_way = {(owner, path) for owner, path in self.on_their_way if self.is_open(path)}
                 self.fence.revoked(R0, message.before_epoch)
 
     def decode_rank_dies(self) -> None:
@@ -415,21 +424,32 @@ class World:
         self.receiver.workers.gone(R0, "killed")
         self._give_out(self.fence.epoch)
 
-    def _give_out(self, epoch: int) -> None:
-        self.given_epoch = epoch
+    def is_open(self, path: Path) -> bool:
+        """Whether anything can arrive by it."""
+        transport, epoch = path
+        return epoch >= self.revoked_before[transport]
+
+    def _give_out(self, epoch: int, transports: tuple[str, ...] = ()) -> None:
+        self.given_epochs |= dict.fromkeys(transports or TRANSPORTS, epoch)
         self.decode_nodes.refresh()
         self.fence.ready(R0, epoch)
 
     def lose(self, worker: Worker, orders: Iterable[Send] | None = None) -> None:
         """What some orders of a worker (or all) have sent stays behind."""
         for order in [*worker.orders, *worker.active] if orders is None else orders:
-            self.on_their_way.add((owner_of(order), worker.epochs[order.order]))
-            if worker.epochs[order.order] >= self.revoked_before:
+            self.on_their_way.add((owner_of(order), worker.paths[order.order]))
+            if self.is_open(worker.paths[order.order]):
                 worker.spoil(order)
+
+    def path_lost(self, worker: Worker, order: Send, *, in_transit: bool) -> None:
+        """An order goes on over the other path, and something may still arrive by the one that it has lost."""
+        if in_transit:
+            self.lose(worker, [order])
+        worker.reroute(order, in_transit=in_transit)
 
     def order_ends(self, worker: Worker, order: Send, *, how: str) -> None:
         """`how`: well, stopped (nothing of it is on its way), lost (something is), active (it goes on)."""
-        cut_off = worker.epochs[order.order] < self.revoked_before
+        cut_off = not self.is_open(worker.paths[order.order])
         if how == "lost":
             self.lose(worker, [order])
         well = how == "well" and not cut_off
@@ -590,8 +610,8 @@ class World:
         touched = {PageState.LEASED, PageState.QUARANTINED}
         for owner, _ in prefill.in_flight():
             assert prefill.book.state(owner) in touched, f"source pages of {owner} are {prefill.book.state(owner)}"
-        for owner, epoch in prefill.in_flight() | self.on_their_way:
-            if epoch >= self.revoked_before:
+        for owner, path in prefill.in_flight() | self.on_their_way:
+            if self.is_open(path):
                 assert self.book.state(owner) in touched, f"destination of {owner} is {self.book.state(owner)}"
         if not self.adopted:
             for owner in prefill.engines.in_use():

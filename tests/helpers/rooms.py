@@ -247,10 +247,17 @@ class FakeNodes:
 class FakeFence:
     def __init__(self) -> None:
         self.asked: list[Owner] = []
+        self.paths: list[tuple[Owner, str, int]] = []
+        self.shut_before = 0
+        """The epoch before which every endpoint is shut."""
 
     def ask(self, owner: Owner) -> None:
         if owner not in self.asked:
             self.asked.append(owner)
+
+    def ask_path(self, owner: Owner, transport: str, epoch: int) -> bool:
+        self.paths.append((owner, transport, epoch))
+        return epoch >= self.shut_before
 
 
 class FakeRanks:

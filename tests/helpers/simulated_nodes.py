@@ -30,6 +30,7 @@ from kvbridge.core.wire.worker_messages import (
     NodeToWorker,
     OpenRoom,
     PeerConnected,
+    Rerouted,
     RoomClosed,
     Send,
     Sent,
@@ -63,9 +64,14 @@ def owner_of(order: Send) -> Owner:
     return Owner(order.room, order.generation)
 
 
-def epoch_of(message: ConnectPeer) -> int:
-    """Endpoints carry their epoch, for the model's sake."""
-    return int(unpack_rank(message.ranks[0]).endpoints[0].data)
+TRANSPORTS = ("local", "nixl")
+Path = tuple[str, int]
+"""A transport, and the epoch of the endpoint that is written to."""
+
+
+def epochs_of(message: ConnectPeer) -> dict[str, int]:
+    """Of the endpoints of each transport."""
+    return {endpoint.transport: endpoint.epoch for endpoint in unpack_rank(message.ranks[0]).endpoints}
 
 
 @dataclass
@@ -77,36 +83,36 @@ class Worker:
     outbox: deque[WorkerToNode] = field(default_factory=deque)
     rooms: dict[Owner, OpenRoom] = field(default_factory=dict)
     orders: list[Send] = field(default_factory=list)
-    epochs: dict[int, int] = field(default_factory=dict)
-    """Of the endpoints by which each order is carried out."""
+    paths: dict[int, Path] = field(default_factory=dict)
+    """By which each order is carried out."""
     active: list[Send] = field(default_factory=list)
     """Orders that have failed without being quiet."""
-    connected: int | None = None
-    """Epoch of the endpoints of the decode node; None while it is not connected."""
+    connected: dict[str, int] | None = None
+    """Epochs of the endpoints of the decode node; None while it is not connected."""
     closing: set[Owner] = field(default_factory=set)
     memory: tuple[Memory, Memory] = field(default_factory=lambda: ({}, {}))
     """What its pages hold, and those that it writes."""
     arrived: Counter[Owner] = field(default_factory=Counter)
     """The digest of what it has sent of each room that asks for one, as far as it has arrived."""
 
-    def writes(self) -> set[tuple[Owner, int]]:
-        """Rooms whose pages this worker may touch, now or when it reads its messages, and by which endpoints."""
-        found = {(owner_of(order), self.epochs[order.order]) for order in [*self.orders, *self.active]}
+    def writes(self) -> set[tuple[Owner, Path]]:
+        """Rooms whose pages this worker may touch, now or when it reads its messages, and by which paths."""
+        found = {(owner_of(order), self.paths[order.order]) for order in [*self.orders, *self.active]}
         connected = self.connected
         for message in self.inbox:
             if isinstance(message, ConnectPeer):
-                connected = epoch_of(message)
+                connected = epochs_of(message)
             elif isinstance(message, DisconnectPeer):
                 connected = None
             elif isinstance(message, Send) and connected is not None:
-                found.add((owner_of(message), connected))
+                found.add((owner_of(message), (TRANSPORTS[0], connected[TRANSPORTS[0]])))
         return found
 
     def read(self) -> None:
         message = self.inbox.popleft()
         match message:
             case ConnectPeer():
-                self.connected = epoch_of(message)
+                self.connected = epochs_of(message)
                 self.outbox.append(PeerConnected(rank=self.rank, peer=message.peer, transports=("local",)))
             case OpenRoom():
                 self.rooms[Owner(message.room, message.generation)] = message
@@ -116,7 +122,7 @@ class Worker:
                 if self.connected is None:
                     self.end(message, well=False)
                 else:
-                    self.epochs[message.order] = self.connected
+                    self.paths[message.order] = TRANSPORTS[0], self.connected[TRANSPORTS[0]]
             case CloseRoom(all_sent=True):
                 self.rooms.pop(Owner(message.room, message.generation), None)
             case CloseRoom():
@@ -124,6 +130,25 @@ class Worker:
                 self._confirm(Owner(message.room, message.generation))
             case DisconnectPeer():
                 self.connected = None
+
+    def reroute(self, order: Send, *, in_transit: bool) -> None:
+        """An order has lost its path, and goes on over the other one, to which the worker is connected."""
+        assert self.connected is not None
+        lost, epoch = self.paths[order.order]
+        over = next(name for name in TRANSPORTS if name != lost)
+        self.paths[order.order] = over, self.connected[over]
+        room, generation = order.room, order.generation
+        self.outbox.append(
+            Rerouted(
+                room=room,
+                generation=generation,
+                rank=self.rank,
+                lost=lost,
+                over=over,
+                epoch=epoch,
+                in_transit=in_transit,
+            )
+        )
 
     def end(self, order: Send, *, well: bool, in_transit: bool = False, quiet: bool = True) -> None:
         self.orders.remove(order)

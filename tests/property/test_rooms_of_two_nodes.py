@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
+
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -16,6 +18,7 @@ from kvbridge.core.errors import (
     UnknownRoomError,
 )
 from kvbridge.core.plan.digests import DigestKind
+from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from tests.helpers.room_simulation import STAGES, World
 from tests.helpers.rooms import PAGE
@@ -182,6 +185,12 @@ class RoomsMachine(RuleBasedStateMachine):
         worker = self.world.prefill.workers[rank]
         if worker.orders:
             self.world.order_ends(worker, worker.orders[which % len(worker.orders)], how=how)
+
+    @rule(rank=st.sampled_from(RANKS), which=st.integers(0, 3), in_transit=st.booleans())
+    def path_lost(self, rank, which, in_transit):
+        worker = self.world.prefill.workers[rank]
+        if worker.orders and worker.connected is not None:
+            self.world.path_lost(worker, worker.orders[which % len(worker.orders)], in_transit=in_transit)
 
     @rule(rank=st.sampled_from(RANKS))
     def transport_closed(self, rank):
@@ -360,3 +369,32 @@ def test_a_room_that_was_given_up_is_not_written_by_the_endpoints_of_a_later_han
             world.publish(engine, 1, 2 * PAGE)
     world.settle()
     assert world.book.state(Owner(2, 1)) is PageState.LEASED
+
+
+def test_a_room_that_lost_a_path_is_read_when_that_is_shut_and_not_before():
+    """The other rank's part, and other rooms, are written by the same transport meanwhile."""
+    world = World(adopted=False)
+    for stage in STAGES[: STAGES.index("begun") + 1]:
+        for call in world.calls(stage, Owner(1, 1), 2 * PAGE):
+            call()
+        world.settle()
+    for engine in ("e0", "e1"):
+        world.publish(engine, 1, 2 * PAGE)
+        world.prefill_engine_ends(engine, 1, well=True)
+    for worker in world.prefill.workers.values():
+        while worker.inbox:
+            worker.read()
+    worker = world.prefill.workers[RANKS[0]]
+    world.path_lost(worker, worker.orders[0], in_transit=True)
+    while worker.outbox:
+        world.prefill.hear(RANKS[0])
+    world.deliver_to_decode()
+    assert world.towards_rank, "the lost path is being shut while the room is still written"
+    rank_answers, world.towards_rank = world.towards_rank, deque()
+    world.settle()
+    assert world.receiver.book.get(1).state is ReceiverState.OFFERED
+    assert world.book.state(Owner(1, 1)) is PageState.LEASED
+    world.towards_rank = rank_answers
+    world.settle()
+    assert world.receiver.book.get(1).state is ReceiverState.COMMITTED
+    assert world.given_epochs == {"local": 1, "nixl": 0}

@@ -5,6 +5,7 @@ Owns: `Operations`, `Amount`, `Section`. Must not know: how they are computed, w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -46,6 +47,25 @@ class Operations:
 
     def __getitem__(self, part: slice) -> Operations:
         return Operations(self.source[part], self.destination[part], self.length[part])
+
+    def taken(self, parts: Sequence[slice]) -> Operations:
+        """Return those of some parts."""
+        if len(parts) == 1:
+            return self[parts[0]]
+        columns = (self.source, self.destination, self.length)
+        return Operations(*(np.concatenate([column[:0], *(column[part] for part in parts)]) for column in columns))
+
+    def cut(self, max_bytes: int) -> Operations:
+        """Return the same copies in operations of at most `max_bytes`."""
+        pieces = (self.length + np.uint64(max_bytes - 1)) // np.uint64(max_bytes)
+        if int(pieces.max(initial=1)) == 1:
+            return self
+        counts = pieces.astype(np.intp)
+        of = np.repeat(np.arange(len(self)), counts)
+        within = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
+        offset = within.astype(np.uint64) * np.uint64(max_bytes)
+        length = np.minimum(self.length[of] - offset, np.uint64(max_bytes))
+        return Operations(self.source[of] + offset, self.destination[of] + offset, length)
 
 
 class Amount(FrozenModel):

@@ -27,6 +27,8 @@ class Feature(StrEnum):
 
     DIGESTS = "digests"
     """Between nodes: a writer computes digests of what it sends when an offer asks for them (`Offer.digest`)."""
+    PATHS = "paths"
+    """Between nodes: a room goes on over another transport when one is lost, and decode shuts the lost one first (`PathLost`)."""
     LOAD_BACK = "load_back"
     """Of an engine: it copies what a room shares out of host memory into the room's pages (`Pages.load`)."""
 
@@ -39,7 +41,7 @@ class Features(FrozenModel):
     """What the other side must have."""
 
 
-PEER_FEATURES = Features(has=(Feature.DIGESTS,))
+PEER_FEATURES = Features(has=(Feature.DIGESTS, Feature.PATHS))
 ENGINE_FEATURES = Features(has=(Feature.LOAD_BACK,))
 DIRECTORY_FEATURES = Features()
 """What this release has and requires in each conversation."""

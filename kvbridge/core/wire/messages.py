@@ -118,6 +118,8 @@ class TransportEndpoint(FrozenModel):
 
     transport: Name
     data: Annotated[bytes, Field(max_length=1 << 20)]
+    epoch: NonNegative = 0
+    """Which endpoint of its transport this is: each one that is given out after a fence has a later epoch."""
 
 
 class RankDescription(FrozenModel):
@@ -229,6 +231,20 @@ class Done(RoomMessage):
     """When it was sending: from so many seconds ago until so many, at the time of this message."""
 
 
+class PathLost(RoomMessage):
+    """Prefill to decode: a writer has lost a transport in the middle, and goes on over another one.
+
+    It sends nothing of the room by that endpoint any more, but what it has sent may still arrive through it: the receiver shuts it
+    before the room can be read.
+    """
+
+    type: Literal["path_lost"] = "path_lost"
+    writer: Rank
+    transport: Name
+    epoch: NonNegative
+    """Of the endpoint that was written to."""
+
+
 class Failed(RoomMessage):
     """Prefill to decode: the room will not be completed; Drained follows when its pages are quiet.
 
@@ -260,6 +276,6 @@ class Heartbeat(FrozenModel):
 
 
 PeerMessage = Annotated[
-    Hello | Welcome | Rejected | Offer | Abort | Digests | Done | Failed | Drained | Heartbeat,
+    Hello | Welcome | Rejected | Offer | Abort | Digests | Done | PathLost | Failed | Drained | Heartbeat,
     Field(discriminator="type"),
 ]

@@ -15,6 +15,7 @@ from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts, Section
 from kvbridge.core.wire.messages import (
     MAX_DIGESTS,
+    MAX_ENDPOINTS,
     MAX_NODE_RANKS,
     Heartbeat,
     Name,
@@ -28,6 +29,7 @@ from kvbridge.core.wire.shared_memory import DeviceAllocationRequest, SharedRegi
 
 MAX_POINTS = 8_192
 """Points that one order waits for at most: as many as an engine's events."""
+TransportNames = Annotated[tuple[Name, ...], Field(max_length=MAX_ENDPOINTS)]
 MAX_MOVES = 2
 """One for each space of device pages that have twins."""
 
@@ -102,6 +104,8 @@ class ConnectPeer(FrozenModel):
     peer: Name
     """The peer node's incarnation."""
     ranks: Annotated[tuple[PackedRank, ...], Field(max_length=MAX_NODE_RANKS)]
+    fails_over: bool = False
+    """Whether the node understands that a path was lost: further transports are connected then, and used when one is lost."""
 
 
 class WorkerFailed(FrozenModel):
@@ -121,6 +125,21 @@ class PeerConnected(FrozenModel):
     peer: Name
     transports: tuple[str, ...] = ()
     error_code: str = ""
+    error: Text = ""
+
+
+class PathsChanged(FrozenModel):
+    """Worker to node: a decode node is reached otherwise than was said last."""
+
+    type: Literal["paths_changed"] = "paths_changed"
+    rank: Rank
+    peer: Name
+    transports: tuple[str, ...]
+    """By what each of its ranks is reached now."""
+    standby: tuple[str, ...] = ()
+    """Transports by which every one of its ranks could be reached instead."""
+    lost: str = ""
+    """The transport that was lost; empty when one has been found."""
     error: Text = ""
 
 
@@ -169,6 +188,23 @@ class Sent(RoomMessage):
     quiet: bool = True
     in_transit: bool = False
     """Something was sent whose arrival was never confirmed."""
+
+
+class Rerouted(RoomMessage):
+    """Worker to node, ahead of an order's Sent: what `lost` had not confirmed is sent again over another transport.
+
+    Nothing of the room is read or sent by means of the lost endpoint any more, or its transport is closed before the Sent.
+    """
+
+    type: Literal["rerouted"] = "rerouted"
+    rank: Rank
+    lost: Name
+    over: Name
+    epoch: NonNegative
+    """Of the endpoint that was lost."""
+    in_transit: bool
+    """Something was sent there whose arrival was never confirmed."""
+    error: Text = ""
 
 
 class Verify(RoomMessage):
@@ -272,6 +308,8 @@ class RenewEndpoints(FrozenModel):
 
     type: Literal["renew_endpoints"] = "renew_endpoints"
     epoch: Positive
+    transports: TransportNames = ()
+    """Those of these transports; empty: of all."""
 
 
 class RevokeEndpoints(FrozenModel):
@@ -279,6 +317,8 @@ class RevokeEndpoints(FrozenModel):
 
     type: Literal["revoke_endpoints"] = "revoke_endpoints"
     before_epoch: Positive
+    transports: TransportNames = ()
+    """As in RenewEndpoints."""
 
 
 class EndpointsRevoked(FrozenModel):
@@ -323,6 +363,8 @@ WorkerToNode = Annotated[
     | WorkerFailed
     | WorkerProgress
     | PeerConnected
+    | PathsChanged
+    | Rerouted
     | Digested
     | Sent
     | Verified

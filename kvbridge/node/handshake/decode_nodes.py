@@ -20,14 +20,15 @@ import structlog
 from kvbridge.api.status import DecodeNodeStatus
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
+from kvbridge.core.wire.features import PEER_FEATURES, Feature, Features, agree
 from kvbridge.core.wire.messages import REASON_CHARS, Hello, NodeDescription, PeerMessage, Rejected
-from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PeerConnected
+from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PathsChanged, PeerConnected
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self, check_introduction
 from kvbridge.node.handshake.names import ClaimedName, check_name
 from kvbridge.node.workers import WorkerSet
 from kvbridge.telemetry.events import PeerAccepted, PeerLost, PeerRejected
+from kvbridge.telemetry.path_events import PathLost, PathsFound
 from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
@@ -41,6 +42,7 @@ class _KnownDecode:
     connecting: dict[Rank, int] = field(default_factory=dict)
     """ConnectPeer orders that a rank's worker has not answered yet; only the answer to the last one counts."""
     transports: dict[Rank, tuple[str, ...]] = field(default_factory=dict)
+    standby: dict[Rank, tuple[str, ...]] = field(default_factory=dict)
     features: tuple[str, ...] = ()
     """Those that were agreed."""
 
@@ -151,7 +153,11 @@ class DecodeNodes:
         known.features = self._agree(node, hello.features)
         for rank in known.connecting:
             known.connecting[rank] += 1
-            self._workers.send(rank, ConnectPeer(peer=peer, ranks=node.ranks))
+            self._connect_rank(rank, peer, known)
+
+    def _connect_rank(self, rank: Rank, peer: str, known: _KnownDecode) -> None:
+        fails_over = Feature.PATHS in known.features
+        self._workers.send(rank, ConnectPeer(peer=peer, ranks=known.ranks, fails_over=fails_over))
 
     def _check_name(self, peer: str, node: NodeDescription, key: str) -> None:
         present = [other.name for one, other in self._known.items() if one != peer]
@@ -193,6 +199,19 @@ class DecodeNodes:
         elif not known.waiting:
             self._welcome(message.peer)
 
+    def paths_changed(self, message: PathsChanged) -> None:
+        """A rank worker reaches a peer by other transports than it said last."""
+        known = self._known.get(message.peer)
+        if known is None or message.rank not in known.connecting:
+            return
+        peer, rank, transports = message.peer, message.rank, message.transports
+        known.transports[rank], known.standby[rank] = transports, message.standby
+        if message.lost:
+            lost = PathLost(peer=peer, rank=rank, transport=message.lost, transports=transports, reason=message.error)
+            self._events.emit(lost)
+        else:
+            self._events.emit(PathsFound(peer=peer, rank=rank, transports=transports, standby=message.standby))
+
     def _welcome(self, peer: str) -> None:
         self.send(peer, self._myself.welcome)
         known = self._known[peer]
@@ -202,7 +221,7 @@ class DecodeNodes:
         """A rank worker is (back) at work: it has to be connected to everybody."""
         for peer, known in self._known.items():
             known.connecting[rank] = 1
-            self._workers.send(rank, ConnectPeer(peer=peer, ranks=known.ranks))
+            self._connect_rank(rank, peer, known)
 
     def gone(self, peer: str, reason: str) -> None:
         """A peer has ended, is silent, or begins anew. Harmless for one that is not known."""
@@ -231,6 +250,7 @@ class DecodeNodes:
                 node=known.name.node,
                 incarnation=peer,
                 transports={str(rank): tuple(names) for rank, names in known.transports.items()},
+                standby={str(rank): names for rank, names in known.standby.items()},
                 connecting=tuple(sorted(map(str, known.waiting))),
                 features=tuple(known.features),
             )

@@ -10,14 +10,17 @@ it ends where the endpoint that it goes to is closed. A round is:
     waiting     rooms that were offered before write on by the old ones and end in peace, up to `timeouts.fence_s`
     revoking    every rank closes what belonged to the old endpoints, and says when nobody can write by them any more
 
-Rooms that ask while a round is under way are served by the next one, since what they fear may use the new endpoints. A
-round waits for each rank without a limit of its own: a rank worker that hangs is ended by its node, and its successor
-answers in its place.
+A room whose writers have failed asks for all endpoints. One that goes on over another transport asks for those of the one that was
+lost (`ask_path`), and a round for such rooms alone leaves the other transports as they are.
+
+Rooms that ask while a round is under way are served by the next one, since what they fear may use the new endpoints, unless what
+they have lost is among those that the round shuts. A round waits for each rank without a limit of its own: a rank worker that hangs
+is ended by its node, and its successor answers in its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from enum import StrEnum
 from typing import Protocol
 
@@ -28,10 +31,14 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import NodeToWorker, RenewEndpoints, RevokeEndpoints
 from kvbridge.pool.accounts.page_states import Owner
-from kvbridge.telemetry.events import FenceBegan, WritersShutOut
+from kvbridge.telemetry.path_events import FenceBegan, WritersShutOut
 from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
+
+
+ALL: frozenset[str] = frozenset()
+"""Every transport."""
 
 
 class FencePhase(StrEnum):
@@ -49,8 +56,8 @@ class FencedRooms(Protocol):
     def open_offers(self) -> set[Owner]:
         """Rooms that are being written to."""
 
-    def shut(self, owners: Collection[Owner]) -> None:
-        """A round has ended: whoever wrote to these rooms cannot reach this node any more."""
+    def shut(self, owners: Mapping[Owner, frozenset[str]]) -> None:
+        """A round has ended: whoever wrote to these rooms cannot reach this node any more by these transports; empty: by any."""
 
 
 class Fence:
@@ -74,8 +81,13 @@ class Fence:
         self.epoch = 0
         """Of the endpoints that rank workers are to give out."""
         self.phase = FencePhase.IDLE
-        self._next: set[Owner] = set()
-        self._served: set[Owner] = set()
+        self._next: dict[Owner, frozenset[str]] = {}
+        """Rooms, and the transports that they want shut: `ALL`, or some."""
+        self._served: dict[Owner, frozenset[str]] = {}
+        self._transports = ALL
+        """Those of the present round."""
+        self._shut: dict[str, int] = {}
+        """Of a transport whose endpoints of earlier epochs are shut: that epoch. Under "", of all."""
         self._missing: set[Rank] = set()
         """Ranks that have not answered in this phase."""
         self._earlier: set[Owner] = set()
@@ -91,11 +103,25 @@ class Fence:
 
     def ask(self, owner: Owner) -> None:
         """Shut out whoever wrote to a room. Harmless when it has been asked for."""
-        if owner in self._served:
+        if self._served.get(owner) == ALL:
             return
-        self._next.add(owner)
+        self._next[owner] = ALL
         if self.phase is FencePhase.IDLE:
             self._begin()
+
+    def ask_path(self, owner: Owner, transport: str, epoch: int) -> bool:
+        """Shut the endpoint of one transport that a writer of a room has lost, of this epoch; whether that is not so already."""
+        if epoch < max(self._shut.get(transport, 0), self._shut.get("", 0)):
+            return False
+        under_way = self.phase is not FencePhase.IDLE and epoch < self.epoch
+        if under_way and (self._transports == ALL or transport in self._transports):
+            self._served[owner] = _joined(self._served.get(owner), transport)
+            self._earlier -= self._left_by()
+            return True
+        self._next[owner] = _joined(self._next.get(owner), transport)
+        if self.phase is FencePhase.IDLE:
+            self._begin()
+        return True
 
     def ready(self, rank: Rank, epoch: int) -> None:
         """A rank worker gives out endpoints of `epoch`; a worker that took another's place says so too."""
@@ -106,7 +132,7 @@ class Fence:
             if not self._missing:
                 self._wait()
         elif self.phase is FencePhase.REVOKING and rank in self._missing:
-            self._send(rank, RevokeEndpoints(before_epoch=self.epoch))
+            self._send(rank, self._revocation())
 
     def revoked(self, rank: Rank, before_epoch: int) -> None:
         """Nobody can write to a rank any more by an endpoint of an epoch earlier than `before_epoch`."""
@@ -132,32 +158,50 @@ class Fence:
         return FenceStatus(
             epoch=self.epoch,
             phase=self.phase,
-            rooms=tuple(map(str, sorted(self._served | self._next))),
+            rooms=tuple(map(str, sorted(self._served.keys() | self._next.keys()))),
             waits_for_rooms=len(self._earlier),
             waits_for_ranks=tuple(sorted(map(str, self._missing))),
+            transports=tuple(sorted(self._transports)),
         )
 
+    def _left_by(self) -> set[Owner]:
+        """Rooms that go on, and are not written to any more by what the round shuts."""
+        if self._transports == ALL:
+            return set()
+        return {owner for owner, lost in self._served.items() if lost >= self._transports}
+
+    def _revocation(self) -> RevokeEndpoints:
+        return RevokeEndpoints(before_epoch=self.epoch, transports=tuple(sorted(self._transports)))
+
     def _begin(self) -> None:
-        self._served, self._next = self._next, set()
+        self._served, self._next = self._next, {}
+        wanted = self._served.values()
+        self._transports = ALL if ALL in wanted else frozenset().union(*wanted)
         self.epoch += 1
         self._events.emit(FenceBegan(epoch=self.epoch, rooms=len(self._served)))
         self.phase, self._missing = FencePhase.RENEWING, set(self._ranks)
         for rank in self._ranks:
-            self._send(rank, RenewEndpoints(epoch=self.epoch))
+            self._send(rank, RenewEndpoints(epoch=self.epoch, transports=tuple(sorted(self._transports))))
 
     def _wait(self) -> None:
-        self.phase, self._earlier = FencePhase.WAITING, self._rooms.open_offers()
+        self.phase, self._earlier = FencePhase.WAITING, self._rooms.open_offers() - self._left_by()
         self._until_s = self._clock() + self._fence_s
         self.tick()
 
     def _revoke(self) -> None:
         self.phase, self._missing, self._earlier = FencePhase.REVOKING, set(self._ranks), set()
         for rank in self._ranks:
-            self._send(rank, RevokeEndpoints(before_epoch=self.epoch))
+            self._send(rank, self._revocation())
 
     def _end(self) -> None:
-        served, self._served, self.phase = self._served, set(), FencePhase.IDLE
+        served, self._served, self.phase = self._served, {}, FencePhase.IDLE
+        self._shut |= dict.fromkeys(self._transports or {""}, self.epoch)
+        self._transports = ALL
         self._events.emit(WritersShutOut(epoch=self.epoch, rooms=len(served)))
-        self._rooms.shut(served)
+        self._rooms.shut({owner: lost for owner, lost in served.items() if owner not in self._next})
         if self._next and self.phase is FencePhase.IDLE:
             self._begin()
+
+
+def _joined(wanted: frozenset[str] | None, transport: str) -> frozenset[str]:
+    return ALL if wanted == ALL else (wanted or frozenset()) | {transport}

@@ -5,9 +5,10 @@ Owns: what it means for a room. Must not know: sockets, how a node becomes known
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvbridge.config.transports import TransportName
 from kvbridge.core.errors import (
     BridgeError,
     IntegrityError,
@@ -18,10 +19,11 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.plan.accounting import shortfall
 from kvbridge.core.plan.operations import add_amounts
-from kvbridge.core.session.receiver import ReceiverEvent, ReceiverState
-from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Digests, Done, Drained, Failed
+from kvbridge.core.session.receiver import ReceiverState
+from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Digests, Done, Drained, Failed, PathLost
 from kvbridge.node.driver import RoomDriver
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
+from kvbridge.node.receiver.fence import ALL, Fence
 from kvbridge.node.receiver.room import ReceiverRoom, WriterNode
 from kvbridge.node.receiver.writers import WriterSets
 from kvbridge.node.room import slowest
@@ -29,6 +31,7 @@ from kvbridge.node.room_book import RoomBook
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.telemetry.events import RankReceived
+from kvbridge.telemetry.path_events import RoomRerouted
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +78,20 @@ class RoomWriters:
 
     def open_offers(self) -> set[Owner]:
         """Rooms that are being written to."""
-        return {room.owner for room in self.rooms if room.state is ReceiverState.OFFERED}
+        return {room.owner for room in self.rooms if room.state is ReceiverState.OFFERED and not room.arrived}
 
-    def shut(self, owners: Collection[Owner]) -> None:
-        """Whoever wrote to these rooms cannot reach this node any more, nor can anything arrive that was on its way."""
-        for owner in owners:
+    def shut(self, owners: Mapping[Owner, frozenset[str]]) -> None:
+        """Whoever wrote to these rooms cannot reach this node any more, nor can anything arrive that was on its way.
+
+        Or not by the transports that writers of a room have lost, which goes on.
+        """
+        for owner, transports in owners.items():
             room = self.rooms.find(owner.room, owner.generation)
-            if room is not None and room.awaits_writers:
-                room.shut = True
-                self.driver.advance(room)
+            if room is None:
+                continue
+            room.shutting.clear()
+            room.shut = room.shut or (room.awaits_writers and transports == ALL)
+            self.driver.advance(room)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +100,7 @@ class ReceiverPeers:
 
     rooms: RoomBook[ReceiverRoom]
     driver: RoomDriver[ReceiverRoom]
+    fence: Fence
 
     def digests(self, peer: str, message: Digests) -> None:
         """A writer says what it has sent. What cannot be right fails the room: nobody could say later what arrived."""
@@ -184,7 +193,27 @@ class ReceiverPeers:
             return
         if any(writer.missing for writer in room.writers.values()):
             return
-        self.driver.advance(room, ReceiverEvent.ALL_DONE if room.verification is None else ReceiverEvent.ARRIVED)
+        room.arrived = True
+        self.driver.advance(room)
+
+    def path_lost(self, peer: str, message: PathLost) -> None:
+        """A writer goes on over another transport: the room is not read before nothing can arrive by the lost one any more."""
+        room = self.rooms.find(message.room, message.generation)
+        writer = None if room is None else room.writers.get(peer)
+        if room is None or writer is None or message.writer not in writer.node.ranks:
+            self.driver.facts.refuse_message(peer, message, "foreign_path_lost")
+            return
+        writer.in_transit = True  # should the room fail, everything that the node knows of is shut
+        if room.state is not ReceiverState.OFFERED or message.writer not in writer.missing:
+            return
+        if message.transport not in set(TransportName):
+            why = f"prefill node {writer.node.name} has lost '{message.transport}', which is no transport"
+            self.driver.fail(room, ProtocolError.code, why)
+            return
+        lost = RoomRerouted(**room.identity, rank=message.writer, lost=message.transport)
+        self.driver.facts.events.emit(lost)
+        if self.fence.ask_path(room.owner, message.transport, message.epoch):
+            room.shutting.add(message.transport)
 
     def failed(self, peer: str, message: Failed) -> None:
         """A prefill node will not complete a room. Means nothing once the room is committed."""

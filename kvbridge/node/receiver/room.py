@@ -88,6 +88,10 @@ class ReceiverRoom(Room[ReceiverState]):
     """What engines have said of the answer when they released it; None: nothing. Those that were refused are not here."""
     shut: bool = False
     """Every way by which its writers could still reach its pages has been shut."""
+    arrived: bool = False
+    """Every writer has sent everything, and it is what the geometry demands."""
+    shutting: set[str] = field(default_factory=set)
+    """Transports that writers have lost in the middle, as long as something may still arrive by them."""
     verification: Verification | None = None
     """From the offer on, when digests are wanted."""
     unchecked: bool = False
@@ -120,9 +124,7 @@ class ReceiverRoom(Room[ReceiverState]):
         """See Room."""
         match self.state:
             case ReceiverState.OFFERED:
-                missing = ((rank, writer) for writer in self.writers.values() for rank in writer.missing)
-                ranks = named(f"{rank} of {writer.node.name}" for rank, writer in missing)
-                return f"prefill ranks {ranks} to send everything"
+                return self._waits_for_bytes()
             case ReceiverState.CLAIMED | ReceiverState.ABORTING_CLAIMED | ReceiverState.FAILING_CLAIMED:
                 return f"engines {named(self.users or self.expected_by)} to release it"
             case ReceiverState.ABORTING | ReceiverState.FAILING if self.active:
@@ -134,6 +136,14 @@ class ReceiverRoom(Room[ReceiverState]):
                 return f"prefill nodes {named(self.peers)} to answer"
             case _:
                 return _WAITS_FOR.get(self.state, "")
+
+    def _waits_for_bytes(self) -> str:
+        if self.arrived:
+            lost = named(sorted(self.shutting))
+            return f"the endpoints of {lost} to be shut, which a writer has lost: what it has sent again may still arrive there"
+        missing = ((rank, writer) for writer in self.writers.values() for rank in writer.missing)
+        ranks = named(f"{rank} of {writer.node.name}" for rank, writer in missing)
+        return f"prefill ranks {ranks} to send everything"
 
     @property
     def users(self) -> set[str]:

@@ -98,6 +98,6 @@ def receiver_rooms(ports: ReceiverPorts, settings: RoomSettings, *, clock: Clock
         },
         deadlines=Deadlines(book, driver, clock),
         writers=writers,
-        peers=ReceiverPeers(book, driver),
+        peers=ReceiverPeers(book, driver, ports.fence),
         workers=ReceiverWorkers(book, driver, writers, checks, clock),
     )

@@ -57,6 +57,8 @@ class ReceiverRules:
         """See RoomRules."""
         if room.state is ReceiverState.RESERVED and room.writers:
             return ReceiverEvent.WRITERS_KNOWN
+        if room.state is ReceiverState.OFFERED and room.arrived and not room.shutting:
+            return ReceiverEvent.ALL_DONE if room.verification is None else ReceiverEvent.ARRIVED
         if room.awaits_writers and not room.active and (room.shut or room.clean):
             return ReceiverEvent.DRAINED
         return ReceiverEvent.RELEASE if room.released else None

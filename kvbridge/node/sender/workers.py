@@ -14,8 +14,8 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.plan.digest_sums import DigestSums
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.sender import SenderState
-from kvbridge.core.wire.messages import Digests, Done
-from kvbridge.core.wire.worker_messages import Digested, RoomClosed, Sent
+from kvbridge.core.wire.messages import Digests, Done, PathLost
+from kvbridge.core.wire.worker_messages import Digested, Rerouted, RoomClosed, Sent
 from kvbridge.node.driver import WORKER_GONE, RoomDriver
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.room import Quarantine, slowest
@@ -23,6 +23,7 @@ from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.sender.orders import Orders
 from kvbridge.node.sender.room import RankWork, SenderRoom
+from kvbridge.telemetry.path_events import RoomRerouted
 from kvbridge.tier.keys import Keys
 
 
@@ -70,7 +71,7 @@ class SenderWorkers:
             self.nodes.send(room.peer, message)
         return len(parts)
 
-    def _rank_work(self, message: Digested | Sent | RoomClosed) -> tuple[SenderRoom | None, RankWork | None]:
+    def _rank_work(self, message: Digested | Rerouted | Sent | RoomClosed) -> tuple[SenderRoom | None, RankWork | None]:
         """What a worker speaks of, unless that is forgotten."""
         room = self.rooms.find(message.room, message.generation)
         return room, None if room is None else room.ranks.get(message.rank)
@@ -104,6 +105,26 @@ class SenderWorkers:
         for phase, seconds in message.seconds.items():
             work.phases_s[phase] = work.phases_s.get(phase, 0.0) + seconds
         self.settle(room)
+
+    def rerouted(self, message: Rerouted) -> None:
+        """A worker has lost a transport, and sends again over another one what that has not confirmed."""
+        room, work = self._rank_work(message)
+        if room is None or work is None:
+            return
+        room.in_transit = room.in_transit or message.in_transit
+        work.transport = "+".join(sorted({message.over, *filter(None, work.transport.split("+"))}))
+        self.driver.facts.events.emit(
+            RoomRerouted(**room.identity, rank=message.rank, lost=message.lost, over=message.over)
+        )
+        if message.in_transit and room.state is SenderState.SENDING:
+            lost = PathLost(
+                room=room.room,
+                generation=room.generation,
+                writer=message.rank,
+                transport=message.lost,
+                epoch=message.epoch,
+            )
+            self.nodes.send(room.peer, lost)
 
     def room_closed(self, message: RoomClosed) -> None:
         """A worker proved that nothing of a room is in flight."""

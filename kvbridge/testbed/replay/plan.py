@@ -106,7 +106,7 @@ class ReplayPlan:
         return tuple(found)
 
     def whole_bytes(self, tokens: int) -> int:
-        """Bytes that decode would be sent of a prompt of so many tokens if it held nothing: the node's host pool, and all ranks."""
+        """Bytes of live rows that decode would be sent of so many tokens if it held nothing, to host pool and all ranks."""
 
         def copies(each: Component) -> int:
             ranks = range(1 if each.kind in self.host_kinds else self.options.decode_tp)

@@ -14,7 +14,8 @@ follows is known from the library's documentation and source, and was run over T
   itself and polled, which is cheap, and the others are asked after when that one has ended: by then they have, or nearly. A thread
   for each peer does that, so whoever waits longer waits for its own peer.
 - A batch that has failed is not quiet, and cannot be asked after again: the library has freed it, or never will. It counts as in
-  flight until the transport is closed. So does a batch that was refused, since a part of it may have been posted before.
+  flight until the transport is closed, and nothing is gained by waiting. So does a batch that was refused, since a part of it may
+  have been posted before.
 """
 
 from __future__ import annotations
@@ -203,7 +204,7 @@ class BatchWrites:
             told = (
                 f"mooncake answered {handle.answer} for a batch, of which it cannot be known when it ends; {WHY_FAILED}"
             )
-            return Check(Progress.STALLED, handle.failure or told)
+            return Check(Progress.LOST, handle.failure or told)
         return Check(Progress.FAILED, handle.failure) if handle.failure else DONE
 
     def _singles_ended(self, batch: Batch) -> bool:

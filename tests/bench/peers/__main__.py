@@ -11,11 +11,11 @@ both over Mooncake's TCP on loopback, both with the geometry of DeepSeek-V4-Flas
 - *Long prompts*: both receivers wait, both senders know their pages. The clock runs from the first `send` or `publish` until
   Success or the claim. Either side publishes 8,192 tokens at a time, one after the other, without computing in between.
 
-SGLang sends a whole page of windows with every request and kvbridge the rows that are live, so the bytes of the same prompt differ
-by 4 MB, whatever its length: times for each MB stand beside the times. Pages of long prompts are consecutive on both sides; in runs
-of 16 on both; or as pools that have been in use give them: runs of 8 on kvbridge's side (`bench_used_pools` finds 8 to 10), single
-ones on SGLang's, the worst case of an allocator that does not look for runs. The bytes of both are compared before anything is
-measured.
+SGLang sends a whole page of windows with every request. So does kvbridge from `page_first` pools; from `layer_first` ones it
+sends the rows that are live, 4 MB less, so times for each MB stand beside the times. Pages of long prompts are consecutive on
+both sides; in runs of 16 on both; or as pools that have been in use give them: runs of 8 on kvbridge's side (`bench_used_pools`
+finds 8 to 10), single ones on SGLang's, the worst case of an allocator that does not look for runs. The bytes of both are
+compared before anything is measured.
 """
 
 from __future__ import annotations

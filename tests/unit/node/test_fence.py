@@ -10,7 +10,7 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import RenewEndpoints, RevokeEndpoints
 from kvbridge.node.receiver.fence import Fence, FencePhase
 from kvbridge.pool.accounts.page_states import Owner
-from kvbridge.telemetry.events import FenceBegan, WritersShutOut
+from kvbridge.telemetry.path_events import FenceBegan, WritersShutOut
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import RecordedEvents
 
@@ -149,3 +149,76 @@ def test_a_room_that_asks_while_it_hears_of_the_end_begins_another_round() -> No
     bench.renewed()
     bench.revoked()
     assert (bench.fence.phase, bench.fence.epoch) == (FencePhase.RENEWING, 2)
+
+
+def test_a_lost_path_is_shut_alone_and_its_room_is_not_waited_for(bench: Bench) -> None:
+    bench.offers = {OTHER, LATER}
+    assert bench.fence.ask_path(OTHER, "nixl", 0)
+    assert bench.orders() == dict.fromkeys((ONE, TWO), RenewEndpoints(epoch=1, transports=("nixl",)))
+    bench.renewed()
+    assert bench.fence.status().transports == ("nixl",)
+    assert bench.fence.status().waits_for_rooms == 1, "the other room may still write by it"
+    bench.offers = {OTHER}
+    bench.fence.tick()
+    assert bench.orders() == dict.fromkeys((ONE, TWO), RevokeEndpoints(before_epoch=1, transports=("nixl",)))
+    bench.fence.ready(ONE, 1)
+    assert bench.orders() == {ONE: RevokeEndpoints(before_epoch=1, transports=("nixl",))}
+    bench.revoked()
+    assert bench.shut == [{OTHER}]
+
+
+def test_rooms_that_lose_an_endpoint_that_is_being_shut_are_served_at_once(bench: Bench) -> None:
+    bench.offers = {OTHER, LATER}
+    bench.fence.ask_path(OTHER, "nixl", 0)
+    bench.renewed()
+    assert bench.fence.ask_path(LATER, "nixl", 0)
+    bench.fence.tick()
+    assert bench.fence.phase is FencePhase.REVOKING
+    assert bench.fence.ask_path(FAILED, "nixl", 0)
+    bench.revoked()
+    assert bench.shut == [{OTHER, LATER, FAILED}]
+    assert bench.fence.phase is FencePhase.IDLE
+
+
+def test_what_is_shut_already_is_not_shut_again(bench: Bench) -> None:
+    bench.fence.ask_path(OTHER, "nixl", 0)
+    bench.renewed()
+    bench.revoked()
+    assert not bench.fence.ask_path(LATER, "nixl", 0)
+    assert bench.fence.phase is FencePhase.IDLE
+    assert bench.fence.ask_path(LATER, "local", 0), "another transport's endpoint is as it was"
+    bench.renewed(2)
+    bench.revoked(2)
+    bench.fence.ask(FAILED)
+    bench.renewed(3)
+    bench.revoked(3)
+    assert not bench.fence.ask_path(LATER, "mooncake", 2)
+
+
+@pytest.mark.parametrize(("transport", "epoch"), [("mooncake", 0), ("nixl", 1)])
+def test_a_path_that_the_round_does_not_shut_is_served_by_the_next(bench: Bench, transport: str, epoch: int) -> None:
+    """Another transport, or the new endpoint."""
+    bench.fence.ask_path(OTHER, "nixl", 0)
+    assert bench.fence.ask_path(OTHER, transport, epoch)
+    bench.renewed()
+    bench.orders()
+    bench.revoked()
+    assert bench.shut == [set()], "the room is not through"
+    assert bench.orders() == dict.fromkeys((ONE, TWO), RenewEndpoints(epoch=2, transports=(transport,)))
+    bench.renewed(2)
+    bench.revoked(2)
+    assert bench.shut == [set(), {OTHER}]
+
+
+def test_a_room_that_fails_after_it_has_lost_a_path_has_everything_shut(bench: Bench) -> None:
+    bench.fence.ask_path(FAILED, "nixl", 0)
+    bench.fence.ask(FAILED)
+    bench.renewed()
+    bench.orders()
+    bench.revoked()
+    assert bench.orders() == dict.fromkeys((ONE, TWO), RenewEndpoints(epoch=2))
+    bench.fence.ask(FAILED)  # again, by another writer
+    bench.renewed(2)
+    bench.revoked(2)
+    assert bench.shut == [set(), {FAILED}]
+    assert bench.fence.phase is FencePhase.IDLE

@@ -31,13 +31,14 @@ from kvbridge.core.wire.messages import (
     WireTable,
 )
 from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
-from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PeerConnected
+from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PathsChanged, PeerConnected
 from kvbridge.node.handshake import inspections, prefill_nodes
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.telemetry.events import PeerAccepted, PeerFact, PeerLost, PeerRejected
+from kvbridge.telemetry.path_events import PathLost, PathsFound
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import (
     ADDRESS,
@@ -263,7 +264,7 @@ def test_a_decode_node_tells_of_its_handshakes_as_facts():
     side.welcome("aaaa000000000002")
     side.welcome("aaaa000000000003")
     accepted, lost, rejected, *others = handshakes(side.events)
-    assert accepted == PeerAccepted(peer=PREFILL, name="prefill/p0", features=("digests",))
+    assert accepted == PeerAccepted(peer=PREFILL, name="prefill/p0", features=("digests", "paths"))
     assert lost == PeerLost(peer=PREFILL, reason="silent")
     assert (rejected.peer, rejected.code) == (ADDRESS.endpoint, "fingerprint_mismatch")
     assert "rejected us: another model" in rejected.reason
@@ -704,3 +705,25 @@ def test_a_decode_node_looks_for_itself_whose_pages_it_takes(ours, theirs, fits)
     [rejected] = side.events.of(PeerRejected)
     assert (rejected.code, "tier.model_revision" in rejected.reason) == ("fingerprint_mismatch", True)
     assert side.closed == [ADDRESS]
+
+
+def test_a_worker_is_told_whether_a_decode_node_lets_rooms_go_on_over_another_path():
+    for has, expected in ((("paths",), True), ((), False)):
+        side = PrefillSide()
+        side.hello(features=Features(has=has))
+        assert {order.fails_over for order in pick(side.workers.messages, ConnectPeer)} == {expected}
+
+
+def test_what_reaches_a_decode_node_is_shown_as_it_changes():
+    side = PrefillSide()
+    side.introduce()
+    side.nodes.paths_changed(PathsChanged(rank=R0, peer=DECODE, transports=("local",), standby=("nixl",)))
+    lost = PathsChanged(rank=R0, peer=DECODE, transports=("nixl",), lost="local", error="cable")
+    side.nodes.paths_changed(lost)
+    [shown] = side.nodes.peers()
+    assert (shown.transports["pp0.tp0"], shown.standby["pp0.tp0"]) == (("nixl",), ())
+    assert side.nodes.transport(DECODE, R0) == "nixl"
+    [found, fact] = [fact for fact in side.events.facts if isinstance(fact, PathsFound | PathLost)]
+    assert found == PathsFound(peer=DECODE, rank=R0, transports=("local",), standby=("nixl",))
+    assert fact == PathLost(peer=DECODE, rank=R0, transport="local", transports=("nixl",), reason="cable")
+    side.nodes.paths_changed(lost.model_copy(update={"peer": "unknown"}))

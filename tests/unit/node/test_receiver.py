@@ -34,12 +34,15 @@ from kvbridge.core.wire.messages import (
     Drained,
     Failed,
     Offer,
+    PathLost,
     WireTable,
     to_wire,
 )
 from kvbridge.node.engines import AttachedEngine
+from kvbridge.node.receiver.fence import ALL
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import PhasesEnded, RoomEntered
+from kvbridge.telemetry.path_events import RoomRerouted
 from tests.helpers.rooms import (
     ADDRESS,
     GEOMETRY,
@@ -434,12 +437,12 @@ def test_a_vanished_node_leaves_its_pages_in_quarantine_until_it_has_been_shut_o
     [reason] = bench.book.quarantine_reasons()
     assert reason.startswith("room 1 generation 1: prefill node prefill/aaaa is gone (silent for 10 s), and what it")
     assert bench.service.book.quarantined()["writer_being_shut_out"] == 1
-    bench.service.writers.shut([OWNER, Owner(9, 1)])
+    bench.service.writers.shut(dict.fromkeys([OWNER, Owner(9, 1)], ALL))
     assert bench.free == 16
     assert state(bench) is ReceiverState.FAILED
     assert sum(bench.service.book.quarantined().values()) == 0
     bench.book.check_integrity()
-    bench.service.writers.shut([OWNER])
+    bench.service.writers.shut(dict.fromkeys([OWNER], ALL))
 
 
 def test_a_node_that_has_stopped_with_bytes_on_their_way_is_shut_out():
@@ -450,7 +453,7 @@ def test_a_node_that_has_stopped_with_bytes_on_their_way_is_shut_out():
     assert bench.book.state(OWNER) is PageState.QUARANTINED
     assert bench.fence.asked == [OWNER]
     assert bench.service.book.report(1).state is RoomState.ABORTING
-    bench.service.writers.shut([OWNER])
+    bench.service.writers.shut(dict.fromkeys([OWNER], ALL))
     assert bench.free == 16
     assert state(bench) is ReceiverState.ABORTED
 
@@ -474,7 +477,7 @@ def test_a_node_that_does_not_answer_an_abort_is_shut_out_in_the_end():
     bench.tick()
     assert bench.book.state(OWNER) is PageState.QUARANTINED
     assert bench.fence.asked == [OWNER]
-    bench.service.writers.shut([OWNER])
+    bench.service.writers.shut(dict.fromkeys([OWNER], ALL))
     assert bench.free == 16
 
 
@@ -484,7 +487,7 @@ def test_a_node_that_is_taken_for_gone_and_answers_after_all_is_believed():
     drained(bench)
     assert state(bench) is ReceiverState.FAILED
     assert bench.free == 16
-    bench.service.writers.shut(bench.fence.asked)
+    bench.service.writers.shut(dict.fromkeys(bench.fence.asked, ALL))
     assert bench.free == 16
 
 
@@ -929,3 +932,76 @@ def test_the_answer_to_a_claim_with_all_the_metadata_and_full_tables_fits_into_a
     )
     frame = NODE_TO_ENGINE.encode(Envelope("node", recipient="engine", link=1, sequence=2, body=pages))
     assert NODE_TO_ENGINE.decode(frame).body == pages
+
+
+# ------------------------------------------------------------------------------------------- paths that are lost
+
+
+def path_lost(bench: ReceiverBench, peer: str = PREFILL, rank=R0, epoch: int = 0, transport: str = "mooncake") -> None:
+    message = PathLost(room=1, generation=1, writer=rank, transport=transport, epoch=epoch)
+    bench.service.peers.path_lost(peer, message)
+
+
+def test_a_room_whose_writer_has_lost_a_path_is_not_read_before_that_is_shut():
+    bench = offered()
+    path_lost(bench)
+    assert bench.fence.paths == [(OWNER, "mooncake", 0)]
+    assert state(bench) is ReceiverState.OFFERED
+    assert bench.service.writers.open_offers() == {OWNER}
+    done(bench)
+    assert state(bench) is ReceiverState.OFFERED
+    assert bench.book.state(OWNER) is PageState.LEASED
+    assert bench.service.writers.open_offers() == set(), "no fence has to wait for it"
+    assert "the endpoints of mooncake to be shut" in bench.service.book.get(1).waits_for
+    bench.service.writers.shut({OWNER: frozenset({"mooncake"})})
+    assert state(bench) is ReceiverState.COMMITTED
+    assert bench.book.state(OWNER) is PageState.HELD
+    assert [fact.lost for fact in bench.events.facts if isinstance(fact, RoomRerouted)] == ["mooncake"]
+
+
+def test_a_room_that_is_still_written_when_the_lost_path_is_shut_commits_with_its_last_writer():
+    bench = offered()
+    path_lost(bench)
+    bench.service.writers.shut({OWNER: frozenset({"mooncake"})})
+    assert state(bench) is ReceiverState.OFFERED
+    done(bench)
+    assert state(bench) is ReceiverState.COMMITTED
+
+
+def test_a_lost_endpoint_that_is_shut_already_holds_nothing_up():
+    bench = offered()
+    bench.fence.shut_before = 4
+    path_lost(bench, epoch=3)
+    done(bench)
+    assert state(bench) is ReceiverState.COMMITTED
+
+
+def test_the_pages_of_a_room_that_has_lost_a_path_and_is_stopped_wait_until_everything_is_shut():
+    bench = offered()
+    path_lost(bench)
+    done(bench)
+    cancel(bench)
+    assert state(bench) is ReceiverState.ABORTING
+    assert bench.book.state(OWNER) is PageState.QUARANTINED
+    assert bench.fence.asked == [OWNER]
+    bench.service.writers.shut({OWNER: frozenset({"mooncake"})})
+    assert bench.book.state(OWNER) is PageState.QUARANTINED, "that was the lost path only"
+    bench.service.writers.shut({OWNER: ALL})
+    assert bench.free == 16
+    assert state(bench) is ReceiverState.ABORTED
+
+
+def test_a_writer_that_says_of_another_s_room_that_it_has_lost_a_path_is_refused():
+    bench = offered()
+    path_lost(bench, peer=STRANGER)
+    path_lost(bench, rank=R1)
+    assert bench.fence.paths == []
+    done(bench)
+    assert state(bench) is ReceiverState.COMMITTED
+
+
+def test_a_room_whose_writer_has_lost_what_is_no_transport_fails():
+    bench = offered()
+    path_lost(bench, transport="pigeon")
+    assert bench.fence.paths == []
+    assert bench.service.book.report(1).reason_code == "protocol"

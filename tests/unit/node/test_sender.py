@@ -16,13 +16,14 @@ from kvbridge.core.ids import IndexSpace, PageTable, Role
 from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.session.sender import SenderState
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.messages import MAX_INTERVALS, Abort, Done, Drained, Failed, Offer, WireTable, to_wire
+from kvbridge.core.wire.messages import MAX_INTERVALS, Abort, Done, Drained, Failed, Offer, PathLost, WireTable, to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
-from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, RoomClosed, Send, Sent
+from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Rerouted, RoomClosed, Send, Sent
 from kvbridge.node.sender import room as sender
 from kvbridge.node.sender.room import RankWork
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import OrderBegan, OrderEnded, PhasesEnded
+from kvbridge.telemetry.path_events import RoomRerouted
 from kvbridge.telemetry.phases import PHASES
 from tests.helpers.rooms import DECODE, PAGE, R0, R1, SenderBench, full_amounts, pick
 
@@ -1040,3 +1041,47 @@ def test_an_order_ends_with_its_worker():
     assert order_facts(bench)[-1].amounts == {}
     answer(bench)  # too late: it is forgotten
     assert len(order_facts(bench)) == 2
+
+
+def rerouted(bench: SenderBench, *, in_transit: bool = True) -> None:
+    bench.service.workers.rerouted(
+        Rerouted(
+            room=1, generation=1, rank=R0, lost="local", over="nixl", epoch=2, in_transit=in_transit, error="cable"
+        )
+    )
+
+
+@pytest.mark.parametrize("in_transit", [True, False])
+def test_the_decode_node_hears_of_a_lost_path_by_which_something_may_arrive(in_transit):
+    bench = sending()
+    rerouted(bench, in_transit=in_transit)
+    told = pick(bench.peers.messages, PathLost, DECODE)
+    assert told == [PathLost(room=1, generation=1, writer=R0, transport="local", epoch=2)] * in_transit
+    [fact] = [fact for fact in bench.events.facts if isinstance(fact, RoomRerouted)]
+    assert (fact.lost, fact.over, fact.rank) == ("local", "nixl", R0)
+    bench.service.peers.abort(DECODE, abort())
+    answer(bench, error_code="aborted")
+    close(bench)
+    [drained] = pick(bench.peers.messages, Drained, DECODE)
+    assert drained.in_transit is in_transit
+    assert not pick(bench.peers.messages, PathLost, DECODE)[in_transit:]
+
+
+def test_done_names_every_transport_that_a_room_went_over():
+    bench = SenderBench()
+    admit(bench)
+    bench.service.peers.offer(DECODE, offer())
+    begin(bench)
+    publish(bench)
+    finish(bench)
+    rerouted(bench)
+    answer(bench)
+    assert [done.transport for done in pick(bench.peers.messages, Done)] == ["local+nixl"]
+
+
+def test_a_path_that_was_lost_under_a_room_that_is_forgotten_concerns_nobody():
+    bench = sending()
+    bench.service.workers.rerouted(
+        Rerouted(room=7, generation=1, rank=R0, lost="local", over="nixl", epoch=2, in_transit=True)
+    )
+    assert not pick(bench.peers.messages, PathLost)

@@ -14,6 +14,7 @@ from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Done, Drained, Offer, to_wire
+from kvbridge.node.receiver.fence import ALL
 from kvbridge.node.sender.offers import check_offer
 from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
@@ -189,7 +190,7 @@ def test_a_room_in_quarantine_reads_on_and_its_siblings_go_on(bench):
     bench.tick()
     assert bench.book.state(lost.owner) is PageState.QUARANTINED
     assert lost.owner in bench.prefixes
-    bench.service.writers.shut([lost.owner])
+    bench.service.writers.shut(dict.fromkeys([lost.owner], ALL))
     assert lost.owner not in bench.prefixes
     bench.done(sibling)
     bench.claim(sibling)

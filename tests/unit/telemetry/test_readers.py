@@ -38,15 +38,9 @@ from kvbridge.telemetry.events import (
     WaitOutcome,
     WorkerLost,
 )
-from kvbridge.telemetry.readers import (
-    LINES,
-    RECENT_PEERS,
-    RECENT_PROBLEMS,
-    LogReader,
-    MetricsReader,
-    PeerNames,
-    StatusReader,
-)
+from kvbridge.telemetry.path_events import PathLost
+from kvbridge.telemetry.readers import LINES, LogReader, MetricsReader, PeerNames
+from kvbridge.telemetry.recent import RECENT_PEERS, RECENT_PROBLEMS, StatusReader
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.stream import EventStream
 from tests.helpers.manual_clock import ManualClock
@@ -359,3 +353,13 @@ def test_status_knows_the_traffic_with_each_peer_and_forgets_the_longest_unheard
         stream.emit(RoomEntered(room=number, generation=1, peer=str(number), state=RoomState.COMPLETED))
     assert len(recent.traffic()) == RECENT_PEERS
     assert "dddd" not in recent.traffic()
+
+
+def test_a_lost_path_is_counted_logged_and_shown() -> None:
+    stream, recent = EventStream(), StatusReader()
+    stream.add_reader(recent.table)
+    fact = PathLost(peer="dddd", rank=R0, transport="mooncake", transports=("nixl",), reason="cable")
+    stream.emit(fact)
+    [problem] = recent.problems()
+    assert (problem.what, problem.whom) == ("path lost", "dddd")
+    assert problem.reason == "mooncake of rank pp0.tp0: cable"

@@ -340,3 +340,29 @@ def test_representation_counts() -> None:
     library.finish(0)
     transfer.poll()
     assert repr(transfer) == "<WindowedTransfer to peer x:1: active, 1 of 6 operations done, 4 in flight>"
+
+
+def test_a_failed_transfer_says_what_was_not_confirmed() -> None:
+    """Of four batches of two: one failed, one done, one in flight for good, one never started."""
+    bench = Bench(operations=6, batch_operations=2)
+    transfer, library = bench.transfer(*[1] * 8)
+    transfer.poll()
+    library.finish(0)
+    transfer.poll()
+    assert library.started == [(0, 2), (2, 4), (4, 6), (6, 8)]
+    library.answers[1] = Check(Progress.FAILED, "cable")
+    transfer.poll()
+    library.finish(2)
+    transfer.poll()
+    bench.clock.advance(5)
+    status = transfer.poll()
+    assert status.state is TransferState.FAILED_NOT_QUIET
+    left = sorted(index for part in status.unconfirmed for index in range(8)[part])
+    assert left == [2, 3, 6, 7]
+
+
+def test_a_transfer_that_was_stopped_before_its_start_has_nothing_confirmed() -> None:
+    transfer, _ = Bench().transfer(1, 1, 1)
+    transfer.abort("enough")
+    status = transfer.poll()
+    assert [index for part in status.unconfirmed for index in range(3)[part]] == [0, 1, 2]

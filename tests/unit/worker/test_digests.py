@@ -32,7 +32,7 @@ from kvbridge.worker.loop import RankWorker
 from kvbridge.worker.transports import RankIdentity
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, R0, manifest
-from tests.unit.worker.test_loop import DONE, NOT_QUIET, QUIET, FakeTransport, Link, node_ranks
+from tests.helpers.worker_bench import DONE, NOT_QUIET, QUIET, FakeTransport, Link, node_ranks
 
 [COMPONENT] = GEOMETRY.components
 TOKENS = 2 * PAGE + 5

@@ -1,0 +1,130 @@
+"""What `/status` shows of the recent past: the last problems, and the traffic with each peer.
+
+Owns: what is kept of facts for that, and how much. Must not know: how facts come about, how it is shown.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvbridge.core.plan.operations import Amounts
+from kvbridge.telemetry.events import (
+    CachedPagesDiffer,
+    EngineLost,
+    OrderEnded,
+    PeerLost,
+    PeerRejected,
+    PrefixMatched,
+    RankReceived,
+    RoomEntered,
+    RoomQuarantined,
+    RoomRejected,
+    WorkerLost,
+)
+from kvbridge.telemetry.path_events import PathLost
+from kvbridge.telemetry.stream import Reader
+
+RECENT_PROBLEMS = 50
+RECENT_PEERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something that went wrong lately."""
+
+    at_s: float
+    """Monotonic seconds."""
+    what: str
+    whom: str
+    """Room, peer, rank or engine; empty when nobody in particular."""
+    reason: str
+
+
+@dataclass
+class PeerTraffic:
+    """What went between this node and one peer since the peer was first seen."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    rooms_completed: int = 0
+    rooms_failed: int = 0
+    last_s: float = field(default=0.0)
+    """When a room of it moved last; monotonic seconds."""
+
+
+class StatusReader:
+    """Keeps what `/status` shows of the recent past: the last problems, and the traffic with each peer."""
+
+    def __init__(self) -> None:
+        self._problems: deque[Problem] = deque(maxlen=RECENT_PROBLEMS)
+        self._traffic: dict[str, PeerTraffic] = {}
+        self.hit_tokens, self.miss_tokens, self.host_tokens = 0, 0, 0
+        """Of prompts with page keys: cached when their rooms were admitted, not cached, and of the first those from the host."""
+
+        self.table: Reader = {
+            RoomEntered: self._room,
+            OrderEnded: self._sent,
+            RankReceived: self._received,
+            PeerRejected: lambda now_s, fact: self._note(now_s, "peer rejected", fact.peer, fact.reason),
+            PeerLost: lambda now_s, fact: self._note(now_s, "peer lost", fact.peer, fact.reason),
+            PathLost: lambda now_s, fact: self._note(
+                now_s, "path lost", fact.peer, f"{fact.transport} of rank {fact.rank}: {fact.reason}"
+            ),
+            WorkerLost: lambda now_s, fact: self._note(now_s, "worker lost", str(fact.rank), fact.reason),
+            EngineLost: lambda now_s, fact: self._note(now_s, "engine lost", fact.engine, fact.reason),
+            RoomQuarantined: lambda now_s, fact: self._note(now_s, "room quarantined", str(fact.room), fact.reason),
+            RoomRejected: lambda now_s, fact: self._note(now_s, "room rejected", str(fact.room), fact.reason),
+            PrefixMatched: self._matched,
+            CachedPagesDiffer: lambda now_s, fact: self._note(
+                now_s, "cached pages differ", str(fact.room), f"{fact.first[0]}; {fact.dropped} pages dropped"
+            ),
+        }
+
+    def problems(self) -> tuple[Problem, ...]:
+        """The last problems, the oldest first."""
+        return tuple(self._problems)
+
+    def traffic(self) -> Mapping[str, PeerTraffic]:
+        """Traffic by the peer's incarnation, the longest unheard-of first."""
+        return self._traffic
+
+    def _matched(self, _now_s: float, fact: PrefixMatched) -> None:
+        self.hit_tokens += fact.hit_tokens
+        self.miss_tokens += fact.miss_tokens
+        self.host_tokens += fact.host_tokens
+
+    def _sent(self, now_s: float, fact: OrderEnded) -> None:
+        if fact.amounts:
+            self._peer(now_s, fact.peer).sent_bytes += _bytes(fact.amounts)
+
+    def _received(self, now_s: float, fact: RankReceived) -> None:
+        self._peer(now_s, fact.peer).received_bytes += _bytes(fact.amounts)
+
+    def _room(self, now_s: float, fact: RoomEntered) -> None:
+        if not fact.state.final:
+            return
+        if fact.code:
+            self._note(now_s, f"room {fact.state.value}", str(fact.room), fact.reason)
+        if fact.peer:
+            peer = self._peer(now_s, fact.peer)
+            if fact.code:
+                peer.rooms_failed += 1
+            else:
+                peer.rooms_completed += 1
+
+    def _note(self, now_s: float, what: str, whom: str, reason: str) -> None:
+        self._problems.append(Problem(now_s, what, whom, reason))
+
+    def _peer(self, now_s: float, peer: str) -> PeerTraffic:
+        traffic = self._traffic.pop(peer, None) or PeerTraffic()
+        traffic.last_s = now_s
+        self._traffic[peer] = traffic
+        if len(self._traffic) > RECENT_PEERS:
+            del self._traffic[next(iter(self._traffic))]
+        return traffic
+
+
+def _bytes(amounts: Amounts) -> int:
+    return sum(amount.bytes for amount in amounts.values())

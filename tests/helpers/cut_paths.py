@@ -1,0 +1,124 @@
+"""A prefill rank worker whose connections by one transport are cut in the middle of a transfer, and stay cut for a while.
+
+Owns: when they are cut, and the sockets. Must not know: rooms. The transport is the real one, with its library: what it sees is
+that the kernel ends its connections, as when an adapter or a switch is lost. Peers are told apart by their loopback address.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from kvbridge.config.transports import TransportSettings
+from kvbridge.core.ids import FrozenModel
+from kvbridge.core.plan.operations import Operations
+from kvbridge.transport.base import Peer, Transfer, TransferStatus, Transport
+from kvbridge.transport.pump import PumpedTransfer
+from kvbridge.worker import lifecycle
+
+ROOT = Path(__file__).resolve().parents[2]
+PAUSE_S = 0.001
+
+
+class CutSettings(FrozenModel):
+    """One path that is cut."""
+
+    transport: str
+    addresses: tuple[str, ...]
+    """The peer's: connections to them are ended."""
+    after_share: float
+    """Once so much of the operations of one transfer has been confirmed, and the flag is up."""
+    flag: str
+    """A file: while it is there, the path is to be cut, and stays cut."""
+
+
+def cut_worker(*cuts: CutSettings) -> str:
+    """Code that a rank worker's process runs first; see `mutated_daemon`."""
+    told = [cut.model_dump_json() for cut in cuts]
+    return f"""
+import sys
+sys.path.insert(0, {str(ROOT)!r})
+from tests.helpers.cut_paths import install
+install({told!r})
+"""
+
+
+def install(told: list[str]) -> None:
+    """Watch the transports that this rank worker's process makes."""
+    cuts = {settings.transport: Cut(settings) for settings in map(CutSettings.model_validate_json, told)}
+    create = lifecycle.create_transport
+
+    def create_watched(name: str, settings: TransportSettings, *, epoch: int = 0) -> Transport:
+        transport = create(name, settings, epoch=epoch)
+        if name in cuts:
+            watch(transport, cuts[name])
+        return transport
+
+    lifecycle.create_transport = create_watched
+
+
+class Cut:
+    """Ends connections, as long as its flag is up, from when a transfer has come so far."""
+
+    def __init__(self, settings: CutSettings) -> None:
+        self._settings = settings
+        self._flag = Path(settings.flag)
+        self._begun = threading.Event()
+        threading.Thread(target=self._run, name=f"cut {settings.transport}", daemon=True).start()
+
+    def look(self, confirmed: int, operations: int) -> None:
+        """A transfer has come so far."""
+        far = self._settings.after_share * operations <= confirmed < operations
+        if far and not self._begun.is_set() and self._flag.exists():
+            self._end_connections()
+            self._begun.set()
+
+    def _run(self) -> None:
+        while True:
+            self._begun.wait()
+            while self._flag.exists():
+                self._end_connections()
+                time.sleep(PAUSE_S)
+            self._begun.clear()
+
+    def _end_connections(self) -> None:
+        for entry in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if entry.readlink().name.startswith("socket:"):
+                    self._end(int(entry.name))
+
+    def _end(self, descriptor: int) -> None:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            of_ip = connection.family in {socket.AF_INET, socket.AF_INET6}
+            if of_ip and connection.getpeername()[0].removeprefix("::ffff:") in self._settings.addresses:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def watch(transport: Transport, cut: Cut) -> None:
+    """Have a cut hear of how far the transfers of a transport have come."""
+    submit = transport.submit
+
+    def watched(peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
+        return _Watched(submit(peer, operations, deadline_s=deadline_s), cut)
+
+    transport.submit = watched  # type: ignore[method-assign]
+
+
+class _Watched(Transfer):
+    def __init__(self, inner: Transfer, cut: Cut) -> None:
+        self._inner = inner
+        self._cut = cut
+
+    def poll(self) -> TransferStatus:
+        windowed: Any = self._inner._inner if isinstance(self._inner, PumpedTransfer) else self._inner
+        if windowed is not None:
+            self._cut.look(windowed._done, windowed._count)
+        return self._inner.poll()
+
+    def abort(self, reason: str) -> None:
+        self._inner.abort(reason)

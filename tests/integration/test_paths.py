@@ -1,0 +1,163 @@
+"""A pair with two transports, whose connections by one are cut in the middle of a transfer, by real daemons and libraries.
+
+Which transfer it is that notices is up to the machine, so rooms are sent until one has: every byte of each is compared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvbridge.core.errors import ConflictError, RoomFailedError
+from kvbridge.engine.decode import DecodeEngine
+from kvbridge.engine.prefill import PrefillEngine
+from kvbridge.testbed.cluster import DaemonProcess
+from tests.contract.harness import BACKENDS, require_library
+from tests.helpers.cluster import Cluster, cluster, eventually
+from tests.helpers.cut_paths import CutSettings, cut_worker
+from tests.helpers.live_rooms import all_free, ends, http, metric, status
+from tests.helpers.mutated_daemon import mutated
+from tests.helpers.rank_harness import Case
+from tests.helpers.whole_rooms import check_rows, write
+
+RANK = "pp0.tp0"
+CASE = Case(20_000)
+ADDRESSES = {"mooncake": "127.0.0.2", "nixl": "127.0.0.1"}
+ORDERS = [("mooncake", "nixl"), ("nixl", "mooncake")]
+LOOK_S = 60.0
+SOON_AGAIN = "\nfrom kvbridge.worker import peers\npeers.RETRY_S = 0.5\n"
+
+
+@dataclass
+class Stage:
+    """Two daemons, an engine on each side, and the flag that cuts."""
+
+    running: Cluster
+    sender: PrefillEngine
+    reader: DecodeEngine
+    flag: Path
+    last: int = 0
+    """The last room."""
+
+    def cross(self) -> int:
+        """Send a room, and compare every byte of it."""
+        room = self.last = int(self.running.pair(CASE.tokens)["room"])
+        write(self.sender, room, CASE)
+        claimed = self.reader.wait_claim(room, timeout_s=60)
+        check_rows(self.reader, claimed)
+        self.reader.release(room)
+        return room
+
+    def crosses(self) -> bool:
+        """The same; whether it has arrived."""
+        try:
+            self.cross()
+        except (RoomFailedError, ConflictError):  # it may have failed before it was written
+            return False
+        return True
+
+    def cross_until_lost(self) -> int:
+        """Send rooms until a path was lost under one; returns that one."""
+        self.flag.touch()
+        ends_at_s = time.monotonic() + LOOK_S
+        while time.monotonic() < ends_at_s:
+            room = self.cross()
+            if self.problems():
+                return room
+        raise AssertionError(f"no path was lost in {LOOK_S:g} s")
+
+    def problems(self) -> list[dict[str, Any]]:
+        return [problem for problem in status(self.running.prefill)["problems"] if problem["what"] == "path lost"]
+
+    def paths(self) -> tuple[str, str]:
+        """What prefill reaches decode by, and what it could."""
+        [peer] = status(self.running.prefill)["peers"]
+        return "".join(peer["transports"][RANK]), "".join(peer["standby"].get(RANK, ()))
+
+    def timeline(self, daemon: DaemonProcess, room: int) -> list[str]:
+        shown = http("GET", daemon, f"/v1/requests/{room}/timeline").json()
+        return [entry["what"] for entry in shown["entries"]]
+
+    def all_given_back(self) -> None:
+        for daemon in (self.running.prefill, self.running.decode):
+            all_free(daemon)
+            assert not status(daemon)["quarantine"]
+
+
+@contextmanager
+def stage(order: tuple[str, ...], folder: Path, *cut: str) -> Iterator[Stage]:
+    """A pair that has the transports of `order`; the first of `cut` says when, and all of them are cut then."""
+    for name in order:
+        require_library(BACKENDS[name])
+    flag = folder / "flag"
+    settings = CutSettings(
+        transport=cut[0], addresses=tuple(ADDRESSES[name] for name in cut), after_share=0.2, flag=str(flag)
+    )
+    section = {
+        "order": list(order),
+        "mooncake": {"host": ADDRESSES["mooncake"]},
+        "nixl": {"ucx_tls": "tcp", "ucx_net_devices": "lo", "batch_operations": 2, "window_operations": 4},
+    }
+
+    def change(daemon: DaemonProcess) -> DaemonProcess:
+        code = cut_worker(settings) + SOON_AGAIN
+        return mutated(daemon, worker_code=code) if daemon.role == "prefill" else daemon
+
+    with ExitStack() as stack:
+        running = stack.enter_context(
+            cluster(
+                {"preset": "tiny-v4"},
+                transport=order[0],
+                prefill={"transports": section},
+                decode={"transports": section},
+                pages={"full": 128, "swa": 64, "request": 8},
+                host_pages=128,
+                change=change,
+            )
+        )
+        sender = stack.enter_context(PrefillEngine.attach(running.prefill.runtime_dir))
+        reader = stack.enter_context(DecodeEngine.attach(running.decode.runtime_dir))
+        made = Stage(running, sender, reader, flag)
+        made.cross()
+        eventually("both paths", lambda: made.paths() == order, LOOK_S)
+        yield made
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-then-".join)
+def test_a_room_goes_on_over_the_next_transport_and_the_lost_one_comes_back(
+    order: tuple[str, str], tmp_path: Path
+) -> None:
+    first, _ = order
+    with stage(order, tmp_path, first) as made:
+        room = made.cross_until_lost()
+        prefill, decode = made.running.prefill, made.running.decode
+        assert made.problems()[0]["reason"].startswith(f"{first} of rank {RANK}: ")
+        assert metric(prefill, "kvbridge_peer_failures_total", peer="decode-0/node-0", code="path_lost") >= 1
+        assert "room rerouted" in made.timeline(prefill, room)
+        shut = status(decode)["fence"]["epoch"] > 0  # unless every operation that was begun had been confirmed
+        assert ("room rerouted" in made.timeline(decode, room)) is shut
+        ends(prefill, room, "completed")
+        made.flag.unlink()
+        eventually("both paths again", lambda: made.paths() == order, LOOK_S)
+        made.cross()
+        made.all_given_back()
+
+
+def test_with_both_paths_lost_the_room_fails_and_nobody_keeps_its_pages(tmp_path: Path) -> None:
+    order = ("mooncake", "nixl")
+    with stage(order, tmp_path, *order) as made:
+        made.flag.touch()
+        eventually("a room that fails", lambda: not made.crosses(), LOOK_S)
+        room = made.last
+        for daemon in (made.running.prefill, made.running.decode):
+            ends(daemon, room, "failed", "transport_failed")
+        made.flag.unlink()
+        made.all_given_back()
+        eventually("a room that crosses", made.crosses, LOOK_S)
+        made.all_given_back()
