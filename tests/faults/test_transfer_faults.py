@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.faults.fault_cluster import TOKENS, FaultCluster, scene
-from tests.helpers.cluster import eventually
+from tests.helpers.cluster import eventually, live_rows_only
 from tests.helpers.live_rooms import all_free, http, status
 
 INNERS = ["local", "mooncake", "nixl"]
@@ -23,7 +23,8 @@ TRANSFER_S = 1.0
 @contextmanager
 def faulty(inner: str, **faults: Any) -> Iterator[FaultCluster]:
     """A stage whose prefill rank workers use `inner` with faults."""
-    with scene(transport=inner, faults=faults, timeouts={"transfer_s": TRANSFER_S}) as stage:
+    exact = live_rows_only(inner)  # as many operations over each
+    with scene(transport=inner, faults=faults, prefill=exact, timeouts={"transfer_s": TRANSFER_S}) as stage:
         yield stage
 
 

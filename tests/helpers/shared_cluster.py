@@ -27,5 +27,7 @@ def shared_cluster() -> Iterator[LiveCluster]:
         pages={"full": FULL_PAGES, "swa": WINDOW_PAGES, "request": REQUEST_PAGES},
         host_pages=HOST_PAGES,
     ) as running:
+        running.serves()  # the two nodes have met, whichever test is the first
+        running.detach()
         yield running
         running.no_traceback()

@@ -20,7 +20,7 @@ from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeRoom
 from kvbridge.engine.views import PoolViews
 from tests.contract.harness import BACKENDS, require_library
-from tests.helpers.cluster import eventually
+from tests.helpers.cluster import eventually, live_rows_only
 from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, live_cluster, report, status
 from tests.helpers.matrices import kept
 
@@ -47,7 +47,8 @@ def live(request: pytest.FixtureRequest) -> Iterator[LiveCluster]:
     require_library(BACKENDS[transport])
     digests = {"integrity": {"digest": "crc32c"}} if transport == "mooncake" else {}
     ranks = {"prefill_pp": 2, "decode_tp": 2} if request.param != transport else {}
-    settings: dict[str, Any] = {"prefill": NODE, "decode": NODE | digests, "pages": POOL, "host_pages": 24}
+    exact = NODE | live_rows_only(transport)
+    settings: dict[str, Any] = {"prefill": exact, "decode": NODE | digests, "pages": POOL, "host_pages": 24}
     with live_cluster(transport=transport, **settings, **ranks) as running:
         assert running.sender
         assert running.reader
