@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tests.bench import bench_layouts
+from tests.bench import bench_layouts, bench_paths
 from tests.bench.gpu import report
 from tests.bench.gpu.sparse_figures import sparse_section
 from tests.bench.gpu.tables import Table, markdown, number, part_tables
@@ -190,6 +190,11 @@ def overheads(results: Results) -> str:
 def peers(results: Results) -> str:
     """Requests beside SGLang's own sender and receiver."""
     return f"{_machine(results)} {beside_sglang(results)}"
+
+
+def paths(results: Results) -> str:
+    """A path lost in the middle of a request, against the same undisturbed."""
+    return f"{_machine(results)}\n\n{bench_paths.table(results['paths'])}"
 
 
 def loads(results: Results) -> str:
@@ -600,6 +605,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "plans": (CPU, plans),
     "overheads": (CPU, overheads),
     "peers": ("peers-2-cores.json", peers),
+    "paths": ("paths-2-cores.json", paths),
     "load": (LOAD, loads),
     "digests": (LOAD, digests),
     "directory": ("directory-2-cores.json", directories),
