@@ -73,7 +73,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_operation_bytes",
         _HISTOGRAM,
         ("component", "direction", "transport"),
-        "Sizes of copies, each room's at their mean; small ones are bound by their count.",
+        "Sizes of copies, each room's at their mean; small ones are bound by their count. One that copies several components "
+        "counts with the one that it begins in.",
         buckets=_SIZE_BUCKETS_BYTES,
     ),
     DIGEST_MISMATCHES := MetricSpec(

@@ -160,15 +160,21 @@ class Metrics:
         found.observe(size, count, trace_id or exemplar(TRACE.get()))
 
     def transferred(self, amounts: Amounts, direction: Direction, transport: str, peer: str) -> None:
-        """Count what has arrived: bytes by component and by peer, and its operations at their mean size."""
+        """Count what has arrived: bytes by component and by peer, and its operations at their mean size.
+
+        An operation that copies several components is counted with the one that it begins in, so some have bytes and no
+        operation: they make the operations of the others longer, each in proportion.
+        """
+        all_bytes = sum(amount.bytes for amount in amounts.values())
+        of_operations = sum(amount.bytes for amount in amounts.values() if amount.operations)
         for kind, amount in amounts.items():
             labels = (kind.value, direction.value, transport)
             self.count(TRANSFERRED, *labels, by=amount.bytes)
             if amount.operations:
-                self.observe(OPERATION, amount.bytes / amount.operations, *labels, count=amount.operations)
-        self.count(
-            PEER_TRANSFERRED, peer, direction.value, transport, by=sum(amount.bytes for amount in amounts.values())
-        )
+                # A peer may say that there was an operation of nothing.
+                size = amount.bytes / amount.operations * (all_bytes / (of_operations or 1))
+                self.observe(OPERATION, size, *labels, count=amount.operations)
+        self.count(PEER_TRANSFERRED, peer, direction.value, transport, by=all_bytes)
 
     def busy(self, direction: Direction, transport: str, peer: str) -> tuple[BusyTime, BusyTime]:
         """Where the time of transfers is kept: that of a transport, and that of a peer."""

@@ -161,6 +161,21 @@ def test_bytes_and_operation_sizes(metrics):
     assert found["kvbridge_operation_bytes_bucket", "+Inf", *key] == 101
 
 
+def test_operations_that_copy_several_components(metrics):
+    amounts = {
+        ComponentKind.C4_KV: Amount(bytes=3_000, operations=3),
+        ComponentKind.C4_INDEXER: Amount(bytes=3_000),
+        ComponentKind.SWA_KV: Amount(bytes=1, operations=0),
+        ComponentKind.C4_STATE: Amount(bytes=0, operations=1),
+    }
+    metrics.transferred(amounts, Direction.RECEIVED, "mooncake", "prefill-0/node-0")
+    found = samples(metrics)
+    way = "mooncake", "received"
+    assert found["kvbridge_operation_bytes_sum", "c4_kv", *way] == pytest.approx(6_001)
+    assert found["kvbridge_operation_bytes_count", "c4_kv", *way] == 3
+    assert found["kvbridge_transferred_bytes_total", "c4_indexer", *way] == 3_000
+
+
 def test_time_under_way_is_counted_for_a_transport_and_for_a_peer(metrics, clock):
     first, second = (metrics.busy(Direction.RECEIVED, "local", peer) for peer in ("a/n", "b/n"))
     for times in (first, second):
