@@ -102,7 +102,8 @@ def _pair(order: tuple[str, str], folder: Path) -> Iterator[_Pair]:
     section = {
         "order": list(order),
         "mooncake": {"host": ADDRESSES["mooncake"]},
-        "nixl": {"ucx_tls": "tcp", "ucx_net_devices": "lo"},
+        # Batches of few: what a batch has brought over shows when all of it has.
+        "nixl": {"ucx_tls": "tcp", "ucx_net_devices": "lo", "batch_operations": 4},
     }
 
     def change(daemon: DaemonProcess) -> DaemonProcess:
