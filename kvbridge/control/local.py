@@ -35,6 +35,7 @@ InboundT = TypeVar("InboundT", bound=FrozenModel)
 OutboundT = TypeVar("OutboundT", bound=FrozenModel)
 
 _LINK = 1
+_DAEMON_ENDED = "the daemon has ended or closed the connection"
 _LOOK_AGAIN_S = 0.02
 """Pause between two looks whether a runtime directory has been made."""
 
@@ -256,6 +257,8 @@ class LocalClient(Generic[InboundT, OutboundT]):
         self._sent = 0
         self._received = 0
         self._gone = ""
+        self.daemon = ""
+        """The incarnation of the daemon, once it has sent something."""
         check_ipc_path(str(path))
         self._context: SocketContext | None = SocketContext()
         self._socket = self._context.open(zmq.DEALER)
@@ -276,6 +279,11 @@ class LocalClient(Generic[InboundT, OutboundT]):
     def __repr__(self) -> str:
         state = self._gone or f"{self._sent} sent, {self._received} received"
         return f"<LocalClient {self._name} at {self._path}: {state}>"
+
+    @property
+    def daemon_ended(self) -> bool:
+        """Whether the daemon has ended, as far as was looked: not when it has only given this client up."""
+        return self._gone == _DAEMON_ENDED
 
     def send(self, message: OutboundT, timeout_s: float = 1.0) -> None:
         """Hand a message over, waiting at most `timeout_s` for the connection or for the daemon to read.
@@ -364,13 +372,14 @@ class LocalClient(Generic[InboundT, OutboundT]):
             self._on_refused(Refusal.DUPLICATE, f"message {envelope.sequence}, expected {self._received + 1}")
             return None
         self._received += 1
+        self.daemon = envelope.sender
         return envelope.body
 
     def _look_for_end(self) -> None:
         while not self._gone and frames_wait(self._monitor):
             event, _ = read_event(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
             if event == DISCONNECTED:
-                self._gone = "the daemon has ended or closed the connection"
+                self._gone = _DAEMON_ENDED
 
     def _raise_if_gone(self) -> None:
         if self._gone:

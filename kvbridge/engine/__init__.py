@@ -26,8 +26,9 @@ from kvbridge.core.geometry.pages import rotate_window, window_pages
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.prefixes import Retention
-from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.core.wire.engine_messages import PrefillAddress, RoomEvent
 from kvbridge.engine.adopted import adopted_region
+from kvbridge.engine.attachment import WorkerEnd
 from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.encodings import RowCodec, row_codec
@@ -54,6 +55,7 @@ __all__ = [
     "PageTable",
     "PeerError",
     "PoolViews",
+    "PrefillAddress",
     "PrefillEngine",
     "PrefillRoom",
     "Rank",
@@ -70,6 +72,7 @@ __all__ = [
     "TransportError",
     "UnknownRoomError",
     "UnsupportedError",
+    "WorkerEnd",
     "adopted_region",
     "rotate_window",
     "row_codec",

@@ -10,6 +10,8 @@ event that says so.
 from __future__ import annotations
 
 import threading
+import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,16 +24,21 @@ from kvbridge.core.errors import BridgeError, DeadlineError, InvalidInputError
 from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import MemoryKind, Rank, Role
-from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, attach
+from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, WorkerEnd, attach
 from kvbridge.engine.link import EngineLink
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.telemetry.logs import leave_standard_output
-from kvbridge.worker.lifecycle import serve_rank
-from kvbridge.worker.link import open_node_link
+from kvbridge.worker.lifecycle import NoNodeError, UnclosedError, serve_rank
+from kvbridge.worker.link import NodeLink, open_node_link
 
 log = structlog.get_logger(__name__)
 
 SETUP_TIMEOUT_S = 120.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
+"""Pauses before a worker that has ended begins anew; each is twice as long as the one before, until it has served for a while."""
+ENDED = "its node has ended it"
+"""Which it does when it ends itself."""
 CLOSE_TIMEOUT_S = 15.0
 """Longest wait for a worker's end: as long as its transports may take to close, and some seconds."""
 
@@ -67,22 +74,66 @@ class AdoptedWorker:
     """The rank worker of one rank, on a thread of the engine's process."""
 
     def __init__(self, runtime_dir: Path, rank: Rank, regions: Sequence[Region]) -> None:
-        """Start it; it reports to the node by itself."""
+        """Start it; it reports to the node by itself, and begins anew whenever it has ended."""
         self.rank = rank
+        self._ends: deque[WorkerEnd] = deque()
+        self._link: NodeLink | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(
-            target=self._serve, args=(runtime_dir / WORKER_SOCKET, regions), name=f"kvbridge-{rank}", daemon=True
+            target=self._run, args=(runtime_dir / WORKER_SOCKET, regions), name=f"kvbridge-{rank}", daemon=True
         )
         self._thread.start()
 
-    def _serve(self, socket: Path, regions: Sequence[Region]) -> None:
-        link = open_node_link(socket, self.rank)
+    @property
+    def node(self) -> str:
+        """The incarnation of the node that it serves now; empty while there is none."""
+        link = self._link
+        return link.daemon if link is not None else ""
+
+    def ends(self) -> list[WorkerEnd]:
+        """Return how it has ended since the last call; for one thread."""
+        return [self._ends.popleft() for _ in range(len(self._ends))]
+
+    def _run(self, socket: Path, regions: Sequence[Region]) -> None:
+        pause_s = FIRST_PAUSE_S
+        while not self._stop.is_set():
+            began_s = time.monotonic()
+            try:
+                end = self._serve(socket, regions)
+            except UnclosedError as error:
+                log.error("adopted_worker_stuck", rank=str(self.rank), reason=str(error))
+                return  # its transports may still reach the tensors, so there must not be a second one
+            if self._stop.is_set():
+                return
+            if end is not None:
+                self._ends.append(end)
+                log.warning("adopted_worker_ended", rank=str(self.rank), reason=end.reason)
+            pause_s = (
+                FIRST_PAUSE_S if time.monotonic() - began_s > LONGEST_PAUSE_S else min(2 * pause_s, LONGEST_PAUSE_S)
+            )
+            self._stop.wait(pause_s)
+
+    def _serve(self, socket: Path, regions: Sequence[Region]) -> WorkerEnd | None:
+        """Serve until that ends; None when it did not begin. Raises UnclosedError when it holds on to something."""
+        try:
+            link = open_node_link(socket, self.rank)
+        except BridgeError as error:
+            log.info("no_node", rank=str(self.rank), code=error.code, reason=str(error))
+            return None
+        reason = ENDED
+        self._link = link
         try:
             serve_rank(link, self.rank, setup_timeout_s=SETUP_TIMEOUT_S, adopted=regions, stopped=self._stop.is_set)
-        except BridgeError as error:
-            log.error("adopted_worker_failed", rank=str(self.rank), code=error.code, reason=str(error))
+        except NoNodeError:
+            return None
+        except UnclosedError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine has to hear that its worker has ended
+            reason = str(error) or type(error).__name__
         finally:
+            node, node_gone, self._link = link.daemon, link.daemon_ended, None
             link.close()
+        return WorkerEnd(self.rank, reason, node, node_gone=node_gone or reason == ENDED)
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Stop it and wait for its end; afterwards nothing of it moves a byte.
@@ -109,11 +160,12 @@ def adopt(
     """Serve ranks out of this process's own tensors and attach to their node, as `Engine.adopt` says."""
     leave_standard_output()
     with ExitStack() as stack:
-        closers = [AdoptedWorker(Path(runtime_dir), rank, ours).close for rank, ours in regions.items()]
-        for close in closers:
-            stack.callback(close)
+        workers = [AdoptedWorker(Path(runtime_dir), rank, ours) for rank, ours in regions.items()]
+        for worker in workers:
+            stack.callback(worker.close)
         link = EngineLink.of_this_process(runtime_dir, timeout_s=call_timeout_s)
         attachment = attach(link, role, ranks=tuple(regions), adopted=regions, on_progress=on_progress)
-        attachment.closers.extend(closers)
+        attachment.closers.extend(worker.close for worker in workers)
+        attachment.worker_ends.extend(worker.ends for worker in workers)
         stack.pop_all()
     return attachment

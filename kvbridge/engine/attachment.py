@@ -35,6 +35,18 @@ DEFAULT_CALL_TIMEOUT_S = 10.0
 RETRY_PAUSE_S = 0.05
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerEnd:
+    """A rank worker of this process has ended: its transports are closed, so nothing of it moves a byte any more."""
+
+    rank: Rank
+    reason: str
+    node: str = ""
+    """The incarnation of the node that it served."""
+    node_gone: bool = False
+    """Whether that has ended, too. Otherwise it knows of this end, and says itself what has become of its rooms."""
+
+
 @dataclass
 class Attachment:
     """One engine process on one node. Used by one thread. Views are valid until `close`."""
@@ -48,6 +60,10 @@ class Attachment:
     """The GPUs of these ranks."""
     twins: tuple[Region, ...] = ()
     """The node's twins of device pages."""
+    posts: bool = False
+    """Adopted pools: nothing that is answered by Accepted is waited for, and what is refused comes as an event."""
+    worker_ends: list[Callable[[], list[WorkerEnd]]] = field(default_factory=list)
+    """What each rank worker of this process has to tell of its ends."""
     closers: list[Callable[[], None]] = field(default_factory=list)
     """What else ends with the attachment, and before its memory is unmapped (adopted pools: the workers)."""
 
@@ -100,7 +116,8 @@ def attach(
             mapped = stack.enter_context(MappedRegions((*answer.twins, *answer.host, *devices), link.daemon_user))
             views = _views(answer, mapped, brought)
             order = StreamOrder(views)
-            attachment = Attachment(link, answer, mapped, views, order, mapped.regions[: len(answer.twins)])
+            twins = mapped.regions[: len(answer.twins)]
+            attachment = Attachment(link, answer, mapped, views, order, twins, posts=adopted is not None)
             if order.devices and on_progress is not None:
                 registration = stack.enter_context(
                     HostRegistration(mapped.mappings, device=order.devices[0], on_progress=on_progress)

@@ -18,8 +18,8 @@ from kvbridge.core.geometry.manifest import Region, fingerprint
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Call, Loaded, Pages, Release, RoomEvent
 from kvbridge.engine.adopted import adopt
-from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, attach
-from kvbridge.engine.link import AnswerT, EngineLink
+from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, WorkerEnd, attach
+from kvbridge.engine.link import AnswerT, EngineLink, RoomCall
 from kvbridge.engine.load_back import Load, LoadBacks, rank_copiers
 from kvbridge.engine.stream_order import LOOK_AGAIN_S, DeferredCalls, StreamChoice
 from kvbridge.engine.views import PoolViews
@@ -86,9 +86,25 @@ class Engine(Closing):
         `regions`: one for each component and layer of the rank that is not in the node's host pool, made by `adopted_region`.
         The tensors stay where they are until `close` has returned. Bytes are moved by threads of this process. Raises what
         `attach` does, and InvalidInputError for regions that do not fit the model.
+
+        Of such an engine no call about a room waits for its answer, but for `begin` and `claim`: what the node refuses comes as an
+        event `refused`. A call raises NotReadyError when the node does not read, PeerError when it is gone.
         """
         attachment = adopt(runtime_dir, cls.role, regions, call_timeout_s=call_timeout_s, on_progress=on_progress)
         return cls(attachment, close_timeout_s=call_timeout_s)
+
+    def worker_ends(self) -> list[WorkerEnd]:
+        """Adopted pools: return which rank workers of this process have ended since the last call.
+
+        Nothing of such a worker reads or writes a page any more, whatever has become of the node. What was under way through it has
+        failed, or will; it comes back by itself.
+        """
+        return [end for ended in self._attachment.worker_ends for end in ended()]
+
+    @property
+    def incarnation(self) -> str:
+        """Of the node: what a later one knows of rooms has nothing to do with this one's."""
+        return self._attachment.answer.incarnation
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -164,13 +180,16 @@ class Engine(Closing):
         said = Loaded(call=self._link.number(), room=pages.room, generation=pages.generation, **figures)
         self._link.call(said, Accepted)
 
-    def abort(self, room: int, reason: str, *, stream: StreamChoice = None) -> None:
+    def abort(self, room: int, reason: str, *, again: bool = False, stream: StreamChoice = None) -> None:
         """Give a room up; this engine submits nothing more that touches its pages. Harmless on a room that is over.
+
+        `again`: on prefill, it computes the prompt once more and holds the next generation of the room. Decode's room fails with
+        the code `withdrawn` then, and decode may come for that.
 
         With pools on a GPU the node is told when `stream` (default: the current one) has come to this point: by this call, or
         by a later one of this object, `events` included.
         """
-        self._let_go(AbortRoom(call=self._link.number(), room=room, reason=reason), stream)
+        self._let_go(AbortRoom(call=self._link.number(), room=room, reason=reason, again=again), stream)
 
     def events(self, timeout_s: float = 0.0) -> list[RoomEvent]:
         """Return what happened to rooms since the last call, waiting up to `timeout_s` for the first event.
@@ -214,6 +233,11 @@ class Engine(Closing):
         finally:
             self._attachment.close(through=through)
 
+    def _tell(self, message: RoomCall) -> None:
+        """Send what is due, then this. With adopted pools nothing is waited for, and a refusal is an event; else it is raised."""
+        self._deferred.send_due()
+        self._say(message)
+
     def _call(self, message: Call, answer: type[AnswerT]) -> AnswerT:
         """Send what is due, then this. Raises the BridgeError that the node answers, or DeadlineError."""
         self._deferred.send_due()
@@ -224,10 +248,13 @@ class Engine(Closing):
         loaded = self._loads.points(message.room)
         self._loads.forget(message.room)
         if not self._order.devices:
-            self._call(message, Accepted)
+            self._tell(message)
             return
         what = f"{message.type} of room {message.room}"
         self._deferred.send_when(self._order.reached(stream, loaded), what, lambda: self._say(message))
 
-    def _say(self, message: Release | AbortRoom) -> None:
-        self._link.call(message, Accepted)
+    def _say(self, message: RoomCall) -> None:
+        if self._attachment.posts:
+            self._link.post(message)
+        else:
+            self._link.call(message, Accepted)

@@ -10,6 +10,7 @@ writes them.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,16 @@ from kvbridge.core.errors import ConflictError, DeadlineError, RoomFailedError
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import Role, Tables
 from kvbridge.core.plan.operations import Amounts
-from kvbridge.core.wire.engine_messages import Accepted, Claim, Extend, Pages, Provide, Release, SparseRows
+from kvbridge.core.wire.engine_messages import (
+    Claim,
+    Extend,
+    Fetch,
+    Pages,
+    PrefillAddress,
+    Provide,
+    Release,
+    SparseRows,
+)
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.engine.base import Engine
 from kvbridge.engine.stream_order import StreamChoice
@@ -50,14 +60,49 @@ class DecodeEngine(Engine):
 
     role = Role.DECODE
 
-    def provide(self, room: int, tables: Tables, *, prefix_tokens: int = 0) -> None:
-        """Adopted pools: name the device pages of a room that a `wanted` event asked for; keep them until the room is over.
+    def fetch(  # noqa: PLR0913 - each is something else that an engine may say of a room
+        self,
+        room: int,
+        *,
+        prompt_tokens: int,
+        prefill: Sequence[PrefillAddress],
+        prompt_digest: bytes = b"",
+        generation: int = 1,
+        held: bool = False,
+        tables: Tables | None = None,
+        prefix_tokens: int = 0,
+    ) -> None:
+        """Adopted pools: admit a room that these prefill nodes hold, or will. They hear at once that this node will come for it.
 
-        `prefix_tokens`: so many tokens from the start are in these pages already and need not be sent: a multiple of the
-        geometry's `tokens_per_page`, at most the prompt, and 0 where a component lives in the node's host pool.
+        They hold it then without a limit, until `tables` are named, here or by `provide`, or the room is aborted, or this process
+        has ended. Events say the rest: `committed`, when the pages are this engine's with all that is to be in them, else
+        `refused`, `aborted` or `failed`: then nothing writes them any more. `prompt_digest`: as prefill's `hold` has it, else the
+        room fails. `held`: prefill has said that it holds the room, so that one which it does not know fails soon.
+        """
+        call = Fetch(
+            call=self._link.number(),
+            room=room,
+            generation=generation,
+            prompt_tokens=prompt_tokens,
+            prompt_digest=prompt_digest,
+            prefill=tuple(prefill),
+            held=held,
+            tables=None if tables is None else to_wire(tables),
+            prefix_tokens=prefix_tokens,
+        )
+        self._tell(call)
+
+    def provide(self, room: int, tables: Tables, *, prefix_tokens: int = 0) -> None:
+        """Adopted pools: name the device pages of a room that this engine fetches, or that a `wanted` event asked for.
+
+        They are the room's until an event says that it is committed or over.
+
+        `prefix_tokens`: so many tokens from the start the engine has already, and need not be sent: a multiple of the geometry's
+        `tokens_per_page`, at most the prompt, and 0 where a component lives in the node's host pool. The tables may begin behind
+        them.
         """
         call = Provide(call=self._link.number(), room=room, tables=to_wire(tables), prefix_tokens=prefix_tokens)
-        self._call(call, Accepted)
+        self._tell(call)
 
     def claim(self, room: int, *, page_hashes: Keys = NO_KEYS, by_layer: bool = False) -> DecodeRoom:
         """Take a committed room. Raises RoomFailedError with the first cause, ConflictError when it is not committed yet.

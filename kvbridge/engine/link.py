@@ -21,11 +21,28 @@ from kvbridge.control.addresses import ENGINE_SOCKET
 from kvbridge.control.local import LocalClient
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, ProtocolError, errors_by_code
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
-from kvbridge.core.wire.engine_messages import Answer, Call, Detached, EngineToNode, NodeToEngine, Refused, RoomEvent
+from kvbridge.core.wire.engine_messages import (
+    AbortRoom,
+    Answer,
+    Call,
+    Detached,
+    EngineToNode,
+    Fetch,
+    Finish,
+    Hold,
+    NodeToEngine,
+    Provide,
+    Publish,
+    Refused,
+    Release,
+    RoomEvent,
+)
 
 log = structlog.get_logger(__name__)
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
+RoomCall = Hold | Fetch | Provide | Publish | Finish | Release | AbortRoom
+"""Calls that are answered by Accepted, or refused."""
 EVENTS_KEPT = 4_096
 """Events that are kept for an engine that does not ask for them; a room whose event was dropped can still be claimed."""
 
@@ -47,6 +64,8 @@ class EngineLink:
         self._numbers = itertools.count(1)
         self._events: deque[RoomEvent] = deque(maxlen=EVENTS_KEPT)
         self._overflowed = False
+        self._posted: dict[int, tuple[int, int]] = {}
+        """Calls whose answers nobody waits for, the rooms that they are about, and the generations, 0 where they name none."""
         self.lost = ""
         """Why the device memory behind this attachment is gone; empty while it is there."""
 
@@ -72,10 +91,17 @@ class EngineLink:
                     f"the daemon did not answer '{type(message).__name__}' within {self.timeout_s} s "
                     "(call_timeout_s); is it running, and is this its runtime directory?"
                 )
-            if isinstance(received, RoomEvent | Detached):
-                self._note(received)
-            elif received.call == message.call:
+            if not isinstance(received, RoomEvent | Detached) and received.call == message.call:
                 return _checked(received, answer)
+            self._take(received)
+
+    def post(self, message: RoomCall) -> None:
+        """Send a call about a room without waiting for anything; that it is refused becomes an event of the room.
+
+        Raises NotReadyError when the daemon does not read, PeerError once it is gone; the call was not sent then.
+        """
+        self._client.send(message, 0.0)
+        self._posted[message.call] = message.room, getattr(message, "generation", 0)
 
     def events(self, timeout_s: float = 0.0) -> list[RoomEvent]:
         """Return the events that have come, waiting up to `timeout_s` for the first."""
@@ -99,9 +125,18 @@ class EngineLink:
 
     def _receive(self, wait_s: float) -> None:
         while (received := self._client.receive(wait_s)) is not None:
-            if isinstance(received, RoomEvent | Detached):
-                self._note(received)
+            self._take(received)
             wait_s = 0.0
+
+    def _take(self, received: NodeToEngine) -> None:
+        """Keep an event; of an answer that nobody waits for, only that it is a refusal."""
+        if isinstance(received, RoomEvent | Detached):
+            self._note(received)
+            return
+        room, generation = self._posted.pop(received.call, (None, 0))
+        if room is not None and isinstance(received, Refused):
+            why = {"code": received.code, "reason": received.message}
+            self._note(RoomEvent(room=room, generation=generation, kind="refused", **why))
 
     def _note(self, received: RoomEvent | Detached) -> None:
         if isinstance(received, Detached):

@@ -21,6 +21,7 @@ from kvbridge.core.wire.engine_messages import (
     AskRestorable,
     Begin,
     Finish,
+    Hold,
     Pages,
     Publish,
     Release,
@@ -115,6 +116,41 @@ class PrefillEngine(Engine):
         )
         self._call(call, Accepted)
 
+    def hold(  # noqa: PLR0913 - each is something else that an engine may say of a room
+        self,
+        room: int,
+        *,
+        prompt_tokens: int,
+        prompt_digest: bytes = b"",
+        generation: int = 1,
+        tables: Tables | None = None,
+        computed_tokens: int = 0,
+        published_tokens: int = 0,
+        metadata: bytes = b"",
+    ) -> None:
+        """Adopted pools: admit a room for a prompt that this engine computes or has computed, and hold its pages for decode.
+
+        `tables`: its pages, as for `begin` with `computed_tokens`, those that there are; None: `begin` follows. An engine that has
+        computed all of a prompt names all of it in `computed_tokens`: it only reads the pages by now, and other requests that read
+        the same ones may have been held before the one that wrote them. `published_tokens`: so many are final in memory; when
+        that is the whole prompt, the room is finished with it and `metadata` travels as with `finish`. Else `publish` follows, with
+        further pages, and `finish`. Events say the rest: the pages are the room's until `completed`, `refused`, `aborted` or
+        `failed`.
+        `prompt_digest`: what the room is of, in at most 32 bytes; nobody gets it who asks for something else.
+        """
+        message = Hold(
+            call=self._link.number(),
+            room=room,
+            generation=generation,
+            prompt_tokens=prompt_tokens,
+            prompt_digest=prompt_digest,
+            tables=None if tables is None else to_wire(tables),
+            computed_tokens=computed_tokens,
+            published_tokens=published_tokens,
+            metadata=metadata,
+        )
+        self._tell(message)
+
     def restorable(self, room: int) -> tuple[int, ...]:
         """Return where an admitted room can start, in tokens, ascending; see `at_most` of `begin`. 0 is always among them.
 
@@ -176,28 +212,43 @@ class PrefillEngine(Engine):
         self._say_published(pages.room, pages.computed_tokens, None, load.points)
 
     def publish(
-        self, room: int, upto_token: int, *, layers: Sequence[int] | None = None, stream: StreamChoice = None
+        self,
+        room: int,
+        upto_token: int,
+        *,
+        layers: Sequence[int] | None = None,
+        tables: Tables | None = None,
+        stream: StreamChoice = None,
     ) -> None:
         """Say that the first `upto_token` tokens are final in memory, on every layer or on `layers`.
+
+        `tables` (adopted pools): further pages of the room, which follow those that were named before. Those that hold published
+        tokens only, on every layer, the room only reads: others may name them too, and nobody writes them until these are over.
 
         With pools on a GPU: that they are when `stream` (default: the current one) has come to this point. Nothing is read
         before that, and this call does not wait for it.
 
         Raises InvalidInputError past the prompt, ConflictError backwards or when the room is over.
         """
-        self._say_published(room, upto_token, layers, self._order.points(stream))
+        self._say_published(room, upto_token, layers, self._order.points(stream), tables)
 
     def _say_published(
-        self, room: int, upto_token: int, layers: Sequence[int] | None, points: Mapping[str, StreamPoint]
+        self,
+        room: int,
+        upto_token: int,
+        layers: Sequence[int] | None,
+        points: Mapping[str, StreamPoint],
+        tables: Tables | None = None,
     ) -> None:
         message = Publish(
             call=self._link.number(),
             room=room,
             upto_token=upto_token,
             layers=None if layers is None else tuple(layers),
+            tables=to_wire(tables or {}),
             after=dict(points),
         )
-        self._call(message, Accepted)
+        self._tell(message)
         if room in self._begun:
             self._begun[room][1].update(points.values())
 
@@ -220,7 +271,7 @@ class PrefillEngine(Engine):
             checkpoints=tuple(checkpoints),
         )
         try:
-            self._call(message, Accepted)
+            self._tell(message)
         finally:  # a room that is over by now is let go of like any other
             if begun is not None:
                 generation, points = begun
@@ -232,7 +283,7 @@ class PrefillEngine(Engine):
         if self._begun.get(room, (0,))[0] == generation:
             del self._begun[room]
 
-    def abort(self, room: int, reason: str, *, stream: StreamChoice = None) -> None:
+    def abort(self, room: int, reason: str, *, again: bool = False, stream: StreamChoice = None) -> None:
         """Give a room up, as `Engine.abort` does."""
-        super().abort(room, reason, stream=stream)
+        super().abort(room, reason, again=again, stream=stream)
         self._begun.pop(room, None)

@@ -117,5 +117,7 @@ class Deadlines(Generic[RoomT]):
         for room in self.rooms:
             limit = room.late(now_s)
             if limit:
+                if limit == room.begin_limit:
+                    self.rooms.drop_begin_limit(room)
                 self.driver.rules.late(self.driver, room, limit)
         self.rooms.sweep()

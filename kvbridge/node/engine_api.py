@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from kvbridge.api.rooms import AdmissionRequest
-from kvbridge.core.errors import BridgeError, CapacityError, DetachedError, InvalidInputError
+from kvbridge.core.errors import BridgeError, CapacityError, DetachedError, InvalidInputError, NotReadyError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import (
     AbortRoom,
@@ -24,7 +23,9 @@ from kvbridge.core.wire.engine_messages import (
     Call,
     Detach,
     EngineToNode,
+    Fetch,
     Finish,
+    Hold,
     NodeToEngine,
     Refused,
     Release,
@@ -32,8 +33,9 @@ from kvbridge.core.wire.engine_messages import (
 from kvbridge.core.wire.features import agree
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.node.admission.controller import AdmissionController
+from kvbridge.node.engine_admission import EngineAdmission
 from kvbridge.node.engines import AttachedEngine, AttachedEngines
-from kvbridge.node.rooms import Rooms
+from kvbridge.node.rooms import EngineCalls, Rooms
 
 _LETTING_GO = Finish | Release | AbortRoom
 
@@ -56,9 +58,11 @@ class EngineApi:
         """
         self._rooms = rooms
         self._role = rooms.book.role
-        self._calls = dict(rooms.calls)
+        itself = EngineAdmission(rooms, admission)
+        own: EngineCalls = {Fetch: itself.fetch}
         if self._role is Role.PREFILL:
-            self._calls[Admit] = lambda _, message: self._admit(message)
+            own = {Admit: itself.admit, Hold: itself.hold}
+        self._calls = {**rooms.calls, **own}
         self._admission = admission
         self._engines = engines
         self._pid = pid
@@ -116,6 +120,9 @@ class EngineApi:
         if message.role is not self._role:
             raise InvalidInputError(f"this is a {self._role} daemon; a {message.role} engine cannot attach to it")
         ranks = self._engines.ranks_of_node(engine, message.ranks)
+        requests = self._rooms.requests
+        if not message.ranks and requests.pages.settings.adopted and (missing := requests.missing()):
+            raise NotReadyError(f"this engine serves no rank, so there is nothing that it could do yet: {missing}")
         answer = self._answer_attach(message.call, ranks)
         agree(answer.features, message.features, us="this node", them="the engine")
         self._engines.attach(AttachedEngine(engine, self._pid(engine), ranks))
@@ -129,10 +136,6 @@ class EngineApi:
                 f"the device memory of this engine is gone ({known.lost}); release or abort its rooms, close it and attach again"
             )
         return known
-
-    def _admit(self, message: Admit) -> None:
-        asked = message.model_dump(exclude={"call", "type"})
-        self._admission.admit_now(AdmissionRequest(**asked, client="engine"))
 
 
 def _refused(call: Call, error: BridgeError, *, retry_after_s: float = 0.0) -> Refused:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, Generic, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar
 
 from kvbridge.core.errors import RoomFailedError
 from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray, PageMoves, PageTable, Rank, Tables
@@ -45,6 +45,15 @@ def named(whom: Iterable[object]) -> str:
     """Return the names of some ranks, nodes or engines, for people."""
     names = sorted(map(str, whom))
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
+
+
+class AdmittingEngine(NamedTuple):
+    """An engine that admits a room itself, and what it says the room is of."""
+
+    name: str
+    prompt_digest: bytes = b""
+    held: bool = False
+    """On decode: it was told that prefill holds the room already."""
 
 
 class RoomIdentity(TypedDict):
@@ -98,6 +107,12 @@ class Room(Generic[StateT]):
     client: str
     state: StateT
     created_s: float
+    admitted_by: str = ""
+    """The engine that admitted it itself; it ends with that one, and no limit ends it while it waits for it."""
+    prompt_digest: bytes = b""
+    """What that engine says it is of, and the one on the other side has to say, too."""
+    held: bool = False
+    """On decode: that engine was told that prefill holds it already."""
     tables: Tables = field(default_factory=dict)
     reason_code: str = ""
     reason: str = ""
@@ -108,7 +123,8 @@ class Room(Generic[StateT]):
     deadline_name: str = ""
     """The configuration key of that wait."""
     begin_by_s: float | None = None
-    """Until then a prefill engine has to begin the room, on the service's clock; None once that does not matter any more."""
+    """Until then a prefill engine has to begin the room, on the service's clock; None once that does not matter any more.
+    Set by the book, which knows who ends first."""
     begin_limit: str = ""
     """Who set that limit: a configuration key, or a field of the admission."""
     missed: str = ""
@@ -195,12 +211,6 @@ class Room(Generic[StateT]):
         """Start another wait (None: no limit)."""
         self.deadline_s, self.deadline_name = deadline_s, name
 
-    def begin_within(self, within_s: float | None, *, or_else: tuple[float, str] | None = None) -> None:
-        """Limit the wait for a prefill engine, from the room's creation, by its admission's word or as named."""
-        limit = (within_s, "begin_within_s") if within_s is not None else or_else
-        if limit is not None:
-            self.begin_by_s, self.begin_limit = self.created_s + limit[0], limit[1]
-
     @property
     def next_limit(self) -> tuple[float | None, str]:
         """What ends the room first unless something happens: when, on the service's clock, and the limit's name."""
@@ -209,13 +219,14 @@ class Room(Generic[StateT]):
         return self.deadline_s, self.deadline_name
 
     def late(self, now_s: float) -> str:
-        """Return the name of the limit that has passed, once; empty when none has."""
+        """Return the name of the limit that has passed, empty when none has.
+
+        A deadline is named once, `begin_limit` until the book drops it.
+        """
         limit_s, name = self.next_limit
         if limit_s is None or now_s < limit_s:
             return ""
-        if limit_s == self.begin_by_s:
-            self.begin_by_s = None
-        else:
+        if limit_s != self.begin_by_s:
             self.wait_until(None)
         return name
 

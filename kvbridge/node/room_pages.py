@@ -65,6 +65,11 @@ class RoomSettings:
     digest: DigestKind = DigestKind.NONE
     """Decode: what writers are asked to compute, our ranks compute once everything has arrived, and a room commits by."""
 
+    @property
+    def hands_over(self) -> bool:
+        """Decode: whether no page of a room is this node's own, so that a committed room is the engine's without a claim."""
+        return self.adopted and not self.host
+
 
 @dataclass(frozen=True, slots=True)
 class RoomPages:
@@ -224,7 +229,9 @@ class RoomPages:
         """Return the tables of a room without the `prefix_tokens` before them, which nobody may write."""
         prefix_pages = room.prefix_tokens // self.settings.geometry.tokens_per_page  # adopted ones, too
         return {
-            space: PageTable(space, table.ids[prefix_pages:], prefix_pages) if space in GROWING_SPACES else table
+            space: PageTable(space, table.ids[prefix_pages - table.first_page :], prefix_pages)
+            if space in GROWING_SPACES
+            else table
             for space, table in room.tables.items()
         }
 
@@ -263,10 +270,14 @@ class RoomPages:
         only reads, and others may have them as well. `written_by_peers`: see PageBook.adopt.
         """
         whole = cached_tokens // self.settings.geometry.tokens_per_page
-        shared = {space: table.ids[:whole] for space, table in tables.items() if space in GROWING_SPACES}
+        shared = {
+            space: table.ids[: max(0, whole - table.first_page)]
+            for space, table in tables.items()
+            if space in GROWING_SPACES
+        }
         own = {space: table.ids[len(shared.get(space, ())) :] for space, table in tables.items()}
         self.book.adopt(room.owner, own, shared=shared, written_by_peers=written_by_peers)
-        room.tables = room.tables | tables
+        room.tables = joined_tables(room.tables, tables)
 
     def lease(self, room: Room[Any]) -> None:
         """Transfers touch the pages from now on."""

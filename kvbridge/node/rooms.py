@@ -17,10 +17,12 @@ from kvbridge.api.rooms import AdmissionRequest, DroppedObjects, DroppedPrefixes
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import ConflictError, NotReadyError, PeerError
 from kvbridge.core.ids import IndexSpace
+from kvbridge.core.session.states import WITHDRAWN
 from kvbridge.core.wire.engine_messages import AbortRoom, Call, Pages, Restorable, RoomEvent
 from kvbridge.node.driver import Deadlines, RoomDriver, RoomT
 from kvbridge.node.engines import AttachedEngine, AttachedEngines
 from kvbridge.node.prompt_keys import keys_of
+from kvbridge.node.room import AdmittingEngine
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.workers import WorkerSet
@@ -100,8 +102,11 @@ class RoomRequests(Generic[RoomT]):
         self._keys(request)
         return self.side.demand(request)
 
-    def admit(self, request: AdmissionRequest) -> RoomReport:
-        """Reserve all or nothing. Raises CapacityError, NotReadyError, ConflictError, InvalidInputError."""
+    def admit(self, request: AdmissionRequest, *, engine: AdmittingEngine | None = None) -> RoomReport:
+        """Reserve all or nothing; `engine`: whose own room it is, if it is one's.
+
+        Raises CapacityError, NotReadyError, ConflictError, InvalidInputError.
+        """
         demand = self.demand(request)
         room = self.side.room_type(
             room=self.rooms.draw() if request.room is None else request.room,
@@ -110,6 +115,9 @@ class RoomRequests(Generic[RoomT]):
             prefix_tokens=0,
             max_new_tokens=request.max_new_tokens,
             client=request.client,
+            admitted_by=engine.name if engine else "",
+            prompt_digest=engine.prompt_digest if engine else b"",
+            held=engine.held if engine else False,
             state=self.driver.rules.table.start,
             created_s=self.clock(),
             ids=bound_ids(),
@@ -179,7 +187,11 @@ class RoomEngines(Generic[RoomT]):
         room.let_go(engine.name)
         if message.load_failed:
             self.pages.load_failed(room, message.reason)
-        self.driver.stop(room, f"by the {self.rooms.role} engine: {message.reason}")
+        reason = f"by the {self.rooms.role} engine: {message.reason}"
+        if message.again:
+            self.driver.fail(room, WITHDRAWN, reason)
+        else:
+            self.driver.stop(room, reason)
 
     def open_events(self) -> list[RoomEvent]:
         """What an engine that attaches now would have been told, had it been there before."""

@@ -142,6 +142,10 @@ class WorkerSet:
 
     # ------------------------------------------------------------------ what workers say
 
+    def link_of(self, rank: Rank) -> str:
+        """Return the link that serves a rank; empty when none does."""
+        return self._worker(rank).link
+
     def hello(self, link: str, message: WorkerHello, setup: Callable[[Rank], WorkerSetup]) -> str:
         """A worker came: tell it what to serve, which is `setup(rank)`. Returns the connection that it replaces, or an empty text.
 

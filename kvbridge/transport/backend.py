@@ -12,6 +12,7 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
+import structlog
 from pydantic import BaseModel, ValidationError
 
 from kvbridge.core.clock import Clock
@@ -20,6 +21,8 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport import extents
 from kvbridge.transport.base import Connection, Endpoint, Peer, Steps, Transfer, Transport
+
+log = structlog.get_logger(__name__)
 
 
 class KnownPeer(Protocol):
@@ -127,6 +130,9 @@ def set_environment(read: dict[str, str], wanted: Mapping[str, str], *, library:
     Raises ConfigError when the library was loaded with something else.
     """
     if not read:
+        for name, value in wanted.items():
+            if os.environ.get(name, value) != value:
+                log.warning("environment_replaced", name=name, was=os.environ[name], now=value, settings=settings)
         os.environ.update(wanted)
         read.update(wanted)
     elif read != wanted:

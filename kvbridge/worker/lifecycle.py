@@ -14,7 +14,7 @@ from functools import partial
 import structlog
 
 from kvbridge.config.transports import TransportSettings
-from kvbridge.core.errors import BridgeError, DeadlineError
+from kvbridge.core.errors import BridgeError, DeadlineError, NotReadyError
 from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint
 from kvbridge.core.ids import Rank
@@ -40,6 +40,14 @@ CLOSE_ANSWER_S = 2.0
 waits for the end of its process."""
 
 
+class NoNodeError(NotReadyError):
+    """Nobody answered the worker's hello, so it has not begun."""
+
+
+class UnclosedError(BridgeError):
+    """A worker has ended and not closed all its transports: they may still move bytes until the process ends."""
+
+
 def serve_rank(
     link: NodeLink,
     rank: Rank,
@@ -50,9 +58,13 @@ def serve_rank(
 ) -> None:
     """Serve one rank until the node says Shutdown or `stopped()` is true. Returns then; raises what made it impossible.
 
-    `adopted` is the device memory that this process brings. A failure is reported to the node before it is raised.
+    `adopted` is the device memory that this process brings. A failure is reported to the node before it is raised. Every transport
+    is closed by then, else it is an UnclosedError; NoNodeError when nothing had begun.
     """
-    link.send(WorkerHello(rank=rank, pid=os.getpid(), adopted=bool(adopted)))
+    try:
+        link.send(WorkerHello(rank=rank, pid=os.getpid(), adopted=bool(adopted)))
+    except BridgeError as error:
+        raise NoNodeError(str(error)) from error
     worker: RankWorker | None = None
     try:
         setup = _setup(link, setup_timeout_s, stopped)
@@ -77,6 +89,8 @@ def serve_rank(
         told = WorkerFailed(rank=rank, code=code, message=(str(error) or type(error).__name__)[:REASON_CHARS])
         with suppress(BridgeError):  # the node may be what is gone
             link.send(told)
+        if worker is not None and not worker.closed:
+            raise UnclosedError(f"{error}; its transports could not be closed: end this process") from error
         raise
     finally:
         if adopted and (worker is None or worker.closed):

@@ -196,6 +196,9 @@ class RankWorker:
         """Carry this out when its turn comes."""
         match message:
             case Send():
+                room = self._rooms.get((message.room, message.generation))
+                if room is not None and message.source:
+                    self._rooms[room.key] = room.grown(message.source)
                 self._queued.append(Order(message, self._clock()))
             case Verify():
                 self._verifications.take(message)

@@ -6,18 +6,19 @@ which orders run when, how a transport is rebuilt.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.geometry.tables import joined_tables, tables_from_wire
 from kvbridge.core.ids import Rank, Tables
 from kvbridge.core.plan.digests import DigestKind, PageDigests, sent_groups
 from kvbridge.core.plan.operations import Amounts, Operations, add_amounts
 from kvbridge.core.plan.planner import plan
-from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.core.wire.messages import REASON_CHARS, WireTable
 from kvbridge.core.wire.worker_messages import Digested, OpenRoom, Send, Sent
 from kvbridge.transport.base import Transfer, TransferState, TransferStatus, Transport
 from kvbridge.worker.digests import DigestWork
@@ -38,6 +39,18 @@ class OpenedRoom:
     destination: Tables
     error: BridgeError | None = None
     """Why nothing of it can be sent, when its tables were malformed."""
+
+    @property
+    def key(self) -> RoomKey:
+        """The attempt that it is."""
+        return self.opening.room, self.opening.generation
+
+    def grown(self, more: tuple[WireTable, ...]) -> OpenedRoom:
+        """Return the same room with further source pages. Those of orders that have begun stay as they are."""
+        try:
+            return replace(self, source=joined_tables(self.source, tables_from_wire(more)))
+        except BridgeError as error:
+            return replace(self, error=error)
 
 
 @dataclass(eq=False)

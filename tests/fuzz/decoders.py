@@ -118,6 +118,7 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
         wire.Hello(node=NODE),
         wire.Welcome(instance="p", node="n", incarnation=ME, pp_size=1, tp_size=1, ranks=(RANK,)),
         wire.Rejected(code="conflict", message="no"),
+        wire.Intend(**ROOM, prompt_tokens=600),
         wire.Offer(**ROOM, prompt_tokens=600, prefix_tokens=256, tables=TABLES_BEHIND_A_PAGE),
         wire.Abort(**ROOM, code="aborted", message="enough"),
         wire.Done(**ROOM, writer=RANK, amounts=AMOUNTS, phases_s={"move": 0.25}, metadata=b"first token"),
@@ -129,7 +130,7 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
     NODE_TO_WORKER: (
         worker_wire.ConnectPeer(peer=ME, ranks=(pack_rank(DESCRIPTION),)),
         worker_wire.OpenRoom(**ROOM, peer=ME, prompt_tokens=600, prefix_tokens=0, source=TABLES, destination=TABLES),
-        worker_wire.Send(**ROOM, order=1, section=SECTION, after=(POINT,)),
+        worker_wire.Send(**ROOM, order=1, section=SECTION, source=TABLES_BEHIND_A_PAGE, after=(POINT,)),
         worker_wire.WorkerSetup(
             geometry=GEOMETRY,
             rank=RANK,
@@ -170,6 +171,16 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
         engine.Detach(call=1),
         engine.Begin(call=2, room=5, prompt_tokens=600, tables=TABLES),
         engine.Publish(call=3, room=5, upto_token=512, layers=(0, 1), after={"pp0.tp0": POINT}),
+        engine.Publish(call=3, room=5, upto_token=600, tables=TABLES_BEHIND_A_PAGE),
+        engine.Hold(call=2, room=5, prompt_tokens=600, tables=TABLES, published_tokens=600, metadata=b"first token"),
+        engine.Fetch(
+            call=2,
+            room=5,
+            prompt_tokens=600,
+            prefill=(engine.PrefillAddress(endpoint="tcp://10.0.0.7:7911"),),
+            tables=TABLES_BEHIND_A_PAGE,
+            prefix_tokens=256,
+        ),
         engine.Finish(call=4, room=5, metadata=b"first token"),
         engine.AbortRoom(call=5, room=5, reason="enough"),
         engine.Loaded(call=6, room=5, generation=1),
@@ -214,10 +225,11 @@ def _use(body: object) -> None:
         case wire.Hello():
             for packed in body.node.ranks:
                 check_manifest(unpack_rank(packed).manifest, GEOMETRY)
-        case wire.Offer():
-            check_offer(body, GEOMETRY, prompt_tokens=body.prompt_tokens)
-        case engine.Begin():
-            tables_from_wire(body.tables)
+        case wire.Intend() | wire.Offer():
+            check_offer(body, GEOMETRY, prompt_tokens=body.prompt_tokens, prompt_digest=body.prompt_digest)
+        case engine.Begin() | engine.Hold() | engine.Fetch() | engine.Publish() | worker_wire.Send():
+            named = body.source if isinstance(body, worker_wire.Send) else body.tables
+            tables_from_wire(named or ())
 
 
 def _endpoint(name: str, content: type, seed: dict[str, object]) -> Decoder:

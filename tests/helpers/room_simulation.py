@@ -13,10 +13,12 @@ from functools import partial, reduce
 from operator import xor
 
 from kvbridge.api.rooms import AdmissionRequest, PeerAddress
+from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.errors import BridgeError
-from kvbridge.core.ids import IndexSpace, PageTable, Rank, Role
+from kvbridge.core.ids import IndexSpace, PageTable, Rank, Role, Tables
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import ReceiverState
+from kvbridge.core.wire.engine_messages import Fetch, Hold, PrefillAddress, RoomEvent
 from kvbridge.core.wire.features import PEER_FEATURES
 from kvbridge.core.wire.messages import (
     Abort,
@@ -25,6 +27,7 @@ from kvbridge.core.wire.messages import (
     Drained,
     Failed,
     Hello,
+    Intend,
     NodeDescription,
     Offer,
     PathLost,
@@ -33,6 +36,7 @@ from kvbridge.core.wire.messages import (
     Rejected,
     TransportEndpoint,
     Welcome,
+    to_wire,
 )
 from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.worker_messages import (
@@ -48,16 +52,19 @@ from kvbridge.core.wire.worker_messages import (
     Verified,
     Verify,
 )
+from kvbridge.node.admission.controller import AdmissionController
+from kvbridge.node.engine_admission import EngineAdmission
+from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.node.receiver.fence import Fence
 from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom
-from kvbridge.node.receiver.rooms import receiver_rooms
+from kvbridge.node.receiver.rooms import ReceiverRooms, receiver_rooms
 from kvbridge.node.room_pages import RoomSettings
 from kvbridge.node.sender.room import SenderPorts, SenderRoom
-from kvbridge.node.sender.rooms import sender_rooms
+from kvbridge.node.sender.rooms import SenderRooms, sender_rooms
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.stream import EventStream
@@ -91,7 +98,9 @@ from tests.helpers.simulated_nodes import (
     cover,
     digested,
     owner_of,
+    table,
 )
+from tests.helpers.simulated_pool import EnginePool
 
 STAGES = ("admitted", "provided", "begun", "published", "finished", "arrived", "committed", "claimed")
 """Orders stay in flight until `arrived`; what has arrived is looked at (where digests are wanted) until `committed`."""
@@ -106,6 +115,8 @@ class PrefillNode:
         self.memory: Memory = {}
         self.workers = {rank: self.new_worker(rank) for rank in RANKS}
         self.engines = Engines("e0", "e1")
+        self.pool = EnginePool(self.memory)
+        self.engines.on_event = self.engine_hears
         space = {IndexSpace.FULL: PAGES}
         self.book = PageBook({}, adopted=space) if world.adopted else PageBook(space)
         self.prefixes = world.prefix_cache(self.book)
@@ -124,6 +135,7 @@ class PrefillNode:
             clock=world.clock,
         )
         self.verbs = EngineVerbs(self.service)
+        self.admission = own_admission(self.service, self.book, world)
         inspections = Inspections(
             lambda work, ended: world.inspections.append((work, ended)), limit_s=20, clock=world.clock
         )
@@ -176,7 +188,7 @@ class PrefillNode:
         match message:
             case Hello():
                 self.nodes.hello(DECODE, message)
-            case Offer():
+            case Intend() | Offer():
                 self.service.peers.offer(DECODE, message)
             case Abort():
                 self.service.peers.abort(DECODE, message)
@@ -198,6 +210,11 @@ class PrefillNode:
                 self.service.workers.rerouted(message)
             case RoomClosed():
                 self.service.workers.room_closed(message)
+
+    def engine_hears(self, event: RoomEvent) -> None:
+        """What an engine with pages of its own makes of an event."""
+        if event.kind in {"completed", "aborted", "failed"}:
+            self.pool.give_back(Owner(event.room, event.generation))
 
     def kill_worker(self, rank: Rank) -> None:
         self.world.lose(self.workers[rank])
@@ -266,6 +283,10 @@ class World:
         """Introductions that the prefill node checks elsewhere."""
         self.prompts: dict[Owner, int] = {}
         self.engines = Engines("a", "b")
+        self.pool = EnginePool(self.memory)
+        self.decoding: set[Owner] = set()
+        """Requests whose room was handed over to an engine with pages of its own."""
+        self.engines.on_event = self.decode_engine_hears
         self.on_their_way: set[tuple[Owner, Path]] = set()
         """What dead or failed writers have sent, or others by a path that they have lost, and may still arrive."""
         self.given_epochs = dict.fromkeys(TRANSPORTS, 0)
@@ -303,6 +324,7 @@ class World:
             clock=self.clock,
         )
         self.receiver_verbs = EngineVerbs(self.receiver)
+        self.admission = own_admission(self.receiver, self.book, self)
         self.fence.watch(self.receiver.writers)
         self.decode_nodes.watch(self.receiver.writers)
         self.prefill = self.new_life()
@@ -325,9 +347,16 @@ class World:
     def keys(self, room: SenderRoom | ReceiverRoom) -> Keys:
         return keys_of(room.owner, room.prompt_tokens) if self.shares else NO_KEYS
 
+    def prompt(self, owner: Owner, tokens: int) -> list[bytes]:
+        """The keys of a prompt's whole pages, where prefixes are shared by nodes or by engines that bring their pages."""
+        return keys_of(owner, tokens).to_list() if self.shares or self.adopted else []
+
     def labels(self, room: SenderRoom | ReceiverRoom) -> list[Label]:
-        keys = self.keys(room).to_list()
-        return [label(room.owner, keys, page) for page in range(cover(room.prompt_tokens))]
+        return self.labels_of(room.owner, room.prompt_tokens)
+
+    def labels_of(self, owner: Owner, tokens: int) -> list[Label]:
+        keys = self.prompt(owner, tokens)
+        return [label(owner, keys, page) for page in range(cover(tokens))]
 
     def new_life(self) -> PrefillNode:
         self.lives += 1
@@ -487,36 +516,79 @@ class World:
 
     def begin(self, engine: str, room: int) -> None:
         found = self.prefill.service.book.get(room)
-        tables = {}
+        pool, brought = self.prefill.pool, {}
+        fresh = found.owner not in pool.of
         if self.adopted:
-            fresh = found.owner not in self.prefill.engines.given
-            tables = self.prefill.engines.give(found.owner, cover(found.prompt_tokens))
+            brought = self.take_source(found.owner, found.prompt_tokens)
         try:
             self.prefill.verbs.begin(
                 engine,
                 (rank_of(engine),),
                 room,
                 prompt_tokens=found.prompt_tokens,
-                tables=tables,
                 page_hashes=self.keys(found).data,
+                **({"tables": {}} | brought),
             )
         except BridgeError:
-            if self.adopted and fresh:
-                self.prefill.engines.take_back(found.owner)
+            if fresh:
+                pool.give_back(found.owner)
             raise
         using = self.prefill.engines.using[engine]
         using.difference_update([owner for owner in using if owner.room == room])
         using.add(found.owner)
         computed = found.computed_tokens // PAGE
         self.reused["prefill"] += computed
-        if self.shares:
+        if self.shares or self.adopted:
             wrong = wrong_pages(self.prefill.memory, (rank_of(engine),), found.tables, self.labels(found)[:computed])
             assert not wrong, f"{found.owner} begins with {wrong}"
 
-    def prefill_engine_ends(self, engine: str, room: int, *, well: bool) -> None:
-        """Finish or abort; on a room that is over either lets go of its pages."""
+    def take_source(self, owner: Owner, tokens: int) -> dict[str, object]:
+        """The engine finds what it has of a prompt, and takes one page more: the others follow with what is published."""
+        pool, labels = self.prefill.pool, self.labels_of(owner, tokens)
+        pool.take(owner, labels, at_most=(tokens - 1) // PAGE, fresh=1)
+        return {"tables": table(pool.of[owner]), "computed_tokens": pool.found[owner] * PAGE}
+
+    def hold(self, owner: Owner, *, begun: bool) -> None:
+        """The engine of the prefill node (its rank 0 speaks for both) admits a room itself, for a request that it has."""
+        tokens = self.prompts.setdefault(owner, PAGE + 7)
+        pool, named = self.prefill.pool, {}
+        fresh = owner not in pool.of
+        if begun:
+            taken = self.take_source(owner, tokens)
+            named = taken | {"tables": to_wire(taken["tables"])}
+        call = Hold(call=1, room=owner.room, generation=owner.generation, prompt_tokens=tokens, **named)
+        try:
+            self.prefill.admission.hold(AttachedEngine("e0", 0, RANKS), call)
+        except BridgeError:
+            if fresh:
+                pool.give_back(owner)
+            raise
+        if begun:
+            self.prefill.engines.using["e0"].add(owner)
+
+    def fetch(self, owner: Owner, *, named: bool) -> None:
+        """The engine of the decode node admits a room itself, with its pages or before it has any."""
+        tokens = self.prompts.setdefault(owner, PAGE + 7)
+        place = (PrefillAddress(endpoint=ADDRESS.endpoint),)
+        fresh, tables = owner not in self.pool.of, {}
+        if named:
+            self.pool.take(owner, self.labels_of(owner, tokens), at_most=tokens // PAGE)
+            has = self.pool.found[owner]
+            tables = {"tables": to_wire(table(self.pool.of[owner][has:], has)), "prefix_tokens": has * PAGE}
+        facts = {"room": owner.room, "generation": owner.generation, "prompt_tokens": tokens}
+        try:
+            self.admission.fetch(AttachedEngine("a", 0, (R0,)), Fetch(call=1, prefill=place, **facts, **tables))
+        except BridgeError:
+            if fresh:
+                self.pool.give_back(owner)
+            raise
+
+    def prefill_engine_ends(self, engine: str, room: int, *, well: bool, again: bool = False) -> None:
+        """Finish or abort (`again`: it will compute the room once more); on a room that is over either lets go of its pages."""
         ranks, using = (rank_of(engine),), self.prefill.engines.using[engine]
         mine = next((owner for owner in sorted(using) if owner.room == room), None)
+        if mine is not None and (held := self.prefill.service.book.find(*mine)) is not None and held.admitted_by:
+            ranks = RANKS
         if well:
             try:
                 self.prefill.verbs.finish(engine, ranks, room, metadata=engine.encode())
@@ -525,7 +597,7 @@ class World:
                 if not ended:
                     raise
         else:
-            self.prefill.verbs.abort(engine, room, "enough")
+            self.prefill.verbs.abort(engine, room, "enough", again=again)
         if mine is not None:
             using.discard(mine)
 
@@ -541,13 +613,36 @@ class World:
 
     def provide(self, room: int) -> None:
         found = self.receiver.book.get(room)
-        fresh = found.owner not in self.engines.given
+        fresh = found.owner not in self.pool.of
+        self.pool.take(found.owner, self.labels(found), at_most=found.prompt_tokens // PAGE)
+        has = self.pool.found[found.owner]
         try:
-            self.receiver_verbs.provide(room, self.engines.give(found.owner, cover(found.prompt_tokens)))
+            self.receiver_verbs.provide(room, table(self.pool.of[found.owner][has:], has), prefix_tokens=has * PAGE)
         except BridgeError:
             if fresh:
-                self.engines.take_back(found.owner)
+                self.pool.give_back(found.owner)
             raise
+
+    def decode_engine_hears(self, event: RoomEvent) -> None:
+        """What an engine with pages of its own makes of an event."""
+        owner = Owner(event.room, event.generation)
+        if not self.adopted:
+            return
+        if event.kind == "committed":
+            room = self.receiver.book.find(*owner)
+            self._check_commit(room)
+            wrong = wrong_pages(self.memory, RANKS, table(self.pool.of[owner]), self.labels(room))
+            assert not wrong, f"{owner} is handed over, and {wrong}"
+            self.pool.know(owner, self.prompt(owner, room.prompt_tokens))
+            self.decoding.add(owner)
+        elif event.kind in {"aborted", "failed"}:
+            self.pool.give_back(owner)
+
+    def decode_request_ends(self, room: int) -> None:
+        """An engine with pages of its own is through with a request."""
+        for owner in [owner for owner in self.decoding if owner.room == room]:
+            self.decoding.discard(owner)
+            self.pool.give_back(owner)
 
     def claim(self, engine: str, room: int) -> None:
         found = self.receiver.book.get(room)
@@ -575,14 +670,30 @@ class World:
         self.engines.names.add(engine)
 
     def publish(self, engine: str, room: int, upto: int, layers: tuple[int, ...] | None = None) -> None:
-        rank = rank_of(engine)
+        rank, more = rank_of(engine), {}
         found = self.prefill.service.book.find(
             *next((o for o in self.prefill.engines.using[engine] if o.room == room), (room, 0))
         )
-        if self.shares and found is not None and not found.over and found.tables:
+        alive = found is not None and not found.over and found.tables
+        if (self.shares or self.adopted) and alive:
             pages = range(found.computed_tokens // PAGE, cover(min(upto, found.prompt_tokens)))
-            write(self.prefill.memory, rank, found.tables, pages, self.labels(found))
-        self.prefill.verbs.publish(engine, (rank,), room, upto_token=upto, layers=layers)
+            tables = found.tables
+            if self.adopted:
+                tables, more = self.more_source(found, pages.stop)
+            ranks = RANKS if found.admitted_by else (rank,)
+            for written in ranks:
+                write(self.prefill.memory, written, tables, pages, self.labels(found))
+        ranks = RANKS if alive and found.admitted_by else (rank,)
+        self.prefill.verbs.publish(engine, ranks, room, upto_token=upto, layers=layers, tables=more)
+        if self.adopted and alive:
+            self.prefill.pool.know(found.owner, self.prompt(found.owner, upto))
+
+    def more_source(self, room: SenderRoom, pages: int) -> tuple[Tables, Tables]:
+        """The engine takes what it lacks for so many pages of a prompt. Returns all, and those that the node does not know."""
+        pool, owner = self.prefill.pool, room.owner
+        pool.take_more(owner, max(0, pages - len(pool.of[owner])))
+        known = len(room.tables[IndexSpace.FULL])
+        return table(pool.of[owner]), table(pool.of[owner][known:], known)
 
     # ------------------------------------------------------------------ a room that nobody disturbs
 
@@ -596,7 +707,7 @@ class World:
             "begun": [partial(self.begin, engine, room) for engine in prefill],
             "published": [partial(self.publish, engine, room, tokens) for engine in prefill],
             "finished": [partial(self.prefill_engine_ends, engine, room, well=True) for engine in prefill],
-            "claimed": [partial(self.claim, engine, room) for engine in decode],
+            "claimed": [partial(self.claim, engine, room) for engine in decode if not self.adopted],
         }.get(stage, [])
 
     # ------------------------------------------------------------------ what must always be true
@@ -605,6 +716,8 @@ class World:
         prefill = self.prefill
         prefill.book.check_integrity()
         self.book.check_integrity()
+        prefill.pool.check()
+        self.pool.check()
         self._check_cached(prefill.prefixes, prefill.memory)
         self._check_cached(self.prefixes, self.memory)
         touched = {PageState.LEASED, PageState.QUARANTINED}
@@ -692,6 +805,11 @@ class World:
         for engine, using in self.engines.using.items():
             for owner in sorted(using):
                 self.decode_engine_ends(engine, owner.room, well=True)
+        for owner in sorted(self.decoding):
+            self.decode_request_ends(owner.room)
+        for room in self.receiver.book:
+            if room.admitted_by:
+                self.receiver_verbs.abort(room.admitted_by, room.room, "enough")
         for seconds in (130, 700, 130):
             self.clock.advance(seconds)
             self.tick()
@@ -708,6 +826,13 @@ class World:
         if not self.shares:
             return pages_in(self.prefill.book, PageState.FREE), pages_in(self.book, PageState.FREE)
         return sum(self.prefill.book.available_pages().values()), sum(self.book.available_pages().values())
+
+
+def own_admission(service: SenderRooms | ReceiverRooms, book: PageBook, world: World) -> EngineAdmission:
+    controller = AdmissionController(
+        service.requests, book, limits=AdmissionConfig(), events=EventStream(), clock=world.clock
+    )
+    return EngineAdmission(service, controller)
 
 
 def rank_of(engine: str) -> Rank:

@@ -32,6 +32,7 @@ from kvbridge.core.wire.engine_messages import (
     Release,
     RoomEvent,
 )
+from kvbridge.core.wire.features import PEER_FEATURES
 from kvbridge.core.wire.messages import PeerMessage, to_wire
 from kvbridge.core.wire.worker_messages import NodeToWorker
 from kvbridge.node.engines import AttachedEngine
@@ -222,6 +223,7 @@ class FakeNodes:
         instance: str = "prefill",
         tp_size: int = 1,
         stage_boundaries: tuple[int, ...] = (),
+        features: tuple[str, ...] = PEER_FEATURES.has,
     ) -> None:
         self.answers[address] = KnownNode(
             peer,
@@ -231,6 +233,7 @@ class FakeNodes:
             tp_size=tp_size,
             stage_boundaries=stage_boundaries,
             ranks=ranks,
+            features=features,
         )
 
     def known_node(self, address: PeerAddress) -> KnownNode | None:
@@ -303,10 +306,9 @@ class EngineVerbs:
         wire = to_wire(tables or {})
         return self._call(engine, ranks, Begin(call=1, room=room, prompt_tokens=prompt_tokens, tables=wire, **fields))
 
-    def publish(self, engine, ranks, room, *, upto_token, layers, after=None) -> None:
-        self._call(
-            engine, ranks, Publish(call=1, room=room, upto_token=upto_token, layers=layers, after=dict(after or {}))
-        )
+    def publish(self, engine, ranks, room, *, upto_token, layers, after=None, tables=None) -> None:
+        fields = {"layers": layers, "after": dict(after or {}), "tables": to_wire(tables or {})}
+        self._call(engine, ranks, Publish(call=1, room=room, upto_token=upto_token, **fields))
 
     def finish(self, engine, ranks, room, *, metadata, **fields) -> None:
         self._call(engine, ranks, Finish(call=1, room=room, metadata=metadata, **fields))

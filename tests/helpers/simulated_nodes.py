@@ -7,20 +7,20 @@ use pages until they say that they do not.
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvbridge.core.errors import CapacityError
 from kvbridge.core.geometry.manifest import RankManifest
-from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.geometry.tables import joined_tables, tables_from_wire
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts, add_amounts
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import plan
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.messages import RoomMessage
+from kvbridge.core.wire.messages import RoomMessage, to_wire
 from kvbridge.core.wire.packed_ranks import unpack_rank
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
@@ -56,8 +56,8 @@ def cover(tokens: int) -> int:
     return -(-tokens // PAGE)
 
 
-def table(ids: list[int]) -> Tables:
-    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32))}
+def table(ids: list[int], first_page: int = 0) -> Tables:
+    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32), first_page)}
 
 
 def owner_of(order: Send) -> Owner:
@@ -118,6 +118,7 @@ class Worker:
                 self.rooms[Owner(message.room, message.generation)] = message
                 self.arrived.pop(Owner(message.room, message.generation), None)
             case Send():
+                self._grow(message)
                 self.orders.append(message)
                 if self.connected is None:
                     self.end(message, well=False)
@@ -130,6 +131,12 @@ class Worker:
                 self._confirm(Owner(message.room, message.generation))
             case DisconnectPeer():
                 self.connected = None
+
+    def _grow(self, order: Send) -> None:
+        room = self.rooms.get(owner_of(order))
+        if room is not None and order.source:
+            source = joined_tables(tables_from_wire(room.source), tables_from_wire(order.source))
+            self.rooms[owner_of(order)] = room.model_copy(update={"source": to_wire(source)})
 
     def reroute(self, order: Send, *, in_transit: bool) -> None:
         """An order has lost its path, and goes on over the other one, to which the worker is connected."""
@@ -249,28 +256,14 @@ class Engines:
         self.names = set(names)
         self.using: dict[str, set[Owner]] = {name: set() for name in names}
         self.events: list[RoomEvent] = []
-        self.own_free: list[int] = list(range(PAGES))
-        """Adopted pools: pages that are the engine's to give."""
-        self.given: dict[Owner, list[int]] = {}
+        self.on_event: Callable[[RoomEvent], None] = lambda event: None
 
     def push(self, event: RoomEvent) -> None:
         self.events.append(event)
-        if event.kind in {"completed", "aborted", "failed"}:
-            self.own_free += self.given.pop(Owner(event.room, event.generation), [])
+        self.on_event(event)
 
     def serving(self) -> frozenset[str]:
         return frozenset(self.names)
-
-    def give(self, owner: Owner, count: int) -> Tables:
-        """Take pages for a room out of the engine's own pool."""
-        if owner not in self.given:
-            if len(self.own_free) < count:
-                raise CapacityError("the engine has no pages left")
-            self.given[owner] = [self.own_free.pop(0) for _ in range(count)]
-        return table(self.given[owner])
-
-    def take_back(self, owner: Owner) -> None:
-        self.own_free += self.given.pop(owner, [])
 
     def in_use(self) -> set[Owner]:
         return set().union(*self.using.values())

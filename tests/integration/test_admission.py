@@ -236,6 +236,26 @@ def test_a_client_at_its_cap_is_answered_429(live: LiveCluster, daemon: DaemonPr
     end(daemon, *held[1:])
 
 
+def test_of_more_requests_at_once_than_fit_the_others_are_refused_and_nothing_stays_behind(
+    live: LiveCluster, daemon: DaemonProcess, threads: ThreadPoolExecutor
+) -> None:
+    asked = [threads.submit(post, live, daemon) for _ in range(4 * SLOTS)]
+    answers = [answer.result(60) for answer in asked]
+    held = [int(answer.json()["room"]) for answer in answers if answer.status_code == 201]
+    assert len(held) == SLOTS
+    refused = [answer for answer in answers if answer.status_code != 201]
+    assert {(answer.status_code, answer.json()["code"]) for answer in refused} == {(503, "capacity")}
+    for answer in refused:
+        assert "space 'request' lacks 1 pages" in answer.json()["detail"]
+        assert int(answer.headers["Retry-After"]) >= answer.json()["retry_after_s"] > 0
+    end(daemon, held.pop())
+    eventually("one more fits", lambda: _kept(held, post(live, daemon)))
+    end(daemon, *held)
+    all_free(daemon)
+    open_rooms = http("GET", daemon, "/v1/requests", params={"state": ["admitted", "offered", "committed", "claimed"]})
+    assert open_rooms.json()["rooms"] == []
+
+
 def _kept(held: list[int], answer: httpx.Response) -> bool:
     if answer.is_success:
         held.append(int(answer.json()["room"]))

@@ -254,8 +254,10 @@ def test_engines_bring_their_own_memory_and_page_ids() -> None:
             room = running.pair(case.tokens)["room"]
             assert [(event.kind, event.room) for event in reader.events(CLAIM_S)] == [("wanted", room)]
             if case.tokens >= TINY.tokens_per_page:
-                with pytest.raises(InvalidInputError, match="c4_kv of the room lies in this node"):
-                    reader.provide(room, destination, prefix_tokens=TINY.tokens_per_page)
+                reader.provide(room, destination, prefix_tokens=TINY.tokens_per_page)
+                [refused] = reader.events(CLAIM_S)
+                assert (refused.kind, refused.room) == ("refused", room)
+                assert "c4_kv of the room lies in this node" in refused.reason
             reader.provide(room, destination)
             sender.begin(room, prompt_tokens=case.tokens, tables=source)
             return room

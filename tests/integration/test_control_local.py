@@ -218,6 +218,7 @@ async def test_the_newer_of_two_with_one_name_stays(node):
     await node.until(lambda: node.events[-1] == ("refused", "stale"))
     with pytest.raises(PeerError, match=r"does not know this client"):
         first.receive(WAIT_S)
+    assert not first.daemon_ended, "it has only given this client up, and goes on with what it was told"
     node.server.send("worker-pp0.tp0", Shutdown())
     assert second.receive(WAIT_S) == Shutdown()
 
@@ -231,6 +232,7 @@ async def test_a_client_learns_that_its_daemon_ended(node):
         await asyncio.to_thread(client.receive, WAIT_S)
     with pytest.raises(PeerError, match=r"daemon has ended"):
         client.send(Heartbeat())
+    assert client.daemon_ended
 
 
 async def test_without_a_daemon_the_first_send_says_so(tmp_path):

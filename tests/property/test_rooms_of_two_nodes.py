@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from kvbridge.core.errors import (
     StaleError,
     UnknownRoomError,
 )
+from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.pool.accounts.page_states import Owner, PageState
@@ -99,9 +101,9 @@ class RoomsMachine(RuleBasedStateMachine):
         upto = int(found[-1].prompt_tokens * share) if found else 1
         self.tried(self.world.publish, engine, room, upto, layers)
 
-    @rule(room=ROOMS, engine=PREFILL_ENGINES, well=st.booleans())
-    def prefill_engine_ends(self, room, engine, well):
-        self.tried(self.world.prefill_engine_ends, engine, room, well=well)
+    @rule(room=ROOMS, engine=PREFILL_ENGINES, well=st.booleans(), again=st.booleans())
+    def prefill_engine_ends(self, room, engine, well, again):
+        self.tried(self.world.prefill_engine_ends, engine, room, well=well, again=again)
 
     @precondition(lambda self: self.disasters)
     @rule(engine=PREFILL_ENGINES)
@@ -275,12 +277,42 @@ class RoomsMachine(RuleBasedStateMachine):
         assert world.free() == (PAGES, PAGES)
         assert world.book.quarantine_reasons() == {}
         if world.adopted:
-            assert sorted(world.engines.own_free) == list(range(PAGES))
-            assert sorted(world.prefill.engines.own_free) == list(range(PAGES))
+            assert sorted(world.pool.unused) == list(range(PAGES))
+            assert sorted(world.prefill.pool.unused) == list(range(PAGES))
 
 
 class AdoptedRoomsMachine(RoomsMachine):
+    """Rooms of pages that engines bring, which several of them read: what each page holds is followed as in the next machine."""
+
     adopted = True
+
+    @rule(room=ROOMS, generation=GENERATIONS, begun=st.booleans())
+    def hold(self, room, generation, begun):
+        self.tried(self.world.hold, Owner(room, generation), begun=begun)
+
+    @rule(room=ROOMS, generation=GENERATIONS, named=st.booleans())
+    def fetch(self, room, generation, named):
+        self.tried(self.world.fetch, Owner(room, generation), named=named)
+
+    @rule(room=ROOMS, tokens=TOKENS, named=st.booleans())
+    def a_request_crosses(self, room, tokens, named):
+        """Prefill holds what it has computed, decode hears of it and comes when it has pages."""
+        world = self.world
+        services = (world.prefill.service, world.receiver)
+        owner = Owner(room, 1 + max(service.book.newest_generation(room) for service in services))
+        world.prompts.setdefault(owner, tokens)
+        self.tried(world.hold, owner, begun=True)
+        self.tried(world.fetch, owner, named=named)
+        world.settle()
+        for _ in range(2):
+            self.tried(world.publish, "e0", room, tokens)
+        self.tried(world.provide, room)
+        self.tried(world.prefill_engine_ends, "e0", room, well=True)
+        world.settle(orders=False)
+
+    @rule(room=ROOMS)
+    def a_decode_request_ends(self, room):
+        self.world.decode_request_ends(room)
 
 
 class VerifiedRoomsMachine(RoomsMachine):
@@ -340,11 +372,68 @@ def test_a_room_that_nobody_disturbs_is_committed_and_comes_to_an_end(adopted, d
         for call in world.calls(stage, Owner(1, 1), 2 * PAGE + 5):
             call()
         world.settle(orders=stage in {"arrived", "committed"}, verifying=stage == "committed")
-    assert world.book.state(Owner(1, 1)) is PageState.HELD
-    for engine in ("a", "b"):
-        world.decode_engine_ends(engine, 1, well=True)
-    assert [event.kind for event in world.engines.events][-2:] == ["committed", "completed"]
+    if adopted:
+        assert [event.kind for event in world.engines.events] == ["wanted", "committed"]
+    else:
+        assert world.book.state(Owner(1, 1)) is PageState.HELD
+        for engine in ("a", "b"):
+            world.decode_engine_ends(engine, 1, well=True)
+        assert [event.kind for event in world.engines.events][-2:] == ["committed", "completed"]
     assert world.free() == (PAGES, PAGES)
+
+
+def test_rooms_of_engines_own_pages_share_what_is_alike_on_both_sides():
+    """Else the random lives of such rooms may show nothing."""
+    machine = AdoptedRoomsMachine()
+    machine.begin_world(disasters=0)
+    world = machine.world
+    for room, generation in ((1, 1), (2, 3)):  # which make the same prompt
+        owner = Owner(room, generation)
+        for step in STAGES[:4]:  # nothing is finished, so all of them are under way at once
+            for call in world.calls(step, owner, 2 * PAGE + 5):
+                call()
+            world.settle()
+    assert world.prefill.pool.reused == 2
+    assert pages_shared(world.prefill.book) == 2
+    for room in (1, 2):
+        for engine in ("e0", "e1"):
+            machine.tried(world.prefill_engine_ends, engine, room, well=True)
+        world.settle()
+    assert [event.kind for event in world.engines.events].count("committed") == 2
+    assert world.free() == (PAGES, PAGES)
+    for room in (1, 2):
+        world.decode_request_ends(room)
+    machine.bring(2, 2 * PAGE, "committed")
+    assert world.pool.reused
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_room_that_its_engines_admit_grows_with_what_is_published_and_is_handed_over(named):
+    machine = AdoptedRoomsMachine()
+    machine.begin_world(disasters=0)
+    world, owner = machine.world, Owner(1, 1)
+    world.prompts[owner] = 3 * PAGE
+    world.hold(owner, begun=True)
+    world.fetch(owner, named=named)
+    world.settle()
+    if not named:
+        world.clock.advance(100_000)
+        world.tick()
+        world.provide(1)
+    for upto in (PAGE, 2 * PAGE + 1, 3 * PAGE):
+        world.publish("e0", 1, upto)
+        world.settle()
+    world.prefill_engine_ends("e0", 1, well=True)
+    world.settle()
+    assert [event.kind for event in world.engines.events] == ["committed"]
+    assert [event.kind for event in world.prefill.engines.events] == ["completed"]
+    assert len(world.prefill.ordered[owner]) == 6
+    world.everybody_lets_go()
+    assert world.free() == (PAGES, PAGES)
+
+
+def pages_shared(book):
+    return len(np.unique(np.concatenate([ids for ids in book._holdings.arrays(IndexSpace.FULL)[1] if len(ids)])))
 
 
 def test_a_room_that_was_given_up_is_not_written_by_the_endpoints_of_a_later_handshake():

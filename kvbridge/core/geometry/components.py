@@ -13,7 +13,7 @@ a logical page. Planning, accounting and the engines' views all follow from thes
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
@@ -214,6 +214,9 @@ class Component(FrozenModel):
         return self.live_rows(tokens, min(prefix_tokens, tokens))
 
 
+Fact = Annotated[str, Field(min_length=1, max_length=200)]
+
+
 class ModelGeometry(FrozenModel):
     """All components of one model: what two instances must agree on, and the source of the fingerprint."""
 
@@ -222,6 +225,8 @@ class ModelGeometry(FrozenModel):
     tokens_per_page: Positive = 256
     """Tokens that a logical page covers, in every space."""
     components: tuple[Component, ...] = Field(min_length=1)
+    facts: dict[Fact, Fact] = Field(default_factory=dict, max_length=64)
+    """What else decides whether the bytes of a page mean the same to two engines: attention backend, dtype, weights. By name."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:

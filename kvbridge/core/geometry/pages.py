@@ -123,25 +123,43 @@ def tables_cover(
     *,
     tokens: int,
     host: frozenset[ComponentKind] = NO_HOST,
+    prefix_tokens: int = 0,
 ) -> None:
     """Check that `tables` give a page to every live row of a request that now has `tokens` tokens.
 
-    More pages than needed are allowed. Raises InvalidInputError for a missing or short table, naming the space, what is
+    More pages than needed are allowed. Those of `full` that hold none but the first `prefix_tokens` may be left out, from the
+    first on. Raises InvalidInputError for a missing or short table, naming the space, what is
     needed and what was given. Whether the pages exist is checked where they are booked and where they are used.
     """
     for space, count in pages_needed(geometry, tokens=tokens, host=host).items():
-        first = first_window_page(geometry, tokens) if space is IndexSpace.SWA else 0
-        _check_table(tables.get(space), space, pages=range(first, first + count), tokens=tokens)
+        first, known = 0, 0
+        if space is IndexSpace.SWA:
+            first = first_window_page(geometry, tokens)
+        elif space is IndexSpace.FULL:
+            known = prefix_tokens // geometry.tokens_per_page
+        _check_table(tables.get(space), space, pages=range(first + known, first + count), tokens=tokens)
+
+
+def tables_hold(tables: Tables, geometry: ModelGeometry, *, tokens: int) -> None:
+    """Check that `tables` give a page of `full` to each of the first `tokens` tokens, of a prompt that may have more.
+
+    Raises InvalidInputError as `tables_cover` does.
+    """
+    if tokens and any(component.space is IndexSpace.FULL for component in geometry.components):
+        needed = range(-(-tokens // geometry.tokens_per_page))
+        _check_table(tables.get(IndexSpace.FULL), IndexSpace.FULL, pages=needed, tokens=tokens)
 
 
 def _check_table(table: PageTable | None, space: IndexSpace, *, pages: range, tokens: int) -> None:
     need = f"a request of {tokens} tokens needs {len(pages)} pages of space '{space}'"
-    if space is IndexSpace.SWA:
+    if pages.start:
         need = f"{need}, from logical page {pages.start}"
     if table is None:
         raise InvalidInputError(f"{need}, got no table for it")
-    if space is not IndexSpace.SWA and table.first_page != 0:
-        raise InvalidInputError(f"{need}, got a table that begins at logical page {table.first_page} instead of 0")
+    if space is not IndexSpace.SWA and table.first_page > pages.start:
+        raise InvalidInputError(
+            f"{need}, got a table that begins at logical page {table.first_page} instead of {pages.start}"
+        )
     held = range(table.first_page, table.first_page + len(table.require(space)))
     if pages and not (held.start <= pages.start and pages.stop <= held.stop):
         raise InvalidInputError(f"{need}, got {len(held)} from logical page {held.start}")

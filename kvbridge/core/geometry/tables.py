@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.pages import first_window_page
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
@@ -33,12 +33,28 @@ def request_tables(geometry: ModelGeometry, ids: Mapping[IndexSpace, PageIdArray
     }
 
 
-def same_tables(left: Tables, right: Tables) -> bool:
-    """Whether two sets of tables name the same pages."""
-    return left.keys() == right.keys() and all(
-        left[space].first_page == right[space].first_page and np.array_equal(left[space].ids, right[space].ids)
-        for space in left
-    )
+def further_tables(held: Tables, named: Tables) -> Tables:
+    """Return the pages of `named` that follow those of `held`, which it may repeat.
+
+    Raises ConflictError when it names another page in the place of one of them, or leaves out what comes between.
+    """
+    further = {}
+    for space, table in named.items():
+        before = held.get(space)
+        if before is None:
+            further[space] = table
+            continue
+        stop = before.first_page + len(before)
+        repeated = table.ids[: max(0, stop - table.first_page)]
+        known = before.ids[max(0, table.first_page - before.first_page) :][: len(repeated)]
+        if not before.first_page <= table.first_page <= stop or not np.array_equal(repeated, known):
+            raise ConflictError(
+                f"of space '{space}' the room has the {len(before)} logical pages from {before.first_page} on; named are "
+                f"{len(table)} from {table.first_page} on, which are others or do not follow"
+            )
+        if len(repeated) < len(table):
+            further[space] = PageTable(space, table.ids[len(repeated) :], stop)
+    return further
 
 
 def joined_tables(held: Tables, more: Tables) -> Tables:

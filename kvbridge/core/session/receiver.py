@@ -19,6 +19,8 @@ class ReceiverState(StrEnum):
 
     AWAITING_PAGES = "awaiting_pages"
     """Adopted pools: the engine has been asked to name device pages."""
+    INTENDED = "intended"
+    """Every prefill node knows that we will come, and holds the room for us; the engine has not named its pages yet."""
     RESERVED = "reserved"
     """All pages are there; waiting until every prefill node is known."""
     OFFERED = "offered"
@@ -63,6 +65,8 @@ class ReceiverEvent(StrEnum):
     DRAINED = "drained"
     """Every prefill node proved that it does not write."""
     CLAIM = "claim"
+    HANDED_OVER = "handed_over"
+    """No page of the room is ours: with the word that it is committed it is the engine's."""
     RELEASE = "release"
     """No engine reads the pages any more: each has released them or is dead."""
 
@@ -70,10 +74,12 @@ class ReceiverEvent(StrEnum):
 class ReceiverAction(StrEnum):
     """What the service then does."""
 
+    INTEND = "intend"
+    """Tell every prefill node that we will come for the room."""
     OFFER = "offer"
     """Lease the pages and offer them to every prefill node."""
     TELL_ABORT = "tell_abort"
-    """Ask every prefill node to stop and to prove it."""
+    """Ask every prefill node to stop and to prove it; one that has no offer of ours holds nothing for us any more."""
     VERIFY = "verify"
     """Have our ranks compute the digests."""
     REJECT = "reject"
@@ -97,8 +103,15 @@ RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
     {
         _S.AWAITING_PAGES: {
             _E.PAGES: (_S.RESERVED, ()),
+            _E.WRITERS_KNOWN: (_S.INTENDED, (_A.INTEND,)),
             _E.ABORT: (_S.ABORTED, _ENDED),
             _E.FAULT: (_S.FAILED, _ENDED),
+        },
+        # Nobody has been told of any page, so nobody writes and nothing has to be proved.
+        _S.INTENDED: {
+            _E.PAGES: (_S.OFFERED, (_A.OFFER,)),
+            _E.ABORT: (_S.ABORTED, (_A.TELL_ABORT, *_ENDED)),
+            _E.FAULT: (_S.FAILED, (_A.TELL_ABORT, *_ENDED)),
         },
         _S.RESERVED: {
             _E.WRITERS_KNOWN: (_S.OFFERED, (_A.OFFER,)),
@@ -128,6 +141,7 @@ RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
         },
         _S.COMMITTED: {
             _E.CLAIM: (_S.CLAIMED, ()),
+            _E.HANDED_OVER: (_S.COMPLETED, (_A.FREE,)),
             _E.ABORT: (_S.ABORTED, _ENDED),
             _E.FAULT: (_S.FAILED, _ENDED),
             _E.OTHER_PROMPT: (_S.FAILED, (_A.REJECT, *_ENDED)),

@@ -19,6 +19,8 @@ class SenderState(StrEnum):
 
     ADMITTED = "admitted"
     """Source pages are reserved; nobody has told us where to send."""
+    AWAITED = "awaited"
+    """The same, and a decode node has said that it will come: we hold it until it does, gives it up or has ended."""
     SENDING = "sending"
     """The destination is known; what is published is sent."""
     ABORTING = "aborting"
@@ -33,6 +35,8 @@ class SenderState(StrEnum):
 class SenderEvent(StrEnum):
     """What can happen to a room on the prefill side."""
 
+    INTENT = "intent"
+    """A decode node will come for the room."""
     OFFER = "offer"
     ALL_SENT = "all_sent"
     ABORT = "abort"
@@ -65,9 +69,15 @@ _ENDED = (_A.TELL_DRAINED, _A.FREE_SOURCE, _A.TELL_ENGINE)
 SENDER_TABLE: Table[SenderState, SenderEvent, SenderAction] = Table(
     {
         _S.ADMITTED: {
+            _E.INTENT: (_S.AWAITED, ()),
             _E.OFFER: (_S.SENDING, (_A.OPEN_ROOM,)),
             _E.ABORT: (_S.ABORTED, (_A.FREE_SOURCE, _A.TELL_ENGINE)),
             _E.FAULT: (_S.FAILED, (_A.FREE_SOURCE, _A.TELL_ENGINE)),
+        },
+        _S.AWAITED: {
+            _E.OFFER: (_S.SENDING, (_A.OPEN_ROOM,)),
+            _E.ABORT: (_S.ABORTED, (_A.TELL_FAILED, *_ENDED)),
+            _E.FAULT: (_S.FAILED, (_A.TELL_FAILED, *_ENDED)),
         },
         _S.SENDING: {
             _E.ALL_SENT: (_S.COMPLETED, (_A.CLOSE_ROOM, _A.FREE_SOURCE, _A.TELL_ENGINE)),

@@ -27,4 +27,6 @@ class RoomState(StrEnum):
         return self in _FINAL
 
 
+WITHDRAWN = "withdrawn"
+"""Code of a room that failed since prefill's engine computes its prompt once more: the next generation of it is or will be held."""
 _FINAL = frozenset({RoomState.COMPLETED, RoomState.ABORTED, RoomState.FAILED})

@@ -1,10 +1,8 @@
 """What an engine rank and its node say to each other.
 
-Owns: the calls of the verbs (begin, publish, finish, abort; claim, extend, release, abort), their answers and the events that
-the node pushes. Must not know: sockets, torch, how an engine computes.
+Owns: the calls of the verbs, their answers and the events that the node pushes. Must not know: sockets, torch, how engines compute.
 
-Every call carries a number that its answer repeats. Calls are answered at once: what takes long (a transfer, an abort) is
-announced later by a `RoomEvent`.
+Every call carries a number that its answer repeats. Calls are answered at once: what takes long is told later by a `RoomEvent`.
 """
 
 from __future__ import annotations
@@ -21,10 +19,12 @@ from kvbridge.core.wire.features import Features
 from kvbridge.core.wire.messages import (
     MAX_CHECKPOINTS,
     MAX_RESTORABLE,
+    MAX_STAGES,
     Heartbeat,
     Metadata,
     Name,
     PageHashes,
+    PromptDigest,
     Text,
     Traceparent,
     WireTable,
@@ -73,8 +73,55 @@ class Admit(Call):
     retention: Retention | None = None
 
 
+class Hold(Call):
+    """Prefill, adopted pools: admit a room for a prompt that this engine computes or has computed, and hold its pages for decode.
+
+    In one message what admission, Begin, Publish and Finish say, as far as it is known. What is refused leaves nothing behind.
+    """
+
+    type: Literal["hold"] = "hold"
+    room: RoomId
+    generation: Positive = 1
+    prompt_tokens: Positive
+    prompt_digest: PromptDigest = b""
+    tables: tuple[WireTable, ...] | None = None
+    """The pages so far, as in Begin; none: not begun yet."""
+    computed_tokens: NonNegative = 0
+    """As in Begin."""
+    published_tokens: NonNegative = 0
+    """As in Publish; the whole prompt: finished, too."""
+    metadata: Metadata = b""
+    """As in Finish."""
+
+
+class PrefillAddress(FrozenModel):
+    """How to reach a prefill node."""
+
+    endpoint: Annotated[str, Field(max_length=500)]
+    public_key: Annotated[str, Field(max_length=40)] = ""
+
+
+class Fetch(Call):
+    """Decode, adopted pools: admit a room that these prefill nodes hold or will hold. They hear at once that we will come for it.
+
+    In one message what admission and Provide say. What is refused leaves nothing behind.
+    """
+
+    type: Literal["fetch"] = "fetch"
+    room: RoomId
+    generation: Positive = 1
+    prompt_tokens: Positive
+    prompt_digest: PromptDigest = b""
+    prefill: Annotated[tuple[PrefillAddress, ...], Field(min_length=1, max_length=MAX_STAGES)]
+    held: bool = False
+    """The prefill engine has said that it holds the room: one that its node does not know is refused without a long wait."""
+    tables: tuple[WireTable, ...] | None = None
+    """As in Provide; none: it follows when the engine has pages for the room."""
+    prefix_tokens: NonNegative = 0
+
+
 class Begin(Call):
-    """Prefill: start to compute an admitted room. Adopted pools name their pages here."""
+    """Prefill: start to compute an admitted room. Adopted pools name their pages here, those that there are."""
 
     type: Literal["begin"] = "begin"
     room: RoomId
@@ -104,6 +151,8 @@ class Publish(Call):
     room: RoomId
     upto_token: NonNegative
     layers: tuple[NonNegative, ...] | None = None
+    tables: tuple[WireTable, ...] = ()
+    """Adopted pools: further pages of the room, behind those that it has; only read where they hold published tokens only."""
     after: dict[str, StreamPoint] = Field(default_factory=dict)
     """For each rank whose pages a GPU writes, keyed by `str(rank)`: where in its work they are final."""
 
@@ -117,7 +166,7 @@ class Finish(Call):
     by_gpu: bool = False
     """A GPU may still have to write what was published: the engine lets go of the pages by Release."""
     checkpoints: Annotated[tuple[Positive, ...], Field(max_length=MAX_CHECKPOINTS)] = ()
-    """Of the checkpoints that were wanted, those that the engine has written before its last publication, in tokens."""
+    """Of the checkpoints that were wanted, those that were written before the last publication, in tokens."""
 
 
 class Provide(Call):
@@ -196,12 +245,16 @@ class AbortRoom(Call):
     reason: Text
     load_failed: bool = False
     """Since what the answer to begin or claim said is to be loaded could not be."""
+    again: bool = False
+    """Prefill: the engine computes the prompt once more, and holds the room's next generation. The room fails as `withdrawn`."""
 
 
 EngineToNode = Annotated[
     Attach
     | Detach
     | Admit
+    | Hold
+    | Fetch
     | AskRestorable
     | Begin
     | Publish
@@ -315,10 +368,12 @@ class RoomEvent(FrozenModel):
 
     type: Literal["room_event"] = "room_event"
     room: RoomId
-    generation: Positive
-    kind: Literal["wanted", "committed", "completed", "aborted", "failed", "cancel"]
-    """wanted: decode asks for pages (adopted). committed: can be claimed. completed, aborted, failed: over, the pages are
-    free again. cancel: somebody wants the claimed room to end; release it soon."""
+    generation: NonNegative
+    """Of a refused message, the one that it named; 0: it named none."""
+    kind: Literal["wanted", "committed", "completed", "aborted", "failed", "cancel", "refused"]
+    """wanted: decode asks for pages (adopted). committed: can be claimed, or is the engine's from now on where no page of it is the
+    node's (adopted, without a host pool): then nothing follows. completed, aborted, failed: over, the pages are free again. cancel:
+    the claimed room is to be released soon. refused: a message whose answer nobody waits for changed nothing (made by the link)."""
     prompt_tokens: NonNegative = 0
     prefix_tokens: NonNegative = 0
     """What decode held already, and is not sent."""
@@ -327,6 +382,10 @@ class RoomEvent(FrozenModel):
     max_new_tokens: NonNegative = 0
     code: str = ""
     reason: Text = ""
+    metadata: dict[str, bytes] = Field(default_factory=dict)
+    """On committed, where the room is handed over by this event: what each writer rank sent along, keyed by `str(rank)`."""
+    amounts: Amounts = Field(default_factory=dict)
+    phases_s: dict[str, float] = Field(default_factory=dict)
 
 
 class Detached(FrozenModel):

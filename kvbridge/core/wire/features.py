@@ -27,6 +27,8 @@ class Feature(StrEnum):
 
     DIGESTS = "digests"
     """Between nodes: a writer computes digests of what it sends when an offer asks for them (`Offer.digest`)."""
+    INTENTS = "intents"
+    """Between nodes: a prefill node holds a room without a limit for the decode node that says it will come (`Intend`)."""
     PATHS = "paths"
     """Between nodes: a room goes on over another transport when one is lost, and decode shuts the lost one first (`PathLost`)."""
     LOAD_BACK = "load_back"
@@ -41,7 +43,7 @@ class Features(FrozenModel):
     """What the other side must have."""
 
 
-PEER_FEATURES = Features(has=(Feature.DIGESTS, Feature.PATHS))
+PEER_FEATURES = Features(has=(Feature.DIGESTS, Feature.INTENTS, Feature.PATHS))
 ENGINE_FEATURES = Features(has=(Feature.LOAD_BACK,))
 DIRECTORY_FEATURES = Features()
 """What this release has and requires in each conversation."""

@@ -74,6 +74,8 @@ Phases = Annotated[
     Field(max_length=MAX_PHASES),
 ]
 
+PromptDigest = Annotated[bytes, Field(max_length=32)]
+"""What an engine that admits its own rooms says a room is of; empty: it does not say. Both sides of a room say the same."""
 Traceparent = Annotated[str, Field(max_length=200)]
 """W3C's header of that name. One that is malformed is as good as none."""
 Ago = Annotated[float, Field(ge=0, le=MAX_AGO_S, allow_inf_nan=False)]
@@ -182,11 +184,27 @@ class Rejected(FrozenModel):
     message: Text
 
 
+class Intend(RoomMessage):
+    """Decode to prefill: we will come for this room, as soon as our engine has pages for it; hold it for us until then.
+
+    Ends with our Offer, with an Abort of either side, or with the conversation.
+    """
+
+    type: Literal["intend"] = "intend"
+    prompt_tokens: Positive
+    prompt_digest: PromptDigest = b""
+    held: bool = False
+    """Our engine was told that the room is there: one that is not will hardly come."""
+
+
 class Offer(RoomMessage):
     """Decode to prefill: write this request's state here. Grants the lease on the pages until Done or Drained."""
 
     type: Literal["offer"] = "offer"
     prompt_tokens: Positive
+    prompt_digest: PromptDigest = b""
+    held: bool = False
+    """As in Intend."""
     prefix_tokens: NonNegative = 0
     tables: Annotated[tuple[WireTable, ...], Field(max_length=len(REQUEST_SPACES))]
     digest: DigestKind = DigestKind.NONE
@@ -276,6 +294,6 @@ class Heartbeat(FrozenModel):
 
 
 PeerMessage = Annotated[
-    Hello | Welcome | Rejected | Offer | Abort | Digests | Done | PathLost | Failed | Drained | Heartbeat,
+    Hello | Welcome | Rejected | Intend | Offer | Abort | Digests | Done | PathLost | Failed | Drained | Heartbeat,
     Field(discriminator="type"),
 ]

@@ -169,6 +169,8 @@ class Send(RoomMessage):
     type: Literal["send"] = "send"
     order: Positive
     section: Section
+    source: tuple[WireTable, ...] = ()
+    """Source pages that the room has got since; they follow those that the worker knows."""
     after: Annotated[tuple[StreamPoint, ...], Field(max_length=MAX_POINTS)] = ()
     """Read nothing of it before the engine's GPU has reached all of these."""
 

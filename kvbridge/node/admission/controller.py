@@ -33,6 +33,7 @@ from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter, first_end
 from kvbridge.node.admission.queue import AdmissionQueue, Waiting
 from kvbridge.node.admission.starvation import Starvation
+from kvbridge.node.room import AdmittingEngine
 from kvbridge.node.rooms import RoomRequests
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
@@ -152,14 +153,17 @@ class AdmissionController:
             raise late
         return waiter.outcome.result()
 
-    def admit_now(self, request: AdmissionRequest) -> RoomReport:
-        """Admit or refuse at once, and past nobody who waits for the same pages. Raises as `admit` does."""
+    def admit_now(self, request: AdmissionRequest, *, engine: AdmittingEngine | None = None) -> RoomReport:
+        """Admit or refuse at once, and past nobody who waits for the same pages. Raises as `admit` does.
+
+        `engine`: the one that admits the room itself, if one does, and with which it ends.
+        """
         try:
             self._require_open()
             self._check_caps(request.client)
             if self._queue:
                 self._check_unclaimed(request)
-            return self._admitted(request)
+            return self._admitted(request, engine)
         except BridgeError as error:
             self._refused(request.client, error)
             raise
@@ -193,14 +197,14 @@ class AdmissionController:
         if self.closed:
             raise NotReadyError(f"this daemon admits nothing more: {self.closed}")
 
-    def _admitted(self, request: AdmissionRequest) -> RoomReport:
+    def _admitted(self, request: AdmissionRequest, engine: AdmittingEngine | None = None) -> RoomReport:
         rooms = sum(self._rooms.in_use.values())
         if rooms >= self._limits.max_rooms:
             raise CapacityError(
                 f"this daemon has {rooms} rooms, as many as it may (admission.max_rooms); a room counts until its pages are back",
                 retry_after_s=self._retry_after(self._rates.seconds_until_a_room_ends(of=rooms, rooms=rooms)),
             )
-        report = self._requests.admit(request)
+        report = self._requests.admit(request, engine=engine)
         if self._starvation.starving:
             self._starvation.over()
         return report
@@ -256,7 +260,7 @@ class AdmissionController:
 
     def _over_cap(self, client: str, having: str, key: str, most: int) -> ClientLimitError:
         in_use = self._rooms.in_use
-        own = [reservation for reservation in self._rooms.not_begun() if reservation.client == client]
+        own = self._rooms.not_begun(client)
         seconds = self._rates.seconds_until_a_room_ends(
             of=in_use.get(client, 0), rooms=sum(in_use.values()), reserved=own
         )
@@ -290,8 +294,8 @@ class AdmissionController:
         """Count a refusal, and put into it what will be free when, and when to come back."""
         if isinstance(error, CapacityError):
             error.retry_after_s = self.retry_after_s(error)
-            having = [one for one in self._rooms.not_begun() if error.lacking.keys() & one.pages.keys()]
-            error.args = (f"{error}{first_end(having)}",)
+            if error.lacking:
+                error.args = (f"{error}{first_end(self._rooms.not_begun())}",)
         self._events.emit(RequestRefused(code=kind or error.code, client=client))
 
     def retry_after_s(self, error: CapacityError) -> float:

@@ -15,7 +15,7 @@ Quarantined pages count for nothing: nobody knows when they come back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvbridge.core.clock import Clock
@@ -133,19 +133,24 @@ class ReleaseRates:
         waits = (self._space_s(space, count, soon.get(space, 0), reserved) for space, count in lacking.items())
         return max(waits, default=0.0)
 
-    def seconds_until_a_room_ends(self, *, of: int, rooms: int, reserved: Iterable[Reservation] = ()) -> float:
-        """Estimate when the first of somebody's `of` rooms ends, when there are `rooms` in all; `reserved` are his own."""
+    def seconds_until_a_room_ends(self, *, of: int, rooms: int, reserved: Sequence[Reservation] = ()) -> float:
+        """Estimate when the first of somebody's `of` rooms ends, when there are `rooms` in all.
+
+        `reserved`: his own that nobody has begun, those that end first in front.
+        """
         rate_s = self._time_s(self._owners, rooms / max(1, of), self._clock())
-        return min([rate_s, *(reservation.ends_in_s for reservation in reserved)])
+        return min(rate_s, reserved[0].ends_in_s) if reserved else rate_s
 
     def _space_s(self, space: IndexSpace, lacking: int, soon: int, reserved: Sequence[Reservation]) -> float:
         if lacking <= soon:
             return self.usual_release_s or 0.0
         rate_s = self._time_s(self._pages.setdefault(space, _Rate()), lacking, self._clock())
         for reservation in reserved:
+            if reservation.ends_in_s >= rate_s:
+                break
             soon += reservation.pages.get(space, 0)
             if lacking <= soon:
-                return min(rate_s, reservation.ends_in_s)
+                return reservation.ends_in_s
         return rate_s
 
     def _time_s(self, rate: _Rate, count: float, now_s: float) -> float:

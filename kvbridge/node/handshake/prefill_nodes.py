@@ -47,6 +47,8 @@ class KnownNode:
     """The first layers of the instance's stages but the first."""
     ranks: tuple[Rank, ...]
     """Those of the instance's ranks that live there."""
+    features: tuple[str, ...] = ()
+    """Those that were agreed."""
 
     @property
     def name(self) -> str:
@@ -200,7 +202,7 @@ class PrefillNodes:
         if known.node is not None and known.node.peer != message.incarnation:
             self._lose(known, f"another incarnation answers at {address.endpoint}")
         facts = message.model_dump(exclude={"type", "incarnation", "model_identity", "ranks", "features"})
-        known.node = KnownNode(message.incarnation, **facts, ranks=message.ranks)
+        known.node = KnownNode(message.incarnation, **facts, ranks=message.ranks, features=known.features)
         self._events.emit(PeerAccepted(peer=message.incarnation, name=known.node.name, features=known.features))
         self._listener.nodes_changed()
 

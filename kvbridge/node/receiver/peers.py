@@ -20,11 +20,12 @@ from kvbridge.core.errors import (
 from kvbridge.core.plan.accounting import shortfall
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.receiver import ReceiverState
+from kvbridge.core.wire.features import Feature
 from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Digests, Done, Drained, Failed, PathLost
 from kvbridge.node.driver import RoomDriver
-from kvbridge.node.handshake.prefill_nodes import PrefillNodes
+from kvbridge.node.handshake.prefill_nodes import KnownNode, PrefillNodes
 from kvbridge.node.receiver.fence import ALL, Fence
-from kvbridge.node.receiver.room import ReceiverRoom, WriterNode
+from kvbridge.node.receiver.room import ASKED, ReceiverRoom, WriterNode
 from kvbridge.node.receiver.writers import WriterSets
 from kvbridge.node.room import slowest
 from kvbridge.node.room_book import RoomBook
@@ -45,13 +46,18 @@ class RoomWriters:
     sets: WriterSets
 
     def find(self, room: ReceiverRoom) -> None:
-        """Offer the room once every prefill node that it names is known; those that are not are said hello to."""
-        if room.state is not ReceiverState.RESERVED or room.unchecked:
+        """Go on with the room once every prefill node that it names is known; those that are not are said hello to."""
+        if room.state not in {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED} or room.unchecked:
             return
         try:
             found = [self.nodes.known_node(address) for address in room.addresses]
             nodes = [node for node in found if node is not None]
-            if len(nodes) == len(found):
+            if len(nodes) < len(found):
+                return
+            if room.state is ReceiverState.AWAITING_PAGES and not all(map(_holds_rooms, nodes)):
+                if room.admitted_by:
+                    room.wait_until(None)
+            else:
                 room.writers = self.sets.writers(nodes, self.workers.manifests())
                 room.peers = tuple(node.name for node in nodes)
         except BridgeError as error:
@@ -71,7 +77,7 @@ class RoomWriters:
             if writer is None:
                 continue
             writer.gone = reason
-            if room.state is ReceiverState.OFFERED and writer.missing:
+            if room.state in ASKED and writer.missing:
                 why = f"prefill node {writer.node.name} is gone: {reason}"
                 self.driver.fail(room, PeerError.code, why)
             self.driver.advance(room)
@@ -92,6 +98,11 @@ class RoomWriters:
             room.shutting.clear()
             room.shut = room.shut or (room.awaits_writers and transports == ALL)
             self.driver.advance(room)
+
+
+def _holds_rooms(node: KnownNode) -> bool:
+    """Whether a prefill node can be told that we will come; else it hears of the room by our offer."""
+    return Feature.INTENTS in node.features
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +146,7 @@ class ReceiverPeers:
         if room.state is not ReceiverState.OFFERED:
             self.driver.advance(room)  # it crossed our abort; that the writer is quiet counts all the same
             return
-        room.begin_by_s = None
+        self.rooms.drop_begin_limit(room)
         room.amounts = add_amounts(room.amounts, message.amounts)
         room.metadata[str(message.writer)] = message.metadata
         metadata_bytes = sum(map(len, room.metadata.values()))
@@ -218,7 +229,7 @@ class ReceiverPeers:
     def failed(self, peer: str, message: Failed) -> None:
         """A prefill node will not complete a room. Means nothing once the room is committed."""
         room = self.rooms.find(message.room, message.generation)
-        if room is not None and room.state is ReceiverState.OFFERED and peer in room.writers:
+        if room is not None and room.state in ASKED and peer in room.writers:
             why = f"prefill node {room.writers[peer].node.name}: {message.message}"
             self.driver.fail(room, message.code, why)
 

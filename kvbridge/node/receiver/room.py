@@ -55,12 +55,13 @@ class WriterNode:
         return self.quiet and not self.in_transit
 
 
-BEFORE_COMMIT = frozenset(
-    {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED, ReceiverState.OFFERED, ReceiverState.VERIFYING}
-)
+ASKED = frozenset({ReceiverState.INTENDED, ReceiverState.OFFERED})
+"""What prefill nodes have been asked for, and have not done."""
+BEFORE_COMMIT = ASKED | {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED, ReceiverState.VERIFYING}
 ARRIVED = frozenset({ReceiverState.COMMITTED, ReceiverState.CLAIMED})
 _WAITS_FOR = {
     ReceiverState.AWAITING_PAGES: "the decode engine to name its pages",
+    ReceiverState.INTENDED: "the decode engine to name its pages",
     ReceiverState.VERIFYING: "the digests of what has arrived",
     ReceiverState.COMMITTED: "a decode engine to claim it",
     ReceiverState.ABORTING: "its writers to be shut out",
@@ -153,7 +154,7 @@ class ReceiverRoom(Room[ReceiverState]):
     def lose(self, engine: str) -> bool:
         """See Room. One that was only expected is not waited for any more."""
         self.expected_by.discard(engine)
-        return engine in self.users
+        return engine in self.users or (engine == self.admitted_by and self.state in BEFORE_COMMIT)
 
     def let_go(self, engine: str) -> None:
         """See Room."""
@@ -192,6 +193,7 @@ class ReceiverRoom(Room[ReceiverState]):
 
 _OTHER_WORDS = {
     ReceiverState.AWAITING_PAGES: RoomState.ADMITTED,
+    ReceiverState.INTENDED: RoomState.ADMITTED,
     ReceiverState.RESERVED: RoomState.ADMITTED,
     ReceiverState.VERIFYING: RoomState.TRANSFERRING,
     ReceiverState.FAILING: RoomState.FAILED,

@@ -50,10 +50,14 @@ class ReceiverAdmission:
         settings = self.pages.settings
         room.peers = tuple(address.endpoint for address in request.prefill)
         room.addresses, room.reserved_tokens = request.prefill, request.prompt_tokens + request.max_new_tokens
-        room.begin_within(request.begin_within_s)
+        self.writers.rooms.begin_within(room, request.begin_within_s)
         if settings.adopted:
-            room.wait_until(room.created_s + settings.limits.pages_s, "timeouts.pages_s")
-            self.driver.facts.tell_engine(room)
+            if room.admitted_by:
+                room.wait_until(room.created_s + settings.limits.handshake_s, "timeouts.handshake_s")
+            else:
+                room.wait_until(room.created_s + settings.limits.pages_s, "timeouts.pages_s")
+                self.driver.facts.tell_engine(room)
+            self.writers.find(room)
         else:
             self.driver.advance(room, ReceiverEvent.PAGES)
             if self.checks.begin(room):
@@ -79,7 +83,7 @@ def receiver_rooms(ports: ReceiverPorts, settings: RoomSettings, *, clock: Clock
     checks = PrefixChecks(pages, ports.workers, clock)
     driver: RoomDriver[ReceiverRoom] = RoomDriver(ReceiverRules(ports, facts, pages, checks, clock), facts)
     writers = RoomWriters(book, driver, ports.nodes, ports.workers, WriterSets(settings.geometry))
-    waiting = frozenset({ReceiverState.AWAITING_PAGES, ReceiverState.COMMITTED})
+    waiting = frozenset({ReceiverState.AWAITING_PAGES, ReceiverState.INTENDED, ReceiverState.COMMITTED})
     engines = RoomEngines(book, driver, pages, waiting)
     verbs = ReceiverVerbs(book, driver, pages, checks, writers, clock)
     admission = ReceiverAdmission(driver, pages, writers, checks)

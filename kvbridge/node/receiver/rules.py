@@ -14,7 +14,7 @@ from kvbridge.core.clock import Clock
 from kvbridge.core.ids import Role
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverAction, ReceiverEvent, ReceiverState
-from kvbridge.core.wire.messages import Abort, Failed, Offer, to_wire
+from kvbridge.core.wire.messages import Abort, Failed, Intend, Offer, to_wire
 from kvbridge.node.driver import RoomDriver
 from kvbridge.node.receiver.prefix_checks import PrefixChecks
 from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom
@@ -30,6 +30,7 @@ log = structlog.get_logger(__name__)
 
 ENGINE_WORDS = {
     ReceiverState.AWAITING_PAGES: "wanted",
+    ReceiverState.INTENDED: "wanted",
     ReceiverState.COMMITTED: "committed",
     ReceiverState.ABORTING_CLAIMED: "cancel",
     ReceiverState.FAILING_CLAIMED: "cancel",
@@ -38,6 +39,13 @@ ENGINE_WORDS = {
     ReceiverState.FAILED: "failed",
 }
 """What engines are told, by the state that the room is in."""
+_LIMITS = {
+    ReceiverState.RESERVED: "handshake_s",
+    ReceiverState.OFFERED: "room_s",
+    ReceiverState.VERIFYING: "verify_s",
+    ReceiverState.COMMITTED: "claim_s",
+}
+"""Keys of `timeouts`: how long a room may stay in a state."""
 
 
 @dataclass(slots=True)
@@ -52,11 +60,14 @@ class ReceiverRules:
     checks: PrefixChecks
     clock: Clock
 
-    @staticmethod
-    def next_event(room: ReceiverRoom) -> ReceiverEvent | None:
+    def next_event(self, room: ReceiverRoom) -> ReceiverEvent | None:
         """See RoomRules."""
         if room.state is ReceiverState.RESERVED and room.writers:
             return ReceiverEvent.WRITERS_KNOWN
+        if room.state is ReceiverState.AWAITING_PAGES and room.writers:
+            return ReceiverEvent.WRITERS_KNOWN
+        if room.state is ReceiverState.COMMITTED and self.pages.settings.hands_over:
+            return ReceiverEvent.HANDED_OVER
         if room.state is ReceiverState.OFFERED and room.arrived and not room.shutting:
             return ReceiverEvent.ALL_DONE if room.verification is None else ReceiverEvent.ARRIVED
         if room.awaits_writers and not room.active and (room.shut or room.clean):
@@ -66,27 +77,25 @@ class ReceiverRules:
     def entered(self, room: ReceiverRoom) -> None:
         """See RoomRules."""
         now_s, limits = self.clock(), self.pages.settings.limits
-        if room.state not in {ReceiverState.RESERVED, ReceiverState.OFFERED}:
-            room.begin_by_s = None
-        match room.state:
-            case ReceiverState.RESERVED:
-                room.wait_until(now_s + limits.handshake_s, "timeouts.handshake_s")
-            case ReceiverState.OFFERED:
-                room.wait_until(now_s + limits.room_s, "timeouts.room_s")
-            case ReceiverState.VERIFYING:
-                room.wait_until(now_s + limits.verify_s, "timeouts.verify_s")
-            case ReceiverState.COMMITTED:
-                self._committed(room, now_s)
-                room.wait_until(now_s + limits.claim_s, "timeouts.claim_s")
-            case ReceiverState.CLAIMED:
-                pass  # The other engines of the node still have what is left of `claim_s`.
-            case _ if room.awaits_writers or room.awaits_readers:
-                room.wait_until(now_s + limits.drain_s, "timeouts.drain_s")
-                self.pages.expect_free(room)
-            case _:
-                room.wait_until(None)
+        if room.state not in {ReceiverState.INTENDED, ReceiverState.RESERVED, ReceiverState.OFFERED}:
+            self.facts.rooms.drop_begin_limit(room)
+        if room.state is ReceiverState.COMMITTED:
+            self._committed(room, now_s)
+        limit = _LIMITS.get(room.state)
+        if limit is not None:
+            room.wait_until(now_s + getattr(limits, limit), f"timeouts.{limit}")
+        elif room.awaits_writers or room.awaits_readers:
+            room.wait_until(now_s + limits.drain_s, "timeouts.drain_s")
+            self.pages.expect_free(room)
+        elif not self._waits_on(room):
+            room.wait_until(None)
         if room.over and room.claimed_s:
             self.facts.phases_ended(room, {"claim_to_release": now_s - room.claimed_s})
+
+    @staticmethod
+    def _waits_on(room: ReceiverRoom) -> bool:
+        """Whether what is left of the wait before goes on: for the other engines of the node, for pages that a router asked for."""
+        return room.state is ReceiverState.CLAIMED or (room.state is ReceiverState.INTENDED and not room.admitted_by)
 
     def _committed(self, room: ReceiverRoom, now_s: float) -> None:
         room.committed_s = now_s
@@ -98,8 +107,8 @@ class ReceiverRules:
     def act(self, room: ReceiverRoom, action: StrEnum) -> None:
         """See RoomRules."""
         match action:
-            case ReceiverAction.OFFER:
-                self._offer(room)
+            case ReceiverAction.INTEND | ReceiverAction.OFFER:
+                self._ask(room, action)
             case ReceiverAction.TELL_ABORT:
                 self._tell_abort(room)
             case ReceiverAction.VERIFY:
@@ -115,9 +124,31 @@ class ReceiverRules:
                 room.forget_details()
                 self.facts.rooms.ended(room)
             case ReceiverAction.TELL_ENGINE:
-                self.facts.tell_engine(room)
+                self._tell_engine(room)
 
-    def _offer(self, room: ReceiverRoom) -> None:
+    def _tell_engine(self, room: ReceiverRoom) -> None:
+        event = self.facts.event(room)
+        if room.state is ReceiverState.COMMITTED and self.pages.settings.hands_over:
+            result = {"metadata": room.metadata, "amounts": room.amounts, "phases_s": room.phases_s}
+            event = event.model_copy(update=result)
+        self.facts.engines.push(event)
+
+    def _ask(self, room: ReceiverRoom, action: StrEnum) -> None:
+        asking: Intend | Offer = self._intent(room) if action is ReceiverAction.INTEND else self._offer(room)
+        for peer in room.writers:
+            self.ports.nodes.send(peer, asking)
+
+    @staticmethod
+    def _intent(room: ReceiverRoom) -> Intend:
+        return Intend(
+            room=room.room,
+            generation=room.generation,
+            prompt_tokens=room.prompt_tokens,
+            prompt_digest=room.prompt_digest,
+            held=room.held,
+        )
+
+    def _offer(self, room: ReceiverRoom) -> Offer:
         self.pages.lease(room)
         room.offered_s = self.clock()
         room.phases_s["admit_to_offer"] = room.offered_s - room.created_s
@@ -128,17 +159,17 @@ class ReceiverRules:
                 prompt_tokens=room.prompt_tokens,
                 prefix_tokens=room.prefix_tokens,
             )
-        offer = Offer(
+        return Offer(
             room=room.room,
             generation=room.generation,
             prompt_tokens=room.prompt_tokens,
+            prompt_digest=room.prompt_digest,
+            held=room.held,
             prefix_tokens=room.prefix_tokens,
             tables=to_wire(self.pages.own_tables(room)),
             digest=self.pages.settings.digest,
             traceparent=room.trace.part(COMMIT).traceparent if room.trace is not None else "",
         )
-        for peer in room.writers:
-            self.ports.nodes.send(peer, offer)
 
     def _keep(self, room: ReceiverRoom, action: StrEnum) -> None:
         answer = room.answer if self.pages.settings.keeps_answers else None

@@ -43,13 +43,19 @@ class ReceiverVerbs:
         room, tables = self.rooms.get(message.room), tables_from_wire(message.tables)
         if not self.pages.settings.adopted:
             raise ConflictError("this node owns its pools: pages are not provided by the engine")
-        if room.state is not ReceiverState.AWAITING_PAGES:
+        if room.state not in {ReceiverState.AWAITING_PAGES, ReceiverState.INTENDED}:
             raise ConflictError(f"room {room.room} does not wait for pages (state '{user_state(room)}')")
         if IndexSpace.HOST in tables:
             raise InvalidInputError("host pages belong to the daemon; provide device spaces only")
         self._check_prefix(message.prefix_tokens, room.prompt_tokens)
-        together = room.tables | tables
-        tables_cover(together, self.pages.settings.geometry, tokens=room.prompt_tokens, host=self.pages.settings.host)
+        settings = self.pages.settings
+        tables_cover(
+            room.tables | tables,
+            settings.geometry,
+            tokens=room.prompt_tokens,
+            host=settings.host,
+            prefix_tokens=message.prefix_tokens,
+        )
         self.pages.adopt(room, tables, cached_tokens=message.prefix_tokens, written_by_peers=True)
         room.prefix_tokens = message.prefix_tokens
         self.driver.advance(room, ReceiverEvent.PAGES)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.ids import Rank
+from kvbridge.core.geometry.pages import tables_cover, tables_hold
+from kvbridge.core.geometry.tables import further_tables, joined_tables, tables_from_wire
+from kvbridge.core.ids import Rank, Tables
 from kvbridge.core.session.sender import SenderState
 from kvbridge.core.wire.engine_messages import Publish
 from kvbridge.core.wire.messages import to_wire
@@ -52,7 +54,7 @@ class Orders:
             self._pages.lease(room)
             for rank, work in room.ranks.items():
                 self._ports.workers.send(rank, opening)
-                work.open = True
+                work.open, work.further = True, {}
         self.flush(room)
 
     def publish(self, engine: AttachedEngine, message: Publish) -> None:
@@ -67,10 +69,37 @@ class Orders:
             raise InvalidInputError(f"publish names layers {unknown}, which the ranks of this engine do not hold")
         for rank in engine.ranks:
             room.ranks[rank].progress.check(upto_token, chosen[rank])
+        self._take_published(room, message)
         for rank in engine.ranks:
             room.ranks[rank].progress.publish(upto_token, chosen[rank])
             room.ranks[rank].note_point(message.after.get(str(rank)))
-        self.flush(room)
+        self.open(room)
+
+    def _take_published(self, room: SenderRoom, message: Publish) -> None:
+        """Adopted pools: take further pages, and see that there is one for everything that is published."""
+        geometry, tables = self._pages.settings.geometry, tables_from_wire(message.tables)
+        if not self._pages.settings.adopted:
+            if tables:
+                raise InvalidInputError("this node owns its pools: `publish` takes no page tables")
+            return
+        together = joined_tables(room.tables, further_tables(room.tables, tables))
+        if message.upto_token == room.prompt_tokens:
+            tables_cover(together, geometry, tokens=room.prompt_tokens)
+        else:
+            tables_hold(together, geometry, tokens=message.upto_token)
+        # What is final on all layers nobody writes any more: other rooms of the same prefix may name it as well.
+        self.take_pages(room, tables, cached_tokens=message.upto_token if message.layers is None else 0)
+
+    def take_pages(self, room: SenderRoom, tables: Tables, *, cached_tokens: int = 0) -> None:
+        """Adopted pools: book the pages of a room that it has not yet, and let its workers know of them with their next order.
+
+        Raises ConflictError for others than those that it has, and as PageBook.adopt does.
+        """
+        further = further_tables(room.tables, tables)
+        if further:
+            self._pages.adopt(room, further, cached_tokens=cached_tokens, written_by_peers=False)
+        for work in room.ranks.values():
+            work.further = joined_tables(work.further, further)
 
     def flush(self, room: SenderRoom) -> None:
         """Order what has been published and not been ordered yet."""
@@ -82,11 +111,19 @@ class Orders:
             if sections:  # else a later order waits for them
                 work.after.clear()
             for section in sections:
+                further, work.further = work.further, {}
                 self._last += 1
                 transport = self._ports.nodes.transport(room.peer, rank)
                 work.order_began(self._last, transport, self._clock())
                 work.phases_s.setdefault("offer_to_order", self._clock() - room.offered_s)
-                order = Send(room=room.room, generation=room.generation, order=self._last, section=section, after=after)
+                order = Send(
+                    room=room.room,
+                    generation=room.generation,
+                    order=self._last,
+                    section=section,
+                    source=to_wire(further),
+                    after=after,
+                )
                 self._ports.events.emit(OrderBegan(**room.identity, rank=rank, order=self._last, transport=transport))
                 self._ports.workers.send(rank, order)
 

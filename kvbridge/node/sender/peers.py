@@ -8,14 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvbridge.core.clock import Clock
-from kvbridge.core.errors import BridgeError, ConflictError, PeerError, StaleError, UnknownRoomError
+from kvbridge.core.errors import BridgeError, ConflictError, KeyMismatchError, PeerError, StaleError, UnknownRoomError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.session.sender import SenderEvent, SenderState
-from kvbridge.core.wire.messages import REASON_CHARS, Abort, Drained, Failed, Offer
+from kvbridge.core.wire.messages import REASON_CHARS, Abort, Drained, Failed, Intend, Offer
 from kvbridge.node.driver import RoomDriver
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
+from kvbridge.node.room import named
 from kvbridge.node.room_book import RoomBook
-from kvbridge.node.sender.offers import EarlyOffers, check_offer
+from kvbridge.node.sender.offers import Asking, EarlyOffers, check_offer
 from kvbridge.node.sender.room import SenderRoom, user_state
 from kvbridge.node.sender.workers import SenderWorkers
 from kvbridge.telemetry.context import parse_traceparent
@@ -34,43 +35,53 @@ class SenderPeers:
     geometry: ModelGeometry
     clock: Clock
 
-    def offer(self, peer: str, offer: Offer) -> None:
-        """A decode node names the destination of a room, perhaps before the room is admitted here."""
-        room = self.rooms.find(offer.room, offer.generation)
+    def offer(self, peer: str, message: Asking) -> None:
+        """A decode node names the destination of a room, or says that it will; perhaps before the room is admitted here."""
+        room = self.rooms.find(message.room, message.generation)
         if room is not None:
-            self._take_offer(room, peer, offer)
+            self._take(room, peer, message)
             return
-        newest = self.rooms.newest_generation(offer.room)
-        if offer.generation < newest:
-            stale = f"generation {offer.generation} of the room is older than {newest}, which prefill works on"
-            self._refuse_offer(peer, offer, StaleError.code, stale)
+        newest = self.rooms.newest_generation(message.room)
+        if message.generation < newest:
+            stale = f"generation {message.generation} of the room is older than {newest}, which prefill works on"
+            self._refuse(peer, message, StaleError.code, stale)
             return
-        turned_away = self.early.put(peer, offer)
+        turned_away = self.early.put(peer, message)
         if turned_away is not None:
-            self._refuse_offer(
+            self._refuse(
                 turned_away.peer,
                 turned_away.offer,
                 UnknownRoomError.code,
                 "the room is not admitted on the prefill side, and another offer has taken this one's place",
             )
 
-    def _take_offer(self, room: SenderRoom, peer: str, offer: Offer) -> None:
-        if room.peer == peer:
+    def _take(self, room: SenderRoom, peer: str, message: Asking) -> None:
+        if room.peer == peer and (room.is_offered or isinstance(message, Intend)):
             # Sent again, or a second thought: neither may end what the first offer began.
-            self.driver.facts.refuse_message(peer, offer, "duplicate_offer")
+            self.driver.facts.refuse_message(peer, message, f"duplicate_{message.type}")
             return
-        if room.state is not SenderState.ADMITTED:
-            why = room.reason or f"the room is already {user_state(room)} on the prefill side"
-            self._refuse_offer(peer, offer, room.reason_code or ConflictError.code, why)
+        mine = room.state is SenderState.AWAITED and room.peer == peer
+        if room.state is not SenderState.ADMITTED and not mine:
+            why = room.reason or f"the room is already {user_state(room)} on the prefill side, for {named(room.peers)}"
+            self._refuse(peer, message, room.reason_code or ConflictError.code, why)
             return
         try:
-            check_offer(offer, self.geometry, prompt_tokens=room.prompt_tokens)
+            check_offer(message, self.geometry, prompt_tokens=room.prompt_tokens, prompt_digest=room.prompt_digest)
+        except KeyMismatchError as error:  # whoever it is for may still come
+            self._refuse(peer, message, error.code, str(error))
+            return
         except BridgeError as error:
-            self._refuse_offer(peer, offer, error.code, str(error))
+            self._refuse(peer, message, error.code, str(error))
             self.driver.fail(room, error.code, str(error))
             return
-        room.peer, room.destination, room.offered_s = peer, offer.tables, self.clock()
-        room.peers = (self.nodes.name(peer),)
+        room.peer, room.peers = peer, (self.nodes.name(peer),)
+        if isinstance(message, Offer):
+            self._take_offer(room, message)
+        else:
+            self.driver.advance(room, SenderEvent.INTENT)
+
+    def _take_offer(self, room: SenderRoom, offer: Offer) -> None:
+        room.destination, room.offered_s, room.is_offered = offer.tables, self.clock(), True
         room.prefix_tokens, room.digest = offer.prefix_tokens, offer.digest
         trace = parse_traceparent(offer.traceparent)
         if room.trace is None and trace is not None:  # admitted by an engine, or by a caller that names no trace
@@ -80,20 +91,20 @@ class SenderPeers:
         self.driver.advance(room, SenderEvent.OFFER)
         self.workers.settle(room)
 
-    def _refuse_offer(self, peer: str, offer: Offer, code: str, message: str) -> None:
+    def _refuse(self, peer: str, asking: Asking, code: str, message: str) -> None:
         """Nothing was ever written for this offer, nor will be: saying so at once is the truth."""
-        self.driver.facts.refuse_message(peer, offer, code)
+        self.driver.facts.refuse_message(peer, asking, code)
         text = message[:REASON_CHARS]
-        self.nodes.send(peer, Failed(room=offer.room, generation=offer.generation, code=code, message=text))
-        self.nodes.send(peer, Drained(room=offer.room, generation=offer.generation))
+        self.nodes.send(peer, Failed(room=asking.room, generation=asking.generation, code=code, message=text))
+        self.nodes.send(peer, Drained(room=asking.room, generation=asking.generation))
 
     def abort(self, peer: str, message: Abort) -> None:
         """The decode side wants a room stopped. Always answered with Drained, at once or when it is quiet."""
         self.early.withdraw(peer, message.room, message.generation)
         room = self.rooms.find(message.room, message.generation)
         if room is None or room.peer != peer:
-            # We do not write to this peer's pages of the room, and its offer, if any, is withdrawn. An Abort follows
-            # its Offer on one ordered link, so a room that has taken no offer of this peer is not its to end.
+            # We do not write to this peer's pages of the room, and what it asked for, if anything, is withdrawn. An Abort
+            # follows that on one ordered link, so a room that has taken nothing of this peer is not its to end.
             self.nodes.send(peer, Drained(room=message.room, generation=message.generation))
             return
         self.driver.stop(room, f"by the decode side: {message.message}", message.code)
@@ -117,10 +128,18 @@ class SenderPeers:
         """A room is there: its offer may have come before."""
         early = self.early.take(room.room, room.generation)
         if early is not None:
-            self._take_offer(room, early.peer, early.offer)
+            self._take(room, early.peer, early.offer)
+
+    def not_admitted(self, room: int, generation: int, error: BridgeError) -> None:
+        """A room will not be there: whoever asked for it before need not wait."""
+        early = self.early.take(room, generation)
+        if early is not None:
+            self._refuse(early.peer, early.offer, error.code, f"prefill did not admit the room: {error}")
 
     def tick(self) -> None:
         """Refuse offers whose rooms are not admitted in time."""
         for late in self.early.expired():
             why = "the room was never admitted on the prefill side (limit: timeouts.early_offer_s)"
-            self._refuse_offer(late.peer, late.offer, UnknownRoomError.code, why)
+            if late.offer.held:
+                why = "prefill holds no such room (any more): it was never there, somebody else has had it, or it has ended"
+            self._refuse(late.peer, late.offer, UnknownRoomError.code, why)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvbridge.core.errors import ConflictError
 from kvbridge.core.geometry.checkpoints import CheckpointCause
-from kvbridge.core.ids import PageTable, Rank
+from kvbridge.core.ids import PageTable, Rank, Tables
 from kvbridge.core.plan.digest_sums import DigestSums
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Amounts
@@ -60,6 +60,8 @@ class RankWork:
     done: bool = False
     open: bool = False
     """The worker has the room, and has not yet proved that it let it go."""
+    further: Tables = field(default_factory=dict)
+    """Source pages that the worker has not been told of, since it has the room."""
 
     def order_began(self, order: int, transport: str, now_s: float) -> None:
         """The worker is told to send something over `transport`."""
@@ -101,7 +103,9 @@ class SenderRoom(Room[SenderState]):
     ranks: dict[Rank, RankWork] = field(default_factory=dict)
     """Empty once the room has been concluded."""
     peer: str = ""
-    """The decode node whose offer was taken; empty before."""
+    """The decode node whose intent or offer was taken; empty before."""
+    is_offered: bool = False
+    """Whether its offer was."""
     destination: tuple[WireTable, ...] = ()
     digest: DigestKind = DigestKind.NONE
     """What the decode node asks for."""
@@ -136,10 +140,11 @@ class SenderRoom(Room[SenderState]):
     @property
     def waits_for(self) -> str:
         """See Room."""
+        begin = "" if self.begun else "a prefill engine to begin it, and for "
         match self.state:
-            case SenderState.ADMITTED:
-                begin = "" if self.begun else "a prefill engine to begin it, and for "
-                return f"{begin}the decode node to offer its pages"
+            case SenderState.ADMITTED | SenderState.AWAITED:
+                who = f" {named(self.peers)}" if self.peers else ""
+                return f"{begin}the decode node{who} to offer its pages" + (", as it said it will" if who else "")
             case SenderState.SENDING if not self.begun:
                 return "a prefill engine to begin it"
             case SenderState.SENDING if not all(work.finished for work in self.ranks.values()):
@@ -160,7 +165,7 @@ class SenderRoom(Room[SenderState]):
     def lose(self, engine: str) -> bool:
         """See Room. What it has begun and not finished nobody else will finish."""
         unfinished = any(work.engine == engine and not work.finished for work in self.ranks.values())
-        return unfinished or engine in self.writing
+        return unfinished or engine in self.writing or engine == self.admitted_by
 
     def let_go(self, engine: str) -> None:
         """See Room."""
@@ -193,7 +198,11 @@ class SenderRoom(Room[SenderState]):
         self.checkpoint, self.checkpoints, self.load = None, {}, None
 
 
-_OTHER_WORDS = {SenderState.SENDING: RoomState.TRANSFERRING, SenderState.FAILING: RoomState.FAILED}
+_OTHER_WORDS = {
+    SenderState.AWAITED: RoomState.ADMITTED,
+    SenderState.SENDING: RoomState.TRANSFERRING,
+    SenderState.FAILING: RoomState.FAILED,
+}
 _USER_STATE = {state: _OTHER_WORDS.get(state) or RoomState(state.value) for state in SenderState}
 
 

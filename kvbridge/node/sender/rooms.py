@@ -53,7 +53,8 @@ class SenderAdmission:
             room.ranks[rank] = RankWork(progress)
         self.checkpoints.admitted(room)
         room.wait_until(room.created_s + limits.offer_s, "timeouts.offer_s")
-        room.begin_within(request.begin_within_s, or_else=(limits.begin_s, "timeouts.begin_s"))
+        if not room.admitted_by:
+            self.peers.rooms.begin_within(room, request.begin_within_s, or_else=(limits.begin_s, "timeouts.begin_s"))
         self.peers.admitted(room)
 
 

@@ -56,8 +56,8 @@ class SenderRules:
     def entered(self, room: SenderRoom) -> None:
         """See RoomRules."""
         now_s, limits = self.clock(), self.pages.settings.limits
-        if room.state is not SenderState.SENDING:
-            room.begin_by_s = None
+        if room.state not in {SenderState.AWAITED, SenderState.SENDING}:
+            self.facts.rooms.drop_begin_limit(room)
         match room.state:
             case SenderState.SENDING:
                 room.wait_until(now_s + limits.room_s, "timeouts.room_s")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import ConflictError, InvalidInputError
-from kvbridge.core.geometry.pages import tables_cover
-from kvbridge.core.geometry.tables import same_tables, tables_from_wire
+from kvbridge.core.geometry.pages import tables_hold
+from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import Tables
 from kvbridge.core.wire.engine_messages import AskRestorable, Begin, Finish, Loaded, Pages, Release, Restorable
 from kvbridge.node.driver import RoomDriver
@@ -82,7 +82,7 @@ class SenderVerbs:
         if not self.pages.settings.adopted:
             room.writing.add(engine.name)
         room.phases_s.setdefault("admit_to_begin", self.clock() - room.created_s)
-        room.begin_by_s = None
+        self.rooms.drop_begin_limit(room)
         self.driver.facts.events.emit(RoomBegun(**room.identity, engine=engine.name))
         self.driver.facts.show(room)
         self.orders.open(room)
@@ -104,20 +104,17 @@ class SenderVerbs:
                     "this node owns its pools: `begin` takes no page tables, and no computed_tokens; it returns them"
                 )
             return
-        if computed_tokens >= room.prompt_tokens:
+        if computed_tokens > room.prompt_tokens:
             raise InvalidInputError(
-                f"computed_tokens must be less than the {room.prompt_tokens} tokens of the prompt, of which the engine computes "
-                f"at least one, got {computed_tokens}"
+                f"computed_tokens must be at most the {room.prompt_tokens} tokens of the prompt, got {computed_tokens}"
             )
-        if room.tables:
-            if not same_tables(room.tables, tables) or room.computed_tokens != computed_tokens:
-                raise ConflictError(
-                    f"room {room.room} was begun with other page tables or computed_tokens on another rank; all ranks name the "
-                    "same pages, and read and write the same of them"
-                )
-            return
-        tables_cover(tables, self.pages.settings.geometry, tokens=room.prompt_tokens)
-        self.pages.adopt(room, tables, cached_tokens=computed_tokens, written_by_peers=False)
+        if room.begun and room.computed_tokens != computed_tokens:
+            raise ConflictError(
+                f"room {room.room} was begun with {room.computed_tokens} computed_tokens on another rank, not {computed_tokens}; "
+                "all ranks read and write the same pages"
+            )
+        tables_hold(tables, self.pages.settings.geometry, tokens=computed_tokens)
+        self.orders.take_pages(room, tables, cached_tokens=computed_tokens)
         room.computed_tokens = computed_tokens
 
     def finish(self, engine: AttachedEngine, message: Finish) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -10,20 +11,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbridge.core.errors import DeadlineError, PeerError
+from kvbridge.core.errors import DeadlineError, NotReadyError, PeerError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import NodeToWorker, Shutdown, WorkerClosed, WorkerFailed, WorkerToNode
 from kvbridge.engine import adopted
 from kvbridge.engine.adopted import AdoptedWorker
-from kvbridge.engine.attachment import Attachment
+from kvbridge.engine.attachment import Attachment, WorkerEnd
 from kvbridge.worker import lifecycle as worker_life
-from kvbridge.worker.lifecycle import serve_rank
+from kvbridge.worker.lifecycle import NoNodeError, UnclosedError, serve_rank
 
 RANK = Rank(pp=0, tp=0)
 
 
 class NodeOf:
     """A node's end of a worker's link: it gives the answers that it was made with, and then falls silent."""
+
+    daemon, daemon_ended = "first", False
 
     def __init__(self, *answers: NodeToWorker) -> None:
         self.answers, self.said = deque(answers), []
@@ -95,6 +98,71 @@ def test_only_a_worker_that_has_closed_its_transports_says_so(monkeypatch, close
     for name in ("bring_memory", "_identity"):
         monkeypatch.setattr(worker_life, name, lambda *args, **fields: None)
     node = NodeOf(Shutdown())
-    with pytest.raises(PeerError):
+    with pytest.raises(PeerError if closes else UnclosedError):
         serve_rank(node, RANK, setup_timeout_s=1, adopted=(object(),))
     assert [type(message) for message in node.said[1:]] == [WorkerFailed, *([WorkerClosed] if closes else [])]
+
+
+def lives(monkeypatch, *endings: BaseException | None) -> AdoptedWorker:
+    """A worker that ends like this, one life after another, and whose last life goes on until it is closed."""
+    left = deque(endings)
+    monkeypatch.setattr(adopted, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(adopted, "open_node_link", lambda path, name: NodeOf())
+
+    def serve(*args, stopped, **fields) -> None:
+        if not left:
+            go_on = threading.Event()
+            while not stopped():
+                go_on.wait(0.001)
+            return
+        ending = left.popleft()
+        if ending is not None:
+            raise ending
+
+    monkeypatch.setattr(adopted, "serve_rank", serve)
+    return AdoptedWorker(Path("/nowhere"), RANK, ())
+
+
+def ends_of(worker: AdoptedWorker, count: int) -> list[str]:
+    found: list[str] = []
+    deadline_s = time.monotonic() + 20
+    while len(found) < count and time.monotonic() < deadline_s:
+        found += [end.reason for end in worker.ends()]
+        time.sleep(0.001)
+    return found
+
+
+def test_a_worker_that_has_ended_says_so_and_comes_back(monkeypatch):
+    worker = lives(monkeypatch, PeerError("the node has gone"), NoNodeError("nobody there"), None, ValueError("?"))
+    assert ends_of(worker, 3) == ["the node has gone", "its node has ended it", "?"]
+    worker.close(20)
+    assert worker.ends() == []
+
+
+@pytest.mark.parametrize(("ending", "gone"), [(ValueError("?"), False), (None, True)])
+def test_an_end_says_of_which_node_and_whether_that_has_ended_too(monkeypatch, ending, gone):
+    worker = lives(monkeypatch, ending)
+    ends: list[WorkerEnd] = []
+    deadline_s = time.monotonic() + 20
+    while not ends and time.monotonic() < deadline_s:
+        ends = worker.ends()
+        time.sleep(0.001)
+    worker.close(20)
+    assert [(end.node, end.node_gone) for end in ends] == [("first", gone)]
+    assert worker.node == ""
+
+
+def test_a_worker_that_has_not_closed_its_transports_never_says_that_it_has_ended_nor_comes_back(monkeypatch):
+    worker = lives(monkeypatch, UnclosedError("nixl hangs"), PeerError("never raised"))
+    worker._thread.join(20)
+    assert not worker._thread.is_alive()
+    assert worker.ends() == []
+
+
+def test_nothing_has_begun_where_nobody_listens():
+    class Nobody(NodeOf):
+        def send(self, message: WorkerToNode) -> None:
+            raise NotReadyError("no daemon answers there yet")
+
+    with pytest.raises(NoNodeError):
+        serve_rank(Nobody(), RANK, setup_timeout_s=1, adopted=(object(),))

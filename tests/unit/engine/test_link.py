@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import tempfile
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from kvbridge.core.errors import BridgeError
+from kvbridge.core.errors import BridgeError, NotReadyError
+from kvbridge.core.wire.engine_messages import (
+    Accepted,
+    EngineToNode,
+    Finish,
+    Hold,
+    NodeToEngine,
+    Publish,
+    Refused,
+    RoomEvent,
+)
 from kvbridge.engine import DecodeEngine
+from kvbridge.engine.link import EngineLink
 
 
 def test_the_runtime_directory_may_be_relative_to_where_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,3 +32,68 @@ def test_the_runtime_directory_may_be_relative_to_where_the_engine_runs(monkeypa
         with pytest.raises(BridgeError) as raised:
             DecodeEngine.attach("run", call_timeout_s=0.1)
     assert "must be absolute" not in str(raised.value)
+
+
+class Node:
+    """A node's end of an engine's link, which answers what it is told to, in its own time."""
+
+    def __init__(self, *answers: NodeToEngine) -> None:
+        self.answers, self.said = deque(answers), []
+        self.reads = True
+
+    def send(self, message: EngineToNode, timeout_s: float) -> None:
+        if not self.reads:
+            raise NotReadyError(f"could not send within {timeout_s} s")
+        self.said.append((message, timeout_s))
+
+    def receive(self, timeout_s: float) -> NodeToEngine | None:
+        return self.answers.popleft() if self.answers else None
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def link() -> Iterator[EngineLink]:
+    with tempfile.TemporaryDirectory(prefix="kvb-", dir="/tmp") as folder:
+        made = EngineLink(Path(folder), name="engine", timeout_s=20)
+        made._client.close()
+        made._client = Node()
+        yield made
+
+
+def test_a_refusal_that_nobody_waits_for_is_an_event_of_its_room(link: EngineLink) -> None:
+    for room in (5, 6, 7):
+        link.post(Publish(call=link.number(), room=room, upto_token=1))
+    assert [timeout_s for _, timeout_s in link._client.said] == [0.0] * 3
+    committed = RoomEvent(room=9, generation=1, kind="committed")
+    refused = Refused(call=2, code="conflict", message="it is over")
+    link._client.answers.extend((Accepted(call=1), committed, refused, refused))
+    assert link.events() == [
+        committed,
+        RoomEvent(room=6, generation=0, kind="refused", code="conflict", reason="it is over"),
+    ]
+    link._client.answers.append(Accepted(call=3))
+    assert link.events() == []
+    assert not link._posted
+
+
+def test_a_refusal_says_which_generation_the_message_named(link: EngineLink) -> None:
+    link.post(Hold(call=link.number(), room=5, generation=3, prompt_tokens=16))
+    link._client.answers.append(Refused(call=1, code="conflict", message="it is over"))
+    assert [event.generation for event in link.events()] == [3]
+
+
+def test_a_call_passes_the_answers_that_nobody_waits_for(link: EngineLink) -> None:
+    link.post(Publish(call=link.number(), room=5, upto_token=1))
+    refused = Refused(call=1, code="conflict", message="it is over")
+    link._client.answers.extend((refused, Accepted(call=2)))
+    assert link.call(Finish(call=link.number(), room=6), Accepted) == Accepted(call=2)
+    assert [event.kind for event in link.events()] == ["refused"]
+
+
+def test_a_node_that_does_not_read_is_not_waited_for(link: EngineLink) -> None:
+    link._client.reads = False
+    with pytest.raises(NotReadyError, match="could not send within"):
+        link.post(Publish(call=link.number(), room=5, upto_token=1))
+    assert not link._posted

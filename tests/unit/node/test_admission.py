@@ -70,7 +70,7 @@ class Rooms:
         self.book.require_possible(demand)
         return demand
 
-    def admit(self, request: AdmissionRequest) -> RoomReport:
+    def admit(self, request: AdmissionRequest, **_: object) -> RoomReport:
         demand = self.demand(request)
         room = request.room or 1_000 + len(self.admitted)
         self.book.reserve(Owner(room, 1), demand)
@@ -83,8 +83,8 @@ class Rooms:
     def in_use(self) -> Counter[str]:
         return self.used
 
-    def not_begun(self) -> list[Reservation]:
-        return self.reserved
+    def not_begun(self, client: str | None = None) -> list[Reservation]:
+        return self.reserved if client is None else [one for one in self.reserved if one.client == client]
 
     def end(self, room: int) -> None:
         self.used[self.clients.pop(room)] -= 1
@@ -466,6 +466,32 @@ async def test_a_refusal_names_the_rooms_that_nobody_has_begun_and_their_end(mad
     assert "2 rooms there have been begun by no prefill engine, the first ends in 7.0 s" in str(caught.value)
 
 
+class LookedAt(list[Reservation]):
+    """Counts how many of them were looked at."""
+
+    looks = 0
+
+    def __getitem__(self, index):
+        self.looks += 1
+        return super().__getitem__(index)
+
+    def __iter__(self):
+        return (self[index] for index in range(len(self)))
+
+
+async def test_what_a_refusal_takes_does_not_grow_with_the_rooms(made):
+    """A node that is full refuses more than it admits: what it spends on that is taken from the rooms that it has."""
+    bench = made()
+    for room in range(100, 100 + PAGES):
+        bench.now(room)
+    churn(bench, every_s=0.5, times=100)
+    bench.rooms.reserved = rooms = LookedAt(not_begun(*range(7, 1_007)))
+    with pytest.raises(CapacityError, match="1000 rooms there have been begun by no prefill engine") as caught:
+        bench.now(2)
+    assert caught.value.retry_after_s == pytest.approx(0.5, rel=0.1)
+    assert rooms.looks <= 2
+
+
 async def test_a_client_at_its_cap_is_told_when_its_own_room_ends(made):
     bench = made(client_max_rooms=1)
     bench.now(1, client="a")
@@ -607,7 +633,7 @@ async def test_a_room_that_waited_is_its_own_callers_when_somebody_elses_pages_c
     bench.now(1, pages=PAGES)
     seen: list[str] = []
     admit = bench.rooms.admit
-    bench.rooms.admit = lambda request: (seen.append(REQUEST_ID.get()), admit(request))[1]
+    bench.rooms.admit = lambda request, **_: (seen.append(REQUEST_ID.get()), admit(request))[1]
     bound = REQUEST_ID.set("of-the-one-that-waits")
     waiting = await bench.waits(2)
     REQUEST_ID.reset(bound)

@@ -54,7 +54,7 @@ class Rooms:
         self.book.require_possible(demand)
         return demand
 
-    def admit(self, request: AdmissionRequest) -> RoomReport:
+    def admit(self, request: AdmissionRequest, **_: object) -> RoomReport:
         pages, room = request.prompt_tokens, request.room or 1_000
         keys = prompt(request.client, pages)
         self.got[room] = self.cache.admit(Owner(room, 1), keys, lambda shared: {FULL: pages - shared[FULL]})
@@ -65,7 +65,7 @@ class Rooms:
     def in_use(self) -> Mapping[str, int]:
         return Counter({"": len(self.got)})
 
-    def not_begun(self) -> list[Reservation]:
+    def not_begun(self, client: str | None = None) -> list[Reservation]:
         return []
 
     def commit(self, room: int) -> None:

@@ -7,7 +7,7 @@ from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.ids import IndexSpace, PageTable, Role
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.session.states import WITHDRAWN, RoomState
 from kvbridge.core.wire.engine_messages import (
     AbortRoom,
     Accepted,
@@ -19,8 +19,11 @@ from kvbridge.core.wire.engine_messages import (
     Detach,
     Detached,
     Extend,
+    Fetch,
     Finish,
+    Hold,
     Pages,
+    PrefillAddress,
     Provide,
     Publish,
     Refused,
@@ -29,7 +32,8 @@ from kvbridge.core.wire.engine_messages import (
     SparseRows,
 )
 from kvbridge.core.wire.features import ENGINE_FEATURES, Feature, Features
-from kvbridge.core.wire.messages import Done, Heartbeat, Offer, WireTable, to_wire
+from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Heartbeat, Intend, Offer, WireTable, to_wire
+from kvbridge.core.wire.worker_messages import RoomClosed, Send, Sent
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.engines import AttachedEngines
@@ -101,6 +105,189 @@ def test_an_engine_attaches_for_ranks_of_this_node():
     assert api.attach("b").ranks == (R0, R1)
 
 
+PROMPT = {"room": 1, "prompt_tokens": 2 * PAGE}
+PLACES = (PrefillAddress(endpoint=ADDRESS.endpoint),)
+
+
+def names(*ids: int, first: int = 0):
+    return to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32), first)})
+
+
+def test_an_engine_holds_what_it_has_computed_in_one_message():
+    api = prefill(adopted=True)
+    api.attach()
+    whole = {"tables": TABLES, "published_tokens": 2 * PAGE, "metadata": b"first token"}
+    assert isinstance(api.call(Hold(call=2, **PROMPT, **whole)), Accepted)
+    api.bench.service.peers.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=2 * PAGE, tables=names(7, 8)))
+    [order] = pick(api.bench.workers.messages, Send)
+    amounts = {"amounts": full_amounts(2 * PAGE)}
+    api.bench.service.workers.sent(Sent(room=1, generation=1, rank=R0, order=order.order, **amounts))
+    [done] = pick(api.bench.peers.messages, Done)
+    assert done.metadata == b"first token"
+    assert api.bench.free == 16
+
+
+def test_an_engine_holds_a_room_before_it_has_pages_for_it_and_no_limit_ends_that_but_decodes():
+    api = prefill(adopted=True)
+    api.attach()
+    api.call(Hold(call=2, **PROMPT))
+    report = api.bench.service.book.report(1)
+    assert (report.state, report.limit) == (RoomState.ADMITTED, "timeouts.offer_s")
+    api.bench.service.peers.offer(DECODE, Intend(room=1, generation=1, prompt_tokens=2 * PAGE))
+    api.bench.clock.advance(1_000)
+    api.bench.tick()
+    assert api.bench.service.book.report(1).limit == ""
+    api.call(Begin(call=3, **PROMPT, tables=names(4)))
+    assert isinstance(api.call(Publish(call=4, room=1, upto_token=PAGE)), Accepted)
+    api.call(Publish(call=5, room=1, upto_token=2 * PAGE, tables=names(5, first=1)))
+    assert isinstance(api.call(Finish(call=6, room=1)), Accepted)
+    assert api.bench.service.book.report(1).state is RoomState.ADMITTED
+
+
+def test_decode_that_waits_for_a_room_hears_at_once_that_it_is_not_admitted():
+    api = prefill(adopted=True)
+    api.attach()
+    api.bench.service.peers.offer(DECODE, Intend(room=1, generation=1, prompt_tokens=2 * PAGE))
+    assert api.bench.peers.messages == []
+    api.call(Hold(call=2, room=1, prompt_tokens=99 * PAGE))
+    failed, drained = (message for _, message in api.bench.peers.messages)
+    assert (failed.room, failed.code, type(drained)) == (1, "invalid_input", Drained)
+    assert "prefill did not admit the room" in failed.message
+
+
+def test_what_an_engine_has_published_of_a_prompt_others_may_name_as_well():
+    api = prefill(adopted=True)
+    api.attach()
+    for room in (1, 2):
+        begun = Hold(call=2, room=room, prompt_tokens=2 * PAGE, tables=())
+        published = Publish(call=3, room=room, upto_token=PAGE, tables=names(4))
+        assert [type(api.call(message)) for message in (begun, published)] == [Accepted, Accepted]
+    api.call(AbortRoom(call=4, room=1, reason="enough"))
+    assert api.bench.free == 15
+    api.call(Hold(call=5, room=3, prompt_tokens=2 * PAGE, tables=()))
+    layer = Publish(call=6, room=3, upto_token=PAGE, tables=names(4), layers=(0,))
+    assert "still belongs to room 2" in api.call(layer).message  # it may be written yet
+    assert isinstance(api.call(layer.model_copy(update={"tables": names(5)})), Accepted)
+
+
+def test_a_room_that_is_computed_again_fails_as_withdrawn_and_its_next_generation_is_held():
+    api = prefill(adopted=True)
+    api.attach()
+    api.call(Hold(call=2, **PROMPT, tables=()))
+    api.bench.service.peers.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=2 * PAGE, tables=names(7, 8)))
+    api.call(Publish(call=3, room=1, upto_token=PAGE, tables=names(4)))
+    api.call(AbortRoom(call=4, room=1, reason="preempted", again=True))
+    assert isinstance(api.call(Hold(call=5, **PROMPT, generation=2, tables=())), Accepted)
+    assert [failed.code for failed in pick(api.bench.peers.messages, Failed)] == [WITHDRAWN]
+    assert api.bench.engines.events == []
+    api.bench.service.peers.offer(DECODE, Offer(room=1, generation=2, prompt_tokens=2 * PAGE, tables=names(7, 8)))
+    api.call(Publish(call=6, room=1, upto_token=PAGE, tables=names(4)))
+    api.bench.service.workers.room_closed(RoomClosed(room=1, generation=1, rank=R0, quiet=True))
+    [event] = api.bench.engines.events
+    assert (event.kind, event.generation, event.code) == ("failed", 1, WITHDRAWN)
+    assert api.bench.free == 15
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"tables": names(4), "published_tokens": 2 * PAGE}, "needs 2 pages"),
+        ({"tables": names(4, 99)}, "page 99 is not in"),
+        ({"published_tokens": PAGE}, "was not begun"),
+        ({"tables": names(4, 5), "computed_tokens": 2 * PAGE + 1}, "computed_tokens must be at most"),
+    ],
+)
+def test_what_is_refused_of_a_held_room_leaves_nothing_of_it(fields, text):
+    api = prefill(adopted=True)
+    api.attach()
+    refused = api.call(Hold(call=2, **PROMPT, **fields))
+    assert text in refused.message
+    assert api.bench.free == 16
+    assert api.bench.service.book.report(1).state is RoomState.FAILED
+    assert isinstance(api.call(Hold(call=3, **PROMPT, generation=2, tables=TABLES)), Accepted)
+
+
+def test_an_engine_fetches_a_room_when_it_hears_of_it_and_names_its_pages_later():
+    api = decode(adopted=True)
+    api.attach()
+    assert isinstance(api.call(Fetch(call=2, **PROMPT, prefill=PLACES)), Accepted)
+    assert [type(message) for _, message in api.bench.nodes.messages] == [Intend]
+    assert not [message for _, message in api.messages if isinstance(message, RoomEvent)]
+    api.bench.clock.advance(100_000)
+    api.bench.tick()
+    api.call(Provide(call=3, room=1, tables=names(5, first=1), prefix_tokens=PAGE))
+    assert pick(api.bench.nodes.messages, Offer)[0].prefix_tokens == PAGE
+
+
+def test_an_engine_that_has_its_pages_fetches_a_room_in_one_message():
+    api = decode(adopted=True)
+    api.attach()
+    api.call(Fetch(call=2, **PROMPT, prefill=PLACES, tables=TABLES))
+    assert [type(message) for _, message in api.bench.nodes.messages] == [Intend, Offer]
+    done = Done(room=1, generation=1, writer=R0, amounts=full_amounts(2 * PAGE), phases_s={}, metadata=b"m")
+    api.bench.service.peers.done(PREFILL, done)
+    assert [event.kind for event in api.bench.engines.events] == ["committed"]
+
+
+def test_a_room_of_another_prompt_is_refused_and_held_for_whoever_it_is_for():
+    api = prefill(adopted=True)
+    api.attach()
+    whole = {"tables": TABLES, "published_tokens": 2 * PAGE}
+    api.call(Hold(call=2, **PROMPT, **whole, prompt_digest=b"of this one"))
+    asked = {"room": 1, "generation": 1, "prompt_tokens": 2 * PAGE}
+    for digest in (b"of that one", b""):
+        for message in (
+            Intend(**asked, prompt_digest=digest),
+            Offer(**asked, prompt_digest=digest, tables=names(7, 8)),
+        ):
+            api.bench.service.peers.offer("eeee000000000001", message)
+            failed, drained = (message for _, message in api.bench.peers.messages[-2:])
+            assert (failed.code, type(drained)) == ("key_mismatch", Drained)
+            assert f"and prefill holds {b'of this one'.hex()}" in failed.message
+    assert api.bench.service.book.report(1).state is RoomState.ADMITTED
+    api.bench.service.peers.offer(DECODE, Offer(**asked, prompt_digest=b"of this one", tables=names(7, 8)))
+    assert len(pick(api.bench.workers.messages, Send)) == 1
+
+
+def test_a_decode_node_says_of_what_the_room_is_that_it_fetches():
+    api = decode(adopted=True)
+    api.attach()
+    api.call(Fetch(call=2, **PROMPT, prefill=PLACES, tables=TABLES, prompt_digest=b"of this one"))
+    assert [message.prompt_digest for _, message in api.bench.nodes.messages] == [b"of this one"] * 2
+
+
+def test_a_fetch_that_is_refused_gives_the_room_up():
+    api = decode(adopted=True)
+    api.attach()
+    assert "needs 2 pages" in api.call(Fetch(call=2, **PROMPT, prefill=PLACES, tables=names(4))).message
+    assert [type(message) for _, message in api.bench.nodes.messages] == [Intend, Abort]
+    assert "already in flight" not in api.call(Fetch(call=3, **PROMPT, generation=2, prefill=PLACES)).model_dump_json()
+
+
+def test_rooms_that_an_engine_admitted_end_with_it():
+    for api, message in (
+        (decode(adopted=True), Fetch(call=2, **PROMPT, prefill=PLACES)),
+        (prefill(adopted=True), Hold(call=2, **PROMPT, tables=TABLES, published_tokens=2 * PAGE)),
+    ):
+        api.attach()
+        api.attach("another")
+        api.call(message)
+        api.api.gone("another", "killed", followed=True)
+        assert api.bench.service.book.report(1).state is RoomState.ADMITTED
+        api.api.gone("engine", "killed", followed=True)
+        assert api.bench.service.book.report(1).state is RoomState.FAILED
+        assert api.bench.free == 16
+
+
+@pytest.mark.parametrize("adopted", [False, True])
+def test_a_room_of_the_nodes_own_pages_or_of_the_other_role_is_not_an_engines_to_admit(adopted):
+    hold, fetch = Hold(call=2, **PROMPT, tables=TABLES), Fetch(call=2, **PROMPT, prefill=PLACES)
+    for api, message in ((prefill(adopted=adopted), fetch if adopted else hold), (decode(adopted=adopted), hold)):
+        api.attach()
+        assert isinstance(api.call(message), Refused)
+        assert not api.bench.service.book.open()
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [({"role": Role.DECODE}, "this is a prefill daemon"), ({"ranks": (R1,)}, "do not live on this node")],
@@ -119,6 +306,28 @@ def test_a_daemon_that_is_not_ready_says_when_to_come_again():
     refused = api.attach()
     assert (refused.code, refused.retry_after_s) == ("not_ready", 7)
     assert api.engines.serving() == frozenset()
+
+
+def test_an_engine_of_no_rank_attaches_when_the_engines_that_bring_memory_are_served():
+    api = prefill(adopted=True)
+    api.bench.workers.lacking = "pp0.tp0 is starting"
+    refused = api.attach("commands")
+    assert isinstance(refused, Refused)
+    assert (refused.code, "pp0.tp0 is starting" in refused.message) == ("not_ready", True)
+    assert isinstance(api.attach("brings", ranks=(R0,)), Attached)
+    api.bench.workers.lacking = ""
+    assert isinstance(api.attach("commands"), Attached)
+
+
+def test_a_decode_node_passes_on_that_a_room_is_held_already():
+    for held in (False, True):
+        api = decode(adopted=True)
+        api.attach()
+        api.call(Fetch(call=2, **PROMPT, prefill=PLACES, held=held))
+        [intent] = pick(api.bench.nodes.messages, Intend)
+        api.call(Provide(call=3, room=1, tables=TABLES))
+        [offer] = pick(api.bench.nodes.messages, Offer)
+        assert (intent.held, offer.held) == (held, held)
 
 
 def test_calls_before_attach_unknown_calls_and_heartbeats():

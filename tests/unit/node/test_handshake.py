@@ -264,7 +264,7 @@ def test_a_decode_node_tells_of_its_handshakes_as_facts():
     side.welcome("aaaa000000000002")
     side.welcome("aaaa000000000003")
     accepted, lost, rejected, *others = handshakes(side.events)
-    assert accepted == PeerAccepted(peer=PREFILL, name="prefill/p0", features=("digests", "paths"))
+    assert accepted == PeerAccepted(peer=PREFILL, name="prefill/p0", features=("digests", "intents", "paths"))
     assert lost == PeerLost(peer=PREFILL, reason="silent")
     assert (rejected.peer, rejected.code) == (ADDRESS.endpoint, "fingerprint_mismatch")
     assert "rejected us: another model" in rejected.reason

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.geometry.tables import MOST_PAGES, check_demand, joined_tables, same_tables, tables_from_wire
+from kvbridge.core.errors import ConflictError, InvalidInputError
+from kvbridge.core.geometry.tables import MOST_PAGES, check_demand, further_tables, joined_tables, tables_from_wire
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.wire.messages import Offer, WireTable, to_wire
 from kvbridge.node.sender import offers
@@ -71,6 +71,18 @@ def test_offers_wait_for_a_while_and_an_offer_sent_again_does_not_stop_the_other
     assert len(early) == 0
 
 
+def test_a_room_that_decode_was_told_is_held_is_not_waited_for_as_long():
+    clock = ManualClock()
+    early = EarlyOffers(wait_s=10, clock=clock)
+    early.put("a", offer(1))
+    early.put("a", offer(2, held=True))
+    assert early.expired() == []
+    clock.advance(offers.HELD_WAIT_S)
+    assert [late.offer.room for late in early.expired()] == [2]
+    clock.advance(10)
+    assert [late.offer.room for late in early.expired()] == [1]
+
+
 def test_the_oldest_makes_room(monkeypatch):
     monkeypatch.setattr(offers, "MOST_OFFERS", 2)
     early = EarlyOffers(wait_s=10, clock=ManualClock())
@@ -104,12 +116,24 @@ def test_a_lost_peer_takes_its_offers_along():
 
 def test_tables_are_compared_and_joined_by_what_they_name():
     one = {IndexSpace.FULL: table(1, 2)}
-    assert same_tables(one, {IndexSpace.FULL: table(1, 2)})
-    assert not same_tables(one, {IndexSpace.FULL: table(2, 1)})
-    assert not same_tables(one, {})
-    assert not same_tables(
-        {IndexSpace.SWA: table(1, space=IndexSpace.SWA)}, {IndexSpace.SWA: table(1, space=IndexSpace.SWA, first_page=1)}
-    )
+    for same in (
+        {},
+        {IndexSpace.FULL: table(1)},
+        {IndexSpace.FULL: table(1, 2)},
+        {IndexSpace.FULL: table(2, first_page=1)},
+    ):
+        assert not further_tables(one, same)
+    for other in (table(2, 1), table(1, 3, 4), table(4, first_page=3), table(1, 3, first_page=1)):
+        with pytest.raises(ConflictError, match="which are others or do not follow"):
+            further_tables(one, {IndexSpace.FULL: other})
+    behind = {IndexSpace.FULL: table(2, first_page=1)}
+    with pytest.raises(ConflictError):
+        further_tables(behind, one)
+    for named in (table(1, 2, 3), table(2, 3, first_page=1), table(3, first_page=2)):
+        further = further_tables(one, {IndexSpace.FULL: named})[IndexSpace.FULL]
+        assert (further.first_page, further.ids.tolist()) == (2, [3])
+    swa = {IndexSpace.SWA: table(1, space=IndexSpace.SWA, first_page=1)}
+    assert further_tables(one, swa) == swa
     more = {IndexSpace.FULL: table(3), IndexSpace.SWA: table(9, space=IndexSpace.SWA, first_page=4)}
     together = joined_tables(one, more)
     assert together[IndexSpace.FULL].ids.tolist() == [1, 2, 3]
@@ -119,7 +143,7 @@ def test_tables_are_compared_and_joined_by_what_they_name():
 
 def test_tables_survive_the_wire_and_a_request_must_fit_into_one():
     tables = {IndexSpace.FULL: table(5, 6)}
-    assert same_tables(tables_from_wire(to_wire(tables)), tables)
+    assert tables_from_wire(to_wire(tables))[IndexSpace.FULL].ids.tolist() == [5, 6]
     check_demand({IndexSpace.FULL: MOST_PAGES})
     with pytest.raises(InvalidInputError, match="at most"):
         check_demand({IndexSpace.FULL: MOST_PAGES + 1})

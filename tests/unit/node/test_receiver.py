@@ -33,6 +33,7 @@ from kvbridge.core.wire.messages import (
     Done,
     Drained,
     Failed,
+    Intend,
     Offer,
     PathLost,
     WireTable,
@@ -733,8 +734,8 @@ def test_extending_reserves_what_is_missing_and_nothing_else():
 # ------------------------------------------------------------------------------------------- adopted pools
 
 
-def tables(*ids: int):
-    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32))}
+def tables(*ids: int, first: int = 0):
+    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32), first)}
 
 
 def test_adopted_pages_are_asked_for_and_then_offered():
@@ -750,12 +751,106 @@ def test_adopted_pages_are_asked_for_and_then_offered():
     assert pick(bench.nodes.messages, Offer)[0].tables == to_wire(tables(4, 5))
     with pytest.raises(ConflictError, match="does not wait for pages"):
         bench.verbs.provide(1, tables(6, 7))
+    assert bench.book.state(OWNER) is PageState.LEASED
+
+
+def test_a_committed_room_whose_pages_are_all_the_engines_is_handed_over_by_its_event():
+    bench = ReceiverBench(adopted=True)
+    bench.nodes.know()
+    admit(bench)
+    bench.verbs.provide(1, tables(4, 5))
     done(bench)
-    bench.verbs.claim("engine", 1)
-    bench.verbs.extend("engine", 1, 10 * PAGE)
-    bench.verbs.release("engine", 1)
+    assert bench.engines.kinds == ["wanted", "committed"]
+    assert bench.engines.events[-1].metadata == {str(R0): b"meta"}
+    assert bench.engines.events[-1].amounts == full_amounts(TOKENS)
     assert bench.free == 16
-    assert bench.engines.kinds == ["wanted", "committed", "completed"]
+    assert state(bench) is ReceiverState.COMPLETED
+    with pytest.raises(RoomFailedError, match=r"over \(completed\)"):
+        bench.verbs.claim("engine", 1)
+    bench.verbs.abort("engine", 1, "its client has left meanwhile")
+    bench.service.engines.gone("engine", "killed")
+    assert bench.engines.kinds == ["wanted", "committed"]
+    assert bench.events.states[-2:] == [RoomState.COMMITTED, RoomState.COMPLETED]
+
+
+def intended(**fields) -> ReceiverBench:
+    """A bench with room 1, for which PREFILL has been told that we will come."""
+    bench = ReceiverBench(adopted=True)
+    bench.nodes.know(**fields)
+    admit(bench)
+    return bench
+
+
+def test_prefill_nodes_are_told_that_we_will_come_before_the_engine_has_pages():
+    bench = intended()
+    assert [type(message) for _, message in bench.nodes.messages] == [Intend]
+    assert bench.nodes.messages[0][1].prompt_tokens == TOKENS
+    assert bench.service.book.report(1).waits_for == "the decode engine to name its pages"
+    bench.verbs.provide(1, tables(4, 5))
+    assert [type(message) for _, message in bench.nodes.messages] == [Intend, Offer]
+
+
+def test_a_prefill_node_that_cannot_hold_a_room_hears_of_it_by_the_offer():
+    bench = intended(features=("digests",))
+    assert state(bench) is ReceiverState.AWAITING_PAGES
+    bench.service.writers.peer_gone(PREFILL, "silent")
+    assert state(bench) is ReceiverState.AWAITING_PAGES
+    bench.verbs.provide(1, tables(4, 5))
+    assert [type(message) for _, message in bench.nodes.messages] == [Offer]
+
+
+@pytest.mark.parametrize("how", ["abort", "cancel", "late", "its rank worker has died"])
+def test_what_we_said_we_would_come_for_and_do_not_is_given_up_without_waiting_for_an_answer(how):
+    bench = intended()
+    match how:
+        case "abort":
+            bench.verbs.abort("engine", 1, "the request was aborted")
+        case "cancel":
+            cancel(bench)
+        case "late":
+            bench.clock.advance(11)
+            bench.tick()
+        case _:
+            bench.service.workers.gone(R0, "killed")
+    assert isinstance(bench.nodes.messages[-1][1], Abort)
+    assert bench.service.book.get(1).over
+    assert bench.engines.kinds[-1] in {"aborted", "failed"}
+    drained(bench)
+    assert bench.free == 16
+
+
+@pytest.mark.parametrize("how", ["failed", "gone"])
+def test_a_prefill_node_that_does_not_hold_a_room_any_more_fails_it(how):
+    bench = intended()
+    if how == "failed":
+        failed(bench, message="the room is not known")
+    else:
+        bench.service.writers.peer_gone(PREFILL, "silent")
+    assert state(bench) is ReceiverState.FAILED
+    with pytest.raises(ConflictError, match="does not wait for pages"):
+        bench.verbs.provide(1, tables(4, 5))
+
+
+def test_an_engine_names_the_pages_behind_what_it_has():
+    bench = intended()
+    for wrong, complaint in ((tables(4, 5, first=2), "begins at logical page 2 instead of 1"), ({}, "got no table")):
+        with pytest.raises(InvalidInputError, match=complaint):
+            bench.verbs.provide(1, wrong, prefix_tokens=PAGE)
+    bench.verbs.provide(1, tables(5, first=1), prefix_tokens=PAGE)
+    offer = pick(bench.nodes.messages, Offer)[0]
+    assert (offer.prefix_tokens, offer.tables) == (PAGE, to_wire(tables(5, first=1)))
+    assert bench.book.pages(OWNER)[IndexSpace.FULL].tolist() == [5]
+    done(bench, amounts=full_amounts(TOKENS, PAGE))
+    assert state(bench) is ReceiverState.COMPLETED
+
+
+def test_an_engine_that_has_the_whole_prompt_lets_prefill_go_by_an_offer_of_nothing():
+    bench = intended()
+    bench.verbs.provide(1, tables(first=2), prefix_tokens=TOKENS)
+    assert pick(bench.nodes.messages, Offer)[0].tables == to_wire(tables(first=2))
+    done(bench, amounts={})
+    assert state(bench) is ReceiverState.COMPLETED
+    assert bench.free == 16
 
 
 def test_an_engine_says_what_its_pages_hold_already():
@@ -772,7 +867,7 @@ def test_an_engine_says_what_its_pages_hold_already():
     assert pick(bench.nodes.messages, Offer)[0].prefix_tokens == PAGE
     assert bench.service.book.report(1).prefix_tokens == PAGE
     done(bench, amounts=full_amounts(TOKENS, PAGE))
-    assert state(bench) is ReceiverState.COMMITTED
+    assert state(bench) is ReceiverState.COMPLETED
 
 
 def test_rooms_may_have_the_pages_of_a_common_prefix_and_only_the_rest_is_leased():

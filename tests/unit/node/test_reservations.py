@@ -101,7 +101,7 @@ def test_prefill_a_ticket_that_no_engine_uses(offered):
     report = run_out(bench)
     why = "no prefill engine has begun it in time (limit: begin_within_s)"
     assert (report.state, report.reason_code, report.reason) == (RoomState.FAILED, "deadline", why)
-    assert bench.service.book.not_begun() == []
+    assert not bench.service.book.not_begun()
     with pytest.raises(ConflictError, match="no prefill engine has begun it in time"):
         bench.verbs.begin("engine", (R0,), 1, prompt_tokens=TOKENS, tables={})
     if offered:
@@ -121,7 +121,7 @@ def test_prefill_a_ticket_that_an_engine_has_used_in_time_has_no_end(offered):
     bench.clock.advance(19)
     bench.verbs.begin("engine", (R0,), 1, prompt_tokens=TOKENS, tables={})
     assert limit(bench) == (("timeouts.room_s", 581) if offered else ("timeouts.offer_s", 41))
-    assert bench.service.book.not_begun() == []
+    assert not bench.service.book.not_begun()
     bench.clock.advance(2)
     bench.tick()
     assert not bench.service.book.report(1).state.final
@@ -186,7 +186,7 @@ def test_decode_prefill_says_whether_a_ticket_was_used():
     bench.clock.advance(5)
     bench.tick()
     assert limit(bench) == ("timeouts.room_s", 595)
-    assert bench.service.book.not_begun() == []
+    assert not bench.service.book.not_begun()
     why = "no prefill engine has begun it in time (limit: begin_within_s)"
     bench.service.peers.failed(PREFILL, Failed(room=1, generation=1, code="deadline", message=why))
     bench.service.peers.drained(PREFILL, Drained(room=1, generation=1))

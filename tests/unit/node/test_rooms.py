@@ -3,11 +3,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from kvbridge.api.rooms import RoomQuery
 from kvbridge.core.errors import ConflictError, StaleError, UnknownRoomError
-from kvbridge.core.ids import IndexSpace, Role
+from kvbridge.core.ids import IndexSpace, PageTable, Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.node import room_book
@@ -161,6 +162,32 @@ def test_a_deadline_is_named_once():
     assert room.late(9.9) == ""
     assert room.late(10) == "timeouts.offer_s"
     assert room.late(11) == ""
+
+
+def test_rooms_that_nobody_has_begun_are_told_in_the_order_in_which_they_end():
+    clock = ManualClock(5.0)
+    book = make_book(clock)
+    rooms = [make_room(number) for number in range(1, 5)]
+    for room, (within_s, client) in zip(rooms, ((30.0, "a"), (10.0, "b"), (20.0, "a"), (None, "a")), strict=True):
+        room.client = client
+        room.tables = {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.arange(room.room, dtype=np.int32))}
+        book.add(room)
+        book.begin_within(room, within_s)
+
+    def told(client: str | None = None) -> list[tuple[float, int]]:
+        return [(one.ends_in_s, one.pages[IndexSpace.FULL]) for one in book.not_begun(client)]
+
+    assert told() == [(5.0, 2), (15.0, 3), (25.0, 1)]
+    assert (told("a"), told("b"), told("c")) == ([(15.0, 3), (25.0, 1)], [(5.0, 2)], [])
+    assert [one.client for one in book.not_begun()[1:]] == ["a", "a"]
+    book.drop_begin_limit(rooms[2])
+    book.drop_begin_limit(rooms[2])
+    book.drop_begin_limit(rooms[3])
+    assert (told(), told("a")) == ([(5.0, 2), (25.0, 1)], [(25.0, 1)])
+    assert [room.begin_by_s for room in rooms] == [30.0, 10.0, None, None]
+    book.drop_begin_limit(rooms[0])
+    book.drop_begin_limit(rooms[1])
+    assert not book.not_begun()
 
 
 async def settled():

@@ -16,7 +16,18 @@ from kvbridge.core.ids import IndexSpace, PageTable, Role
 from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.session.sender import SenderState
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.messages import MAX_INTERVALS, Abort, Done, Drained, Failed, Offer, PathLost, WireTable, to_wire
+from kvbridge.core.wire.messages import (
+    MAX_INTERVALS,
+    Abort,
+    Done,
+    Drained,
+    Failed,
+    Intend,
+    Offer,
+    PathLost,
+    WireTable,
+    to_wire,
+)
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Rerouted, RoomClosed, Send, Sent
 from kvbridge.node.sender import room as sender
@@ -31,8 +42,8 @@ TOKENS = 2 * PAGE
 STRANGER = "eeee000000000001"
 
 
-def tables(*ids: int):
-    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32))}
+def tables(*ids: int, first: int = 0):
+    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32), first)}
 
 
 def offer(room: int = 1, generation: int = 1, **fields) -> Offer:
@@ -49,8 +60,8 @@ def begin(bench: SenderBench, engine: str = "engine", ranks=None, room: int = 1,
     return bench.verbs.begin(engine, ranks or bench.ranks, room, **fields)
 
 
-def publish(bench: SenderBench, upto: int = TOKENS, engine: str = "engine", ranks=None, layers=None):
-    bench.verbs.publish(engine, ranks or bench.ranks, 1, upto_token=upto, layers=layers)
+def publish(bench: SenderBench, upto: int = TOKENS, engine: str = "engine", ranks=None, layers=None, **fields):
+    bench.verbs.publish(engine, ranks or bench.ranks, 1, upto_token=upto, layers=layers, **fields)
 
 
 def finish(bench: SenderBench, engine: str = "engine", ranks=None, metadata: bytes = b"meta", **fields):
@@ -303,6 +314,108 @@ def test_an_offer_sent_again_never_looks_like_proof(second):
     bench.service.peers.abort(DECODE, abort())
     bench.service.peers.offer(DECODE, second)
     assert pick(bench.peers.messages, Drained) == []
+
+
+# ------------------------------------------------------------------------------------------- decode will come
+
+
+def intend(bench: SenderBench, peer: str = DECODE, **fields) -> None:
+    bench.service.peers.offer(peer, Intend(room=1, generation=1, **({"prompt_tokens": TOKENS} | fields)))
+
+
+def awaited() -> SenderBench:
+    """A bench with room 1 begun, for which DECODE has said that it will come."""
+    bench = SenderBench()
+    admit(bench)
+    begin(bench)
+    intend(bench)
+    return bench
+
+
+def test_a_room_for_which_a_decode_node_will_come_is_held_without_a_limit():
+    bench = awaited()
+    bench.clock.advance(100_000)
+    bench.tick()
+    assert state(bench) is SenderState.AWAITED
+    report = bench.service.book.report(1)
+    assert (report.state, report.limit) == (RoomState.ADMITTED, "")
+    assert report.waits_for == f"the decode node decode/{DECODE} to offer its pages, as it said it will"
+    bench.service.peers.offer(DECODE, offer())
+    publish(bench)
+    finish(bench)
+    answer(bench)
+    assert state(bench) is SenderState.COMPLETED
+
+
+def test_an_engine_has_to_begin_a_room_in_time_whoever_will_come_for_it():
+    bench = SenderBench()
+    admit(bench)
+    intend(bench)
+    bench.clock.advance(81)
+    bench.tick()
+    assert bench.service.book.report(1).limit == ""
+    assert state(bench) is SenderState.FAILED
+    assert [type(message) for _, message in bench.peers.messages] == [Failed, Drained]
+
+
+@pytest.mark.parametrize("how", ["withdrawn", "gone", "by its engine"])
+def test_a_room_for_which_nobody_comes_after_all_is_free_at_once(how):
+    bench = awaited()
+    match how:
+        case "withdrawn":
+            bench.service.peers.abort(DECODE, abort())
+        case "gone":
+            bench.service.peers.peer_gone(DECODE, "silent")
+        case _:
+            bench.verbs.abort("engine", 1, "the request was aborted")
+    bench.verbs.abort("engine", 1, "its pages are not written any more")
+    assert bench.service.book.get(1).over
+    assert bench.free == 16
+    assert [type(message) for _, message in bench.peers.messages][:2] == [Failed, Drained]
+    assert not bench.workers.messages
+
+
+def test_a_room_is_held_for_the_one_who_said_it_would_come():
+    bench = awaited()
+    bench.service.peers.offer(STRANGER, offer())
+    intend(bench, STRANGER)
+    assert [type(message) for message in pick(bench.peers.messages, object, STRANGER)] == [Failed, Drained] * 2
+    assert "for decode/" in pick(bench.peers.messages, Failed, STRANGER)[0].message
+    bench.service.peers.abort(STRANGER, abort())
+    intend(bench)
+    assert bench.events.refusals["duplicate_intend"] == 1
+    assert state(bench) is SenderState.AWAITED
+
+
+def test_an_intent_of_another_length_fails_the_room_on_both_sides():
+    bench = SenderBench()
+    admit(bench)
+    intend(bench, prompt_tokens=TOKENS + 1)
+    assert state(bench) is SenderState.FAILED
+    assert [type(message) for _, message in bench.peers.messages] == [Failed, Drained]
+
+
+@pytest.mark.parametrize("offers", [False, True])
+def test_an_intent_that_comes_before_its_room_waits_for_it(offers):
+    bench = SenderBench()
+    intend(bench)
+    if offers:
+        bench.service.peers.offer(DECODE, offer())
+    intend(bench)
+    admit(bench)
+    assert state(bench) is (SenderState.SENDING if offers else SenderState.AWAITED)
+    assert not bench.peers.messages
+
+
+def test_an_intent_whose_room_never_comes_is_answered():
+    bench = SenderBench()
+    intend(bench)
+    bench.clock.advance(11)
+    bench.tick()
+    [failed] = pick(bench.peers.messages, Failed, DECODE)
+    assert failed.code == UnknownRoomError.code
+    admit(bench)
+    assert state(bench) is SenderState.ADMITTED
 
 
 def test_a_stale_offer_is_refused_and_one_for_the_next_generation_waits():
@@ -875,10 +988,8 @@ def test_adopted_pages_are_named_at_begin_and_the_room_opens_then():
     assert bench.workers.messages == []
     begin(bench, "engine0", (R0,), tables=tables(3, 4))
     assert len(pick(bench.workers.messages, OpenRoom)) == 2
-    with pytest.raises(ConflictError, match="other page tables"):
+    with pytest.raises(ConflictError, match="which are others or do not follow"):
         begin(bench, "engine1", (R1,), tables=tables(3, 5))
-    with pytest.raises(ConflictError, match="other page tables"):
-        begin(bench, "engine1", (R1,))
     begin(bench, "engine1", (R1,), tables=tables(3, 4))
     assert len(pick(bench.workers.messages, OpenRoom)) == 2
     for number, rank in enumerate(bench.ranks):
@@ -889,17 +1000,47 @@ def test_adopted_pages_are_named_at_begin_and_the_room_opens_then():
     assert bench.free == 16
 
 
-def test_adopted_pages_must_cover_the_request_and_be_nobody_elses():
+def test_adopted_pages_must_cover_what_is_published_and_be_nobody_elses():
     bench = SenderBench(adopted=True)
     admit(bench)
     admit(bench, room=2)
     with pytest.raises(InvalidInputError, match="needs 2 pages"):
-        begin(bench, tables=tables(3))
-    begin(bench, tables=tables(3, 4))
+        begin(bench, tables=tables(3), computed_tokens=TOKENS - 1)
+    begin(bench, tables=tables(3))
+    with pytest.raises(InvalidInputError, match="a request of 512 tokens needs 2 pages"):
+        publish(bench)
+    publish(bench, tables=tables(4, first=1))
     with pytest.raises(ConflictError, match="still belongs to room 1"):
         begin(bench, room=2, tables=tables(4, 5))
     begin(bench, room=2, tables=tables(5, 6))
     bench.book.check_integrity()
+
+
+def test_a_rooms_pages_grow_with_what_is_published_also_while_it_is_sent():
+    bench = SenderBench(ranks=(R0, R1), adopted=True)
+    admit(bench, tokens=3 * PAGE)
+    wide = {"prompt_tokens": 3 * PAGE, "tables": to_wire(tables(7, 8, 9))}
+    bench.service.peers.offer(DECODE, offer(**wide))
+    for number, rank in enumerate(bench.ranks):
+        begin(bench, f"engine{number}", (rank,), prompt_tokens=3 * PAGE)
+    assert not bench.workers.messages
+    publish(bench, PAGE, "engine0", (R0,), tables=tables(3))
+    opened = pick(bench.workers.messages, OpenRoom)
+    assert [message.source for message in opened] == [to_wire(tables(3))] * 2
+    publish(bench, 2 * PAGE - 1, "engine0", (R0,), tables=tables(4, first=1))
+    assert bench.book.state(Owner(1, 1)) is PageState.LEASED
+    with pytest.raises(ConflictError, match=r"has the 2 logical pages from 0 on; named are 1 from 1 on"):
+        publish(bench, 2 * PAGE, "engine1", (R1,), tables=tables(6, first=1))
+    with pytest.raises(ConflictError, match="do not follow"):
+        publish(bench, 2 * PAGE, "engine1", (R1,), tables=tables(6, first=3))
+    publish(bench, 3 * PAGE, "engine1", (R1,), tables=tables(3, 4, 5))
+    publish(bench, 3 * PAGE, "engine0", (R0,))
+    more = [to_wire(tables(4, first=1)), to_wire(tables(5, first=2))]
+    assert [order.source for order in orders(bench, R0)] == [(), *more]
+    assert [order.source for order in orders(bench, R1)] == [to_wire(tables(4, 5, first=1))]
+    assert bench.free == 16 - 3
+    # The others were final when they were named, so other rooms may name them too.
+    assert bench.book.pages(Owner(1, 1))[IndexSpace.FULL].tolist() == [4]
 
 
 def test_rooms_with_a_common_prefix_name_its_pages_at_once_and_nobody_writes_them():
@@ -909,9 +1050,8 @@ def test_rooms_with_a_common_prefix_name_its_pages_at_once_and_nobody_writes_the
     begin(bench, tables=tables(3, 4))
     with pytest.raises(ConflictError, match=r"page 3 .* still belongs to room 1"):
         begin(bench, room=2, tables=tables(3, 5))
-    for computed_tokens in (TOKENS, TOKENS + 1):
-        with pytest.raises(InvalidInputError, match="computed_tokens must be less than"):
-            begin(bench, room=2, tables=tables(3, 5), computed_tokens=computed_tokens)
+    with pytest.raises(InvalidInputError, match="computed_tokens must be at most"):
+        begin(bench, room=2, tables=tables(3, 5), computed_tokens=TOKENS + 1)
     with pytest.raises(ConflictError, match="page 3"):
         begin(bench, room=2, tables=tables(3, 5), computed_tokens=PAGE - 1)
     begin(bench, room=2, tables=tables(3, 5), computed_tokens=PAGE + 1)

@@ -242,7 +242,7 @@ def test_device_memory_that_is_lost_takes_every_prefix_with_it(bench):
 def test_pages_that_a_room_shares_are_not_expected_from_its_end(bench):
     bench.whole(1, 3 * PAGE)
     room = bench.admit(2, 4 * PAGE)
-    room.begin_within(10.0)
+    bench.service.book.begin_within(room, 10.0)
     assert [found.pages for found in bench.service.book.not_begun()] == [{FULL: 3}], (
         "one of the prompt, two for the answer"
     )

@@ -1,0 +1,91 @@
+"""Rooms that engines admit themselves: one message says what a router and several calls say of other rooms.
+
+Owns: in which order that is carried out, and that a refusal leaves no room behind. Must not know: sockets, what each call does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvbridge.api.rooms import AdmissionRequest, PeerAddress
+from kvbridge.core.errors import BridgeError, ConflictError
+from kvbridge.core.wire.engine_messages import Admit, Begin, Call, Fetch, Finish, Hold, Provide, Publish
+from kvbridge.node.admission.controller import AdmissionController
+from kvbridge.node.engines import AttachedEngine
+from kvbridge.node.room import AdmittingEngine
+from kvbridge.node.rooms import Rooms
+from kvbridge.node.sender.rooms import SenderRooms
+
+CLIENT = "engine"
+"""Of these rooms, in reports and for the limits of clients."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAdmission:
+    """Called from the event loop's thread only."""
+
+    rooms: Rooms[Any]
+    admission: AdmissionController
+
+    def admit(self, _: AttachedEngine, message: Admit) -> None:
+        """Admit a room as a router does."""
+        asked = message.model_dump(exclude={"call", "type"})
+        self.admission.admit_now(AdmissionRequest(**asked, client=CLIENT))
+
+    def hold(self, engine: AttachedEngine, message: Hold) -> None:
+        """Admit a room for what the engine computes, and take what it says of it. Raises as each call does."""
+        room, tokens = message.room, message.prompt_tokens
+        calls: list[Call] = []
+        if message.tables is not None:
+            pages = {"tables": message.tables, "computed_tokens": message.computed_tokens}
+            calls.append(Begin(call=message.call, room=room, prompt_tokens=tokens, **pages))
+        if message.published_tokens:
+            calls.append(Publish(call=message.call, room=room, upto_token=message.published_tokens))
+        if message.published_tokens == tokens:
+            calls.append(Finish(call=message.call, room=room, metadata=message.metadata))
+        try:
+            self._carry_out(engine, message, calls)
+        except BridgeError as error:
+            if isinstance(self.rooms, SenderRooms):
+                self.rooms.peers.not_admitted(room, message.generation, error)
+            raise
+
+    def fetch(self, engine: AttachedEngine, message: Fetch) -> None:
+        """Admit a room that prefill nodes hold for the engine, and take its pages if it has any. Raises as each call does."""
+        calls: list[Call] = []
+        if message.tables is not None:
+            pages = {"tables": message.tables, "prefix_tokens": message.prefix_tokens}
+            calls.append(Provide(call=message.call, room=message.room, **pages))
+        prefill = tuple(PeerAddress(**address.model_dump()) for address in message.prefill)
+        self._carry_out(engine, message, calls, prefill, held=message.held)
+
+    def _carry_out(
+        self,
+        engine: AttachedEngine,
+        message: Hold | Fetch,
+        calls: list[Call],
+        prefill: tuple[PeerAddress, ...] = (),
+        *,
+        held: bool = False,
+    ) -> None:
+        if not self.rooms.requests.pages.settings.adopted:
+            raise ConflictError(
+                "this node owns its pools, so the pages of a room are its own to give: rooms are admitted over HTTP, or by `admit`"
+            )
+        request = AdmissionRequest(
+            room=message.room,
+            generation=message.generation,
+            prompt_tokens=message.prompt_tokens,
+            prefill=prefill,
+            client=CLIENT,
+        )
+        self.admission.admit_now(request, engine=AdmittingEngine(engine.name, message.prompt_digest, held))
+        try:
+            for call in calls:
+                self.rooms.calls[type(call)](engine, call)
+        except BridgeError as error:
+            room = self.rooms.book.find(message.room, message.generation)
+            if room is not None:
+                self.rooms.driver.fail(room, error.code, str(error))
+            raise

@@ -1,0 +1,173 @@
+"""Rooms that engines admit themselves, with pages of their own, through real daemons."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from kvbridge.core.errors import PeerError
+from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
+from kvbridge.core.wire.engine_messages import PrefillAddress, RoomEvent
+from kvbridge.engine.adopted import adopted_region
+from kvbridge.engine.decode import DecodeEngine
+from kvbridge.engine.prefill import PrefillEngine
+from tests.helpers.cluster import Cluster, cluster
+
+TINY = preset("tiny-gqa")
+PAGE = TINY.tokens_per_page
+R0 = Rank(pp=0, tp=0)
+PAGES = 16
+LIMIT_S = 30.0
+
+
+def memory(fill: int) -> tuple[torch.Tensor, list[Region]]:
+    """All layers in one tensor [layer, page, byte], as vLLM has them on a CPU."""
+    [component] = TINY.components
+    tensor = torch.full((TINY.layer_count, PAGES, component.page_bytes()), fill, dtype=torch.uint8)
+    return tensor, [
+        adopted_region(component, layer, tensor[layer], lanes=(0, component.lanes)) for layer in component.layers
+    ]
+
+
+def pages(*ids: int, first: int = 0) -> Tables:
+    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32), first)}
+
+
+@dataclass
+class Pair:
+    running: Cluster
+    sender: PrefillEngine
+    reader: DecodeEngine
+    source: torch.Tensor
+    target: torch.Tensor
+
+    @property
+    def place(self) -> tuple[PrefillAddress, ...]:
+        control = self.running.prefill.endpoint().control
+        return (PrefillAddress(endpoint=control.endpoint, public_key=control.public_key),)
+
+    def write(self, *ids: int) -> None:
+        for page in ids:
+            self.source[:, page] = torch.randint(0, 256, self.source[:, page].shape, dtype=torch.uint8)
+
+    def hear(self, engine: PrefillEngine | DecodeEngine, room: int) -> RoomEvent:
+        """The next event of a room."""
+        deadline_s = time.monotonic() + LIMIT_S
+        while time.monotonic() < deadline_s:
+            for event in engine.events(0.2):
+                if event.room == room:
+                    return event
+        raise AssertionError(f"nothing was said of room {room}")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    with running_pair() as made:
+        yield made
+
+
+@contextmanager
+def running_pair() -> Iterator[Pair]:
+    pools = {"memory": "adopted"}
+    with (
+        cluster(
+            {"preset": "tiny-gqa"},
+            transport="mooncake",
+            prefill={"pools": pools},
+            decode={"pools": pools | {"host": {"components": []}}},
+            wait=False,
+        ) as running,
+        engines(running) as made,
+    ):
+        yield made
+
+
+@contextmanager
+def engines(running: Cluster) -> Iterator[Pair]:
+    for daemon in (running.prefill, running.decode):
+        daemon.endpoint()
+    (source, theirs), (target, ours) = memory(1), memory(2)
+    with ExitStack() as stack:
+        sender = stack.enter_context(PrefillEngine.adopt(running.prefill.runtime_dir, {R0: theirs}))
+        reader = stack.enter_context(DecodeEngine.adopt(running.decode.runtime_dir, {R0: ours}))
+        running.wait_ready()
+        made = Pair(running, sender, reader, source, target)
+        sender.hold(99, prompt_tokens=1, tables=pages(0), published_tokens=1)
+        reader.fetch(99, prompt_tokens=1, prefill=made.place, tables=pages(0))
+        heard = made.hear(reader, 99)
+        assert heard.kind == "committed", heard.reason  # so the nodes know each other
+        assert made.hear(sender, 99).kind == "completed"
+        yield made
+
+
+def test_a_prompt_crosses_by_one_message_a_side(pair: Pair) -> None:
+    pair.write(3, 4)
+    pair.sender.hold(1, prompt_tokens=PAGE + 9, tables=pages(3, 4), published_tokens=PAGE + 9, metadata=b"first token")
+    pair.reader.fetch(1, prompt_tokens=PAGE + 9, prefill=pair.place, tables=pages(7, 6))
+    event = pair.hear(pair.reader, 1)
+    assert (event.kind, event.metadata) == ("committed", {str(R0): b"first token"})
+    assert pair.hear(pair.sender, 1).kind == "completed"
+    assert torch.equal(pair.target[:, 7], pair.source[:, 3])
+
+
+def test_pages_follow_while_it_is_computed_and_decode_comes_when_it_has_some(pair: Pair) -> None:
+    pair.reader.fetch(2, prompt_tokens=3 * PAGE, prefill=pair.place)
+    pair.sender.hold(2, prompt_tokens=3 * PAGE)
+    pair.write(8, 9, 10)
+    pair.sender.begin(2, prompt_tokens=3 * PAGE, tables=pages(8))
+    pair.sender.publish(2, PAGE)
+    pair.reader.provide(2, pages(8, 9, first=1), prefix_tokens=PAGE)
+    pair.sender.publish(2, 2 * PAGE, tables=pages(9, first=1))
+    pair.sender.publish(2, 3 * PAGE, tables=pages(10, first=2))
+    pair.sender.finish(2)
+    assert pair.hear(pair.reader, 2).kind == "committed"
+    assert pair.hear(pair.sender, 2).kind == "completed"
+    assert torch.equal(pair.target[:, 8:10], pair.source[:, 9:11])
+
+
+def test_what_several_rooms_read_is_the_engines_again_after_the_last(pair: Pair) -> None:
+    pair.write(11, 12, 13)
+    whole = {"prompt_tokens": 2 * PAGE, "published_tokens": 2 * PAGE}
+    pair.sender.hold(3, tables=pages(11, 12), **whole)
+    pair.sender.hold(4, tables=pages(11, 13), computed_tokens=PAGE, **whole)
+    pair.reader.fetch(4, prompt_tokens=2 * PAGE, prefill=pair.place, tables=pages(4, 5))
+    assert pair.hear(pair.reader, 4).kind == "committed"
+    assert pair.hear(pair.sender, 4).kind == "completed"
+    pair.sender.hold(5, tables=pages(11, 14), **whole)
+    refused = pair.hear(pair.sender, 5)
+    assert (refused.kind, "still belongs to room 3" in refused.reason) in {("refused", True), ("failed", True)}
+    pair.reader.fetch(3, prompt_tokens=2 * PAGE, prefill=pair.place)
+    pair.reader.provide(3, pages(first=2), prefix_tokens=2 * PAGE)
+    assert pair.hear(pair.reader, 3).kind == "committed"
+    assert pair.hear(pair.sender, 3).kind == "completed"
+    assert torch.equal(pair.target[:, 4:6], pair.source[:, [11, 13]])
+
+
+def test_a_room_that_is_given_up_before_it_has_pages_is_free_on_the_other_side_at_once(pair: Pair) -> None:
+    pair.sender.hold(6, prompt_tokens=PAGE, tables=pages(3), published_tokens=PAGE)
+    pair.reader.fetch(6, prompt_tokens=PAGE, prefill=pair.place)
+    pair.reader.abort(6, "the request was aborted")
+    assert pair.hear(pair.reader, 6).kind == "aborted"
+    event = pair.hear(pair.sender, 6)
+    assert (event.kind, "the request was aborted" in event.reason) == ("aborted", True)
+
+
+def test_the_end_of_a_node_is_seen_by_its_engine_and_its_worker_holds_nothing_any_more() -> None:
+    with running_pair() as pair:
+        pair.reader.fetch(1, prompt_tokens=PAGE, prefill=pair.place, tables=pages(3))
+        pair.running.decode.kill()
+        deadline_s, ends = time.monotonic() + LIMIT_S, []
+        while not ends and time.monotonic() < deadline_s:
+            ends = pair.reader.worker_ends()
+            time.sleep(0.01)
+        assert [end.rank for end in ends] == [R0]
+        with pytest.raises(PeerError):
+            pair.hear(pair.reader, 1)
