@@ -22,6 +22,8 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
 HttpUrl = Annotated[str, Field(pattern=r"^https?://", max_length=500)]
+EngineUrl = Annotated[str, Field(pattern=r"^(|https?://.*)$", max_length=500)]
+"""Where a node's engine answers requests of the OpenAI API; empty: the node does not say."""
 
 
 class Load(FrozenModel):
@@ -61,6 +63,7 @@ class NodeRegistration(FrozenModel):
     role: Role
     incarnation: Name
     http_url: HttpUrl
+    engine_url: EngineUrl = ""
     control: PeerAddress | None = None
     """Where decode nodes meet it; decode nodes themselves listen to nobody and have none."""
     meets_by: Annotated[tuple[ControlMode, ...], Field(min_length=1)] = (ControlMode.PLAIN,)
@@ -122,6 +125,7 @@ class NodeView(FrozenModel):
 
     node: str
     http_url: str
+    engine_url: EngineUrl = ""
     control_endpoint: str
     incarnation: str
     epoch: Positive
@@ -198,13 +202,23 @@ class TicketEnd(FrozenModel):
 
     instance: Name
     http_urls: tuple[HttpUrl, ...]
+    engine_urls: tuple[HttpUrl, ...] = ()
+    """Of the engines, as far as their nodes have told them."""
 
 
 TICKET = {
     "room": 77,
     "generation": 1,
-    "prefill": {"instance": "prefill-0", "http_urls": ["http://10.0.0.7:7901"]},
-    "decode": {"instance": "decode-0", "http_urls": ["http://10.0.0.8:7902"]},
+    "prefill": {
+        "instance": "prefill-0",
+        "http_urls": ["http://10.0.0.7:7901"],
+        "engine_urls": [],
+    },
+    "decode": {
+        "instance": "decode-0",
+        "http_urls": ["http://10.0.0.8:7902"],
+        "engine_urls": [],
+    },
     "expires_in_s": 60.0,
     "prefix_tokens": 0,
     "computed_tokens": 0,

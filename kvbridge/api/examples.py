@@ -31,6 +31,7 @@ _GEOMETRY = {
             "host_capable": False,
         }
     ],
+    "facts": {},
 }
 _LOAD = {
     "rooms": 1,
@@ -46,6 +47,7 @@ REGISTRATION: dict[str, Any] = {
     "role": "prefill",
     "incarnation": "9f1c3a5e7b2d4860",
     "http_url": "http://10.0.0.7:7901",
+    "engine_url": "http://10.0.0.7:8000",
     "control": {"endpoint": "tcp://10.0.0.7:7911", "public_key": "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"},
     "meets_by": ["curve"],
     "pp_size": 1,
@@ -247,6 +249,7 @@ BOOTSTRAP_STATUS: dict[str, Any] = {
                 {
                     "node": "node-0",
                     "http_url": "http://10.0.0.7:7901",
+                    "engine_url": "http://10.0.0.7:8000",
                     "control_endpoint": "tcp://10.0.0.7:7911",
                     "incarnation": "9f1c3a5e7b2d4860",
                     "epoch": 1,
@@ -259,4 +262,32 @@ BOOTSTRAP_STATUS: dict[str, Any] = {
         }
     ],
     "rooms": {"pairing": 0, "paired": 12, "cancelled": 0},
+}
+
+ROUTER_STATUS: dict[str, Any] = {
+    "role": "router",
+    "version": "0.1.0",
+    "uptime_s": 172800.0,
+    "ready": {"ready": True, "reasons": []},
+    "order": "paired",
+    "outstanding": 1,
+    "limit": 1024,
+    "servers": [
+        {
+            "role": "prefill",
+            "url": "http://10.0.0.7:8000",
+            "problem": "",
+            "outstanding": 0,
+            "load_tokens": 0,
+            "paired": True,
+        },
+        {
+            "role": "decode",
+            "url": "http://10.0.0.8:8000",
+            "problem": "",
+            "outstanding": 1,
+            "load_tokens": 4096,
+            "paired": False,
+        },
+    ],
 }

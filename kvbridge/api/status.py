@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 from pydantic import BaseModel, Field
 
 from kvbridge.api.directory import InstanceView
-from kvbridge.api.examples import BOOTSTRAP_STATUS, DECODE_STATUS, PREFILL_STATUS
+from kvbridge.api.examples import BOOTSTRAP_STATUS, DECODE_STATUS, PREFILL_STATUS, ROUTER_STATUS
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role, examples
 from kvbridge.core.prefixes import Evicted, ModelIdentity
 from kvbridge.pool.accounts.page_states import PageState
@@ -344,6 +344,40 @@ class BootstrapStatus(FrozenModel):
     instances: tuple[InstanceView, ...]
     rooms: dict[str, int]
     """Rooms that it paired and remembers, by state."""
+
+
+class ServerStatus(FrozenModel):
+    """A prefill or decode server, as the router sees it."""
+
+    role: Role
+    url: str
+    problem: str
+    """Why no request is sent there; empty: it is well."""
+    outstanding: NonNegative
+    """Requests under way there."""
+    load_tokens: NonNegative
+    """Prompt tokens of these, estimated."""
+    paired: bool
+    """Of a prefill server: whether requests go to it and to decode at once."""
+
+
+class RouterStatus(FrozenModel):
+    """A router."""
+
+    model_config = examples(ROUTER_STATUS)
+
+    role: str = "router"
+    version: str
+    uptime_s: float
+    ready: Readiness
+    order: str
+    """`paired` or `plain`."""
+    outstanding: NonNegative
+    """Requests under way."""
+    limit: Positive
+    directory_problem: str = ""
+    """Why the directory cannot be asked; the servers are then those that it named last."""
+    servers: tuple[ServerStatus, ...]
 
 
 StatusT_co = TypeVar("StatusT_co", bound=BaseModel, covariant=True)

@@ -157,6 +157,11 @@ class Instance:
         return tuple(record.registration.http_url for record in self.nodes)
 
     @property
+    def engine_urls(self) -> tuple[str, ...]:
+        """Where its engines answer, as far as its nodes tell."""
+        return tuple(record.registration.engine_url for record in self.nodes if record.registration.engine_url)
+
+    @property
     def ready(self) -> bool:
         """Whether requests may be sent here now. All of a large fleet is asked for each request, so this is quick."""
         ranks = 0
@@ -296,6 +301,7 @@ def node_view(record: NodeRecord) -> NodeView:
     return NodeView(
         node=registration.node,
         http_url=registration.http_url,
+        engine_url=registration.engine_url,
         control_endpoint=registration.control.endpoint if registration.control else "",
         incarnation=registration.incarnation,
         epoch=record.entry.epoch,

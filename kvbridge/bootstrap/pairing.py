@@ -375,4 +375,4 @@ async def _finish(work: Awaitable[object]) -> None:
 
 
 def _end_of(instance: Instance) -> TicketEnd:
-    return TicketEnd(instance=instance.name, http_urls=instance.http_urls)
+    return TicketEnd(instance=instance.name, http_urls=instance.http_urls, engine_urls=instance.engine_urls)

@@ -6,15 +6,17 @@ Owns: the sub-commands, the options that name a configuration, exit codes. Must 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
 from kvbridge.config.loading import load_config, render_config
+from kvbridge.config.router import RouterConfig
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError
 
@@ -29,7 +31,7 @@ app = typer.Typer(name="config", help="Look at a daemon's configuration.", no_ar
 
 
 class DaemonRole(StrEnum):
-    """Whose configuration is meant."""
+    """Whose configuration is meant, of a cluster that moves KV caches."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -41,13 +43,23 @@ class DaemonRole(StrEnum):
         return ROLES[self]
 
 
+class ConfigRole(StrEnum):
+    """Whose configuration is meant, of all that have one."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    BOOTSTRAP = "bootstrap"
+    ROUTER = "router"
+
+
 ROLES: dict[str, type[BaseModel]] = {
-    DaemonRole.PREFILL: PrefillConfig,
-    DaemonRole.DECODE: DecodeConfig,
-    DaemonRole.BOOTSTRAP: BootstrapConfig,
+    ConfigRole.PREFILL: PrefillConfig,
+    ConfigRole.DECODE: DecodeConfig,
+    ConfigRole.BOOTSTRAP: BootstrapConfig,
+    ConfigRole.ROUTER: RouterConfig,
 }
 
-RoleOption = Annotated[DaemonRole, typer.Option("--role", help="Whose configuration.")]
+RoleOption = Annotated[ConfigRole, typer.Option("--role", help="Whose configuration.")]
 FileOption = Annotated[
     Path | None, typer.Option("--config", envvar="KVBRIDGE_CONFIG", help="YAML file; `kvbridge init` writes one.")
 ]
@@ -64,11 +76,19 @@ def fail(error: BridgeError, code: int = EXIT_CONFIG) -> NoReturn:
 
 
 def load_or_exit(
-    kind: type[ConfigT], file: Path | None, overrides: list[str] | None, *, insecure: bool = False
+    kind: type[ConfigT],
+    file: Path | None,
+    overrides: list[str] | None,
+    *,
+    insecure: bool = False,
+    flags: Mapping[str, Any] | None = None,
 ) -> ConfigT:
-    """Load a configuration, or say what is wrong with it and end the command."""
+    """Load a configuration, or say what is wrong with it and end the command.
+
+    `flags`: of options of the command itself, by dotted key; None: not given.
+    """
     try:
-        flags = {"insecure": True if insecure else None}
+        flags = {**(flags or {}), "insecure": True if insecure else None}
         return load_config(kind, file=file, overrides=overrides or (), flags=flags, roles=ROLES)
     except ConfigError as error:
         fail(error)
@@ -82,7 +102,7 @@ def group() -> None:
 @app.command()
 def show(role: RoleOption, config: FileOption = None, overrides: SetOption = None) -> None:
     """Print the merged configuration as YAML, secrets blanked, and exit with 2 when it is wrong."""
-    typer.echo(render_config(load_or_exit(role.schema, config, overrides)), nl=False)
+    typer.echo(render_config(load_or_exit(ROLES[role], config, overrides)), nl=False)
 
 
 @app.command()
@@ -92,5 +112,5 @@ def schema(role: RoleOption) -> None:
     An editor with a YAML language server checks and completes a file whose first line is
     `# yaml-language-server: $schema=prefill.schema.json`.
     """
-    described = {"$schema": GenerateJsonSchema.schema_dialect, **role.schema.model_json_schema()}
+    described = {"$schema": GenerateJsonSchema.schema_dialect, **ROLES[role].model_json_schema()}
     typer.echo(json.dumps(described, indent=2))

@@ -1,9 +1,10 @@
-"""`kvbridge prefill`, `kvbridge decode`, `kvbridge bootstrap`: parse, load the configuration, run, exit code."""
+"""`kvbridge prefill`, `kvbridge decode`, `kvbridge bootstrap`, `kvbridge router`: parse, load the configuration, run, exit code."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -11,14 +12,18 @@ import structlog
 import typer
 
 from kvbridge.cli.config import EXIT_FAILED, FileOption, SetOption, fail, load_or_exit
+from kvbridge.cli.options import with_options
 from kvbridge.config.endpoints import TelemetryConfig
+from kvbridge.config.router import DispatchOrder, RouterConfig
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.descriptors import raise_open_files
 from kvbridge.daemon.lifecycle import Daemon, run_daemon
+from kvbridge.daemon.parent import end_with_parent
 from kvbridge.daemon.prefill import prefill_daemon
+from kvbridge.daemon.router import RouterDaemon
 from kvbridge.telemetry.logs import configure_logs
 
 log = structlog.get_logger(__name__)
@@ -28,16 +33,37 @@ InsecureOption = Annotated[
     typer.Option("--insecure", help="Allow endpoints that the network can reach without keys and without a token."),
 ]
 
+ParentOption = Annotated[
+    int | None,
+    typer.Option(
+        "--parent", hidden=True, help="End with this process, which has started it with a pipe as standard input."
+    ),
+]
 
-def prefill(config: FileOption = None, overrides: SetOption = None, insecure: InsecureOption = False) -> None:
+
+def prefill(
+    config: FileOption = None,
+    overrides: SetOption = None,
+    insecure: InsecureOption = False,
+    parent: ParentOption = None,
+) -> None:
     """Run a prefill daemon: rooms whose pages an engine computes, and which are sent to a decode node."""
+    if parent is not None:
+        end_with_parent(parent)
     loaded = load_or_exit(PrefillConfig, config, overrides, insecure=insecure)
     _logs("prefill", loaded.telemetry, instance=loaded.instance, node=loaded.node)
     _run(lambda: prefill_daemon(loaded))
 
 
-def decode(config: FileOption = None, overrides: SetOption = None, insecure: InsecureOption = False) -> None:
+def decode(
+    config: FileOption = None,
+    overrides: SetOption = None,
+    insecure: InsecureOption = False,
+    parent: ParentOption = None,
+) -> None:
     """Run a decode daemon: rooms whose pages are written by prefill nodes and claimed by an engine."""
+    if parent is not None:
+        end_with_parent(parent)
     loaded = load_or_exit(DecodeConfig, config, overrides, insecure=insecure)
     _logs("decode", loaded.telemetry, instance=loaded.instance, node=loaded.node)
     _run(lambda: decode_daemon(loaded))
@@ -55,6 +81,73 @@ def bootstrap(
     loaded = load_or_exit(BootstrapConfig, config, overrides, insecure=insecure)
     _logs("bootstrap", loaded.telemetry)
     _run(lambda: BootstrapDaemon(loaded, endpoint_dir=endpoint_dir))
+
+
+@dataclass
+class RouterOptions:
+    """What is said of a router on the command line; the rest is for `--config` and `--set`."""
+
+    prefill: Annotated[
+        list[str] | None,
+        typer.Option("--prefill", metavar="URL", help="A server that computes prompts. May be repeated, or URL,URL."),
+    ] = None
+    decode: Annotated[
+        list[str] | None, typer.Option("--decode", metavar="URL", help="A server that generates answers. Likewise.")
+    ] = None
+    bootstrap: Annotated[
+        str | None,
+        typer.Option(
+            "--bootstrap",
+            metavar="URL",
+            help="Take the servers from this directory, where nodes tell their engine_url.",
+        ),
+    ] = None
+    order: Annotated[
+        DispatchOrder | None,
+        typer.Option(
+            "--order", help="To both at once (paired, the default), or to decode with what prefill has answered."
+        ),
+    ] = None
+    host: Annotated[str | None, typer.Option("--host", help="Where to listen; 127.0.0.1 unless told otherwise.")] = None
+    port: Annotated[int | None, typer.Option("--port", help="7903 unless told otherwise; 0 takes a free port.")] = None
+    limit: Annotated[
+        int | None, typer.Option("--limit", help="Requests under way at once; 1024 unless told otherwise.")
+    ] = None
+    token_file: Annotated[
+        str | None,
+        typer.Option("--token-file", help="File of bearer tokens, one a line: callers must show one of them."),
+    ] = None
+    config: FileOption = None
+    overrides: SetOption = None
+    insecure: InsecureOption = False
+
+    @property
+    def flags(self) -> dict[str, object]:
+        """What is given, by dotted key."""
+        return {
+            "prefill": _urls(self.prefill),
+            "decode": _urls(self.decode),
+            "bootstrap.url": self.bootstrap,
+            "order": self.order,
+            "http.host": self.host,
+            "http.port": self.port,
+            "http.token_file": self.token_file,
+            "limit": self.limit,
+        }
+
+
+@with_options(RouterOptions)
+def router(options: RouterOptions) -> None:
+    """Run a router: OpenAI's completions and chat in front of prefill and decode servers."""
+    loaded = load_or_exit(
+        RouterConfig, options.config, options.overrides, insecure=options.insecure, flags=options.flags
+    )
+    _logs("router", loaded.telemetry)
+    _run(lambda: RouterDaemon(loaded))
+
+
+def _urls(given: list[str] | None) -> list[str] | None:
+    return [url for each in given for url in each.split(",") if url] if given else None
 
 
 def _logs(role: str, telemetry: TelemetryConfig, *, instance: str = "", node: str = "") -> None:

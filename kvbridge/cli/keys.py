@@ -16,9 +16,10 @@ from typing import Annotated, NamedTuple
 import typer
 from pydantic import BaseModel, SecretStr
 
-from kvbridge.cli.config import EXIT_CONFIG, FileOption, RoleOption, SetOption, fail, load_or_exit
+from kvbridge.cli.config import EXIT_CONFIG, ROLES, FileOption, RoleOption, SetOption, fail, load_or_exit
 from kvbridge.config.endpoints import CurveConfig, HttpConfig
 from kvbridge.config.loading import read_secrets
+from kvbridge.config.router import RouterConfig
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.control.keys import (
     generate_keys,
@@ -96,7 +97,7 @@ class Finding(NamedTuple):
 @app.command()
 def check(role: RoleOption, config: FileOption = None, overrides: SetOption = None) -> None:
     """Look at the keys and tokens that a daemon would use; exit with 2 when something is wrong with them."""
-    findings = findings_of(load_or_exit(role.schema, config, overrides))
+    findings = findings_of(load_or_exit(ROLES[role], config, overrides))
     for good, text in findings:
         typer.echo(f"{'ok     ' if good else 'PROBLEM'} {text}")
     if not all(finding.good for finding in findings):
@@ -115,6 +116,9 @@ def findings_of(loaded: BaseModel) -> list[Finding]:
         findings += _token("daemons", loaded.daemons.token, loaded.daemons.token_file)
         if loaded.directory.redis_password_file is not None:
             findings += _private("directory.redis_password_file", loaded.directory.redis_password_file)
+    elif isinstance(loaded, RouterConfig):
+        findings += _http(loaded.http)
+        findings += _token("bootstrap", loaded.bootstrap.token, loaded.bootstrap.token_file)
     return findings
 
 

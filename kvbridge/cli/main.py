@@ -39,6 +39,10 @@ COMMANDS = {
         "kvbridge.cli.daemons:bootstrap",
         "Run bootstrap: the directory of instances, and the pairing of requests.",
     ),
+    "router": (
+        "kvbridge.cli.daemons:router",
+        "Run a router: OpenAI's completions and chat in front of prefill and decode servers.",
+    ),
     "fit": (
         "kvbridge.cli.fit:fit",
         "Print what requests of some lengths cost on a decode node, and how many of each fit, by its configuration.",

@@ -158,8 +158,8 @@ class HttpConfig(TokenConfig):
     max_request_s: Seconds = 10.0
     """A request that has not arrived whole after so long is cut off, connection and all; so is a TLS handshake."""
     max_connections: Annotated[int, Field(ge=1, le=1_000_000)] = 2048
-    """Connections at once; one more is closed at once. Each takes a file descriptor, and all of them a quarter of what the
-    process may open at most."""
+    """Connections at once; one more is answered 503 and closed at once, without the answer where TLS is spoken. Each takes a file
+    descriptor, and all of them a quarter of what the process may open at most."""
     max_wait_s: Seconds = 60.0
     """Longest `?wait=` that is served."""
 
@@ -197,21 +197,28 @@ class DecodeHttpConfig(HttpConfig):
     """0 takes a free port."""
 
 
-class BootstrapLinkConfig(TokenConfig):
-    """The directory that a daemon announces itself to, and shows the token."""
+class DirectoryLinkConfig(TokenConfig):
+    """The directory that is asked, and shown the token."""
 
     url: HttpUrl = ""
-    """Empty: no directory; requests are then admitted on both ends by whoever picks them."""
+    """Empty: no directory."""
     other_urls: tuple[HttpUrl, ...] = ()
     """Further replicas of that directory; the next one is asked when one does not answer."""
-    heartbeat_interval_s: Seconds = 2.0
-    """Interval of the heartbeats to the directory; a quarter of its `directory.expire_after_s` or less."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.other_urls and not all((self.url, *self.other_urls)):
             raise ValueError("other_urls are further replicas: set url too, and leave none empty")
         return self
+
+
+class BootstrapLinkConfig(DirectoryLinkConfig):
+    """The directory that a daemon announces itself to, and shows the token."""
+
+    url: HttpUrl = ""
+    """Empty: no directory; requests are then admitted on both ends by whoever picks them."""
+    heartbeat_interval_s: Seconds = 2.0
+    """Interval of the heartbeats to the directory; a quarter of its `directory.expire_after_s` or less."""
 
 
 class LogLevel(StrEnum):

@@ -96,8 +96,29 @@ def load_config(
     if mistakes and document is not None and roles:
         mistakes = in_view_of_roles(mistakes, kind, document, roles)
     if mistakes:
-        raise ConfigError("the configuration is wrong:\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
+        raise _wrong(mistakes)
     return config
+
+
+def merge_config(
+    kind: type[ConfigT], sources: Iterable[tuple[str, Mapping[str, Any]]]
+) -> tuple[ConfigT, dict[str, Any]]:
+    """Return a valid configuration of what a program has been given, and the values that it was made of.
+
+    `sources`: where each came from, for whoever reads of a mistake, and its values; from weak to strong. They merge as in
+    `load_config`, and mistakes are raised as there.
+    """
+    layers = _Layers()
+    for origin, values in sources:
+        layers.add(values, origin)
+    try:
+        return kind.model_validate(layers.values), layers.values
+    except ValidationError as error:
+        raise _wrong(describe(error, kind, layers.origins)) from None
+
+
+def _wrong(mistakes: list[str]) -> ConfigError:
+    return ConfigError("the configuration is wrong:\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
 
 
 def _add_environment(layers: _Layers, kind: type[BaseModel], environment: Mapping[str, str]) -> list[str]:

@@ -20,12 +20,14 @@ Device = Annotated[str, Field(pattern=r"^(cpu|cuda:\d{1,2})$")]
 
 
 class ModelConfig(FrozenModel):
-    """Which model's cache is moved; exactly one of `preset` and `hf_config`."""
+    """Which model's cache is moved; exactly one of `preset`, `hf_config` and `geometry`."""
 
     preset: str = ""
     """Name of a built-in geometry, as `deepseek-v4-flash`."""
     hf_config: Path | None = None
     """Path of a Hugging Face `config.json`."""
+    geometry: Path | None = None
+    """Path of a geometry as JSON, as an engine that brings its own tensors writes it of them."""
     encoding: Encoding | None = None
     """How rows store their numbers; only with `hf_config`; null: what the file says."""
     tokens_per_page: Positive | None = None
@@ -33,12 +35,13 @@ class ModelConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if bool(self.preset) == (self.hf_config is not None):
-            raise ValueError("set exactly one of preset and hf_config")
+        named = [name for name in ("preset", "hf_config", "geometry") if getattr(self, name)]
+        if len(named) != 1:
+            raise ValueError("set exactly one of preset, hf_config and geometry")
         if self.preset and self.preset not in PRESETS:
             raise ValueError(f"preset '{self.preset}' does not exist; there are {', '.join(PRESETS)}")
-        if self.preset and (self.encoding is not None or self.tokens_per_page is not None):
-            raise ValueError("a preset has its own encoding and tokens_per_page: leave both null")
+        if self.hf_config is None and (self.encoding is not None or self.tokens_per_page is not None):
+            raise ValueError(f"a {named[0]} has its own encoding and tokens_per_page: leave both null")
         return self
 
 

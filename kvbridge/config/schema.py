@@ -21,6 +21,7 @@ from kvbridge.config.endpoints import (
     ControlConfig,
     DecodeHttpConfig,
     HttpConfig,
+    HttpUrl,
     ListeningControlConfig,
     PrefillHttpConfig,
     Seconds,
@@ -65,6 +66,8 @@ class DaemonConfig(FrozenModel):
     transports: TransportSettings = TransportSettings()
     control: ControlConfig
     http: HttpConfig = HttpConfig()
+    engine_url: HttpUrl = ""
+    """Where the engine of this node answers requests of the OpenAI API, told to bootstrap for routers; empty: not told."""
     bootstrap: BootstrapLinkConfig = BootstrapLinkConfig()
     admission: AdmissionConfig = AdmissionConfig()
     tier: TierConfig = TierConfig()
@@ -86,7 +89,7 @@ class DaemonConfig(FrozenModel):
         return self
 
     def _problems(self) -> list[str]:
-        exposed = "" if self.insecure else _open_http(self.http)
+        exposed = "" if self.insecure else open_http_problem(self.http)
         return [exposed, _unreachable(self.http, self.bootstrap), _runtime_dir(self.runtime_dir)]
 
 
@@ -196,7 +199,7 @@ class BootstrapConfig(FrozenModel):
     @model_validator(mode="after")
     def _check_endpoints(self) -> Self:
         if not self.insecure:
-            _refuse(_open_http(self.http), _open_redis(self.directory))
+            _refuse(open_http_problem(self.http), _open_redis(self.directory))
         ticket_s, keep_s = self.pairing.max_wait_s + self.timeouts.ticket_s, self.timeouts.room_keep_s
         if ticket_s > keep_s:
             raise ValueError(
@@ -218,7 +221,8 @@ def _open_redis(directory: DirectoryConfig) -> str:
     return f"directory.redis_url names {directory.open_redis}, which others can reach, without a password: {remedy}"
 
 
-def _open_http(http: HttpConfig) -> str:
+def open_http_problem(http: HttpConfig) -> str:
+    """Say what is wrong with an endpoint that others can reach without a token; empty: nothing."""
     if http.has_token or is_loopback(http.host):
         return ""
     remedy = "set http.token_file, bind a loopback address, or set insecure"

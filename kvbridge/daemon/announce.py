@@ -1,83 +1,34 @@
-"""How others find a daemon: the endpoint file beside its sockets, and its entry in the directory.
+"""How others find a daemon: its entry in the directory.
 
-Owns: both, and the loop of heartbeats. Must not know: rooms.
+Owns: that entry, and the loop of heartbeats. Must not know: rooms.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import structlog
 
 from kvbridge.api.directory import Load, NodeRegistration
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.api.status import RegistrationState
 from kvbridge.core.errors import (
     BridgeError,
-    ConfigError,
     DeadlineError,
     NotFoundError,
     NotReadyError,
     PeerError,
     StaleError,
 )
-from kvbridge.core.ids import FrozenModel, Role
 from kvbridge.http.client import DirectoryClient
 
 log = structlog.get_logger(__name__)
 
-ENDPOINT_FILE = "daemon.json"
 CHANGE_PAUSE_S = 0.2
 """News is told at most so often, whatever happens on the node."""
 CHANGE_SHARE = 8
 """A pool is news when its available pages have changed by this part (1/n) of what was, or is, available."""
-
-
-class DaemonEndpoint(FrozenModel):
-    """What a daemon writes into its runtime directory once its endpoints are open."""
-
-    role: Role | str
-    instance: str = ""
-    node: str = ""
-    incarnation: str
-    pid: int
-    http_url: str
-    control: PeerAddress | None = None
-
-
-def write_endpoint(runtime_dir: Path, endpoint: DaemonEndpoint) -> None:
-    """Write the endpoint file, whole or not at all."""
-    path = runtime_dir / ENDPOINT_FILE
-    draft = path.with_suffix(f".{endpoint.incarnation}")
-    draft.write_text(endpoint.model_dump_json(indent=2) + "\n")
-    draft.rename(path)
-
-
-def remove_endpoint(runtime_dir: Path, incarnation: str) -> None:
-    """Remove the endpoint file if it is this incarnation's."""
-    path = runtime_dir / ENDPOINT_FILE
-    with contextlib.suppress(OSError, ValueError):
-        if DaemonEndpoint.model_validate_json(path.read_text()).incarnation == incarnation:
-            path.unlink()
-
-
-def read_endpoint(runtime_dir: Path) -> DaemonEndpoint | None:
-    """Return what a daemon wrote, or None when there is nothing (yet). Raises ConfigError for what another user wrote."""
-    try:
-        with (runtime_dir / ENDPOINT_FILE).open("rb") as file:
-            owner, content = os.fstat(file.fileno()).st_uid, file.read()
-    except OSError:
-        return None
-    if owner != os.geteuid():
-        raise ConfigError(f"{file.name} was written by user {owner}, not by user {os.geteuid()} of this process")
-    try:
-        return DaemonEndpoint.model_validate_json(content)
-    except ValueError:
-        return None
 
 
 def is_significant(told: Load, now: Load) -> bool:

@@ -22,6 +22,7 @@ import structlog
 
 from kvbridge import __version__
 from kvbridge.api.directory import InstanceView
+from kvbridge.api.endpoint_file import DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.api.status import BootstrapStatus, Readiness, StoreStatus
 from kvbridge.bootstrap.directory import Directory, absences
 from kvbridge.bootstrap.pairing import PairingService
@@ -31,7 +32,6 @@ from kvbridge.config.directory import StoreKind
 from kvbridge.config.loading import read_secret, read_token
 from kvbridge.config.schema import BootstrapConfig
 from kvbridge.core.errors import BridgeError, ConfigError
-from kvbridge.daemon.announce import DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.lifecycle import ToldReadiness
 from kvbridge.daemon.live_view import bootstrap_snapshot

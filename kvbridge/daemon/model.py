@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from kvbridge.config.pools import ModelConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.geometry.components import ModelGeometry
@@ -17,6 +19,8 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 def load_geometry(config: ModelConfig) -> ModelGeometry:
     """Return the model's geometry. Raises ConfigError for an unreadable file, InvalidInputError for what it says."""
+    if config.geometry is not None:
+        return _read_geometry(config.geometry)
     if config.hf_config is None:
         return preset(config.preset)
     facts = read_hf_config(config.hf_config)
@@ -28,6 +32,20 @@ def load_geometry(config: ModelConfig) -> ModelGeometry:
         name=config.hf_config.stem,
         **extra,
     )
+
+
+def _read_geometry(path: Path) -> ModelGeometry:
+    try:
+        return ModelGeometry.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"model.geometry: cannot read {path}: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"model.geometry: {path} does not hold a geometry{f' ({where})' if where else ''}: {first['msg']}; have the engine "
+            "write it again"
+        ) from None
 
 
 def read_hf_config(path: Path) -> dict[str, Any]:

@@ -286,6 +286,7 @@ class NodeOverview:
             role=parts.identity.role,
             incarnation=parts.identity.incarnation,
             http_url=config.http.advertised(self.http_url),
+            engine_url=config.engine_url,
             control=self.control,
             meets_by=control_modes(config, self.control),
             pp_size=config.parallelism.pp_size,

@@ -16,7 +16,17 @@ from kvbridge.core.errors import BridgeError, ConfigError, NotReadyError
 from kvbridge.core.geometry.checkpoints import why_no_prefixes
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.features import PEER_FEATURES
-from kvbridge.core.wire.messages import Abort, Drained, Failed, Heartbeat, Hello, Offer, PeerMessage, Welcome
+from kvbridge.core.wire.messages import (
+    Abort,
+    Drained,
+    Failed,
+    Heartbeat,
+    Hello,
+    Intend,
+    Offer,
+    PeerMessage,
+    Welcome,
+)
 from kvbridge.core.wire.worker_messages import Digested, PathsChanged, PeerConnected, Rerouted, RoomClosed, Sent
 from kvbridge.daemon.decode_links import DecodeLinks
 from kvbridge.daemon.inspector import Inspector
@@ -28,6 +38,7 @@ from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
 from kvbridge.node.room_pages import RoomSettings
+from kvbridge.node.sender.offers import Asking
 from kvbridge.node.sender.room import SenderPorts
 from kvbridge.node.sender.rooms import SenderRooms, sender_rooms
 
@@ -202,9 +213,9 @@ class DecodePeers:
         match message:
             case Hello():
                 self._nodes.hello(peer, message, key=self._links.key_of(peer))
-            case Offer() if not self.known(peer):
+            case Intend() | Offer() if not self.known(peer):
                 self._refuse_unknown(peer, message)
-            case Offer():
+            case Intend() | Offer():
                 self._rooms.peers.offer(peer, message)
             case Abort():
                 if not self.known(peer):
@@ -226,9 +237,9 @@ class DecodePeers:
             self._links.announces(peer, key)
             self._nodes.change_key(peer, key)
 
-    def _refuse_unknown(self, peer: str, offer: Offer) -> None:
+    def _refuse_unknown(self, peer: str, offer: Asking) -> None:
         """Nobody writes to memory that was never introduced, or whose owner we have given up."""
-        text = f"an offer for room {offer.room} from {peer}, which has not been welcomed here"
+        text = f"an {offer.type} for room {offer.room} from {peer}, which has not been welcomed here"
         self._events.frame_refused("unmet", text)
         why = "this prefill node does not know you (any more): say hello first"
         room, generation = offer.room, offer.generation

@@ -91,8 +91,8 @@ class WorkerHost:
         self._supervisor: Supervisor | None = None
         self._early: dict[str, WorkerHello] | None = {}
         """Workers of engines that came before the memory that they are to map, by their links; None once it is there."""
-        self._unended: dict[Rank, set[str]] = {}
-        """Links of workers of engines that are gone, and whose processes may still have endpoints that peers write to."""
+        self._unended: dict[Rank, dict[str, PeerProcess]] = {}
+        """By link, the processes of workers of engines that are gone, and that may still have endpoints that peers write to."""
         self._revoked: dict[Rank, EndpointsRevoked] = {}
         """What a rank's worker has said of its endpoints, and is not true before its predecessors have ended."""
         self._over: dict[str, list[CloseRoom]] = {}
@@ -150,11 +150,9 @@ class WorkerHost:
             self._server.close()
 
     def watch(self) -> None:
-        """End workers that hang; the supervisor starts them again. To be called often."""
+        """Give up workers that hang: ours are started again, those of engines come back when they go on. To be called often."""
         for link in tuple(self._over):
             self._tell_over(link)
-        if self._supervisor is None:
-            return
         self._forgive_absence()
         timeouts = self._config.timeouts
         limits_s = {
@@ -166,7 +164,17 @@ class WorkerHost:
             silent_s = time.monotonic() - self._heard_s.get(rank, math.inf)
             if silent_s > limit_s:
                 del self._heard_s[rank]
-                self._supervisor.kill(rank, f"it said nothing for {silent_s:.1f} s (limit: {name})")
+                self._end(rank, f"it said nothing for {silent_s:.1f} s (limit: {name})")
+
+    def _end(self, rank: Rank, reason: str) -> None:
+        if self._supervisor is not None:
+            self._supervisor.kill(rank, reason)
+            return
+        link = self.workers.link_of(rank)
+        if link and self._server is not None:  # an engine's process is not ours to end
+            self._await_end(link, rank, self._server.process(link))
+            self._server.drop(link)
+            self._lost(rank, reason)
 
     def _forgive_absence(self) -> None:
         """Silence counts only while somebody listens: the time that this node was away is not its workers'."""
@@ -232,13 +240,16 @@ class WorkerHost:
         if self._early is not None:
             self._early[link] = message
             return
-        self._heard_s[message.rank] = time.monotonic()
+        rank = message.rank
+        self._heard_s[rank] = time.monotonic()
         replaced = self.workers.hello(link, message, self._setup)
         if replaced and self._server is not None:
             if self._supervisor is None:
-                self._await_end(replaced, message.rank, self._server.process(replaced))
+                self._await_end(replaced, rank, self._server.process(replaced))
             self._server.drop(replaced)
-            self._listener.worker_gone(message.rank, "another worker took its place")
+            self._listener.worker_gone(rank, "another worker took its place")
+        if self._supervisor is None and self._server is not None:
+            self._on_returned(rank, self._server.process(link))
 
     def _on_link_gone(self, link: str, process: PeerProcess) -> None:
         if self._early is not None:
@@ -264,12 +275,18 @@ class WorkerHost:
 
     def _await_end(self, link: str, rank: Rank, process: PeerProcess) -> None:
         """A worker of an engine is gone without having closed its endpoints: they end with its process."""
-        self._unended.setdefault(rank, set()).add(link)
+        self._unended.setdefault(rank, {})[link] = process
         log.warning("worker_gone_unclosed", worker=link, rank=str(rank), pid=process.pid, followed=process.followed)
         process.when_ended(lambda: self._on_ended(link, rank))
 
+    def _on_returned(self, rank: Rank, process: PeerProcess) -> None:
+        """A process serves a rank again: only when the endpoints with which it did so before are closed (`engine/adopted.py`)."""
+        unended = self._unended.get(rank, {})
+        for link in [link for link, before in unended.items() if process.pid and before.pid == process.pid]:
+            self._on_ended(link, rank)
+
     def _on_ended(self, link: str, rank: Rank) -> None:
-        self._unended[rank].discard(link)
+        self._unended[rank].pop(link, None)
         if not self._unended[rank] and rank in self._revoked:
             self._report(rank, self._revoked.pop(rank))
 

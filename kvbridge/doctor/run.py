@@ -10,10 +10,10 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvbridge.api.endpoint_file import read_endpoint
 from kvbridge.config.endpoints import is_wildcard
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
-from kvbridge.daemon.announce import read_endpoint
 from kvbridge.doctor.facts import Answer, Handshake, Host, KeyFact, Moved, Reach
 from kvbridge.doctor.host.devices import read_devices
 from kvbridge.doctor.host.memory import read_memory

@@ -79,7 +79,7 @@ class _Caller:
         try:
             yield
         except httpx.HTTPError as error:
-            if _is_timeout(error):
+            if is_timeout(error):
                 raise DeadlineError(
                     f"{method} {url} was not answered within {self._timeout_s:g} s ({self._timeout_key})"
                 ) from error
@@ -190,13 +190,13 @@ def _parsed(kind: type[AnswerT] | TypeAdapter[AnswerT], response: httpx.Response
         raise ProtocolError(f"{url} answered something that is no {kind}: {first['loc']}: {first['msg']}") from error
 
 
-def _is_timeout(error: httpx.HTTPError) -> bool:
+def is_timeout(error: httpx.HTTPError) -> bool:
     """Whether time ran out: that of aiohttp reports a connection that was closed in our face as a timeout, too."""
     causes = (TimeoutError, httpcore.TimeoutException, type(None))
     return isinstance(error, httpx.TimeoutException) and isinstance(error.__cause__, causes)
 
 
-def _is_refused_connection(error: BaseException) -> bool:
+def is_refused_connection(error: BaseException) -> bool:
     """Whether nobody listened: what the operating system said is at the end of the causes."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, ConnectionRefusedError):
@@ -217,10 +217,10 @@ class DirectoryClient(_Client):
         *,
         token: str = "",
         timeout_s: float,
+        timeout_key: str = "timeouts.bootstrap_call_s",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`timeout_s` is `timeouts.bootstrap_call_s`."""
-        super().__init__(token=token, timeout_s=timeout_s, timeout_key="timeouts.bootstrap_call_s", transport=transport)
+        super().__init__(token=token, timeout_s=timeout_s, timeout_key=timeout_key, transport=transport)
         self.base_url = base_url.rstrip("/")
 
     def _node(self, instance: str, node: str) -> str:
@@ -319,7 +319,7 @@ class DaemonClient(_Client):
         try:
             return str((await self.status(url)).get("incarnation", ""))
         except PeerError as error:
-            if _is_refused_connection(error):
+            if is_refused_connection(error):
                 return ""
             raise
 

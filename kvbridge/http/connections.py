@@ -1,15 +1,19 @@
-"""How long a caller may take over its request, and how many callers there may be.
+"""How long a caller may take over its request, how many callers there may be, and that their requests take turns.
 
-Owns: accepting connections, and the two limits on them that uvicorn does not have. Must not know: what is asked.
+Owns: accepting connections, the limits on them that uvicorn does not have. Must not know: what is asked, who is next (`turns`).
 
-Both hold for whoever reaches the port, with or without a token: a connection that says nothing, or sends a byte now and
-then, is closed, and beyond the limit new ones are closed at once, before TLS begins, so that no caller takes the descriptors
-that the rest of the process needs. A connection counts from the moment that it is accepted to its end.
+Both limits hold for whoever reaches the port, with or without a token: a connection that says nothing, or sends a byte now and
+then, is closed, and one beyond the limit is answered 503 and closed at once, so that no caller takes the descriptors that the
+rest of the process needs. Where TLS is spoken it is closed without an answer: a handshake would cost more than what is refused.
+A connection counts from the moment that it is accepted to its end.
+
+A request for which too many wait is answered 503 unread, and its connection closed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import socket
 import ssl
@@ -18,8 +22,12 @@ from dataclasses import dataclass
 
 import h11
 import structlog
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from kvbridge.core.errors import CapacityError
+from kvbridge.http.problems import PROBLEM_TYPE, problem_of
+from kvbridge.http.turns import LONGEST_WAIT_S, MOST_WAITING, Turns
 from kvbridge.telemetry.logs import Seldom
 
 log = structlog.get_logger(__name__)
@@ -28,6 +36,8 @@ ACCEPTS_PER_TURN = 128
 """After so many connections the rest of the loop gets its turn."""
 ACCEPT_PAUSE_S = 1.0
 """A system that has nothing left for a new connection (descriptors, memory) is asked again after this."""
+REQUEST_READ_BYTES = 65_536
+"""Of the request of a caller that is turned away: closing while some of it is unread would reset the connection."""
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
@@ -41,11 +51,32 @@ class ConnectionLimits:
     connections: int
 
 
+def _refusal(why: str) -> bytes:
+    """Return the answer to a request that has not been read, whatever it asks."""
+    body = problem_of(CapacityError(why), path="").model_dump_json(exclude_none=True).encode()
+    head = (
+        f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: {PROBLEM_TYPE}\r\nContent-Length: {len(body)}\r\n"
+        f"Retry-After: 1\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+TOO_MANY_WAIT = _refusal(
+    f"{MOST_WAITING} requests wait here to be read, the first of them for {LONGEST_WAIT_S:g} s already: this daemon is asked for "
+    "more than it can answer; this request has not been read"
+)
+
+
 class BoundedProtocol(H11Protocol):
-    """uvicorn's protocol with the limits of its class; see `bounded`."""
+    """uvicorn's protocol with the limits of its class, and in its turn; see `bounded`."""
 
     limits: ConnectionLimits
+    turns: Turns
+    refusals: Seldom
     _request_timer: asyncio.TimerHandle | None = None
+    _late = False
+    _unread = b""
+    """What has arrived and waits for its turn."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
@@ -55,11 +86,43 @@ class BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
-        super().data_received(data)
-        if self.conn.their_state in {h11.IDLE, h11.SEND_BODY}:
-            self._arm()
-        else:
+        self._unset_keepalive_if_required()
+        waits = bool(self._unread)
+        self._unread += data
+        if len(self._unread) > HIGH_WATER_LIMIT:
+            self.transport.pause_reading()
+        if not waits and not self.turns.wait(self, creates=self._between_requests and data.startswith(b"POST ")):
+            self._turn_away()
+
+    def take_turn(self) -> None:
+        """Read what has arrived. Of a caller that has hung up meanwhile nothing is begun."""
+        data, self._unread = self._unread, b""
+        if self.ended.is_set() or self.transport.is_closing():
+            return
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+        try:
+            super().data_received(data)
+        except Exception:
+            self.transport.abort()
+            raise
+        if self.conn.their_state not in {h11.IDLE, h11.SEND_BODY}:
             self._disarm()  # the request is here; how long its answer takes is the application's business
+        elif self._late:
+            self._too_slow()
+        else:
+            self._arm()
+
+    @property
+    def _between_requests(self) -> bool:
+        return self.conn.our_state is h11.IDLE and self.conn.their_state is h11.IDLE
+
+    def _turn_away(self) -> None:
+        self._unread = b""
+        if self.refusals.admits("request_refused_unread"):
+            log.warning("request_refused_unread", waiting=MOST_WAITING, waited_s=LONGEST_WAIT_S)
+        self.transport.write(TOO_MANY_WAIT)
+        self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
@@ -72,19 +135,24 @@ class BoundedProtocol(H11Protocol):
             self._request_timer = self.loop.call_later(self.limits.request_s, self._too_slow)
 
     def _disarm(self) -> None:
+        self._late = False
         if self._request_timer is not None:
             self._request_timer.cancel()
             self._request_timer = None
 
     def _too_slow(self) -> None:
         self._request_timer = None
+        self._late = True
+        if self._unread:
+            return  # it may be whole: that is seen when its turn comes
         log.debug("connection_closed", reason="no whole request in time", limit="http.max_request_s")
         self.transport.abort()
 
 
 def bounded(limits: ConnectionLimits) -> type[H11Protocol]:
-    """Return a protocol for uvicorn that keeps the limits."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"limits": limits})
+    """Return a protocol for uvicorn that keeps the limits; those of one server take turns. In the running loop."""
+    own = {"limits": limits, "turns": Turns(asyncio.get_running_loop().call_soon), "refusals": Seldom()}
+    return type("BoundedProtocol", (BoundedProtocol,), own)
 
 
 class Acceptor:
@@ -102,6 +170,10 @@ class Acceptor:
         self._build = build
         self._limits = limits
         self._tls = tls
+        self._refusal = _refusal(
+            f"{limits.connections} connections stand here, as many as may (http.max_connections); keep connections and use them "
+            "again, or come back later"
+        )
         self._loop = asyncio.get_running_loop()
         self._connections: set[asyncio.Task[None]] = set()
         self._refusals = Seldom()
@@ -140,11 +212,18 @@ class Acceptor:
         if len(self._connections) >= self._limits.connections:
             if self._refusals.admits("connection_refused"):
                 log.warning("connection_refused", open=len(self._connections), limit="http.max_connections")
-            connection.close()
+            self._refuse(connection)
             return
         task = self._loop.create_task(self._serve(connection))
         self._connections.add(task)
         task.add_done_callback(self._connections.discard)
+
+    def _refuse(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError):  # it has left, or has not sent anything yet
+            if self._tls is None:
+                connection.setblocking(False)
+                connection.send(self._refusal)
+                connection.recv(REQUEST_READ_BYTES)
 
     async def _serve(self, connection: socket.socket) -> None:
         limit_s = self._limits.request_s if self._tls else None

@@ -69,14 +69,14 @@ def assemble_app(
     title: str,
     routers: list[APIRouter],
     *,
-    direct: DirectRoute,
+    direct: DirectRoute | None,
     status: StatusPort[BaseModel],
     kind: type[BaseModel],
     settings: AppSettings,
 ) -> FastAPI:
     """Build an application from its own routers and the operators' routes; `kind` is what its status page is.
 
-    `direct`: the one of its routes that is asked for with each room.
+    `direct`: the one of its routes that is asked for with each room; None: there are no rooms, nor a page that shows them.
     """
     app = FastAPI(
         title=title,
@@ -88,7 +88,8 @@ def assemble_app(
         # FastAPI would tell providers that somebody has made global of each request, beside the spans that are made here.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    for router in [*routers, _operators_router(status, kind), page_router(asks_token=bool(settings.grants))]:
+    page = [] if direct is None else [page_router(asks_token=bool(settings.grants))]
+    for router in [*routers, _operators_router(status, kind), *page]:
         app.include_router(router)
         for route in router.routes:
             if isinstance(route, APIRoute):
@@ -97,7 +98,8 @@ def assemble_app(
     _serve_description(app, token=bool(settings.grants), open_paths=open_paths)
     install_problem_handlers(app)
     # The last one added is the first to see a request.
-    app.add_middleware(Direct, route=direct)
+    if direct is not None:
+        app.add_middleware(Direct, route=direct)
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(BearerToken, grants=settings.grants_now or (lambda: settings.grants), open_paths=open_paths)
     app.add_middleware(UnhandledErrors)

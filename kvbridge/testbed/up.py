@@ -20,13 +20,13 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
+from kvbridge.api.endpoint_file import read_endpoint
 from kvbridge.cli.cluster_directory import ConfiguredDaemon, read_cluster
 from kvbridge.cli.config import EXIT_FAILED, DaemonRole, fail
 from kvbridge.cli.wait import why_not_ready
 from kvbridge.config.endpoints import LogFormat
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError, DeadlineError, PeerError
-from kvbridge.daemon.announce import read_endpoint
 from kvbridge.daemon.children import ChildProcess, wait_for
 from kvbridge.daemon.memory import memory_directory
 from kvbridge.http.client import BlockingClient

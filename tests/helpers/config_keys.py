@@ -11,9 +11,9 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def known_keys() -> set[str]:
-    """Return the keys of all three roles, also of sections that are null by default."""
+    """Return the keys of all roles, also of sections that are null by default."""
     found: set[str] = set()
-    for role in ("bootstrap", "prefill", "decode"):
+    for role in ("bootstrap", "prefill", "decode", "router"):
         schema = json.loads((CONFIGS / f"{role}.schema.json").read_text())
         found |= set(_keys(schema, schema["$defs"], ""))
     return found

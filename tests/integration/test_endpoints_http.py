@@ -325,8 +325,8 @@ def test_a_cancelled_ticket_ends_both_sides(live: LiveCluster) -> None:
 
 def test_a_ticket_leads_to_both_ends(live: LiveCluster) -> None:
     ticket = live.ticket(TOKENS, client="test")
-    assert ticket["prefill"] == {"instance": "prefill-0", "http_urls": [live.prefill.url]}
-    assert ticket["decode"] == {"instance": "decode-0", "http_urls": [live.decode.url]}
+    assert ticket["prefill"] == {"instance": "prefill-0", "http_urls": [live.prefill.url], "engine_urls": []}
+    assert ticket["decode"] == {"instance": "decode-0", "http_urls": [live.decode.url], "engine_urls": []}
     room = ticket["room"]
     for side in (live.prefill, live.decode):
         assert report(side, room)["prompt_tokens"] == TOKENS

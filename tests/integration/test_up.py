@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from kvbridge.daemon.announce import read_endpoint
+from kvbridge.api.endpoint_file import read_endpoint
 from tests.helpers.cluster import eventually
 from tests.helpers.tried_cluster import END_S, TriedCluster, short_folder
 

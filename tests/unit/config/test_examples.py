@@ -8,6 +8,7 @@ import yaml
 from pydantic import BaseModel
 from typer.testing import CliRunner
 
+from kvbridge.cli.config import ROLES
 from kvbridge.cli.main import app
 from kvbridge.config.loading import load_config
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
@@ -74,9 +75,8 @@ def _is_key(line: str) -> bool:
     return bool(line.strip()) and not line.lstrip().startswith(("#", "-"))
 
 
-@pytest.mark.parametrize(("name", "kind"), EXAMPLES)
-def test_the_published_schema_is_that_of_the_program(name, kind):
-    role = name.removesuffix(".yaml")
+@pytest.mark.parametrize("role", ROLES)
+def test_the_published_schema_is_that_of_the_program(role):
     told = CliRunner().invoke(app, ["config", "schema", "--role", role])
     command = f"kvbridge config schema --role {role} > configs/{role}.schema.json"
     assert told.output == (CONFIGS / f"{role}.schema.json").read_text(), f"make it again: {command}"

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from kvbridge.api.directory import Load, NodeRegistration
+from kvbridge.api.endpoint_file import ENDPOINT_FILE, DaemonEndpoint, read_endpoint, write_endpoint
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import (
@@ -23,14 +24,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank
-from kvbridge.daemon.announce import (
-    ENDPOINT_FILE,
-    Announcer,
-    DaemonEndpoint,
-    is_significant,
-    read_endpoint,
-    write_endpoint,
-)
+from kvbridge.daemon.announce import Announcer, is_significant
 from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.daemon.prefill import prefill_daemon
@@ -394,7 +388,7 @@ def test_an_endpoint_file_of_another_user_is_refused_and_half_of_one_is_none_yet
     assert read_endpoint(tmp_path) is None
     write_endpoint(tmp_path, DaemonEndpoint(role="prefill", incarnation="i", pid=1, http_url="http://127.0.0.1:1"))
     assert read_endpoint(tmp_path) is not None
-    monkeypatch.setattr("kvbridge.daemon.announce.os.geteuid", lambda: os.getuid() + 1)
+    monkeypatch.setattr("kvbridge.api.endpoint_file.os.geteuid", lambda: os.getuid() + 1)
     with pytest.raises(ConfigError, match=f"was written by user {os.getuid()}, not by user {os.getuid() + 1}"):
         read_endpoint(tmp_path)
     monkeypatch.undo()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -17,15 +18,17 @@ from kvbridge.telemetry.events import Fact, FrameRefused
 from kvbridge.telemetry.stream import EventStream
 
 RANK = Rank(pp=0, tp=0)
+LIMIT_S = 15.0
 REVOKED = EndpointsRevoked(rank=RANK, before_epoch=1)
 
 
 class Process:
     """A process that ends when the test says so."""
 
-    pid, followed = 7, True
+    followed = True
 
-    def __init__(self) -> None:
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
         self.calls: list[Callable[[], None]] = []
 
     def when_ended(self, call: Callable[[], None]) -> None:
@@ -50,7 +53,7 @@ class Server:
         self.sent.append((client, message))
 
     def process(self, client: str) -> Process:
-        return self.processes.setdefault(client, Process())
+        return self.processes.setdefault(client, Process(len(self.processes) + 1))
 
     def drop(self, client: str) -> None:
         self.dropped.append(client)
@@ -76,7 +79,8 @@ class Listener:
 def host():
     listener, events = Listener(), EventStream()
     events.add_reader({Fact: listener.fact})
-    made = WorkerHost(SimpleNamespace(), {RANK: (0,)}, events)
+    timeouts = SimpleNamespace(worker_start_s=LIMIT_S, worker_silence_s=LIMIT_S)
+    made = WorkerHost(SimpleNamespace(timeouts=timeouts), {RANK: (0,)}, events)
     made.serve(listener, {EndpointsRevoked: listener.said.append})
     made._server = Server()
     made.workers.connect(made._server.send)
@@ -106,6 +110,41 @@ def test_a_successor_is_believed_when_the_process_of_its_predecessor_has_ended(h
     assert host.listener.said == [REVOKED]
     host._on_message("second", REVOKED)
     assert host.listener.said == [REVOKED, REVOKED]
+
+
+def silent(host: WorkerHost) -> None:
+    """Its worker has said nothing for longer than it may, and the node was there."""
+    host._looked_s = time.monotonic()
+    host._heard_s[RANK] = time.monotonic() - 2 * LIMIT_S
+
+
+def test_a_worker_that_says_nothing_is_given_up_and_its_process_is_left_alone(host):
+    hello(host, "first")
+    host.watch()
+    assert host.listener.down == []
+    silent(host)
+    host.watch()
+    host.watch()
+    [reason] = host.listener.down
+    assert "said nothing for 30.0 s" in reason, "rooms fail, and whoever it may still write to shuts it out"
+    assert host._server.dropped == ["first"], "when it goes on, it hears with its next message that it is not served"
+    hello(host, "second")
+    host._on_message("second", REVOKED)
+    assert host.listener.said == [], "another process's word is no proof"
+    host._server.process("first").end()
+    assert host.listener.said == [REVOKED]
+
+
+def test_a_process_that_serves_its_rank_again_has_closed_what_it_had(host):
+    hello(host, "first")
+    silent(host)
+    host.watch()
+    host._server.processes["again"] = host._server.process("first")
+    hello(host, "again")
+    host._on_message("again", REVOKED)
+    assert host.listener.said == [REVOKED]
+    host._server.process("first").end()
+    assert host.listener.said == [REVOKED]
 
 
 def test_a_worker_that_has_closed_everything_is_not_waited_for(host):

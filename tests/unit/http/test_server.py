@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import resource
 import signal
 import socket
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge.api.rooms import AdmissionRequest
-from kvbridge.core.errors import ConfigError, PeerError
+from kvbridge.core.errors import CapacityError, ConfigError, PeerError
 from kvbridge.http import connections
 from kvbridge.http.client import DaemonClient
 from kvbridge.http.connections import ConnectionLimits
@@ -146,9 +147,11 @@ def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-async def ended(reader: asyncio.StreamReader) -> None:
+async def ended(reader: asyncio.StreamReader) -> bytes:
+    """Return what came before the end of the connection."""
     with contextlib.suppress(ConnectionResetError):
-        assert await reader.read() == b""
+        return await reader.read()
+    return b""
 
 
 @pytest.mark.parametrize(
@@ -221,14 +224,35 @@ async def test_too_many_callers_are_turned_away_and_the_others_served():
     held = [await connected(server) for _ in range(2)]
     async with asyncio.timeout(20):
         reader, writer = await connected(server)
-        with contextlib.suppress(ConnectionResetError):
-            assert await reader.read() == b""
+        answer = await reader.read()
     writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = head.split(b"\r\n")
+    assert lines[0] == b"HTTP/1.1 503 Service Unavailable"
+    assert {b"Retry-After: 1", b"Connection: close", b"Content-Length: %d" % len(body)} < set(lines)
+    problem = json.loads(body)
+    assert (problem["code"], problem["status"], problem["retry_after_s"]) == ("capacity", 503, 1.0)
+    assert "2 connections stand here, as many as may (http.max_connections)" in problem["detail"]
     held[0][1].write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
     async with asyncio.timeout(20):
         assert b"200 OK" in await held[0][0].readline()
     for _, each in held:
         each.close()
+    await server.stop()
+
+
+async def test_a_client_that_is_one_too_many_is_told_so_and_served_when_another_has_left():
+    server = await serve(FakeRooms(), limits=ConnectionLimits(request_s=3600.0, connections=1))
+    _, held = await connected(server)
+    request = AdmissionRequest(room=5, prompt_tokens=2)
+    async with asyncio.timeout(20), DaemonClient(token="t", timeout_s=20.0) as client:
+        with pytest.raises(CapacityError, match=r"http\.max_connections"):
+            await client.admit(server.url, request)
+        held.close()
+        while True:
+            with contextlib.suppress(CapacityError):  # until the server has seen the end of the other connection
+                assert (await client.admit(server.url, request)).room == 5
+                break
     await server.stop()
 
 
@@ -244,6 +268,8 @@ async def test_silent_callers_take_no_more_descriptors_than_the_limit(encrypted:
     async with asyncio.timeout(20):
         while sum(end.done() for end in ends) < 290:
             await asyncio.wait({end for end in ends if not end.done()}, return_when=asyncio.FIRST_COMPLETED)
+        answers = {end.result()[:12] for end in ends if end.done()}
+        assert answers == ({b""} if encrypted else {b"HTTP/1.1 503"})
         while open_descriptors() - before - len(callers) != 10:  # noqa: ASYNC110 - both ends are in this process
             await asyncio.sleep(0.01)
     for end in ends:
@@ -258,7 +284,7 @@ async def test_a_tls_handshake_has_a_deadline_and_its_connection_is_free_again()
     reader, writer = await connected(server)
     writer.write(b"\x16\x03\x01")  # the first bytes of a handshake that does not go on
     async with asyncio.timeout(20):
-        await ended(reader)
+        assert await ended(reader) == b""
         writer.close()
         assert await healthy_over_tls(server)
     await server.stop()
@@ -270,7 +296,7 @@ async def test_an_end_of_the_server_ends_handshakes_too():
     async with asyncio.timeout(20):
         assert await healthy_over_tls(server)  # accepted after the silent one
         await server.stop()
-        await ended(reader)
+        assert await ended(reader) == b""
     writer.close()
 
 

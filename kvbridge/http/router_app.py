@@ -1,0 +1,162 @@
+"""The endpoint of the router: the OpenAI API, passed through.
+
+Owns: /v1/completions, /v1/chat/completions, /v1/models; the form of errors there; the end of a stream that broke; clients that
+leave. Must not know: how servers are chosen, what they are told.
+
+Errors of these routes have the form that OpenAI's clients read. What follows a stream's first byte can only be told inside of it:
+as an event with an error, and without the `[DONE]` that stands for a whole answer. Any other answer that breaks is cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AbstractAsyncContextManager, aclosing
+from typing import Any, Protocol
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import Message, Receive, Scope, Send
+
+from kvbridge.api.status import RouterStatus, StatusPort
+from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, InvalidInputError, NotReadyError, PeerError
+from kvbridge.http.middleware import CLIENT_LEFT
+from kvbridge.http.operations import AppSettings, assemble_app
+from kvbridge.router.bodies import Asked
+from kvbridge.router.exchange import EVENT_END, Answer
+from kvbridge.telemetry.context import REQUEST_ID, REQUEST_ID_HEADER
+
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+PASSED_ON = ("authorization", "traceparent", "tracestate", "x-session-id", "x-vllm-priority")
+
+
+class RouterPort(Protocol):
+    """Whoever carries requests through."""
+
+    ending: asyncio.Event
+    """Set when answers under way are to be cut off."""
+    idle_s: float
+    """How long a client may take over one piece of an answer."""
+
+    def answer(self, asked: Asked) -> AbstractAsyncContextManager[Answer]:
+        """Yield an answer; what is under way for it ends with the context. Raises BridgeError."""
+
+    async def models(self, headers: dict[str, str]) -> tuple[int, bytes]:
+        """Return what a decode server says of its models: status, body. Raises BridgeError."""
+
+
+def create_router_app(*, service: RouterPort, status: StatusPort[RouterStatus], settings: AppSettings) -> FastAPI:
+    """Build the application of the router; it holds no state of its own."""
+    router = APIRouter(tags=["openai"])
+
+    async def complete(request: Request) -> Response:
+        """Pass a request on to a prefill and a decode server, and the answer back."""
+        try:
+            content = await request.body()
+            return _PassedThrough(service, Asked.read(request.url.path, content, _passed_on(request.headers)))
+        except InvalidInputError as error:
+            return openai_error(error)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_LEFT)  # which nobody reads
+
+    for path in COMPLETIONS:
+        router.add_api_route(path, complete, methods=["POST"], name=path.rpartition("v1/")[2].replace("/", "_"))
+
+    @router.get("/v1/models")
+    async def models(request: Request) -> Response:
+        """Return the models of a decode server."""
+        try:
+            code, content = await service.models(_passed_on(request.headers))
+        except BridgeError as error:
+            return openai_error(error)
+        return Response(content, code, media_type="application/json")
+
+    return assemble_app("kvbridge router", [router], direct=None, status=status, kind=RouterStatus, settings=settings)
+
+
+def _passed_on(headers: Headers) -> dict[str, str]:
+    return {name: headers[name] for name in PASSED_ON if name in headers} | {REQUEST_ID_HEADER: REQUEST_ID.get()}
+
+
+def openai_error(error: BridgeError) -> Response:
+    """Answer an error as OpenAI's clients expect it."""
+    # Our own words for a server's failure: 400 would say that the client is wrong.
+    code = PeerError.http_status if isinstance(error, PeerError) else error.http_status
+    headers = {"Retry-After": str(max(1, round(error.retry_after_s)))} if isinstance(error, CapacityError) else None
+    return JSONResponse(_document(error, code), code, headers)
+
+
+def _document(error: BridgeError, code: int) -> dict[str, Any]:
+    return {"error": {"message": str(error), "type": error.code, "param": None, "code": code}}
+
+
+class _PassedThrough(Response):
+    """An answer as it comes, while its client is there and the router stays."""
+
+    def __init__(self, service: RouterPort, asked: Asked) -> None:
+        super().__init__()
+        self._service = service
+        self._asked = asked
+        self._stream = False
+        self._begun = False
+        self._between_events = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """See ASGI."""
+        passing = asyncio.create_task(self._pass(send))
+        others = {asyncio.create_task(_left(receive)), asyncio.create_task(self._service.ending.wait())}
+        try:
+            await asyncio.wait({passing, *others}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            left = [task for task in (passing, *others) if task.cancel()]
+            await asyncio.gather(*left, return_exceptions=True)
+        if passing.cancelled():
+            if self._service.ending.is_set():
+                await self._fail(NotReadyError("the router is ending"), scope, receive, send)
+            return
+        error = passing.exception()
+        if isinstance(error, BridgeError):
+            await self._fail(error, scope, receive, send)
+        elif error is not None:
+            raise error
+
+    async def _pass(self, send: Send) -> None:
+        async with self._service.answer(self._asked) as answer:
+            self._stream = any(name == b"content-type" and b"event-stream" in value for name, value in answer.headers)
+            self._begun = True
+            await self._send(send, {"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+            await self._send_piece(send, answer.first)
+            async with aclosing(answer.rest) as rest:  # type: ignore[type-var]  # a generator
+                async for piece in rest:
+                    await self._send_piece(send, piece)
+            await self._send(send, {"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_piece(self, send: Send, piece: bytes) -> None:
+        await self._send(send, {"type": "http.response.body", "body": piece, "more_body": True})
+        self._between_events = piece.endswith(EVENT_END)
+
+    async def _send(self, send: Send, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._service.idle_s):
+                await send(message)
+        except TimeoutError:
+            raise DeadlineError(
+                f"the client took longer than {self._service.idle_s:g} s over a piece of its answer (timeouts.idle_s)"
+            ) from None
+
+    async def _fail(self, error: BridgeError, scope: Scope, receive: Receive, send: Send) -> None:
+        """Tell the client, as far as that is possible still."""
+        if not self._begun:
+            await openai_error(error)(scope, receive, send)
+        elif self._stream:
+            event = b"data: " + json.dumps(_document(error, error.http_status)).encode() + EVENT_END
+            piece = event if self._between_events else EVENT_END + event
+            await self._send(send, {"type": "http.response.body", "body": piece, "more_body": False})
+        # Else the server closes the connection of an answer that was not sent to its end.
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

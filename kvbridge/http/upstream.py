@@ -1,0 +1,117 @@
+"""Calls of OpenAI servers by the router.
+
+Owns: connections, deadlines of connecting, which headers of an answer are passed back. Must not know: who is asked, what for.
+
+A connection whose answer was not read to its end is closed, by which an engine knows that nobody wants the rest. One that was is
+kept for less time than servers keep theirs, so that none is used in the moment in which they close it.
+"""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from http import HTTPStatus
+
+import aiohttp
+import httpx
+from httpx_aiohttp import AiohttpTransport
+
+from kvbridge.config.router import RouterTimeouts
+from kvbridge.http.client import is_refused_connection, is_timeout
+from kvbridge.router.bodies import Asked, Body
+from kvbridge.router.exchange import Upstream, UpstreamError
+
+KEPT_S = 2.0
+NOT_PASSED_BACK = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server", b"x-request-id"})
+"""Of one connection, or said by our own server."""
+
+
+class _Answer(Upstream):
+    def __init__(self, response: httpx.Response) -> None:
+        self._response = response
+        self.status = response.status_code
+        raw = [(name.lower(), value) for name, value in response.headers.raw]
+        self.headers = [(name, value) for name, value in raw if name not in NOT_PASSED_BACK]
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        with _failures_named(self._response.request):
+            async for chunk in self._response.aiter_raw():
+                yield chunk
+
+    async def read(self) -> bytes:
+        return b"".join([chunk async for chunk in self.chunks()])
+
+
+class OpenAiServers:
+    """The connections to any number of servers."""
+
+    def __init__(self, timeouts: RouterTimeouts) -> None:
+        self._timeouts = timeouts
+        # As many as there are requests: the router's own limit bounds those.
+        limits = httpx.Limits(max_connections=0, keepalive_expiry=KEPT_S)
+        self._transport = AiohttpTransport(verify=ssl.create_default_context(), limits=limits, trust_env=False)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._transport.aclose()
+
+    @asynccontextmanager
+    async def post(self, url: str, body: Body, asked: Asked) -> AsyncIterator[Upstream]:
+        """See `kvbridge.router.exchange.Post`. How long an answer may take is up to the caller."""
+        headers = {**asked.headers, "content-type": "application/json"}
+        content = json.dumps(body, separators=(",", ":")).encode()
+        async with self._open("POST", f"{url}{asked.path}", headers, content=content) as answer:
+            yield answer
+
+    @asynccontextmanager
+    async def get(self, url: str, headers: dict[str, str], *, read_s: float) -> AsyncIterator[Upstream]:
+        """Get a page, each part of which has to come within `read_s`. Raises UpstreamError."""
+        async with self._open("GET", url, headers, read_s=read_s) as answer:
+            yield answer
+
+    async def health(self, url: str) -> str:
+        """Return why a server is not well; empty when it is."""
+        try:
+            async with self.get(f"{url}/health", {}, read_s=self._timeouts.health_s) as answer:
+                await answer.read()
+                return "" if answer.status == HTTPStatus.OK else f"/health answered {answer.status}"
+        except UpstreamError as error:
+            return str(error)
+
+    @asynccontextmanager
+    async def _open(
+        self,
+        method: str,
+        url: str,
+        headers: dict[str, str],
+        *,
+        content: bytes | None = None,
+        read_s: float | None = None,
+    ) -> AsyncIterator[_Answer]:
+        times = httpx.Timeout(read_s, connect=min(self._timeouts.connect_s, read_s or self._timeouts.connect_s))
+        headers = {**headers, "accept-encoding": "identity"}  # nobody has asked the client what it can read
+        request = httpx.Request(method, url, content=content, headers=headers, extensions={"timeout": times.as_dict()})
+        with _failures_named(request):
+            response = await self._transport.handle_async_request(request)
+        response.request = request
+        try:
+            yield _Answer(response)
+        finally:
+            await response.aclose()
+
+
+@contextmanager
+def _failures_named(request: httpx.Request) -> Iterator[None]:
+    try:
+        yield
+    except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
+        asked = f"{request.method} {request.url.path}"
+        if is_refused_connection(error):
+            raise UpstreamError(f"{asked}: nobody listens there", refused=True) from error
+        if isinstance(error, httpx.HTTPError) and is_timeout(error):
+            raise UpstreamError(f"{asked} was not answered in time") from error
+        raise UpstreamError(
+            f"{asked} was not answered to the end: {str(error) or type(error.__cause__ or error).__name__}"
+        ) from error

@@ -1,0 +1,1 @@
+"""Sends requests of the OpenAI API to prefill and decode servers."""

@@ -1,0 +1,39 @@
+"""A node's geometry from a file that an engine has written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvbridge.config.pools import ModelConfig
+from kvbridge.core.errors import ConfigError
+from kvbridge.core.geometry.manifest import fingerprint
+from kvbridge.core.geometry.presets import PRESETS, preset
+from kvbridge.daemon.model import load_geometry
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_geometry_in_a_file_is_the_one_that_was_written(tmp_path: Path, name: str) -> None:
+    written = preset(name).model_copy(update={"facts": {"attention_backend": "FLASH_ATTN", "kv_dtype": "bfloat16"}})
+    (file := tmp_path / "geometry.json").write_text(written.model_dump_json())
+    read = load_geometry(ModelConfig(geometry=file))
+    assert read == written
+    assert fingerprint(read) == fingerprint(written)
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (None, "cannot read .*geometry.json: No such file"),
+        ("", "does not hold a geometry: Invalid JSON.*write it again"),
+        ('{"name": "x", "layer_count": 0}', r"does not hold a geometry \(layer_count\)"),
+        ('{"name": "x", "hidden_size": 1}', "does not hold a geometry"),
+    ],
+)
+def test_what_is_no_geometry_is_refused_by_its_file(tmp_path: Path, text: str | None, complaint: str) -> None:
+    file = tmp_path / "geometry.json"
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^model.geometry: (?s:.*){complaint}"):
+        load_geometry(ModelConfig(geometry=file))

@@ -1,0 +1,202 @@
+"""Requests take turns with the rest of the loop, and of a caller that has hung up meanwhile nothing is begun."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from kvbridge.http.connections import BoundedProtocol, ConnectionLimits, bounded
+from kvbridge.http.turns import LONGEST_WAIT_S, MOST_WAITING, Turns
+from tests.helpers.manual_clock import ManualClock
+
+POST = b"POST /v1/requests HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+
+
+class Loop:
+    """Calls what is to be called soon when it is told to."""
+
+    def __init__(self) -> None:
+        self.soon: list[Callable[[], None]] = []
+
+    def call_soon(self, do: Callable[[], None]) -> None:
+        self.soon.append(do)
+
+    def run_once(self) -> None:
+        ready, self.soon = self.soon, []
+        for do in ready:
+            do()
+
+
+class Caller:
+    def __init__(self, name: str, read: list[str]) -> None:
+        self._name = name
+        self._read = read
+
+    def take_turn(self) -> None:
+        self._read.append(self._name)
+
+
+@pytest.fixture
+def loop() -> Loop:
+    return Loop()
+
+
+def test_one_request_is_read_between_two_looks_at_the_sockets(loop):
+    turns, read = Turns(loop.call_soon), []
+    for number in range(4):
+        turns.wait(Caller(f"room {number}", read), creates=True)
+    assert read == ["room 0"], "who comes while nobody waits does not wait either"
+    for number in range(1, 4):
+        loop.run_once()
+        assert read[number:] == [f"room {number}"]
+    loop.run_once()
+    assert not loop.soon, "nothing is called while nobody comes"
+    turns.wait(Caller("later", read), creates=True)
+    assert read[4:] == ["later"]
+
+
+def test_who_asks_for_nothing_new_does_not_wait_behind_those_who_do(loop):
+    turns, read = Turns(loop.call_soon), []
+    for number in range(100):
+        turns.wait(Caller(f"room {number}", read), creates=True)
+    turns.wait(Caller("health", read), creates=False)
+    turns.wait(Caller("cancel", read), creates=False)
+    loop.run_once()
+    assert sorted(read) == ["health", "room 0", "room 1"]
+    loop.run_once()
+    assert read[3:] == ["cancel", "room 2"]
+
+
+def test_a_line_that_stands_takes_nobody_more_who_asks_for_something_new(loop):
+    clock, read = ManualClock(), []
+    turns = Turns(loop.call_soon, clock)
+    anybody = Caller("", read)
+    burst = 3 * MOST_WAITING
+    assert all(turns.wait(anybody, creates=True) for _ in range(burst)), "however many come at once"
+    clock.advance(LONGEST_WAIT_S)
+    assert not turns.wait(anybody, creates=True)
+    assert turns.wait(anybody, creates=False)
+    while len(read) <= burst - MOST_WAITING + 1:
+        assert not turns.wait(anybody, creates=True)
+        loop.run_once()
+    assert turns.wait(anybody, creates=True), "fewer wait"
+    while loop.soon:
+        loop.run_once()
+    assert len(read) == burst + 2
+
+
+def test_a_few_may_wait_out_a_pause_of_the_process(loop):
+    clock = ManualClock()
+    turns = Turns(loop.call_soon, clock)
+    for _ in range(MOST_WAITING):
+        assert turns.wait(Caller("", []), creates=True)
+        clock.advance(10 * LONGEST_WAIT_S)
+
+
+class Connection(asyncio.Transport):
+    """What a protocol needs of a connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = True
+        self.aborted = False
+        self.written = b""
+
+    def is_closing(self) -> bool:
+        return self.aborted
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+    def close(self) -> None:
+        self.abort()
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+
+async def connection(loop: Loop, *, request_s: float = 3600.0) -> tuple[BoundedProtocol, Connection]:
+    """One whose server has just read another request."""
+    config = uvicorn.Config(lambda scope: None, http=bounded(ConnectionLimits(request_s, 1)), log_config=None)
+    config.load()
+    kind = config.http_protocol_class
+    kind.turns = Turns(loop.call_soon)
+    kind.turns.wait(Caller("another", []), creates=True)
+    protocol = kind(config=config, server_state=ServerState(), app_state={})
+    transport = Connection()
+    protocol.connection_made(transport)
+    return protocol, transport
+
+
+@pytest.mark.asyncio
+async def test_a_request_is_begun_in_its_turn(loop):
+    protocol, _ = await connection(loop)
+    protocol.data_received(POST[:30])
+    protocol.data_received(POST[30:])
+    assert protocol.cycle is None
+    loop.run_once()
+    assert protocol.cycle is not None
+    assert (protocol.cycle.scope["path"], protocol.cycle.body) == ("/v1/requests", b"{}")
+    protocol.connection_lost(None)
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_begun_for_a_caller_that_has_hung_up(loop):
+    protocol, _ = await connection(loop)
+    protocol.data_received(POST)
+    protocol.connection_lost(None)
+    loop.run_once()
+    assert protocol.cycle is None
+
+
+@pytest.mark.asyncio
+async def test_a_request_for_which_too_many_wait_is_refused_unread(loop):
+    protocol, transport = await connection(loop)
+    turns = protocol.turns = Turns(loop.call_soon, clock := ManualClock())
+    while len(turns._creating) < MOST_WAITING:
+        turns.wait(Caller("", []), creates=True)
+    clock.advance(LONGEST_WAIT_S)
+    protocol.data_received(POST)
+    head, _, body = transport.written.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+    assert b"\r\nRetry-After: 1\r\nConnection: close" in head
+    assert json.loads(body)["code"] == "capacity"
+    assert transport.aborted
+    protocol.connection_lost(None)
+    while loop.soon:
+        loop.run_once()
+    assert protocol.cycle is None
+
+
+@pytest.mark.asyncio
+async def test_a_caller_in_front_of_its_turn_is_not_read_without_end(loop):
+    protocol, transport = await connection(loop)
+    protocol.data_received(POST)
+    assert transport.reads
+    protocol.data_received(b"x" * 70_000)
+    assert not transport.reads
+    protocol.connection_lost(None)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("arrived", [POST, POST[:-1]], ids=["whole", "not whole"])
+async def test_the_wait_for_a_turn_is_not_the_callers(loop, arrived):
+    """Its time for the request runs out while the request waits: whether it was all there is seen when it is read."""
+    protocol, transport = await connection(loop)
+    protocol.data_received(arrived)
+    protocol._too_slow()
+    assert not transport.aborted
+    loop.run_once()
+    assert transport.aborted == (arrived is not POST)
+    protocol.connection_lost(None)

@@ -1,0 +1,267 @@
+"""A request's way, with servers that do what the test says, in any order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbridge.config.router import DispatchOrder, RouterTimeouts
+from kvbridge.core.errors import NotReadyError, PeerError
+from kvbridge.core.ids import Role
+from kvbridge.router.bodies import Asked, Body
+from kvbridge.router.exchange import Exchanges, FailedAttemptError, Upstream, UpstreamError
+from kvbridge.router.servers import Servers
+from tests.helpers import examples
+
+WAIT_S = 60.0
+ADDRESSES = ["there"]
+
+
+@dataclass
+class Call:
+    """One request, its answer, and when each ended."""
+
+    url: str
+    body: Body
+    answer: asyncio.Future[Any] = field(default_factory=asyncio.Future)
+    """A status and a body; an exception instead."""
+    closed: bool = False
+
+    @property
+    def room(self) -> str:
+        return self.body["kv_transfer_params"]["kvbridge"]["room"]
+
+
+class Answered(Upstream):
+    def __init__(self, status: int, content: bytes) -> None:
+        self.status = status
+        self.headers = []
+        self._content = content
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        yield self._content
+
+    async def read(self) -> bytes:
+        return self._content
+
+
+class Net:
+    """All that is sent."""
+
+    def __init__(self, prefill: int = 1, decode: int = 1, order: DispatchOrder = DispatchOrder.PAIRED) -> None:
+        self.calls: list[Call] = []
+        self.failures: list[FailedAttemptError] = []
+        self.servers = Servers()
+        self.servers.use(Role.PREFILL, [f"p{number}" for number in range(prefill)])
+        self.servers.use(Role.DECODE, [f"d{number}" for number in range(decode)])
+        for role in Role:
+            for server in self.servers.of(role):
+                server.is_well()
+                server.addresses = ADDRESSES
+        rooms = iter(range(1, 1000))
+        self.exchanges = Exchanges(
+            self.servers, self.post, order, RouterTimeouts(), self.failures.append, draw_room=lambda: next(rooms)
+        )
+        self.begun, self.may_end = asyncio.Event(), asyncio.Event()
+
+    @asynccontextmanager
+    async def post(self, url: str, body: Body, asked: Asked) -> AsyncIterator[Upstream]:
+        del asked
+        call = Call(url, body)
+        self.calls.append(call)
+        try:
+            yield Answered(*await call.answer)
+        finally:
+            call.closed = True
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not true():  # noqa: ASYNC110 - anything may become true
+                await asyncio.sleep(0)
+
+    async def call(self, number: int) -> Call:
+        await self.until(lambda: len(self.calls) > number)
+        return self.calls[number]
+
+    async def ask(self) -> bytes:
+        asked = Asked.read("/v1/completions", b'{"prompt": "p"}', {})
+        async with self.exchanges.answer(asked) as found:
+            return found.first + b"".join([piece async for piece in found.rest])
+
+    async def ask_slowly(self) -> bytes:
+        """As `ask`, with an answer that does not end before it may."""
+        asked = Asked.read("/v1/completions", b'{"prompt": "p"}', {})
+        async with self.exchanges.answer(asked) as found:
+            self.begun.set()
+            await self.may_end.wait()
+            return found.first
+
+    def check_nothing_left(self) -> None:
+        assert all(call.closed for call in self.calls)
+        for role in Role:
+            assert all((one.outstanding, one.load) == (0, 0) for one in self.servers.of(role))
+
+
+def held(room: str, addresses: Any = ADDRESSES) -> tuple[int, bytes]:
+    params = {"do_remote_prefill": True, "kvbridge": {"room": room, "prefill": addresses}}
+    return 200, json.dumps({"kv_transfer_params": params}).encode()
+
+
+ANSWER = 200, b"answer"
+
+
+@pytest.mark.asyncio
+async def test_an_answer_of_decode_that_comes_first_is_taken_and_that_of_prefill_still_teaches():
+    net = Net()
+    asking = asyncio.create_task(net.ask_slowly())
+    prefill, decode = await net.call(0), await net.call(1)
+    decode.answer.set_result(ANSWER)
+    await asyncio.wait_for(net.begun.wait(), WAIT_S)
+    assert not prefill.closed
+    prefill.answer.set_result(held(prefill.room, ["moved"]))
+    server = net.servers.of(Role.PREFILL)[0]
+    await net.until(lambda: server.addresses == ["moved"])
+    net.may_end.set()
+    assert await asking == b"answer"
+    net.check_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_a_prefill_that_is_still_under_way_at_the_end_of_the_answer_is_closed():
+    net = Net()
+    asking = asyncio.create_task(net.ask())
+    prefill, decode = await net.call(0), await net.call(1)
+    decode.answer.set_result(ANSWER)
+    assert await asking == b"answer"
+    assert prefill.closed
+    net.check_nothing_left()
+    assert net.failures == []
+
+
+@pytest.mark.asyncio
+async def test_the_request_to_decode_is_closed_before_another_attempt_is_made():
+    net = Net(prefill=2)
+    asking = asyncio.create_task(net.ask())
+    prefill, decode = await net.call(0), await net.call(1)
+    prefill.answer.set_result((500, b"no"))
+    again = await net.call(2)
+    assert decode.closed
+    assert (again.url, again.room != prefill.room) == ("p1", True)
+    again.answer.set_result(held(again.room))
+    (await net.call(3)).answer.set_result(ANSWER)
+    assert await asking == b"answer"
+    net.check_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_where_both_have_failed_it_was_prefill():
+    net = Net(prefill=2, decode=2)
+    asking = asyncio.create_task(net.ask())
+    prefill, decode = await net.call(0), await net.call(1)
+    prefill.answer.set_exception(UpstreamError("broken"))
+    decode.answer.set_result((500, b"the load has failed"))
+    await net.call(3)
+    assert [(one.server.url, one.reason) for one in net.failures] == [("p0", "broken")]
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    net.check_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_the_only_decode_is_asked_again_about_what_another_prefill_holds():
+    """It may have failed because the first one ended before all was loaded."""
+    net = Net(prefill=2, order=DispatchOrder.PLAIN)
+    asking = asyncio.create_task(net.ask())
+    for number, name in enumerate(("p0", "p1")):
+        prefill = await net.call(2 * number)
+        assert prefill.url == name
+        prefill.answer.set_result(held(f"of {name}"))
+        decode = await net.call(2 * number + 1)
+        assert decode.room == f"of {name}"
+        decode.answer.set_result((500, b"the load has failed") if name == "p0" else ANSWER)
+    assert await asking == b"answer"
+    net.check_nothing_left()
+
+
+@pytest.mark.asyncio
+async def test_nobody_to_ask():
+    net = Net()
+    net.servers.use(Role.DECODE, [])
+    with pytest.raises(NotReadyError, match="decode"):
+        await net.ask()
+    assert net.calls == []
+
+
+OUTCOMES = ("fine", "status", "broken", "refused", "moved", "nothing", "other_room", "other_connector")
+
+
+@examples.fewer(1)
+@given(data=st.data())
+def test_whatever_fails_in_whatever_order_each_room_is_used_once_and_nothing_is_left(data):
+    asyncio.run(_whatever_fails(data))
+
+
+async def _whatever_fails(data: st.DataObject) -> None:
+    net = Net(
+        prefill=data.draw(st.integers(1, 3)),
+        decode=data.draw(st.integers(1, 3)),
+        order=data.draw(st.sampled_from(DispatchOrder)),
+    )
+    asking = asyncio.create_task(net.ask())
+    leaves_after = data.draw(st.integers(0, 20))
+    while not asking.done():
+        for _ in range(20):  # turns of the loop, for all that follows from the last answer
+            await asyncio.sleep(0)
+        under_way = [call for call in net.calls if not call.closed and not call.answer.done()]
+        assert len([call for call in net.calls if not call.closed and call.url[0] == "d"]) <= 1
+        assert len([call for call in net.calls if not call.closed and call.url[0] == "p"]) <= 1
+        if len(net.calls) > leaves_after:
+            asking.cancel()
+            break
+        if under_way:
+            _end(data.draw(st.sampled_from(under_way)), data.draw(st.sampled_from(OUTCOMES)))
+    (result,) = await asyncio.gather(asking, return_exceptions=True)
+    assert result == b"answer" or isinstance(result, (PeerError, asyncio.CancelledError)), result
+    net.check_nothing_left()
+    _check_rooms(net)
+    out = [failure.server for failure in net.failures if failure.avoid and failure.server.role is Role.PREFILL]
+    assert len(out) == len(set(out)), "a server that had failed was asked again"
+    assert len(net.failures) <= 1 + sum(len(net.servers.of(role)) for role in Role)
+    if isinstance(result, PeerError):
+        assert all(str(failure) in str(result) for failure in net.failures)
+
+
+def _end(call: Call, outcome: str) -> None:
+    if outcome in {"broken", "refused"}:
+        call.answer.set_exception(UpstreamError(outcome, refused=outcome == "refused"))
+    elif outcome == "status":
+        call.answer.set_result((503, b"busy"))
+    elif call.url.startswith("d"):
+        call.answer.set_result(ANSWER)
+    elif outcome == "nothing":
+        call.answer.set_result((200, b"{}"))
+    elif outcome == "other_connector":
+        call.answer.set_result((200, b'{"kv_transfer_params": {"remote_host": "a"}}'))
+    else:
+        given = call.body["kv_transfer_params"].get("kvbridge", {}).get("room")
+        drawn = f"drawn-{id(call)}"
+        room = drawn if outcome == "other_room" or given is None else given
+        call.answer.set_result(held(room, ["moved"] if outcome == "moved" else ADDRESSES))
+
+
+def _check_rooms(net: Net) -> None:
+    for role in "pd":
+        rooms = [
+            ours["room"]
+            for call in net.calls
+            if call.url.startswith(role) and (ours := call.body.get("kv_transfer_params", {}).get("kvbridge"))
+        ]
+        assert len(rooms) == len(set(rooms)), f"a room was named twice to {role}"
