@@ -46,7 +46,9 @@ METRICS: tuple[MetricSpec, ...] = (
         "Always 1; what is running: its name, its model, the versions of what it is built on.",
         EVERYBODY,
     ),
-    READY := MetricSpec("kvbridge_ready", _GAUGE, (), "1 while new rooms can be admitted.", EVERYBODY),
+    READY := MetricSpec(
+        "kvbridge_ready", _GAUGE, (), "1 while new rooms can be admitted, or requests routed.", EVERYBODY
+    ),
     DIRECTORY_REGISTRATION := MetricSpec(
         "kvbridge_directory_registration",
         _GAUGE,

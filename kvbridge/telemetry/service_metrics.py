@@ -6,7 +6,7 @@ Owns: their declarations, as `telemetry/metrics.py` owns those of rooms, pages a
 from __future__ import annotations
 
 from kvbridge.core.errors import CapacityError, DeadlineError, FingerprintMismatchError, NamespaceError, NotReadyError
-from kvbridge.telemetry.specs import BOOTSTRAP, EVERYBODY, NODES, PHASE_BUCKETS_S, MetricKind, MetricSpec
+from kvbridge.telemetry.specs import BOOTSTRAP, EVERYBODY, NODES, PHASE_BUCKETS_S, ROUTER, MetricKind, MetricSpec
 
 _COUNTER, _GAUGE, _HISTOGRAM = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
 
@@ -19,6 +19,8 @@ _PAIRING_OUTCOMES = (
     FingerprintMismatchError.code,
     NamespaceError.code,
 )
+ROUTED_ORDERS = ("none", "paired", "plain", "decode_alone")
+ROUTED_OUTCOMES = ("answered", "refused", "failed", "broken", "over_limit", "client_left")
 
 SERVICE_METRICS: tuple[MetricSpec, ...] = (
     # The directory.
@@ -78,6 +80,50 @@ SERVICE_METRICS: tuple[MetricSpec, ...] = (
         "Calls to the directory's store that failed: timeout, connection or refused.",
         (BOOTSTRAP,),
         values={"reason": ("connection", "refused", "timeout")},
+    ),
+    # The router.
+    ROUTED := MetricSpec(
+        "kvbridge_router_requests_total",
+        _COUNTER,
+        ("order", "outcome"),
+        "Requests to the router, by how they were sent (`none`: nothing came back) and what became of them: answered, refused by "
+        "a server as the client's mistake, failed before or broken after the first byte, over the limit, or the client left.",
+        (ROUTER,),
+        values={"order": ROUTED_ORDERS, "outcome": ROUTED_OUTCOMES},
+    ),
+    FIRST_BYTE := MetricSpec(
+        "kvbridge_router_first_byte_seconds",
+        _HISTOGRAM,
+        ("order",),
+        "From a request to the first byte of its answer, all that was tried included.",
+        (ROUTER,),
+        values={"order": ROUTED_ORDERS[1:]},
+        buckets=(*PHASE_BUCKETS_S, 60.0, 120.0, 300.0),
+    ),
+    ATTEMPTS_FAILED := MetricSpec(
+        "kvbridge_router_attempts_failed_total",
+        _COUNTER,
+        ("role", "reason"),
+        "Attempts before the first byte that failed at a server: no connection, a status of 500 or more, an answer that broke, "
+        "ill health while it was waited for, other addresses than the router knew.",
+        (ROUTER,),
+        values={"role": NODES, "reason": ("broken", "connect", "health", "moved", "status")},
+    ),
+    ROUTER_SERVERS := MetricSpec(
+        "kvbridge_router_servers",
+        _GAUGE,
+        ("role", "state"),
+        "Servers that are well, and those that get no request now.",
+        (ROUTER,),
+        values={"role": NODES, "state": ("well", "out")},
+    ),
+    ROUTER_OUTSTANDING := MetricSpec(
+        "kvbridge_router_outstanding_requests",
+        _GAUGE,
+        ("role",),
+        "Requests under way at all servers of a role.",
+        (ROUTER,),
+        values={"role": NODES},
     ),
     # HTTP.
     HTTP_REQUESTS := MetricSpec(

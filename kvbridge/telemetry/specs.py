@@ -28,8 +28,9 @@ class MetricKind(StrEnum):
 
 
 PREFILL, DECODE, BOOTSTRAP = Role.PREFILL.value, Role.DECODE.value, "bootstrap"
+ROUTER = "router"
 NODES = (PREFILL, DECODE)
-EVERYBODY = (*NODES, BOOTSTRAP)
+EVERYBODY = (*NODES, BOOTSTRAP, ROUTER)
 PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Of whatever is waited for in a request's way."""
 

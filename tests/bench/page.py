@@ -19,6 +19,7 @@ from tests.bench.gpu import report
 from tests.bench.gpu.sparse_figures import sparse_section
 from tests.bench.gpu.tables import Table, markdown, number, part_tables
 from tests.bench.peers.figures import section as beside_sglang
+from tests.bench.vllm.figures import section as beside_nixl
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
@@ -190,6 +191,11 @@ def overheads(results: Results) -> str:
 def peers(results: Results) -> str:
     """Requests beside SGLang's own sender and receiver."""
     return f"{_machine(results)} {beside_sglang(results)}"
+
+
+def vllm(results: Results) -> str:
+    """vLLM with kvbridge beside vLLM with NixlConnector."""
+    return f"{_machine(results)} {beside_nixl(results)}"
 
 
 def paths(results: Results) -> str:
@@ -605,6 +611,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "plans": (CPU, plans),
     "overheads": (CPU, overheads),
     "peers": ("peers-2-cores.json", peers),
+    "vllm": ("vllm-2-cores.json", vllm),
     "paths": ("paths-2-cores.json", paths),
     "load": (LOAD, loads),
     "digests": (LOAD, digests),

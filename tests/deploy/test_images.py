@@ -19,9 +19,9 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from kvbridge.api.endpoint_file import DaemonEndpoint
 from kvbridge.config.loading import load_config
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
-from kvbridge.daemon.announce import DaemonEndpoint
 from kvbridge.daemon.children import ChildProcess, clean_environment, stop_all, wait_for
 from kvbridge.testbed.cluster import calls
 from tests.helpers.other_user import as_user

@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvbridge.daemon.announce import ENDPOINT_FILE
+from kvbridge.api.endpoint_file import ENDPOINT_FILE
 from kvbridge.daemon.children import ChildProcess
 from kvbridge.testbed.cluster import DaemonProcess
 from kvbridge.testbed.progress import ShownProgress

@@ -6,6 +6,7 @@ from deploy.grafana.expressions import CHOSEN, NAME, now, of_each, quantile, rat
 from deploy.grafana.panels import Board, Query, Row, heat, lines, number, table
 
 REFUSED = 'outcome!="paired"'
+A_ROUTER = "`kvbridge router` runs"
 
 BOARD = Board(
     "kvbridge-fleet",
@@ -94,6 +95,39 @@ BOARD = Board(
                     Query(rate("store_failures_total", "reason"), "call: {{reason}}"),
                     Query(rate("store_values_refused_total", "reason"), "value: {{reason}}"),
                     unit="ops",
+                ),
+            ),
+        ),
+        Row(
+            "Router",
+            (
+                lines(
+                    "Requests to the router",
+                    "By how they were sent and what became of them; `decode_alone` took no prefill server.",
+                    Query(rate("router_requests_total", "order, outcome"), "{{order}} {{outcome}}"),
+                    unit="reqps",
+                    empty_unless=A_ROUTER,
+                ),
+                lines(
+                    "Time to the first byte, p99",
+                    "From a request to the router to the first byte of its answer, all that was tried included.",
+                    Query(quantile(0.99, "router_first_byte_seconds", "order"), "{{order}}"),
+                    unit="s",
+                    empty_unless=A_ROUTER,
+                ),
+                lines(
+                    "Attempts that failed",
+                    "At a server, before the first byte; the request was tried elsewhere.",
+                    Query(rate("router_attempts_failed_total", "role, reason"), "{{role}} {{reason}}"),
+                    unit="ops",
+                    empty_unless=A_ROUTER,
+                ),
+                lines(
+                    "Servers",
+                    "Those that are well, and those that get no request, as each router sees them, and what is under way there.",
+                    Query(now("router_servers", "role, state", how="max"), "{{role}} {{state}}"),
+                    Query(now("router_outstanding_requests", "role"), "under way: {{role}}"),
+                    empty_unless=A_ROUTER,
                 ),
             ),
         ),

@@ -75,7 +75,7 @@ def test_the_table_is_up_to_date():
 
 def test_names_have_base_units_and_labels_are_few():
     labels = {"component", "direction", "transport", "space", "state", "phase", "reason", "code", "outcome", "limit"}
-    labels |= {"verb", "peer", "within", "role", "daemon", "route", "method", "event", "residency", "use"}
+    labels |= {"verb", "peer", "within", "role", "order", "daemon", "route", "method", "event", "residency", "use"}
     labels |= {"version", "model", "fingerprint", "python", "torch", "mooncake", "nixl"}
     assert len({spec.name for spec in METRICS}) == len(METRICS)
     for spec in METRICS:

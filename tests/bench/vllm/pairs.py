@@ -1,0 +1,217 @@
+"""The servers that are measured: one prefill and one decode server for each connector, and how they are asked.
+
+Owns: how servers are configured for measuring, and a stream's clock. Must not know: which figures are made of it.
+
+Both pairs run at the same time on the same cores, and only one of them has anything to do. NixlConnector is eased (see
+`tests/vllm/eased`): as it comes, its progress thread alone takes a core of a machine that has two.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+
+from tests.bench.vllm.hooks import HookTimes
+from tests.vllm.servers import ANSWER_S, HOLD, Pair, Plan, Server, Setup, kvbridge, nixl_plan
+
+CONNECTORS = ("kvbridge", "nixl")
+ROOM_BITS = 53
+TIMED = Path(__file__).parent / "timed"
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What both pairs are."""
+
+    model: str
+    cache_gib: int
+    """Of decode; prefill has 1 GiB."""
+    chunk_tokens: int
+    """Prefill computes so many tokens at a time."""
+    decode_blocks: int = 0
+    """0: as many as fit."""
+    block_tokens: int = 128
+    policy: str = "recompute"
+
+
+@dataclass
+class Measured:
+    """One connector's servers."""
+
+    connector: str
+    pair: Pair
+    hooks: dict[str, HookTimes]
+    """Of `prefill` and `decode`."""
+    addresses: list[dict[str, Any]] = field(default_factory=list)
+    """Of kvbridge's prefill node, by which decode finds a room that the client has drawn."""
+
+    @property
+    def servers(self) -> tuple[Server, Server]:
+        """Both."""
+        return self.pair.prefill, self.pair.decode
+
+    def hand_over(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """See Pair; remembers where prefill is."""
+        told = self.pair.hand_over(prompt)
+        self.addresses = told.get("kvbridge", {}).get("prefill", [])
+        return told
+
+    def paired(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what to tell prefill and decode at the same time. After a first request in plain order."""
+        room = str(secrets.randbits(ROOM_BITS))
+        return (
+            {**HOLD, "kvbridge": {"room": room}},
+            {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "kvbridge": {"room": room, "prefill": self.addresses},
+            },
+        )
+
+
+def plans(shape: Shape, work: Path, *, wipe: bool = True) -> list[tuple[str, str, Plan, HookTimes]]:
+    """Return connector, role, server and where its hook times go, of each server. `wipe`: those of former runs are removed."""
+    found = []
+    for connector in CONNECTORS:
+        for role, name in (("producer", "prefill"), ("consumer", "decode")):
+            title = f"{connector}-{shape.model}-{name}"
+            hooks = HookTimes(work / f"{title}.hooks")
+            for old in work.glob(f"{hooks.path.name}.*") if wipe else ():
+                old.unlink()
+            plan = _plan(connector, role, shape, title)
+            paths = [str(TIMED), str(ROOT), *filter(None, [plan.environment.get("PYTHONPATH")])]
+            environment = {
+                **plan.environment,
+                "PYTHONPATH": os.pathsep.join(paths),
+                "HOOK_TIMES": str(hooks.path),
+                "VLLM_CPU_KVCACHE_SPACE": str(shape.cache_gib if name == "decode" else 1),
+            }
+            transfer = {**(plan.transfer or {}), "kv_connector_module_path": "timed_connectors"}
+            chunk = ("--max-num-batched-tokens", str(shape.chunk_tokens)) if name == "prefill" else ()
+            found.append(
+                (
+                    connector,
+                    name,
+                    replace(
+                        plan,
+                        transfer=transfer,
+                        environment=environment,
+                        shape=shape.model,
+                        dtype="bfloat16",
+                        arguments=(*plan.arguments, *chunk),
+                    ),
+                    hooks,
+                )
+            )
+    return found
+
+
+def _plan(connector: str, role: str, shape: Shape, title: str) -> Plan:
+    if connector == "nixl":
+        return nixl_plan(title, role, policy=shape.policy)
+    return Plan(title, kvbridge(role, policy=shape.policy, transports={"order": ["nixl"]}))
+
+
+class Pairs:
+    """All servers of one shape, started at once; a context."""
+
+    def __init__(self, setup: Setup, shape: Shape) -> None:
+        self._setup = setup
+        self._shape = shape
+        self._servers: list[Server] = []
+        self.by_name: dict[str, Measured] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            self._start()
+        except BaseException:
+            self.end()
+            raise
+        return self
+
+    def _start(self) -> None:
+        found: dict[str, dict[str, tuple[Server, HookTimes]]] = {}
+        for connector, role, plan, hooks in plans(self._shape, self._setup.directory):
+            server = Server(self._setup, plan, blocks=self._blocks(role))
+            self._servers.append(server)
+            found.setdefault(connector, {})[role] = (server, hooks)
+        for server in self._servers:
+            server.wait_ready()
+        for connector, roles in found.items():
+            self.by_name[connector] = Measured(
+                connector,
+                Pair(roles["prefill"][0], roles["decode"][0]),
+                {role: hooks for role, (_, hooks) in roles.items()},
+            )
+
+    def restart(self, role: str) -> None:
+        """Start the servers of a role again that have been killed."""
+        planned = [one for one in plans(self._shape, self._setup.directory, wipe=False) if one[1] == role]
+        started = [(name, Server(self._setup, plan, blocks=self._blocks(role))) for name, _, plan, _ in planned]
+        for name, server in started:
+            self._servers.append(server)
+            setattr(self.by_name[name].pair, role, server)
+        for _, server in started:
+            server.wait_ready()
+
+    def _blocks(self, role: str) -> int:
+        return self._shape.decode_blocks if role == "decode" else 0
+
+    def __exit__(self, *raised: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        """End all; hook times are whole then."""
+        servers, self._servers = self._servers, []
+        for server in servers:
+            server.end()
+
+
+def post(server: Server, path: str) -> None:
+    """Tell a server something that needs no words (its development mode)."""
+    httpx.post(f"http://127.0.0.1:{server.port}{path}", timeout=ANSWER_S, trust_env=False).raise_for_status()
+
+
+def forget(server: Server) -> None:
+    """Have a server forget its prefix cache."""
+    post(server, "/reset_prefix_cache")
+
+
+def token_times(
+    server: Server, prompt: Sequence[int], max_tokens: int, transfer: Mapping[str, Any] | None = None
+) -> Iterator[float]:
+    """Ask for a stream and yield when each token has come. Raises AssertionError when there is no answer."""
+    body = {
+        "model": server.model,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+    } | ({"kv_transfer_params": dict(transfer)} if transfer is not None else {})
+    url = f"http://127.0.0.1:{server.port}/v1/completions"
+    with httpx.stream("POST", url, json=body, timeout=ANSWER_S, trust_env=False) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                part = json.loads(line.removeprefix("data: "))
+                assert "error" not in part, part
+                yield time.monotonic()
+
+
+def first_token_s(
+    server: Server, prompt: Sequence[int], transfer: Mapping[str, Any] | None = None, max_tokens: int = 1
+) -> float:
+    """Ask for a stream and return how long its first token took."""
+    begun_s = time.monotonic()
+    times = list(token_times(server, prompt, max_tokens, transfer))
+    return times[0] - begun_s
