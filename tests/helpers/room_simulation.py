@@ -466,8 +466,8 @@ class World:
     def lose(self, worker: Worker, orders: Iterable[Send] | None = None) -> None:
         """What some orders of a worker (or all) have sent stays behind."""
         for order in [*worker.orders, *worker.active] if orders is None else orders:
-            self.on_their_way.add((owner_of(order), worker.paths[order.order]))
             if self.is_open(worker.paths[order.order]):
+                self.on_their_way.add((owner_of(order), worker.paths[order.order]))
                 worker.spoil(order)
 
     def path_lost(self, worker: Worker, order: Send, *, in_transit: bool) -> None:
@@ -813,6 +813,7 @@ class World:
         for seconds in (130, 700, 130):
             self.clock.advance(seconds)
             self.tick()
+            self.deliver_all()  # no message is on its way for as long as that
             self.check()
 
     def tick(self) -> None:
