@@ -85,6 +85,8 @@ class Worker:
     orders: list[Send] = field(default_factory=list)
     paths: dict[int, Path] = field(default_factory=dict)
     """By which each order is carried out."""
+    endpoints: dict[int, dict[str, int]] = field(default_factory=dict)
+    """Epochs of the endpoints that each order was started with: it goes over no newer ones, whatever the worker hears meanwhile."""
     active: list[Send] = field(default_factory=list)
     """Orders that have failed without being quiet."""
     connected: dict[str, int] | None = None
@@ -123,6 +125,7 @@ class Worker:
                 if self.connected is None:
                     self.end(message, well=False)
                 else:
+                    self.endpoints[message.order] = self.connected
                     self.paths[message.order] = TRANSPORTS[0], self.connected[TRANSPORTS[0]]
             case CloseRoom(all_sent=True):
                 self.rooms.pop(Owner(message.room, message.generation), None)
@@ -139,11 +142,10 @@ class Worker:
             self.rooms[owner_of(order)] = room.model_copy(update={"source": to_wire(source)})
 
     def reroute(self, order: Send, *, in_transit: bool) -> None:
-        """An order has lost its path, and goes on over the other one, to which the worker is connected."""
-        assert self.connected is not None
+        """An order has lost its path, and goes on over the other one that the decode node had when it was started."""
         lost, epoch = self.paths[order.order]
         over = next(name for name in TRANSPORTS if name != lost)
-        self.paths[order.order] = over, self.connected[over]
+        self.paths[order.order] = over, self.endpoints[order.order][over]
         room, generation = order.room, order.generation
         self.outbox.append(
             Rerouted(

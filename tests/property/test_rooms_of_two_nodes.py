@@ -191,7 +191,7 @@ class RoomsMachine(RuleBasedStateMachine):
     @rule(rank=st.sampled_from(RANKS), which=st.integers(0, 3), in_transit=st.booleans())
     def path_lost(self, rank, which, in_transit):
         worker = self.world.prefill.workers[rank]
-        if worker.orders and worker.connected is not None:
+        if worker.orders:
             self.world.path_lost(worker, worker.orders[which % len(worker.orders)], in_transit=in_transit)
 
     @rule(rank=st.sampled_from(RANKS))
