@@ -15,7 +15,7 @@ import zmq
 
 from kvbridge.control.envelopes import EnvelopeSocket
 from kvbridge.control.keys import CurveKeys
-from kvbridge.control.monitor import DISCONNECTED, HANDSHAKE_FAILED, HANDSHAKE_SUCCEEDED
+from kvbridge.control.monitor import DISCONNECTED, HANDSHAKE_FAILED, HANDSHAKE_SUCCEEDED, REFUSED
 from kvbridge.control.sockets import SocketContext, set_limits
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.wire.codec import PEER, Envelope
@@ -32,6 +32,10 @@ class ConnectionCallbacks:
     on_envelope: Callable[[Envelope[PeerMessage], bytes, zmq.Frame], None]
     on_stands: Callable[[], None]
     """The connection is new: frames that were handed to a former one may be lost."""
+    on_lost: Callable[[], None]
+    """The connection has ended."""
+    on_nobody: Callable[[], None]
+    """An attempt to connect has failed; another one follows."""
     on_refused: Callable[[str, str], None]
     on_handshake_failed: Callable[[], None]
     probe: Callable[[], bytes]
@@ -115,7 +119,7 @@ class ClientConnection:
             lambda envelope, route, frame: self._on_envelope(opened, envelope, route, frame),
             on_refused=self._callbacks.on_refused,
             on_event=lambda event, _value: self._on_event(opened, event),
-            events=HANDSHAKE_FAILED | HANDSHAKE_SUCCEEDED | DISCONNECTED,
+            events=HANDSHAKE_FAILED | HANDSHAKE_SUCCEEDED | DISCONNECTED | REFUSED,
         )
         try:
             opened.connect(self._endpoint)
@@ -126,8 +130,13 @@ class ClientConnection:
 
     def _on_event(self, socket: EnvelopeSocket[PeerMessage], event: int) -> None:
         present = socket is self._socket
-        if event == DISCONNECTED:
+        if event == REFUSED:
+            if present:
+                self._callbacks.on_nobody()
+        elif event == DISCONNECTED:
             expected = self._next_server_key
+            if present:
+                self._callbacks.on_lost()
             if present and expected not in {self._server_key, self._successor_server_key}:
                 self._succeed(expected)
         elif event != HANDSHAKE_SUCCEEDED:

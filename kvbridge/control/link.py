@@ -60,6 +60,8 @@ class PeerCallbacks:
     """(peer incarnation): the conversation begins anew, and what was agreed in the former one is void. On a client: the
     server was restarted or has forgotten us; introduce yourself again. On a server: a known client had given us up.
     What was not acknowledged has been reported undelivered."""
+    on_cut: Callable[[], None] = _ignore
+    """On a client: no connection stands any more, or none could be made. `Link.cut_s` counts from here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class Link:
         """Another key that the peer said is its own: the one that it is about to take, then the former one."""
         self.heard_at_s = -math.inf
         self.cut_at_s = math.inf
-        """Since when no frame could be handed to a connection; infinity while that is possible, as far as we know."""
+        """Since when no connection to the peer stands; infinity while one does, or the first is being made, as far as we know."""
         self.closed = False
         self._shared = shared
         self._outbox: Outbox[Packed] = Outbox(shared.settings.delivery)
@@ -129,7 +131,7 @@ class Link:
 
     @property
     def cut_s(self) -> float:
-        """For how many seconds no connection to the peer has stood, as far as sending has shown; 0 when one stands."""
+        """For how many seconds no connection to the peer has stood, as far as is known; 0 when one stands."""
         return max(0.0, monotonic() - self.cut_at_s)
 
     @property
@@ -167,6 +169,12 @@ class Link:
     def probe(self) -> bytes:
         """Return a frame that says nothing: a server answers one that comes a new way."""
         return self._frame(0, b"")
+
+    def cut(self) -> None:
+        """No connection to the peer stands."""
+        if self.cut_at_s == math.inf and not self.closed:
+            self.cut_at_s = monotonic()
+            self._shared.callbacks.on_cut()
 
     def retry(self) -> None:
         """The way to the peer is new: let it know, and send again at once what is unacknowledged."""
@@ -232,8 +240,8 @@ class Link:
     def _transmit(self, sequence: int, body: bytes) -> None:
         if self._shared.put(self, self._frame(sequence, body)):
             self.cut_at_s = math.inf
-        else:
-            self.cut_at_s = min(self.cut_at_s, monotonic())
+        elif self.peer:  # else the first connection is still being made
+            self.cut()
 
     def _owe(self) -> None:
         """Acknowledge soon, unless a message that goes out before does it in passing."""

@@ -19,6 +19,8 @@ HANDSHAKE_FAILED_AUTH = int(zmq.Event.HANDSHAKE_FAILED_AUTH)
 HANDSHAKE_SUCCEEDED = int(zmq.Event.HANDSHAKE_SUCCEEDED)
 ACCEPTED = int(zmq.Event.ACCEPTED)
 DISCONNECTED = int(zmq.Event.DISCONNECTED)
+REFUSED = int(zmq.Event.CLOSED)
+"""On a socket that connects: an attempt has failed, as a rule since nobody listens there. It is made again by itself."""
 
 _HEAD = struct.Struct("=HI")
 

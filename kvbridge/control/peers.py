@@ -310,6 +310,8 @@ class PeerClient:
             callbacks=ConnectionCallbacks(
                 on_envelope=self._on_envelope,
                 on_stands=self._on_stands,
+                on_lost=self._on_lost,
+                on_nobody=self._on_nobody,
                 on_refused=self._refuse,
                 on_handshake_failed=self._on_handshake_failed,
                 probe=lambda: self._link.probe() if self._link.peer else b"",
@@ -358,6 +360,13 @@ class PeerClient:
 
     def _on_stands(self) -> None:
         self._link.retry()
+
+    def _on_lost(self) -> None:
+        if self._link.peer:  # else it is a handshake that fails, and said as that
+            self._link.cut()
+
+    def _on_nobody(self) -> None:
+        self._link.cut()
 
     def _on_handshake_failed(self) -> None:
         kind = Refusal.UNAUTHENTICATED if self._identity.keys else Refusal.HANDSHAKE

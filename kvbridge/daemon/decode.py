@@ -135,7 +135,8 @@ class PrefillPeers:
 
     def watch(self) -> None:
         """See Peers: and look for prefill nodes whose key is not accepted any more."""
-        for address, reason in dict(self._links.lost() + self._links.barred()).items():
+        self._links.look()
+        for address, reason in self._links.barred():
             self._nodes.lost(address, reason)
         self._links.heartbeats()
 
@@ -204,6 +205,10 @@ class PrefillPeers:
             case _:
                 text = f"{message.type} from {peer}: a decode daemon does not take it"
                 self._events.frame_refused("wrong_direction", text)
+
+    def lost(self, address: PeerAddress, reason: str) -> None:
+        """See PrefillListener."""
+        self._nodes.lost(address, reason)
 
     def undelivered(self, address: PeerAddress, message: PeerMessage, age_s: float) -> None:
         """See PrefillListener."""

@@ -54,15 +54,20 @@ def peer_settings(config: PrefillConfig | DecodeConfig) -> PeerSettings:
     )
 
 
-def why_lost(timeouts: DaemonTimeouts, link: Link) -> str:
-    """Why a peer that has been met counts as lost; an empty text while it does not.
+def cut_limit_s(timeouts: DaemonTimeouts) -> float:
+    """How long no connection to a peer may stand."""
+    return timeouts.control_heartbeat_s / 2
 
-    A process that ends takes its connections with it, so one that is gone and does not come back within a heartbeat says
-    more than silence, which a slow network or a stopped process keeps as well. That it is gone was noticed by the heartbeat
-    before, or sooner when something else was sent: hence the half.
+
+def why_lost(timeouts: DaemonTimeouts, link: Link) -> str:
+    """Why a peer counts as lost; an empty text while it does not. One that was not met yet does where nobody listens.
+
+    A process that ends takes its connections with it, so one that is gone and does not come back says more than silence, which
+    a slow network or a stopped process keeps as well. A server notices by the next heartbeat that one is gone: hence the half.
     """
-    if link.cut_s > timeouts.control_heartbeat_s / 2:
-        return f"its connection is gone since {link.cut_s:.1f} s (limit: half of timeouts.control_heartbeat_s)"
-    if link.silent_s > timeouts.peer_silence_s:
+    if link.cut_s >= cut_limit_s(timeouts):
+        what = "its connection is gone" if link.peer else "nobody listens there"
+        return f"{what} since {link.cut_s:.1f} s (limit: half of timeouts.control_heartbeat_s)"
+    if link.peer and link.silent_s > timeouts.peer_silence_s:
         return f"silent for {link.silent_s:.1f} s (limit: timeouts.peer_silence_s)"
     return ""

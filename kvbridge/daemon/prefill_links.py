@@ -8,6 +8,7 @@ it knows, and no other.
 
 from __future__ import annotations
 
+import asyncio
 from contextvars import Context
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +25,7 @@ from kvbridge.control.sockets import SocketContext
 from kvbridge.core.errors import BridgeError, CapacityError, NotReadyError
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 from kvbridge.daemon.allowed import AllowedPeers
-from kvbridge.daemon.peer_setup import peer_settings, why_lost
+from kvbridge.daemon.peer_setup import cut_limit_s, peer_settings, why_lost
 from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
@@ -46,6 +47,9 @@ class PrefillListener(Protocol):
 
     def undelivered(self, address: PeerAddress, message: PeerMessage, age_s: float) -> None:
         """A message was given up unacknowledged."""
+
+    def lost(self, address: PeerAddress, reason: str) -> None:
+        """The link leads nowhere (any more)."""
 
     def restarted(self, address: PeerAddress) -> None:
         """Another incarnation answers there, or the same one has forgotten us."""
@@ -146,7 +150,19 @@ class PrefillLinks:
             on_refused=self._events.frame_refused,
             on_resent=self._events.messages_resent,
             on_reset=lambda _incarnation: self._listener.restarted(opened.address),
+            on_cut=lambda: self._look_again(opened),
         )
+
+    def _look_again(self, opened: _Opened) -> None:
+        """Look at a link when the connection that it lacks would have to be back."""
+        limit_s = cut_limit_s(self._config.timeouts)
+        asyncio.get_running_loop().call_later(limit_s, self._look, opened, context=Context())
+
+    def _look(self, opened: _Opened) -> None:
+        if self._opened.get(opened.address) is not opened:
+            return
+        if reason := why_lost(self._config.timeouts, opened.client.link):
+            self._listener.lost(opened.address, reason)
 
     def send(self, address: PeerAddress, message: PeerMessage) -> None:
         """Queue a message; one that cannot be queued is logged. Dropped where there is no link."""
@@ -171,14 +187,10 @@ class PrefillLinks:
         links = {address: opened.client.link for address, opened in self._opened.items()}
         return {address: link.silent_s for address, link in links.items() if link.peer}
 
-    def lost(self) -> list[tuple[PeerAddress, str]]:
-        """The links that lead nowhere (any more), each with the reason."""
-        found = []
-        for address, opened in self._opened.items():
-            if opened.client.link.peer:
-                reason = why_lost(self._config.timeouts, opened.client.link)
-                found += [(address, reason)] if reason else []
-        return found
+    def look(self) -> None:
+        """Report the links that lead nowhere (any more): to those, too, that are connected and silent."""
+        for opened in list(self._opened.values()):
+            self._look(opened)
 
     def barred(self) -> list[tuple[PeerAddress, str]]:
         """The links to nodes whose key is not accepted any more, each with the reason; looks at the list of keys."""

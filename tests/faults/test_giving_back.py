@@ -5,12 +5,14 @@ What each ending makes of a room in each state is a literal table, in the letter
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from tests.faults.cells import State
 from tests.faults.fault_cluster import TOKENS, FaultCluster, scene
+from tests.helpers.held_ports import held_ports
 from tests.helpers.live_rooms import all_free, http
 
 STATES = (State.ADMITTED, State.OFFERED, State.BEGUN, State.PARTIAL, State.COMMITTED, State.CLAIMED)
@@ -72,23 +74,33 @@ LIMITS = {
     "room_s": 18.0,
     "claim_s": 9.0,
 }
-NOBODY = {"endpoint": "tcp://127.0.0.1:9"}
-"""An address where no prefill daemon is."""
+
+
+def _admitted(stage: FaultCluster, prefill_endpoint: str) -> int:
+    prefill = [{"endpoint": prefill_endpoint}]
+    answer = http("POST", stage.decode, "/v1/requests", json={"prompt_tokens": TOKENS, "prefill": prefill})
+    assert answer.status_code == 201, answer.text
+    return int(answer.json()["room"])
 
 
 def test_every_deadline() -> None:
     """A room for each limit, all at once: it fails with the name of the limit, and nothing stays behind."""
-    with scene(timeouts=LIMITS) as stage:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        held_ports(1) as (closed,),
+        scene(timeouts=LIMITS) as stage,
+    ):
+        silent, nobody = (f"tcp://127.0.0.1:{port}" for port in (listener.getsockname()[1], closed))
         rooms = stage.bring([State.ADMITTED, State.OFFERED, State.BEGUN, State.PARTIAL, State.COMMITTED])
         unknown = stage.admit_on_decode(1 << 40)
-        lonely = http("POST", stage.decode, "/v1/requests", json={"prompt_tokens": TOKENS, "prefill": [NOBODY]})
-        assert lonely.status_code == 201, lonely.text
+        unmet, lonely = (_admitted(stage, endpoint) for endpoint in (silent, nobody))
         cases = [
             (stage.prefill, rooms[State.ADMITTED], "deadline", "timeouts.offer_s"),
             (stage.prefill, rooms[State.OFFERED], "deadline", "timeouts.begin_s"),
             (stage.decode, rooms[State.OFFERED], "deadline", "timeouts.begin_s"),
             (stage.decode, unknown, "unknown_room", "timeouts.early_offer_s"),
-            (stage.decode, int(lonely.json()["room"]), "deadline", "timeouts.handshake_s"),
+            (stage.decode, lonely, "peer_failed", "timeouts.control_heartbeat_s"),
+            (stage.decode, unmet, "deadline", "timeouts.handshake_s"),
             (stage.decode, rooms[State.COMMITTED], "deadline", "timeouts.claim_s"),
             (stage.prefill, rooms[State.BEGUN], "deadline", "timeouts.room_s"),
             (stage.decode, rooms[State.BEGUN], "deadline", "timeouts.room_s"),

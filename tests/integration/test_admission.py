@@ -324,9 +324,12 @@ def _room(answer: httpx.Response) -> int | None:
 
 def test_a_reservation_that_is_not_used_ends_by_its_limit_and_gives_all_back() -> None:
     limits = {"offer_s": 4.0, "handshake_s": 4.0}
-    nobody = [{"endpoint": "tcp://127.0.0.1:9"}]
-    with live_cluster(prefill={"timeouts": limits}, decode={"timeouts": limits}) as live:
-        cases = ((live.prefill, {}, "timeouts.offer_s"), (live.decode, {"prefill": nobody}, "timeouts.handshake_s"))
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,  # which says nothing
+        live_cluster(prefill={"timeouts": limits}, decode={"timeouts": limits}) as live,
+    ):
+        silent = [{"endpoint": f"tcp://127.0.0.1:{listener.getsockname()[1]}"}]
+        cases = ((live.prefill, {}, "timeouts.offer_s"), (live.decode, {"prefill": silent}, "timeouts.handshake_s"))
         rooms = [(daemon, admit(live, daemon, **more), limit) for daemon, more, limit in cases]
         for daemon, room, limit in rooms:
             shown = report(daemon, room)

@@ -49,11 +49,11 @@ class Recorder:
 
     def __init__(self):
         self.messages, self.undelivered, self.refused, self.resets = [], [], [], []
-        self.resent = 0
+        self.resent = self.cuts = 0
         self.handler = None
         self._changed = asyncio.Event()
         self.callbacks = PeerCallbacks(
-            self._on_message, self._on_undelivered, self._on_refused, self._on_resent, self._on_reset
+            self._on_message, self._on_undelivered, self._on_refused, self._on_resent, self._on_reset, self._on_cut
         )
 
     def _note(self, where, what):
@@ -75,6 +75,10 @@ class Recorder:
 
     def _on_resent(self, count):
         self.resent += count
+
+    def _on_cut(self):
+        self.cuts += 1
+        self._changed.set()
 
     def _on_reset(self, peer):
         self._note(self.resets, peer)
@@ -675,12 +679,46 @@ async def test_a_side_that_has_ended_shows_in_the_connection(stage):
     assert (server.link(CLIENT).cut_s, client.link.cut_s) == (0.0, 0.0)
     client.close()
     await poll(lambda: server.link(CLIENT).cut_s, lambda: server.send(CLIENT, Heartbeat()))
-    again, _ = stage.client(endpoint, "a" * 16)
+    again, at_again = stage.client(endpoint, "a" * 16)
     again.send(drained(2))
     await poll(lambda: again.link.peer)
     assert at_server.rooms == [1, 2]
     server.close()
-    await poll(lambda: again.link.cut_s, lambda: again.send(Heartbeat()))
+    await at_again.until(lambda: at_again.cuts)  # without anything being sent
+    assert again.link.cut_s
+
+
+async def test_an_address_where_nobody_listens_shows_too_and_may_be_listened_at_later(stage):
+    with held_ports(1) as (port,):
+        endpoint = f"tcp://127.0.0.1:{port}"
+        client, at_client = stage.client(endpoint)
+        client.send(drained(1))
+        await at_client.until(lambda: at_client.cuts)
+        assert client.link.cut_s
+        assert not client.link.peer
+        _, at_server, _ = stage.server(endpoint=endpoint)
+        await at_server.until(lambda: at_server.rooms == [1])
+        assert client.link.cut_s == 0.0
+        assert at_client.cuts == 1
+
+
+async def test_a_connection_on_which_nobody_answers_is_not_one_that_is_gone(stage):
+    with unix.create_server(("127.0.0.1", 0)) as silent:
+        client, at_client = stage.client(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        client.send(drained(1))
+        connection = await asyncio.to_thread(accepted, silent)
+        assert connection.recv(1) == b"\xff", "ZeroMQ's greeting"
+        connection.close()  # as a peer with other keys does
+        again = await asyncio.to_thread(accepted, silent)
+        again.close()
+        assert (client.link.cut_s, at_client.cuts) == (0.0, 0)
+
+
+def accepted(listener):
+    listener.settimeout(WAIT_S)
+    connection, _ = listener.accept()
+    connection.settimeout(WAIT_S)
+    return connection
 
 
 async def test_a_connection_that_is_back_is_known_at_once_on_both_sides(stage):

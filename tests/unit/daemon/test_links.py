@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerIdentity, PeerServer
-from kvbridge.core.errors import BridgeError, CapacityError, FingerprintMismatchError
+from kvbridge.core.errors import BridgeError, CapacityError, FingerprintMismatchError, PeerError
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.messages import Hello, PeerMessage, Rejected, Welcome
 from kvbridge.daemon.decode import PrefillPeers
@@ -26,6 +27,7 @@ from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill_links import PrefillLinks
 from kvbridge.node.handshake.prefill_nodes import KnownNode, PrefillNodes
 from kvbridge.telemetry.stream import EventStream
+from tests.helpers.held_ports import held_ports
 
 pytestmark = pytest.mark.asyncio
 
@@ -114,6 +116,19 @@ async def test_links_are_bounded_and_one_that_is_given_up_makes_room(opened):
         node.nodes.known_node(address(3))
     node.nodes.lost(address(1), "silent")
     assert node.nodes.known_node(address(3)) is None
+
+
+async def test_a_room_does_not_wait_for_a_node_where_nobody_listens(opened):
+    node = opened(PeerSettings())
+    with held_ports(1) as (port,):
+        nobody = PeerAddress(endpoint=f"tcp://127.0.0.1:{port}")
+        answer = await answer_of(node, nobody)
+        assert isinstance(answer, PeerError)
+        assert re.search(
+            rf"{port} cannot be reached: nobody listens there .*timeouts\.control_heartbeat_s", str(answer)
+        )
+        assert nobody not in node.links
+        assert node.nodes.known_node(nobody) is None, "the next room says hello again"
 
 
 def open_descriptors() -> int:
