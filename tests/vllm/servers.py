@@ -237,8 +237,15 @@ class Server:
 
     def node_status(self) -> dict[str, Any]:
         """Return what kvbridge's node beside it says of itself."""
+        return self._node_says("/status")
+
+    def room(self, room: int) -> dict[str, Any]:
+        """Return what kvbridge's node beside it says of a room."""
+        return self._node_says(f"/v1/requests/{room}")
+
+    def _node_says(self, path: str) -> dict[str, Any]:
         endpoint = json.loads((processes.config_of(self.node()).parent / "daemon.json").read_text())
-        answer = httpx.get(f"{endpoint['http_url']}/status", timeout=20.0, trust_env=False)
+        answer = httpx.get(f"{endpoint['http_url']}{path}", timeout=20.0, trust_env=False)
         return dict(answer.raise_for_status().json())
 
     def ask(

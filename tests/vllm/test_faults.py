@@ -154,42 +154,23 @@ def test_a_decode_server_is_killed(fleet: Fleet, say: list[str]) -> None:
     fleet.wait_hand_over("mooncake")
 
 
-def test_the_node_beside_prefill_is_killed(fleet: Fleet, say: list[str]) -> None:
-    prefill = fleet.servers["prefill"]
+@pytest.mark.parametrize("beside", [("prefill",), DECODES], ids=["prefill", "decode"])
+def test_nodes_are_killed_in_the_middle_of_a_transfer(fleet: Fleet, beside: tuple[str, ...], say: list[str]) -> None:
     asked, told = hand_over(fleet)
-    stopped = workers(prefill)
+    stopped = workers(fleet.servers["prefill"])
     send(signal.SIGSTOP, stopped)
     try:
         with under_way(asking(fleet, asked, told)) as results:
             wait_loads(fleet)
             killed_s = time.monotonic()
-            send(signal.SIGKILL, [prefill.node()])
+            send(signal.SIGKILL, [fleet.servers[name].node() for name in beside])
             said = assert_ended_by_policy(fleet, asked, results, killed_s)
     finally:
         send(signal.SIGCONT, stopped)
-    say.append(f"prefill's node killed: loads ended after {said}")
     for decode in DECODES:
         fleet.wait_hand_over(decode)
-    say.append(f"prefill's node killed: hand-offs again after {time.monotonic() - killed_s:.1f} s")
-
-
-def test_the_nodes_beside_decode_are_killed(fleet: Fleet, say: list[str]) -> None:
-    prefill = fleet.servers["prefill"]
-    asked, told = hand_over(fleet)
-    stopped = workers(prefill)
-    send(signal.SIGSTOP, stopped)
-    try:
-        with under_way(asking(fleet, asked, told)) as results:
-            wait_loads(fleet)
-            killed_s = time.monotonic()
-            send(signal.SIGKILL, [fleet.servers[decode].node() for decode in DECODES])
-            said = assert_ended_by_policy(fleet, asked, results, killed_s)
-    finally:
-        send(signal.SIGCONT, stopped)
-    say.append(f"decode's nodes killed: loads ended after {said}")
-    for decode in DECODES:
-        fleet.wait_hand_over(decode)
-    say.append(f"decode's nodes killed: hand-offs again after {time.monotonic() - killed_s:.1f} s")
+    said_again = f"{time.monotonic() - killed_s:.1f} s"
+    say.append(f"nodes beside {', '.join(beside)} killed: loads ended after {said}, hand-offs again after {said_again}")
 
 
 @pytest.mark.parametrize("name", ["prefill", *DECODES])

@@ -97,7 +97,20 @@ def _short(found: dict[str, Any]) -> list[tuple[str, ...]]:
             _met(median(ours) <= median(theirs) + SHORT_MS),
         ),
         ("of which the load, ms", *(spread(found["load_ms"][name]) for name in ("kvbridge", "nixl")), "", ""),
+        *_phases(found["phases_ms"]),
     ]
+
+
+def _phases(found: dict[str, dict[str, float]]) -> list[tuple[str, ...]]:
+    """Where the load goes, as the nodes saw it."""
+    prefill, decode = found["prefill"], found["decode"]
+    shown = {
+        "of which from decode's offer until every row is accounted for": decode["offer_to_commit"],
+        "of which prefill's node had the offer until all was sent": prefill["offer_to_sent"],
+        "of which its rank planned": prefill["plan"],
+        "of which bytes were under way": prefill["move"],
+    }
+    return [(f"{what}, ms", f"{value:.1f}", "", "", "") for what, value in shown.items()]
 
 
 def _overlapped(found: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 import signal
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ from typing import Any
 import httpx
 import psutil
 
+from kvbridge.engine.adapters.vllm.requests import PARAMS_KEY
 from tests.bench.vllm.hooks import percentile, summary
 from tests.bench.vllm.pairs import CONNECTORS, Measured, Pairs, first_token_s, forget, token_times
 from tests.vllm.processes import end, send
@@ -292,20 +294,37 @@ def _busy_s(processes: list[psutil.Process]) -> float:
 
 
 def short(pairs: Pairs, turns: int) -> dict[str, Any]:
-    """Decode's first token at 1 MB, plain order."""
+    """Decode's first token at 1 MB, plain order, and the phases of kvbridge's rooms as its nodes saw them."""
     for measured in pairs.by_name.values():
         for _ in range(3):
             measured.pair.ask(fresh(512), 1)
     first: dict[str, list[float]] = {name: [] for name in CONNECTORS}
     spans: dict[str, list[tuple[float, float]]] = {name: [] for name in CONNECTORS}
+    rooms: list[int] = []
     for turn in range(3 * turns):
         for name in _turns(turn):
             prompt = fresh(512)
             told = pairs.by_name[name].hand_over(prompt)
+            if PARAMS_KEY in told:
+                rooms.append(int(told[PARAMS_KEY]["room"]))
             begun_s = time.monotonic()
             first[name].append(first_token_s(pairs.by_name[name].pair.decode, prompt, told))
             spans[name].append((begun_s, time.monotonic()))
-    return {"tokens": 512, "first_token_ms": {name: _ms(values) for name, values in first.items()}, "spans": spans}
+    return {
+        "tokens": 512,
+        "first_token_ms": {name: _ms(values) for name, values in first.items()},
+        "phases_ms": {
+            role: _phases_ms(server, rooms)
+            for role, server in zip(("prefill", "decode"), pairs.by_name["kvbridge"].servers, strict=True)
+        },
+        "spans": spans,
+    }
+
+
+def _phases_ms(server: Server, rooms: Sequence[int]) -> dict[str, float]:
+    """Medians over rooms, as the node beside a server has them."""
+    found = [server.room(room)["phases_s"] for room in rooms]
+    return {name: round(1e3 * statistics.median(one[name] for one in found if name in one), 3) for name in found[0]}
 
 
 def read_short(pairs: Pairs, found: dict[str, Any]) -> None:
