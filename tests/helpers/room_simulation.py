@@ -533,9 +533,7 @@ class World:
             if fresh:
                 pool.give_back(found.owner)
             raise
-        using = self.prefill.engines.using[engine]
-        using.difference_update([owner for owner in using if owner.room == room])
-        using.add(found.owner)
+        self.prefill.engines.uses(engine, found.owner)
         computed = found.computed_tokens // PAGE
         self.reused["prefill"] += computed
         if self.shares or self.adopted:
@@ -564,7 +562,7 @@ class World:
                 pool.give_back(owner)
             raise
         if begun:
-            self.prefill.engines.using["e0"].add(owner)
+            self.prefill.engines.uses("e0", owner)
 
     def fetch(self, owner: Owner, *, named: bool) -> None:
         """The engine of the decode node admits a room itself, with its pages or before it has any."""

@@ -269,3 +269,7 @@ class Engines:
 
     def in_use(self) -> set[Owner]:
         return set().union(*self.using.values())
+
+    def uses(self, name: str, owner: Owner) -> None:
+        """An engine uses the pages of a room, and no others of an earlier attempt at it."""
+        self.using[name] = {one for one in self.using[name] if one.room != owner.room} | {owner}
