@@ -2,14 +2,14 @@
 
 Owns: how a server is started and what is asked of it. Must not know: cases, what is right.
 
-Runs in the repository's own environment; the servers run in vLLM's (`Setup.python`). All processes listen on loopback, on ports
-that the kernel gave.
+Runs in the repository's own environment; the servers run in vLLM's (`Setup.python`). All processes listen on loopback.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import random
 import secrets
 import signal
 import socket
@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,6 +36,8 @@ ANSWER_S = 120.0
 IDLE_S = 60.0
 """For a server to have given back all blocks and rooms after its last answer."""
 END_S = 15.0
+NOT_GIVEN_OUT = 20_000, 32_000
+"""Ports below those that Linux gives to whoever names none (`net.ipv4.ip_local_port_range`)."""
 _LOOK_S = 0.05
 _LAST_LINES = 60
 T = TypeVar("T")
@@ -61,10 +63,11 @@ class Setup:
 
 
 def free_port() -> int:
-    """Return a port that the kernel gives to nobody else for a while. vLLM wants a number."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
+    """Return a port for vLLM, which wants a number and takes a minute to use it: none of those that the kernel gives out meanwhile."""
+    while True:
+        with socket.socket() as listening, suppress(OSError):
+            listening.bind(("127.0.0.1", random.randrange(*NOT_GIVEN_OUT)))
+            return int(listening.getsockname()[1])
 
 
 @dataclass(frozen=True)
