@@ -63,7 +63,7 @@ class Setup:
 
 
 def free_port() -> int:
-    """Return a port for vLLM, which wants a number and takes a minute to use it: none of those that the kernel gives out meanwhile."""
+    """Return a port for vLLM, which wants a number and takes a minute to use it; none that the kernel gives out meanwhile."""
     while True:
         with socket.socket() as listening, suppress(OSError):
             listening.bind(("127.0.0.1", random.randrange(*NOT_GIVEN_OUT)))
