@@ -6,7 +6,9 @@ The codec and the sockets have their own tests; here it is the daemon as a whole
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -414,27 +416,29 @@ def test_addresses_where_nobody_answers_cost_nothing_for_long(live: LiveCluster)
     descriptors = Path(f"/proc/{live.decode.process.pid}/fd")
     live.serves()
     before = len(list(descriptors.iterdir()))
-    nobody = {f"tcp://127.0.0.1:{port}" for port in range(1, 9)}
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
+        silent = {f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in listeners}
+        codes = dict.fromkeys(silent, "deadline") | {f"tcp://127.0.0.1:{port}": "peer_failed" for port in range(1, 5)}
 
-    def known() -> set[str]:
-        return nobody & {peer["endpoint"] for peer in status(live.decode)["peers"]}
+        def known() -> set[str]:
+            return codes.keys() & {peer["endpoint"] for peer in status(live.decode)["peers"]}
 
-    seen: set[str] = set()
-
-    rooms = []
-    for endpoint in nobody:
-        body = {"prompt_tokens": 1, "prefill": [{"endpoint": endpoint}]}
-        answer = http("POST", live.decode, "/v1/requests", json=body)
-        assert answer.status_code == 201, answer.text
-        rooms.append(int(answer.json()["room"]))
-        seen |= known()  # the first may be given up before the last is there
-    assert seen == nobody
-    for room in rooms:
-        ends(live.decode, room, "failed", "deadline")
-    live.serves()
-    eventually("given up", lambda: not known())
-    eventually("closed", lambda: len(list(descriptors.iterdir())) <= before)
-    live.serves()
+        seen: set[str] = set()
+        rooms = {}
+        for endpoint in codes:
+            body = {"prompt_tokens": 1, "prefill": [{"endpoint": endpoint}]}
+            answer = http("POST", live.decode, "/v1/requests", json=body)
+            assert answer.status_code == 201, answer.text
+            rooms[endpoint] = int(answer.json()["room"])
+            seen |= known()  # the first may be given up before the last is there
+        assert seen >= silent
+        for endpoint, room in rooms.items():
+            ends(live.decode, room, "failed", codes[endpoint])
+        live.serves()
+        eventually("given up", lambda: not known())
+        eventually("closed", lambda: len(list(descriptors.iterdir())) <= before)
+        live.serves()
 
 
 def welcomed(live: LiveCluster, peer: RawPrefill) -> tuple[int, Offer]:

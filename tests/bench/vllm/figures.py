@@ -97,7 +97,7 @@ def _short(found: dict[str, Any]) -> list[tuple[str, ...]]:
             _met(median(ours) <= median(theirs) + SHORT_MS),
         ),
         ("of which the load, ms", *(spread(found["load_ms"][name]) for name in ("kvbridge", "nixl")), "", ""),
-        *_phases(found["phases_ms"]),
+        *(_phases(found["phases_ms"]) if "phases_ms" in found else ()),
     ]
 
 
