@@ -612,6 +612,7 @@ SECTIONS: dict[str, tuple[str, Callable[[Results], str]]] = {
     "overheads": (CPU, overheads),
     "peers": ("peers-2-cores.json", peers),
     "vllm": ("vllm-2-cores.json", vllm),
+    "vllm endings": ("vllm-endings-2-cores.json", vllm),
     "paths": ("paths-2-cores.json", paths),
     "load": (LOAD, loads),
     "digests": (LOAD, digests),
