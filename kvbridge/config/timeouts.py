@@ -54,7 +54,7 @@ class DaemonTimeouts(_Timeouts):
     control_delivery_s: Seconds = 30.0
     """A control message that nobody acknowledged for so long has failed."""
     control_heartbeat_s: Seconds = 2.0
-    """Interval of the heartbeats between nodes; a peer to which no connection stands for half as long is lost."""
+    """Interval of the heartbeats between nodes; a peer to which no connection stands for so long is lost."""
     peer_silence_s: Seconds = 10.0
     """A peer node that says nothing for so long is taken for lost."""
     handshake_s: Seconds = 10.0

@@ -149,7 +149,7 @@ class DecodeLinks:
             for peer in server.barred():
                 self._lose(peer, "its key was taken off the list of allowed keys (control.curve)")
         for peer in server.peers:
-            lost = why_lost(self._config.timeouts, server.link(peer))
+            lost = why_lost(self._config.timeouts, server.link(peer), connects=False)
             if lost:
                 self._lose(peer, lost)
         self._heartbeat(server)

@@ -54,20 +54,16 @@ def peer_settings(config: PrefillConfig | DecodeConfig) -> PeerSettings:
     )
 
 
-def cut_limit_s(timeouts: DaemonTimeouts) -> float:
-    """How long no connection to a peer may stand."""
-    return timeouts.control_heartbeat_s / 2
-
-
-def why_lost(timeouts: DaemonTimeouts, link: Link) -> str:
+def why_lost(timeouts: DaemonTimeouts, link: Link, *, connects: bool) -> str:
     """Why a peer counts as lost; an empty text while it does not. One that was not met yet does where nobody listens.
 
     A process that ends takes its connections with it, so one that is gone and does not come back says more than silence, which
-    a slow network or a stopped process keeps as well. A server notices by the next heartbeat that one is gone: hence the half.
+    a slow network or a stopped process keeps as well. The side that `connects` sees at once that one is gone, and gives it a
+    heartbeat to come back; a server notices by its next heartbeat, and looks again by the one after: hence the half.
     """
-    if link.cut_s >= cut_limit_s(timeouts):
+    if link.cut_s >= timeouts.control_heartbeat_s * (1 if connects else 0.5):
         what = "its connection is gone" if link.peer else "nobody listens there"
-        return f"{what} since {link.cut_s:.1f} s (limit: half of timeouts.control_heartbeat_s)"
+        return f"{what} since {link.cut_s:.1f} s (limit: timeouts.control_heartbeat_s)"
     if link.peer and link.silent_s > timeouts.peer_silence_s:
         return f"silent for {link.silent_s:.1f} s (limit: timeouts.peer_silence_s)"
     return ""

@@ -25,7 +25,7 @@ from kvbridge.control.sockets import SocketContext
 from kvbridge.core.errors import BridgeError, CapacityError, NotReadyError
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 from kvbridge.daemon.allowed import AllowedPeers
-from kvbridge.daemon.peer_setup import cut_limit_s, peer_settings, why_lost
+from kvbridge.daemon.peer_setup import peer_settings, why_lost
 from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
@@ -155,13 +155,13 @@ class PrefillLinks:
 
     def _look_again(self, opened: _Opened) -> None:
         """Look at a link when the connection that it lacks would have to be back."""
-        limit_s = cut_limit_s(self._config.timeouts)
+        limit_s = self._config.timeouts.control_heartbeat_s
         asyncio.get_running_loop().call_later(limit_s, self._look, opened, context=Context())
 
     def _look(self, opened: _Opened) -> None:
         if self._opened.get(opened.address) is not opened:
             return
-        if reason := why_lost(self._config.timeouts, opened.client.link):
+        if reason := why_lost(self._config.timeouts, opened.client.link, connects=True):
             self._listener.lost(opened.address, reason)
 
     def send(self, address: PeerAddress, message: PeerMessage) -> None:

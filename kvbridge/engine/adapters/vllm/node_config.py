@@ -36,6 +36,8 @@ DECIDED = ("model", "parallelism", "pools")
 """Sections that follow from the tensors that vLLM has registered, and from how it is split."""
 GEOMETRY_FILE, CONFIG_FILE, OWNER_FILE = "geometry.json", "node.yaml", "owner.lock"
 _SHORT_TMP = Path("/tmp")  # noqa: S108 - a directory of mode 0700 is made in it, and looked at before it is used
+HEARTBEAT_S = 1.0
+"""Requests of a prefill server that was killed end by their policy within three seconds."""
 _INSTANCE_CHARACTERS = 100
 
 
@@ -110,6 +112,7 @@ def node_config(plan: NodePlan) -> tuple[PrefillConfig | DecodeConfig, dict[str,
         "instance": instance_name(plan.engine_id),
         "http": {"port": 0},
         "telemetry": {"log_format": "console"},
+        "timeouts": {"control_heartbeat_s": HEARTBEAT_S},
     }
     decided: dict[str, Any] = {
         "model": {"geometry": str(runtime_dir / GEOMETRY_FILE)},
