@@ -28,7 +28,6 @@ from tests.bench.gpu.memory import (
 from tests.bench.gpu.recorder import Recorder
 from tests.bench.gpu.swap_in_model import (
     MOST_BATCH,
-    PAGES,
     POOL_PAGES,
     SETS,
     Selections,
@@ -54,7 +53,7 @@ def run(recorder: Recorder, *, quick: bool) -> None:
     most_hot = max(hot_bytes(hot_rows) for hot_rows, _ in sizes)
     with host_memory(pool_bytes) as mapping, device_memory(most_hot) as hot, torch.cuda.stream(torch.cuda.Stream()):
         fill_random(mapping.address, pool_bytes, 0)
-        bench = _Bench(recorder, CacheFlush(0), 7 if quick else REPLAYS)
+        bench = SwapInBench(recorder, CacheFlush(0), 7 if quick else REPLAYS)
         for (hot_rows, top_ks), batch in itertools.product(sizes, batches):
             scene = SwapInModel(batch=batch, hot_rows=hot_rows, pool=mapping.address, hot=hot)
             for top_k in top_ks:
@@ -65,17 +64,20 @@ def run(recorder: Recorder, *, quick: bool) -> None:
             torch.cuda.synchronize()
 
 
-class _Bench:
+class SwapInBench:
     """Measures cases one after another on torch's current stream."""
 
     def __init__(self, recorder: Recorder, flush: CacheFlush, replays: int) -> None:
+        """`replays`: how often a case is timed; the median counts."""
         self._recorder = recorder
         self._flush = flush
         self._replays = replays
         self._stream = torch.cuda.current_stream().cuda_stream
 
-    def case(self, scene: SwapInModel, operation: CudaSwapIn, *, top_k: int, miss_percent: int) -> None:
-        """Check and time one case."""
+    def case(
+        self, scene: SwapInModel, operation: CudaSwapIn, *, top_k: int, miss_percent: int, **facts: str | int
+    ) -> None:
+        """Check and time one case; `facts` are recorded with it."""
         misses = misses_of(top_k, miss_percent)
         layers = layers_for(scene.batch, misses)
         selections = scene.select(top_k=top_k, misses=misses, layers=layers)
@@ -103,6 +105,7 @@ class _Bench:
         best = min(gathered.values()) if gathered else None
         loaded = scene.batch * misses * ROW_BYTES
         self._recorder.case(
+            **facts,
             hot_rows=scene.hot_rows,
             top_k=top_k,
             batch=scene.batch,
@@ -120,7 +123,6 @@ class _Bench:
         )
 
     def _check(self, scene: SwapInModel, selections: Selections, out: torch.Tensor, misses: int) -> str:
-        pool_words = scene.batch * PAGES * PAGE_BYTES // 8
         hot_words = scene.batch * scene.rows_each // SLOTS * PAGE_BYTES // 8
         for layer in range(len(out)):
             memory = scene.memory[layer]
@@ -129,7 +131,7 @@ class _Bench:
                 scene,
                 selected=selected,
                 found=found,
-                pool=tensor_at(memory.host_addresses[0], pool_words, torch.int64, 0),
+                pool=tensor_at(memory.host_addresses[0], scene.host_words, torch.int64, 0),
                 hot=tensor_at(memory.hot_address, hot_words, torch.int64, 0),
             )
             if wrong:

@@ -42,6 +42,7 @@ PARTS = {
             180,
             "decode steps with the hot buffer and with everything on the device: what fits, tokens a second",
         ),
+        Part("swap_in_layouts", "part_swap_in_layouts", 60, "swap-in from host pages of one layer, and of all layers"),
         Part("swap_in", "part_swap_in", 300, "swap-in against the bare gather and SGLang's kernel"),
     )
 }

@@ -4,8 +4,11 @@ Owns: the conditions that are the same for everybody who is compared: what is re
 Everything is made on the device by whole-tensor operations. Must not know: how it is timed.
 
 A request has 32,768 rows on the host in 512 pages, scattered over its layer's region of batch x 512 pages. Layers use different
-regions until the pool is used up. Of a request's hot slots each holds a random row; when it was used last is random, too. A
-selection is `misses` rows that are not resident and otherwise resident ones, shuffled. No row is in the ring.
+regions until the pool is used up. Or pages lie as in a pool that is `page_first`: a page of every layer beside each other, so that
+the next page of one layer is a stride away.
+
+Of a request's hot slots each holds a random row; when it was used last is random, too. A selection is `misses` rows that are not
+resident and otherwise resident ones, shuffled. No row is in the ring.
 """
 
 from __future__ import annotations
@@ -62,10 +65,21 @@ class SwapInModel:
     """One batch size and hot size. The arrays of the present state are changed by swap-ins; `restore` undoes that."""
 
     def __init__(
-        self, *, batch: int, hot_rows: int, pool: int, hot: int, where: torch.device | None = None, seed: int = 1
+        self,
+        *,
+        batch: int,
+        hot_rows: int,
+        pool: int,
+        hot: int,
+        layers_together: int = 1,
+        where: torch.device | None = None,
+        seed: int = 1,
     ) -> None:
-        """`pool`: address of the host pool; `hot`: of memory for 8 layers (`hot_bytes`) on the device `where` (cuda:0)."""
-        self.batch, self.hot_rows = batch, hot_rows
+        """`pool`: address of the host pool; `hot`: of memory for 8 layers (`hot_bytes`) on the device `where` (cuda:0).
+
+        `layers_together`: how many layers' pages lie beside each other on the host, at least 8 of them; 1 where layers lie apart.
+        """
+        self.batch, self.hot_rows, self._layers_together = batch, hot_rows, layers_together
         self._where = where or torch.device("cuda", 0)
         self._random = torch.Generator(device=self._where).manual_seed(seed)
         self._make_pages()
@@ -75,9 +89,9 @@ class SwapInModel:
         hot_layer = batch * self.rows_each // SLOTS * PAGE_BYTES
         self.memory = [
             LayerMemory(
-                host_addresses=(pool + layer % regions * region,),
+                host_addresses=(pool + (layer % regions * region if layers_together == 1 else layer * PAGE_BYTES),),
                 pages_per_extent=batch * PAGES,
-                host_stride_bytes=PAGE_BYTES,
+                host_stride_bytes=PAGE_BYTES * layers_together,
                 hot_address=hot + layer * hot_layer,
                 hot_stride_bytes=PAGE_BYTES,
             )
@@ -86,6 +100,16 @@ class SwapInModel:
         self.request_slots = torch.arange(batch, dtype=torch.int32, device=self._where)
         self.row_counts = torch.full((batch,), ROWS, dtype=torch.int32, device=self._where)
         self.step = Step(batch, self.request_slots.data_ptr(), self.row_counts.data_ptr())
+
+    @property
+    def host_pages(self) -> torch.Tensor:
+        """[batch, pages of a request], int64: where its pages begin, in pages after the layer's first one."""
+        return self.pages[:, :, 0].long() * self._layers_together
+
+    @property
+    def host_words(self) -> int:
+        """Eight-byte words from a layer's first host page to the end of its last one."""
+        return ((self.batch * PAGES - 1) * self._layers_together + 1) * PAGE_BYTES // 8
 
     @property
     def rows_each(self) -> int:
@@ -126,7 +150,7 @@ class SwapInModel:
             shuffle = self._shuffles(layers, top_k)
             chosen.append(torch.gather(rows, 2, shuffle))
         missing = torch.stack([self._order[:layers, :, miss_at[which]] for which in range(SETS)])
-        page_ids = self.pages[:, :, 0].long()[None, None].expand(SETS, layers, -1, -1)
+        page_ids = self.host_pages[None, None].expand(SETS, layers, -1, -1)
         source = torch.gather(page_ids, 3, missing // SLOTS) * SLOTS + missing % SLOTS
         first = torch.arange(self.batch, device=self._where)[None, :, None] * self.rows_each
         target = self._some_slots[:layers, :, :misses] + first
@@ -152,7 +176,7 @@ class SwapInModel:
         """Enqueue: the hot slots hold the rows that the fresh state says, byte for byte."""
         first = torch.arange(self.batch, device=self._where)[:, None] * self.rows_each
         places = (first + torch.arange(self.hot_rows, device=self._where)).int().flatten().contiguous()
-        page_ids = self.pages[:, :, 0].long()
+        page_ids = self.host_pages
         for layer in range(layers):
             rows = self._order[layer, :, : self.hot_rows]
             source = (torch.gather(page_ids, 1, rows // SLOTS) * SLOTS + rows % SLOTS).int().flatten().contiguous()
@@ -249,7 +273,7 @@ def wrong_bytes(
 ) -> str:
     """Say how many rows are not what the host has; empty when none. `pool`, `hot`: int64 words of a layer's regions."""
     rows = selected.long()
-    host_rows = (torch.gather(scene.pages[:, :, 0].long(), 1, rows // SLOTS) * SLOTS + rows % SLOTS).flatten()
+    host_rows = (torch.gather(scene.host_pages, 1, rows // SLOTS) * SLOTS + rows % SLOTS).flatten()
     places = found.long().flatten()
     count = 0
     for first in range(0, len(places), CHECKED_ROWS):

@@ -269,6 +269,26 @@ def _swap_in(cases: Sequence[Case]) -> list[Table]:
     return tables
 
 
+def _swap_in_layouts(cases: Sequence[Case]) -> list[Table]:
+    apart = {(case["batch"], case["miss_percent"]): case for case in cases if case["host_layout"] == "layer_first"}
+    together = [case for case in cases if case["host_layout"] == "page_first"]
+    rows = tuple(
+        (
+            str(case["batch"]),
+            f"{case['miss_percent']} %",
+            number(beside["us"]),
+            number(case["us"]),
+            share(case["us"], beside["us"]),
+            number(beside["bare_gather_us"]),
+            number(case["bare_gather_us"]),
+        )
+        for case in together
+        if (beside := apart.get((case["batch"], case["miss_percent"])))
+    )
+    headings = ("batch", "missing", "layer_first us", "page_first us", "ratio", "bare gather us", "bare, page_first us")
+    return [Table("Swap-in by layout of the host pool, hot rows 4096, k 512", headings, rows)]
+
+
 def _transport(cases: Sequence[Case]) -> list[Table]:
     rows = tuple(
         (
@@ -349,6 +369,7 @@ _BUILDERS = {
     "transport": _transport,
     "copy_phases": _copy_phases,
     "ttft": _ttft,
+    "swap_in_layouts": _swap_in_layouts,
     "swap_in": _swap_in,
 }
 

@@ -40,6 +40,10 @@ def results() -> dict[str, Any]:
         ],
         "ttft": [_ttft(way, tokens) for tokens in (8192, 131_072) for way in ("direct", "staged")],
         "sparse_buys": _steps(),
+        "swap_in_layouts": [
+            {"batch": 8, "miss_percent": 10, "host_layout": layout, "us": us, "bare_gather_us": us - 1, "wrong": ""}
+            for layout, us in (("layer_first", 20.0), ("page_first", 21.0))
+        ],
         "swap_in": swap_in,
     }
     environment = {"devices": ["NVIDIA Imaginary"], "cpu_count": 16, "nvidia_smi": [{"driver_version": "1.2.3"}]}

@@ -17,12 +17,18 @@ TOP_K = 512
 class World:
     """One request, of which only the first layer has memory."""
 
-    def __init__(self, misses: int) -> None:
-        self.pool = torch.from_numpy(np.random.default_rng(1).integers(0, 1 << 62, PAGES * PAGE_BYTES // 8))
+    def __init__(self, misses: int, layers_together: int = 1) -> None:
+        words = PAGES * layers_together * PAGE_BYTES // 8
+        self.pool = torch.from_numpy(np.random.default_rng(1).integers(0, 1 << 62, words))
         self.hot = torch.zeros((HOT_ROWS + 2 * SLOTS) // SLOTS * PAGE_BYTES // 8, dtype=torch.int64)
         where = torch.device("cpu")
         self.scene = SwapInModel(
-            batch=1, hot_rows=HOT_ROWS, pool=self.pool.data_ptr(), hot=self.hot.data_ptr(), where=where
+            batch=1,
+            hot_rows=HOT_ROWS,
+            pool=self.pool.data_ptr(),
+            hot=self.hot.data_ptr(),
+            layers_together=layers_together,
+            where=where,
         )
         self.misses = misses
         self.selections = self.scene.select(top_k=TOP_K, misses=misses, layers=1)
@@ -31,7 +37,7 @@ class World:
 
     def _load_residents(self) -> None:
         held = self.scene.fresh[1][0, 0].long()
-        page_ids = self.scene.pages[0, :, 0].long()
+        page_ids = self.scene.host_pages[0]
         words = row_words(self.pool, page_ids[held // SLOTS] * SLOTS + held % SLOTS)
         pages = self.hot.reshape(-1, PAGE_BYTES // 8)[: HOT_ROWS // SLOTS]
         pages[:, : SLOTS * 72] = words[:, :72].reshape(-1, SLOTS * 72)
@@ -51,9 +57,10 @@ class World:
         )
 
 
+@pytest.mark.parametrize("layers_together", [1, 8])
 @pytest.mark.parametrize("share", [0, 2, 50, 100])
-def test_a_right_swap_in_passes_every_check(share: int) -> None:
-    world = World(misses_of(TOP_K, share))
+def test_a_right_swap_in_passes_every_check(share: int, layers_together: int) -> None:
+    world = World(misses_of(TOP_K, share), layers_together)
     world.swap_in()
     assert world.findings() == ("", "")
 
