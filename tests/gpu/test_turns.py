@@ -13,7 +13,7 @@ from kvbridge.testbed.demo.conversations import PAIRS
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
 TIMEOUT_S = 200
-CONVERSATIONS, TURNS = 3, 3
+CONVERSATIONS, TURNS = 3, 2
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S + 40)]
 

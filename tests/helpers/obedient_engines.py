@@ -11,6 +11,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from kvbridge.core.errors import BridgeError, DetachedError, errors_by_code
 from kvbridge.core.geometry.components import Component, Liveness
 from kvbridge.core.ids import MemoryKind, Role, Tables
 from kvbridge.core.plan.operations import Section
+from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
@@ -34,6 +36,8 @@ CALL_S = 20.0
 """Longest call of an engine; what it is told to do takes little longer."""
 BUSY_PAGES = 16
 """Of a room, and no more, that an engine keeps writing to."""
+IDLE_S = 0.02
+"""An engine without anything to do sees this often to calls of its own that have waited for its GPU."""
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["tests.helpers.obedient_engines"])
@@ -100,6 +104,8 @@ def _serve(role: Role, runtime_dir: str, pipe: Connection, prepare: Callable[[],
                 found: Any = None
                 engine = _Prefill(runtime_dir) if role is Role.PREFILL else _Decode(runtime_dir)
             else:
+                while not pipe.poll(IDLE_S):
+                    engine.idle()
                 verb, arguments = pipe.recv()
                 found = getattr(engine, verb)(*arguments)
         except (EOFError, OSError):
@@ -112,11 +118,30 @@ def _serve(role: Role, runtime_dir: str, pipe: Connection, prepare: Callable[[],
             pipe.send((True, found))
 
 
-class _Prefill:
+class _Idle:
+    """What an engine does between two commands, as every engine must: nothing else sends what had to wait for its GPU."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._attached = engine
+        self._kept: list[RoomEvent] = []
+
+    def idle(self) -> None:
+        """Send what is due, and keep what the node said meanwhile for `events`."""
+        with suppress(DetachedError):  # `let_go` looks for that
+            self._kept += self._attached.events()
+
+    def events(self, timeout_s: float) -> list[tuple[int, str, str]]:
+        """What the node said since the last time: room, kind, code."""
+        found, self._kept = self._kept or self._attached.events(timeout_s), []
+        return [(event.room, event.kind, event.code) for event in found]
+
+
+class _Prefill(_Idle):
     """What a prefill engine can be told."""
 
     def __init__(self, runtime_dir: str) -> None:
         self._engine = PrefillEngine.attach(runtime_dir)
+        super().__init__(self._engine)
         self._begun: dict[int, PrefillRoom] = {}
         self._keys: dict[int, Keys] = {}
         self._busy: dict[int, BusyPages] = {}
@@ -182,15 +207,13 @@ class _Prefill:
         for room in tuple(self._begun):
             self.abort(room)
 
-    def events(self, timeout_s: float) -> list[tuple[int, str, str]]:
-        return _events(self._engine.events, timeout_s)
 
-
-class _Decode:
+class _Decode(_Idle):
     """What a decode engine can be told."""
 
     def __init__(self, runtime_dir: str) -> None:
         self._engine = DecodeEngine.attach(runtime_dir)
+        super().__init__(self._engine)
         self._tables: dict[int, Tables] = {}
         self._keys: dict[int, Keys] = {}
         self._busy: dict[int, BusyPages] = {}
@@ -268,9 +291,6 @@ class _Decode:
         for room in tuple(self._tables):
             self.release(room)
 
-    def events(self, timeout_s: float) -> list[tuple[int, str, str]]:
-        return _events(self._engine.events, timeout_s)
-
 
 def _pages(engine: Engine, tables: Tables) -> list[torch.Tensor]:
     """Some pages of a room's growing components: uint8 each, shared with the pool."""
@@ -298,7 +318,3 @@ def _await_detached(engine: Engine) -> None:
 
 def _keys(engine: Engine, prompt: Prompt | None, tokens: int) -> Keys:
     return NO_KEYS if prompt is None else engine.page_keys(prompt.tokens(tokens), namespace=prompt.namespace)
-
-
-def _events(events: Callable[[float], list[Any]], timeout_s: float) -> list[tuple[int, str, str]]:
-    return [(event.room, event.kind, event.code) for event in events(timeout_s)]
