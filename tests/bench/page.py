@@ -574,8 +574,10 @@ def _machine(results: Results) -> str:
 
 
 def one_gpu(results: Results) -> str:
-    """The choice of figures, and every budget."""
-    return f"{report.section(results, 'gpu-h200.json')}\n\n{markdown(report.budget_table(results))}"
+    """The choice of figures, every budget, and what the layout of the host pool costs a swap-in."""
+    (layouts,) = part_tables("swap_in_layouts", results["parts"]["swap_in_layouts"]["cases"])
+    chosen, kept = report.section(results, "gpu-h200.json"), markdown(report.budget_table(results))
+    return f"{chosen}\n\n{kept}\n\n{layouts.title}:\n\n{markdown(layouts)}"
 
 
 def host_tier_on_gpu(results: Results) -> str:

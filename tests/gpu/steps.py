@@ -31,12 +31,16 @@ KERNEL_TESTS = (
 )
 CONTRACT_HALVES = ("nixl", "not nixl")
 """Expressions of pytest that divide each file of the contract: backends share nothing."""
+TEST_PIECES = {"tests/gpu/test_turns.py": ("prompts", "answers and not sparse", "sparse")}
+"""The same for other files that would take too long as one step."""
 CORES_OF_A_STEP = 4
 """A step has a test's process, two daemons and their rank workers."""
 MOST_AT_ONCE = 8
 MEASURED_S = {
     "tests/sparse_model": 90.0,
-    "tests/turns": 200.0,
+    "tests/turns-sparse": 120.0,
+    "tests/turns-prompts": 110.0,
+    "tests/turns-answers-and-not-sparse": 110.0,
     "tests/strikes": 100.0,
     "tests/late_writers": 80.0,
     "tests/adopted": 30.0,
@@ -79,13 +83,24 @@ class Step:
 def all_steps(root: Path) -> list[Step]:
     """Every step, the longest first; the one that runs alone is the last."""
     kernels = tuple(f"tests/gpu/{name}" for name in KERNEL_TESTS)
-    found = [Step(f"tests/{_stem(file)}", "tests", (file,)) for file in _test_files(root, "tests/gpu")]
-    for file in _test_files(root, "tests/contract"):
-        names = {half: f"contract/{_stem(file)}-{half.replace(' ', '-')}" for half in CONTRACT_HALVES}
-        found += [Step(name, "contract", (file,), half) for half, name in names.items()]
+    found = [
+        step
+        for file in _test_files(root, "tests/gpu")
+        for step in _of_file("tests", file, TEST_PIECES.get(file, ("",)))
+    ]
+    found += [
+        step for file in _test_files(root, "tests/contract") for step in _of_file("contract", file, CONTRACT_HALVES)
+    ]
     found += [Step(tool, tool, kernels) for tool in SANITIZERS]
     found.sort(key=lambda step: -MEASURED_S.get(step.name, UNMEASURED_S))
     return [*found, Step("tests/alone", "tests", ("tests/gpu",), alone=True, deadline_s=ALONE_S)]
+
+
+def _of_file(part: str, file: str, pieces: Iterable[str]) -> Iterable[Step]:
+    """A step for each piece of a file, an expression of pytest; an empty one is the whole file."""
+    for piece in pieces:
+        name = "-".join([_stem(file), *piece.split()])
+        yield Step(f"{part}/{name}", part, (file,), piece)
 
 
 def _test_files(root: Path, folder: str) -> Iterable[str]:

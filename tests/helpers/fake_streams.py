@@ -38,10 +38,12 @@ class FakeStream:
         *,
         at_once: bool = False,
         slice_operations: int = 8,
+        first_operations: int = 0,
     ) -> None:
         self.route = route
         self.at_once = at_once
         self.slice_operations = slice_operations
+        self.first_operations = first_operations or slice_operations
         self.slices = 0
         self.transfers = 0
         self.started: list[Operations] = []

@@ -177,7 +177,8 @@ class DeviceTransfer(Transfer):
         before = int(self._ends_bytes[self._next - 1]) if self._next else 0
         limit = np.uint64(before + self._limits.slice_bytes)
         by_bytes = int(np.searchsorted(self._ends_bytes, limit, side="right"))
-        return max(self._next + 1, min(by_bytes, self._next + self._stream.slice_operations))
+        most = self._stream.slice_operations if self._next else self._stream.first_operations
+        return max(self._next + 1, min(by_bytes, self._next + most))
 
     def _halt(self, reason: str) -> None:
         """Start nothing further."""

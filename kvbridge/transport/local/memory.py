@@ -34,6 +34,10 @@ class ReachableExtent:
     access: Callable[[int], DeviceAccess] | None = None
     """Makes host memory usable by a device; None for device memory."""
 
+    def all_here(self, addresses: AddressArray) -> AddressArray:
+        """Addresses in this process of bytes that all lie in it."""
+        return addresses + np.uint64((self.here - self.address) % (1 << 64))  # wraps back where it lies below
+
 
 def reach(who: str, extents: Iterable[SharedExtent], opened: Sequence[ReachableExtent]) -> tuple[ReachableExtent, ...]:
     """Find what a peer shares in its opened files or allocations. Raises TransportError for bytes that are not there."""
@@ -67,6 +71,13 @@ class ReachableExtents:
     def devices(self) -> set[int]:
         """Devices with memory among the extents."""
         return {extent.device for extent in self._all} - {HOST}
+
+    def only(self, addresses: AddressArray) -> ReachableExtent | None:
+        """The extent that all of these lie in, if it is one."""
+        if not len(addresses):
+            return None
+        first, last = self.find(np.array([addresses.min(), addresses.max()])).tolist()
+        return self._all[first] if first == last else None
 
     def find(self, addresses: AddressArray) -> IndexArray:
         """The extent of each address."""

@@ -21,6 +21,9 @@ STREAM_SLICES = 4
 SLICE_OPERATIONS = {Way.ENGINES: 128, Way.KERNEL: 8192}
 """The engines' queue holds about a thousand copies, and a call waits when it is full."""
 
+FIRST_OPERATIONS = {Way.ENGINES: 16, Way.KERNEL: 256}
+"""Of a transfer: few, so that the device begins at once and copies these while it is given the next ones."""
+
 
 class CopyStream:
     """Copies slices one after another, without the caller's waiting for them."""
@@ -32,6 +35,8 @@ class CopyStream:
         """
         self.slice_operations = SLICE_OPERATIONS[route.way]
         """The most that one slice may hold, so that starting it takes a fraction of a millisecond."""
+        self.first_operations = FIRST_OPERATIONS[route.way]
+        """The most that a transfer's first slice may hold."""
         self.slices = 0
         """On their way. Counted by the transfers that start them."""
         self.transfers = 0

@@ -34,14 +34,14 @@ from kvbridge.transport.background import Call, take_turn
 from kvbridge.transport.base import Endpoint, Peer, Steps, Transfer, TransferState
 from kvbridge.transport.local.access import DeviceAccess
 from kvbridge.transport.local.copier import Populating, copy_transfer
-from kvbridge.transport.local.device_copier import CopyLimits, DeviceCopier, DeviceJob
+from kvbridge.transport.local.device_copier import CopyLimits, DeviceCopier, DeviceJob, DeviceTransfer
 from kvbridge.transport.local.host import Proof, writers_before
 from kvbridge.transport.local.joint import JointTransfer
 from kvbridge.transport.local.memory import HOST, IndexArray, ReachableExtents
 from kvbridge.transport.local.own import LocalEndpoint, OwnMemory
 from kvbridge.transport.local.peer import LocalPeer, PeerMemory
 from kvbridge.transport.local.streams import CopyStream
-from kvbridge.transport.local.ways import HostEnds, Route, Way, split
+from kvbridge.transport.local.ways import HostEnds, Route, Way, only_route, split
 from kvbridge.transport.pump import Pump, PumpedTransfer
 
 NAME = "local"
@@ -125,12 +125,7 @@ class LocalTransport(Backend[PeerMemory]):
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
         """See `Transport.submit`; a destination outside of the peer's announced memory is refused the same way."""
         memory = self._checked(peer, operations)
-        found = memory.reachable.find(operations.destination)
-        here = Operations(operations.source, memory.reachable.here(operations.destination, found), operations.length)
-        if self._own.device is None and not memory.reachable.devices:
-            parts: list[Transfer] = [self._copy(here, memory, deadline_s)]
-        else:
-            parts = self._by_ways(here, found, memory, deadline_s)
+        parts = self._by_one_way(operations, memory, deadline_s) or self._by_ways(operations, memory, deadline_s)
         for part in parts:
             self._transfers[part] = peer
         transfer = parts[0] if len(parts) == 1 else JointTransfer(parts)
@@ -157,7 +152,26 @@ class LocalTransport(Backend[PeerMemory]):
 
     # ------------------------------------------------------------------------------------------- inside
 
-    def _by_ways(self, here: Operations, found: IndexArray, memory: PeerMemory, deadline_s: float) -> list[Transfer]:
+    def _by_one_way(self, operations: Operations, memory: PeerMemory, deadline_s: float) -> list[Transfer]:
+        """The usual case, in which no operation is looked at by itself; empty where it is another one."""
+        source = self._own.reachable.only(operations.source)
+        target = memory.reachable.only(operations.destination)
+        if source is None or target is None:
+            return []
+        longest_bytes = int(operations.length.max())
+        below_bytes = self._settings.copy_kernel_below_bytes
+        route = only_route(source.device, target.device, longest_bytes, kernel_below_bytes=below_bytes)
+        if route is None:
+            return []
+        found = (extent.access(route.device) for extent in (source, target) if extent.access is not None)
+        here = Operations(operations.source, target.all_here(operations.destination), operations.length)
+        return [self._by_device(route, here, memory, deadline_s, tuple(found))]
+
+    def _by_ways(self, operations: Operations, memory: PeerMemory, deadline_s: float) -> list[Transfer]:
+        found = memory.reachable.find(operations.destination)
+        here = Operations(operations.source, memory.reachable.here(operations.destination, found), operations.length)
+        if self._own.device is None and not memory.reachable.devices:
+            return [self._copy(here, memory, deadline_s)]
         found_source = self._own.reachable.find(here.source)
         source_devices = self._own.reachable.device(found_source)
         target_devices = memory.reachable.device(found)
@@ -175,19 +189,19 @@ class LocalTransport(Backend[PeerMemory]):
         parts: list[Transfer] = []
         for route, chosen in routes.items():
             if route.way is not Way.PROCESSOR:
-                job = DeviceJob(
-                    operations=_chosen(here, chosen),
-                    peer=memory.label,
-                    deadline_s=deadline_s,
-                    accesses=accesses if route.over_host_link else (),
-                    keep_alive=memory,
-                )
-                parts.append(self._devices.begin(route, job, clock=self._clock))
+                needed = accesses if route.over_host_link else ()
+                parts.append(self._by_device(route, _chosen(here, chosen), memory, deadline_s, needed))
         processor = routes.get(Route(Way.PROCESSOR))
         if processor is not None or not parts:
             chosen = processor if processor is not None else np.empty(0, dtype=np.intp)
             parts.append(self._copy(_chosen(here, chosen), memory, deadline_s))
         return parts
+
+    def _by_device(
+        self, route: Route, here: Operations, memory: PeerMemory, deadline_s: float, accesses: Sequence[DeviceAccess]
+    ) -> DeviceTransfer:
+        job = DeviceJob(here, memory.label, deadline_s, accesses, keep_alive=memory)
+        return self._devices.begin(route, job, clock=self._clock)
 
     def _copy(self, here: Operations, memory: PeerMemory, deadline_s: float) -> PumpedTransfer:
         transfer = copy_transfer(

@@ -49,6 +49,16 @@ class HostEnds:
     """Registrations are made in pieces of this size."""
 
 
+def only_route(
+    source_device: int, destination_device: int, longest_bytes: int, *, kernel_below_bytes: int
+) -> Route | None:
+    """The kernel's route, where operations that have their ends alike all take it; else None: each is to be looked at."""
+    if longest_bytes >= kernel_below_bytes or source_device == destination_device == HOST:
+        return None
+    device = source_device if source_device != HOST else destination_device
+    return Route(Way.KERNEL, device, over_host_link=HOST in {source_device, destination_device})
+
+
 def split(
     operations: Operations,
     source_devices: npt.NDArray[np.int32],
@@ -60,9 +70,6 @@ def split(
     """Return the indices of the operations that take each route; every operation takes one."""
     if not len(operations):
         return {}
-    alone = _only_route(operations, source_devices, destination_devices, kernel_below_bytes)
-    if alone is not None:
-        return {alone: np.arange(len(operations))}
     device = np.where(source_devices != HOST, source_devices, destination_devices)
     host_link = (source_devices == HOST) | (destination_devices == HOST)
     kernel = operations.length < np.uint64(kernel_below_bytes)
@@ -73,22 +80,6 @@ def split(
     keys[device == HOST] = 0
     present = np.flatnonzero(np.bincount(keys)).tolist()
     return {_route(key): np.flatnonzero(keys == key) for key in present}
-
-
-def _only_route(
-    operations: Operations,
-    source_devices: npt.NDArray[np.int32],
-    destination_devices: npt.NDArray[np.int32],
-    kernel_below_bytes: int,
-) -> Route | None:
-    """The kernel's route when every operation is short and has its ends where the first one has them; else None."""
-    source, destination = int(source_devices[0]), int(destination_devices[0])
-    short = int(operations.length.max()) < kernel_below_bytes
-    alike = bool((source_devices == source).all() and (destination_devices == destination).all())
-    if not short or not alike or (source == HOST and destination == HOST):
-        return None
-    device = source if source != HOST else destination
-    return Route(Way.KERNEL, device, over_host_link=HOST in {source, destination})
 
 
 def _crosses(offsets: AddressArray, lengths: AddressArray, chunk_bytes: int) -> npt.NDArray[np.bool_]:

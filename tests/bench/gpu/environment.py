@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import time
 from importlib import metadata
@@ -16,6 +17,8 @@ from typing import Any
 from kvbridge.kernels.cuda import runtime
 
 LIBRARIES = ("torch", "numpy", "cuda-core", "cuda-bindings", "nixl", "nixl-cu12", "nixl-cu13", "pyzmq")
+_DRESSING = re.compile(r"\x1b\[[0-9;]*m")
+"""Underlined headings: some tools write for a terminal whoever reads."""
 QUERY = ("name", "driver_version", "pcie.link.gen.max", "pcie.link.width.max", "clocks.max.sm", "memory.total")
 
 
@@ -61,4 +64,4 @@ def _output(command: list[str]) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return _DRESSING.sub("", done.stdout).strip() if done.returncode == 0 else ""

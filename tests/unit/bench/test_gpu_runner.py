@@ -34,6 +34,7 @@ from tests.gpu.steps import (
     ALONE_S,
     MEASURED_S,
     PARTS,
+    TEST_PIECES,
     TOTAL_S,
     Step,
     all_steps,
@@ -79,7 +80,10 @@ def test_every_test_is_in_one_step_and_the_longest_begins_first() -> None:
     steps = all_steps(ROOT)
     side_by_side, last = steps[:-1], steps[-1]
     files = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/gpu").glob("test_*.py"))
-    assert sorted(target for step in side_by_side if step.part == "tests" for target in step.targets) == files
+    whole = [target for step in side_by_side if step.part == "tests" and not step.chosen for target in step.targets]
+    assert sorted([*whole, *TEST_PIECES]) == files
+    for file, pieces in TEST_PIECES.items():
+        assert sorted(step.chosen for step in side_by_side if step.targets == (file,)) == sorted(pieces)
     for file in (ROOT / "tests/contract").glob("test_*.py"):
         halves = [step.chosen for step in side_by_side if step.targets == (f"tests/contract/{file.name}",)]
         assert sorted(halves) == ["nixl", "not nixl"]

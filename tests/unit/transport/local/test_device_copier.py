@@ -71,6 +71,9 @@ def test_slices_are_bounded_by_bytes_and_by_operations_and_the_stream_by_slices(
     narrow = FakeStream(slice_operations=3)
     begin(narrow, operations, clock).poll()
     assert {len(part) for part in narrow.started} == {3}
+    prompt = FakeStream(slice_operations=3, first_operations=1)
+    begin(prompt, operations, clock).poll()
+    assert [len(part) for part in prompt.started] == [1, 3, 3, 3], "few first, so that the device begins at once"
 
 
 def test_an_operation_longer_than_a_slice_is_a_slice(clock: ManualClock) -> None:

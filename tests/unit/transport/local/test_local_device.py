@@ -6,6 +6,7 @@ Device memory is ordinary memory here, its handle names its address, and streams
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from kvbridge.config.transports import LocalSettings
+from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError, UnsupportedError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
@@ -129,9 +131,9 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 def make(tmp_path: Path):
     made: list[LocalTransport] = []
 
-    def build(**facts: object) -> LocalTransport:
-        settings = LocalSettings(proof_directory=str(tmp_path), copy_kernel_below_bytes=BELOW)
-        made.append(LocalTransport(settings, **facts))
+    def build(*, epoch: int = 0, clock: Clock = monotonic, **settings: object) -> LocalTransport:
+        chosen = LocalSettings(proof_directory=str(tmp_path), copy_kernel_below_bytes=BELOW, **settings)
+        made.append(LocalTransport(chosen, epoch=epoch, clock=clock))
         return made[-1]
 
     yield build
@@ -173,6 +175,60 @@ def test_each_end_wherever_it_is(world: World, make, tmp_path: Path) -> None:
         Route(Way.ENGINES, 0): 2,
     }
     assert own.address in world.registered
+
+
+@pytest.mark.parametrize("places", [("device",), ("pool",), ("pool", "device"), ("device", "pool", "second")])
+def test_short_operations_from_one_place_wherever_they_go(world: World, make, tmp_path: Path, places: tuple) -> None:
+    """All to one place go by one way without a look at each; every byte is where it belongs, and the device may write there."""
+    source = DeviceArray()
+    source.bytes[:] = np.random.default_rng(0).integers(1, 256, SIZE, dtype=np.uint8)
+    pool, second, device = SharedBuffer(tmp_path / "pool", SIZE), SharedBuffer(tmp_path / "second", SIZE), DeviceArray()
+    targets = {"pool": pool, "second": second, "device": device}
+    writer, reader = make(), make()
+    writer.register([source.memory()])
+    reader.register([target.memory() for target in targets.values()])
+    peer = connect(writer, reader.endpoint())
+    rows = [
+        (source.address + 100 * turn, targets[place].address + 300 * turn, 7 + turn)
+        for turn, place in enumerate(places * 4)
+    ]
+    assert wait(writer.submit(peer, operations(*rows), deadline_s=5.0)).state is TransferState.DONE
+    expected = {name: np.zeros(SIZE, np.uint8) for name in targets}
+    for turn, place in enumerate(places * 4):
+        expected[place][300 * turn : 300 * turn + 7 + turn] = source.bytes[100 * turn : 100 * turn + 7 + turn]
+    for name, target in targets.items():
+        np.testing.assert_array_equal(target.bytes, expected[name])
+    used = {route for route, stream in world.streams.items() if stream.started}
+    assert used == {Route(Way.KERNEL, 0, over_host_link=place != "device") for place in places}
+
+
+@pytest.mark.parametrize("length", [7, BELOW])
+def test_nothing_goes_to_host_memory_before_the_device_may_write_there(
+    world: World, make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
+) -> None:
+    source, pool, may_end = DeviceArray(), SharedBuffer(tmp_path / "pool", SIZE), threading.Event()
+    source.bytes[:] = 7
+
+    class Registration:
+        def __init__(self, mappings: list, *, device: int, on_progress: Callable[[int, int], None]) -> None:
+            assert may_end.wait(10)
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(local_files, "HostRegistration", Registration)
+    writer, reader = make(registration_wait_s=0.01), make()
+    writer.register([source.memory()])
+    reader.register([pool.memory()])
+    peer = connect(writer, reader.endpoint())
+    transfer = writer.submit(peer, operations((source.address, pool.address, length)), deadline_s=5.0)
+    try:
+        assert transfer.poll().state is TransferState.ACTIVE
+        assert not pool.bytes.any()
+    finally:
+        may_end.set()
+    assert wait(transfer).state is TransferState.DONE
+    assert (pool.bytes[:length] == 7).all()
 
 
 def test_host_to_device_from_a_process_without_device_memory(world: World, make, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.local.memory import HOST
-from kvbridge.transport.local.ways import HostEnds, Route, Way, split
+from kvbridge.transport.local.ways import HostEnds, Route, Way, only_route, split
 
 CHUNK = 1 << 20
 BASE = 0x1000
@@ -58,6 +58,15 @@ def test_what_crosses_a_registration_goes_to_the_kernel() -> None:
     assert routes((BASE, 0, edge - BELOW + 1, HOST, BELOW)) == {kernel: [0]}
     assert routes((edge - 1, HOST, BASE, 0, BELOW)) == {kernel: [0]}
     assert routes((edge - 1, 0, BASE, 0, BELOW)) == {Route(Way.ENGINES, 0): [0]}, "device memory has no registration"
+
+
+@given(st.integers(HOST, 2), st.integers(HOST, 2), st.lists(st.integers(1, 2 * BELOW), min_size=1, max_size=5))
+def test_the_only_route_is_the_one_that_each_takes(source: int, target: int, lengths: list[int]) -> None:
+    route = only_route(source, target, max(lengths), kernel_below_bytes=BELOW)
+    assert (route is not None) == (max(lengths) < BELOW and (source, target) != (HOST, HOST))
+    if route is not None:
+        each = [(BASE, source, BASE, target, length) for length in lengths]
+        assert routes(*each) == {route: list(range(len(lengths)))}
 
 
 def test_nothing_takes_no_way() -> None:
