@@ -585,8 +585,9 @@ def host_tier_on_gpu(results: Results) -> str:
     measured = {"environment": results["environment"], "parts": results["parts"]}
     cases = results["parts"]["twin_copies"]["cases"]
     wrong = sum(bool(case["wrong"]) for case in cases)
+    killed_on = report.machine(results["warm_restart"])
     told = f"On {report.machine(measured)}; {len(cases)} cases, pages compared byte by byte, {wrong} wrong."
-    return f"{told}\n\n{markdown(report.budget_table(measured))}\n\nOn the same machine: {restarted(results)}"
+    return f"{told}\n\n{markdown(report.budget_table(measured))}\n\nOn {killed_on}: {restarted(results)}"
 
 
 def sparse_on_gpu(results: Results) -> str:
