@@ -487,3 +487,19 @@ def test_a_room_that_lost_a_path_is_read_when_that_is_shut_and_not_before():
     world.settle()
     assert world.receiver.book.get(1).state is ReceiverState.COMMITTED
     assert world.given_epochs == {"local": 1, "nixl": 0}
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_room_that_decode_gives_up_before_the_nodes_have_met_is_given_up_on_prefill(named):
+    world = World(adopted=True)
+    owner = Owner(1, 1)
+    world.prompts[owner] = 2 * PAGE
+    world.hold(owner, begun=True)
+    world.fetch(owner, named=named)
+    assert not world.receiver.book.get(1).over, "the handshake has hardly begun"
+    world.receiver.driver.stop(world.receiver.book.get(1), "the request was aborted")
+    assert world.receiver.book.get(1).over
+    world.settle()
+    assert world.prefill.service.book.get(1).over
+    world.everybody_lets_go()
+    assert world.free() == (PAGES, PAGES)

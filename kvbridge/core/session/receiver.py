@@ -80,6 +80,8 @@ class ReceiverAction(StrEnum):
     """Lease the pages and offer them to every prefill node."""
     TELL_ABORT = "tell_abort"
     """Ask every prefill node to stop and to prove it; one that has no offer of ours holds nothing for us any more."""
+    WITHDRAW = "withdraw"
+    """Tell every prefill node, as soon as it is known, that nobody comes for the room: it may hold it for us."""
     VERIFY = "verify"
     """Have our ranks compute the digests."""
     REJECT = "reject"
@@ -104,8 +106,8 @@ RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
         _S.AWAITING_PAGES: {
             _E.PAGES: (_S.RESERVED, ()),
             _E.WRITERS_KNOWN: (_S.INTENDED, (_A.INTEND,)),
-            _E.ABORT: (_S.ABORTED, _ENDED),
-            _E.FAULT: (_S.FAILED, _ENDED),
+            _E.ABORT: (_S.ABORTED, (_A.WITHDRAW, *_ENDED)),
+            _E.FAULT: (_S.FAILED, (_A.WITHDRAW, *_ENDED)),
         },
         # Nobody has been told of any page, so nobody writes and nothing has to be proved.
         _S.INTENDED: {
@@ -115,8 +117,8 @@ RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
         },
         _S.RESERVED: {
             _E.WRITERS_KNOWN: (_S.OFFERED, (_A.OFFER,)),
-            _E.ABORT: (_S.ABORTED, _ENDED),
-            _E.FAULT: (_S.FAILED, _ENDED),
+            _E.ABORT: (_S.ABORTED, (_A.WITHDRAW, *_ENDED)),
+            _E.FAULT: (_S.FAILED, (_A.WITHDRAW, *_ENDED)),
         },
         _S.OFFERED: {
             _E.ALL_DONE: (_S.COMMITTED, (_A.HOLD, _A.KEEP_PROMPT, _A.TELL_ENGINE)),

@@ -20,12 +20,12 @@ from kvbridge.core.errors import (
 from kvbridge.core.plan.accounting import shortfall
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.receiver import ReceiverState
-from kvbridge.core.wire.features import Feature
 from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Digests, Done, Drained, Failed, PathLost
 from kvbridge.node.driver import RoomDriver
-from kvbridge.node.handshake.prefill_nodes import KnownNode, PrefillNodes
+from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.node.receiver.fence import ALL, Fence
 from kvbridge.node.receiver.room import ASKED, ReceiverRoom, WriterNode
+from kvbridge.node.receiver.withdrawals import Withdrawals, holds_rooms
 from kvbridge.node.receiver.writers import WriterSets
 from kvbridge.node.room import slowest
 from kvbridge.node.room_book import RoomBook
@@ -44,6 +44,7 @@ class RoomWriters:
     nodes: PrefillNodes
     workers: WorkerSet
     sets: WriterSets
+    withdrawals: Withdrawals
 
     def find(self, room: ReceiverRoom) -> None:
         """Go on with the room once every prefill node that it names is known; those that are not are said hello to."""
@@ -54,7 +55,7 @@ class RoomWriters:
             nodes = [node for node in found if node is not None]
             if len(nodes) < len(found):
                 return
-            if room.state is ReceiverState.AWAITING_PAGES and not all(map(_holds_rooms, nodes)):
+            if room.state is ReceiverState.AWAITING_PAGES and not all(map(holds_rooms, nodes)):
                 if room.admitted_by:
                     room.wait_until(None)
             else:
@@ -67,6 +68,7 @@ class RoomWriters:
 
     def nodes_changed(self) -> None:
         """A prefill node welcomed or rejected us, or vanished: look at every room that still waits for one."""
+        self.withdrawals.settle()
         for room in self.rooms:
             self.find(room)
 
@@ -98,11 +100,6 @@ class RoomWriters:
             room.shutting.clear()
             room.shut = room.shut or (room.awaits_writers and transports == ALL)
             self.driver.advance(room)
-
-
-def _holds_rooms(node: KnownNode) -> bool:
-    """Whether a prefill node can be told that we will come; else it hears of the room by our offer."""
-    return Feature.INTENTS in node.features
 
 
 @dataclass(frozen=True, slots=True)

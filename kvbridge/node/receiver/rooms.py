@@ -19,6 +19,7 @@ from kvbridge.node.receiver.prefix_checks import PrefixChecks
 from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, user_state
 from kvbridge.node.receiver.rules import ENGINE_WORDS, ReceiverRules
 from kvbridge.node.receiver.verbs import ReceiverVerbs
+from kvbridge.node.receiver.withdrawals import Withdrawals
 from kvbridge.node.receiver.workers import ReceiverWorkers
 from kvbridge.node.receiver.writers import WriterSets
 from kvbridge.node.room_book import RoomBook
@@ -81,8 +82,9 @@ def receiver_rooms(ports: ReceiverPorts, settings: RoomSettings, *, clock: Clock
     slots = frozenset({IndexSpace.REQUEST})  # of the hot buffer, where the model's own state needs none
     pages = RoomPages(ports.book, settings, ports.events, ports.prefixes, always=slots)
     checks = PrefixChecks(pages, ports.workers, clock)
-    driver: RoomDriver[ReceiverRoom] = RoomDriver(ReceiverRules(ports, facts, pages, checks, clock), facts)
-    writers = RoomWriters(book, driver, ports.nodes, ports.workers, WriterSets(settings.geometry))
+    withdrawals = Withdrawals(ports.nodes)
+    driver: RoomDriver[ReceiverRoom] = RoomDriver(ReceiverRules(ports, facts, pages, checks, withdrawals, clock), facts)
+    writers = RoomWriters(book, driver, ports.nodes, ports.workers, WriterSets(settings.geometry), withdrawals)
     waiting = frozenset({ReceiverState.AWAITING_PAGES, ReceiverState.INTENDED, ReceiverState.COMMITTED})
     engines = RoomEngines(book, driver, pages, waiting)
     verbs = ReceiverVerbs(book, driver, pages, checks, writers, clock)

@@ -19,6 +19,7 @@ from kvbridge.node.driver import RoomDriver
 from kvbridge.node.receiver.prefix_checks import PrefixChecks
 from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom
 from kvbridge.node.receiver.verification import Verification
+from kvbridge.node.receiver.withdrawals import Withdrawals
 from kvbridge.node.room import Quarantine
 from kvbridge.node.room_facts import RoomFacts
 from kvbridge.node.room_pages import RoomPages
@@ -58,6 +59,7 @@ class ReceiverRules:
     facts: RoomFacts
     pages: RoomPages
     checks: PrefixChecks
+    withdrawals: Withdrawals
     clock: Clock
 
     def next_event(self, room: ReceiverRoom) -> ReceiverEvent | None:
@@ -111,6 +113,8 @@ class ReceiverRules:
                 self._ask(room, action)
             case ReceiverAction.TELL_ABORT:
                 self._tell_abort(room)
+            case ReceiverAction.WITHDRAW:
+                self.withdrawals.add(room.addresses, self._intent(room), self._abort(room))
             case ReceiverAction.VERIFY:
                 self._verify(room)
             case ReceiverAction.REJECT:
@@ -179,9 +183,12 @@ class ReceiverRules:
             self.checks.keep(room, answer.keys)
 
     def _tell_abort(self, room: ReceiverRoom) -> None:
-        abort = Abort(room=room.room, generation=room.generation, code=room.reason_code, message=room.reason)
         for writer in room.active:
-            self.ports.nodes.send(writer.node.peer, abort)
+            self.ports.nodes.send(writer.node.peer, self._abort(room))
+
+    @staticmethod
+    def _abort(room: ReceiverRoom) -> Abort:
+        return Abort(room=room.room, generation=room.generation, code=room.reason_code, message=room.reason)
 
     def _reject(self, room: ReceiverRoom) -> None:
         failed = Failed(room=room.room, generation=room.generation, code=room.reason_code, message=room.reason)

@@ -40,6 +40,7 @@ from kvbridge.core.wire.messages import (
     to_wire,
 )
 from kvbridge.node.engines import AttachedEngine
+from kvbridge.node.receiver import withdrawals
 from kvbridge.node.receiver.fence import ALL
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import PhasesEnded, RoomEntered
@@ -87,9 +88,9 @@ def drained(bench: ReceiverBench, peer: str = PREFILL, generation: int = 1, *, i
     bench.service.peers.drained(peer, Drained(room=1, generation=generation, in_transit=in_transit))
 
 
-def cancel(bench: ReceiverBench) -> None:
-    room = bench.service.book.get(1)
-    bench.service.driver.stop(room, "by its client")
+def cancel(bench: ReceiverBench, room: int = 1) -> None:
+    found = bench.service.book.get(room)
+    bench.service.driver.stop(found, "by its client")
 
 
 def offered(**fields) -> ReceiverBench:
@@ -268,7 +269,7 @@ def test_nodes_that_cannot_be_one_instance_fail_the_room_before_anything_is_offe
     report = admit(bench, prefill=(ADDRESS, OTHER_ADDRESS))
     assert report.state is RoomState.FAILED
     assert complaint in report.reason
-    assert bench.nodes.messages == []
+    assert pick(bench.nodes.messages, Offer) == []
     assert bench.free == 16
 
 
@@ -817,6 +818,72 @@ def test_what_we_said_we_would_come_for_and_do_not_is_given_up_without_waiting_f
     assert bench.engines.kinds[-1] in {"aborted", "failed"}
     drained(bench)
     assert bench.free == 16
+
+
+def messages_about(bench: ReceiverBench, room: int = 1) -> list[tuple[object, type]]:
+    return [(peer, type(message)) for peer, message in bench.nodes.messages if message.room == room]
+
+
+@pytest.mark.parametrize("adopted", [True, False])
+@pytest.mark.parametrize("how", ["cancel", "late"])
+def test_a_room_that_ends_before_its_prefill_nodes_are_met_is_given_up_when_they_are(how, adopted):
+    bench = ReceiverBench(adopted=adopted)
+    admit(bench, prefill=(ADDRESS, OTHER_ADDRESS))
+    if how == "cancel":
+        cancel(bench)
+    else:
+        bench.clock.advance(1_000)
+        bench.tick()
+    assert bench.service.book.get(1).over
+    assert bench.nodes.messages == []
+    bench.nodes.know(tp_size=2)
+    bench.service.writers.nodes_changed()
+    told = [(PREFILL, Intend), (PREFILL, Abort)]
+    assert messages_about(bench) == told
+    assert bench.nodes.messages[-1][1].message == bench.service.book.report(1).reason
+    bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,), tp_size=2)
+    bench.service.writers.nodes_changed()
+    bench.service.writers.nodes_changed()
+    assert messages_about(bench) == [*told, (SECOND, Intend), (SECOND, Abort)]
+    drained(bench)
+    bench.book.check_integrity()
+
+
+def test_a_room_that_ends_for_one_prefill_node_is_given_up_at_the_others():
+    bench = ReceiverBench()
+    admit(bench, prefill=(ADDRESS, OTHER_ADDRESS))
+    bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,), tp_size=2)
+    bench.nodes.answers[ADDRESS] = FingerprintMismatchError("layer_count is 3 here and 4 on the peer")
+    bench.service.writers.nodes_changed()
+    assert state(bench) is ReceiverState.FAILED
+    assert messages_about(bench) == [(SECOND, Intend), (SECOND, Abort)]
+    assert len(bench.service.writers.withdrawals) == 0
+
+
+def test_what_a_node_was_to_be_told_is_forgotten_when_it_does_not_answer_or_holds_nothing():
+    bench = ReceiverBench()
+    admit(bench)
+    admit(bench, room=2, prefill=(OTHER_ADDRESS,))
+    cancel(bench)
+    cancel(bench, room=2)
+    assert len(bench.service.writers.withdrawals) == 2
+    bench.nodes.answers[ADDRESS] = FingerprintMismatchError("layer_count is 3 here and 4 on the peer")
+    bench.nodes.know(OTHER_ADDRESS, SECOND, features=("digests",))
+    bench.service.writers.nodes_changed()
+    assert len(bench.service.writers.withdrawals) == 0
+    assert bench.nodes.messages == []
+
+
+def test_what_nodes_that_never_answer_were_to_be_told_is_bounded(monkeypatch):
+    monkeypatch.setattr(withdrawals, "MOST", 3)
+    bench = ReceiverBench()
+    for room in range(1, 6):
+        admit(bench, room=room)
+        cancel(bench, room)
+    assert len(bench.service.writers.withdrawals) == 3
+    bench.nodes.know()
+    bench.service.writers.nodes_changed()
+    assert [message.room for _, message in bench.nodes.messages] == [3, 3, 4, 4, 5, 5]
 
 
 @pytest.mark.parametrize("how", ["failed", "gone"])
