@@ -35,6 +35,8 @@ IDLE_LOOK_S = 10.0
 SCATTERED_REQUESTS = 560
 """More than a cache has blocks."""
 HELD_ROOMS = 16
+HOOK_REQUESTS = 200
+"""So many that the 99th percentile is not simply the worst."""
 POLICY_LIMIT_S = 40.0
 """NixlConnector does not notice a frozen prefill at all: so long is looked."""
 
@@ -236,7 +238,7 @@ def _gaps(measured: Measured, prompt: list[int]) -> tuple[list[float], list[floa
 # ------------------------------------------------------------------ hooks, idle processors
 
 
-def hooks(pairs: Pairs, turns: int) -> dict[str, list[tuple[float, float]]]:
+def hooks(pairs: Pairs, _turns: int) -> dict[str, list[tuple[float, float]]]:
     """Steps without work, and requests that are alone: when they were. Read when the servers have ended."""
     spans: dict[str, Any] = {}
     for name, measured in pairs.by_name.items():
@@ -245,7 +247,7 @@ def hooks(pairs: Pairs, turns: int) -> dict[str, list[tuple[float, float]]]:
         measured.pair.prefill.ask(fresh(40), 300)
         idle = begun_s, time.monotonic()
         requests = []
-        for _ in range(4 * turns):
+        for _ in range(HOOK_REQUESTS):
             begun_s = time.monotonic()
             measured.pair.ask(fresh(512), 4)
             wait_until(lambda measured=measured: not measured.pair.prefill.used(), "prefill is free again")
