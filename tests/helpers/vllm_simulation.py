@@ -18,7 +18,7 @@ from kvbridge.core.wire.engine_messages import (
     RoomEvent,
 )
 from kvbridge.core.wire.messages import to_wire
-from kvbridge.engine.adapters.vllm.requests import params_of
+from kvbridge.engine.adapters.vllm.requests import Request, params_of
 from kvbridge.engine.adapters.vllm.scheduler_side import Place, SchedulerSide, Source
 from kvbridge.engine.link import RoomCall
 from kvbridge.node.engines import AttachedEngine
@@ -234,6 +234,10 @@ class Pair:
     def answer_arrives(self, answered: Job, params: dict, tokens: Sequence[int]) -> None:
         self.decode.engine.add(self.job("d", tokens, params))
 
+    def answer_is_refused(self, params: dict) -> None:
+        """By the API of decode: vLLM has another prompt in its place."""
+        self.decode.scheduler.declined(Request("refused", 1, b"", params))
+
     def job(self, name: str, tokens: Sequence[int], params: dict | None) -> Job:
         self.jobs += 1
         return job(f"{name}{self.jobs}", tokens, PAGE, params)
@@ -271,10 +275,11 @@ class Pair:
     def come_to_rest(self) -> None:
         """Everybody lives and nothing is in the way: all requests end, one after another."""
         left, idle_s = self.left(), 0
+        for side in self.sides:
+            side.link.deaf = False
         while left:
             assert idle_s < LONGEST_WAIT_S, f"requests hang: {left}"
             for side in self.sides:
-                side.link.deaf = False
                 side.node_comes_back()
             self.settle()
             for side in self.sides:

@@ -109,6 +109,13 @@ class ConnectorMachine(RuleBasedStateMachine):
         """Sometimes two requests come with one answer, or with another prompt of the same length."""
         self.take_answer(which, twice=twice, other=other)
 
+    @precondition(lambda self: self.pair.prefill.engine.answers)
+    @rule(which=st.integers(0, 3))
+    def an_answer_is_refused(self, which):
+        """By decode's API, so that nobody comes for what prefill holds."""
+        answers = self.pair.prefill.engine.answers
+        self.pair.answer_is_refused(answers.pop(which % len(answers))[1])
+
     def take_answer(self, which, *, twice, other):
         answers = self.pair.prefill.engine.answers
         answered, params = answers.pop(which % len(answers))
@@ -268,7 +275,7 @@ class ConnectorMachine(RuleBasedStateMachine):
         self.pair.come_to_rest()
         for side in self.pair.sides:
             assert sorted(side.engine.unused()) == list(range(BLOCKS))
-            assert side.scheduler._fetches == {}
+            assert side.scheduler._fetches._of == {}
             side.node_comes_back()
             for _ in range(2):  # ranks say what they have closed, and then it is said to all of them
                 side.engine.step()
@@ -302,6 +309,48 @@ def test_requests_that_nobody_disturbs_are_loaded_behind_what_decode_has(recompu
     assert (seen["good loads"], seen["failed loads"]) == (4, 0)
     assert seen["loads behind hits"] == 2
     assert pair.prefill.engine.seen["prefix hits"] == 2
+
+
+def held(pair, params=None):
+    """Prefill has computed a prompt and holds its blocks; returns what decode is told."""
+    pair.prompt_arrives(prompt(0, 3 * PAGE))
+    while not pair.prefill.engine.answers:
+        pair.prefill.engine.step()
+    pair.settle()
+    assert len(pair.prefill.engine.unused()) == BLOCKS - 3
+    return pair.prefill.engine.answers.pop()
+
+
+def test_what_decode_s_api_has_refused_prefill_does_not_hold():
+    pair = Pair(recompute=False)
+    _, params = held(pair)
+    pair.answer_is_refused(params)
+    pair.settle()  # and no time passes
+    pair.prefill.engine.step()
+    assert len(pair.prefill.engine.unused()) == BLOCKS
+    pair.come_to_rest()
+
+
+@pytest.mark.parametrize("api_refuses", [False, True])
+def test_what_came_while_decode_s_node_was_away_prefill_does_not_hold_when_it_is_back(api_refuses):
+    pair = Pair(recompute=True)
+    answered, params = held(pair)
+    pair.decode.node_dies()
+    pair.decode.scheduler.node_lost()
+    if api_refuses:
+        pair.answer_is_refused(params)
+    else:
+        pair.answer_arrives(answered, params, prompt(0, 3 * PAGE))
+        pair.decode.engine.step()
+    pair.settle()
+    pair.prefill.engine.step()
+    assert len(pair.prefill.engine.unused()) == BLOCKS - 3
+    pair.decode.node_comes_back()
+    pair.decode.engine.step()
+    pair.settle()
+    pair.prefill.engine.step()
+    assert len(pair.prefill.engine.unused()) == BLOCKS
+    pair.come_to_rest()
 
 
 def arrived(pair, room):

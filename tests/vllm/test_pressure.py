@@ -113,6 +113,15 @@ def test_nobody_comes_for_what_prefill_holds(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("decode", DECODES)
+def test_what_decode_s_api_has_refused_is_not_held(fleet: Fleet, decode: str) -> None:
+    pair, asked = fleet.pair(decode), fresh(1000)
+    told = pair.hand_over(asked)
+    assert pair.prefill.used()
+    assert pair.decode.ask(asked, 100_000, transfer=told).status == 400
+    wait_until(lambda: not pair.prefill.used(), "prefill has its blocks back", OFFER_S / 4)
+
+
+@pytest.mark.parametrize("decode", DECODES)
 def test_decode_waits_longer_than_prefill_would_hold(fleet: Fleet, decode: str) -> None:
     pair, asked = fleet.pair(decode), fresh(1500)
     before = pair.decode.rooms_completed()

@@ -1,4 +1,4 @@
-"""Rooms that end before this decode node has met their prefill nodes: those hold what nobody comes for, and are told so when they are met.
+"""Rooms that end before this decode node has met their prefill nodes, which hold them and are told when they are met.
 
 Owns: whom there is still something to tell. Must not know: why a room has ended, how a node becomes known.
 """
@@ -16,7 +16,7 @@ from kvbridge.core.wire.messages import Abort, Intend
 from kvbridge.node.handshake.prefill_nodes import KnownNode, PrefillNodes
 
 MOST = 4_096
-"""What is kept until it can be said. Of more than that the oldest is forgotten: prefill then holds that room until `timeouts.offer_s`."""
+"""What is kept until it can be said. Of more the oldest is forgotten: prefill then holds that room until `timeouts.offer_s`."""
 
 
 def holds_rooms(node: KnownNode) -> bool:

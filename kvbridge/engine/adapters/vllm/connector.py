@@ -177,16 +177,16 @@ class KvbridgeConnector(KVConnectorBase_V1):
     # ------------------------------------------------------------------ scheduler: requests
 
     def on_new_request(self, request: Any) -> None:
-        """See SchedulerSide.arrived.
-
-        A request that the API server has refused comes here too, aborted and with another prompt, so that prefill may be told. It
-        cannot say what the room is of, so it is let be, and prefill holds the room for its `timeouts.offer_s`.
-        """
-        if request.abort_immediately:
+        """See SchedulerSide.arrived, and `declined` for one that the API has refused: it comes aborted, with another prompt."""
+        if not request.kv_transfer_params:
             return
-        if request.kv_transfer_params and (told := _told(request)) is not None:
-            self._requests[request.request_id] = _Known(request, told)
-            self._of_scheduler().arrived(told)
+        told = None if request.abort_immediately else _told(request)
+        if told is None:
+            refused = Request(request.request_id, request.num_prompt_tokens, b"", request.kv_transfer_params)
+            self._of_scheduler().declined(refused)
+            return
+        self._requests[request.request_id] = _Known(request, told)
+        self._of_scheduler().arrived(told)
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See SchedulerSide.matched_tokens."""

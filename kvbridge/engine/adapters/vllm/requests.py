@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import numpy as np
 import pydantic
@@ -48,6 +48,10 @@ class Source(FrozenModel):
     prefill: tuple[PrefillAddress, ...]
     held: bool = False
     """Prefill says so, which it does in plain order: it need not be waited for."""
+    prompt_tokens: Annotated[int, pydantic.Field(ge=0)] = 0
+    prompt_digest: Annotated[str, pydantic.Field(pattern="^([0-9a-f]{2}){0,32}$")] = ""
+    """What the room is of, in plain order: its tokens, and the digest in hexadecimal. To say that nobody comes for the room takes
+    both. Whoever comes says what the request itself is of."""
 
 
 class Pairing(pydantic.BaseModel):

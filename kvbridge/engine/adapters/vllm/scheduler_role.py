@@ -168,6 +168,12 @@ class SchedulerRole:
             half.look()
             half.side.arrived(half.told(request))
 
+    def declined(self, request: Request) -> None:
+        """See SchedulerSide."""
+        for half in self._halves:
+            half.look()
+            half.side.declined(half.told(request))
+
     def matched_tokens(self, request: Request, computed_tokens: int) -> int:
         """See SchedulerSide."""
         return max(half.side.matched_tokens(half.told(request), computed_tokens) for half in self._halves)

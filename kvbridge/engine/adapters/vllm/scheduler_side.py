@@ -1,6 +1,7 @@
 """What the connector answers vLLM's scheduler, and says to the node about each request.
 
-Owns: which room a request has, and how far decode's are. Must not know: vLLM, sockets, when a transfer is over (`worker_side`).
+Owns: which room a request has. Must not know: vLLM, sockets, how far rooms are (`fetches` for decode, `paired_rooms`), when a
+transfer is over (`worker_side`).
 
 Plain order: prefill computes a prompt, holds its blocks in a room and names the room in its answer; decode gets that with the
 request, says at once that it will come, and names its blocks when vLLM has allocated them. So nothing is under way for a request
@@ -19,7 +20,6 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum, auto
 from typing import Any
 
 import structlog
@@ -28,14 +28,14 @@ from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.ids import ROOM_BITS
 from kvbridge.core.session.states import WITHDRAWN
 from kvbridge.core.wire.engine_messages import PrefillAddress, RoomEvent
-from kvbridge.engine.adapters.vllm.node_line import NodeLine
+from kvbridge.engine.adapters.vllm.fetches import Fetches
+from kvbridge.engine.adapters.vllm.node_line import NodeLine, Withdrawal
 from kvbridge.engine.adapters.vllm.paired_rooms import PairedRooms
 from kvbridge.engine.adapters.vllm.prompts import room_tokens
 from kvbridge.engine.adapters.vllm.requests import (
     LAST_EVENTS,
     BlockPins,
     Held,
-    Load,
     Request,
     RoomCalls,
     Source,
@@ -65,36 +65,6 @@ class Place:
     """Endpoints that requests may name; None: any, since only a node with our keys answers, or nobody else can reach us."""
 
 
-class FetchState(StrEnum):
-    """How far a request is whose prompt was computed elsewhere."""
-
-    INTENDED = auto()
-    """Prefill knows that we will come; there are no blocks yet."""
-    STARTED = auto()
-    """Blocks are named: vLLM waits for one report, whatever becomes of the request."""
-    ABANDONED = auto()
-    """The same, and the request is gone."""
-    OVER = auto()
-    """Reported, or not needed: from now on it is a request like any other."""
-
-
-@dataclass(slots=True)
-class Fetch:
-    """The room of one request."""
-
-    request: Request
-    source: Source
-    state: FetchState = FetchState.INTENDED
-    generation: int = 1
-    provided: int = 0
-    """The generation for which `provide` named the blocks."""
-    blocks: tuple[int, ...] = ()
-    """Those that are named, from the prompt's block `first` on."""
-    first: int = 0
-    refused: str = ""
-    """Why nothing will come."""
-
-
 class SchedulerSide:
     """The half of a connector in the process of vLLM's scheduler. For that thread only."""
 
@@ -105,10 +75,9 @@ class SchedulerSide:
         self._calls = calls
         self._draw_room = draw_room
         self._node = NodeLine(calls)
-        self._fetches: dict[str, Fetch] = {}
+        self._fetches = Fetches(self._node, place.block_tokens)
         self._paired = PairedRooms(self._node, place.block_tokens)
         self._seen: OrderedDict[int, None] = OrderedDict()
-        self._loads: list[Load] = []
         self._helds: list[Held] = []
         self._refused: dict[int, str] = {}
         self._closed_by: dict[str, set[int]] = {}
@@ -126,9 +95,7 @@ class SchedulerSide:
         """It is gone. What it was doing is over when every rank says so."""
         self._node.lost()
         self._paired.node_lost()
-        for fetch in self._fetches.values():
-            if fetch.state is FetchState.INTENDED:
-                fetch.refused = fetch.refused or "the node process has ended"
+        self._fetches.node_lost()
 
     def heard(self, events: Iterable[RoomEvent]) -> None:
         """Take the node's events: what it refuses of that which was said here, and which rooms are over."""
@@ -138,35 +105,11 @@ class SchedulerSide:
             elif event.kind in LAST_EVENTS:
                 self._paired.ended(event)
                 if event.code == WITHDRAWN:
-                    self._fetch_again(event)
-
-    def _fetch_of(self, room: int) -> Fetch | None:
-        return next((fetch for fetch in self._fetches.values() if fetch.source.room == room), None)
+                    self._fetches.withdrawn(event)
 
     def _refusal(self, event: RoomEvent) -> None:
-        fetch = self._fetch_of(event.room)
-        if fetch is None:
-            if self._paired.refused(event):
-                self._refused.setdefault(event.room, event.reason)
-        elif event.generation == fetch.generation or (not event.generation and fetch.provided == fetch.generation):
-            # The room's pages are known to nobody. What was said of a generation that is over means nothing.
+        if not self._fetches.refusal(event) and self._paired.refused(event):
             self._refused.setdefault(event.room, event.reason)
-            if not fetch.refused:
-                fetch.refused = event.reason
-                self._node.give_up(event.room, event.reason)
-
-    def _fetch_again(self, event: RoomEvent) -> None:
-        """Prefill computes the prompt again: come for the next generation, with the same blocks."""
-        fetch = self._fetch_of(event.room)
-        if fetch is None or event.generation != fetch.generation:
-            return
-        fetch.generation += 1
-        if fetch.state is FetchState.ABANDONED:
-            fetch.refused = fetch.refused or "its request was aborted"
-        if not fetch.refused:
-            fetch.refused = self._fetch(fetch)
-        if fetch.refused and fetch.state is not FetchState.INTENDED:
-            self._refused.setdefault(event.room, fetch.refused)
 
     def closed(self, rank: int, nodes: Iterable[str]) -> None:
         """A rank moves nothing any more for these incarnations of the node."""
@@ -196,8 +139,7 @@ class SchedulerSide:
             if source is not None:
                 self._require_allowed(source)
                 self._require_new(source.room)
-                fetch = self._fetches[request.id] = Fetch(request, source)
-                fetch.refused = self._fetch(fetch)
+                self._fetches.arrived(request, source)
             elif room is not None:
                 self._require_new(room)
                 self._paired.arrived(request, room)
@@ -211,24 +153,24 @@ class SchedulerSide:
         if len(self._seen) > ROOMS_REMEMBERED:
             self._seen.popitem(last=False)
 
-    def _fetch(self, fetch: Fetch) -> str:
-        """Say that we will come, with our blocks where there are any; return why that could not be said."""
-        tables = full_tables(fetch.blocks, fetch.first) if fetch.state is FetchState.STARTED else None
+    def declined(self, request: Request) -> None:
+        """A request has come that is not computed here (`on_new_request` of one that the API has refused): prefill is told.
+
+        As prefill's answer says itself what the room is of: such a request has another prompt. In paired order whoever has drawn
+        the room has asked prefill too.
+        """
         try:
-            self._node.require()
-            self._calls.fetch(
-                fetch.source.room,
-                generation=fetch.generation,
-                prompt_tokens=room_tokens(fetch.request.prompt_tokens, self._place.block_tokens),
-                prefill=fetch.source.prefill,
-                prompt_digest=fetch.request.prompt_digest,
-                held=fetch.source.held and fetch.generation == 1,
-                tables=tables,
-                prefix_tokens=fetch.first * self._place.block_tokens,
-            )
-        except BridgeError as error:
-            return str(error)
-        return ""
+            source = source_of(request)
+            if source is None or not source.prompt_tokens or source.room in self._seen:
+                return  # of a client that leaves the API says so too, after its request came
+            self._require_allowed(source)
+            self._require_new(source.room)
+        except InvalidInputError as error:
+            log.warning("not_withdrawn", request=request.id, reason=str(error))
+            return
+        self._node.withdraw(
+            source.room, Withdrawal(source.prompt_tokens, bytes.fromhex(source.prompt_digest), source.prefill)
+        )
 
     def _require_allowed(self, source: Source) -> None:
         allowed = self._place.allowed_prefill
@@ -243,49 +185,14 @@ class SchedulerSide:
 
         Asked any number of times. 0 once blocks were named, also after a load that failed and after preemption.
         """
-        fetch = self._fetches.get(request.id)
-        if fetch is None or fetch.state is not FetchState.INTENDED or computed_tokens % self._place.block_tokens:
-            return 0
-        return max(0, request.prompt_tokens - computed_tokens)
+        return self._fetches.matched_tokens(request, computed_tokens)
 
     def allocated(self, request: Request, blocks: Sequence[int], external_tokens: int) -> None:
         """The request has blocks (`update_state_after_alloc`): all of them, from the prompt's first on.
 
         `external_tokens`: how many tokens we are to load. Called once more when they are there.
         """
-        fetch = self._fetches.get(request.id)
-        if fetch is None or fetch.state is not FetchState.INTENDED:
-            return
-        room = fetch.source.room
-        if not external_tokens:
-            fetch.state = FetchState.OVER
-            self._node.give_up(room, "decode has all of the prompt")
-            return
-        size = self._place.block_tokens
-        fetch.first = (request.prompt_tokens - external_tokens) // size
-        pages = room_tokens(request.prompt_tokens, size) // size
-        # By place, never from the end: there may be further blocks behind the prompt's.
-        fetch.blocks = tuple(blocks[fetch.first : pages])
-        fetch.state, fetch.provided = FetchState.STARTED, fetch.generation
-        self._loads.append(Load(request.id, room, fetch.blocks, self._node.incarnation, fetch.generation))
-        if not fetch.refused:
-            fetch.refused = self._provide(fetch, pages)
-            if fetch.refused:
-                self._node.give_up(room, fetch.refused)
-        if fetch.refused:
-            self._refused.setdefault(room, fetch.refused)
-
-    def _provide(self, fetch: Fetch, pages: int) -> str:
-        """Name the blocks; return why they could not be."""
-        if len(fetch.blocks) != pages - fetch.first:
-            return f"vLLM allocated {len(fetch.blocks)} blocks where the prompt needs {pages - fetch.first}"
-        try:
-            self._node.require()
-            tables = full_tables(fetch.blocks, fetch.first)
-            self._calls.provide(fetch.source.room, tables, prefix_tokens=fetch.first * self._place.block_tokens)
-        except BridgeError as error:
-            return str(error)
-        return ""
+        self._fetches.allocated(request, blocks, external_tokens)
 
     # ------------------------------------------------------------------ the end of a request
 
@@ -295,7 +202,7 @@ class SchedulerSide:
         `well`: it stopped or came to its length, and was not aborted. The blocks of a load that is under way vLLM keeps by
         itself until the load is reported.
         """
-        self._abandon(request)
+        self._fetches.finished(request.id)
         if request.id in self._paired:
             held = self._paired.finished(request.id, blocks, well=well)
             if held is not None:
@@ -306,21 +213,16 @@ class SchedulerSide:
             return False, None
         return self._hold(request, blocks)
 
-    def _abandon(self, request: Request) -> None:
-        fetch = self._fetches.get(request.id)
-        if fetch is None:
-            return
-        if fetch.state is FetchState.STARTED:
-            fetch.state = FetchState.ABANDONED
-        else:
-            del self._fetches[request.id]
-        if fetch.state is not FetchState.OVER:
-            self._node.give_up(fetch.source.room, "its request was aborted")
-
     def _hold(self, request: Request, blocks: Sequence[int]) -> tuple[bool, Mapping[str, Any] | None]:
         tokens = room_tokens(request.prompt_tokens, self._place.block_tokens)
         pages = tokens // self._place.block_tokens
-        source = Source(room=self._draw_room(), prefill=self._place.addresses, held=True)
+        source = Source(
+            room=self._draw_room(),
+            prefill=self._place.addresses,
+            held=True,
+            prompt_tokens=tokens,
+            prompt_digest=request.prompt_digest.hex(),
+        )
         try:
             if len(blocks) < pages:
                 raise InvalidInputError(f"vLLM has computed {len(blocks)} of the {pages} blocks of its prompt")
@@ -343,12 +245,7 @@ class SchedulerSide:
 
     def reported(self, received: Collection[str]) -> None:
         """A worker has reported these loads (`update_connector_output`)."""
-        for request in received:
-            fetch = self._fetches.get(request)
-            if fetch is not None and fetch.state is FetchState.ABANDONED:
-                del self._fetches[request]
-            elif fetch is not None:
-                fetch.state = FetchState.OVER
+        self._fetches.reported(received)
 
     # ------------------------------------------------------------------ prompts that decode waits for while they are computed
 
@@ -391,16 +288,16 @@ class SchedulerSide:
     @property
     def idle(self) -> bool:
         """Whether nothing is under way and nothing is to be said, but for finished requests whose blocks are held."""
-        said = self._loads or self._helds or self._refused or self._closed or self._node.unsent
-        over = (fetch.state is FetchState.OVER for fetch in self._fetches.values())
-        return not said and self._paired.idle and all(over)
+        said = self._helds or self._refused or self._closed or self._node.owes
+        return not said and self._paired.idle and self._fetches.idle
 
     def step(self) -> StepMetadata:
         """Return what the workers have to know (`build_connector_meta`), and begin the next step."""
         self._node.send_again()
         self._paired.step()
-        metadata = StepMetadata(
-            tuple(self._loads), tuple(self._helds), tuple(self._refused.items()), tuple(self._closed)
+        loads, refused = self._fetches.take()
+        told = StepMetadata(
+            tuple(loads), tuple(self._helds), tuple((refused | self._refused).items()), tuple(self._closed)
         )
-        self._loads, self._helds, self._refused, self._closed = [], [], {}, []
-        return metadata
+        self._helds, self._refused, self._closed = [], {}, []
+        return told
