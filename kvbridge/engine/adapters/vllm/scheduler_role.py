@@ -112,7 +112,11 @@ class _Half:
 
 
 class SchedulerRole:
-    """For the scheduler's thread only. None of its methods waits, but `start` and `close`."""
+    """For the scheduler's thread only. None of its methods waits, but `start` and `close`.
+
+    Nodes are looked at when a request comes and at steps. What is said in between goes to the node that was there then, or to
+    nobody: another one is attached to after the next look only.
+    """
 
     def __init__(self, instance: Instance) -> None:
         self._instance = instance
@@ -181,14 +185,12 @@ class SchedulerRole:
     def allocated(self, request: Request, blocks: Sequence[int], external_tokens: int) -> None:
         """See SchedulerSide."""
         for half in self._halves:
-            half.look()
             half.side.allocated(half.told(request), blocks, external_tokens)
 
     def finished(self, request: Request, blocks: Sequence[int], *, well: bool) -> tuple[bool, dict[str, Any] | None]:
         """See SchedulerSide."""
         held, answer = False, None
         for half in self._halves:
-            half.look()
             its_held, its_answer = half.side.finished(half.told(request), blocks, well=well)
             held = held or its_held
             answer = answer if its_answer is None else dict(its_answer)
