@@ -45,7 +45,7 @@ class HookTimes:
     def requests_ms(self, spans: list[tuple[float, float]], usual_step_s: float) -> list[float]:
         """Return what all hooks of each request took: those that name it, and what its steps took beyond a step without work.
 
-        `spans`: when each was under way, alone.
+        `spans`: when each was under way, alone. Those of which nothing was written, since the server had to be killed, are left out.
         """
         rows = self.rows()
         found = []
@@ -54,8 +54,9 @@ class HookTimes:
             for row in rows:
                 if begun_s <= row.at_s < ended_s and row.what not in {"load", "sent", "aborted"}:
                     by_kind[row.what == "step"].append(row)
-            steps = sum(max(0.0, row.seconds - usual_step_s) for row in by_kind[True])
-            found.append(1e3 * (steps + sum(row.seconds for row in by_kind[False])))
+            if by_kind:
+                steps = sum(max(0.0, row.seconds - usual_step_s) for row in by_kind[True])
+                found.append(1e3 * (steps + sum(row.seconds for row in by_kind[False])))
         return found
 
 
