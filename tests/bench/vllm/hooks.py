@@ -45,7 +45,7 @@ class HookTimes:
     def requests_ms(self, spans: list[tuple[float, float]], usual_step_s: float) -> list[float]:
         """Return what all hooks of each request took: those that name it, and what its steps took beyond a step without work.
 
-        `spans`: when each was under way, alone. Those of which nothing was written, since the server had to be killed, are left out.
+        `spans`: when each was under way, alone. Those of which nothing was written (its server had to be killed) are left out.
         """
         rows = self.rows()
         found = []
