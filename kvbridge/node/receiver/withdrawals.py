@@ -36,15 +36,18 @@ class Withdrawals:
 
     def add(self, addresses: Iterable[PeerAddress], intent: Intend, abort: Abort) -> None:
         """Say that nobody comes for a room, now or when its nodes are known. Never raises."""
-        for address in addresses:
-            self._kept[intent.room, intent.generation, address] = intent, abort
-        self.settle()
+        added = {(intent.room, intent.generation, address): (intent, abort) for address in addresses}
+        self._kept.update(added)
+        self._settle(added)
         while len(self._kept) > MOST:
             self._kept.popitem(last=False)
 
     def settle(self) -> None:
         """Look again: a node has answered, or does not any more. Never raises."""
-        for key, (intent, abort) in list(self._kept.items()):
+        self._settle(list(self._kept))
+
+    def _settle(self, keys: Iterable[tuple[int, int, PeerAddress]]) -> None:
+        for key in keys:
             try:
                 node = self.nodes.known_node(key[-1])
             except BridgeError:  # whoever asked for the room was told why; with us that node has nothing to do
@@ -52,7 +55,7 @@ class Withdrawals:
                 continue
             if node is None:
                 continue
-            del self._kept[key]
+            intent, abort = self._kept.pop(key)
             if holds_rooms(node):
                 # An Abort ends a room only for whoever has come for it.
                 self.nodes.send(node.peer, intent)
