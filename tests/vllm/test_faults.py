@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.vllm.fleet import DECODES, Fleet
-from tests.vllm.processes import end, send
+from tests.vllm.processes import GONE_S, end, send
 from tests.vllm.prompts import Answer, fresh
 from tests.vllm.servers import Server, under_way, wait_until
 from tests.vllm.test_answers import assert_right
@@ -95,6 +95,35 @@ def test_prefill_is_killed_before_during_and_after_a_transfer(fleet: Fleet, say:
     say.append(
         f"prefill killed: loads under way ended after {said}, in paired order after {said_paired}; "
         f"those asked for later after {said_before}"
+    )
+    fleet.restart("prefill")
+    for decode in DECODES:
+        fleet.wait_hand_over(decode)
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "worker"])
+def test_one_process_of_prefill_is_killed_and_the_others_end_with_it(fleet: Fleet, victim: str, say: list[str]) -> None:
+    prefill = fleet.servers["prefill"]
+    scheduler = prefill.node().parent()
+    known = prefill.tree()
+    engine = workers(prefill)
+    killed = [one for one in engine if (one == scheduler) is (victim == "scheduler")]
+    assert killed, "vLLM has its scheduler in one process, and its workers in others"
+    asked, told = hand_over(fleet)
+    send(signal.SIGSTOP, engine)
+    try:
+        with under_way(asking(fleet, asked, told)) as results:
+            wait_loads(fleet)
+            killed_s = time.monotonic()
+            send(signal.SIGKILL, killed)
+            said = assert_ended_by_policy(fleet, asked, results, killed_s)
+    finally:
+        send(signal.SIGCONT, engine)
+    continued_s = time.monotonic()
+    left = psutil.wait_procs(known, timeout=GONE_S)[1]
+    assert not left, f"still there {GONE_S:g} s after {victim} of the server was killed: {left}"
+    say.append(
+        f"{victim} of prefill killed: loads ended after {said}, all of the server after {time.monotonic() - continued_s:.1f} s more"
     )
     fleet.restart("prefill")
     for decode in DECODES:
