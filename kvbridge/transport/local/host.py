@@ -1,7 +1,7 @@
 """Two processes and one host: the proof that they share it, and the locks by which one sees who can write to it.
 
-Owns: files as the kernel knows them, the proof's form and its check, presence under an epoch, lock files. Must not know:
-what is mapped, transfers, the transport's state.
+Owns: files as the kernel knows them, the proof's form and its check, presence under an epoch, lock files, descriptors of this
+process's shared files. Must not know: transfers, the transport's state.
 
 Proved, not guessed: two containers can have one address, and two hosts one path. A peer is believed when the
 kernel's boot id is the same, a secret that the peer wrote beside its shared memory reads back alike, the peer still
@@ -30,7 +30,7 @@ import stat
 import struct
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -101,15 +101,13 @@ class LockFile:
     """The file on which writers to one device allocation of this process hold their locks; removed at its end."""
 
     def __init__(self, directory: Path) -> None:
-        self._descriptor, self.file = _locked_file(directory, "")
-        self.own_path = f"/proc/self/fd/{self._descriptor}"
-        """Opens the file in this process, whatever has become of its name."""
+        self.descriptor, self.file = _locked_file(directory, "")
 
     @property
     def has_name(self) -> bool:
         """Whether others can still open it by its path."""
         try:
-            return os.path.samestat(Path(self.file.path).stat(), os.fstat(self._descriptor))
+            return os.path.samestat(Path(self.file.path).stat(), os.fstat(self.descriptor))
         except OSError:
             return False
 
@@ -207,12 +205,15 @@ class Presence:
             raise TransportError(f"{who} has just revoked the endpoint that it gave out; ask it for its present one")
 
 
-def writers_before(paths: Sequence[str], epoch: int) -> bool:
-    """Whether some process may have one of these files mapped under an endpoint of an epoch earlier than `epoch`."""
-    for path in paths:
-        with Path(path).open("r+b") as file:
-            if not _lock(file.fileno(), fcntl.F_WRLCK, EPOCH_BYTES_START, epoch):
-                return True  # and whoever opens the file for less than a moment has taken no lock that lasts
+def writers_before(files: Iterable[SharedFile | LockFile], epoch: int) -> bool:
+    """Whether some process may have one of these files mapped under an endpoint of an epoch earlier than `epoch`.
+
+    The look is a lock that is taken and given back at once, by a descriptor that is open anyway.
+    """
+    for file in files:
+        if not _lock(file.descriptor, fcntl.F_WRLCK, EPOCH_BYTES_START, epoch):
+            return True
+        _lock(file.descriptor, fcntl.F_UNLCK, EPOCH_BYTES_START, epoch)
     return False
 
 
@@ -227,25 +228,47 @@ def _lock(descriptor: int, kind: int, start: int, length: int) -> bool:
     return True
 
 
-def identify(memory: Extent) -> FileIdentity | None:
+class SharedFile:
+    """A shared file that this process has mapped, held open: its name can be removed, or lead to another file, at any time."""
+
+    def __init__(self, path: str) -> None:
+        """Raises OSError."""
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+        self.identity = identity_of(path, os.fstat(self.descriptor))
+
+    @property
+    def length_bytes(self) -> int:
+        """How long it is now."""
+        return os.fstat(self.descriptor).st_size
+
+
+_shared_files: weakref.WeakValueDictionary[tuple[str, int], SharedFile] = weakref.WeakValueDictionary()
+"""Those that some transport of this process holds, by path and address of the mapping: its successor registers the same memory
+while it is still open, and takes the file from here."""
+
+
+def shared_file(memory: Extent) -> SharedFile | None:
     """The file behind some memory, None if there is none. Raises RegistrationError when the file does not hold it."""
     if not isinstance(memory.origin, FileOrigin):
         return None
     path = memory.origin.path
     label = memory.label or f"memory at {memory.address:#x}"
-    try:
-        found = Path(path).stat()
-    except OSError as error:
-        raise RegistrationError(
-            f"{label}: the shared file cannot be reached: {error}; keep it while it is used"
-        ) from error
-    if memory.offset_bytes + memory.length_bytes > found.st_size:
+    key = path, memory.address - memory.offset_bytes
+    file = _shared_files.get(key)
+    if file is None:
+        try:
+            file = _shared_files[key] = SharedFile(path)
+        except OSError as error:
+            raise RegistrationError(
+                f"{label}: the shared file cannot be reached: {error}; keep it while it is used"
+            ) from error
+    if memory.offset_bytes + memory.length_bytes > file.length_bytes:
         raise RegistrationError(
             f"{label}: {memory.length_bytes} bytes at offset {memory.offset_bytes} do not fit into the "
-            f"{found.st_size} "
-            f"bytes of {path}"
+            f"{file.length_bytes} bytes of {path}"
         )
-    return identity_of(path, found)
+    return file
 
 
 def identity_of(path: str, found: os.stat_result) -> FileIdentity:

@@ -20,7 +20,15 @@ from kvbridge.pool.memory.extent import Extent, Progress
 from kvbridge.pool.memory.holding import HeldThings
 from kvbridge.pool.memory.host_registration import registered_ranges
 from kvbridge.transport.local.access import DeviceAccess, Undo
-from kvbridge.transport.local.host import PROCESS_LOCK_FILES, FileIdentity, HostClaim, SharedExtent, identify
+from kvbridge.transport.local.host import (
+    PROCESS_LOCK_FILES,
+    FileIdentity,
+    HostClaim,
+    LockFile,
+    SharedExtent,
+    SharedFile,
+    shared_file,
+)
 from kvbridge.transport.local.memory import HOST, ReachableExtent, ReachableExtents
 
 _registered: HeldThings[tuple[int, int], None] = HeldThings()
@@ -48,7 +56,7 @@ class _Part:
 
     def __init__(self, memory: Extent) -> None:
         self.memory = memory
-        self.identity = identify(memory)
+        self.file = shared_file(memory)
         self._access: DeviceAccess | None = None
 
     def reachable(self) -> ReachableExtent:
@@ -117,15 +125,17 @@ class OwnMemory:
         self.reachable = ReachableExtents(part.reachable() for part in self._parts.values())
 
     def close(self) -> None:
-        """Undo every registration with CUDA. No device uses the memory any more."""
+        """Undo every registration with CUDA, and let go of every file. No device uses the memory any more."""
         for part in self._parts.values():
             part.close()
+        self._parts.clear()
+        self.reachable = ReachableExtents(())
 
     def proof_directory(self, otherwise: str) -> Path | None:
         """Where the proof is to lie: beside the first shared file, or `otherwise`; None with nothing to share."""
         for part in self._parts.values():
-            if part.identity is not None:
-                return Path(part.identity.path).parent
+            if part.file is not None:
+                return Path(part.file.identity.path).parent
         return Path(otherwise) if any(part.memory.origin is not None for part in self._parts.values()) else None
 
     def describe(self, claim: HostClaim | None, epoch: int) -> LocalEndpoint:
@@ -137,8 +147,8 @@ class OwnMemory:
         private: list[str] = []
         for part in self._parts.values():
             match part.memory.origin:
-                case FileOrigin() if part.identity is not None:
-                    on_host.append(_shared(part.memory, files.setdefault(part.identity, len(files))))
+                case FileOrigin() if part.file is not None:
+                    on_host.append(_shared(part.memory, files.setdefault(part.file.identity, len(files))))
                 case CudaOrigin() as origin:
                     on_device.append(_shared(part.memory, allocations.setdefault(origin, len(allocations))))
                 case _:
@@ -155,15 +165,13 @@ class OwnMemory:
             private=tuple(private),
         )
 
-    def lock_paths(self) -> list[str]:
+    def lock_files(self) -> list[SharedFile | LockFile]:
         """Files whose locks show who may write to what is registered."""
-        files = {part.identity.path for part in self._parts.values() if part.identity is not None}
+        files = {part.file for part in self._parts.values() if part.file is not None}
         devices = (
             (part.memory.device, address) for address, part in self._parts.items() if part.reachable().device != HOST
         )
-        return sorted(files) + [
-            lock_file.own_path for place in devices for lock_file in PROCESS_LOCK_FILES.known(*place)
-        ]
+        return [*files, *(lock_file for place in devices for lock_file in PROCESS_LOCK_FILES.known(*place))]
 
     def _lock_file(self, on_device: Sequence[SharedExtent], claim: HostClaim | None) -> FileIdentity | None:
         if not on_device or claim is None:

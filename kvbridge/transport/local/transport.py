@@ -142,7 +142,7 @@ class LocalTransport(Backend[PeerMemory]):
 
     def revoked(self, before_epoch: int) -> bool:
         """See `Transport.revoked`. Writers hold mappings of their own, so they have to let go of them or to end."""
-        if writers_before(self._own.lock_paths(), before_epoch):
+        if writers_before(self._own.lock_files(), before_epoch):
             self._alone_since_s.pop(before_epoch, None)
             return False
         if not has_accelerator():

@@ -17,8 +17,8 @@ from kvbridge.transport.local.host import (
     HostClaim,
     Proof,
     SharedExtent,
-    identify,
     require_same_host,
+    shared_file,
 )
 from kvbridge.transport.local.memory import ReachableExtents
 
@@ -30,11 +30,11 @@ def proof(tmp_path: Path):
     made.close()
 
 
-def shared_file(path: Path, content: bytes) -> FileIdentity:
+def written(path: Path, content: bytes) -> FileIdentity:
     path.write_bytes(content)
-    found = identify(Extent(address=1, length_bytes=len(content), origin=FileOrigin(path=str(path))))
+    found = shared_file(Extent(address=1, length_bytes=len(content), origin=FileOrigin(path=str(path))))
     assert found is not None
-    return found
+    return found.identity
 
 
 def altered(told: HostClaim, **changes: object) -> HostClaim:
@@ -74,7 +74,7 @@ def test_same_path_with_another_identity_is_another_file(proof: Proof, change: s
 
 def test_a_process_that_no_longer_holds_its_lock_has_ended(proof: Proof) -> None:
     copy = Path(proof.claim.file.path).with_name("copy")
-    identity = shared_file(copy, proof.claim.secret.encode())
+    identity = written(copy, proof.claim.secret.encode())
     with pytest.raises(TransportError, match="has ended"):
         require_same_host(proof.claim.model_copy(update={"file": identity}))
 
@@ -93,7 +93,7 @@ def test_unwritable_directory_is_named() -> None:
 
 
 def test_mapping_translates_addresses_of_several_extents(proof: Proof, tmp_path: Path) -> None:
-    files = [shared_file(tmp_path / name, bytes([value]) * 8192) for name, value in (("a", 1), ("b", 2))]
+    files = [written(tmp_path / name, bytes([value]) * 8192) for name, value in (("a", 1), ("b", 2))]
     extents = [
         SharedExtent(address=2**62, length_bytes=4096, origin=1, offset_bytes=4096),
         SharedExtent(address=0x1000, length_bytes=100, origin=0, offset_bytes=50),
@@ -112,7 +112,7 @@ def test_mapping_translates_addresses_of_several_extents(proof: Proof, tmp_path:
 
 
 def test_extent_beyond_its_file_is_refused(proof: Proof, tmp_path: Path) -> None:
-    files = [shared_file(tmp_path / "a", b"x" * 8192)]
+    files = [written(tmp_path / "a", b"x" * 8192)]
     for extent in (
         SharedExtent(address=1, length_bytes=8192, origin=0, offset_bytes=1),
         SharedExtent(address=1, length_bytes=1, origin=1, offset_bytes=0),
@@ -123,14 +123,14 @@ def test_extent_beyond_its_file_is_refused(proof: Proof, tmp_path: Path) -> None
 
 def test_file_of_another_user_is_refused(proof: Proof, tmp_path: Path) -> None:
     """A peer must not make this process write into files that are not the peer's own."""
-    identity = shared_file(tmp_path / "a", b"x" * 4096)
+    identity = written(tmp_path / "a", b"x" * 4096)
     foreign = identity.model_copy(update={"owner": identity.owner + 1})
     with pytest.raises(TransportError, match="another user"):
         MappedFiles(proof.claim, [foreign], [])
 
 
 def test_replaced_file_is_refused(proof: Proof, tmp_path: Path) -> None:
-    identity = shared_file(tmp_path / "a", b"x" * 4096)
+    identity = written(tmp_path / "a", b"x" * 4096)
     (tmp_path / "new").write_bytes(b"y" * 4096)
     (tmp_path / "new").rename(tmp_path / "a")
     with pytest.raises(TransportError, match="another file here"):
@@ -141,7 +141,9 @@ def test_shared_memory_must_lie_within_its_file(tmp_path: Path) -> None:
     path = tmp_path / "a"
     path.write_bytes(b"x" * 4096)
     with pytest.raises(RegistrationError, match="do not fit"):
-        identify(Extent(address=1, length_bytes=4096, origin=FileOrigin(path=str(path)), offset_bytes=1, label="pool"))
+        shared_file(
+            Extent(address=1, length_bytes=4096, origin=FileOrigin(path=str(path)), offset_bytes=1, label="pool")
+        )
     with pytest.raises(RegistrationError, match="pool: the shared file cannot be reached"):
-        identify(Extent(address=1, length_bytes=1, origin=FileOrigin(path=str(tmp_path / "none")), label="pool"))
-    assert identify(Extent(address=1, length_bytes=1)) is None
+        shared_file(Extent(address=1, length_bytes=1, origin=FileOrigin(path=str(tmp_path / "none")), label="pool"))
+    assert shared_file(Extent(address=1, length_bytes=1)) is None

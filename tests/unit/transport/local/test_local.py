@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -158,6 +162,71 @@ def test_a_writer_is_seen_before_the_peer_is_believed(writer, tmp_path: Path, mo
     del peer
     assert new.revoked(4)
     new.close()
+
+
+@pytest.mark.parametrize("name", ["removed", "another file's"])
+def test_a_pool_whose_name_is_gone_is_registered_again_and_its_writers_are_seen(
+    writer, tmp_path: Path, name: str
+) -> None:
+    """Whoever tidies up shared memory takes names, not memory: the next transport goes on with the file that is mapped."""
+    path = tmp_path / "pool"
+    buffer = SharedBuffer(path, SIZE)
+    old, new = LocalTransport(LocalSettings(), epoch=3), LocalTransport(LocalSettings(), epoch=4)
+    old.register([buffer.memory(0, 65536), buffer.memory(131072, 65536)])
+    peer = connect(writer, old.endpoint())
+    path.unlink()
+    if name != "removed":
+        path.write_bytes(bytes(SIZE))
+    new.register([buffer.memory(0, 65536), buffer.memory(131072, 65536)])
+    old.close()
+    assert not new.revoked(4), "who had it mapped before writes there still"
+    with pytest.raises(TransportError, match="not on this host"):
+        connect(writer, new.endpoint())
+    writer.disconnect(peer)
+    assert new.revoked(4)
+    new.close()
+
+
+def test_asking_for_writers_opens_nothing(writer, tmp_path: Path, monkeypatch) -> None:
+    """A process that has no descriptors left can still say whether an endpoint is revoked."""
+    buffer = SharedBuffer(tmp_path / "pool", SIZE)
+    reader = LocalTransport(LocalSettings(), epoch=3)
+    reader.register([buffer.memory()])
+    peer = connect(writer, reader.endpoint())
+
+    def refuse(*_: object, **__: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        patch.setattr(io, "open", refuse)
+        assert not reader.revoked(4)
+        writer.disconnect(peer)
+        assert reader.revoked(4)
+        assert reader.revoked(4), "nor does a question leave a lock behind"
+    connect(writer, reader.endpoint())
+    assert not reader.revoked(4)
+    reader.close()
+
+
+def test_memory_of_a_closed_transport_is_not_kept(tmp_path: Path) -> None:
+    """The memory of a removed pool goes back when its last mapping does: a closed transport holds no descriptor of it."""
+    buffer = SharedBuffer(tmp_path / "pool", SIZE)
+    transport = LocalTransport(LocalSettings())
+    transport.register([buffer.memory()])
+    assert descriptors_of(buffer.path) == 2, "the mapping's own, and the transport's"
+    transport.close()
+    assert descriptors_of(buffer.path) == 1
+
+
+def descriptors_of(path: Path) -> int:
+    """How many descriptors of this process lead to a file."""
+    found = path.stat()
+    count = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            count += os.path.samestat(entry.stat(), found)
+    return count
 
 
 def test_an_endpoint_is_revoked_by_the_end_of_the_writers_process(tmp_path: Path) -> None:
