@@ -9,12 +9,13 @@ daemon serves meanwhile: what is not compared yet is nobody's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import structlog
 
+from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.daemon.kept_pools import Restored
 from kvbridge.daemon.twin_journal import PAGES_AT_ONCE, PageDigests, checkpoint_sets, page_set
@@ -56,25 +57,29 @@ class RestoredTwins:
         """Of checkpoints, by their key."""
         self._entered: set[bytes] = set()
         self.found = found
+        counts = {space: sum(states.values()) for space, states in book.counts().items()}
+        self._beyond = self._leave_out_beyond(counts)
+        """How many pages of prompts the journal names that there are not."""
         named = _named(contents)
-        counts = book.counts()
-        taken = book.reserve(_TAKER, {space: sum(counts[space].values()) for space in named if space in counts})
+        taken = book.reserve(_TAKER, {space: counts[space] for space in named if space in counts})
         self._free({space: ids[~np.isin(ids, named[space])] for space, ids in taken.items()})
 
     async def run(self) -> None:
-        """Compare every page with its digest, in threads, and let in what is right, prompt by prompt."""
-        loop = asyncio.get_running_loop()
-        begun_s = loop.time()
-        with ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="kept pools") as pool:
-            for keys, path in self._contents.prompts():
-                unread = [page for page in path if page.twin not in self._right]
-                batches = [unread[at : at + PAGES_AT_ONCE] for at in range(0, len(unread), PAGES_AT_ONCE)]
-                await asyncio.gather(*(loop.run_in_executor(pool, self._read, batch) for batch in batches))
-                self._enter(keys, path)
-                self.found.waiting = len(self._contents.pages) - len(self._right)
-                self.found.seconds = round(loop.time() - begun_s, 3)
+        """Compare every page with its digest, in threads, and let in what is right, prompt by prompt.
+
+        A defect ends the comparison, not the daemon: what was let in before stays, and every other page is free.
+        """
         found = self.found
-        found.lost = len(self._contents.pages) - found.pages
+        try:
+            await self._compare()
+        except Exception as error:
+            found.refused = len(self._contents.pages) - found.pages
+            found.why_not = (
+                f"the comparison of kept pages has failed ({type(error).__name__}: {error}); please report it"
+            )
+            log.exception("kept_pools_refused", pages=found.refused, reason=found.why_not)
+        found.waiting = 0
+        found.lost = self._beyond + len(self._contents.pages) - found.pages - found.refused
         if _TAKER in self._book:
             self._lost(self._book.pages(_TAKER))
             self._book.free(_TAKER)
@@ -86,6 +91,32 @@ class RestoredTwins:
             lost=found.lost,
             seconds=found.seconds,
         )
+
+    async def _compare(self) -> None:
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        with ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="kept pools") as pool:
+            for keys, path in self._contents.prompts():
+                unread = [page for page in path if page.twin not in self._right]
+                batches = [unread[at : at + PAGES_AT_ONCE] for at in range(0, len(unread), PAGES_AT_ONCE)]
+                await asyncio.gather(*(loop.run_in_executor(pool, self._read, batch) for batch in batches))
+                self._enter(keys, path)
+                self.found.waiting = len(self._contents.pages) - len(self._right)
+                self.found.seconds = round(loop.time() - begun_s, 3)
+
+    def _leave_out_beyond(self, counts: Mapping[IndexSpace, int]) -> int:
+        beyond = self._contents.leave_out_beyond(counts)
+        pages, checkpoints = len(beyond[IndexSpace.FULL_TWIN]), len(beyond[IndexSpace.SWA_TWIN])
+        if pages or checkpoints:
+            log.warning(
+                "kept_pages_beyond_pools",
+                pages=pages,
+                checkpoint_pages=checkpoints,
+                reason="the journal names pages that the pools do not have; they are left out. If nobody has edited the journal, "
+                "please report it",
+            )
+            self._lost({space: np.array(twins, dtype=np.int64) for space, twins in beyond.items()})
+        return pages
 
     def _read(self, batch: Sequence[HeldPage]) -> None:
         for page in batch:
@@ -108,7 +139,11 @@ class RestoredTwins:
             for page in new
             if page.key in self._right_ends
         }
-        entered = self._twins.insert(_TAKER, keys[:right], start, pages, checkpoints=ends)
+        try:
+            entered = self._twins.insert(_TAKER, keys[:right], start, pages, checkpoints=ends)
+        except BridgeError as error:  # it contradicts a prompt that is cached already
+            log.warning("prefix_not_restored", pages=len(new), reason=str(error))
+            return
         self.found.pages += entered
         self.found.bytes += entered * self._digest.size_bytes(page_set(new[0].twin, new[0].home))
         self.found.checkpoints += len(ends)

@@ -20,7 +20,7 @@ from crc32c import crc32c
 from pydantic import Field, ValidationError
 
 from kvbridge.core.errors import IntegrityError
-from kvbridge.core.ids import FrozenModel, NonNegative, Positive
+from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.tier.keys import KEY_BYTES, Keys
 
@@ -135,6 +135,25 @@ class Contents:
     damaged: int = 0
     """Entries that were left out."""
 
+    def leave_out_beyond(self, page_counts: Mapping[IndexSpace, int]) -> dict[IndexSpace, list[int]]:
+        """Leave out what names a page that pools of these sizes do not have, and return the twins that it is about.
+
+        A page has a home where there are homes, and none where there are not.
+        """
+        homes = (NO_PAGE, NO_PAGE + 1) if IndexSpace.HOST not in page_counts else (0, page_counts[IndexSpace.HOST])
+        twins = page_counts[IndexSpace.FULL_TWIN]
+        pages = [page for page in self.pages.values() if page.twin >= twins or page.home not in range(*homes)]
+        for page in pages:
+            del self.pages[page.twin]
+        most = page_counts.get(IndexSpace.SWA_TWIN, 0)
+        ends = [end for end in self.checkpoints.values() if max(end.twins) >= most]
+        for end in ends:
+            del self.checkpoints[end.key]
+        return {
+            IndexSpace.FULL_TWIN: [page.twin for page in pages],
+            IndexSpace.SWA_TWIN: [twin for end in ends for twin in end.twins],
+        }
+
     def prompts(self) -> list[tuple[Keys, list[HeldPage]]]:
         """Return every longest prompt of which all pages are there, with its pages, the one that came last last.
 
@@ -184,12 +203,13 @@ def gone(twins: Iterable[int], kind: EntryKind) -> bytes:
 
 
 def replay(data: bytes) -> Contents:
-    """Return what the entries of a journal come to: the later one counts, of a page as of a key.
+    """Return what the entries of a journal come to: the later one counts, of a page as of a key and of a home.
 
     `data`: without the header. What is damaged or cut off is left out.
     """
     contents = Contents(damaged=int(len(data) % ENTRY_BYTES != 0))
-    twin_of: dict[bytes, int] = {}
+    twin_of: dict[bytes | int, int] = {}
+    """By key, and by home."""
     parts: dict[int, _Part] = {}
     for start in range(0, len(data) - ENTRY_BYTES + 1, ENTRY_BYTES):
         if crc32c(data[start : start + _CHECKED_BYTES]) != _CHECKSUM.unpack_from(data, start + _CHECKED_BYTES)[0]:
@@ -201,7 +221,7 @@ def replay(data: bytes) -> Contents:
             case EntryKind.PAGE:
                 contents.pages.pop(twin, None)  # so that it comes last
                 contents.pages[twin] = HeldPage(key, parent if depth else b"", depth, twin, home, digest)
-                twin_of[key] = twin
+                twin_of[key] = twin_of[home] = twin
             case EntryKind.PAGE_GONE:
                 contents.pages.pop(twin, None)
             case EntryKind.CHECKPOINT:
@@ -210,7 +230,10 @@ def replay(data: bytes) -> Contents:
                 parts.pop(twin, None)
             case _:
                 contents.damaged += 1
-    for twin in [twin for twin, page in contents.pages.items() if twin_of[page.key] != twin]:
+    twin_of.pop(NO_PAGE, None)
+    for twin in [
+        twin for twin, page in contents.pages.items() if not twin_of[page.key] == twin == twin_of.get(page.home, twin)
+    ]:
         del contents.pages[twin]
     contents.checkpoints = _checkpoints(parts)
     return contents

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,8 @@ from kvbridge.daemon import twin_journal
 from kvbridge.daemon.kept_pools import Restored
 from kvbridge.daemon.restored_twins import RestoredTwins
 from kvbridge.daemon.twin_journal import TwinJournal
-from kvbridge.tier.journal import Contents, KeptHeader, read_header, replay
+from kvbridge.tier.journal import NO_PAGE, Contents, EntryKind, KeptHeader, gone, read_header, replay
+from kvbridge.tier.keys import Keys
 from tests.unit.tier.test_twins import Bench, keys
 
 pytestmark = pytest.mark.asyncio
@@ -30,6 +33,8 @@ HEADER = KeptHeader(
     files=(),
 )
 
+PAGE_COUNTS = {FULL_TWIN: 16, SWA_TWIN: 4, HOST: 16}
+
 
 class Memory:
     """Digests of pages whose bytes are numbers that the test gives them."""
@@ -38,6 +43,9 @@ class Memory:
         self.bytes: dict[tuple[IndexSpace, int], int] = {}
 
     def __call__(self, pages) -> int:
+        for space, page in pages:
+            if not 0 <= page < PAGE_COUNTS[space]:
+                raise IndexError(f"page {page} of {space} is not in memory")
         return hash(tuple(self.bytes.get(page, 1000 + page[1]) for page in pages)) & 0xFFFFFFFF
 
     def size_bytes(self, pages) -> int:
@@ -247,3 +255,123 @@ async def test_a_journal_that_cannot_be_written_is_removed(node, monkeypatch):
     assert not node.path.exists()
     await node.journal.finish(1.0)
     assert not node.path.exists()
+
+
+STRANGE = {
+    "a twin beyond the pool": {"twin": 1_000_000},
+    "the first twin beyond the pool": {"twin": 16},
+    "a home beyond the pool": {"home": 2**31 - 1},
+    "the first home beyond the pool": {"home": 16},
+    "a home before the pool": {"home": -2},
+    "no home where each page has one": {"home": NO_PAGE},
+}
+
+
+@pytest.mark.parametrize("case", STRANGE)
+async def test_a_page_that_the_pools_do_not_have_is_left_out_with_what_follows_it(tmp_path, memory, case):
+    """Such an entry has a right checksum: a defect, or the user of the daemon, has written it."""
+    node = Node(tmp_path / "kvbridge-keep.journal", memory, spaces=(FULL, HOST))
+    node.bench.warm("a", 5)
+    node.bench.back_up("a", 5)
+    await node.written()
+    [third] = [page for page in node.found().pages.values() if page.depth == 2]
+    with node.path.open("ab") as file:
+        file.write(gone([third.twin], EntryKind.PAGE_GONE) + replace(third, **STRANGE[case]).entry())
+    after, made = await restored(node, (FULL, HOST))
+    assert (made.found.pages, made.found.lost) == (2, 3)
+    assert after.bench.where("a", 5) == (0, 2)
+    for one in (node, after):
+        one.journal.close()
+
+
+async def test_a_home_where_the_node_has_none_is_left_out(node):
+    node.bench.warm("a", 1)
+    node.bench.back_up("a", 1)
+    await node.written()
+    [page] = node.found().pages.values()
+    with node.path.open("ab") as file:
+        file.write(replace(page, home=3).entry())
+    after, made = await restored(node)
+    assert (made.found.pages, made.found.lost) == (0, 1)
+    after.journal.close()
+
+
+@pytest.mark.parametrize("twin", [4, 1_000_000])
+async def test_a_checkpoint_that_the_pools_do_not_have_is_left_out_alone(node, twin):
+    node.bench.warm("a", 3, checkpoint=True)
+    node.bench.back_up("a", 3)
+    await node.written()
+    [end] = node.found().checkpoints.values()
+    with node.path.open("ab") as file:
+        file.write(gone(end.twins, EntryKind.CHECKPOINT_GONE))
+        file.write(b"".join(replace(end, twins=(twin,)).entries().values()))
+    after, made = await restored(node)
+    assert (made.found.pages, made.found.checkpoints, made.found.lost) == (3, 0, 0)
+    after.journal.close()
+
+
+async def test_of_two_pages_in_one_home_the_later_one_counts(tmp_path, memory):
+    """The entry that took the earlier one back was damaged, say. The accounts know each home once."""
+    node = Node(tmp_path / "kvbridge-keep.journal", memory, spaces=(FULL, HOST))
+    for name in ("a", "b", "c"):
+        node.bench.warm(name, 2)
+        node.bench.back_up(name, 2)
+    await node.written()
+    first = {page.key: page for page in node.found().pages.values()}
+    taken, page = first[keys("a", 1)[0]], first[keys("b", 1)[0]]
+    wrong = replace(page, home=taken.home)
+    wrong = replace(wrong, digest=memory(twin_journal.page_set(wrong.twin, wrong.home)))
+    with node.path.open("ab") as file:
+        file.write(wrong.entry())
+    after, made = await restored(node, (FULL, HOST))
+    assert (made.found.pages, made.found.lost) == (4, 1)
+    assert [after.bench.where(name, 2)[1] for name in ("a", "b", "c")] == [0, 2, 2]
+    free = after.bench.book.available_pages()
+    assert free[FULL_TWIN] == after.bench.total[FULL_TWIN]
+    for one in (node, after):
+        one.journal.close()
+
+
+async def test_a_prompt_that_contradicts_a_cached_one_is_lost_alone(node):
+    """The daemon serves while pages come back, and somebody may cache the key of one under another parent."""
+    for name in ("a", "b"):
+        node.bench.warm(name, 2)
+        node.bench.back_up(name, 2)
+    await node.written()
+    found = node.found()
+    after = Node(node.path, node.memory, found)
+    bench, lost = after.bench, after.journal.removed
+    made = RestoredTwins(bench.book, bench.twins, after.memory, found, Restored(), lost=lost)
+    owner = (98, 1)
+    other = Keys.of([keys("c", 1)[0], keys("a", 2)[1]])
+    assert bench.twins.insert(owner, other, 0, bench.book.reserve(owner, {FULL_TWIN: 2})) == 2
+    await made.run()
+    bench.cache.check_integrity()
+    assert (made.found.pages, made.found.lost) == (2, 2)
+    assert [bench.where(name, 2)[1] for name in ("a", "b")] == [0, 2]
+    assert bench.book.available_pages()[FULL_TWIN] == bench.total[FULL_TWIN]
+    after.journal.close()
+
+
+async def test_a_defect_while_pages_come_back_costs_pages_and_not_the_daemon(node, monkeypatch):
+    """What has come back so far was compared and stays, all other pages are free, and the status says why."""
+    for name in ("a", "b"):
+        node.bench.warm(name, 3)
+        node.bench.back_up(name, 3)
+    await node.written()
+    read, calls = Memory.__call__, itertools.count()
+
+    def fail(self, pages):
+        if next(calls) == 3:
+            raise IndexError("list index out of range")
+        return read(self, pages)
+
+    monkeypatch.setattr(Memory, "__call__", fail)
+    after, made = await restored(node)
+    assert (made.found.pages, made.found.refused, made.found.waiting) == (3, 3, 0)
+    assert "IndexError: list index out of range" in made.found.why_not
+    free = after.bench.book.available_pages()
+    assert free[FULL_TWIN] == after.bench.total[FULL_TWIN]
+    await after.written()
+    assert len(after.found().pages) == 3
+    after.journal.close()
