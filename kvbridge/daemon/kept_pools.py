@@ -58,9 +58,12 @@ class KeptPools:
         """Read what there is, and remove it when this daemon cannot go on with it. `files` are this process's."""
         kept = cls(files, header, wait_s)
         try:
-            data = files.journal.read_bytes()
+            data = files.read_journal()
         except FileNotFoundError:
             files.remove_pools()
+            return kept
+        except OSError as error:
+            kept.refuse(str(error))
             return kept
         try:
             before, start = read_header(data)

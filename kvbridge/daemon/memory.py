@@ -15,6 +15,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import structlog
+
 from kvbridge.config.pools import DecodePools, DeviceLayout, HostLayout, HostPool, MemoryOwner, RankPlacement
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError, DeadlineError, InvalidInputError
@@ -24,10 +26,10 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import DeviceAllocationRequest, SharedRegion
 from kvbridge.daemon.host_tier import plan_twins
-from kvbridge.daemon.kept_pools import KeptPools
+from kvbridge.daemon.kept_pools import KeptPools, Restored
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.extent import Progress, ignore_progress
-from kvbridge.pool.memory.kept_files import KeptFiles, discard_files
+from kvbridge.pool.memory.kept_files import ForeignFilesError, KeptFiles, discard_files
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
 from kvbridge.pool.memory.leftovers import POOL_PREFIX
 from kvbridge.pool.memory.mapped_pool import MappedPool
@@ -35,6 +37,8 @@ from kvbridge.pool.memory.memory_limits import why_not_memory
 from kvbridge.pool.memory.placement import Placement
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.tier.journal import KeptHeader
+
+log = structlog.get_logger(__name__)
 
 ADOPTED_PAGE_LIMIT = 1 << 22
 """Page ids that an adopted space may use; the planner checks them against the engine's real pools."""
@@ -203,21 +207,6 @@ class _CancelledError(Exception):
     """The creation was told to stop."""
 
 
-def keep_pools(config: PrefillConfig | DecodeConfig, prefix: str, header: KeptHeader | None) -> KeptPools | None:
-    """Get the kept pools of a node whose shared files' names begin with `prefix`.
-
-    None, and those of an earlier process are removed, without a header: this one keeps none. With one, it waits for a daemon of the
-    same name that is ending. Raises RegistrationError when that does not end.
-    """
-    directory, name = memory_directory(config), f"{prefix}keep"
-    keep_s, wait_s = config.pools.keep_s, config.timeouts.kept_pools_s
-    if header is None:
-        discard_files(directory, name)
-        return None
-    files = KeptFiles.lock_files(directory, name, keep_s=keep_s, wait_s=wait_s)
-    return KeptPools.look(files, header, wait_s)
-
-
 @dataclass
 class NodeMemory:
     """The pools that a node makes, in memory."""
@@ -234,8 +223,35 @@ class NodeMemory:
     """Whose members may map the pools besides this user."""
     kept: KeptPools | None = None
     """The host pool and the twins outlive this process by it; None: they do not."""
+    _not_kept: Restored | None = None
+    """Why they do not although they should."""
     _stack: ExitStack = field(default_factory=ExitStack)
     _cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def keep(self, config: PrefillConfig | DecodeConfig, prefix: str, header: KeptHeader | None) -> None:
+        """Get the kept pools of a node whose shared files' names begin with `prefix`.
+
+        Without a header this process keeps none, and those of an earlier one are removed. With one, it waits for a daemon of the
+        same name that is ending, and raises RegistrationError when that does not end. Where something else has one of the names,
+        nothing is kept: any user of the host can take one, and nobody can keep this daemon from starting by it.
+        """
+        directory, name = memory_directory(config), f"{prefix}keep"
+        keep_s, wait_s = config.pools.keep_s, config.timeouts.kept_pools_s
+        if header is None:
+            discard_files(directory, name)
+            return
+        try:
+            files = KeptFiles.lock_files(directory, name, keep_s=keep_s, wait_s=wait_s)
+        except ForeignFilesError as error:
+            log.warning("kept_pools_refused", pages=0, reason=str(error))
+            self._not_kept = Restored(why_not=str(error))
+            return
+        self.kept = KeptPools.look(files, header, wait_s)
+
+    @property
+    def restored(self) -> Restored | None:
+        """What was found of the pools of the daemon before; None where none are to be kept."""
+        return self._not_kept if self.kept is None else self.kept.restored
 
     async def create(
         self, directory: Path, prefix: str, *, cancel_s: float, on_progress: Progress = ignore_progress

@@ -29,7 +29,7 @@ from kvbridge.daemon.announce import Announcer
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.lifecycle import ToldReadiness
 from kvbridge.daemon.live_view import LiveNode
-from kvbridge.daemon.memory import file_prefix, keep_pools, memory_directory, require_memory_directory
+from kvbridge.daemon.memory import file_prefix, memory_directory, require_memory_directory
 from kvbridge.daemon.node_status import NodeOverview, ShownPeers
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import curve_keys
@@ -267,7 +267,7 @@ class NodeDaemon:
         memory.group = group
         prefix = file_prefix(identity.instance, f"{identity.role}-{identity.node}")
         header = self.parts.kept_header() if config.pools.keep_s else None
-        memory.kept = await asyncio.to_thread(keep_pools, config, prefix, header)
+        await asyncio.to_thread(memory.keep, config, prefix, header)
         await memory.create(directory, prefix + identity.incarnation, cancel_s=config.timeouts.shutdown_close_s / 2)
         self._go_on_with_pools()
         seconds = round(time.monotonic() - begun_s, 3)

@@ -55,10 +55,9 @@ def host_tier_status(parts: NodeParts) -> HostTierStatus | None:
 
 def kept_pools_status(parts: NodeParts) -> KeptPoolsStatus | None:
     """What was found of the pools of the daemon before; None where none are kept."""
-    kept = parts.memory.kept
-    if kept is None:
+    found = parts.memory.restored
+    if found is None:
         return None
-    found = kept.restored
     return KeptPoolsStatus(
         waiting_pages=found.waiting,
         restored_pages=found.pages,

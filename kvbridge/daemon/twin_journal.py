@@ -248,7 +248,10 @@ class TwinJournal:
     def _give_up(self, error: OSError) -> None:
         """A journal that does not say what has gone would be wrong: better none."""
         log.error("kept_pools_journal_lost", file=str(self._path), reason=str(error))
-        self._path.unlink(missing_ok=True)
+        try:
+            self._path.unlink(missing_ok=True)
+        except OSError as kept:  # another user's; digests tell what of it is wrong
+            log.error("kept_pools_journal_not_removed", file=str(self._path), reason=str(kept))
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor = self._entries = -1

@@ -4,6 +4,9 @@ Owns: the lock of such files, how long they are kept without an owner, their nam
 
 One process at a time has them: the one that holds the lock of their lock file, which the kernel takes from the dead. It writes into
 that file, again and again, until when the others are to be kept if it ends now; whoever sweeps up reads that (`leftovers.py`).
+
+Any user of the host can make files in shared memory, and these names follow from those of instance and node. So a name counts only
+where it is a regular file of this user.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import time
 from pathlib import Path
 
@@ -28,6 +32,10 @@ _RENEW_EVERY_S = 5.0
 """At least so often."""
 
 
+class ForeignFilesError(RegistrationError):
+    """A name of kept files is taken by something that is no file of this user."""
+
+
 class KeptFiles(Closing):
     """The right to the kept files of one node."""
 
@@ -43,13 +51,15 @@ class KeptFiles(Closing):
     def lock_files(cls, directory: Path, prefix: str, *, keep_s: float, wait_s: float) -> KeptFiles:
         """Get the right to the files whose names begin with `prefix`, which ends in `-keep`, at the latest after `wait_s`.
 
-        Raises RegistrationError while another process has it.
+        Raises RegistrationError while another process of this user has it, ForeignFilesError where a name is taken.
         """
         lock, deadline_s = directory / f"{prefix}.lock", time.monotonic() + wait_s
         while True:
+            _require_own_names(directory, prefix)
             try:
                 descriptor = _locked(lock)
             except OSError as error:
+                _require_own_names(directory, prefix)  # one may have been taken just now
                 raise RegistrationError(f"{lock} cannot be locked: {error}") from error
             if descriptor is not None:
                 found = cls(lock, descriptor, keep_s)
@@ -67,6 +77,17 @@ class KeptFiles(Closing):
         """Where the journal of these files lies."""
         return self.directory / f"{self._prefix}.journal"
 
+    def read_journal(self) -> bytes:
+        """Return the journal's bytes. Raises OSError, and waits for nobody, where it is no file of this user."""
+        descriptor = os.open(self.journal, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if not _is_own_file(os.fstat(descriptor)):
+                raise PermissionError(f"{self.journal} is not this user's file")
+            with os.fdopen(descriptor, "rb", closefd=False) as file:
+                return file.read()
+        finally:
+            os.close(descriptor)
+
     def new_path(self, incarnation: str) -> Path:
         """What the names of pools of this process begin with: nobody who has known the files before finds them by it."""
         return self.directory / f"{self._prefix}-{incarnation}"
@@ -75,14 +96,17 @@ class KeptFiles(Closing):
         """Return the pools' files by what their names have after the incarnation, as `twins.0`."""
         found: dict[str, list[Path]] = {}
         for path in sorted(self.directory.glob(f"{self._prefix}-*")):
-            found.setdefault(path.name.removeprefix(f"{self._prefix}-").partition(".")[2], []).append(path)
+            if _is_own_path(path):
+                found.setdefault(path.name.removeprefix(f"{self._prefix}-").partition(".")[2], []).append(path)
         return found
 
     def remove_pools(self, *, besides: str = "") -> None:
         """Remove every file but the lock, and but the pools of an incarnation."""
-        self.journal.unlink(missing_ok=True)
-        for path in self.directory.glob(f"{self._prefix}-*"):
-            if not besides or not path.name.startswith(self.new_path(besides).name):
+        old = [path for paths in self.pools().values() for path in paths]
+        if besides:
+            old = [path for path in old if not path.name.startswith(self.new_path(besides).name)]
+        for path in (self.journal, *old):
+            if _is_own_path(path):
                 path.unlink(missing_ok=True)
 
     def renew(self) -> None:
@@ -112,6 +136,34 @@ def discard_files(directory: Path, prefix: str) -> None:
     if (directory / f"{prefix}.lock").exists():
         with contextlib.suppress(RegistrationError), KeptFiles.lock_files(directory, prefix, keep_s=0.0, wait_s=0.0):
             log.info("kept_pools_removed", directory=str(directory), reason="pools.keep_s is 0")
+
+
+def _require_own_names(directory: Path, prefix: str) -> None:
+    for path in sorted(directory.glob(f"{prefix}[.-]*")):
+        try:
+            found = path.lstat()
+        except FileNotFoundError:
+            continue
+        if found.st_uid != os.geteuid():
+            raise ForeignFilesError(
+                f"the pools cannot be kept (pools.keep_s): {path} belongs to user {found.st_uid}, and this daemon is user "
+                f"{os.geteuid()}; have it removed, by that user or by root, and start this daemon again"
+            )
+        if not stat.S_ISREG(found.st_mode):
+            raise ForeignFilesError(
+                f"the pools cannot be kept (pools.keep_s): {path} is no regular file; remove it, and start this daemon again"
+            )
+
+
+def _is_own_path(path: Path) -> bool:
+    try:
+        return _is_own_file(path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def _is_own_file(found: os.stat_result) -> bool:
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _locked(path: Path) -> int | None:

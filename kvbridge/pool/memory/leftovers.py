@@ -131,9 +131,7 @@ def _sweep_one(path: Path, kind: str, holders: dict[_Inode, int], *, dry_run: bo
 def _remove_unowned(path: Path, user_id: int, kind: str, *, dry_run: bool) -> tuple[Verdict, str]:
     if user_id != os.geteuid():
         return Verdict.FOREIGN, "it belongs to another user"
-    locked = kept_lock(path) if kind == "kept" else path
-    if not locked.exists():
-        locked = path
+    locked = kept_lock(path) if kind == "kept" and _is_own(kept_lock(path)) else path
     descriptor = os.open(locked, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -149,6 +147,13 @@ def _remove_unowned(path: Path, user_id: int, kind: str, *, dry_run: bool) -> tu
     finally:
         os.close(descriptor)
     return Verdict.REMOVED, "no living process holds its lock"
+
+
+def _is_own(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid == os.geteuid()
+    except FileNotFoundError:
+        return False
 
 
 _Inode = tuple[int, int, int]

@@ -11,8 +11,11 @@ from kvbridge.core.errors import ConfigError, DeadlineError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
+from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.wire.shared_memory import DeviceAllocationRequest
+from kvbridge.daemon.kept_pools import Restored
 from kvbridge.daemon.memory import NodeMemory, plan_memory, require_memory_directory
+from kvbridge.tier.journal import KeptHeader
 
 TINY = preset("tiny-v4")
 PAGES = {"full": 8, "swa": 4, "request": 2}
@@ -39,6 +42,34 @@ def no_cuda(monkeypatch):
         raise AssertionError("the node touched CUDA")
 
     monkeypatch.setattr("kvbridge.kernels.cuda.runtime.library", touched)
+
+
+def test_a_node_starts_without_kept_pools_where_something_else_has_a_name_of_theirs(tmp_path: Path):
+    """Any user of the host can take such a name. The daemon says which, keeps nothing, and starts."""
+    told = decode().model_dump() | {
+        "pools": {"device": PAGES, "host": {"pages": 4, "directory": tmp_path}, "keep_s": 60}
+    }
+    config = DecodeConfig.model_validate(told)
+    path = tmp_path / "kvbridge-0123456789ab-keep.lock"
+    path.mkdir()
+    memory = NodeMemory(plan_memory(decode(), TINY))
+    header = KeptHeader(
+        incarnation="1" * 16,
+        fingerprint="f",
+        model_identity=ModelIdentity(name="m", revision="1"),
+        ranks=(),
+        layout="l",
+        files=(),
+    )
+    memory.keep(config, "kvbridge-0123456789ab-", header)
+    assert memory.kept is None
+    assert memory.restored is not None
+    assert str(path) in memory.restored.why_not
+    path.rmdir()
+    memory.keep(config, "kvbridge-0123456789ab-", header)
+    assert memory.kept is not None
+    assert memory.restored == Restored()
+    memory.close()
 
 
 def test_device_memory_on_gpus_is_ordered_from_the_workers(no_cuda, tmp_path: Path):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import mmap
 import os
+from pathlib import Path
 
 import pytest
 
 from kvbridge.core.errors import RegistrationError
-from kvbridge.pool.memory.kept_files import KeptFiles, discard_files
+from kvbridge.pool.memory import kept_files
+from kvbridge.pool.memory.kept_files import ForeignFilesError, KeptFiles, discard_files
 from kvbridge.pool.memory.leftovers import Verdict, sweep
 from kvbridge.pool.memory.shared_mapping import SharedMapping
 
@@ -45,6 +47,70 @@ def test_two_processes_never_have_them(shm, files):
     assert not list(shm.iterdir())
 
 
+@pytest.fixture
+def another_user(monkeypatch):
+    """To be called: as far as files tell this process is another user from then on, so what it has made before is not its own."""
+    mine = os.geteuid()
+
+    def become() -> None:
+        monkeypatch.setattr(kept_files.os, "geteuid", lambda: mine + 1)
+
+    return become
+
+
+def take(path: Path, kind: str) -> None:
+    {
+        "file": path.touch,
+        "folder": path.mkdir,
+        "pipe": lambda: os.mkfifo(path),
+        "link": lambda: path.symlink_to(path.with_name("elsewhere")),
+    }[kind]()
+
+
+def give(path: Path) -> None:
+    (path.rmdir if path.is_dir() else path.unlink)()
+
+
+@pytest.mark.parametrize("name", [".lock", ".journal", ".journal.new", "-squatter"])
+@pytest.mark.parametrize("kind", ["file", "folder", "pipe", "link"])
+def test_a_name_that_another_user_has_taken_is_told_with_its_owner(shm, another_user, name, kind):
+    """Shared memory is everybody's: whoever knows the names of instance and node can make such a file first."""
+    path = shm / f"{PREFIX}{name}"
+    take(path, kind)
+    another_user()
+    with pytest.raises(ForeignFilesError, match=rf"{path} belongs to user {os.getuid()}, .* have it removed"):
+        KeptFiles.lock_files(shm, PREFIX, keep_s=1.0, wait_s=0.0)
+    discard_files(shm, PREFIX)
+    assert list(shm.iterdir()) == [path]
+    give(path)
+
+
+@pytest.mark.parametrize("name", [".lock", ".journal", "-strange"])
+@pytest.mark.parametrize("kind", ["folder", "pipe", "link"])
+def test_a_name_of_this_user_that_is_no_file_is_told(shm, name, kind):
+    path = shm / f"{PREFIX}{name}"
+    take(path, kind)
+    with pytest.raises(ForeignFilesError, match=f"{path} is no regular file"):
+        KeptFiles.lock_files(shm, PREFIX, keep_s=1.0, wait_s=0.0)
+    give(path)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "pipe", "link"])
+def test_names_that_another_user_takes_later_are_left_alone(shm, files, another_user, kind):
+    """They are nobody's pools, and to fail at removing them would keep this user's from being removed."""
+    paths = [shm / f"{PREFIX}{name}" for name in (".journal", "-squatter.twins.0")]
+    for path in paths:
+        take(path, kind)
+    another_user()
+    assert not files.pools()
+    with pytest.raises(OSError, match=r"not this user's|symbolic links"):
+        files.read_journal()
+    files.remove_pools()
+    assert {*shm.iterdir()} == {*paths, shm / f"{PREFIX}.lock"}
+    for path in paths:
+        give(path)
+
+
 def test_they_are_kept_for_their_time_and_swept_up_afterwards(shm):
     files = left(shm)
     names = {f"-{ONE}.twins.0", ".journal", ".lock"}
@@ -71,6 +137,20 @@ def test_pools_without_their_lock_file_are_nobodys(shm):
     left(shm).close(keep=True)
     (shm / f"{PREFIX}.lock").unlink()
     assert set(verdicts(shm).values()) == {Verdict.REMOVED}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files of another user")
+def test_a_lock_file_of_another_user_keeps_no_pool_from_being_swept_up(shm):
+    """Otherwise whoever takes that name lets memory of this user stay for as long as they like."""
+    left(shm).close(keep=True)
+    lock = shm / f"{PREFIX}.lock"
+    os.chown(lock, 1, -1)
+    assert verdicts(shm) == {
+        f"-{ONE}.twins.0": Verdict.REMOVED,
+        ".journal": Verdict.REMOVED,
+        ".lock": Verdict.FOREIGN,
+    }
+    lock.unlink()
 
 
 def test_an_owner_that_does_not_keep_them_leaves_nothing(shm):
