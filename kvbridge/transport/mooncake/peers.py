@@ -4,8 +4,9 @@ Owns: the thread of such a call, its deadline, and the end of its connections. M
 
 The library waits for up to 60 s for each part of a peer's answer and offers no way to give up; a peer that says nothing, or
 drips, would keep a thread for as long as it likes. But the call waits for a socket of this process. Once the peer has had its
-time, the sockets that have come since the call began and lead to the peer's port are shut down, and the call returns with an
-error within milliseconds (measured with 0.3.13).
+time, the connections that have come since the call began and lead to the peer's address and port are shut down, and the call
+returns with an error within milliseconds (measured with 0.3.13). Nothing tells the library's sockets from others of the process but
+where they lead, which no other part of kvbridge connects to.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -32,6 +35,8 @@ GRACE_S = 2.0
 
 T = TypeVar("T")
 
+Address = tuple[IPv4Address | IPv6Address, int]
+
 
 class PeerCall(Generic[T]):
     """A call on a thread of its own, which is cut off when it has not ended after `timeout_s`. Begins at once (`take_turn`)."""
@@ -39,10 +44,11 @@ class PeerCall(Generic[T]):
     def __init__(self, ask: Callable[[], T], session: str, *, timeout_s: float, name: str) -> None:
         """`session` is the peer's host:port; `name` says what is done, for messages."""
         self._timeout_s = timeout_s
-        self._port = int(session.rpartition(":")[2])
+        self._addresses: frozenset[Address] = frozenset()
+        """Where the connections of the call lead to; empty until the host of the peer has been resolved."""
         self._known = {inode for inode, _ in _sockets()}
         self._late = False
-        self._call = Call(ask, name=name)
+        self._call = Call(partial(self._ask, ask, session), name=name)
         # Not the caller's thread: while the library fetches what one peer has, writes to all others wait inside of it.
         threading.Thread(target=self._watch, name=f"watch: {name}", daemon=True).start()
 
@@ -64,6 +70,10 @@ class PeerCall(Generic[T]):
         self._cut_off()
         return self._call.wait(timeout_s)
 
+    def _ask(self, ask: Callable[[], T], session: str) -> T:
+        self._addresses = _addresses(session)
+        return ask()
+
     def _watch(self) -> None:
         if self._call.wait(self._timeout_s):
             return
@@ -74,7 +84,7 @@ class PeerCall(Generic[T]):
     def _cut_off(self) -> None:
         for inode, descriptor in _sockets():
             if inode not in self._known:
-                _shut_down(descriptor, self._port)
+                _shut_down(descriptor, self._addresses)
 
 
 def _sockets() -> list[tuple[str, int]]:
@@ -88,8 +98,29 @@ def _sockets() -> list[tuple[str, int]]:
     return found
 
 
-def _shut_down(descriptor: int, port: int) -> None:
-    """Shut a connection down if it leads to this port. The descriptor stays its owner's, who sees the end of the connection."""
+def _addresses(session: str) -> frozenset[Address]:
+    """Every address of the host of a session, with its port. May wait for a resolver; raises TransportError when there is none."""
+    host, _, port = session.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.removeprefix("[").removesuffix("]"), None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise TransportError(
+            f"mooncake peer {session} cannot be reached: '{host}' has no address here ({error}); let it say another one "
+            "(transports.mooncake.host)"
+        ) from error
+    return frozenset((_plain(str(sockaddr[0])), int(port)) for *_, sockaddr in found)
+
+
+def _plain(address: str) -> IPv4Address | IPv6Address:
+    """An address without its zone; an IPv4 one as such, also where IPv6 sockets lead to it."""
+    found = ip_address(address.partition("%")[0])
+    return (found.ipv4_mapped or found) if isinstance(found, IPv6Address) else found
+
+
+def _shut_down(descriptor: int, addresses: frozenset[Address]) -> None:
+    """Shut a connection down if it leads to one of these. The descriptor stays its owner's, who sees the end of the connection."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        if connection.family in {socket.AF_INET, socket.AF_INET6} and connection.getpeername()[1] == port:
-            connection.shutdown(socket.SHUT_RDWR)
+        if connection.family in {socket.AF_INET, socket.AF_INET6} and connection.type is socket.SOCK_STREAM:
+            host, port, *_ = connection.getpeername()
+            if (_plain(host), port) in addresses:
+                connection.shutdown(socket.SHUT_RDWR)

@@ -28,22 +28,23 @@ def silent() -> Iterator[socket.socket]:
 class Asker:
     """Asks as the library does: connects, and waits for an answer for as long as it takes."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self.port = port
+        self.host = host
         self.waiting = threading.Event()
         self.returned = threading.Event()
 
     def __call__(self) -> int:
-        with socket.create_connection(("127.0.0.1", self.port)) as connection, contextlib.suppress(OSError):
+        with socket.create_connection((self.host, self.port)) as connection, contextlib.suppress(OSError):
             self.waiting.set()
             answer = connection.recv(1)
         self.returned.set()
         return answer[0] if answer else -1
 
 
-def ask(asker: Asker, timeout_s: float) -> tuple[PeerCall, Pending[int]]:
+def ask(asker: Asker, timeout_s: float, host: str = "127.0.0.1") -> tuple[PeerCall, Pending[int]]:
     list(take_turn("ask", until_s=0.0, clock=time.monotonic))
-    call = PeerCall(asker, f"127.0.0.1:{asker.port}", timeout_s=timeout_s, name="ask")
+    call = PeerCall(asker, f"{host}:{asker.port}", timeout_s=timeout_s, name="ask")
     return call, Pending(call.answer(clock=time.monotonic, late="it gave no answer"))
 
 
@@ -92,6 +93,36 @@ def test_connections_that_were_there_before_and_others_are_left_alone(silent: so
                 with theirs:
                     theirs.sendall(b"x")
                     assert mine.recv(1) == b"x"
+
+
+def test_another_host_with_a_process_at_the_same_port_is_left_alone(silent: socket.socket) -> None:
+    """Ports are drawn from two thousand, so of a few dozen peers two share one."""
+    asker = Asker(silent.getsockname()[1])
+    _, pending = ask(asker, 0.2)
+    with socket.create_server(("127.0.0.2", asker.port)) as another, contextlib.ExitStack() as stack:
+        mine = stack.enter_context(socket.create_connection(another.getsockname()))
+        theirs, _ = another.accept()
+        stack.enter_context(theirs)
+        with pytest.raises(TransportError, match="it gave no answer"):
+            answer(pending)
+        theirs.sendall(b"x")
+        assert mine.recv(1) == b"x"
+
+
+@pytest.mark.parametrize(("name", "dialled"), [("localhost", "127.0.0.1"), ("127.0.0.1", "::ffff:127.0.0.1")])
+def test_a_peer_is_known_by_its_addresses_however_it_is_named(silent: socket.socket, name: str, dialled: str) -> None:
+    asker = Asker(silent.getsockname()[1], dialled)
+    _, pending = ask(asker, 0.2, host=name)
+    with pytest.raises(TransportError, match="it gave no answer"):
+        answer(pending)
+    assert asker.returned.is_set()
+
+
+@pytest.mark.parametrize("host", ["a" * 100, "[:::]"])
+def test_a_peer_whose_host_has_no_address_is_refused_by_name(host: str) -> None:
+    _, pending = ask(Asker(15000), LIMIT_S, host=host)
+    with pytest.raises(TransportError, match="has no address here"):
+        answer(pending)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "ended"])
