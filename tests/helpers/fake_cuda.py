@@ -44,6 +44,7 @@ class FakeCuda:
         monkeypatch.setattr(allocations, "allocation_of", self.allocation_of)
         for module in (device_memory, stream_points):
             monkeypatch.setattr(module, "device_by_uuid", self.device_by_uuid)
+            monkeypatch.setattr(module, "device_uuid", self.device_uuid)
         monkeypatch.setattr(device_memory, "allocation_of", self.allocation_of)
         monkeypatch.setattr(device_memory, "export_allocation", self.export_allocation)
         # What other tests have left of this process's own: a worker's device memory, for one, stays until the process ends.
@@ -84,7 +85,10 @@ class FakeCuda:
         self.use(device)
 
     def device_facts(self, device: int) -> runtime.DeviceFacts:
-        return runtime.DeviceFacts("fake", 1, (9, 0), 1 << 30, self.free_bytes, self.uuids[device])
+        return runtime.DeviceFacts("fake", 1, (9, 0), 1 << 30, self.free_bytes)
+
+    def device_uuid(self, device: int) -> str:
+        return self.uuids[device]
 
     def device_by_uuid(self, uuid: str) -> int:
         if uuid not in self.uuids:

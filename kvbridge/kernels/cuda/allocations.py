@@ -6,6 +6,7 @@ Owns: those questions to the CUDA driver. Must not know: pools, who shares what 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvbridge.core.errors import RegistrationError, TransportError, UnsupportedError
 from kvbridge.kernels.cuda import runtime
@@ -44,9 +45,33 @@ def export_allocation(device: int, allocation: Allocation) -> bytes:
         ) from error
 
 
+_uuids: dict[int, str] = {}
+"""What the driver has said. A device keeps its UUID while the process lives."""
+
+
+def device_uuid(device: int) -> str:
+    """Return the UUID of a device: 32 hexadecimal digits, equal in every process of the host.
+
+    The driver says it without a context, so the question takes no memory of the device. Raises UnsupportedError for a device that
+    does not exist.
+    """
+    if device not in _uuids:
+        _ask_driver("cuInit", 0, device=device)
+        handle = _ask_driver("cuDeviceGet", device, device=device)
+        _uuids[device] = bytes(_ask_driver("cuDeviceGetUuid", handle, device=device).bytes).hex()
+    return _uuids[device]
+
+
+def _ask_driver(name: str, argument: Any, *, device: int) -> Any:  # noqa: ANN401 - the bindings ship no types
+    code, *found = getattr(runtime.library("cuda.bindings.driver"), name)(argument)
+    if int(code):
+        raise UnsupportedError(f"cuda:{device} cannot be identified: the CUDA driver answers {code.name} to {name}")
+    return found[0] if found else None
+
+
 def device_by_uuid(uuid: str) -> int:
     """Return the CUDA ordinal of a device in this process. Raises UnsupportedError when the process does not see it."""
-    seen = {runtime.device_facts(device).uuid: device for device in range(runtime.device_count())}
+    seen = {device_uuid(device): device for device in range(runtime.device_count())}
     try:
         return seen[uuid]
     except KeyError:

@@ -66,12 +66,10 @@ class DeviceFacts:
     capability: tuple[int, int]
     total_bytes: int
     free_bytes: int
-    uuid: str
-    """32 hexadecimal digits; equal in every process of the host."""
 
 
 def device_facts(device: int) -> DeviceFacts:
-    """Look at a device. Raises UnsupportedError when it does not exist."""
+    """Look at a device, which gets a context for that: half a GB of its memory. Raises UnsupportedError when it does not exist."""
     use(device)
     found = call("cudaGetDeviceProperties", device)
     free, total = call("cudaMemGetInfo")
@@ -81,7 +79,6 @@ def device_facts(device: int) -> DeviceFacts:
         capability=(int(found.major), int(found.minor)),
         total_bytes=int(total),
         free_bytes=int(free),
-        uuid=bytes(found.uuid.bytes).hex(),
     )
 
 

@@ -17,7 +17,7 @@ from kvbridge.core.closing import Closing
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.kernels.cuda import runtime
-from kvbridge.kernels.cuda.allocations import Allocation, allocation_of, device_by_uuid, export_allocation
+from kvbridge.kernels.cuda.allocations import Allocation, allocation_of, device_by_uuid, device_uuid, export_allocation
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.pool.memory.holding import HeldThings
 
@@ -67,7 +67,7 @@ def export(device: int, address: int) -> ExportedAllocation:
     handle = export_allocation(device, allocation)
     with _here.exported_lock:
         _here.exported[handle] = allocation.address
-    return ExportedAllocation(allocation, device, runtime.device_facts(device).uuid, handle)
+    return ExportedAllocation(allocation, device, device_uuid(device), handle)
 
 
 def device_extent(address: int, device: int, origin: CudaOrigin) -> Extent:

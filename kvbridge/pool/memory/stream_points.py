@@ -22,7 +22,7 @@ from typing import Protocol, Self
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.kernels.cuda import runtime
-from kvbridge.kernels.cuda.allocations import device_by_uuid
+from kvbridge.kernels.cuda.allocations import device_by_uuid, device_uuid
 
 FEWEST_EVENTS = 64
 MOST_EVENTS = 4_096
@@ -71,8 +71,7 @@ class EventRing:
     @classmethod
     def on(cls, device: int) -> Self:
         """A ring on a CUDA device of this process."""
-        uuid = runtime.device_facts(device).uuid
-        return cls(uuid, lambda: runtime.Event.create(device, interprocess=True))
+        return cls(device_uuid(device), lambda: runtime.Event.create(device, interprocess=True))
 
     def record(self, stream: int) -> StreamPoint:
         """Mark the present end of a stream (its handle) and name that point."""

@@ -17,7 +17,7 @@ import structlog
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.kernels.cuda import runtime
-from kvbridge.kernels.cuda.allocations import allocation_of, device_by_uuid
+from kvbridge.kernels.cuda.allocations import allocation_of, device_by_uuid, device_uuid
 from kvbridge.pool.memory.device_memory import OpenedAllocation
 from kvbridge.transport.local.host import SharedExtent
 from kvbridge.transport.local.memory import ReachableExtent, reach
@@ -71,7 +71,7 @@ def _require_reach(device: int | None, uuid: str) -> None:
 
     A device that this process does not see is left to CUDA, which can open memory of such, too.
     """
-    if device is None or runtime.device_facts(device).uuid == uuid:
+    if device is None or device_uuid(device) == uuid:
         return
     try:
         holder = device_by_uuid(uuid)

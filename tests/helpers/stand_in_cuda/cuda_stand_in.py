@@ -96,6 +96,8 @@ class Runtime:
         self.memory: dict[int, File] = {}
         self.opened: dict[int, File] = {}
         self.registered: dict[int, int] = {}
+        self.contexts: set[int] = set()
+        """Devices that have been made the current one, which takes half a gigabyte of a real one."""
         self.events_reached = True
         """Whether what is recorded now counts as reached at once."""
 
@@ -118,11 +120,11 @@ class Runtime:
 
     def cudaSetDevice(self, device: int) -> tuple[int]:
         _current.device = device
+        self.contexts.add(device)
         return (OK if device < DEVICES else INVALID,)
 
     def cudaGetDeviceProperties(self, device: int) -> tuple[int, Any]:
-        uuid = SimpleNamespace(bytes=bytes([device + 1]) * 16)
-        return OK, SimpleNamespace(name="stand-in", multiProcessorCount=1, major=9, minor=0, uuid=uuid)
+        return OK, SimpleNamespace(name="stand-in", multiProcessorCount=1, major=9, minor=0)
 
     def cudaMemGetInfo(self) -> tuple[int, int, int]:
         return OK, TOTAL_BYTES - sum(file.length_bytes for file in self.memory.values()), TOTAL_BYTES
@@ -207,6 +209,18 @@ class Driver:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
+        self.asked_for_uuids: list[int] = []
+        """Devices, each time."""
+
+    def cuInit(self, _: int) -> tuple[int]:
+        return (OK,)
+
+    def cuDeviceGet(self, device: int) -> tuple[int, int]:
+        return OK, 100 + device
+
+    def cuDeviceGetUuid(self, handle: int) -> tuple[int, Any]:
+        self.asked_for_uuids.append(handle - 100)
+        return OK, SimpleNamespace(bytes=bytes([handle - 99]) * 16)
 
     def cuMemGetAddressRange(self, address: int) -> tuple[Any, ...]:
         for start, file in (*self._runtime.memory.items(), *self._runtime.opened.items()):
@@ -236,12 +250,13 @@ class Copier:
 def install(replace: Any = setattr) -> Runtime:
     """Take CUDA's place in this process; `replace` sets an attribute (`monkeypatch.setattr` undoes it again)."""
     from kvbridge.kernels import cuda
-    from kvbridge.kernels.cuda import runtime
+    from kvbridge.kernels.cuda import allocations, runtime
     from kvbridge.transport.local import streams as local_streams
 
     made = Runtime()
     driver = Driver(made)
     replace(runtime, "library", lambda name="cuda.bindings.runtime": driver if name.endswith("driver") else made)
+    replace(allocations, "_uuids", {})
     replace(cuda, "ACCELERATOR_NODES", (Path("/dev/null"),))
     replace(local_streams, "StretchCopier", Copier)
     return made

@@ -13,7 +13,7 @@ from kvbridge.doctor.host import devices
 from kvbridge.doctor.host.devices import read_devices
 from kvbridge.kernels.cuda import runtime
 
-FACTS = runtime.DeviceFacts("NVIDIA H200", 132, (9, 0), 141 << 30, 139 << 30, "ab" * 16)
+FACTS = runtime.DeviceFacts("NVIDIA H200", 132, (9, 0), 141 << 30, 139 << 30)
 
 
 @pytest.fixture
