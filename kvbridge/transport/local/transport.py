@@ -14,7 +14,7 @@ a peer that frees device memory before its writers are gone (`local.allocations`
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import ClassVar
@@ -125,7 +125,14 @@ class LocalTransport(Backend[PeerMemory]):
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
         """See `Transport.submit`; a destination outside of the peer's announced memory is refused the same way."""
         memory = self._checked(peer, operations)
-        parts = self._by_one_way(operations, memory, deadline_s) or self._by_ways(operations, memory, deadline_s)
+        parts: list[Transfer] = []
+        try:
+            parts.extend(self._parts(operations, memory, deadline_s))
+        except BaseException:
+            for part in parts:  # nothing of them has been started
+                part.abort("another part of the submission could not be made")
+                part.poll()
+            raise
         for part in parts:
             self._transfers[part] = peer
         transfer = parts[0] if len(parts) == 1 else JointTransfer(parts)
@@ -152,26 +159,35 @@ class LocalTransport(Backend[PeerMemory]):
 
     # ------------------------------------------------------------------------------------------- inside
 
-    def _by_one_way(self, operations: Operations, memory: PeerMemory, deadline_s: float) -> list[Transfer]:
-        """The usual case, in which no operation is looked at by itself; empty where it is another one."""
+    def _parts(self, operations: Operations, memory: PeerMemory, deadline_s: float) -> Iterator[Transfer]:
+        """Make a transfer for each way that some of the operations go."""
+        only = self._by_one_way(operations, memory, deadline_s)
+        if only is None:
+            yield from self._by_ways(operations, memory, deadline_s)
+        else:
+            yield only
+
+    def _by_one_way(self, operations: Operations, memory: PeerMemory, deadline_s: float) -> Transfer | None:
+        """The usual case, in which no operation is looked at by itself; None where it is another one."""
         source = self._own.reachable.only(operations.source)
         target = memory.reachable.only(operations.destination)
         if source is None or target is None:
-            return []
+            return None
         longest_bytes = int(operations.length.max())
         below_bytes = self._settings.copy_kernel_below_bytes
         route = only_route(source.device, target.device, longest_bytes, kernel_below_bytes=below_bytes)
         if route is None:
-            return []
+            return None
         found = (extent.access(route.device) for extent in (source, target) if extent.access is not None)
         here = Operations(operations.source, target.all_here(operations.destination), operations.length)
-        return [self._by_device(route, here, memory, deadline_s, tuple(found))]
+        return self._by_device(route, here, memory, deadline_s, tuple(found))
 
-    def _by_ways(self, operations: Operations, memory: PeerMemory, deadline_s: float) -> list[Transfer]:
+    def _by_ways(self, operations: Operations, memory: PeerMemory, deadline_s: float) -> Iterator[Transfer]:
         found = memory.reachable.find(operations.destination)
         here = Operations(operations.source, memory.reachable.here(operations.destination, found), operations.length)
         if self._own.device is None and not memory.reachable.devices:
-            return [self._copy(here, memory, deadline_s)]
+            yield self._copy(here, memory, deadline_s)
+            return
         found_source = self._own.reachable.find(here.source)
         source_devices = self._own.reachable.device(found_source)
         target_devices = memory.reachable.device(found)
@@ -186,16 +202,14 @@ class LocalTransport(Backend[PeerMemory]):
         routes = split(
             here, source_devices, target_devices, ends, kernel_below_bytes=self._settings.copy_kernel_below_bytes
         )
-        parts: list[Transfer] = []
         for route, chosen in routes.items():
             if route.way is not Way.PROCESSOR:
                 needed = accesses if route.over_host_link else ()
-                parts.append(self._by_device(route, _chosen(here, chosen), memory, deadline_s, needed))
+                yield self._by_device(route, _chosen(here, chosen), memory, deadline_s, needed)
         processor = routes.get(Route(Way.PROCESSOR))
-        if processor is not None or not parts:
+        if processor is not None or not routes:
             chosen = processor if processor is not None else np.empty(0, dtype=np.intp)
-            parts.append(self._copy(_chosen(here, chosen), memory, deadline_s))
-        return parts
+            yield self._copy(_chosen(here, chosen), memory, deadline_s)
 
     def _by_device(
         self, route: Route, here: Operations, memory: PeerMemory, deadline_s: float, accesses: Sequence[DeviceAccess]

@@ -31,6 +31,7 @@ from kvbridge.transport.local import transport as local
 from kvbridge.transport.local.transport import LocalTransport
 from kvbridge.transport.local.ways import Route, Way
 from tests.contract.harness import wait
+from tests.helpers.cluster import eventually
 from tests.helpers.connecting import connect
 from tests.helpers.fake_streams import FakeStream
 from tests.helpers.manual_clock import ManualClock
@@ -275,6 +276,36 @@ def test_peers_out_of_reach_are_refused_with_the_reason(world: World, make, monk
     monkeypatch.setattr(runtime, "reason_without_device", lambda: "the driver is on holiday")
     with pytest.raises(TransportError, match=r"from here: this process has no device \(the driver is on holiday"):
         connect(writer, reader.endpoint())
+
+
+@pytest.mark.parametrize("refused", ["processor", "stream"])
+def test_a_submission_of_which_a_part_cannot_be_made_leaves_nothing_behind(
+    world: World, make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """No operation of it is started, and the parts that were made keep neither the peer's memory nor a share of a stream."""
+    source, own, target = DeviceArray(), SharedBuffer(tmp_path / "own", SIZE), DeviceArray()
+    pool = SharedBuffer(tmp_path / "pool", SIZE)
+    writer, reader = make(), make()
+    writer.register([source.memory(), own.memory()])
+    reader.register([pool.memory(), target.memory()])
+    peer = connect(writer, reader.endpoint())
+
+    def refuse(*_: object) -> None:
+        raise TransportError("no more today")
+
+    rows = [(origin.address, target.address + 4096 * at, 64) for at, origin in enumerate((source, own))]
+    if refused == "processor":
+        rows.append((own.address, pool.address, 64))
+        monkeypatch.setattr(writer._pump, "add", refuse)
+    else:
+        writer._devices._streams.pop(Route(Way.KERNEL, 0, over_host_link=True))
+        monkeypatch.setattr(writer._devices, "_make_stream", refuse)
+    with pytest.raises(TransportError, match="no more today"):
+        writer.submit(peer, operations(*rows), deadline_s=5.0)
+    assert not target.bytes.any()
+    assert {stream.transfers for stream in world.streams.values()} == {0}
+    writer.disconnect(peer)
+    eventually("the peer's memory is let go", lambda: world.closed == 1)
 
 
 def test_a_transport_serves_one_device(world: World, make) -> None:
