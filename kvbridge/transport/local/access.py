@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
@@ -24,6 +25,14 @@ Register = Callable[[Progress], Undo]
 """Registers, reports its progress, and returns how to undo it."""
 
 
+def apart(function: Callable[[], None], *, name: str) -> None:
+    """Do what may wait for a device on a thread of its own, or here where the process may have no more threads."""
+    try:
+        threading.Thread(target=function, name=name, daemon=True).start()
+    except RuntimeError:
+        function()
+
+
 class _CancelledError(Exception):
     """Raised through a registration by its progress report."""
 
@@ -31,18 +40,29 @@ class _CancelledError(Exception):
 class DeviceAccess:
     """A host range that devices may use once `ready`; `error` says why it never will be. Begins at once."""
 
-    def __init__(self, address: int, length_bytes: int, register: Register, *, label: str) -> None:
+    def __init__(self, address: int, length_bytes: int, register: Register | None, *, label: str) -> None:
+        """`register`: None for memory that its owner has registered, and keeps registered for longer than this."""
         self.address = address
         """Where the registration, and with it its first chunk, begins."""
         self.length_bytes = length_bytes
         self.error = ""
-        self._register = register
+        self._is_ours = register is not None
         self._label = label
         self._done_bytes = 0
         self._ended = threading.Event()
         self._undo: Undo | None = None
         self._cancelled = False
-        threading.Thread(target=self._run, name="kvbridge-register", daemon=True).start()
+        if register is None:
+            self._done_bytes = length_bytes
+            self._ended.set()
+            return
+        try:
+            threading.Thread(target=self._run, args=(register,), name="kvbridge-register", daemon=True).start()
+        except RuntimeError as error:
+            self.error = (
+                f"{label}: {error}; raise the limit of processes of this rank worker (ulimit -u, TasksMax, pids.max)"
+            )
+            self._ended.set()
 
     def __repr__(self) -> str:
         state = "failed" if self.error else "ready" if self.ready else "being registered"
@@ -60,15 +80,18 @@ class DeviceAccess:
     def close(self, then: Undo = lambda: None) -> None:
         """End the registration, then do something more; in another thread. No device uses the memory any more.
 
-        A registration that is still being made ends with its present chunk.
+        A registration that is still being made ends with its present chunk. The owner's is left alone, and waits for nobody.
         """
+        if not self._is_ours:
+            then()
+            return
         self._cancelled = True
-        threading.Thread(target=self._end, args=(then,), name="kvbridge-unregister", daemon=True).start()
+        apart(partial(self._end, then), name="kvbridge-unregister")
 
-    def _run(self) -> None:
+    def _run(self, register: Register) -> None:
         log.info("registering_memory", memory=self._label, bytes=self.length_bytes)
         try:
-            self._undo = self._register(self._report)
+            self._undo = register(self._report)
         except _CancelledError:
             self.error = f"{self._label}: nobody needs it any more"
         except Exception as error:

@@ -19,7 +19,7 @@ from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.allocations import allocation_of, device_by_uuid, device_uuid
 from kvbridge.pool.memory.device_memory import OpenedAllocation
-from kvbridge.transport.local.host import SharedExtent
+from kvbridge.transport.local.host import Presence, SharedExtent
 from kvbridge.transport.local.memory import ReachableExtent, reach
 
 log = structlog.get_logger(__name__)
@@ -35,11 +35,15 @@ class OpenedAllocations:
         extents: Sequence[SharedExtent],
         *,
         device: int | None,
+        presence: Presence | None = None,
     ) -> None:
         """`device`: the one that will write there; None for the one that holds each allocation.
 
+        `presence` is kept for as long as this is: without it the peer takes its memory for closed, and may free it.
+
         Raises TransportError, with the reason, when one cannot be reached from here or is shorter than it is said to be.
         """
+        self._presence = presence
         self._stack = ExitStack()
         try:
             self.reachable = reach(who, extents, [self._open(origin, device) for origin in allocations])

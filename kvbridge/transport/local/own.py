@@ -72,7 +72,7 @@ class _Part:
             start, length_bytes = self.memory.address, self.memory.length_bytes
             for base, span in registered_ranges():
                 if base <= start and start + length_bytes <= base + span:
-                    self._access = DeviceAccess(base, span, lambda _: lambda: None, label=self._label)
+                    self._access = DeviceAccess(base, span, None, label=self._label)
                     return self._access
             self._access = DeviceAccess(
                 start, length_bytes, lambda report: self._register(device, report), label=self._label

@@ -13,6 +13,7 @@ from kvbridge.core.clock import Clock
 from kvbridge.core.errors import TransportError
 from kvbridge.transport import extents
 from kvbridge.transport.base import Peer, Steps
+from kvbridge.transport.local.access import apart
 from kvbridge.transport.local.allocations import OpenedAllocations
 from kvbridge.transport.local.files import MappedFiles
 from kvbridge.transport.local.host import Presence, require_same_host
@@ -43,8 +44,11 @@ class PeerMemory:
                 "which the local transport cannot write; use another transport for this pair"
             )
         self.files = MappedFiles(claim, content.files, content.extents, presence=presence)
-        opened = OpenedAllocations(self.label, content.allocations, content.device_extents, device=device)
-        weakref.finalize(self, opened.close).atexit = False
+        opened = OpenedAllocations(
+            self.label, content.allocations, content.device_extents, device=device, presence=presence
+        )
+        if content.allocations:
+            weakref.finalize(self, apart, opened.close, name="kvbridge-close-memory").atexit = False
         self.reachable = ReachableExtents((*self.files.reachable, *opened.reachable))
         pairs = [(extent.address, extent.length_bytes) for extent in (*self.files.reachable, *opened.reachable)]
         self.extents = extents.Extents(self.label, pairs)

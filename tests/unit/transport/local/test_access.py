@@ -28,6 +28,34 @@ def test_ready_when_registered_and_undone_before_what_follows() -> None:
     assert order == ["registered", "undone", "unmapped"]
 
 
+def test_what_its_owner_has_registered_is_ready_at_once_and_left_alone() -> None:
+    before = threading.active_count()
+    access = DeviceAccess(0x1000, 3, None, label="pool")
+    assert access.ready
+    assert repr(access) == "<DeviceAccess to pool: 3 of 3 bytes, ready>"
+    then: list[int] = []
+    access.close(then=lambda: then.append(threading.active_count()))
+    assert then == [before]
+
+
+def test_without_a_thread_memory_is_refused_in_words_and_given_back_all_the_same(monkeypatch) -> None:
+    """A process may have no more threads for a while."""
+    undone: list[str] = []
+    access = DeviceAccess(0x1000, 3, lambda _: lambda: undone.append("undone"), label="pool")
+    assert access.wait(LIMIT_S)
+
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    refused = DeviceAccess(0x1000, 3, lambda _: lambda: None, label="another pool")
+    assert not refused.ready
+    assert refused.error.startswith("another pool: can't start new thread; ")
+    refused.close(then=lambda: undone.append("after the refused one"))
+    access.close(then=lambda: undone.append("unmapped"))
+    assert undone == ["after the refused one", "undone", "unmapped"]
+
+
 def test_a_failure_is_kept_in_words() -> None:
     def register(_):
         raise RegistrationError("raise the memlock limit")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from kvbridge.config.transports import LocalSettings
 from kvbridge.core.clock import Clock, monotonic
@@ -74,6 +75,8 @@ class World:
     refusal: str = ""
     streams: dict[Route, FakeStream] = None  # type: ignore[assignment]
     gpu: bool = True
+    on_close: Callable[[], None] = lambda: None
+    """Called when device memory is being closed."""
 
 
 @pytest.fixture
@@ -88,6 +91,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
             seen.opened += 1
 
         def close(self) -> None:
+            seen.on_close()
             seen.closed += 1
 
     lengths: dict[int, int] = {}
@@ -278,6 +282,32 @@ def test_peers_out_of_reach_are_refused_with_the_reason(world: World, make, monk
         connect(writer, reader.endpoint())
 
 
+def test_extents_of_a_pool_that_is_registered_as_a_whole_cost_nothing(
+    world: World, make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool has hundreds of extents: neither a thread for each, nor a line of the log that says that memory is registered."""
+    source, target, extents = SharedBuffer(tmp_path / "own", SIZE), DeviceArray(), 8
+    source.bytes[:] = 7
+    span = source.address, SIZE
+    monkeypatch.setattr(local_own, "registered_ranges", lambda: {span: 1})
+    writer, reader = make(), make()
+    each = SIZE // extents
+    writer.register([source.memory(at * each, each) for at in range(extents)])
+    reader.register([target.memory()])
+    peer = connect(writer, reader.endpoint())
+    started: list[str] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: (started.append(self.name), start(self))[1])
+    rows = [(source.address + at * each, target.address + at * each, BELOW) for at in range(extents)]
+    with capture_logs() as lines:
+        assert wait(writer.submit(peer, operations(*rows), deadline_s=5.0)).state is TransferState.DONE
+        writer.close()
+    assert (target.bytes == 7).sum() == extents * BELOW
+    assert not [name for name in started if name.startswith(("kvbridge-register", "kvbridge-unregister"))]
+    assert not [line for line in lines if line["event"] == "registering_memory"]
+    assert not world.registered
+
+
 @pytest.mark.parametrize("refused", ["processor", "stream"])
 def test_a_submission_of_which_a_part_cannot_be_made_leaves_nothing_behind(
     world: World, make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
@@ -415,6 +445,32 @@ def test_on_a_host_with_a_gpu_writers_must_have_been_gone_for_a_while(world: Wor
     assert reader.revoked(1)
 
 
+def test_whoever_drops_a_peer_does_not_wait_for_its_device_memory(world: World, make) -> None:
+    """CUDA may wait for the device when memory is closed. Until then the peer is told that it may still be written."""
+    world.gpu = False
+    may_close, closing, closed_by = threading.Event(), threading.Event(), []
+
+    def close() -> None:
+        closing.set()
+        assert may_close.wait(10)
+        closed_by.append(threading.current_thread())
+
+    world.on_close = close
+    writer, reader = make(), make()
+    writer.register([DeviceArray().memory()])
+    reader.register([DeviceArray().memory()])
+    peer = connect(writer, reader.endpoint())
+    try:
+        writer.disconnect(peer)
+        assert closing.wait(10)
+        assert not reader.revoked(1)
+    finally:
+        may_close.set()
+    eventually("the memory is closed, and then its owner told", lambda: reader.revoked(1))
+    assert closed_by != [threading.current_thread()]
+    assert world.closed == 1
+
+
 def test_disconnecting_and_closing_let_go_of_device_memory(world: World, make) -> None:
     writer, reader = make(), make()
     source, target = DeviceArray(), DeviceArray()
@@ -425,4 +481,4 @@ def test_disconnecting_and_closing_let_go_of_device_memory(world: World, make) -
     writer.disconnect(peer)
     assert world.closed == 0, "a transfer to it is still active"
     assert wait(transfer).state.terminal
-    assert (world.opened, world.closed) == (1, 1)
+    eventually("the memory is closed", lambda: (world.opened, world.closed) == (1, 1))
