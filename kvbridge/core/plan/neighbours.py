@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
 
 from kvbridge.core.plan.operations import AddressArray
-from kvbridge.core.plan.pairing import LayerGroup, Side
+from kvbridge.core.plan.pairing import LayerGroup, Pairing, Side
 from kvbridge.core.plan.runs import IndexArray
 
 Stretches = tuple[IndexArray, IndexArray]
@@ -111,8 +110,11 @@ def find_neighbours(groups: tuple[LayerGroup, ...]) -> tuple[Band, ...]:
     return tuple(bands)
 
 
-known_neighbours = lru_cache(maxsize=256)(find_neighbours)
-"""The same for groups that are asked for again, plan after plan."""
+def known_neighbours(pairing: Pairing, groups: tuple[LayerGroup, ...]) -> tuple[Band, ...]:
+    """Return the same for groups of a pairing that are asked for again, plan after plan. The pairing keeps the answers."""
+    if groups not in pairing.neighbours:
+        pairing.neighbours[groups] = find_neighbours(groups)
+    return pairing.neighbours[groups]
 
 
 def page_operations(groups: tuple[LayerGroup, ...]) -> tuple[int, int]:

@@ -13,8 +13,8 @@ own addresses; a source rank writes its share of it through one of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -25,6 +25,9 @@ from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.plan.operations import AddressArray
 from kvbridge.core.plan.pieces import Places
 from kvbridge.core.plan.runs import NO_BORDERS, IndexArray, PageSplit, byte_intervals
+
+if TYPE_CHECKING:
+    from kvbridge.core.plan.neighbours import Band
 
 STRIPE_PAGES = 4
 """Neighbouring logical pages that one replica sends before the next one's turn. Counted from the start of the request,
@@ -175,6 +178,8 @@ class Pairing:
     source: Rank
     destination: Rank
     groups: tuple[LayerGroup, ...]
+    neighbours: dict[tuple[LayerGroup, ...], tuple[Band, ...]] = field(default_factory=dict)
+    """What `known_neighbours` has found of some of the groups; as many entries as there are sets of groups that are sent alike."""
 
     @classmethod
     def create(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -51,16 +52,16 @@ def plan(
     # of a request may write more than it owes.
     most_dead_bytes = operation_cost_bytes if section.stop_token == section.prompt_tokens else 0
     # The groups of all layers are the pairing's own and come again; those of some layers are made for this plan.
-    find = known_neighbours if section.layers is None else find_neighbours
+    find = partial(known_neighbours, pairing) if section.layers is None else find_neighbours
     work = _Work(find, lookup, max_operation_bytes, most_dead_bytes)
     for group, split in parts:
         rows = owned_rows(group.component, split, group.stripe) * group.lanes * len(group.layers)
         work.add(group, Amount(lane_rows=rows))
     for pages, groups in _alike((split.full, group) for group, split in parts if split.full):
         work.send_full(pages, groups)
-    partial = [(page, group, live) for group, split in parts for page, live in group.partial_stretches(split)]
-    for page, groups in _alike((page, group) for page, group, _ in partial):
-        work.send_partial(page, groups, {group: live for one, group, live in partial if one == page})
+    begun = [(page, group, live) for group, split in parts for page, live in group.partial_stretches(split)]
+    for page, groups in _alike((page, group) for page, group, _ in begun):
+        work.send_partial(page, groups, {group: live for one, group, live in begun if one == page})
     return Plan(write_batches(work.batches), work.amounts)
 
 
