@@ -4,9 +4,9 @@ Owns: `DeviceDigest` (`csrc/digest.cu`) and its tables; the reference is `digest
 whose memory it is; addresses are not checked.
 
 Everything rests on the raw checksum being linear (`core/plan/crc32c.py`): the checksum of a whole is the exclusive or of those of
-its parts, each times x^8 for each byte that follows. A part here is what one thread reads: 16 bytes of every 512. Threads read
-whole rows, so they end behind the stretch by up to `BIAS_BYTES`; the power for that has a negative exponent, which exists since x
-has the period 2^31 - 1.
+its parts, each times x^8 for each byte that follows. A part here is what one thread reads: 16 bytes of every 512. A thread reads
+whole rows, so a thread may run up to `BIAS_BYTES` past the end of the stretch. Multiplying with x^(-8n) undoes n such bytes; that
+power exists because x has order 2^31 - 1.
 """
 
 from __future__ import annotations

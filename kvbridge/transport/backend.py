@@ -63,7 +63,7 @@ class Backend(Transport, Generic[PeerT]):
         return Connection(self._connect(endpoint))
 
     def disconnect(self, peer: Peer) -> None:
-        """See `Transport.disconnect`; transfers that are active after all are aborted, and polled to their end."""
+        """See `Transport.disconnect`. Transfers that are still active are aborted; their owner keeps polling them."""
         self._known(peer)
         for transfer, to in list(self._transfers.items()):
             if to is peer:

@@ -2,8 +2,8 @@
 
 Owns: the search for such neighbours, the stretches that are sent of their partial pages. Must not know: page tables, page ids.
 
-Pages of neighbours touch: where one ends the next begins, in every page and on both sides, as in `page_first`. So what lies
-between the live rows of one and of the next is theirs as well, and of this request: dead rows and padding.
+Layers are neighbours when their pages are adjacent on both sides, as in `page_first`. Bytes between the live rows of two neighbours
+are dead rows or padding of the same request, so that they may be copied too.
 """
 
 from __future__ import annotations

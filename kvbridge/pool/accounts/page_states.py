@@ -37,8 +37,8 @@ TRANSITIONS: Mapping[PageState, frozenset[PageState]] = {
 }
 """What each state can become. Quarantine ends by `release_quarantined` only.
 
-An adopted space is what its engine makes of it: there a page is cached while rooms read it and none of ours writes it, so it
-becomes that from whatever it was, also when the room that wrote it ends before those that read it.
+In an adopted space the engine decides. A page counts as cached there while some room reads the page and no room writes it,
+whatever the page's state was before.
 """
 
 

@@ -2,10 +2,9 @@
 
 Owns: what kvbridge's files in shared memory are called, and the sweep. Must not know: what lies in them, who made them.
 
-A file of this form is locked before it gets its name, for as long as its owner lives (see `shared_mapping`), so a name
-without a lock is proof that nobody owns it. Files that outlive their owner have names of another form, and together one
-file whose lock says whether somebody owns them and whose content says until when they are kept for the next one
-(`kept_files.py`).
+A file of this form is locked before it gets its name, for as long as its owner lives (see `shared_mapping`), so a named file
+without a lock has no owner. Kept files are different: they share one lock file, whose lock means that they have an owner, and whose
+content is the time at which they expire (`kept_files.py`).
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ Owns: the events of this process, and those of others that it has opened. Must n
 An engine publishes pages that its GPU has yet to write. So it records an event behind that work and names it in the
 publication, and the rank worker reads nothing before the event is reached. Asking never waits.
 
-Events are used again, since there are only so many. One that is recorded again while somebody still asks for its earlier
-record is reached later than needed, never sooner. So that this stays rare, an event is used again only when half of all
-events, the oldest ones, have been reached.
+Events are recycled, since there are only so many. Recording an event again that somebody still waits for can only delay that
+waiter. To keep this rare, an event is used again only when half of all events, the oldest ones, have been reached.
 """
 
 from __future__ import annotations

@@ -14,6 +14,14 @@ shared lock on that epoch's byte of it, far behind its end, and the kernel takes
 store. For each device allocation an empty `LockFile` takes those locks. It belongs to the process, not to one of its transports: an
 endpoint of an earlier epoch was given out by an earlier transport. It ends with the process, and so does the memory.
 
+The life of an endpoint, with R who gives it out and W who writes by it:
+
+1. R makes a transport of epoch 3. R's endpoint names the proof, the files and the epoch.
+2. W takes a shared lock on byte 3 of the first file, and then looks whether R still holds the lock of the proof.
+3. R wants nobody to write by epoch 3 any more (a fence). R makes a transport of epoch 4 and closes that of epoch 3 with its proof.
+4. R tries to lock the bytes before 4 of each file. While R cannot, some W may still write.
+5. W lets go of the peer, or ends: W's lock goes. R's next look finds the bytes free, and epoch 3 is revoked.
+
 A killed writer's locks go a little before its CUDA context, so what the device was given still arrives. It is bounded by bytes
 (`local.streams`), and on a host with a GPU the locks have to be gone for `transports.local.settle_s` before they count.
 """

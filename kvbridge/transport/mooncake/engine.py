@@ -13,9 +13,9 @@ follows is known from the library's documentation and source, and was run over T
 - One question covers a whole batch. It spins on a core until the batch has ended, so the last operation of each batch is given by
   itself and polled, which is cheap, and the others are asked after when that one has ended: by then they have, or nearly. A thread
   for each peer does that, so whoever waits longer waits for its own peer.
-- A batch that has failed is not quiet, and cannot be asked after again: the library has freed it, or never will. It counts as in
-  flight until the transport is closed, and nothing is gained by waiting. So does a batch that was refused, since a part of it may
-  have been posted before.
+- After a batch has failed its state is unknown: the library may or may not have freed the batch's id. Such a batch is never polled
+  again, and counts as in flight until the transport is closed. A batch that was refused counts likewise, since a part of the batch
+  may have been posted before.
 """
 
 from __future__ import annotations

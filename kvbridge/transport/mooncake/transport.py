@@ -14,7 +14,7 @@ What the library does and does not do (0.3.13, measured), and what follows for t
 - A batch's failure leaves the rest of it running, and the calls that wait for a batch spin a core. So over TCP every operation
   is submitted by itself in a window and polled, and a failed transfer waits until each one is terminal. Over RDMA they go in
   batches, and a transfer that failed with one is not quiet: see `mooncake.engine`. Only the destruction of the engine stops an
-  operation; `close` does that, in about a second, during which the interpreter is held.
+  operation; `close` does that, in 0.2 to 1.0 s, whatever is under way, and holds the interpreter for all of that time.
 - A frozen peer fails an operation after `progress_timeout_s`, a few at a time: windows of 8, 16 and 32 operations
   were quiet after 3, 7 and 14 times that. Where `quiet_timeout_s` is shorter the transfer ends not quiet.
 - A call that asks a peer something waits for it for 60 s and more, if the peer is frozen or means to be silent. A probe does so
