@@ -67,7 +67,7 @@ class Looks:
         found: Look | None = None
         for count, names in zip(DRAWN, ((), self._directory.freest(request.fingerprint)), strict=True):
             drawn = await self._directory.draw(count, request.fingerprint, names)
-            instances, guessed = await self._guess(keys, drawn)
+            instances, guessed = await self._guess(request, keys, drawn)
             with contextlib.suppress(NotReadyError, FingerprintMismatchError, InvalidInputError):
                 found = _ranked(request, keys, instances, guessed)
                 if not found.ranking.looks_full:
@@ -75,13 +75,15 @@ class Looks:
         if found is not None:
             return found
         async with self._whole:
-            return _ranked(request, keys, *await self._guess(keys, await self._directory.instances()))
+            return _ranked(request, keys, *await self._guess(request, keys, await self._directory.instances()))
 
-    async def _guess(self, keys: Keys, instances: tuple[Instance, ...]) -> tuple[tuple[Instance, ...], dict[str, int]]:
+    async def _guess(
+        self, request: PairRequest, keys: Keys, instances: tuple[Instance, ...]
+    ) -> tuple[tuple[Instance, ...], dict[str, int]]:
         """Return `instances` and those that may hold the prompt, and how many pages of it each is likely to hold, by name."""
         if not (keys and any(map(keeps_prefixes, instances))):
             return instances, {}
-        notes = await self._rooms.noted(noted_keys(keys))
+        notes = await self._rooms.noted(noted_keys(keys, request.namespace))
         known = {instance.name for instance in instances}
         if others := [name for name in holders(notes) if name not in known]:
             instances = (*instances, *await self._directory.draw(0, names=others))

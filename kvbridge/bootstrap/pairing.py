@@ -323,7 +323,7 @@ class PairingService:
                 prefix_tokens=min(report.prefix_tokens for report in reports if report.role is Role.DECODE),
                 computed_tokens=min(report.computed_tokens for report in reports if report.role is Role.PREFILL),
             )
-            kept = await self._rooms.settle(attempt.claim, ticket, noted_keys(attempt.keys))
+            kept = await self._rooms.settle(attempt.claim, ticket, noted_keys(attempt.keys, attempt.request.namespace))
         finally:
             if not kept:
                 reason = "the other end could not be reserved"

@@ -52,9 +52,13 @@ def noted_pages(page_count: int) -> list[int]:
     return found
 
 
-def noted_keys(keys: Keys) -> list[bytes]:
-    """Return the keys under which a prompt is noted, the shortest beginning first."""
-    return [keys[pages - 1] for pages in noted_pages(len(keys))]
+def noted_keys(keys: Keys, namespace: str) -> list[bytes]:
+    """Return the keys under which a prompt of a namespace is noted, the shortest beginning first.
+
+    Nobody has proved yet that the prompt is of that namespace, and anybody can compute keys. So each is noted under the name that it
+    has there as a first key, to which no key of another namespace leads.
+    """
+    return [keys[pages - 1 : pages].in_namespace(namespace).data for pages in noted_pages(len(keys))]
 
 
 def holders(notes: Sequence[Notes]) -> list[str]:

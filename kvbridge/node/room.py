@@ -140,7 +140,8 @@ class Room(Generic[StateT]):
     load: Load | None = None
     """What engines have to load back before they can read it; None: nothing, or nothing any more."""
     keys: Keys = field(default_factory=Keys)
-    """Of the prompt's whole pages, until it ends; empty: it shares nothing."""
+    """Of the prompt's whole pages, until it ends, as routers and engines say them; empty: it shares nothing. The cache and the
+    store go by the names that these have in its namespace (`Keys.in_namespace`)."""
     namespace: str = ""
     retention: Retention | None = None
     ids: Mapping[str, str] = field(default_factory=dict)

@@ -107,11 +107,12 @@ class RoomPages:
             return
         geometry = self.settings.geometry
         page = geometry.tokens_per_page
+        names = room.keys.in_namespace(room.namespace)
         got = self.prefixes.admit(
             room.owner,
-            room.keys,
+            names,
             lambda shared: {space: count - shared.get(space, 0) for space, count in demand.items()},
-            at_most=len(self.shareable(room.keys, room.prompt_tokens)),
+            at_most=len(self.shareable(names, room.prompt_tokens)),
             from_checkpoint=self.computes and needs_checkpoints(geometry),
         )
         if room.retention is not None:
@@ -248,7 +249,7 @@ class RoomPages:
             return 0
         pages = {space: room.tables[space].ids[start : len(keys)] for space in self.prefixes.spaces}
         try:
-            return self.prefixes.keep(room.owner, keys, start, pages, digests=digests)
+            return self.prefixes.keep(room.owner, keys.in_namespace(room.namespace), start, pages, digests=digests)
         except InvalidInputError as error:
             log.warning("prefix_not_kept", **room.identity, reason=str(error))
             return 0

@@ -143,7 +143,8 @@ class RoomRequests(Generic[RoomT]):
         """Have what is stored of a prompt brought here, before it is admitted. Raises all that `demand` does."""
         self.demand(request)
         if self.store is not None:
-            await self.store.prefetch(self.pages.shareable(self._keys(request), request.prompt_tokens))
+            names = self._keys(request).in_namespace(request.namespace)
+            await self.store.prefetch(self.pages.shareable(names, request.prompt_tokens))
 
     async def drop_prefixes(self, *, stored: bool = True) -> DroppedPrefixes:
         """Forget every cached prefix, and if `stored` what the store has of this model; rooms under way keep what they read.

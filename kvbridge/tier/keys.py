@@ -36,6 +36,7 @@ from kvbridge.core.ids import FrozenModel, Positive
 
 KEY_BYTES = 16
 DOMAIN = b"kvbridge page keys v1\n"
+_NAMESPACE_DOMAIN = b"kvbridge pages of a namespace v1\n"
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
@@ -53,7 +54,8 @@ class PrefixIdentity(FrozenModel):
     adapter: str = ""
     """Which adapter of the model (LoRA) computes; empty: none."""
     namespace: str = ""
-    """Who shares: prompts of two namespaces have no key in common."""
+    """Who shares: prompts of two namespaces have no key in common. That is no secret: nodes see to it that nobody finds pages by
+    the keys of another namespace (`Keys.in_namespace`)."""
 
     @property  # not cached: a copy with another namespace would keep the value
     def root(self) -> bytes:
@@ -122,6 +124,18 @@ class Keys(Sequence[bytes]):
             return count
         ours, theirs = (np.frombuffer(keys.data, np.uint64, 2 * count).reshape(count, 2) for keys in (self, other))
         return int((ours != theirs).any(axis=1).argmax())
+
+    def in_namespace(self, namespace: str) -> Self:
+        """Return the names under which a node, its journal, its store and bootstrap keep these pages for a namespace.
+
+        Each is the key with a hash of the namespace and the first key upon it, so prompts of one namespace share names exactly as
+        far as they share pages. Whoever knows the keys of another namespace cannot find a first key that leads to its names: a run
+        of names from the first page on is one namespace's. A single name proves nothing unless it is that of a first page.
+        """
+        if not self.data:
+            return self
+        mask = np.frombuffer(_hash(_NAMESPACE_DOMAIN + namespace.encode() + self.data[:KEY_BYTES]), np.uint64)
+        return type(self)((np.frombuffer(self.data, np.uint64).reshape(-1, 2) ^ mask).tobytes())
 
     def __repr__(self) -> str:
         last = f", the last {self[-1].hex()}" if self.data else ""

@@ -145,7 +145,7 @@ class PrefixChecks:
         assert prefixes is not None, "see judge"
         first = min(wrong)
         readers: list[Owner] = prefixes.readers_of(look.looking, first)
-        dropped = prefixes.drop_page(look.keys, first)
+        dropped = prefixes.drop_page(look.keys.in_namespace(look.room.namespace), first)
         self.pages.events.emit(
             CachedPagesDiffer(
                 **look.room.identity,

@@ -40,7 +40,7 @@ class RoomCheckpoints:
             geometry,
             room.prompt_tokens,
             computed_tokens=room.computed_tokens,
-            known_tokens=min(reusable, prefixes.known(room.keys) * page),
+            known_tokens=min(reusable, prefixes.known(room.keys.in_namespace(room.namespace)) * page),
             interval_tokens=settings.checkpoint_interval_tokens,
         )
         room.checkpoint_causes = ends

@@ -69,7 +69,7 @@ def test_a_prompt_is_noted_at_few_places():
     assert noted_pages(24) == [1, 2, 3, 4, 6, 8, 12, 16, 24]
     assert len(noted_pages(4096)) == 24
     keys = prompt((1, 7))
-    assert noted_keys(keys) == [keys[pages - 1] for pages in (1, 2, 3, 4, 6)]
+    assert noted_keys(keys, "acme") == [noted_keys(keys[:pages], "acme")[-1] for pages in (1, 2, 3, 4, 6)]
 
 
 @given(ours=st.integers(1, 5000), theirs=st.integers(1, 5000), shared=st.integers(1, 5000))
@@ -377,6 +377,18 @@ async def test_prompts_of_two_namespaces_are_noted_apart(world):
     ours = page_keys(identity, [1] * (4 * PAGE))
     assert names(await service.pair(request(ours, namespace="acme"))) == ("p1", "d1")
     assert guesses == {("prefill", "none"): 2, ("decode", "none"): 2}
+
+
+@pytest.mark.asyncio
+async def test_keys_of_another_namespace_find_no_note(world):
+    """Keys are public arithmetic and a note is made before anything is proved: where a prompt went is its namespace's to know."""
+    port = Daemons()
+    service, guesses = await pairing_of(world, port)
+    await first_turn_on_second_pair(world, port, service)
+    assert names(await service.pair(request(SECOND, namespace="acme"))) == ("p1", "d1")
+    assert guesses == {("prefill", "none"): 2, ("decode", "none"): 2}
+    await beats(world)
+    assert names(await service.pair(request(SECOND))) == ("p2", "d2")
 
 
 @pytest.mark.asyncio

@@ -33,11 +33,15 @@ def keys_of(tokens: int) -> Keys:
 class Bench(ReceiverBench):
     """A decode node, and a prefill node whose engine says which prompt it has computed."""
 
-    def admit(self, room: int, tokens: int, *, keys: Keys | None = None):
+    def admit(self, room: int, tokens: int, *, keys: Keys | None = None, namespace: str = ""):
         self.nodes.know()
-        data = (keys or keys_of(tokens)).data
         request = AdmissionRequest(
-            room=room, prompt_tokens=tokens, max_new_tokens=MORE, page_hashes=data, prefill=(ADDRESS,)
+            room=room,
+            prompt_tokens=tokens,
+            max_new_tokens=MORE,
+            page_hashes=(keys or keys_of(tokens)).data,
+            namespace=namespace,
+            prefill=(ADDRESS,),
         )
         self.service.requests.admit(request)
         return self.service.book.get(room)
@@ -96,6 +100,25 @@ def test_the_second_of_two_is_offered_for_what_lacks_only(bench, over):
     bench.claim(second)
     bench.verbs.release("engine", 2)
     assert (bench.cached, bench.book.available_pages()[FULL]) == (4, 16)
+
+
+def test_a_prompt_is_found_only_in_the_namespace_in_which_it_was_kept(bench):
+    """Keys are public arithmetic: whoever knows a prompt of another namespace can send the keys that it has there."""
+    bench.whole(1, 3 * PAGE)
+    assert bench.admit(2, 3 * PAGE, namespace="acme").prefix_tokens == 0
+    assert bench.admit(3, 3 * PAGE).prefix_tokens == 3 * PAGE
+
+
+def test_two_namespaces_keep_pages_of_the_same_keys_beside_each_other(bench):
+    """An engine computes keys under the namespace that it was told, which nobody compares with that of the room."""
+    bench.whole(1, 3 * PAGE)
+    second = bench.admit(2, 4 * PAGE, namespace="acme")
+    bench.done(second)
+    bench.claim(second)
+    bench.verbs.release("engine", 2)
+    assert bench.cached == 3 + 4
+    assert bench.admit(3, 4 * PAGE, namespace="acme").prefix_tokens == 4 * PAGE
+    assert bench.admit(4, 4 * PAGE).prefix_tokens == 3 * PAGE, "the fourth page was never there"
 
 
 def test_an_offer_that_names_a_page_of_its_prefix_is_refused(bench):

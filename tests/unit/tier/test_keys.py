@@ -117,3 +117,28 @@ def test_a_copy_with_another_namespace_has_other_keys():
     assert page_keys(ours, tokens)
     theirs = ours.model_copy(update={"namespace": "b"})
     assert not page_keys(ours, tokens).shared_with(page_keys(theirs, tokens))
+
+
+def test_a_namespace_has_names_of_its_own_for_the_pages_of_a_prompt():
+    ours = page_keys(identity(), list(range(16)))
+    longer = page_keys(identity(), [*range(12), *range(100, 108)])
+    acme, globex = ours.in_namespace("acme"), ours.in_namespace("globex")
+    assert len(acme) == len(ours)
+    assert acme == ours.in_namespace("acme")
+    assert acme.shared_with(longer.in_namespace("acme")) == 3, "what prompts share they go on sharing"
+    assert acme[:2] == ours[:2].in_namespace("acme")
+    found = [set(keys) for keys in (ours, acme, globex, ours.in_namespace(""))]
+    assert len(set.union(*found)) == 4 * 4, "the default namespace is one, too"
+    assert Keys().in_namespace("acme") == Keys()
+
+
+def test_keys_that_are_made_up_do_not_reach_the_first_page_of_another_namespace():
+    """Whoever knows the keys of a prompt elsewhere may send what would become its names, were it not for the first of them."""
+    ours = page_keys(identity(), list(range(16)))
+    theirs = ours.in_namespace("globex")
+    difference = np.frombuffer(theirs.data, np.uint8) ^ np.frombuffer(ours.in_namespace("acme").data, np.uint8)
+    forged = Keys((np.frombuffer(ours.data, np.uint8) ^ difference).tobytes())
+    assert forged.in_namespace("acme")[0] != theirs[0]
+    kept_first = Keys(ours[0] + forged[1:].data).in_namespace("acme")
+    assert kept_first[1:] == theirs[1:], "so an index has to look at the whole run"
+    assert kept_first[0] != theirs[0]
