@@ -182,7 +182,7 @@ class PrefillNode(RuleBasedStateMachine):
         index = self.bench.cache._index
         for tokens in BRANCHES:
             keys = Keys(hashes(tokens))
-            path = index.match(keys)
+            path = index.match(keys.in_namespace(""))
             assert [self.full[page] for page in index.pages(path)[FULL].tolist()] == [
                 keys[at] for at in range(len(path))
             ]

@@ -29,7 +29,7 @@ _copies = count(1)
 
 def back_up(cache, keys: Keys) -> None:
     """All of a prompt comes to the host."""
-    backup = cache.twins.start_backup(Owner(NO_ROOM, next(_copies)), keys, at_most=99)
+    backup = cache.twins.start_backup(Owner(NO_ROOM, next(_copies)), keys.in_namespace(""), at_most=99)
     assert backup is not None
     cache.twins.end_backup(backup, done=True)
 

@@ -71,7 +71,7 @@ class Bench:
     def only_on_host(self, pages: int, name: str = "a") -> list[int]:
         """Have a prompt's pages backed up and the device need them for something else; return their twins."""
         owner = Owner(NO_ROOM, 1)
-        backup = self.cache.twins.start_backup(owner, keys_of(name, pages), at_most=pages)
+        backup = self.cache.twins.start_backup(owner, keys_of(name, pages).in_namespace(""), at_most=pages)
         self.cache.twins.end_backup(backup, done=True)
         self.book.reserve(owner, {FULL: POOL[FULL], SWA: POOL[SWA]})
         self.book.free(owner)
@@ -248,7 +248,7 @@ def test_a_room_that_gives_up_what_was_dropped_has_a_page_in_each_place_and_load
     bench.warm(2 * PAGE)
     room = bench.room(5 * PAGE)
     assert (room.shared_pages, room.load.first_page) == ({FULL: 2, HOST: 4}, 2)
-    bench.cache.drop_page(room.keys, left)
+    bench.cache.drop_page(room.keys.in_namespace(""), left)
     bench.pages.give_up_prefix(room, left)
     assert (room.prefix_tokens, room.shared_pages) == (left * PAGE, {FULL: min(left, 2), HOST: left})
     assert (room.load is None) is (left < 3)
