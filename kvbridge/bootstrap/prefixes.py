@@ -55,8 +55,8 @@ def noted_pages(page_count: int) -> list[int]:
 def noted_keys(keys: Keys, namespace: str) -> list[bytes]:
     """Return the keys under which a prompt of a namespace is noted, the shortest beginning first.
 
-    Nobody has proved yet that the prompt is of that namespace, and anybody can compute keys. So each is noted under the name that it
-    has there as a first key, to which no key of another namespace leads.
+    Nobody has proved yet that the prompt is of that namespace, and anybody can compute keys. So each is noted under the name that
+    it has there as a first key, to which no key of another namespace leads.
     """
     return [keys[pages - 1 : pages].in_namespace(namespace).data for pages in noted_pages(len(keys))]
 

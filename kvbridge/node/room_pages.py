@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import structlog
 
 from kvbridge.config.timeouts import DaemonTimeouts
-from kvbridge.core.errors import InvalidInputError, TransportError
+from kvbridge.core.errors import TransportError
 from kvbridge.core.geometry.checkpoints import needs_checkpoints
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.pages import pages_needed
@@ -36,8 +35,6 @@ from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.readers import Admitted
 from kvbridge.tier.retention import Claim
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -239,8 +236,7 @@ class RoomPages:
     def keep(self, room: Room[Any], keys: Keys, *, digests: DigestArray | None = None) -> int:
         """Keep the whole pages of `keys` that the room does not share yet, and return how many are new.
 
-        They are held, final, and nobody writes them any more; the room goes on reading them. `digests`: of those pages. Keys of a
-        request can be anything: those that are no chain keep nothing, and the log tells.
+        They are held, final, and nobody writes them any more; the room goes on reading them. `digests`: of those pages.
         """
         if self.prefixes is None or room.owner not in self.prefixes:
             return 0
@@ -248,11 +244,7 @@ class RoomPages:
         if len(keys) <= start:
             return 0
         pages = {space: room.tables[space].ids[start : len(keys)] for space in self.prefixes.spaces}
-        try:
-            return self.prefixes.keep(room.owner, keys.in_namespace(room.namespace), start, pages, digests=digests)
-        except InvalidInputError as error:
-            log.warning("prefix_not_kept", **room.identity, reason=str(error))
-            return 0
+        return self.prefixes.keep(room.owner, keys.in_namespace(room.namespace), start, pages, digests=digests)
 
     def grow(self, room: Room[Any], tokens: int) -> None:
         """Give a room what it lacks for `tokens` tokens, all or nothing. Raises CapacityError."""

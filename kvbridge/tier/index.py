@@ -232,9 +232,9 @@ class PrefixIndex:
         """Take the pages of `keys[start:]`, one of each space for each key; those of `keys[:start]` must be known where they go.
 
         They go to the device, or with `to_host` to the host: twins then, and pages of the home. A page that is known there keeps
-        its first arrival; `Inserted` says which pages were taken. Used at `now`, like the path before them. Raises NotFoundError
-        when `keys[:start]` are not known there (any more), InvalidInputError for keys that are no chain and for arrays of another
-        length; the index is as before then.
+        its first arrival, and from a key on that a page elsewhere has none is taken; `Inserted` says which ones were. Used at
+        `now`, like the path before them. Raises NotFoundError when `keys[:start]` are not known there (any more), InvalidInputError
+        for arrays of another length; the index is as before then.
         """
         residence = self._host() if to_host else self.device
         self._require_arrays(residence, len(keys) - start, pages, digests)
@@ -244,19 +244,20 @@ class PrefixIndex:
             raise NotFoundError(f"page {start} cannot be cached: only {here} pages before it are known (any more)")
         if known < len(keys):
             records = self._records.create(keys, path)
-            self._digests[records] = 0 if digests is None else digests[known - start :]
+            self._digests[records] = 0 if digests is None else digests[known - start :][: len(records)]
             self._is_digested[records] = digests is not None
             self._uses[records] = 0
             path = np.concatenate((path, records))
-        taken = {space: pages[space][here - start :] for space in residence.spaces}
-        if here < len(keys):
+        stop = len(path)
+        taken = {space: pages[space][here - start : stop - start] for space in residence.spaces}
+        if here < stop:
             residence.add(path[here:], taken)
         if self.home is not None:
-            taken |= {space: pages[space][known - start :] for space in self.home.spaces}
-            if known < len(keys):
+            taken |= {space: pages[space][known - start : stop - start] for space in self.home.spaces}
+            if known < stop:
                 self.home.add(path[known:], taken)
         self.touch(path, now)
-        return Inserted(path[start:], residence, path[here:], taken)
+        return Inserted(path[start:], residence, path[here:], taken, len(keys) - stop)
 
     def add_twins(self, path: RecordArray, start: int, pages: Mapping[IndexSpace, PageIdArray]) -> None:
         """Let the records of a path from `start` on, which are on the device, be on the host as well; those before are."""

@@ -33,7 +33,16 @@ from kvbridge.tier.claims import Claims
 from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.looks import Looks, PathPages
-from kvbridge.tier.readers import Admitted, Dropped, PathWatcher, Reader, Residency, check_pins, some
+from kvbridge.tier.readers import (
+    Admitted,
+    Dropped,
+    PathWatcher,
+    Reader,
+    Residency,
+    check_pins,
+    some,
+    tell_left_out,
+)
 from kvbridge.tier.records import RecordArray
 from kvbridge.tier.retention import Claim
 from kvbridge.tier.twins import Twins
@@ -131,8 +140,8 @@ class PrefixCache:
 
         `start`: how many pages of its prompt the owner reads already, by `admit` or an earlier `keep`. It reads all of these from
         now on. Pages that the cache has already stay the owner's, and it goes on with them; so do all when what was before them
-        has been dropped meanwhile. All or nothing. Raises ConflictError when the owner's pages are not held or not its own, or
-        `start` is another, InvalidInputError for keys that are no chain, NotFoundError for an owner that was never admitted.
+        has been dropped meanwhile, and those from a key on that a page elsewhere has. Raises ConflictError when the owner's pages
+        are not held or not its own, or `start` is another, NotFoundError for an owner that was never admitted: nothing is kept.
         """
         reader = self._reader(owner)
         if start != len(reader.path):
@@ -149,14 +158,15 @@ class PrefixCache:
         except BridgeError:
             self._index.withdraw(inserted)
             raise
+        tell_left_out(owner, inserted)
         if reader.device < start:
             self._reads(owner, start, reader.host)
         self._index.pin(inserted.records)
         reader = self._readers[owner]
-        reader.path, reader.device = np.concatenate((reader.path, inserted.records)), len(keys)
+        reader.path, reader.device = np.concatenate((reader.path, inserted.records)), start + len(inserted.records)
         self.claims.used(owner, reader.path)
         for watcher in self._watchers if len(inserted.new) else ():
-            watcher.kept(keys)
+            watcher.kept(keys[: reader.device])
         return len(inserted.new)
 
     def restored(self, owner: Owner, start: int, pages: Mapping[IndexSpace, PageIdArray]) -> int:

@@ -10,13 +10,17 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import structlog
 
 from kvbridge.core.errors import BridgeError, IntegrityError
 from kvbridge.core.ids import IndexSpace, PageIdArray
+from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.records import RecordArray
-from kvbridge.tier.residence import EvictedPages, Pages, Residence
+from kvbridge.tier.residence import EvictedPages, Inserted, Pages, Residence
+
+log = structlog.get_logger(__name__)
 
 NO_PAGES = np.empty(0, dtype=np.int32)
 
@@ -149,6 +153,15 @@ class PathWatcher(Protocol):
 def some(pages: Pages) -> Pages:
     """Leave out spaces of which there is no page: the node may not have them."""
     return {space: ids for space, ids in pages.items() if len(ids)}
+
+
+def tell_left_out(owner: Owner, inserted: Inserted) -> None:
+    """Write a line when pages of an owner were left out for their keys: engines that compute keys by the rules never meet that."""
+    if inserted.left_out:
+        reason = "the page has a key that a page of another prompt has: an engine states keys that are not those of its tokens"
+        log.warning(
+            "prefix_not_kept", room=owner.room, generation=owner.generation, pages=inserted.left_out, reason=reason
+        )
 
 
 def check_pins(index: PrefixIndex, readers: Iterable[Reader]) -> None:

@@ -72,9 +72,22 @@ class Records:
                 known, last = middle, record
         if not known:
             return _NO_RECORDS
-        path = self.path(last)
-        # Keys come from outside: those that are no chain match as far as a path here has the same.
-        return path[: keys.shared_with(self.keys(path))]
+        path = self.path(last) if self._depth[last] == known - 1 else _NO_RECORDS
+        if keys.shared_with(self.keys(path)) == known:
+            return path
+        # Keys come from outside: of a chain and of a path one of them may be elsewhere, and what is before it counts.
+        return self._walk(keys[:known])
+
+    def _walk(self, keys: Keys) -> RecordArray:
+        """Return the path of the longest run of keys in which the page of each is a child of the one before, one by one."""
+        found, last = [], NO_RECORD
+        for key in keys.to_list():
+            record = self._record_of.get(key)
+            if record is None or self.parent_at[record] != last:
+                break
+            found.append(record)
+            last = record
+        return np.array(found, dtype=np.int32)
 
     def path_to(self, key: bytes) -> RecordArray:
         """Return the path whose last record has this key; empty when there is none."""
@@ -94,25 +107,36 @@ class Records:
         return self._is_hidden[records]
 
     def create(self, keys: Keys, path: RecordArray) -> RecordArray:
-        """Make a record for each of the keys behind a path; they have to enter a subtree next.
+        """Make a record for each of the keys behind a path, up to one that another page has; they have to enter a subtree next.
 
-        Raises InvalidInputError for keys that are no chain, IntegrityError when there are more pages than can be.
+        Raises IntegrityError when there are more pages than can be.
         """
         known = len(path)
         new = keys[known:].to_list()
         if not self._record_of.keys().isdisjoint(new) or len(set(new)) != len(new):
-            raise InvalidInputError(f"keys from page {known} on are no chain: one of them is that of another page")
+            new = new[: self._unknown(new)]
+        if not new:
+            return _NO_RECORDS
         if len(new) > self._unused_count:
             raise IntegrityError(f"{len(new)} pages are cached beside {len(self)}, of {self.capacity} that there are")
         self._unused_count -= len(new)
         records = self._unused[self._unused_count : self._unused_count + len(new)][::-1].copy()
         self._record_of.update(zip(new, records.tolist(), strict=True))
-        self._key[records] = np.frombuffer(keys.data, np.uint64).reshape(-1, 2)[known:]
-        self._depth[records] = np.arange(known, len(keys))
+        self._key[records] = np.frombuffer(keys.data, np.uint64).reshape(-1, 2)[known : known + len(new)]
+        self._depth[records] = np.arange(known, known + len(new))
         parent = int(path[-1]) if known else NO_RECORD
         self.parent[records[0]] = parent
         self.parent[records[1:]] = records[:-1]
         return records
+
+    def _unknown(self, keys: list[bytes]) -> int:
+        """How many of the first keys no record has, nor another of them."""
+        seen: set[bytes] = set()
+        for key in keys:
+            if key in self._record_of or key in seen:
+                break
+            seen.add(key)
+        return len(seen)
 
     def hide(self, records: RecordArray) -> None:
         """Let no key lead to these any more; whatever depends on one of them is among them or hidden."""

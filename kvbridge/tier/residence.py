@@ -290,13 +290,15 @@ class Inserted:
     """What became of the pages given to `insert`."""
 
     records: RecordArray
-    """Of all of `keys[start:]`."""
+    """Of `keys[start:]`, without what was left out."""
     residence: Residence
     """Where they were inserted."""
     new: RecordArray
     """Those of them, the last ones, that are new there."""
     pages: Pages
     """Those of the pages given that are the index's now; of the others it had the first arrival, and they stay the caller's."""
+    left_out: int
+    """How many of the keys, the last ones, since the first of these is that of a page elsewhere."""
 
 
 def merged(parts: Sequence[Pages]) -> Pages:

@@ -23,7 +23,7 @@ from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.tier.checkpoints import join
 from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.readers import Reader, some
+from kvbridge.tier.readers import Reader, some, tell_left_out
 from kvbridge.tier.records import RecordArray
 from kvbridge.tier.residence import Pages, Residence
 
@@ -204,7 +204,7 @@ class Twins:
 
         `checkpoints`: by the number of pages at whose end they are, twins of them. `keys[:start]` have to be on the host; nothing
         is kept when they are not (any more). What is not kept stays the owner's, whose pages must be held: nobody writes them any
-        more. Raises ConflictError when they are not, InvalidInputError for keys that are no chain.
+        more. Raises ConflictError when they are not.
         """
         self._book.cache(owner, {})  # refuses what is not held before the index takes anything
         if self._host.depth(self._index.match(keys, at_most=start)) < start:
@@ -215,11 +215,13 @@ class Twins:
         except BridgeError:
             self._index.withdraw(inserted)
             raise
-        path = self._index.match(keys)
+        tell_left_out(owner, inserted)
+        path = self._index.match(keys, at_most=start + len(inserted.records))
         if len(inserted.new):
             self._tell_added(path, len(path) - len(inserted.new))
         for page_count, twins in (checkpoints or {}).items():
-            self._keep_checkpoint(owner, int(path[page_count - 1]), twins)
+            if page_count <= len(path):
+                self._keep_checkpoint(owner, int(path[page_count - 1]), twins)
         return len(inserted.new)
 
     def forgotten(self, pages: Pages) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbridge.core.errors import CapacityError, ConflictError, IntegrityError, InvalidInputError, NotFoundError
+from kvbridge.core.errors import CapacityError, ConflictError, IntegrityError, NotFoundError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
@@ -132,13 +132,29 @@ def test_what_is_kept_follows_on_what_is_read_once(bench):
             gone()
 
 
-def test_keys_that_are_no_chain_keep_nothing(bench):
+def test_of_keys_that_are_no_chain_what_is_one_is_kept_and_the_rest_stays_its_owners(bench):
     ids = bench.admit(A, "a", 3).own[FULL]
     chain = keys("a", 3)
-    with pytest.raises(InvalidInputError, match="no chain"):
-        bench.cache.keep(A, Keys.of([chain[0], chain[1], chain[0]]), 0, {FULL: ids})
-    assert bench.cached == 0
-    assert bench.book.pages(A)[FULL].tolist() == ids.tolist()
+    assert bench.cache.keep(A, Keys.of([chain[0], chain[1], chain[0]]), 0, {FULL: ids}) == 2
+    assert (bench.cached, bench.cache.reads(A)) == (2, 2)
+    assert bench.book.pages(A)[FULL].tolist() == ids[2:].tolist()
+    assert bench.admit(B, "a", 3).prefix_pages == 2
+    for owner in (A, B):
+        bench.end(owner)
+
+
+def test_a_key_below_pages_of_others_denies_its_prompt_nothing_before_it(bench):
+    """Once it was there, nothing of the prompt was found or kept any more."""
+    ids = bench.admit(A, "x", 4).own[FULL]
+    strange = Keys(keys("x", 2).data + keys("a", 4)[2:].data)
+    bench.cache.keep(A, strange, 0, {FULL: ids})
+    bench.end(A)
+    own = bench.admit(B, "a", 4).own[FULL]
+    assert bench.keep(B, "a", 0, own) == 2
+    assert bench.admit(C, "a", 4).prefix_pages == 2
+    for owner in (B, C):
+        bench.end(owner)
+    assert bench.book.available_pages()[FULL] == PAGES
 
 
 def test_what_is_dropped_is_found_by_nobody_and_free_when_its_last_reader_has_let_go(bench):

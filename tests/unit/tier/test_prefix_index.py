@@ -87,14 +87,31 @@ def test_keys_that_are_no_chain_share_nothing_wrong():
     pool.add("xyz")
     abc, xyz = keys_of("abc"), keys_of("xyz")
     crossed = Keys(abc[:2].data + xyz[2:].data)
-    assert len(pool.index.match(crossed)) in {0, 2}
+    assert len(pool.index.match(crossed)) == 2
     assert len(pool.index.match(Keys(abc[1:].data))) == 0
-    for keys in (crossed, Keys(abc.data + xyz[:1].data), Keys(abc.data + 2 * keys_of("q").data)):
+    fresh = keys_of("q")
+    for keys, new in ((crossed, 0), (Keys(abc.data + xyz[:1].data), 0), (Keys(abc.data + 2 * fresh.data), 1)):
         before = len(pool.index)
-        with pytest.raises((InvalidInputError, NotFoundError)):
-            pool.index.insert(keys, 0, pool.pages(len(keys)), now=9.0)
-        assert len(pool.index) == before
+        inserted = pool.index.insert(keys, 0, pool.pages(len(keys)), now=9.0)
+        assert (len(inserted.new), len(pool.index) - before) == (new, new), "as far as they are a chain"
+        assert {len(ids) for ids in inserted.pages.values()} == {new}
+        assert inserted.left_out == 1
     assert pool.knows("abc", "xyz")
+
+
+@pytest.mark.parametrize("foreign", [0, 1, 4, 7])
+def test_a_page_that_hangs_elsewhere_takes_nothing_but_itself_from_a_prompt(foreign):
+    """Somebody's pages came under keys of which one is another prompt's: that one is found as far as it goes, and is kept so."""
+    pool = Pool()
+    keys = keys_of("victims!")
+    strange = Keys(keys_of("abcdefgh")[:foreign].data + keys[foreign:].data)
+    pool.index.insert(strange, 0, pool.pages(8), now=1.0)
+    if foreign:
+        first = pool.index.insert(keys, 0, pool.pages(8), now=2.0)
+        assert (len(first.new), first.left_out) == (foreign, 8 - foreign)
+        assert len(pool.index.match(keys)) == foreign
+    assert len(pool.index.match(strange)) == 8
+    pool.index.check_integrity()
 
 
 @pytest.mark.parametrize(
