@@ -315,7 +315,7 @@ class PrefixStoreStatus(FrozenModel):
     """Of prompts, that came from there."""
     prefetches: dict[str, NonNegative]
     """Requests whose prompts were looked for: `found`, all that there was; `late`, `tier.prefetch_s` was over before; `part`, the
-    rest was missing or bad; `nothing`."""
+    rest was missing or bad; `nothing`; `failed`, by a defect, whose traceback is in the log."""
     waiting_prompts: NonNegative
     """Prompts and answers that wait to be written."""
     unsettled: NonNegative

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count, pairwise, takewhile
 
@@ -26,7 +27,7 @@ from kvbridge.api.rooms import DroppedObjects
 from kvbridge.api.status import PrefixStoreStatus
 from kvbridge.config.tier import TierConfig
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import CapacityError
+from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.pages import window_pages
@@ -84,7 +85,7 @@ class FetchSums:
     """What became of requests that the store was asked about, since the daemon was started."""
 
     requests: Counter[str] = field(default_factory=Counter)
-    """`found`, all that the store was known to have; `late`, the time was over before; `part`; `nothing`."""
+    """`found`, all that the store was known to have; `late`, the time was over before; `part`; `nothing`; `failed`, by a defect."""
     pages: int = 0
     """Of prompts, that came."""
     seconds: float = 0.0
@@ -114,7 +115,7 @@ class StoredPrefixes:
         """Those of each form, in the order in which orders name them."""
         self._numbers = count(1)
         self._fetching: dict[bytes, asyncio.Task[None]] = {}
-        """By the first key that is fetched."""
+        """By the first key that is fetched and the one before it: a key alone is not one namespace's."""
         self._waiting: dict[bytes, int] = {}
         """Prompts to be written, by the keys of their last pages: from which page on."""
         self._woken = asyncio.Event()
@@ -222,17 +223,28 @@ class StoredPrefixes:
     async def prefetch(self, keys: Keys) -> None:
         """Bring to the host what the store has of these keys and nothing here has, until `tier.prefetch_s` has passed.
 
-        Never raises for what the store does. Requests for the same prompt wait for the same pages.
+        Never more than the host has pages for. Never raises for what the store does or has. Requests for the same prompt wait for
+        the same pages.
         """
-        have = self._usable(keys)
-        if self.client is None or have == len(keys) or len(set(keys.to_list())) != len(keys):
+        if self.client is None:
             return
-        task = self._fetching.get(keys[have])
+        keys = keys[: self._most_pages]
+        have = self._usable(keys)
+        if have == len(keys) or len(set(keys.to_list())) != len(keys):
+            return
+        first = keys[max(0, have - 1) : have + 1].data
+        task = self._fetching.get(first)
         if task is None:
             task = asyncio.create_task(self._fetch(keys, have), name="fetch a prefix from the store")
-            self._fetching[keys[have]] = task
-            task.add_done_callback(lambda _: self._fetching.pop(keys[have], None))
+            self._fetching[first] = task
+            task.add_done_callback(lambda _: self._fetching.pop(first, None))
         await asyncio.shield(task)
+
+    @property
+    def _most_pages(self) -> int:
+        """How many pages of one prompt there can be on the host."""
+        counts = self._book.counts()
+        return min(sum(counts[space].values()) for space in self._spaces[PAGES])
 
     def _usable(self, keys: Keys) -> int:
         """How many pages a request could have now."""
@@ -241,19 +253,19 @@ class StoredPrefixes:
     async def _fetch(self, keys: Keys, have: int) -> None:
         begun_s, drops = self._clock(), self._drops
         until_s = begun_s + self._settings.prefetch_s
-        stop = await self._stored(keys, have, until_s)
-        pinned = self._cache.looks.begin_on_host(keys[:stop])
-        came = 0
+        stop, came, is_defect = have, 0, False
         try:
-            gets = self._reserve(keys, len(pinned.path), stop) if stop > have else []
-            try:
-                await self._get_all(gets, until_s)
-            finally:
-                came = self._keep(gets, keys, is_wanted=drops == self._drops and not self._dropping)
+            stop = await self._stored(keys, have, until_s)
+            if stop > have:
+                came = await self._bring(keys, stop, until_s, drops)
+        except Exception:  # no request fails by what is only to save it time
+            is_defect = True
+            log.exception("prefix_fetch_failed", wanted_pages=stop - have)
         finally:
-            self._cache.looks.end(pinned)
             seconds = self._clock() - begun_s
-            if came and self._usable(keys) >= stop:
+            if is_defect:
+                outcome = "failed"
+            elif came and self._usable(keys) >= stop:
                 outcome = "found"
             else:  # timers are as exact as the loop's clock
                 is_late = seconds > 0.99 * self._settings.prefetch_s
@@ -264,6 +276,20 @@ class StoredPrefixes:
             log.debug(
                 "prefix_fetched", outcome=outcome, wanted_pages=stop - have, pages=came, seconds=round(seconds, 4)
             )
+
+    async def _bring(self, keys: Keys, stop: int, until_s: float, drops: int) -> int:
+        """Fetch what the host lacks of the first `stop` pages; return how many are new. `drops`: when the store was first asked."""
+        pinned = self._cache.looks.begin_on_host(keys[:stop])
+        gets: list[_Get] = []
+        try:
+            gets = self._reserve(keys, len(pinned.path), stop)
+            await self._get_all(gets, until_s)
+        finally:
+            try:
+                came = self._keep(gets, keys, is_wanted=drops == self._drops and not self._dropping)
+            finally:
+                self._cache.looks.end(pinned)
+        return came
 
     async def _stored(self, keys: Keys, have: int, until_s: float) -> int:
         """Of the keys, as far as which the store seems to have what lacks here; `have` when that is of no use."""
@@ -299,16 +325,19 @@ class StoredPrefixes:
             wanted.insert(0, (CHECKPOINTS, stop, part_keys(keys[stop - 1], pages)))
         gets: list[_Get] = []
         try:
-            for form, at, some in wanted:
-                owner = Owner(NO_ROOM, -next(self._numbers))  # those of backups count upwards
-                demand = dict.fromkeys(self._spaces[form], len(some))
-                gets.append(_Get(form, owner, at, some, self._book.reserve(owner, demand, state=PageState.LEASED)))
-        except CapacityError as error:
+            with ExitStack() as back:
+                for form, at, some in wanted:
+                    owner = Owner(NO_ROOM, -next(self._numbers))  # those of backups count upwards
+                    demand = dict.fromkeys(self._spaces[form], len(some))
+                    pages = self._book.reserve(owner, demand)
+                    back.callback(self._book.free, owner)
+                    gets.append(_Get(form, owner, at, some, pages))
+                back.pop_all()
+        except BridgeError as error:  # now, or never in a pool of this size
             log.debug("prefix_not_fetched", pages=stop - start, reason=str(error))
-            for get in gets:
-                self._book.move(get.owner, PageState.LEASED, PageState.HELD)
-                self._book.free(get.owner)
             return []
+        for get in gets:
+            self._book.move(get.owner, PageState.HELD, PageState.LEASED)
         return gets
 
     async def _get_all(self, gets: Sequence[_Get], until_s: float) -> None:
@@ -327,19 +356,22 @@ class StoredPrefixes:
                 get.hits = len(list(takewhile(lambda outcome: outcome is Outcome.HIT, answer.outcomes)))
                 get.has_failed = get.hits < len(get.keys)
 
-        await asyncio.gather(*map(ask, gets))
+        async with asyncio.TaskGroup() as asking:  # one that raises leaves none that asks for pages that have gone back
+            for get in gets:
+                asking.create_task(ask(get))
 
     def _keep(self, gets: Sequence[_Get], keys: Keys, *, is_wanted: bool) -> int:
         """Let what has come whole enter the index, as far as nothing before it is missing; return how many pages are new."""
         came, is_behind = 0, is_wanted
-        self._inserting = True
-        try:
+        with ExitStack() as back:
+            quiet = [get for get in gets if self._let_go(get)]
+            for get in quiet:
+                back.callback(self._book.free, get.owner)
+            self._inserting = True
+            back.callback(setattr, self, "_inserting", False)
             for get in sorted(gets, key=lambda get: get.form):  # a checkpoint is at the end of pages
-                if not self._let_go(get):
-                    is_behind = False
-                    continue
-                is_whole = get.hits == len(get.keys)
-                if get.form == PAGES and is_behind and get.hits:
+                is_whole = get in quiet and get.hits == len(get.keys)
+                if get.form == PAGES and get in quiet and is_behind and get.hits:
                     pages = {space: ids[: get.hits] for space, ids in get.pages.items()}
                     came += self._twins.insert(get.owner, keys[: get.start + get.hits], get.start, pages)
                 elif get.form == CHECKPOINTS and is_behind and is_whole:
@@ -347,9 +379,6 @@ class StoredPrefixes:
                     [twins] = get.pages.values()
                     self._twins.insert(get.owner, keys[: get.start], get.start, none, checkpoints={get.start: twins})
                 is_behind = is_behind and is_whole
-                self._book.free(get.owner)
-        finally:
-            self._inserting = False
         return came
 
     def _let_go(self, get: _Get) -> bool:

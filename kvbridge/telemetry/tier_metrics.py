@@ -138,8 +138,9 @@ TIER_METRICS: tuple[MetricSpec, ...] = (
         _COUNTER,
         ("outcome",),
         "Requests whose prompts were looked for in the store: all that there was came (found); tier.prefetch_s was over before, "
-        "whatever had come (late); a part of it came, the rest was missing or bad (part); or there was nothing.",
-        values={"outcome": ("found", "late", "part", "nothing")},
+        "whatever had come (late); a part of it came, the rest was missing or bad (part); there was nothing; or a defect, whose "
+        "traceback is in the log, ended it (failed).",
+        values={"outcome": ("found", "late", "part", "nothing", "failed")},
     ),
     STORE_SECONDS := MetricSpec(
         "kvbridge_prefix_store_prefetch_seconds_total",
