@@ -20,6 +20,8 @@ NOTE_KEEP_S: Final = 3600.0
 """A beginning of prompts that has not come again for so long is forgotten."""
 NOTE_INSTANCES: Final = 16
 """Who was given it last, of both roles together; more are not remembered."""
+NOTES: Final = 200_000
+"""Beginnings of prompts that a store remembers, some 400 bytes each; those that came longest ago are forgotten first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord
 from kvbridge.bootstrap.stores.base import (
     NOTE_INSTANCES,
     NOTE_KEEP_S,
+    NOTES,
     Claim,
     InstanceNodes,
     PairingState,
@@ -24,9 +25,6 @@ from kvbridge.bootstrap.stores.base import (
 )
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.ids import Role
-
-NOTES = 200_000
-"""Beginnings of prompts that are remembered, some 400 bytes each; those that came longest ago are forgotten first."""
 
 
 @dataclass(slots=True)

@@ -26,6 +26,7 @@ from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord, check_regis
 from kvbridge.bootstrap.stores.base import (
     NOTE_INSTANCES,
     NOTE_KEEP_S,
+    NOTES,
     Claim,
     InstanceNodes,
     PairingState,
@@ -222,10 +223,10 @@ class RedisStore:
 
     async def settle(self, claim: Claim, ticket: Ticket, page_keys: Sequence[bytes] = ()) -> bool:
         """See RoomStore."""
-        keys = [*self._room_keys(claim.room), *self._note_keys(page_keys)]
-        facts = (claim.room, claim.owner, ticket.generation, ticket.model_dump_json())
+        keys = [*self._room_keys(claim.room), self._key("prefixes"), *self._note_keys(page_keys)]
+        facts = (claim.room, claim.owner, ticket.generation, ticket.model_dump_json(), _ms(NOTE_KEEP_S), NOTE_INSTANCES)
         instances = (ticket.prefill.instance, ticket.decode.instance)
-        return bool(await self._redis.run("SETTLE", keys, *facts, _ms(NOTE_KEEP_S), NOTE_INSTANCES, *instances))
+        return bool(await self._redis.run("SETTLE", keys, *facts, *instances, NOTES, self._prefix))
 
     async def noted(self, page_keys: Sequence[bytes]) -> tuple[Mapping[str, float], ...]:
         """See RoomStore."""

@@ -14,6 +14,7 @@ Keys, each behind the namespace (`member` is the JSON list of instance and node)
     version:<instance>  drawn anew with each registration of one of the instance's nodes
     room:<id>           hash: state, generation, owner, claimed_ms, settled_ms, ticket; expires when the room is forgotten
     prefix:<page key>   sorted set: instances that were given a prompt that begins so, by when; expires when it has not come again
+    prefixes            sorted set: the page keys that there are so, by when each came last; expires with the last of them
     pairing, paired, cancelled   sorted sets: rooms in that state, by the time at which they are forgotten
 
 All times are Redis's own, in milliseconds. What somebody else left under one of our names is read as absent, and
@@ -211,17 +212,30 @@ end
 return {1, base, malformed}
 """,
     "SETTLE": """
--- KEYS as of CLAIM, then those of prefixes. ARGV: id, owner, generation, ticket, note_keep_ms, instances kept, instance, instance.
+-- KEYS as of CLAIM, prefixes, then those of prefixes.
+-- ARGV: id, owner, generation, ticket, note_keep_ms, instances kept, instance, instance, notes kept, namespace.
 -- Returns 1 when the ticket is kept.
 if read('HGET', KEYS[1], 'owner') ~= ARGV[2] then return 0 end
 local now_ms = clock_ms()
 redis.call('HSET', KEYS[1], 'generation', ARGV[3], 'ticket', ARGV[4], 'settled_ms', now_ms)
 move(KEYS[1], ARGV[1], 3, 'paired', forgotten_ms(KEYS[1]))
-for at = 5, #KEYS do
+if #KEYS == 5 then return 1 end
+own(KEYS[5], 'zset')
+for at = 6, #KEYS do
   own(KEYS[at], 'zset')
   redis.call('ZADD', KEYS[at], now_ms, ARGV[7], now_ms, ARGV[8])
   redis.call('ZREMRANGEBYRANK', KEYS[at], 0, -1 - ARGV[6])
   redis.call('PEXPIRE', KEYS[at], ARGV[5])
+  redis.call('ZADD', KEYS[5], now_ms, string.sub(KEYS[at], -32))
+end
+redis.call('PEXPIRE', KEYS[5], ARGV[5])
+-- More than one ticket adds, so what is too much or too old goes in time, and no step takes long.
+local old = redis.call('ZRANGEBYSCORE', KEYS[5], '-inf', now_ms - ARGV[5], 'LIMIT', 0, 64)
+local over = math.min(redis.call('ZCARD', KEYS[5]) - ARGV[9], 64)
+if over > #old then old = redis.call('ZRANGE', KEYS[5], 0, over - 1) end
+for _, key in ipairs(old) do
+  redis.call('ZREM', KEYS[5], key)
+  redis.call('DEL', ARGV[10] .. 'prefix:' .. key)
 end
 return 1
 """,

@@ -24,7 +24,7 @@ from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.telemetry.events import PrefixGuessed
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.helpers.manual_clock import ManualClock
-from tests.unit.bootstrap.fleet import FakeDaemons, MemoryFleet, half, instances_of, node
+from tests.unit.bootstrap.fleet import FakeDaemons, half, instances_of, node
 
 PAGE = 256
 HELD = ModelIdentity(name="tiny", revision="1")
@@ -256,12 +256,41 @@ async def test_what_others_left_in_redis_is_no_note_and_is_replaced(redis_fleet)
 
 
 @pytest.mark.asyncio
-async def test_the_memory_of_one_process_is_bounded(monkeypatch):
-    monkeypatch.setattr(memory, "NOTES", 2)
-    world = MemoryFleet()
+async def test_notes_take_bounded_memory_and_the_oldest_go_first(world, monkeypatch):
+    """Whoever may pair can have notes made under any bytes, also by requests that are cancelled at once."""
+    for store in (memory, redis):
+        monkeypatch.setattr(store, "NOTES", 2)
     for number, key in enumerate((A, B, A, C)):
         assert await give(world, number, "p1", "d1", [key])
+        world.advance(1)
     assert [bool(found) for found in await world.store.noted([A, B, C])] == [True, False, True]
+
+
+@pytest.mark.asyncio
+async def test_redis_holds_no_key_for_a_note_that_was_forgotten(redis_fleet, monkeypatch):
+    monkeypatch.setattr(redis, "NOTES", 30)
+
+    def keys() -> int:
+        with redis_fleet.server.client() as client:
+            return len(client.keys(f"{redis_fleet.namespace}:prefix*"))
+
+    for number in range(20):
+        assert await give(redis_fleet, number, "p1", "d1", prompt((number, 7)).to_list())
+        redis_fleet.advance(1)
+    assert keys() == 30 + 1
+    redis_fleet.advance(NOTE_KEEP_S + 1)
+    assert keys() == 0
+
+
+@pytest.mark.asyncio
+async def test_what_others_left_in_the_list_of_notes_harms_none(redis_fleet, monkeypatch):
+    monkeypatch.setattr(redis, "NOTES", 2)
+    with redis_fleet.server.client() as client:
+        client.set(f"{redis_fleet.namespace}:prefixes", b"not ours")
+        assert await give(redis_fleet, 1, "p1", "d1", [A, B])
+        client.zadd(f"{redis_fleet.namespace}:prefixes", {b"\xff\x00": -math.inf, "old": math.inf})
+        assert await give(redis_fleet, 2, "p1", "d1", [C])
+    assert {} not in await redis_fleet.store.noted([C])
 
 
 # ------------------------------------------------------------------------------------------- pairing
