@@ -105,7 +105,7 @@ class AdmissionRequest(FrozenModel):
     """Who shares: it enters the keys, and the token of the request must be allowed to name it."""
     retention: Retention | None = None
     """How much its cached pages matter and for how long, for an agent between two calls of its tools. Null: as any others. Without
-    effect where nothing is cached, and when its namespace has as many such pages as it may (`tier.retained_share`)."""
+    effect where nothing is cached, and when its namespace, or all together, have as many as they may (`tier.retained_share`)."""
 
 
 _REPORT = {

@@ -243,7 +243,7 @@ class PrefixStatus(FrozenModel):
     retained_pages: dict[str, NonNegative]
     """Pages that are to go after others now, as requests said with `retention`, by namespace: the eight that have most."""
     retention_refused: NonNegative
-    """Requests whose `retention` did not count, since their namespace had as many retained pages as it may."""
+    """Requests whose `retention` did not count: their namespace, or all together, had as many retained pages as they may."""
 
 
 class HostTierStatus(FrozenModel):

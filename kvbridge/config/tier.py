@@ -100,7 +100,8 @@ class TierConfig(FrozenModel):
 
     retained_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Share of all pages that can be cached which one namespace may have retained at once: its requests say with `retention` that
-    their pages are to go after others. Beyond it they count as without. 0: `retention` is without effect here."""
+    their pages are to go after others. Beyond it they count as without, also beyond half of all pages for all namespaces together
+    (or this share, if it is larger). 0: `retention` is without effect here."""
 
     checkpoint_interval_tokens: NonNegative = 0
     """Prefill, models with windows: so often in a prompt its engine is asked to keep windows and states, from which others go on

@@ -144,7 +144,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_prefix_retention_refused_total",
         _COUNTER,
         (),
-        "Requests whose `retention` did not count, since their namespace had as many retained pages as it may "
+        "Requests whose `retention` did not count, since their namespace, or all together, had as many retained pages as they may "
         "(tier.retained_share).",
     ),
     CHECKPOINTS := MetricSpec(

@@ -25,7 +25,7 @@ class Claims:
         self._of: dict[Owner, Claim] = {}
         self._forgotten: Counter[Evicted] = Counter()
         self.refused = 0
-        """Owners whose namespace retained as many pages as it may: what they ask does not count any more."""
+        """Owners whose namespace, or all together, retained as many pages as they may: what they ask does not count any more."""
 
     def make(self, owner: Owner, path: RecordArray, claim: Claim) -> None:
         """An owner asks this for what it reads, now and later."""

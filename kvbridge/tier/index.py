@@ -198,7 +198,7 @@ class PrefixIndex:
                 residence.used(records)
 
     def retain(self, path: RecordArray, now: float, claim: Claim) -> bool:
-        """Let a path go after others as a claim says, from `now` on; False when its namespace retains as much as it may."""
+        """Let a path go after others as a claim says, from `now` on; False when its namespace, or all, retain what they may."""
         if not self._is_path(path, "retain", whole=True):
             return True
         self.decay(now)

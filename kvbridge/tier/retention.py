@@ -24,6 +24,9 @@ PRIORITY_RANK = 2.0**36
 _LOOK_EVERY_S = 1.0
 """So late at most a priority falls: each look goes over all retained records."""
 _ENDED = -1
+MOST_TOGETHER = 0.5
+"""Share of all records that any number of namespaces may have retained together, unless one alone may have more: a name costs
+nothing, and what is left goes by use alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class Retentions:
         """`share`: of so many of `capacity` records each namespace may have its own retained."""
         self.limit = int(share * capacity)
         """Records of one namespace that can be retained."""
+        self.together = int(max(share, MOST_TOGETHER) * capacity)
+        """Of all namespaces."""
         self.by_namespace: Counter[str] = Counter()
         """Records that are retained now, as far as has been looked."""
         self._until_s = np.zeros((RETENTION_PRIORITIES, capacity))
@@ -60,13 +65,15 @@ class Retentions:
     def retain(self, records: RecordArray, now: float, claim: Claim) -> bool:
         """Let records of a path have at least that priority from `now` on.
 
-        False, and nothing has changed, when the namespace would have more than its share then. `decay` has been called at `now`.
+        False, and nothing has changed, when the namespace would have more than its share then, or all of them more than together
+        they may. `decay` has been called at `now`.
         """
         top = claim.retention.priority
         if not top or not claim.retention.for_s or not len(records):
             return True
         new = records[self._priority[records] <= 0]
-        if len(new) and self.by_namespace[claim.namespace] + len(new) > self.limit:
+        left = min(self.limit - self.by_namespace[claim.namespace], self.together - len(self))
+        if len(new) and len(new) > left:
             return False
         steps = np.arange(top, 0, -1) / top  # the lowest priority lasts longest
         until_s = self._until_s[:top, records]
@@ -132,8 +139,10 @@ class Retentions:
         if (self._until_s[1:] > self._until_s[:-1]).any():
             raise IntegrityError("a higher priority of a record lasts longer than a lower one")
         over = [name for name, count in found.items() if count > self.limit]
-        if over:
-            raise IntegrityError(f"namespaces {over} have more than {self.limit} retained records")
+        if over or len(self) > self.together:
+            raise IntegrityError(
+                f"namespaces {over} have more than {self.limit} retained records, or all more than {self.together}"
+            )
 
     def _at(self, records: RecordArray, now: float) -> npt.NDArray[np.int8]:
         found: npt.NDArray[np.int8] = (self._until_s[:, records] > now).sum(axis=0, dtype=np.int8)

@@ -39,7 +39,7 @@ class RetentionMachine(RuleBasedStateMachine):
         self.now += seconds
 
     @rule(
-        namespace=st.sampled_from("XY"),
+        namespace=st.sampled_from("XYZ"),
         text=TEXTS,
         priority=st.integers(0, 3),
         for_s=st.sampled_from([0.0, 1.0, 3.0, 30.0]),

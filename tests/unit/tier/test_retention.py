@@ -154,6 +154,20 @@ def test_a_namespace_has_its_share_and_no_more():
     bench.cache.check_integrity()
 
 
+@pytest.mark.parametrize(("share", "together"), [(0.25, 6), (0.5, 6), (0.75, 9)])
+def test_any_number_of_namespaces_retain_no_more_than_half_of_the_pages_or_one_s_share(share, together):
+    """Whoever may name any namespace would else have a whole node retained by a few names."""
+    bench = Bench(share=share)
+    for number in range(PAGES // 3):
+        bench.warm(f"prompt {number}", 3, claim(3, namespace=f"tenant {number}"))
+    assert sum(bench.cache.claims.retained().values()) == together
+    assert bench.cache.claims.refused == (PAGES - together) // 3
+    bench.cache.check_integrity()
+    bench.clock.advance(31.5)
+    bench.warm("again", 3, claim(3, namespace="late"))
+    assert bench.cache.claims.retained() == {"late": 3}
+
+
 def test_pages_that_are_retained_already_count_once():
     bench = Bench(share=0.25)
     for _ in range(3):
