@@ -51,6 +51,8 @@ class Operation:
         """Done when nothing touches the pages of the order any more. Several may wait for it: shield it."""
         self.judged = False
         """Whether it has been said what the answer means for the store."""
+        self.answered_before = 0
+        """How many orders the store had answered when it was given this one."""
         self.timer: asyncio.TimerHandle | None = None
 
     def __await__(self) -> Generator[Any, None, Answer]:
@@ -84,6 +86,8 @@ class StoreClient:
         )
         self._under_way: dict[int, Operation] = {}
         """All that is not settled, by number."""
+        self._answered = 0
+        """How many orders the store has answered in time."""
         self._number = 0
         self._failed = FailedKeys(self._limits.remember_s)
         self.breaker = Breaker(self._limits.failures)
@@ -160,6 +164,7 @@ class StoreClient:
             self._settle(operation)
             return operation
         self._number += 1
+        operation.answered_before = self._answered
         self._under_way[self._number] = operation
         operation.timer = loop.call_later(timeout_s, self._late, self._number, timeout_s)
         self.process.send(
@@ -210,10 +215,12 @@ class StoreClient:
         """Give the answer of an order that the store was asked, and take note of what it says about the store."""
         operation.judged = True
         before, now_s = self.breaker.state, asyncio.get_running_loop().time()
-        if answer.failed:
-            self.breaker.failure(now_s)
-        else:
+        is_busy = Outcome.UNREACHABLE not in answer.outcomes and self._answered > operation.answered_before
+        if not answer.failed:
+            self._answered += 1
             self.breaker.success()
+        elif not is_busy:  # what comes late behind others of ours says nothing against a store that answers those
+            self.breaker.failure(now_s)
         if self.breaker.state is not before:
             self.breaker_changes[self.breaker.state] += 1
             log.warning("store_breaker", state=self.breaker.state.value, before=before.value, reason=answer.detail)

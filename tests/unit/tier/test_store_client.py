@@ -160,6 +160,30 @@ def test_silence_is_answered_and_the_pages_wait_for_a_late_report():
 
 
 @in_loop
+def test_a_store_that_has_answered_others_meanwhile_is_asked_on():
+    """Many requests at once make some late, and must not have the store denied to everybody."""
+    case = Case()
+    late, other = case.get(), case.get()
+    case.report(ABSENT, number=2)
+    case.client._late(1, 0.5)
+    assert (outcomes(late), outcomes(other)) == (["timed_out"], ["absent"])
+    assert case.state is BreakerState.CLOSED
+    case.report(Outcome.TIMED_OUT, number=1)
+    case.get()
+    case.late()
+    assert case.state is BreakerState.OPEN, "nothing was answered since this was asked"
+
+
+@in_loop
+def test_a_store_that_says_that_it_cannot_is_at_fault_whatever_it_has_answered():
+    case = Case()
+    case.get(), case.get()
+    case.report(ABSENT, number=2)
+    case.report(Outcome.UNREACHABLE, number=1)
+    assert case.state is BreakerState.OPEN
+
+
+@in_loop
 def test_what_the_store_has_not_let_go_of_is_settled_by_the_end_of_its_process_only():
     case = Case()
     first, second = case.put(new_keys(1)), case.get()
