@@ -25,6 +25,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """After an order that has failed nothing is begun for so long, twice as long after the next one."""
 MOST_WAITING = 4_096
 """Prompts that wait for their turn; the one that has waited longest is forgotten then."""
+MOST_IN_VAIN = 32
+"""Prompts of which nothing can go down that one order looks at: each look walks along a prompt, and the next order looks on."""
 OLDEST = 64
 """Prompts that are looked at for one order, when the oldest go down."""
 
@@ -94,6 +96,7 @@ class BackupController:
         `owner` makes one that nobody else is. Not to be called again before `ended`.
         """
         started: list[Backup] = []
+        in_vain = 0
         if self._clock() < self._not_before_s:
             return started
         settings, left = self._settings, self._order_pages
@@ -102,24 +105,29 @@ class BackupController:
             try:
                 backup = self._twins.start_backup(owner(), keys, at_most=left, min_uses=min_uses)
             except CapacityError:
-                if started:
+                if started or not self._refuse(keys):
                     break  # perhaps there are twins when those are on the host, and nobody reads them
-                self.refused += 1
-                if self._waiting.pop(keys[-1], None) is None:  # it will be the oldest again
-                    self._not_before_s = self._clock() + FIRST_PAUSE_S
-                    break
-                continue
+                backup = None
             if backup is not None:
                 started.append(backup)
                 self._under_way[backup.owner] = keys
                 left -= backup.pages
-            if backup is None and started:
-                continue  # perhaps it has to wait for what this order copies
-            if backup is None or backup.start + backup.pages == len(keys):
+            # What cannot begin beside others perhaps has to wait for what this order copies.
+            is_over = not started if backup is None else backup.start + backup.pages == len(keys)
+            if is_over:
                 self._waiting.pop(keys[-1], None)
-            if left <= 0:
+            in_vain += backup is None
+            if left <= 0 or in_vain == MOST_IN_VAIN:
                 break
         return started
+
+    def _refuse(self, keys: Keys) -> bool:
+        """There are no twins for a prompt. Returns whether the next one can be looked at now."""
+        self.refused += 1
+        if self._waiting.pop(keys[-1], None) is not None:
+            return True
+        self._not_before_s = self._clock() + FIRST_PAUSE_S  # it will be the oldest again
+        return False
 
     def _candidates(self) -> Iterator[Keys]:
         """Yield the prompts of which something is to go down, in their turn."""

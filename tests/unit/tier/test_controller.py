@@ -355,3 +355,35 @@ def test_a_page_that_is_lost_on_the_device_is_unknown_once_its_twin_is_evicted(m
     bench.cache.check_integrity()
     bench.end(reader)
     assert bench.book.counts()[FULL][PageState.CACHED] == 4
+
+
+def test_a_host_that_is_read_as_a_whole_costs_no_order_more_than_a_few_looks(make, monkeypatch):
+    """Each look walks along a whole prompt, in the loop that does everything else."""
+    bench = make(policy=THROUGH, device=200, host=4)
+    bench.room("pinned", 4)
+    bench.settle()
+    owner, _ = bench.admit("pinned", 4)
+    looking = bench.cache.looks.begin_on_host(keys("pinned", 4))
+    for number in range(150):
+        bench.room(f"p{number}", 1)
+    tried = []
+    start_backup = bench.cache.twins.start_backup
+
+    def counted(*given, **named):
+        tried.append(given)
+        return start_backup(*given, **named)
+
+    monkeypatch.setattr(bench.cache.twins, "start_backup", counted)
+    waiting = bench.controller.waiting
+    assert waiting >= 150
+    assert bench.begin() == []
+    assert len(tried) == backup_controller.MOST_IN_VAIN < waiting
+    while bench.controller.waiting:
+        before = bench.controller.waiting
+        assert bench.begin() == []
+        assert bench.controller.waiting < before, "the others have their turn"
+    assert bench.controller.refused >= 150
+    bench.cache.looks.end(looking)
+    bench.end(owner)
+    bench.room("late", 2)
+    assert bench.order() == 2
