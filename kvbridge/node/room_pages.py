@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import structlog
 
 from kvbridge.config.timeouts import DaemonTimeouts
-from kvbridge.core.errors import TransportError
+from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.geometry.checkpoints import needs_checkpoints
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.pages import pages_needed
@@ -35,6 +36,8 @@ from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.readers import Admitted
 from kvbridge.tier.retention import Claim
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +247,11 @@ class RoomPages:
         if len(keys) <= start:
             return 0
         pages = {space: room.tables[space].ids[start : len(keys)] for space in self.prefixes.spaces}
-        return self.prefixes.keep(room.owner, keys.in_namespace(room.namespace), start, pages, digests=digests)
+        try:
+            return self.prefixes.keep(room.owner, keys.in_namespace(room.namespace), start, pages, digests=digests)
+        except BridgeError:  # a defect, but what only saves later requests time fails no room
+            log.exception("prefix_not_kept", **room.identity)
+            return 0
 
     def grow(self, room: Room[Any], tokens: int) -> None:
         """Give a room what it lacks for `tokens` tokens, all or nothing. Raises CapacityError."""

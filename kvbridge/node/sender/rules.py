@@ -108,10 +108,12 @@ class SenderRules:
             return
         room.concluded = True
         room.wait_until(None)
-        self.checkpoints.keep(room)
-        self.pages.give_back(room)
-        room.forget_details()
-        self.facts.rooms.ended(room)
+        try:
+            self.checkpoints.keep(room)
+        finally:
+            self.pages.give_back(room)
+            room.forget_details()
+            self.facts.rooms.ended(room)
 
     def late(self, driver: RoomDriver[SenderRoom], room: SenderRoom, limit: str) -> None:
         """The pages of a room that is being stopped stay away from everybody, and that shows."""

@@ -393,3 +393,18 @@ def test_a_prefix_that_is_being_sent_is_kept() -> None:
     bench.offer(2, HISTORY[:1500])
     with pytest.raises(ConflictError, match="being sent"):
         bench.begin(2, HISTORY[:1500], at_most=0)
+
+
+def test_a_room_whose_pages_cannot_be_kept_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A defect in what is only to save later requests time leaves no page with a room that is over."""
+    bench = Bench()
+
+    def fail(*_: object, **__: object) -> int:
+        raise ConflictError("a defect")
+
+    monkeypatch.setattr(bench.cache, "keep_checkpoint", fail)
+    with pytest.raises(ConflictError, match="a defect"):
+        bench.cross(1, HISTORY[:1000])
+    assert bench.service.book.get(1).over
+    bench.quiet()
+    assert pages_in(bench.book, PageState.HELD) == pages_in(bench.book, PageState.LEASED) == 0

@@ -285,3 +285,15 @@ def test_what_is_dropped_is_told(bench):
     assert bench.admit(3, 4 * PAGE).prefix_tokens == 0
     bench.done(reader)
     assert reader.state.value == "committed"
+
+
+def test_a_room_whose_pages_cannot_be_kept_goes_all_the_way(bench, monkeypatch):
+    """A defect in what is only to save later requests time fails no room, and leaves no page with one that is over."""
+
+    def fail(*_: object, **__: object) -> int:
+        raise ConflictError("a defect")
+
+    monkeypatch.setattr(bench.prefixes, "keep", fail)
+    room = bench.whole(1, 3 * PAGE)
+    assert room.over
+    assert (bench.cached, bench.book.available_pages()[FULL]) == (0, 16)
