@@ -90,9 +90,9 @@ class PrefixBench:
         )
         self.verbs = EngineVerbs(self.service)
 
-    def admit(self, room: int, tokens: list[int], *, keyed: bool = True) -> SenderRoom:
+    def admit(self, room: int, tokens: list[int], *, keyed: bool = True, namespace: str = "") -> SenderRoom:
         found = hashes(tokens) if keyed else b""
-        request = AdmissionRequest(room=room, prompt_tokens=len(tokens), page_hashes=found)
+        request = AdmissionRequest(room=room, prompt_tokens=len(tokens), page_hashes=found, namespace=namespace)
         self.service.requests.admit(request)
         return self.service.book.get(room)
 

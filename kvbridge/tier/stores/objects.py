@@ -10,7 +10,7 @@ with 64 bytes before them, copies took a fifth longer. The trailer, all numbers 
 |---|---|
 | 8 | `kvbpage` and the version |
 | 16 | form: BLAKE2b over the parts' components, layers, lanes and lengths, and the node's word which model it is |
-| 16 | key, made of page keys (`tier.keys`): model, revision, fingerprint, adapter, namespace, all tokens up to a page's end |
+| 16 | key, made of page keys and a namespace (`tier.keys`): model, revision, fingerprint, adapter, all tokens up to a page's end |
 | 8 | bytes of all parts |
 | 4 | their CRC-32C, as of one stretch |
 | 12 | BLAKE2b of these 52 bytes |

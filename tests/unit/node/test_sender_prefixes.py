@@ -38,6 +38,15 @@ def test_the_second_turn_starts_where_the_first_left_a_checkpoint() -> None:
     assert pages_in(bench.book, PageState.CACHED) == 5 + 2
 
 
+def test_keys_of_another_namespace_find_neither_pages_nor_checkpoints() -> None:
+    bench = Bench()
+    bench.cross(1, HISTORY[:1000])
+    found = bench.admit(2, HISTORY[:1000], namespace="acme")
+    assert (found.computed_tokens, bench.restorable(2)) == (0, (0,))
+    assert list(found.checkpoint_causes) == list(found.checkpoints) == [768], "as of a prompt of which nothing is known"
+    assert bench.admit(3, HISTORY[:1000]).computed_tokens == 768
+
+
 @pytest.mark.parametrize("behind", [0, 1, 2, 3, 4, 127, 128, 129, 255])
 def test_the_same_prompt_again_computes_less_than_a_page(behind: int) -> None:
     bench, tokens = Bench(), HISTORY[: 3 * PAGE + behind]

@@ -109,6 +109,21 @@ def test_a_prompt_is_found_only_in_the_namespace_in_which_it_was_kept(bench):
     assert bench.admit(3, 3 * PAGE).prefix_tokens == 3 * PAGE
 
 
+def test_made_up_keys_behind_a_page_of_ones_own_find_no_more_than_that(bench):
+    """Behind a first page a caller can send keys that become names of another namespace: these are not behind that page."""
+    bench.whole(1, 4 * PAGE)
+    own = keys_of(10 * PAGE)[5:9]
+    second = bench.admit(2, 4 * PAGE, keys=own, namespace="acme")
+    bench.done(second, own[-1])
+    bench.verbs.claim("engine", 2, own.data)
+    bench.verbs.release("engine", 2)
+    theirs, ours = keys_of(4 * PAGE).in_namespace(""), own.in_namespace("acme")
+    mask = np.frombuffer(ours.data, np.uint8) ^ np.frombuffer(own.data, np.uint8)
+    forged = Keys(own[0] + (np.frombuffer(theirs.data, np.uint8) ^ mask).tobytes()[16:])
+    assert forged.in_namespace("acme")[1:] == theirs[1:]
+    assert bench.admit(3, 4 * PAGE, keys=forged, namespace="acme").prefix_tokens == PAGE
+
+
 def test_two_namespaces_keep_pages_of_the_same_keys_beside_each_other(bench):
     """An engine computes keys under the namespace that it was told, which nobody compares with that of the room."""
     bench.whole(1, 3 * PAGE)

@@ -197,6 +197,17 @@ async def test_whatever_is_raised_on_the_way_the_pages_go_back_and_the_request_g
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("ends", [False, True])
+async def test_what_is_stored_for_one_namespace_is_not_there_for_another(ends: bool):
+    bench = Bench(ends=ends)
+    keys = keys_of("a", 6)
+    bench.store.put(keys.in_namespace("globex"), end=True)
+    assert await bench.prefetch(keys.in_namespace("acme")) == 0
+    assert await bench.prefetch(keys.in_namespace("")) == 0
+    assert await bench.prefetch(keys.in_namespace("globex")) == 6
+
+
+@pytest.mark.asyncio
 async def test_who_fetches_the_same_page_behind_another_one_waits_for_nobody():
     """Else a request that names keys of somebody else would see from its time whether these are being fetched just now."""
     bench = Bench(twins=16)
