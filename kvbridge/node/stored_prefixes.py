@@ -329,9 +329,8 @@ class StoredPrefixes:
                 for form, at, some in wanted:
                     owner = Owner(NO_ROOM, -next(self._numbers))  # those of backups count upwards
                     demand = dict.fromkeys(self._spaces[form], len(some))
-                    pages = self._book.reserve(owner, demand)
+                    gets.append(_Get(form, owner, at, some, self._book.reserve(owner, demand)))
                     back.callback(self._book.free, owner)
-                    gets.append(_Get(form, owner, at, some, pages))
                 back.pop_all()
         except BridgeError as error:  # now, or never in a pool of this size
             log.debug("prefix_not_fetched", pages=stop - start, reason=str(error))
