@@ -21,12 +21,12 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
 from kvbridge.config.documents import KeyPath, read_document, what_is_wrong
 from kvbridge.config.endpoints import TokenConfig
 from kvbridge.config.mistakes import describe, in_view_of_roles, unknown_key
+from kvbridge.core.children import PROCESS_VARIABLES, SETTINGS_PREFIX
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.prefixes import TokenGrant
 
-ENVIRONMENT_PREFIX = "KVBRIDGE_"
-RESERVED_VARIABLES = frozenset({"KVBRIDGE_CONFIG"})
-"""Variables with the prefix that are no settings: the command line's own."""
+RESERVED_VARIABLES = frozenset({"KVBRIDGE_CONFIG", *PROCESS_VARIABLES})
+"""Variables with the prefix that are no settings: the command line's own, and those that every process reads by itself."""
 
 _DOTTED_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)*")
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
@@ -124,10 +124,10 @@ def _wrong(mistakes: list[str]) -> ConfigError:
 def _add_environment(layers: _Layers, kind: type[BaseModel], environment: Mapping[str, str]) -> list[str]:
     """Ask pydantic-settings about one variable at a time, so that each value and each mistake has a name."""
     settings = type(f"{kind.__name__}Environment", (kind, BaseSettings), {})
-    source = EnvSettingsSource(settings, env_prefix=ENVIRONMENT_PREFIX, env_nested_delimiter="__")
+    source = EnvSettingsSource(settings, env_prefix=SETTINGS_PREFIX, env_nested_delimiter="__")
     mistakes = []
     for name in sorted(environment):
-        if not name.upper().startswith(ENVIRONMENT_PREFIX) or name.upper() in RESERVED_VARIABLES:
+        if not name.upper().startswith(SETTINGS_PREFIX) or name.upper() in RESERVED_VARIABLES:
             continue
         source.env_vars = {name.lower(): environment[name]}
         try:
@@ -143,12 +143,12 @@ def _add_environment(layers: _Layers, kind: type[BaseModel], environment: Mappin
 
 
 def _unknown_variable(kind: type[BaseModel], name: str) -> str:
-    path = tuple(name.upper().removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
+    path = tuple(name.upper().removeprefix(SETTINGS_PREFIX).lower().split("__"))
     text = f"environment {name}: {unknown_key(kind, path)}"
     if _SERVICE_LINK.search(name.upper()):
         return f"{text} (Kubernetes makes such variables for services: set enableServiceLinks: false on the pod)"
     if len(path) == 1 and "_" in path[0]:
-        return f"{text} (two underscores lead into a section: {ENVIRONMENT_PREFIX}HTTP__PORT is http.port)"
+        return f"{text} (two underscores lead into a section: {SETTINGS_PREFIX}HTTP__PORT is http.port)"
     return text
 
 

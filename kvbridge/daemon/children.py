@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from kvbridge.core.children import child_environment, how_it_ended
 from kvbridge.core.errors import DeadlineError, PeerError
 
 STOP_S = 20.0
@@ -52,7 +53,7 @@ class ChildProcess:
                 stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
                 stdout=subprocess.PIPE if piped else log,
                 stderr=log,
-                env=clean_environment() | dict(environment or {}),
+                env=child_environment(os.environ) | dict(environment or {}),
                 start_new_session=True,
                 preexec_fn=_end_with_parent if self._ends_with_us else None,  # noqa: PLW1509 - it calls one C function
             )
@@ -127,16 +128,6 @@ def wait_for(
         if time.monotonic() >= deadline_s:
             raise DeadlineError(f"{what}: not within {timeout_s:g} s")
         time.sleep(0.02)
-
-
-def how_it_ended(code: int) -> str:
-    """Return an exit code in words."""
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def clean_environment() -> dict[str, str]:
-    """Return this process's environment without settings of kvbridge, so that only written files configure children."""
-    return {key: value for key, value in os.environ.items() if not key.startswith("KVBRIDGE_")}
 
 
 def _end_with_parent() -> None:

@@ -9,14 +9,13 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import structlog
 
+from kvbridge.core.children import EndCause, child_environment, end_cause, how_it_ended, module_command
 from kvbridge.core.ids import Rank
-from kvbridge.daemon.children import clean_environment, how_it_ended
 from kvbridge.daemon.worker_output import WorkerOutput
 
 log = structlog.get_logger(__name__)
@@ -38,11 +37,11 @@ class Supervisor:
         worker_start_s: float,
         log_level: str,
         names: Mapping[str, str],
-        on_gone: Callable[[Rank, str], None],
+        on_gone: Callable[[Rank, str, EndCause], None],
     ) -> None:
         """`names`: role, instance and node, for the workers' lines in the log.
 
-        `on_gone(rank, reason)` is called from the event loop when a worker's process has ended.
+        `on_gone(rank, reason, cause)` is called from the event loop when a worker's process has ended.
         """
         self._ranks = tuple(ranks)
         self._arguments = (
@@ -73,35 +72,35 @@ class Supervisor:
         pause_s = FIRST_PAUSE_S
         while not self._stopping:
             started_s = loop.time()
-            reason = await self._run(rank)
+            reason, cause = await self._run(rank)
             if self._stopping:
                 return
-            self._on_gone(rank, reason)
+            self._on_gone(rank, reason, cause)
             pause_s = FIRST_PAUSE_S if loop.time() - started_s > STABLE_AFTER_S else min(LONGEST_PAUSE_S, pause_s * 2)
             await asyncio.sleep(pause_s)
 
-    async def _run(self, rank: Rank) -> str:
-        """Start a process and wait for its end. Returns why it ended, or did not even begin."""
+    async def _run(self, rank: Rank) -> tuple[str, EndCause]:
+        """Start a process and wait for its end. Returns why it ended, or did not even begin, in words and as what is counted."""
         try:
             with WorkerOutput(rank) as output:
                 process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", "kvbridge.worker.process", "--pp", str(rank.pp), "--tp", str(rank.tp)),
+                    *module_command("kvbridge.worker.process", "--pp", str(rank.pp), "--tp", str(rank.tp)),
                     *self._arguments,
                     stdin=asyncio.subprocess.DEVNULL,
                     stderr=output.writing_end,
                     start_new_session=True,  # Ctrl-C is the node's, also before the worker can say that it ignores it
-                    env=clean_environment(),  # it is told all that it is to know: no token travels further than it must
+                    env=child_environment(os.environ),
                 )
                 output.started()
                 self._processes[rank] = process
                 code = await process.wait()
         except OSError as error:  # descriptors, processes or memory are short, perhaps for a moment only
             log.error("worker_start_failed", rank=str(rank), reason=str(error))
-            return f"start failed: {error}"
+            return f"start failed: {error}", EndCause.START_FAILED
         reason = _reason(code, self._killed.pop(process.pid, ""))
         if not self._stopping:
             log.error("worker_gone", rank=str(rank), pid=process.pid, reason=reason)
-        return reason
+        return reason, end_cause(code)
 
     def kill(self, rank: Rank, why: str) -> None:
         """End a worker that does not answer; it is started again."""

@@ -18,6 +18,7 @@ from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.control.addresses import WORKER_SOCKET
 from kvbridge.control.local import LocalCallbacks, LocalServer
 from kvbridge.control.processes import PeerProcess
+from kvbridge.core.children import EndCause
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
@@ -49,9 +50,6 @@ from kvbridge.telemetry.events import WorkerLost, WorkerStarted
 from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
-
-CAUSES = {"killed": "killed", "exit": "exited", "start": "start_failed"}
-"""From the first word of why a process has ended to what is counted."""
 
 ABSENT_AFTER_S = 0.5
 """A node that has not looked for so long was itself stopped or starved: what its workers said meanwhile is still unread."""
@@ -290,8 +288,8 @@ class WorkerHost:
         if not self._unended[rank] and rank in self._revoked:
             self._report(rank, self._revoked.pop(rank))
 
-    def _on_process_gone(self, rank: Rank, reason: str) -> None:
-        self._lost(rank, reason, cause=CAUSES[reason.split(" ", maxsplit=1)[0]])
+    def _on_process_gone(self, rank: Rank, reason: str, cause: EndCause) -> None:
+        self._lost(rank, reason, cause=cause.value)
 
     def _lost(self, rank: Rank, reason: str, *, cause: str = "") -> None:
         self._events.emit(WorkerLost(rank=rank, cause=cause, reason=reason))

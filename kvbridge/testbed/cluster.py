@@ -10,7 +10,6 @@ memory, even of a daemon that was killed.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +23,7 @@ from kvbridge.api.endpoint_file import ENDPOINT_FILE, DaemonEndpoint, read_endpo
 from kvbridge.api.rooms import RoomReport
 from kvbridge.api.status import Readiness
 from kvbridge.bootstrap.ends import PairReport
+from kvbridge.core.children import module_command
 from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, RoomFailedError
 from kvbridge.core.ids import FrozenModel, Positive, Role
 from kvbridge.daemon.children import ChildProcess, stop_all, wait_for
@@ -63,7 +63,7 @@ class DaemonProcess(ChildProcess):
         (self.runtime_dir / ENDPOINT_FILE).unlink(missing_ok=True)
         file = self.folder / "config.yaml"
         file.write_text(json.dumps(self.config, indent=2) + "\n")  # every JSON document is YAML
-        self.launch([sys.executable, "-m", "kvbridge", self.role, "--config", str(file), *self.arguments])
+        self.launch(module_command("kvbridge", self.role, "--config", str(file), *self.arguments))
 
     def endpoint(self, timeout_s: float = START_S) -> DaemonEndpoint:
         """Wait until its HTTP API answers and return where. Raises PeerError when it ends, DeadlineError."""

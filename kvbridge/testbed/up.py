@@ -26,6 +26,7 @@ from kvbridge.cli.config import EXIT_FAILED, DaemonRole, fail
 from kvbridge.cli.wait import why_not_ready
 from kvbridge.config.endpoints import LogFormat
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
+from kvbridge.core.children import module_command
 from kvbridge.core.errors import BridgeError, ConfigError, DeadlineError, PeerError
 from kvbridge.daemon.children import ChildProcess, wait_for
 from kvbridge.daemon.memory import memory_directory
@@ -104,7 +105,7 @@ class ShownDaemon(ChildProcess):
     def start(self) -> None:
         """Start the process; its log is of this run alone, and for people unless the configuration says otherwise."""
         self.log_path.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "kvbridge", self.configured.role, "--config", str(self.configured.path)]
+        command = module_command("kvbridge", self.configured.role, "--config", str(self.configured.path))
         if self.configured.role is DaemonRole.BOOTSTRAP:
             command += ["--endpoint-dir", str(self.endpoint_dir)]
         if self.configured.config.telemetry.log_format is LogFormat.AUTO:

@@ -13,6 +13,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import os
 import secrets
 import sys
 import time
@@ -22,8 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvbridge.core.children import child_environment
 from kvbridge.core.ids import ROOM_BITS
-from kvbridge.daemon.children import clean_environment
 from kvbridge.tier.keys import Keys
 from tests.helpers.cluster import Cluster
 
@@ -229,7 +230,7 @@ async def _start(role: str, runtime_dir: str, shape: Shape) -> asyncio.subproces
         sys.executable, "-m", "tests.bench.load_engine", role, runtime_dir, str(shape.sample_every), shared,
     ]  # fmt: skip
     return await asyncio.create_subprocess_exec(
-        *command, stdin=pipe, stdout=pipe, env=clean_environment(), limit=PIPE_BYTES
+        *command, stdin=pipe, stdout=pipe, env=child_environment(os.environ), limit=PIPE_BYTES
     )
 
 

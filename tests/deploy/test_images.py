@@ -22,7 +22,8 @@ from packaging.requirements import Requirement
 from kvbridge.api.endpoint_file import DaemonEndpoint
 from kvbridge.config.loading import load_config
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
-from kvbridge.daemon.children import ChildProcess, clean_environment, stop_all, wait_for
+from kvbridge.core.children import child_environment
+from kvbridge.daemon.children import ChildProcess, stop_all, wait_for
 from kvbridge.testbed.cluster import calls
 from tests.helpers.other_user import as_user
 
@@ -41,7 +42,9 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files an
 def step(*arguments: str | Path) -> str:
     """What a step of the image prints."""
     command = ["bash", str(DOCKER / "build.sh"), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=clean_environment(), check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env=child_environment(os.environ), check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -199,7 +202,7 @@ class Contained(ChildProcess):
 @pytest.mark.timeout(400)
 def test_a_fleet_of_the_image_pairs_as_a_user_without_rights(image: Path):
     keys = image / "work" / "keys"
-    path = {**clean_environment(), "PATH": f"{image / 'kvbridge/bin'}:{os.environ['PATH']}"}
+    path = {**child_environment(os.environ), "PATH": f"{image / 'kvbridge/bin'}:{os.environ['PATH']}"}
     make = [*as_user(USER), "bash", str(DOCKER / "keys.sh"), str(keys), "prefill-0,prefill-1", "decode-0,decode-1"]
     assert COMPOSE["services"]["keys"]["entrypoint"] == ["keys.sh", "/var/lib/kvbridge/keys", *make[-2:]]
     readable = image / "keys.sh"

@@ -21,8 +21,8 @@ os._exit(code)
 """
 _WORKER_TOO = """
 from types import SimpleNamespace
-from kvbridge.daemon import supervisor
-supervisor.sys = SimpleNamespace(executable={script!r})
+from kvbridge.core import children
+children.sys = SimpleNamespace(executable={script!r})
 """
 
 
@@ -36,18 +36,18 @@ class MutatedDaemon(DaemonProcess):
         self, command: Sequence[str], *, piped: bool = False, environment: Mapping[str, str] | None = None
     ) -> Popen[bytes]:
         """Start it through `-c`."""
-        assert list(command[1:3]) == ["-m", "kvbridge"]
+        assert list(command[1:4]) == ["-P", "-m", "kvbridge"]
         code = self.daemon_code
         if self.worker_code:
             code += _WORKER_TOO.format(script=str(self._worker_script()))
-        return super().launch([command[0], "-c", code + _AS_DAEMON, *command[3:]], piped=piped, environment=environment)
+        return super().launch([command[0], "-c", code + _AS_DAEMON, *command[4:]], piped=piped, environment=environment)
 
     def _worker_script(self) -> str:
-        """A program that is called as the interpreter would be, `-m module` and arguments, and starts a changed worker."""
+        """A program that is called as the interpreter would be, `-P -m module` and arguments, and starts a changed worker."""
         source, script = self.folder / "worker.py", self.folder / "worker.sh"
         source.write_text(self.worker_code + _AS_WORKER)
         run = f"exec(open({str(source)!r}).read())"
-        script.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} -c "{run}" "$@"\n')
+        script.write_text(f'#!/bin/sh\nshift 3\nexec {sys.executable} -c "{run}" "$@"\n')
         script.chmod(0o700)
         return str(script)
 

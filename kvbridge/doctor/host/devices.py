@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from kvbridge.core.children import module_command, signal_name
 from kvbridge.core.errors import BridgeError
 from kvbridge.doctor.facts import Devices, Gpu
 from kvbridge.doctor.host.memory import ROOT, read_number, read_text
@@ -58,14 +59,14 @@ def _try_sharing(ordinal: int) -> str:
     try:
         address = runtime.allocate(ordinal, TRIAL_BYTES)
         try:
-            command = [sys.executable, "-m", __name__, str(ordinal), runtime.export_memory(ordinal, address).hex()]
+            command = module_command(__name__, str(ordinal), runtime.export_memory(ordinal, address).hex())
             found = subprocess.run(command, capture_output=True, text=True, timeout=OPENING_S, check=False)
         finally:
             runtime.free(ordinal, address)
     except (BridgeError, subprocess.TimeoutExpired) as error:
         return str(error)
     if found.returncode < 0:
-        return f"the process that opened it was ended by signal {-found.returncode}"
+        return f"the process that opened it was ended by {signal_name(-found.returncode)}"
     return found.stdout.strip() or (found.stderr.strip()[-300:] if found.returncode else "")
 
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import json
 import select
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from kvbridge.core.children import module_command, signal_name
 from kvbridge.doctor.facts import Moved
 
-COMMAND = (sys.executable, "-m", "kvbridge", "bench-peer")
+COMMAND = module_command("kvbridge", "bench-peer")
 START_S = 60.0
 TRIAL_S = 90.0
 STOP_S = 5.0
@@ -116,5 +116,5 @@ def _stop(process: subprocess.Popen[str]) -> None:
 def _why(code: int, said: str) -> str:
     words = " ".join(said.split())[-LAST_WORDS:]
     if code < 0:
-        return f"its process was ended by signal {-code}: the library crashed here ({words or 'it said nothing'})"
+        return f"its process was ended by {signal_name(-code)}: the library crashed here ({words or 'it said nothing'})"
     return words or f"it ended with {code} and said nothing"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +16,7 @@ from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter, ValidationError
 
+from kvbridge.core.children import module_command
 from kvbridge.core.errors import DeadlineError, PeerError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.daemon.children import ChildProcess
@@ -57,7 +57,7 @@ class EngineProcess(ChildProcess):
         """Start it; it reads the job at once."""
         scratch = job_file.parent / SCRATCH
         scratch.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "kvbridge.testbed.engines", self._package, self.part, str(job_file)]
+        command = module_command("kvbridge.testbed.engines", self._package, self.part, str(job_file))
         self.launch(command, piped=True, environment={"TMPDIR": str(scratch)})
         self._reader.start()
 

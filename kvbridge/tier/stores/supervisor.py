@@ -10,11 +10,11 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import Callable
 
 import structlog
 
+from kvbridge.core.children import child_environment, how_it_ended, module_command
 from kvbridge.core.wire.codec import FrameError
 from kvbridge.tier.stores.base import Capabilities
 from kvbridge.tier.stores.messages import (
@@ -142,13 +142,12 @@ class StoreProcess:
         self.starts += 1
         try:
             self._process = process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "kvbridge.tier.stores.process"),
+                *module_command("kvbridge.tier.stores.process"),
                 *("--log-level", self._log_level, "--parent", str(os.getpid())),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C is the node's
-                # It is told all that it is to know: no token travels further than it must.
-                env={name: value for name, value in os.environ.items() if not name.startswith("KVBRIDGE_")},
+                env=child_environment(os.environ),
             )
         except OSError as error:  # descriptors, processes or memory are short, perhaps for a moment only
             return f"it could not be started: {error}"
@@ -167,8 +166,7 @@ class StoreProcess:
         finally:
             self._late.cancel()
             self._process = None
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-        return self._reason or how
+        return self._reason or how_it_ended(code)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         """Take what the process says until its output ends, which ends the process."""

@@ -35,6 +35,7 @@ import time
 from typing import NoReturn
 
 from kvbridge.config.transports import NixlSettings
+from kvbridge.core.children import child_environment, module_command
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.ids import FrozenModel, NonNegative
@@ -188,10 +189,10 @@ class _Parent:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, self._settings.model_dump_json()],
+                module_command(__name__, self._settings.model_dump_json()),
                 stdin=theirs.fileno(),
                 stdout=subprocess.DEVNULL,
-                env=os.environ | {"UCX_HANDLE_ERRORS": "none", "OPENBLAS_NUM_THREADS": "1"},
+                env=child_environment(os.environ) | {"UCX_HANDLE_ERRORS": "none", "OPENBLAS_NUM_THREADS": "1"},
             )
 
     def _end(self) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,7 +38,7 @@ async def test_a_start_that_fails_is_reported_and_tried_again(tmp_path, monkeypa
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     reports: asyncio.Queue[str] = asyncio.Queue()
-    subject = supervise(tmp_path, lambda rank, reason: reports.put_nowait(reason))
+    subject = supervise(tmp_path, lambda _rank, reason, _cause: reports.put_nowait(reason))
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
     try:
         subject.start()
@@ -52,10 +54,10 @@ async def test_a_start_that_fails_is_reported_and_tried_again(tmp_path, monkeypa
 
 
 async def test_a_defect_in_the_care_for_workers_is_raised(tmp_path, monkeypatch):
-    def defect(rank: Rank, reason: str) -> None:
+    def defect(rank: Rank, reason: str, cause: str) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(supervisor.sys, "executable", os.devnull)  # cannot be started
+    monkeypatch.setattr(sys, "executable", os.devnull)  # cannot be started
     subject = supervise(tmp_path, defect)
     subject.start()
     with pytest.raises(ZeroDivisionError):
@@ -76,3 +78,33 @@ async def test_a_bootstrap_whose_sweeper_ends_does_not_end_as_if_it_had_been_tol
             await asyncio.wait_for(daemon.failed(), WAIT_S)
     finally:
         await daemon.close()
+
+
+async def test_a_worker_runs_no_module_of_the_working_directory(tmp_path, monkeypatch):
+    """Whoever can write to the directory that a daemon was started in must not run code as the daemon's user."""
+    planted, trace = tmp_path / "structlog.py", tmp_path / "was-run"
+    planted.write_text(f"open({str(trace)!r}, 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    ends: asyncio.Queue[str] = asyncio.Queue()
+    subject = supervise(tmp_path, lambda _rank, reason, _cause: ends.put_nowait(reason))
+    subject.start()
+    async with asyncio.timeout(WAIT_S):
+        assert await ends.get() == "exit code 3", "it came as far as its socket, at which nobody listens"
+    await subject.stop(1.0)
+    assert not trace.exists()
+
+
+async def test_a_worker_that_a_real_time_signal_ends_is_started_again(tmp_path, monkeypatch):
+    """Real-time signals have no name, which is no reason to give up the rank."""
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+    script = tmp_path / "worker.sh"
+    script.write_text(f"#!/bin/sh\nkill -{signal.SIGRTMIN + 5} $$\n")
+    script.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(script))
+    ends: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+    subject = supervise(tmp_path, lambda _rank, reason, cause: ends.put_nowait((reason, cause)))
+    subject.start()
+    async with asyncio.timeout(WAIT_S):
+        for _ in range(2):
+            assert await ends.get() == (f"killed by signal {signal.SIGRTMIN + 5}", "killed")
+    await subject.stop(1.0)

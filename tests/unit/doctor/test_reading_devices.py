@@ -57,7 +57,7 @@ def test_two_gpus(two_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = read_devices((1,), two_gpus)
     assert (found.driver, found.ipc_problem) == ("580.65.06", "")
     assert [(gpu.node, gpu.reaches) for gpu in found.gpus] == [(1, (1,)), (None, ())]
-    assert asked[0][1:] == ["-m", "kvbridge.doctor.host.devices", "1", "01" * 64]
+    assert asked[0][1:] == ["-P", "-m", "kvbridge.doctor.host.devices", "1", "01" * 64]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_two_gpus(two_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (0, "cuda:0 cannot open another process's device memory\n", "", "cannot open another"),
         (1, "", "Traceback ...\nImportError: no CUDA", "ImportError: no CUDA"),
-        (-11, "", "", "signal 11"),
+        (-11, "", "", "SIGSEGV"),
     ],
 )
 def test_memory_that_nobody_else_can_open(

@@ -24,6 +24,7 @@ from typing import NamedTuple, Protocol
 import structlog
 
 from kvbridge.api.endpoint_file import ENDPOINT_FILE, DaemonEndpoint, read_endpoint
+from kvbridge.core.children import child_environment, how_it_ended, module_command
 from kvbridge.core.errors import ConfigError, ConflictError, DeadlineError, NotReadyError, PeerError
 from kvbridge.core.ids import Role
 from kvbridge.engine.adapters.vllm.node_config import (
@@ -236,7 +237,7 @@ class NodeProcess:
 
     def _run(self) -> str:
         """Start a child and pass its log on until it ends. Returns why it ended, or did not even begin."""
-        command = [sys.executable, "-m", "kvbridge", self._role.value, "--config", str(self._config_file)]
+        command = module_command("kvbridge", self._role.value, "--config", str(self._config_file))
         self._lines.clear()
         with self._changing:
             if self._closing.is_set():
@@ -247,7 +248,7 @@ class NodeProcess:
                     stdin=subprocess.PIPE,  # its end is the child's, too
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
-                    env={key: value for key, value in os.environ.items() if not key.startswith("KVBRIDGE_")},
+                    env=child_environment(os.environ),
                     start_new_session=True,  # Ctrl-C is vLLM's, which ends us
                 )
             except OSError as error:  # descriptors, processes or memory are short, perhaps for a moment only
@@ -255,7 +256,7 @@ class NodeProcess:
         with process:
             self._pass_on(process)
             code = process.wait()
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return how_it_ended(code)
 
     def _pass_on(self, process: subprocess.Popen[bytes]) -> None:
         """Copy what a child writes to standard error until it has ended; what it has started may hold the pipe for longer."""
