@@ -22,8 +22,10 @@ from kvbridge.cli.keys import findings_of
 from kvbridge.cli.options import with_options
 from kvbridge.config.loading import read_token
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
+from kvbridge.config.transports import TransportName
 from kvbridge.control.keys import CurveKeys, load_keys, read_allowed
-from kvbridge.core.errors import BridgeError
+from kvbridge.core.addresses import parse_tcp
+from kvbridge.core.errors import BridgeError, ConfigError
 from kvbridge.doctor.facts import KeyFact
 from kvbridge.doctor.findings import Finding, Level
 from kvbridge.doctor.host.reach import Credentials
@@ -94,6 +96,9 @@ def doctor(options: DoctorOptions) -> None:
 def _visit(options: DoctorOptions) -> Visit:
     """Load what the options name, or end the command."""
     peers = tuple(options.peer or ())
+    benches = [peer for peer in peers if "://" not in peer]
+    for peer in benches:
+        _require_bench_address(peer, options)
     if (options.config is None) != (options.role is None):
         typer.echo("kvbridge doctor: --config and --role belong together: give both, or neither", err=True)
         raise typer.Exit(EXIT_CONFIG)
@@ -105,6 +110,8 @@ def _visit(options: DoctorOptions) -> Visit:
         needs = needs_of(config)
     except BridgeError as error:
         fail(error)
+    for peer in benches:
+        _require_transports(peer, needs)
     return Visit(
         config=config,
         needs=needs,
@@ -114,6 +121,26 @@ def _visit(options: DoctorOptions) -> Visit:
         bench_flags=_bench_flags(options),
         transfer=options.transfer and bool(needs.transports),
     )
+
+
+def _require_bench_address(peer: str, options: DoctorOptions) -> None:
+    """End the command where `--peer HOST:PORT` would have no effect."""
+    try:
+        good = parse_tcp(f"tcp://{peer}") is not None
+    except BridgeError:
+        good = False
+    if not good:
+        fail(ConfigError(f"--peer {peer}: expected http://HOST:PORT, tcp://HOST:PORT or HOST:PORT"))
+    if not options.transfer:
+        fail(ConfigError(f"--peer {peer}: bytes would be moved there, which --no-transfer forbids; leave one of them out"))
+
+
+def _require_transports(peer: str, needs: Needs) -> None:
+    """End the command where this configuration moves no bytes to another host."""
+    if not needs.transports:
+        fail(ConfigError(f"--peer {peer}: {needs.role} moves no bytes; give the configuration of a prefill or decode node"))
+    if set(needs.transports) == {TransportName.LOCAL}:
+        fail(ConfigError(f"--peer {peer}: transports.order names local alone, which reaches no other host"))
 
 
 def _credentials(config: Config, peer_key: str) -> Credentials:

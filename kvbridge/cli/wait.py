@@ -53,7 +53,7 @@ def wait(
             break
         waiting = list(unready)
         if time.monotonic() >= next_word_s:
-            next_word_s += QUIET_S
+            next_word_s = time.monotonic() + QUIET_S
             typer.echo("; ".join(f"{url} is not ready yet: {reason}" for url, reason in unready.items()), err=True)
         time.sleep(LOOK_S)
     for url, reason in unready.items():
@@ -67,7 +67,7 @@ def why_not_ready(calls: BlockingClient, url: str) -> str:
         found = calls.ask(Readiness, "GET", f"{url}/ready")
     except BridgeError as error:
         return str(error)
-    return "; ".join(found.reasons) or ("" if found.ready else "it gives no reason")
+    return "" if found.ready else "; ".join(found.reasons) or "it gives no reason"
 
 
 def _urls(target: str) -> list[str]:

@@ -24,7 +24,7 @@ from kvbridge.control.envelopes import EnvelopeSocket
 from kvbridge.control.link import Refusal
 from kvbridge.control.monitor import ACCEPTED, DISCONNECTED, read_event
 from kvbridge.control.processes import PeerProcess
-from kvbridge.control.runtime_directory import open_socket, require_private_directory, require_unserved
+from kvbridge.control.runtime_directory import open_socket, remove_socket, require_private_directory, require_unserved
 from kvbridge.control.sockets import NOBLOCK, SocketContext, frames_wait
 from kvbridge.core.addresses import check_ipc_path
 from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, NotFoundError, NotReadyError, PeerError
@@ -107,6 +107,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
             )
             opened.callback(self._socket.close)
             open_socket(path, lambda: self._socket.bind(f"ipc://{path}"), to_group=to_group)
+            opened.callback(remove_socket, path, path.stat().st_ino)
             self._closing = opened.pop_all()
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ import os
 import socket as unix
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from kvbridge.core.errors import ConfigError, ConflictError
@@ -53,6 +54,13 @@ def open_socket(path: Path, bind: Callable[[], object], *, to_group: bool) -> No
     if to_group and facts.st_mode & 0o010:
         os.chown(path, -1, facts.st_gid)
         path.chmod(0o660)
+
+
+def remove_socket(path: Path, inode: int) -> None:
+    """Remove a socket of this process, which still listens there: ZeroMQ leaves the file. Another process's socket stays."""
+    with suppress(OSError):
+        if path.stat().st_ino == inode:
+            path.unlink()
 
 
 def _open_to_group(path: Path, group: int) -> None:

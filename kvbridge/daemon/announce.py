@@ -66,7 +66,9 @@ class Announcer:
         self._pause_s = min(pause_s, interval_s)
         self._told = Load()
         self._registered = False
-        self._outdated = False
+        """Whether the directory has had this node. A node that was known stays ready until the directory refuses it."""
+        self._outdated = True
+        """Whether the directory lacks the registration, or has a former one."""
         self._left = False
         self._calling = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -127,11 +129,11 @@ class Announcer:
 
     async def _beat(self) -> None:
         entry = self._registration()
+        registers, self._outdated = self._outdated, False  # what changes during the call is told by the next one
         try:
-            if self._outdated or not self._registered:
-                self._outdated = False
+            if registers:
                 await self._client.register(entry)
-                self._registered = True
+                self._registered, registers = True, False
                 log.info("registered", url=self._client.base_url)
             else:
                 await self._client.heartbeat(entry.instance, entry.node, entry.heartbeat)
@@ -139,12 +141,12 @@ class Announcer:
             self.problem = self.refusal = ""
             self._failures = 0
         except NotFoundError as error:
-            if not self._registered:
+            if registers:
                 self._replaced = False
                 self._refused(f"{self._client.base_url} is no bootstrap (bootstrap.url): {error}", error.code)
                 self._ask_another()
                 return
-            self._registered = False  # the directory is new, or forgot us
+            self._outdated = True  # the directory is new, or forgot us
             self._report(str(error), error.code)
             self._changed.set()
         except StaleError as error:
@@ -157,6 +159,8 @@ class Announcer:
         except BridgeError as error:
             self._replaced = False
             self._refused(str(error), error.code)
+        finally:
+            self._outdated |= registers  # it was not taken
 
     def _ask_another(self) -> None:
         """Turn to the next replica, at once as long as there is one that has not failed since the last answer."""

@@ -100,8 +100,7 @@ class BootstrapDaemon:
         self._told = ToldReadiness()
         self._feed = Feed(lambda: bootstrap_snapshot(self.status()))
         self._http: HttpServer | None = None
-        self._sweeper: asyncio.Task[None] | None = None
-        self._following: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def url(self) -> str:
@@ -122,8 +121,8 @@ class BootstrapDaemon:
         self._http = await open_http(
             self.config.http, self._app, self._secrets, shutdown_s=self.config.timeouts.shutdown_s / 2
         )
-        self._sweeper = asyncio.create_task(self._sweep(), name="sweeper")
-        self._following = asyncio.create_task(self._secrets.run(), name="secrets")
+        works = {"sweeper": self._sweep(), "secrets": self._secrets.run()}
+        self._tasks = [asyncio.create_task(work, name=name) for name, work in works.items()]
         if self._endpoint_dir is not None:
             try:
                 self._endpoint_dir.mkdir(parents=True, exist_ok=True)
@@ -148,11 +147,11 @@ class BootstrapDaemon:
         return app
 
     async def failed(self) -> None:
-        """Raise what ended the endpoint or the sweeper."""
-        if self._http is not None and self._sweeper is not None:
+        """Raise what ended the endpoint or one of the tasks."""
+        if self._http is not None:
             endpoint = asyncio.ensure_future(self._http.wait_ended())
             try:
-                ended, _ = await asyncio.wait({endpoint, self._sweeper}, return_when=asyncio.FIRST_COMPLETED)
+                ended, _ = await asyncio.wait({endpoint, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
                 for task in ended:
                     task.result()
             finally:
@@ -163,10 +162,9 @@ class BootstrapDaemon:
 
     async def close(self) -> None:
         """Close the endpoint, then what is behind it."""
-        tasks = [task for task in (self._sweeper, self._following) if task is not None]
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._feed.close()
         if self._http is not None:
             await self._http.stop()

@@ -203,11 +203,12 @@ class PrefillLinks:
         return found
 
     async def stop(self, timeout_s: float) -> None:
-        """Let the last messages out and close the links."""
-        for opened in self._opened.values():
-            await opened.client.flush(timeout_s / len(self._opened))
-            opened.client.close()
-        self._opened.clear()
-        if self._context is not None:
-            self._context.close()
-            self._context = None
+        """Let the last messages out, of all links at once, and close the links. No link is opened from now on."""
+        context, self._context = self._context, None
+        try:
+            await asyncio.gather(*(opened.client.flush(timeout_s) for opened in self._opened.values()))
+        finally:
+            for address in tuple(self._opened):
+                self.close(address)
+            if context is not None:
+                context.close()

@@ -332,6 +332,23 @@ async def test_a_served_path_is_not_taken_over_and_a_dead_one_is(node, tmp_path)
     Node(left_behind).server.close()
 
 
+async def test_a_server_that_ends_takes_its_socket_along(node, tmp_path):
+    """What is left in a runtime directory looks like a daemon that runs, or that has been killed."""
+    assert node.path.exists()
+    node.server.close()
+    assert not node.path.exists()
+    node.server.close()
+
+
+async def test_a_server_that_ends_leaves_the_socket_of_another_one(node):
+    """Somebody may have removed the file by hand and started a daemon there."""
+    node.path.unlink()
+    other = Node(node.path)
+    node.server.close()
+    assert node.path.exists()
+    other.server.close()
+
+
 async def test_the_runtime_directory_is_private(tmp_path):
     made = prepare_runtime_directory(tmp_path / "a" / "b")
     assert made.stat().st_mode & 0o777 == 0o700

@@ -17,6 +17,7 @@ from kvbridge.doctor.table import CHECKS
 from tests.unit.doctor.hosts import HEALTHY, changed
 
 CONFIGS = Path(__file__).parents[3] / "configs"
+BOOTSTRAP = ["--config", str(CONFIGS / "bootstrap.yaml"), "--role", "bootstrap"]
 DECODE = ["--config", str(CONFIGS / "decode.yaml"), "--role", "decode"]
 SHORT_OF_FILES = changed(HEALTHY, process__open_files=Limit(soft=256, hard=256))
 
@@ -82,6 +83,10 @@ def test_json_has_stable_names(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*DECODE, "--set", "http.prot=1"], "did you mean 'port'"),
         ([*DECODE, "--set", "pools.device.request=0"], "pools.device.request"),
         (["--rolle", "decode"], "No such option"),
+        ([*DECODE, "--peer", "10.0.0.2:7909", "--no-transfer"], "--peer 10.0.0.2:7909"),
+        ([*BOOTSTRAP, "--peer", "10.0.0.2:7909"], "bootstrap moves no bytes"),
+        ([*DECODE, "--peer", "10.0.0.2:7909", "--set", "transports.order=[local]"], "transports.order"),
+        ([*DECODE, "--peer", "10.0.0.2"], "--peer 10.0.0.2"),
     ],
 )
 def test_wrong_usage_is_2(arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,12 +50,19 @@ READY, NOT_READY = (
     Readiness(ready=True),
     Readiness(ready=False, reasons=("rank worker pp0.tp0 is starting", "no pages")),
 )
-ALONE = Readiness(ready=True, reasons=("no decode instance is ready",))
+ALONE = Readiness(ready=False, reasons=("no decode instance is ready",))
 
 
 def test_it_ends_when_all_are_ready():
     with daemon(NOT_READY, READY) as node, daemon(ALONE, ALONE, READY) as bootstrap:
         result = wait(node, f"{bootstrap}/")
+    assert (result.exit_code, result.output) == (0, "")
+
+
+def test_a_daemon_that_is_ready_may_have_something_to_say():
+    """A node that bootstrap knew is ready while bootstrap is away, and gives that as a reason all the same."""
+    with daemon(Readiness(ready=True, reasons=("bootstrap does not answer: refused",))) as node:
+        result = wait(node, "--timeout", "0")
     assert (result.exit_code, result.output) == (0, "")
 
 

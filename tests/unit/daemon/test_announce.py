@@ -133,6 +133,57 @@ async def test_a_registration_that_has_changed_is_told_at_once_and_the_node_stay
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize(
+    "problem", [PeerError("away"), NotReadyError("the store is away"), UnauthorizedError("which token?")]
+)
+async def test_a_registration_that_has_changed_is_told_until_the_directory_has_it(problem: BridgeError) -> None:
+    """A directory that keeps the former keys of a node sends decode nodes to where nobody listens with them."""
+    directory = FakeDirectory()
+    announced = announcer(directory, interval_s=60)
+    await announced.beat()
+    announced.register_again()
+    for directory.problem in (problem, None, None):
+        await announced.beat()
+    assert directory.calls == ["register", "register", "register", "heartbeat"]
+
+
+@pytest.mark.asyncio
+async def test_a_change_during_a_registration_is_told_by_another_one() -> None:
+    directory = FakeDirectory()
+    directory.hold = asyncio.Event()
+    announced = announcer(directory, interval_s=60)
+    beat = asyncio.create_task(announced.beat())
+    await directory.until(1)
+    announced.register_again()
+    directory.hold.set()
+    await beat
+    await announced.beat()
+    assert directory.calls == ["register", "register"]
+
+
+@pytest.mark.asyncio
+async def test_a_node_that_was_known_is_no_less_ready_after_a_restart_of_bootstrap() -> None:
+    """A load balancer that looks in that moment would take all nodes out at once."""
+    directory = FakeDirectory()
+    announced = announcer(directory, interval_s=60)
+    obstacles = []
+    for directory.problem in (None, PeerError("away"), NotFoundError("who?"), PeerError("away again"), None):
+        await announced.beat()
+        obstacles.append(announced.obstacle)
+    assert obstacles == [""] * 5
+    assert directory.calls == ["register", "heartbeat", "heartbeat", "register", "register"]
+
+
+@pytest.mark.asyncio
+async def test_a_bootstrap_that_will_not_register_a_node_again_makes_it_unready() -> None:
+    directory = FakeDirectory()
+    announced = announcer(directory, interval_s=60)
+    for directory.problem in (None, NotFoundError("who?"), UnauthorizedError("which token?")):
+        await announced.beat()
+    assert announced.obstacle == "bootstrap refuses this node: which token?"
+
+
+@pytest.mark.asyncio
 async def test_an_address_that_is_no_bootstrap_is_said_to_be_none() -> None:
     directory = FakeDirectory()
     directory.problem = NotFoundError("no route /v1/instances/i/nodes/n; see /openapi.json")
@@ -209,7 +260,7 @@ async def test_where_a_node_stands_with_the_directory() -> None:
     assert await after(ConflictError("no")) == ("refused", "bootstrap refuses this node: no")
     assert await after(None) == ("registered", "")
     assert await after(PeerError("away")) == ("unreachable", ""), "it was known, and rooms cross without bootstrap"
-    assert await after(NotFoundError("who?")) == ("unreachable", "bootstrap does not know this node: who?")
+    assert await after(NotFoundError("who?")) == ("unreachable", ""), "it is told at once, and has not refused this node"
     assert await after(None) == ("registered", "")
     state, obstacle = await after(StaleError("another has it"))
     assert (state, "another process has taken this node's name" in obstacle) == ("replaced", True)

@@ -18,7 +18,7 @@ from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerIdentity, PeerServer
-from kvbridge.core.errors import BridgeError, CapacityError, FingerprintMismatchError, PeerError
+from kvbridge.core.errors import BridgeError, CapacityError, FingerprintMismatchError, NotReadyError, PeerError
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.messages import Hello, PeerMessage, Rejected, Welcome
 from kvbridge.daemon.decode import PrefillPeers
@@ -218,3 +218,40 @@ async def test_how_long_decode_nodes_are_silent_is_asked_for_all_of_them_at_once
     links._server = server
     assert links.silences_s() == {f"{number:016x}": float(number) for number in range(32)}
     assert server.listed == 1
+
+
+async def test_a_node_that_is_lost_while_links_end_does_not_keep_the_others_open(opened):
+    """Links are closed by what is heard during the wait for acknowledgements, too."""
+    node = opened(PeerSettings())
+    for number in (1, 2, 3):
+        assert node.nodes.known_node(address(number)) is None  # each has a Hello that nobody acknowledges
+    ending = asyncio.create_task(node.links.stop(0.2))
+    await asyncio.sleep(0)  # the task waits from now on
+    node.nodes.lost(address(1), "silent")
+    async with asyncio.timeout(WAIT_S):
+        await ending
+    assert not any(address(number) in node.links for number in (1, 2, 3))
+    with pytest.raises(NotReadyError, match="starting or ending"):
+        node.links.open(address(4))
+
+
+async def test_links_end_together_within_the_time_that_they_are_given(opened):
+    """A node that reads slowly has all of the time, however many others there are."""
+    node = opened(PeerSettings())
+    for number in range(1, 21):
+        assert node.nodes.known_node(address(number)) is None
+    given: list[float] = []
+
+    async def flush(timeout_s: float) -> bool:
+        given.append(timeout_s)
+        if len(given) == 20:
+            all_wait.set()
+        await all_wait.wait()
+        return True
+
+    all_wait = asyncio.Event()
+    for opened_link in node.links._opened.values():
+        opened_link.client.flush = flush
+    async with asyncio.timeout(WAIT_S):
+        await node.links.stop(5.0)
+    assert given == [5.0] * 20

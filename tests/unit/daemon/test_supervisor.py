@@ -108,3 +108,19 @@ async def test_a_worker_that_a_real_time_signal_ends_is_started_again(tmp_path, 
         for _ in range(2):
             assert await ends.get() == (f"killed by signal {signal.SIGRTMIN + 5}", "killed")
     await subject.stop(1.0)
+
+
+async def test_a_bootstrap_that_follows_its_secrets_no_more_ends(monkeypatch):
+    """Tokens and certificates that are changed from then on would never be in force, and nobody would know."""
+    daemon = BootstrapDaemon(BootstrapConfig.model_validate({"http": {"port": 0}}))
+
+    async def defect() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(daemon._secrets, "run", defect)
+    await daemon.start()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(daemon.failed(), WAIT_S)
+    finally:
+        await daemon.close()
