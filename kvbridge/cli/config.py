@@ -25,7 +25,9 @@ ConfigT = TypeVar("ConfigT", bound=BaseModel)
 EXIT_FAILED = 1
 """Exit code of a command that could not do what it was told to."""
 EXIT_CONFIG = 2
-"""Exit code of every command that is given a wrong configuration."""
+"""Exit code of every command that is given a wrong configuration. Starting again does not help."""
+EXIT_UNAVAILABLE = 3
+"""Exit code of a daemon whose configuration names what is missing, held or unfit on this host. Starting again later may help."""
 
 app = typer.Typer(name="config", help="Look at a daemon's configuration.", no_args_is_help=True)
 

@@ -11,12 +11,12 @@ from typing import Annotated
 import structlog
 import typer
 
-from kvbridge.cli.config import EXIT_FAILED, FileOption, SetOption, fail, load_or_exit
+from kvbridge.cli.config import EXIT_FAILED, EXIT_UNAVAILABLE, FileOption, SetOption, fail, load_or_exit
 from kvbridge.cli.options import with_options
 from kvbridge.config.endpoints import TelemetryConfig
 from kvbridge.config.router import DispatchOrder, RouterConfig
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
-from kvbridge.core.errors import BridgeError, ConfigError, ConflictError
+from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, UnavailableError
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.descriptors import raise_open_files
@@ -164,7 +164,9 @@ def _run(build: Callable[[], Daemon]) -> None:
 
     try:
         asyncio.run(live())
-    except (ConfigError, ConflictError) as error:  # a conflict at start is an address or a directory that is taken
+    except (UnavailableError, ConflictError) as error:  # a conflict at start is an address or a directory that is taken
+        fail(error, EXIT_UNAVAILABLE)
+    except ConfigError as error:
         fail(error)
     except BridgeError as error:
         log.error("daemon_failed", code=error.code, reason=str(error))

@@ -132,13 +132,21 @@ def _require_bench_address(peer: str, options: DoctorOptions) -> None:
     if not good:
         fail(ConfigError(f"--peer {peer}: expected http://HOST:PORT, tcp://HOST:PORT or HOST:PORT"))
     if not options.transfer:
-        fail(ConfigError(f"--peer {peer}: bytes would be moved there, which --no-transfer forbids; leave one of them out"))
+        fail(
+            ConfigError(
+                f"--peer {peer}: bytes would be moved there, which --no-transfer forbids; leave one of them out"
+            )
+        )
 
 
 def _require_transports(peer: str, needs: Needs) -> None:
     """End the command where this configuration moves no bytes to another host."""
     if not needs.transports:
-        fail(ConfigError(f"--peer {peer}: {needs.role} moves no bytes; give the configuration of a prefill or decode node"))
+        fail(
+            ConfigError(
+                f"--peer {peer}: {needs.role} moves no bytes; give the configuration of a prefill or decode node"
+            )
+        )
     if set(needs.transports) == {TransportName.LOCAL}:
         fail(ConfigError(f"--peer {peer}: transports.order names local alone, which reaches no other host"))
 

@@ -22,7 +22,7 @@ from kvbridge.config.documents import KeyPath, read_document, what_is_wrong
 from kvbridge.config.endpoints import TokenConfig
 from kvbridge.config.mistakes import describe, in_view_of_roles, unknown_key
 from kvbridge.core.children import PROCESS_VARIABLES, SETTINGS_PREFIX
-from kvbridge.core.errors import ConfigError
+from kvbridge.core.errors import ConfigError, UnavailableError
 from kvbridge.core.prefixes import TokenGrant
 
 RESERVED_VARIABLES = frozenset({"KVBRIDGE_CONFIG", *PROCESS_VARIABLES})
@@ -207,9 +207,9 @@ def read_secrets(secret: SecretStr | None, file: Path | None, *, key: str) -> tu
     except OSError as error:
         # A name without a directory may be the secret itself, put where its file belongs.
         shown = file if len(file.parts) > 1 else "the file named there (not shown: it has no directory)"
-        raise ConfigError(f"{key}: cannot read {shown}: {error.strerror}") from None
+        raise UnavailableError(f"{key}: cannot read {shown}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{key}: {file} is not UTF-8 text") from None
     if not lines or not lines[0].strip() or lines[0].startswith("#"):
-        raise ConfigError(f"{key}: the first line of {file} is empty or a comment, expected the secret")
+        raise UnavailableError(f"{key}: the first line of {file} is empty or a comment, expected the secret")
     return tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))

@@ -6,7 +6,7 @@ import errno
 
 from kvbridge.control.listeners import tcp_listeners
 from kvbridge.core.addresses import parse_tcp
-from kvbridge.core.errors import BridgeError, ConfigError, ConflictError
+from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, UnavailableError
 
 ENGINE_SOCKET = "engine.sock"
 WORKER_SOCKET = "worker.sock"
@@ -22,10 +22,10 @@ def bind_error(endpoint: str, number: int, text: str) -> BridgeError:
             f"control address {endpoint} is taken{holder}; stop what holds it, or configure another port (0 picks one)"
         )
     if number in {errno.EADDRNOTAVAIL, errno.ENODEV}:
-        return ConfigError(f"control address {endpoint}: this machine has no such address or interface")
+        return UnavailableError(f"control address {endpoint}: this machine has no such address or interface")
     if number == errno.EACCES:
         return ConfigError(f"control address {endpoint}: not permitted to bind it; use a port above 1023")
-    return ConfigError(f"control address {endpoint} cannot be bound: {text}")
+    return UnavailableError(f"control address {endpoint} cannot be bound: {text}")
 
 
 def _port_holder(port: int) -> str:

@@ -20,7 +20,7 @@ from pathlib import Path
 import zmq
 from zmq.utils import z85
 
-from kvbridge.core.errors import ConfigError, ConflictError
+from kvbridge.core.errors import ConfigError, ConflictError, UnavailableError
 
 KEY_CHARACTERS = 40
 SECRET_FILE_MODE = 0o600
@@ -227,11 +227,11 @@ def _read(path: Path, what: str, most_bytes: int, *, forbidden: int, otherwise: 
                 raise ConfigError(f"{what} is no regular file")
             content = file.read(most_bytes + 1)
     except OSError as error:
-        raise ConfigError(f"{what} cannot be read: {error.strerror}") from error
+        raise UnavailableError(f"{what} cannot be read: {error.strerror}") from error
     if len(content) > most_bytes:
         raise ConfigError(f"{what} is longer than {most_bytes} bytes: it is another file")
     if mode & forbidden:
-        raise ConfigError(f"{what} has mode {stat.S_IMODE(mode):04o}{otherwise} {path}")
+        raise UnavailableError(f"{what} has mode {stat.S_IMODE(mode):04o}{otherwise} {path}")
     try:
         return content.decode()
     except UnicodeDecodeError:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from kvbridge.core.errors import ConfigError, ConflictError
+from kvbridge.core.errors import ConflictError, UnavailableError
 
 _PROBE_S = 1.0
 
@@ -21,12 +21,12 @@ _PROBE_S = 1.0
 def prepare_runtime_directory(path: Path, group: int | None = None) -> Path:
     """Make `path` if needed and return it: mode 0700, or 0750 for a group.
 
-    Raises ConfigError when others own it or can enter it.
+    Raises UnavailableError when others own it or can enter it.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"runtime directory {path} cannot be made: {error.strerror}") from error
+        raise UnavailableError(f"runtime directory {path} cannot be made: {error.strerror}") from error
     require_private_directory(path, forbidden=0o077 if group is None else 0o007)
     if group is not None:
         _open_to_group(path, group)
@@ -34,13 +34,13 @@ def prepare_runtime_directory(path: Path, group: int | None = None) -> Path:
 
 
 def group_number(group: int | str) -> int:
-    """Return the number of a group. Raises ConfigError for a name that this system does not know."""
+    """Return the number of a group. Raises UnavailableError for a name that this system does not know."""
     if isinstance(group, int) or group.isdecimal():
         return int(group)
     try:
         return grp.getgrnam(group).gr_gid
     except KeyError:
-        raise ConfigError(f"runtime_group: there is no group '{group}' here; give its number") from None
+        raise UnavailableError(f"runtime_group: there is no group '{group}' here; give its number") from None
 
 
 def open_socket(path: Path, bind: Callable[[], object], *, to_group: bool) -> None:
@@ -68,7 +68,7 @@ def _open_to_group(path: Path, group: int) -> None:
         os.chown(path, -1, group)
         path.chmod(0o750)
     except OSError as error:
-        raise ConfigError(
+        raise UnavailableError(
             f"runtime_group: runtime directory {path} cannot be given to group {group}: {error.strerror}; user {os.geteuid()} of "
             "this daemon must be a member of it (supplementary groups)"
         ) from error
@@ -77,8 +77,8 @@ def _open_to_group(path: Path, group: int) -> None:
 def require_private_directory(path: Path, user: int | None = None, *, forbidden: int = 0o027) -> bool:
     """Return whether `path` is there; what lies in it is believed.
 
-    Raises ConfigError unless it is a directory of that user (default: this one) without any of the rights `forbidden`. A client
-    only minds those by which somebody else could put a socket there; who may connect is up to the daemon.
+    Raises UnavailableError unless it is a directory of that user (default: this one) without any of the rights `forbidden`. A
+    client only minds those by which somebody else could put a socket there; who may connect is up to the daemon.
     """
     expected = os.geteuid() if user is None else user
     try:
@@ -86,16 +86,16 @@ def require_private_directory(path: Path, user: int | None = None, *, forbidden:
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise ConfigError(f"runtime directory {path} cannot be looked at: {error.strerror}") from error
+        raise UnavailableError(f"runtime directory {path} cannot be looked at: {error.strerror}") from error
     if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != expected:
         whose = "this user" if user is None else f"user {user}"
-        raise ConfigError(
+        raise UnavailableError(
             f"runtime directory {path} is not a directory of {whose}; choose another, or say whose it is (daemon_user)"
         )
     if stat.S_IMODE(facts.st_mode) & forbidden:
-        raise ConfigError(f"runtime directory {path} can be entered by others; run: chmod 700 {path}")
+        raise UnavailableError(f"runtime directory {path} can be entered by others; run: chmod 700 {path}")
     if not os.access(path, os.X_OK):
-        raise ConfigError(
+        raise UnavailableError(
             f"runtime directory {path} may not be entered by user {os.geteuid()} of this process, who is not in its group "
             f"{facts.st_gid}; make it a member (containers: supplementalGroups), or set the daemon's runtime_group"
         )

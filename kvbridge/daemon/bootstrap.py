@@ -31,7 +31,7 @@ from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.config.directory import StoreKind
 from kvbridge.config.loading import read_secret, read_token
 from kvbridge.config.schema import BootstrapConfig
-from kvbridge.core.errors import BridgeError, ConfigError
+from kvbridge.core.errors import BridgeError, ConfigError, UnavailableError
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.lifecycle import ToldReadiness
 from kvbridge.daemon.live_view import bootstrap_snapshot
@@ -127,7 +127,9 @@ class BootstrapDaemon:
             try:
                 self._endpoint_dir.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise ConfigError(f"--endpoint-dir {self._endpoint_dir} cannot be made: {error.strerror}") from error
+                raise UnavailableError(
+                    f"--endpoint-dir {self._endpoint_dir} cannot be made: {error.strerror}"
+                ) from error
             endpoint = DaemonEndpoint(
                 role="bootstrap", incarnation=self.incarnation, pid=os.getpid(), http_url=self._http.url
             )

@@ -19,7 +19,7 @@ import structlog
 
 from kvbridge.config.pools import DecodePools, DeviceLayout, HostLayout, HostPool, MemoryOwner, RankPlacement
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.core.errors import ConfigError, DeadlineError, InvalidInputError
+from kvbridge.core.errors import ConfigError, DeadlineError, InvalidInputError, UnavailableError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.hot_buffer import sparse_component
 from kvbridge.core.geometry.manifest import Region
@@ -341,11 +341,11 @@ def memory_directory(config: PrefillConfig | DecodeConfig) -> Path:
 
 
 def require_memory_directory(config: PrefillConfig | DecodeConfig, layout: NodeLayout) -> None:
-    """Raise ConfigError when the node makes shared files and they would not be in memory."""
+    """Raise UnavailableError when the node makes shared files and they would not be in memory."""
     directory = memory_directory(config)
     if layout.node_bytes and (problem := why_not_memory(directory)):
         key = "pools.host.directory" if isinstance(config.pools, DecodePools) else "the pools' directory"
-        raise ConfigError(f"{key}: {problem}; the pools need a directory in memory, such as {DEFAULT_DIRECTORY}")
+        raise UnavailableError(f"{key}: {problem}; the pools need a directory in memory, such as {DEFAULT_DIRECTORY}")
 
 
 def file_prefix(instance: str, node: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from kvbridge.config.pools import ModelConfig
-from kvbridge.core.errors import ConfigError
+from kvbridge.core.errors import ConfigError, UnavailableError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.huggingface import geometry_from_config
 from kvbridge.core.geometry.presets import preset
@@ -38,7 +38,7 @@ def _read_geometry(path: Path) -> ModelGeometry:
     try:
         return ModelGeometry.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"model.geometry: cannot read {path}: {error.strerror}") from error
+        raise UnavailableError(f"model.geometry: cannot read {path}: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
@@ -52,8 +52,10 @@ def read_hf_config(path: Path) -> dict[str, Any]:
     """Read a Hugging Face `config.json`. Raises ConfigError."""
     try:
         facts = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.hf_config: cannot read {path}: {error}") from error
+    except OSError as error:
+        raise UnavailableError(f"model.hf_config: cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"model.hf_config: {path} is not JSON: {error}") from error
     if not isinstance(facts, dict):
         raise ConfigError(f"model.hf_config: {path} does not hold a JSON object")
     return facts

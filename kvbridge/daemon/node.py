@@ -218,8 +218,10 @@ class NodeDaemon:
             if not self.admission.closed:
                 self._told.look(self.overview.readiness())
             self._look_for_announcements()
-            if time.monotonic() >= next_heartbeat_s:
-                next_heartbeat_s += heartbeat_s
+            if (now_s := time.monotonic()) >= next_heartbeat_s:
+                next_heartbeat_s = (
+                    now_s + heartbeat_s
+                )  # what was missed while this process was stopped is not caught up
                 self.peers.watch()
 
     # ------------------------------------------------------------------ parts

@@ -111,8 +111,15 @@ def _move(visit: Visit, host: Host, tell: Callable[[str], None]) -> list[Moved]:
     ]
     tell(f"moving bytes within this host by {', '.join(installed)}")
     found = move_here(installed, visit.bench_flags)
+    reaching = [name for name in installed if name != "local"]
     for peer in visit.peers:
-        if "://" not in peer:
-            tell(f"moving bytes to {peer}")
-            found += move_to(peer, [name for name in installed if name != "local"], visit.bench_flags)
+        if "://" in peer:
+            continue
+        tell(f"moving bytes to {peer}")
+        found += move_to(peer, reaching, visit.bench_flags)
+        if not reaching:
+            missing = ", ".join(name for name in visit.needs.transports if name in LIBRARY_OF)
+            found.append(
+                Moved(name=peer, transport=missing, problem="no library of these transports is installed here")
+            )
     return found

@@ -19,7 +19,7 @@ import structlog
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvbridge.core.errors import ConfigError
+from kvbridge.core.errors import ConfigError, UnavailableError
 from kvbridge.http.connections import Acceptor, BoundedProtocol, ConnectionLimits, bounded
 
 log = structlog.get_logger(__name__)
@@ -44,7 +44,7 @@ class TlsFiles:
             self.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
             return self.certificate.read_bytes(), self.key.read_bytes()
         except OSError as error:  # ssl.SSLError is one
-            raise ConfigError(f"http.tls_certificate_file, http.tls_key_file: cannot be used: {error}") from error
+            raise UnavailableError(f"http.tls_certificate_file, http.tls_key_file: cannot be used: {error}") from error
 
     def load(self, context: ssl.SSLContext) -> None:
         """Have a context show this certificate. Raises OSError, and the context is then of no use any more."""
@@ -114,7 +114,7 @@ class HttpServer:
             config.load()
         except OSError as error:  # ssl.SSLError is one
             listener.close()
-            raise ConfigError(f"http.tls_certificate_file, http.tls_key_file: cannot be used: {error}") from error
+            raise UnavailableError(f"http.tls_certificate_file, http.tls_key_file: cannot be used: {error}") from error
         server = _Uvicorn(config, listener, limits)
         task = asyncio.create_task(server.serve(sockets=[]), name="http-server")
         started = asyncio.create_task(server.listening.wait())
@@ -191,7 +191,8 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
-        raise ConfigError(
+        kind = ConfigError if isinstance(error, PermissionError) else UnavailableError
+        raise kind(
             f"http.host {host}, http.port {port}: cannot listen there: {error.strerror or error}; "
             "choose another port (0 takes a free one) or end the process that has it"
         ) from error

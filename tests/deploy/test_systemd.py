@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvbridge.cli.config import EXIT_CONFIG, EXIT_UNAVAILABLE
 from kvbridge.config.timeouts import BootstrapTimeouts, DaemonTimeouts
 
 UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
@@ -75,3 +76,10 @@ def test_each_unit_starts_its_role():
         ("decode", "kvbridge-decode@.service"),
     ):
         assert setting("ExecStart", unit).split()[:2] == ["/opt/kvbridge/bin/kvbridge", role]
+
+
+def test_systemd_gives_up_where_starting_again_cannot_help_and_nowhere_else():
+    common = "kvbridge-.service.d/10-common.conf"
+    assert setting("RestartPreventExitStatus", common) == str(EXIT_CONFIG)
+    assert setting("StartLimitIntervalSec", common) == "0", "it does not count how often"
+    assert EXIT_UNAVAILABLE != EXIT_CONFIG

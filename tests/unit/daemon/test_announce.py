@@ -260,7 +260,9 @@ async def test_where_a_node_stands_with_the_directory() -> None:
     assert await after(ConflictError("no")) == ("refused", "bootstrap refuses this node: no")
     assert await after(None) == ("registered", "")
     assert await after(PeerError("away")) == ("unreachable", ""), "it was known, and rooms cross without bootstrap"
-    assert await after(NotFoundError("who?")) == ("unreachable", ""), "it is told at once, and has not refused this node"
+    assert await after(NotFoundError("who?")) == ("unreachable", ""), (
+        "it is told at once, and has not refused this node"
+    )
     assert await after(None) == ("registered", "")
     state, obstacle = await after(StaleError("another has it"))
     assert (state, "another process has taken this node's name" in obstacle) == ("replaced", True)
