@@ -60,7 +60,7 @@ class ConfigError(InvalidInputError, code="config_invalid"):
     """A configuration file, variable or flag is wrong; the message names the key."""
 
 
-class UnavailableError(ConfigError, code="unavailable_here"):
+class UnavailableError(ConfigError):
     """The configuration names a file, an address or a directory that is missing, held or unfit on this host now.
 
     The configuration itself may be right: the same start can succeed later.

@@ -46,6 +46,7 @@ from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.telemetry.events import PairingEnded, PrefixGuessed
+from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import BUILD, READY, ROOMS
 from kvbridge.telemetry.registry import Metrics, library_versions
 from kvbridge.telemetry.service_metrics import HEARTBEAT_AGE, INSTANCES, PAIRING_DURATION, PAIRING_PREFIXES, PAIRINGS
@@ -98,6 +99,7 @@ class BootstrapDaemon:
         self._traces = Traces()
         self._overview = _Overview()
         self._told = ToldReadiness()
+        self._seldom = Seldom(self.metrics.line_left_out)
         self._feed = Feed(lambda: bootstrap_snapshot(self.status()))
         self._http: HttpServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -119,7 +121,7 @@ class BootstrapDaemon:
         )
         self._traces.read(self.pairing.events)
         self._http = await open_http(
-            self.config.http, self._app, self._secrets, shutdown_s=self.config.timeouts.shutdown_s / 2
+            self.config.http, self._app, self._secrets, self._seldom, shutdown_s=self.config.timeouts.shutdown_s / 2
         )
         works = {"sweeper": self._sweep(), "secrets": self._secrets.run()}
         self._tasks = [asyncio.create_task(work, name=name) for name, work in works.items()]
@@ -173,6 +175,7 @@ class BootstrapDaemon:
         await self._daemons.close()
         await self._store.close()
         await self._traces.close(self.config.timeouts.shutdown_s / 5)
+        self._seldom.tell(everything=True)
         if self._endpoint_dir is not None:
             remove_endpoint(self._endpoint_dir, self.incarnation)
 
@@ -185,6 +188,7 @@ class BootstrapDaemon:
             took_s = time.thread_time() - begun_s
             self._told.look(self.readiness())
             self._traces.look()
+            self._seldom.tell()
 
     async def _look(self) -> None:
         """Forget what has expired and take the overview; a store that cannot be asked is part of it."""

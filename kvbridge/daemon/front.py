@@ -11,12 +11,18 @@ from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.http.connections import ConnectionLimits
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer, TlsFiles
+from kvbridge.telemetry.logs import Seldom
 
 
 async def open_http(
-    http: HttpConfig, build: Callable[[AppSettings], Application], secrets: SecretFiles, *, shutdown_s: float
+    http: HttpConfig,
+    build: Callable[[AppSettings], Application],
+    secrets: SecretFiles,
+    seldom: Seldom,
+    *,
+    shutdown_s: float,
 ) -> HttpServer:
-    """Build the application and serve it. Raises ConfigError for a taken address or an unreadable secret."""
+    """Build the application and serve it. Raises UnavailableError for a taken address or an unreadable secret."""
     tokens = secrets.add(
         "http.token_file",
         (http.token_file,),
@@ -32,9 +38,9 @@ async def open_http(
     certificate, key = http.tls_certificate_file, http.tls_key_file
     tls = TlsFiles(certificate, key) if certificate is not None and key is not None else None
     connections = affordable(http.max_connections, "http.max_connections")
-    limits = ConnectionLimits(request_s=http.max_request_s, connections=connections)
+    limits = ConnectionLimits(request_s=http.max_request_s, connections=connections, seldom=seldom)
     server = await HttpServer.start(
-        build(settings), host=http.host, port=http.port, shutdown_s=shutdown_s, tls=tls, limits=limits
+        build(settings), host=http.host, port=http.port, shutdown_s=shutdown_s, limits=limits, tls=tls
     )
     if tls is not None:
         pair = secrets.add("http.tls_certificate_file", (tls.certificate, tls.key), tls.read)

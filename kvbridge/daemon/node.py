@@ -115,7 +115,9 @@ class NodeDaemon:
         parts.worker_host.open(parts.identity.incarnation)
         parts.engine_socket.open(parts.identity.incarnation, config.runtime_dir, self._api)
         self._open_peers()
-        self._http = await open_http(config.http, self._app, self._secrets, shutdown_s=self._closing_part_s)
+        self._http = await open_http(
+            config.http, self._app, self._secrets, parts.seldom, shutdown_s=self._closing_part_s
+        )
         self._background(self._http.wait_ended(), "http")
         self._announce(self._http.url)
         self._background(self._ticks(), "ticks")
@@ -177,7 +179,7 @@ class NodeDaemon:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._tasks.clear()
-        parts.lines.look(everything=True)
+        parts.seldom.tell(everything=True)
 
     @property
     def _closing_part_s(self) -> float:
@@ -211,7 +213,7 @@ class NodeDaemon:
             self.parts.worker_host.watch()
             if self.parts.backups is not None:
                 self.parts.backups.tick()
-            self.parts.lines.look()
+            self.parts.seldom.tell()
             self._traces.look()
             if self.parts.memory.kept is not None:
                 self.parts.memory.kept.files.renew()

@@ -34,6 +34,7 @@ from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.layout import even_boundaries
 from kvbridge.telemetry.host_tier import HostTierReader
+from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import BUILD
 from kvbridge.telemetry.phases import PHASES
 from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames
@@ -59,7 +60,8 @@ class NodeParts:
     identity: NodeIdentity
     geometry: ModelGeometry
     metrics: Metrics
-    lines: LogReader
+    seldom: Seldom
+    """What keeps lines of the log few that strangers, or many rooms, can cause."""
     recent: StatusReader
     timelines: RoomTimelines
     events: EventStream
@@ -89,18 +91,20 @@ class NodeParts:
             StatusReader(),
             EventStream(),
         )
-        lines, copies = LogReader(names, metrics), HostTierReader(metrics)
-        for reader in (names, MetricsReader(metrics, names), lines, recent, timelines, copies):
+        seldom = Seldom(metrics.line_left_out)
+        copies = HostTierReader(metrics, seldom)
+        for reader in (names, MetricsReader(metrics, names), LogReader(names, seldom), recent, timelines, copies):
             events.add_reader(reader.table)
         layers, book = {rank: part.layers for rank, part in layout.parts.items()}, layout.book()
-        socket, worker_host = EngineSocket(config.timeouts.engine_settle_s, events), WorkerHost(config, layers, events)
+        socket = EngineSocket(config.timeouts.engine_settle_s, events)
+        worker_host = WorkerHost(config, layers, events, seldom)
         prefixes = _prefixes(config, geometry, layout, book)
         return cls(
             config=config,
             identity=NodeIdentity(role, config.instance, config.node, secrets.token_hex(8)),
             geometry=geometry,
             metrics=metrics,
-            lines=lines,
+            seldom=seldom,
             recent=recent,
             timelines=timelines,
             events=events,

@@ -71,7 +71,7 @@ class RouterDaemon:
         self._replicas = self._open_directory()
         self._directory = DirectoryWatch(self.servers, [one.instances for one in self._replicas], self._health)
         self._told = ToldReadiness()
-        self._said = Seldom()
+        self._seldom = Seldom(self.metrics.line_left_out)
         self._http: HttpServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -111,6 +111,7 @@ class RouterDaemon:
             self.config.http,
             lambda settings: create_router_app(service=self, status=self, settings=settings),
             self._secrets,
+            self._seldom,
             shutdown_s=self.config.timeouts.shutdown_s / 5,
         )
         works = [self._secrets.run(), self._look()]
@@ -154,10 +155,12 @@ class RouterDaemon:
         await self._upstream.close()
         for replica in self._replicas:
             await replica.close()
+        self._seldom.tell(everything=True)
 
     async def _look(self) -> None:
         while True:
             self._told.look(self.readiness())
+            self._seldom.tell()
             await asyncio.sleep(LOOK_S)
 
     # ------------------------------------------------------------------ requests
@@ -176,7 +179,7 @@ class RouterDaemon:
                 outcome = "answered" if found.status < 400 else "refused"
         except BridgeError as error:
             outcome = "failed" if order == "none" else "broken"
-            if self._said.admits("request_failed"):
+            if self._seldom.admits("request_failed"):
                 log.warning("request_failed", path=asked.path, outcome=outcome, code=error.code, reason=str(error))
             raise
         finally:
@@ -195,7 +198,7 @@ class RouterDaemon:
     def _attempt_failed(self, failure: FailedAttemptError) -> None:
         server = failure.server
         self.metrics.count(ATTEMPTS_FAILED, server.role.value, failure.reason)
-        if self._said.admits("attempt_failed"):
+        if self._seldom.admits("attempt_failed"):
             log.warning("attempt_failed", peer_role=server.role.value, url=server.url, reason=str(failure))
 
     async def models(self, headers: dict[str, str]) -> tuple[int, bytes]:

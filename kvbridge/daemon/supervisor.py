@@ -17,6 +17,7 @@ import structlog
 from kvbridge.core.children import EndCause, child_environment, end_cause, how_it_ended, module_command
 from kvbridge.core.ids import Rank
 from kvbridge.daemon.worker_output import WorkerOutput
+from kvbridge.telemetry.logs import Seldom
 
 log = structlog.get_logger(__name__)
 
@@ -34,22 +35,21 @@ class Supervisor:
         ranks: Iterable[Rank],
         *,
         socket: Path,
-        worker_start_s: float,
-        log_level: str,
-        names: Mapping[str, str],
+        options: Mapping[str, str],
         on_gone: Callable[[Rank, str, EndCause], None],
+        seldom: Seldom,
     ) -> None:
-        """`names`: role, instance and node, for the workers' lines in the log.
+        """`options`: of the command line of each worker. `seldom`: for the lines of the libraries below them.
 
         `on_gone(rank, reason, cause)` is called from the event loop when a worker's process has ended.
         """
         self._ranks = tuple(ranks)
         self._arguments = (
-            *("--socket", str(socket), "--parent", str(os.getpid()), "--setup-timeout-s", str(worker_start_s)),
-            *("--log-level", log_level),
-            *(word for key, value in names.items() for word in (f"--{key}", value)),
+            *("--socket", str(socket), "--parent", str(os.getpid())),
+            *(word for name, value in options.items() for word in (f"--{name}", value)),
         )
         self._on_gone = on_gone
+        self._seldom = seldom
         self._processes: dict[Rank, asyncio.subprocess.Process] = {}
         self._killed: dict[int, str] = {}
         """Why, by process id."""
@@ -82,12 +82,13 @@ class Supervisor:
     async def _run(self, rank: Rank) -> tuple[str, EndCause]:
         """Start a process and wait for its end. Returns why it ended, or did not even begin, in words and as what is counted."""
         try:
-            with WorkerOutput(rank) as output:
+            with WorkerOutput(rank, self._seldom) as output:
                 process = await asyncio.create_subprocess_exec(
                     *module_command("kvbridge.worker.process", "--pp", str(rank.pp), "--tp", str(rank.tp)),
-                    *self._arguments,
+                    *(*self._arguments, "--log-descriptor", str(output.log_end)),
                     stdin=asyncio.subprocess.DEVNULL,
-                    stderr=output.writing_end,
+                    stderr=output.errors_end,
+                    pass_fds=(output.log_end,),
                     start_new_session=True,  # Ctrl-C is the node's, also before the worker can say that it ignores it
                     env=child_environment(os.environ),
                 )

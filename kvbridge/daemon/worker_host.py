@@ -47,6 +47,7 @@ from kvbridge.core.wire.worker_messages import (
 from kvbridge.daemon.supervisor import Supervisor
 from kvbridge.node.workers import WorkerSet, WorkerState
 from kvbridge.telemetry.events import WorkerLost, WorkerStarted
+from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
@@ -78,10 +79,16 @@ class WorkerHost:
     """All rank workers of a node. Built and used in one running loop."""
 
     def __init__(
-        self, config: PrefillConfig | DecodeConfig, layers: dict[Rank, tuple[int, ...]], events: EventStream
+        self,
+        config: PrefillConfig | DecodeConfig,
+        layers: dict[Rank, tuple[int, ...]],
+        events: EventStream,
+        seldom: Seldom,
     ) -> None:
+        """`seldom`: for the lines of libraries below the workers."""
         self._config = config
         self._events = events
+        self._seldom = seldom
         self._listener: WorkerListener
         self._reports: Reports
         self._setup: Callable[[Rank], WorkerSetup]
@@ -119,13 +126,13 @@ class WorkerHost:
         self._setup = setup
         if names is not None:
             config = self._config
+            limit_s, level = config.timeouts.worker_start_s, config.telemetry.log_level.value
             self._supervisor = Supervisor(
                 self.workers.layers,
                 socket=config.runtime_dir / WORKER_SOCKET,
-                worker_start_s=config.timeouts.worker_start_s,
-                log_level=config.telemetry.log_level.value,
-                names=names,
+                options={"setup-timeout-s": str(limit_s), "log-level": level, **names},
                 on_gone=self._on_process_gone,
+                seldom=self._seldom,
             )
             self._supervisor.start()
         early, self._early = self._early or {}, None

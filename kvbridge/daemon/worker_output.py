@@ -1,9 +1,10 @@
-"""What a rank worker's process writes to its standard error, as lines of this daemon's log.
+"""What a rank worker's process writes, as lines of this daemon's log.
 
-Owns: the pipe, telling our own lines from those of libraries, the level of the latter. Must not know: what a worker does.
+Owns: its two pipes, the level of what libraries write. Must not know: what a worker does.
 
-A worker writes its log as JSON, whatever form the daemon's has, and the daemon writes it again in its own. Everything else comes
-from the libraries below, which write without level or owner, also in the moment in which they end the process.
+A worker writes its log into a pipe of its own, as JSON whatever form the daemon's has, and the daemon writes it again in its own.
+The libraries below the worker write to standard error, without level or owner, also in the moment in which they end the process:
+whatever such a line looks like, it is no record of the worker's log.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import json
 import logging
 import os
 import re
-from typing import Any, Self
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Self
 
 import structlog
 
@@ -24,8 +27,8 @@ log = structlog.get_logger(__name__)
 
 READ_BYTES = 1 << 16
 LONGEST_LINE_BYTES = 1 << 14
-LINES, EVERY_S = 50, 1.0
-"""Lines of libraries that are written within so long."""
+LINES = 50
+"""Lines of the libraries below one worker that are written within a second."""
 
 _HARMLESS = re.compile(r"Local segment descriptor not found|Logging before InitGoogleLogging")
 """What Mooncake reports at every good start."""
@@ -59,15 +62,14 @@ def level_of(text: str) -> int:
     return logging.WARNING
 
 
-class WorkerOutput:
-    """The standard error of one process: `writing_end` is to be its, `started` says that it has it. Left when it has ended."""
+class _Pipe:
+    """A pipe that is read line by line, in the running loop, from `started` on."""
 
-    def __init__(self, rank: Rank) -> None:
-        self._rank = str(rank)
+    def __init__(self, take: Callable[[str], None]) -> None:
+        self._take = take
+        self._rest = b""
         self._reading_end, self.writing_end = os.pipe()
         os.set_blocking(self._reading_end, False)
-        self._rest = b""
-        self._seldom = Seldom(lines=LINES, every_s=EVERY_S)
 
     def started(self) -> None:
         """The process has its end: read ours from now on."""
@@ -75,15 +77,12 @@ class WorkerOutput:
         self.writing_end = -1
         asyncio.get_running_loop().add_reader(self._reading_end, self._read)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Take what is still there."""
         asyncio.get_running_loop().remove_reader(self._reading_end)
         while self._read():
             pass
         self._line(self._rest)
-        self._tell_left_out(everything=True)
         os.close(self._reading_end)
         if self.writing_end >= 0:
             os.close(self.writing_end)
@@ -106,28 +105,55 @@ class WorkerOutput:
 
     def _line(self, line: bytes) -> None:
         text = line.decode(errors="replace").strip()
-        if not text:
+        if text:
+            self._take(text)
+
+
+class WorkerOutput:
+    """What one process writes. It gets `log_end` and `errors_end`, `started` says that it has them. Left when it has ended."""
+
+    def __init__(self, rank: Rank, seldom: Seldom) -> None:
+        self._rank = str(rank)
+        self._seldom = seldom
+        self._pipes: tuple[_Pipe, ...] = ()
+
+    @property
+    def log_end(self) -> int:
+        """The descriptor that the worker's log is written to."""
+        return self._pipes[0].writing_end
+
+    @property
+    def errors_end(self) -> int:
+        """The descriptor of its standard error."""
+        return self._pipes[1].writing_end
+
+    def started(self) -> None:
+        """The process has its ends: read ours from now on."""
+        for pipe in self._pipes:
+            pipe.started()
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opened:
+            for take in (self._own, self._foreign):
+                pipe = _Pipe(take)
+                opened.callback(pipe.close)
+                self._pipes += (pipe,)
+            self._closing = opened.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.close()
+
+    def _own(self, text: str) -> None:
+        try:
+            record = json.loads(text)
+            level, event = logging.getLevelNamesMapping()[record.pop("level").upper()], record.pop("event")
+        except (ValueError, KeyError, TypeError, AttributeError):
+            self._foreign(text)  # it was cut off by the end of the process, or is longer than a line may be
             return
-        if own := _own_line(text):
-            level = logging.getLevelNamesMapping().get(str(own.pop("level")).upper(), logging.WARNING)
-            log.log(level, own.pop("event"), **own)
-        elif self._seldom.admits("library_output"):
+        record.pop("timestamp", None)
+        log.log(level, event, **record)
+
+    def _foreign(self, text: str) -> None:
+        if self._seldom.admits("library_output", self._rank, lines=LINES):
             log.log(level_of(text), "library_output", rank=self._rank, text=text[:LONGEST_LINE_BYTES])
-        self._tell_left_out()
-
-    def _tell_left_out(self, *, everything: bool = False) -> None:
-        for event, _, lines, seconds in self._seldom.left_out(everything=everything):
-            log.warning("lines_left_out", of=event, rank=self._rank, lines=lines, seconds=round(seconds, 1))
-
-
-def _own_line(text: str) -> dict[str, Any]:
-    """Return the keys of a line that a worker's own log has written; empty for any other."""
-    if not text.startswith('{"'):
-        return {}
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return {}
-    if not isinstance(found, dict) or not {"event", "level"} <= found.keys():
-        return {}
-    return {key: value for key, value in found.items() if key != "timestamp"}

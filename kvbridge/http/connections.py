@@ -49,6 +49,8 @@ class ConnectionLimits:
     """From the connection, or the first byte after an answer, to the last byte of a request. A TLS handshake before that
     may take as long, and so may the end of TLS after it."""
     connections: int
+    seldom: Seldom
+    """Keeps lines about callers few: of that of the daemon."""
 
 
 def _refusal(why: str) -> bytes:
@@ -72,7 +74,6 @@ class BoundedProtocol(H11Protocol):
 
     limits: ConnectionLimits
     turns: Turns
-    refusals: Seldom
     _request_timer: asyncio.TimerHandle | None = None
     _late = False
     _unread = b""
@@ -119,7 +120,7 @@ class BoundedProtocol(H11Protocol):
 
     def _turn_away(self) -> None:
         self._unread = b""
-        if self.refusals.admits("request_refused_unread"):
+        if self.limits.seldom.admits("request_refused_unread"):
             log.warning("request_refused_unread", waiting=MOST_WAITING, waited_s=LONGEST_WAIT_S)
         self.transport.write(TOO_MANY_WAIT)
         self.transport.close()
@@ -151,7 +152,7 @@ class BoundedProtocol(H11Protocol):
 
 def bounded(limits: ConnectionLimits) -> type[H11Protocol]:
     """Return a protocol for uvicorn that keeps the limits; those of one server take turns. In the running loop."""
-    own = {"limits": limits, "turns": Turns(asyncio.get_running_loop().call_soon), "refusals": Seldom()}
+    own = {"limits": limits, "turns": Turns(asyncio.get_running_loop().call_soon)}
     return type("BoundedProtocol", (BoundedProtocol,), own)
 
 
@@ -176,7 +177,6 @@ class Acceptor:
         )
         self._loop = asyncio.get_running_loop()
         self._connections: set[asyncio.Task[None]] = set()
-        self._refusals = Seldom()
         self._pause: asyncio.TimerHandle | None = None
         listener.setblocking(False)
         self._loop.add_reader(listener, self._accept)
@@ -210,7 +210,7 @@ class Acceptor:
 
     def _admit(self, connection: socket.socket) -> None:
         if len(self._connections) >= self._limits.connections:
-            if self._refusals.admits("connection_refused"):
+            if self._limits.seldom.admits("connection_refused"):
                 log.warning("connection_refused", open=len(self._connections), limit="http.max_connections")
             self._refuse(connection)
             return

@@ -25,7 +25,6 @@ from kvbridge.http.connections import Acceptor, BoundedProtocol, ConnectionLimit
 log = structlog.get_logger(__name__)
 
 BACKLOG = 2048
-DEFAULT_LIMITS = ConnectionLimits(request_s=10.0, connections=2_048)
 
 Application = ASGIApp
 """What `create_daemon_app` and `create_bootstrap_app` return, for those who only pass it on."""
@@ -101,8 +100,8 @@ class HttpServer:
         host: str,
         port: int,
         shutdown_s: float,
+        limits: ConnectionLimits,
         tls: TlsFiles | None = None,
-        limits: ConnectionLimits = DEFAULT_LIMITS,
     ) -> Self:
         """Listen and serve in a task of the running loop; port 0 takes a free one.
 

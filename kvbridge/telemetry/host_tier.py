@@ -53,9 +53,9 @@ class CopySums:
 class HostTierReader:
     """Counts copies, keeps sums for `/status`, and writes a line for each that has failed, a few a second."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, seldom: Seldom) -> None:
         self._metrics = metrics
-        self._seldom = Seldom()
+        self._seldom = seldom
         self.sums = {direction: CopySums() for direction in DIRECTIONS}
         self.table: Reader = {CopyEnded: self._ended}
 

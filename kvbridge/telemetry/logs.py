@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
@@ -19,6 +19,8 @@ from structlog.typing import Processor
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.telemetry.context import bound_ids
+
+log = structlog.get_logger(__name__)
 
 MASK = "***"
 _SECRET = re.compile(r"secret|passw|credential|authori[sz]ation|bearer|private|api_?key|key_material", re.IGNORECASE)
@@ -100,6 +102,8 @@ def configure_logs(
     )
 
 
+LINES, EVERY_S = 10, 1.0
+"""Lines of one kind that are written within so long: a room that ends costs little, and a stranger cannot fill the disk."""
 MAX_KINDS = 256
 """Kinds that are counted apart: peers choose some of their words."""
 
@@ -115,40 +119,47 @@ class _Seen:
 
 
 class Seldom:
-    """Lets a few lines of each kind through at a time, and counts the others. Events and kinds are few words of our own."""
+    """Lets a few lines of each kind through at a time, and counts the others. Events and kinds are few words of our own.
 
-    def __init__(self, *, lines: int = 10, every_s: float = 1.0, clock: Clock = monotonic) -> None:
+    A daemon has one, and calls its `tell` now and then.
+    """
+
+    def __init__(
+        self, count: Callable[[str], object], *, lines: int = LINES, every_s: float = EVERY_S, clock: Clock = monotonic
+    ) -> None:
+        """`count(event)` is called for each line that is left out, in that moment: none is left out without a trace."""
+        self._count = count
         self._lines = lines
         self._every_s = every_s
         self._clock = clock
         self._seen: dict[tuple[str, str], _Seen] = {}
 
-    def admits(self, event: str, kind: str = "") -> bool:
-        """Whether a line of this kind may be written now."""
+    def admits(self, event: str, kind: str = "", *, lines: int | None = None) -> bool:
+        """Whether a line of this kind may be written now. `lines`: for kinds that may have more or fewer than others."""
         now_s = self._clock()
         if len(self._seen) >= MAX_KINDS and (event, kind) not in self._seen:
             kind = "other"
         seen = self._seen.setdefault((event, kind), _Seen(now_s))
         if now_s - seen.since_s >= self._every_s:
             seen.since_s, seen.lines = now_s, 0
-        if seen.lines < self._lines:
+        if seen.lines < (self._lines if lines is None else lines):
             seen.lines += 1
             return True
         if not seen.left_out:
             seen.left_out_since_s = now_s
         seen.left_out += 1
+        self._count(event)
         return False
 
-    def left_out(self, *, everything: bool = False) -> list[tuple[str, str, int, float]]:
-        """Return (event, kind, lines, seconds) of what was not let through since the last call, or since `every_s` at least."""
+    def tell(self, *, everything: bool = False) -> None:
+        """Write how many lines were left out, kind by kind: once `every_s` has passed since the first of them, or at once."""
         now_s = self._clock()
-        found = []
         for (event, kind), seen in self._seen.items():
             seconds = now_s - seen.left_out_since_s
             if seen.left_out and (everything or seconds >= self._every_s):
-                found.append((event, kind, seen.left_out, seconds))
+                which = {"kind": kind} if kind else {}
+                log.warning("lines_left_out", of=event, **which, lines=seen.left_out, seconds=round(seconds, 1))
                 seen.left_out = 0
-        return found
 
 
 def mask_secrets(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

@@ -11,7 +11,6 @@ import logging
 
 import structlog
 
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.ids import Rank
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.busy import BusyTime
@@ -73,7 +72,6 @@ from kvbridge.telemetry.metrics import (
 )
 from kvbridge.telemetry.path_events import FenceBegan, PathLost, PathsFound, WritersShutOut
 from kvbridge.telemetry.registry import Metrics
-from kvbridge.telemetry.service_metrics import LINES_LEFT_OUT
 from kvbridge.telemetry.specs import Direction
 from kvbridge.telemetry.stream import Reader
 
@@ -86,8 +84,6 @@ LOST = "lost"
 PATH_LOST = "path_lost"
 WHOLE = "admit_to_claim"
 """The phase that has a metric of its own."""
-LINES, EVERY_S = 10, 1.0
-"""Lines of one kind that are written within so long: a room that ends costs little, and a stranger cannot fill the disk."""
 
 
 class PeerNames:
@@ -206,13 +202,12 @@ class MetricsReader:
 class LogReader:
     """Writes a line for each fact that an operator should find again.
 
-    Of rooms that ended, and of what strangers can cause, only so many lines a kind and second; `look` says how many were left out.
+    Of rooms that ended, and of what strangers can cause, `seldom` lets only so many lines through.
     """
 
-    def __init__(self, names: PeerNames, metrics: Metrics, clock: Clock = monotonic) -> None:
+    def __init__(self, names: PeerNames, seldom: Seldom) -> None:
         self._names = names
-        self._metrics = metrics
-        self._seldom = Seldom(lines=LINES, every_s=EVERY_S, clock=clock)
+        self._seldom = seldom
         # A module's logger is made anew for each line, also for one that is not written; a room has many.
         self._rooms = log.bind()
         self.table: Reader = {
@@ -268,12 +263,6 @@ class LogReader:
             FenceBegan: lambda _, fact: log.warning("fence_began", epoch=fact.epoch, rooms=fact.rooms),
             WritersShutOut: lambda _, fact: log.info("writers_shut_out", epoch=fact.epoch, rooms=fact.rooms),
         }
-
-    def look(self, *, everything: bool = False) -> None:
-        """Say what was left out, once its time is over. To be called now and then, and at the end, for everything."""
-        for event, kind, lines, seconds in self._seldom.left_out(everything=everything):
-            self._metrics.count(LINES_LEFT_OUT, event, by=lines)
-            log.warning("lines_left_out", of=event, kind=kind, lines=lines, seconds=round(seconds, 1))
 
     def _room(self, _now_s: float, fact: RoomEntered) -> None:
         if not fact.state.final:

@@ -41,6 +41,7 @@ from kvbridge.telemetry.metrics import (
 from kvbridge.telemetry.service_metrics import (
     HTTP_DURATION,
     HTTP_REQUESTS,
+    LINES_LEFT_OUT,
     METHODS,
     STORE_FAILED,
     STORE_REFUSED,
@@ -200,6 +201,10 @@ class Metrics:
     def traceparent_ignored(self) -> None:
         """Count a header that names no trace."""
         self.count(TRACEPARENTS_IGNORED)
+
+    def line_left_out(self, event: str) -> None:
+        """Count a line that the log does not have."""
+        self.count(LINES_LEFT_OUT, event)
 
     def store_value_refused(self, reason: str) -> None:
         """See StoreObserver."""

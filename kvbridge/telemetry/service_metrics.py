@@ -147,7 +147,19 @@ SERVICE_METRICS: tuple[MetricSpec, ...] = (
         ("event",),
         "Log lines that were not written because there were too many of their kind, which a line `lines_left_out` tells.",
         EVERYBODY,
-        values={"event": ("frame_refused", "room_ended", "room_message_refused")},
+        values={
+            "event": (
+                "attempt_failed",
+                "connection_refused",
+                "frame_refused",
+                "library_output",
+                "pages_not_copied",
+                "request_failed",
+                "request_refused_unread",
+                "room_ended",
+                "room_message_refused",
+            )
+        },
     ),
     SPANS := MetricSpec(
         "kvbridge_trace_spans_total",

@@ -6,6 +6,7 @@ Owns: logs, the connection to the node, what is left at the end. Must not know: 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import structlog
@@ -27,7 +28,9 @@ def serve(given: argparse.Namespace) -> int:
     """Serve one rank until the node says Shutdown or is gone. Returns the exit code."""
     rank = Rank(pp=given.pp, tp=given.tp)
     names = {"role": given.role, "instance": given.instance, "node": given.node, "rank": str(rank)}
-    configure_logs(names=names, level=given.log_level, form="json")
+    os.set_inheritable(given.log_descriptor, False)  # it is of this process alone, and so is its end
+    log_file = open(given.log_descriptor, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115 - to the end
+    configure_logs(names=names, level=given.log_level, form="json", stream=log_file)
     link = open_node_link(Path(given.socket), rank)
     try:
         serve_rank(link, rank, setup_timeout_s=given.setup_timeout_s)

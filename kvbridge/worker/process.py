@@ -39,6 +39,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--setup-timeout-s", type=float, required=True)
     parser.add_argument("--log-level", default="info")
+    parser.add_argument("--log-descriptor", type=int, default=2, help="where the log is written to; 2: standard error")
     for name in ("--role", "--instance", "--node"):
         parser.add_argument(name, required=True, help="for the log")
     return parser.parse_args(arguments)

@@ -13,7 +13,6 @@ import io
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -22,9 +21,8 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
 from kvbridge.http.middleware import Observed
-from kvbridge.telemetry import readers
 from kvbridge.telemetry.events import Fact, OrderBegan, OrderEnded, PeerAccepted, PhasesEnded, RankReceived, RoomEntered
-from kvbridge.telemetry.logs import configure_logs
+from kvbridge.telemetry.logs import LINES, Seldom, configure_logs
 from kvbridge.telemetry.phases import PHASES
 from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames
 from kvbridge.telemetry.recent import StatusReader
@@ -73,8 +71,7 @@ def facts_of_a_room(number: int) -> dict[str, list[Fact]]:
 def stream(role: str, *, lines: int) -> EventStream:
     """The stream of a node with all readers, `lines` of rooms that ended a second."""
     names, metrics = PeerNames(), Metrics(role=role)
-    with mock.patch.object(readers, "LINES", lines):
-        log = LogReader(names, metrics)
+    log = LogReader(names, Seldom(metrics.line_left_out, lines=lines))
     made = EventStream()
     for reader in (names, MetricsReader(metrics, names), log, StatusReader(), RoomTimelines()):
         made.add_reader(reader.table)
@@ -129,7 +126,7 @@ def run() -> dict[str, Any]:
     measured: Callable[[int], dict[str, float]] = lambda lines: {  # noqa: E731 - twice the same
         role: room_us(role, lines=lines) for role in ("prefill", "decode")
     }
-    sampled, written = measured(readers.LINES), measured(1 << 40)
+    sampled, written = measured(LINES), measured(1 << 40)
     return {
         "room_us": sampled,
         "room_us_each_written": written,

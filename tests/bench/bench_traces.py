@@ -18,7 +18,6 @@ from typing import Any
 from unittest import mock
 
 from kvbridge.http.middleware import Observed
-from kvbridge.telemetry import readers
 from kvbridge.telemetry.context import TraceContext, begin_with
 from kvbridge.telemetry.events import (
     EndReserved,
@@ -32,6 +31,7 @@ from kvbridge.telemetry.events import (
     RoomFinished,
     RoomOffered,
 )
+from kvbridge.telemetry.logs import LINES
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.service_metrics import SPANS
 from kvbridge.telemetry.spans import PARTS, SpanReader
@@ -83,7 +83,7 @@ def rooms_us(rooms: list[Facts], streams: dict[str, EventStream]) -> float:
 def daemons() -> dict[str, EventStream]:
     """The streams of three daemons with their readers."""
     return {
-        **{role: stream(role, lines=readers.LINES) for role in ("prefill", "decode")},
+        **{role: stream(role, lines=LINES) for role in ("prefill", "decode")},
         "bootstrap": EventStream(),
     }
 

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from kvbridge.http.server import HttpServer
+from tests.helpers.connection_limits import limits
 
 WAIT_S = 60.0
 ADDRESSES = [{"endpoint": "tcp://10.0.0.7:7801", "public_key": ""}]
@@ -77,7 +78,7 @@ class OpenAiServer:
         self._drawn = 0
 
     async def start(self, port: int = 0) -> None:
-        self._server = await HttpServer.start(self, host="127.0.0.1", port=port, shutdown_s=5.0)
+        self._server = await HttpServer.start(self, host="127.0.0.1", port=port, shutdown_s=5.0, limits=limits())
 
     async def stop(self) -> None:
         if self._server is not None:

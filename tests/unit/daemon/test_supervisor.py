@@ -16,6 +16,7 @@ from kvbridge.core.ids import Rank
 from kvbridge.daemon import supervisor
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from kvbridge.daemon.supervisor import Supervisor
+from kvbridge.telemetry.logs import Seldom
 
 pytestmark = pytest.mark.asyncio
 
@@ -27,10 +28,9 @@ def supervise(tmp_path: Path, on_gone) -> Supervisor:
     return Supervisor(
         [R0],
         socket=tmp_path / "nobody-listens.sock",
-        worker_start_s=5.0,
-        log_level="info",
-        names={"role": "prefill", "instance": "i", "node": "n"},
+        options={"setup-timeout-s": "5.0", "role": "prefill", "instance": "i", "node": "n"},
         on_gone=on_gone,
+        seldom=Seldom(lambda _event: None),
     )
 
 

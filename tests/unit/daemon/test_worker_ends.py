@@ -15,6 +15,7 @@ from kvbridge.core.wire.worker_messages import EndpointsRevoked, Shutdown, Worke
 from kvbridge.daemon.engine_socket import EngineSocket
 from kvbridge.daemon.worker_host import WorkerHost
 from kvbridge.telemetry.events import Fact, FrameRefused
+from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.stream import EventStream
 
 RANK = Rank(pp=0, tp=0)
@@ -80,7 +81,7 @@ def host():
     listener, events = Listener(), EventStream()
     events.add_reader({Fact: listener.fact})
     timeouts = SimpleNamespace(worker_start_s=LIMIT_S, worker_silence_s=LIMIT_S)
-    made = WorkerHost(SimpleNamespace(timeouts=timeouts), {RANK: (0,)}, events)
+    made = WorkerHost(SimpleNamespace(timeouts=timeouts), {RANK: (0,)}, events, Seldom(lambda _event: None))
     made.serve(listener, {EndpointsRevoked: listener.said.append})
     made._server = Server()
     made.workers.connect(made._server.send)

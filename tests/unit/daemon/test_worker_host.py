@@ -22,6 +22,7 @@ from kvbridge.core.wire.worker_messages import (
 from kvbridge.daemon.worker_host import WorkerHost, WorkerReport
 from kvbridge.node.workers import WorkerState
 from kvbridge.telemetry.events import Fact, FrameRefused
+from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.stream import EventStream
 from tests.helpers.rooms import R0, R1, manifest
 from tests.unit.node.test_workers import setup
@@ -65,7 +66,7 @@ def host(listener: Listener, tmp_path: Path) -> WorkerHost:
     )
     events = EventStream()
     events.add_reader({Fact: listener.fact})
-    made = WorkerHost(config, {R0: (0, 1), R1: (0, 1)}, events)
+    made = WorkerHost(config, {R0: (0, 1), R1: (0, 1)}, events, Seldom(lambda _event: None))
     made.serve(listener, {RoomClosed: listener.said.append})
     made.workers.connect(lambda _link, _message: None)
     made.start(setup, None)

@@ -10,8 +10,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbridge.core.ids import Rank
-from kvbridge.daemon import worker_output
 from kvbridge.daemon.worker_output import LINES, LONGEST_LINE_BYTES, WorkerOutput, level_of
+from kvbridge.telemetry.logs import Seldom
 
 pytestmark = pytest.mark.asyncio
 
@@ -19,12 +19,21 @@ RANK = Rank(pp=0, tp=1)
 GLOG = "E1122 10:11:12.131415  4711 transfer_metadata.cpp:12] "
 
 
-async def written(*parts: bytes, code: str = "import sys; sys.stderr.buffer.write(sys.stdin.buffer.read())") -> list:
-    """The lines that come of what a real process writes."""
+COPY = "import os, sys; os.write({}, sys.stdin.buffer.read())"
+RECORD = {"event": "transport_replaced", "level": "warning", "rank": "pp0.tp1", "transport": "nixl", "timestamp": "t"}
+
+
+async def written(
+    *parts: bytes, code: str = COPY.format(2), to_log: bool = False, seldom: Seldom | None = None
+) -> list[dict[str, object]]:
+    """The lines that come of what a real process writes, to standard error or as its log."""
     with capture_logs() as lines:
-        with WorkerOutput(RANK) as output:
+        with WorkerOutput(RANK, seldom or Seldom(lambda _event: None)) as output:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", code, stdin=asyncio.subprocess.PIPE, stderr=output.writing_end
+                *(sys.executable, "-c", COPY.format(output.log_end) if to_log else code),
+                stdin=asyncio.subprocess.PIPE,
+                stderr=output.errors_end,
+                pass_fds=(output.log_end,),
             )
             output.started()
             async with asyncio.timeout(30):
@@ -33,9 +42,23 @@ async def written(*parts: bytes, code: str = "import sys; sys.stderr.buffer.writ
 
 
 async def test_a_workers_own_lines_stay_what_they_are():
-    line = {"event": "transport_replaced", "level": "warning", "rank": "pp0.tp1", "transport": "nixl", "timestamp": "t"}
-    assert await written(json.dumps(line).encode() + b"\n") == [
+    assert await written(json.dumps(RECORD).encode() + b"\n", to_log=True) == [
         {"event": "transport_replaced", "log_level": "warning", "rank": "pp0.tp1", "transport": "nixl"}
+    ]
+
+
+async def test_a_library_cannot_write_into_the_log_of_its_worker():
+    """Whatever a line on standard error looks like, it says nothing of rooms, ranks or levels."""
+    text = json.dumps(RECORD)
+    assert await written(text.encode() + b"\n") == [
+        {"event": "library_output", "log_level": "warning", "rank": "pp0.tp1", "text": text}
+    ]
+
+
+@pytest.mark.parametrize("text", ['{"event": "room_en', '{"no": "event"}', "[]", '{"event": "x", "level": "loud"}'])
+async def test_a_record_that_was_cut_off_is_shown_as_it_is(text):
+    assert await written(text.encode(), to_log=True) == [
+        {"event": "library_output", "log_level": "warning", "rank": "pp0.tp1", "text": text}
     ]
 
 
@@ -50,8 +73,6 @@ async def test_a_workers_own_lines_stay_what_they_are():
         ("[1763806272.131415] [host:4711 :0]  ucp_context.c:12  UCX  ERROR no such device", "error"),
         ("[1763806272.131415] [host:4711 :0]  parser.c:1  UCX  WARN  unused variable", "warning"),
         ("Fatal Python error: Segmentation fault", "warning"),
-        ('{"event": half a line', "warning"),
-        ('{"no": "event"}', "warning"),
     ],
 )
 async def test_what_libraries_write_has_a_level_and_an_owner(text, level):
@@ -73,11 +94,11 @@ async def test_a_process_that_ends_badly_is_heard_to_the_end():
     assert any("Segmentation fault" in line["text"] for line in await written(code=code))
 
 
-async def test_a_library_that_repeats_itself_does_not_fill_the_disk(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(worker_output, "EVERY_S", 60.0)  # longer than a busy machine takes to read them
-    lines = await written(b"again\n" * 500)
-    assert len(lines) == LINES + 1
-    assert (lines[-1]["event"], lines[-1]["lines"]) == ("lines_left_out", 500 - LINES)
+async def test_a_library_that_repeats_itself_does_not_fill_the_disk():
+    left_out: list[str] = []
+    seldom = Seldom(left_out.append, every_s=60.0)  # longer than a busy machine takes to read them
+    assert len(await written(b"again\n" * 500, seldom=seldom)) == LINES
+    assert left_out == ["library_output"] * (500 - LINES)
 
 
 async def test_a_line_that_says_nothing_of_its_level_is_a_warning():

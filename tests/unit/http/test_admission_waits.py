@@ -16,6 +16,7 @@ from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.http.client import DaemonClient
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.server import HttpServer
+from tests.helpers.connection_limits import limits
 from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
 pytestmark = pytest.mark.asyncio
@@ -62,7 +63,7 @@ def rooms() -> SlowRooms:
 @pytest_asyncio.fixture
 async def server(rooms: SlowRooms) -> AsyncIterator[HttpServer]:
     app = create_daemon_app(admission=rooms, requests=rooms, rooms=rooms, status=FakeStatus(), settings=settings())
-    started = await HttpServer.start(app, host="127.0.0.1", port=0, shutdown_s=5.0)
+    started = await HttpServer.start(app, host="127.0.0.1", port=0, shutdown_s=5.0, limits=limits())
     yield started
     await started.stop()
 

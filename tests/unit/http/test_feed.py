@@ -18,6 +18,7 @@ from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.feed import Feed, difference
 from kvbridge.http.live import events_router
 from kvbridge.http.server import HttpServer
+from tests.helpers.connection_limits import limits
 from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
 INTERVAL_S = 0.01
@@ -165,7 +166,7 @@ async def serve(feed: Feed) -> HttpServer:
         settings=settings(tokens=("t",)),
     )
     app.include_router(events_router(feed))
-    return await HttpServer.start(app, host="127.0.0.1", port=0, shutdown_s=60.0)
+    return await HttpServer.start(app, host="127.0.0.1", port=0, shutdown_s=60.0, limits=limits())
 
 
 def client() -> httpx.AsyncClient:

@@ -18,9 +18,9 @@ from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.errors import CapacityError, ConfigError, PeerError
 from kvbridge.http import connections
 from kvbridge.http.client import DaemonClient
-from kvbridge.http.connections import ConnectionLimits
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.server import HttpServer, TlsFiles
+from tests.helpers.connection_limits import limits
 from tests.unit.http.services import FakeRooms, FakeStatus, settings
 
 pytestmark = pytest.mark.asyncio
@@ -38,7 +38,9 @@ def app(rooms: FakeRooms):
 async def serve(
     rooms: FakeRooms, *, shutdown_s: float = 5.0, host: str = "127.0.0.1", port: int = 0, **more: object
 ) -> HttpServer:
-    return await HttpServer.start(app(rooms), host=host, port=port, shutdown_s=shutdown_s, **more)
+    return await HttpServer.start(
+        app(rooms), host=host, port=port, shutdown_s=shutdown_s, **{"limits": limits(), **more}
+    )
 
 
 async def test_it_serves_on_a_free_port_and_ends():
@@ -120,12 +122,12 @@ async def test_a_proxy_from_the_environment_is_not_used(monkeypatch):
 async def test_wrong_tls_files_are_named(tmp_path):
     tls = TlsFiles(certificate=tmp_path / "none.pem", key=tmp_path / "none.key")
     with pytest.raises(ConfigError, match=r"http\.tls_certificate_file"):
-        await HttpServer.start(app(FakeRooms()), host="127.0.0.1", port=0, shutdown_s=1.0, tls=tls)
+        await HttpServer.start(app(FakeRooms()), host="127.0.0.1", port=0, shutdown_s=1.0, limits=limits(), tls=tls)
 
 
 # ------------------------------------------------------------------------------------------- slow and many callers
 
-SHORT_LIMITS = ConnectionLimits(request_s=1.0, connections=3)
+SHORT_LIMITS = limits(request_s=1.0, connections=3)
 HEAD = b"POST /v1/requests HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer t\r\nContent-Type: application/json\r\n"
 
 
@@ -220,7 +222,7 @@ async def test_a_long_answer_is_waited_for():
 
 
 async def test_too_many_callers_are_turned_away_and_the_others_served():
-    server = await serve(FakeRooms(), limits=ConnectionLimits(request_s=30.0, connections=2))
+    server = await serve(FakeRooms(), limits=limits(request_s=30.0, connections=2))
     held = [await connected(server) for _ in range(2)]
     async with asyncio.timeout(20):
         reader, writer = await connected(server)
@@ -242,7 +244,7 @@ async def test_too_many_callers_are_turned_away_and_the_others_served():
 
 
 async def test_a_client_that_is_one_too_many_is_told_so_and_served_when_another_has_left():
-    server = await serve(FakeRooms(), limits=ConnectionLimits(request_s=3600.0, connections=1))
+    server = await serve(FakeRooms(), limits=limits(request_s=3600.0, connections=1))
     _, held = await connected(server)
     request = AdmissionRequest(room=5, prompt_tokens=2)
     async with asyncio.timeout(20), DaemonClient(token="t", timeout_s=20.0) as client:
@@ -259,8 +261,8 @@ async def test_a_client_that_is_one_too_many_is_told_so_and_served_when_another_
 @pytest.mark.parametrize("encrypted", [True, False], ids=["https", "http"])
 async def test_silent_callers_take_no_more_descriptors_than_the_limit(encrypted: bool):
     """They are counted when they are accepted: one that never begins its TLS handshake is a connection all the same."""
-    limits = ConnectionLimits(request_s=30.0, connections=10)
-    server = await serve(FakeRooms(), limits=limits, tls=TLS if encrypted else None)
+    bounds = limits(request_s=30.0, connections=10)
+    server = await serve(FakeRooms(), limits=bounds, tls=TLS if encrypted else None)
     gc.collect()  # what earlier tests have left is not closed meanwhile
     before = open_descriptors()
     callers = [await connected(server) for _ in range(300)]
@@ -280,7 +282,7 @@ async def test_silent_callers_take_no_more_descriptors_than_the_limit(encrypted:
 
 
 async def test_a_tls_handshake_has_a_deadline_and_its_connection_is_free_again():
-    server = await serve(FakeRooms(), limits=ConnectionLimits(request_s=2.0, connections=1), tls=TLS)
+    server = await serve(FakeRooms(), limits=limits(request_s=2.0, connections=1), tls=TLS)
     reader, writer = await connected(server)
     writer.write(b"\x16\x03\x01")  # the first bytes of a handshake that does not go on
     async with asyncio.timeout(20):
@@ -291,7 +293,7 @@ async def test_a_tls_handshake_has_a_deadline_and_its_connection_is_free_again()
 
 
 async def test_an_end_of_the_server_ends_handshakes_too():
-    server = await serve(FakeRooms(), limits=ConnectionLimits(request_s=30.0, connections=2), tls=TLS)
+    server = await serve(FakeRooms(), limits=limits(request_s=30.0, connections=2), tls=TLS)
     reader, writer = await connected(server)
     async with asyncio.timeout(20):
         assert await healthy_over_tls(server)  # accepted after the silent one

@@ -10,8 +10,9 @@ import pytest
 import uvicorn
 from uvicorn.server import ServerState
 
-from kvbridge.http.connections import BoundedProtocol, ConnectionLimits, bounded
+from kvbridge.http.connections import BoundedProtocol, bounded
 from kvbridge.http.turns import LONGEST_WAIT_S, MOST_WAITING, Turns
+from tests.helpers.connection_limits import limits
 from tests.helpers.manual_clock import ManualClock
 
 POST = b"POST /v1/requests HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
@@ -128,7 +129,9 @@ class Connection(asyncio.Transport):
 
 async def connection(loop: Loop, *, request_s: float = 3600.0) -> tuple[BoundedProtocol, Connection]:
     """One whose server has just read another request."""
-    config = uvicorn.Config(lambda scope: None, http=bounded(ConnectionLimits(request_s, 1)), log_config=None)
+    config = uvicorn.Config(
+        lambda scope: None, http=bounded(limits(request_s=request_s, connections=1)), log_config=None
+    )
     config.load()
     kind = config.http_protocol_class
     kind.turns = Turns(loop.call_soon)

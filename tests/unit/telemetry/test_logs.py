@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import structlog
+from structlog.testing import capture_logs
 
 from kvbridge.telemetry.context import REQUEST_ID, TRACE, TraceContext
 from kvbridge.telemetry.logs import MAX_KINDS, Seldom, configure_logs, leave_standard_output
@@ -138,22 +139,31 @@ def test_lines_carry_the_ids_of_the_request_that_they_are_written_for(lines):
     assert not {"request_id", "trace_id"} & third.keys()
 
 
-def test_lines_that_strangers_cause_are_few():
-    clock = ManualClock()
-    seldom = Seldom(lines=3, every_s=10, clock=clock)
+def test_lines_that_strangers_cause_are_few_and_each_that_is_left_out_is_counted():
+    clock, left_out = ManualClock(), []
+    seldom = Seldom(left_out.append, lines=3, every_s=10, clock=clock)
     assert sum(seldom.admits("frame_refused", "malformed") for _ in range(100)) == 3
+    assert left_out == ["frame_refused"] * 97, "at once, whether anybody looks or not"
     assert seldom.admits("frame_refused", "stale"), "each kind by itself"
-    assert seldom.left_out() == []
-    clock.advance(10)
-    assert sum(seldom.admits("frame_refused", "malformed") for _ in range(100)) == 3
-    assert seldom.left_out() == [("frame_refused", "malformed", 97 + 97, 10.0)]
-    assert seldom.left_out(everything=True) == []
+    assert sum(seldom.admits("library_output", "pp0.tp0", lines=50) for _ in range(100)) == 50
+    with capture_logs() as lines:
+        seldom.tell()
+        assert lines == []
+        clock.advance(10)
+        assert sum(seldom.admits("frame_refused", "malformed") for _ in range(100)) == 3
+        seldom.tell()
+        seldom.tell(everything=True)
+    assert [(line["of"], line["kind"], line["lines"], line["seconds"]) for line in lines] == [
+        ("frame_refused", "malformed", 97 + 97, 10.0),
+        ("library_output", "pp0.tp0", 50, 10.0),
+    ]
 
 
 def test_kinds_that_peers_make_up_cannot_fill_the_memory():
-    seldom = Seldom(lines=1, clock=ManualClock())
+    left_out = []
+    seldom = Seldom(left_out.append, lines=1, clock=ManualClock())
     assert sum(seldom.admits("peer_rejected", f"code-{number}") for number in range(1_000)) == MAX_KINDS + 1
-    assert [lines for *_, lines, _ in seldom.left_out(everything=True)] == [1_000 - MAX_KINDS - 1]
+    assert len(left_out) == 1_000 - MAX_KINDS - 1
 
 
 def test_an_engines_standard_output_is_its_own(capsys):

@@ -38,8 +38,9 @@ from kvbridge.telemetry.events import (
     WaitOutcome,
     WorkerLost,
 )
+from kvbridge.telemetry.logs import LINES, Seldom
 from kvbridge.telemetry.path_events import PathLost
-from kvbridge.telemetry.readers import LINES, LogReader, MetricsReader, PeerNames
+from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames
 from kvbridge.telemetry.recent import RECENT_PEERS, RECENT_PROBLEMS, StatusReader
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.stream import EventStream
@@ -225,9 +226,9 @@ class Logged:
         self.clock = ManualClock()
         self.metrics = Metrics(role="prefill")
         names = PeerNames()
-        self.lines = LogReader(names, self.metrics, self.clock)
+        self.seldom = Seldom(self.metrics.line_left_out, clock=self.clock)
         self.events = EventStream(self.clock)
-        for reader in (names, self.lines):
+        for reader in (names, LogReader(names, self.seldom)):
             self.events.add_reader(reader.table)
         self.events.emit(PeerAccepted(peer="dddd", name="decode-0/node-0", features=()))
 
@@ -287,11 +288,11 @@ def test_at_high_rates_the_log_says_how_many_rooms_it_left_out() -> None:
             logged.events.emit(RoomEntered(room=number, generation=1, state=RoomState.COMPLETED))
         for number in range(100):
             logged.events.emit(RoomEntered(room=number, generation=1, state=RoomState.FAILED, code="peer_failed"))
-        logged.lines.look()
+        logged.seldom.tell()
         assert len(lines) == 2 * LINES, "nothing is told before the second is over"
         logged.clock.advance(1.0)
-        logged.lines.look()
-        logged.lines.look()
+        logged.seldom.tell()
+        logged.seldom.tell()
     assert lines[2 * LINES :] == [
         {
             "event": "lines_left_out",
