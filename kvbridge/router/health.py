@@ -56,6 +56,8 @@ class HealthWatch:
                 problem = await self._check(server.url)
         except TimeoutError:
             problem = f"/health was not answered within {self._timeouts.health_s:g} s (timeouts.health_s)"
+        except Exception as error:  # noqa: BLE001 - a URL comes from a node: one that nobody can ask must not end the asking
+            problem = f"it cannot be asked: {type(error).__name__}: {error}"
         if not problem and server.is_well():
             log.info("server_is_well", peer_role=server.role.value, url=server.url)
         elif problem and server.is_ill(problem):
