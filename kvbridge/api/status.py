@@ -153,7 +153,7 @@ class AdmissionStatus(FrozenModel):
     clients: tuple[ClientStatus, ...]
     released_pages_per_s: dict[IndexSpace, float]
     usual_release_s: float | None
-    """From one release to the next; null before the second."""
+    """How long an ending room usually keeps its pages; null before the first one has given them back."""
 
 
 class ProblemStatus(FrozenModel):

@@ -1,1 +1,1 @@
-"""What a daemon says about itself: metrics, logs."""
+"""What a daemon says about itself: metrics, logs, traces."""

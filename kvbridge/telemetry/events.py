@@ -152,8 +152,9 @@ class PrefixMatched(RoomFact):
     hit_bytes: int
     """What of its growing components a decode node need not be sent; 0 on a prefill node."""
     from_checkpoint: bool = False
+    """Whether prefill goes on from windows and states that were kept."""
     host_tokens: int = 0
-    """Whether prefill goes on from windows and states that were kept; of the hit tokens, those that were on the host alone."""
+    """Of the hit tokens, those that were on the host alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,11 +56,11 @@ MAX_INTERVALS = 32
 """Stretches of time that a writer tells of apart."""
 MAX_AGO_S = 86_400.0
 MAX_DIGESTS = 1_024
+"""Components, lanes and groups of layers that one message carries digests of."""
 MAX_CHECKPOINTS = 256
 """Of one room."""
 MAX_RESTORABLE = 65_536
 """Places at which the engine of one room can start."""
-"""Components, lanes and groups of layers that one message carries digests of."""
 MAX_AMOUNT = 2**50
 """Rows, bytes or operations of a component that one message may report; sums of a room's messages stay in bounds."""
 
