@@ -1,6 +1,7 @@
 """The whole configuration of each daemon.
 
-Owns: the roots of prefill, decode and bootstrap, and the relations between their sections; `router.py` has the router's. Must not know: where values come from.
+Owns: the roots of prefill, decode and bootstrap, and the relations between their sections; `router.py` has the router's.
+Must not know: where values come from.
 """
 
 from __future__ import annotations
