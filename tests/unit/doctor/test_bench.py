@@ -23,12 +23,15 @@ from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.requests import RequestClient, RequestServer, try_handshake
 from kvbridge.core.errors import ConfigError, DeadlineError, DigestMismatchError, PeerError, UnauthorizedError
 from kvbridge.core.plan.operations import Operations
+from kvbridge.doctor import run
 from kvbridge.doctor.bench import measuring
 from kvbridge.doctor.bench.lender import IDLE_S, Lender, make_buffer
 from kvbridge.doctor.bench.measuring import Effort, Trial
 from kvbridge.doctor.bench.questions import Answer, Checksum, Close, Fill, Open
 from kvbridge.doctor.host.transfers import HERE, move_here, move_to
+from kvbridge.doctor.run import Visit
 from kvbridge.transport.base import Endpoint, TransferState, TransferStatus
+from tests.unit.doctor.hosts import HEALTHY
 
 COMMAND = [sys.executable, "-m", "kvbridge", "bench-peer"]
 START_S = 60.0
@@ -97,7 +100,7 @@ def test_a_transport_that_breaks_down_is_a_finding(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("kvbridge.doctor.host.transfers.COMMAND", (sys.executable, "-c", crash))
     crashed = move_here(["nixl", "local"], [])
     assert [each.transport for each in crashed] == ["nixl", "local"]
-    assert all("signal 11" in each.problem and each.name == HERE for each in crashed)
+    assert all("SIGSEGV" in each.problem and each.name == HERE for each in crashed)
 
 
 class Forgetful:
@@ -230,3 +233,13 @@ def test_listening_to_the_network_wants_keys() -> None:
 
     with pytest.raises(ConfigError, match="without CURVE keys"):
         asyncio.run(listen())
+
+
+def test_a_peer_that_no_installed_library_reaches_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who names a peer wants to know whether bytes get there, and is told why not."""
+    monkeypatch.setattr(run, "move_here", lambda _transports, _flags: [])
+    bare = HEALTHY.model_copy(update={"software": HEALTHY.software.model_copy(update={"packages": {}})})
+    (told,) = run._move(Visit(peers=("10.0.0.2:7909",)), bare, lambda _text: None)
+    assert told.name == "10.0.0.2:7909"
+    assert "mooncake, nixl" in told.transport
+    assert "no library of these transports is installed" in told.problem
