@@ -330,7 +330,11 @@ def test_what_is_taken_is_named_and_ends_the_start(live: LiveCluster) -> None:
     http_port = live.prefill.url.rpartition(":")[2]
     control_port = live.control.rpartition(":")[2]
     missing = live.cluster.folder / "no-such-file.json"
-    cases = [
+    wrong = [
+        ("decode", {"pools": {"device": {"full": 8}, "host": {"pages": 8}}}, "pools.device.request"),
+        ("prefill", {"timeouts": {"transfer_s": 1000}}, "transfer_s"),
+    ]
+    unavailable = [
         ("prefill", {"http": {"port": int(http_port)}}, f"http.port {http_port}"),
         ("decode", {"http": {"port": int(http_port)}}, f"http.port {http_port}"),
         ("bootstrap", {"http": {"port": int(http_port)}}, f"http.port {http_port}"),
@@ -338,13 +342,12 @@ def test_what_is_taken_is_named_and_ends_the_start(live: LiveCluster) -> None:
         ("prefill", {"runtime_dir": str(live.prefill.runtime_dir)}, str(live.prefill.runtime_dir)),
         ("prefill", {"runtime_dir": str(live.decode.runtime_dir)}, "another process serves"),
         ("decode", {"model": {"hf_config": str(missing)}}, str(missing)),
-        ("decode", {"pools": {"device": {"full": 8}, "host": {"pages": 8}}}, "pools.device.request"),
-        ("prefill", {"timeouts": {"transfer_s": 1000}}, "transfer_s"),
         ("decode", {"pools": decode_pools("/no/such/place")}, "pools.host.directory: /no/such/place: No such file"),
         ("decode", {"pools": decode_pools("/proc")}, "pools.host.directory: /proc is on a file system of type 0x9fa0"),
     ]
+    cases = [(*case, 2) for case in wrong] + [(*case, 3) for case in unavailable]
     started = []
-    for number, (role, change, text) in enumerate(cases):
+    for number, (role, change, text, code) in enumerate(cases):
         folder = live.cluster.folder / f"s{number}"
         refused = DaemonProcess(role, f"{role} {change}", folder)
         if role != "bootstrap":
@@ -353,16 +356,16 @@ def test_what_is_taken_is_named_and_ends_the_start(live: LiveCluster) -> None:
             refused.config = getattr(live, role).config | own
         refused.config = refused.config | change
         refused.start()
-        started.append((refused, text))
+        started.append((refused, text, code))
     try:
-        for refused, text in started:
-            assert exit_code(refused, 60) == 2, refused.log()
+        for refused, text, code in started:
+            assert exit_code(refused, 60) == code, refused.log()
             lines = [line for line in refused.log().splitlines() if not line.startswith("{")]
             assert text in "\n".join(lines), refused.log()
             assert "Traceback" not in refused.log()
             assert len(lines) <= 3, refused.log()
     finally:
-        for refused, _ in started:
+        for refused, *_ in started:
             refused.kill()
     assert live.prefill.endpoint().pid == pid(live.prefill), "the endpoint file is still its owner's"
     live.serves()

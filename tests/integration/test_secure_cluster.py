@@ -276,12 +276,14 @@ def test_open_endpoints_are_refused_at_the_start(secure: Secure) -> None:
         path.write_text(text)
         path.chmod(mode)
     local = {"http": {"port": 0}, "control": {}}
-    cases: list[tuple[str, dict[str, Any], str]] = [
+    wrong: list[tuple[str, dict[str, Any], str]] = [
         ("prefill", local | {"control": PUBLIC}, "control.bind is tcp://0.0.0.0:0, which others can reach"),
         ("decode", local | {"http": {"host": "0.0.0.0", "port": 0}}, "http.host is 0.0.0.0, which others can reach"),
         ("bootstrap", {"http": {"host": "0.0.0.0", "port": 0}}, "http.host is 0.0.0.0, which others can reach"),
-        ("prefill", local | {"control": {**PUBLIC, "curve": {"secret_key_file": str(loose)}}}, f"chmod 600 {loose}"),
         ("prefill", local | {"control": {**PUBLIC, "curve": {"secret_key_file": str(broken)}}}, "got 39 characters"),
+    ]
+    unfit: list[tuple[str, dict[str, Any], str]] = [
+        ("prefill", local | {"control": {**PUBLIC, "curve": {"secret_key_file": str(loose)}}}, f"chmod 600 {loose}"),
         ("decode", local | {"http": {"port": 0, "token_file": str(folder / "none")}}, "http.token_file: cannot read"),
         (
             "prefill",
@@ -290,28 +292,29 @@ def test_open_endpoints_are_refused_at_the_start(secure: Secure) -> None:
         ),
     ]
     started = []
-    for number, (role, change, text) in enumerate(cases):
+    cases = [(*case, 2) for case in wrong] + [(*case, 3) for case in unfit]
+    for number, (role, change, text, code) in enumerate(cases):
         refused = DaemonProcess(role, f"{role} that is open", folder / f"o{number}")
         if role != "bootstrap":
             refused.config = getattr(live, role).config | {"runtime_dir": str(refused.runtime_dir), "bootstrap": {}}
         refused.config = refused.config | change
         refused.start()
-        started.append((refused, text))
+        started.append((refused, text, code))
     trusted = DaemonProcess("prefill", "a daemon on a trusted network", folder / "t")
     trusted.config = live.prefill.config | local | {"control": PUBLIC, "bootstrap": {}}
     trusted.config |= {"runtime_dir": str(trusted.runtime_dir), "instance": "trusted"}
     trusted.arguments = ("--insecure",)
     trusted.start()
     try:
-        for refused, text in started:
+        for refused, text, code in started:
             assert refused.process is not None
-            assert refused.process.wait(60) == 2, refused.log()
+            assert refused.process.wait(60) == code, refused.log()
             assert text in refused.log()
             assert "Traceback" not in refused.log()
             assert not any(secret in refused.log() for secret in secure.secrets)
         trusted.wait_ready()
     finally:
-        for refused, _ in started:
+        for refused, *_ in started:
             refused.kill()
         code = trusted.stop()
     assert code == 0

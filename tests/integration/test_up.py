@@ -48,7 +48,7 @@ def test_a_daemon_that_dies_is_told_and_a_second_cluster_on_the_same_ports_ends(
         assert process.poll() is None
     assert process.returncode == 1
     assert second.returncode == 1
-    assert "bootstrap ended (exit code 2); its log ends:" in second.stdout
+    assert "bootstrap ended (exit code 3); its log ends:" in second.stdout
     assert "cannot listen there" in second.stdout
     assert "ready after" not in second.stdout
     assert "decode ended (killed by SIGKILL); its log ends:" in printed

@@ -189,14 +189,14 @@ def test_a_node_that_cannot_start_says_what_and_why_and_what_to_do() -> None:
     made = plan(
         Role.PREFILL, read_cache(caches(range(3), 4, 6)), control={"curve": {"secret_key_file": "/nowhere/a.key"}}
     )
-    with pytest.raises(PeerError, match=r"could not start: exit code 2; (?s:.*)/nowhere/a\.key") as raised:
+    with pytest.raises(PeerError, match=r"could not start: exit code 3; (?s:.*)/nowhere/a\.key") as raised:
         open_node(made, timeout_s=LIMIT_S)
     [advice] = [line for line in str(raised.value).splitlines() if line.startswith("Try it by itself: kvbridge ")]
     command = advice.removeprefix("Try it by itself: kvbridge ").split()
     tried = subprocess.run(
         [sys.executable, "-m", "kvbridge", *command], capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
-    assert (tried.returncode, "/nowhere/a.key" in tried.stderr) == (2, True)
+    assert (tried.returncode, "/nowhere/a.key" in tried.stderr) == (3, True)
 
 
 def test_another_engine_of_the_same_name_is_refused_and_the_first_goes_on() -> None:
