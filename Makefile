@@ -36,7 +36,7 @@ GPU_PYTHON ?=
 GPU_READY := $(if $(GPU_PYTHON),,$(READY))
 GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 
-.PHONY: help setup system servers browser demo unit test test-all test-faults test-gpu test-operate dashboards docs check format bench
+.PHONY: help setup system servers browser demo unit test test-all test-faults test-load test-gpu test-operate dashboards docs check format bench
 .PHONY: test-vllm bench-gpu bench-peers bench-vllm soak soak-shared fuzz fuzz-http clean
 
 help:
@@ -46,6 +46,8 @@ help:
 	@echo "make test-all  run everything: all faults, whole matrices, ten times as many random examples; before a change of"
 	@echo "             transports, plans, wire, sessions or faults is called done"
 	@echo "make test-faults  kill, freeze and mislead every process in every state of a room; what became of it in out/faults/"
+	@echo "make test-load  MINUTES of random load over LOAD_TRANSPORT with kills, stops, cuts, lies about keys and a damaged store; every"
+	@echo "             byte that is claimed is compared; results in out/load/"
 	@echo "make test-gpu  run the tests that need a GPU, and the kernels under compute-sanitizer; results in out/test-gpu/"
 	@echo "make test-operate  MINUTES of load under Prometheus, when no alert may fire; then every alert in the fault it is for, with"
 	@echo "             times SPEED times as short as in the rules; results in out/operate/"
@@ -107,6 +109,10 @@ test-gpu: $(GPU_READY)
 
 MINUTES ?= 60
 SPEED ?= 30
+
+LOAD_TRANSPORT ?= mooncake
+test-load: $(READY)
+	$(BIN)/python -m tests.faults.random_load --minutes $(MINUTES) --transport $(LOAD_TRANSPORT) --output out/load/$(LOAD_TRANSPORT).json
 
 test-operate: $(READY) | servers
 	$(BIN)/python -m tests.operate --minutes $(MINUTES) --speed $(SPEED) --output out/operate

@@ -255,22 +255,7 @@ class _Decode(_Idle):
 
     def answer(self, room: int, prompt_tokens: int, tokens: int, prompt: Prompt) -> None:
         """Write the rows of an answer that fills whole pages behind a prompt that does."""
-        keys = _keys(self._engine, prompt, tokens)
-        for view in self._engine.views.values():
-            for part in view.geometry.components:
-                if part.liveness is not Liveness.GROWING:
-                    continue
-                for page in range(prompt_tokens // view.geometry.tokens_per_page, len(keys)):
-                    self._write_page(view, part, room, page, seed=int.from_bytes(keys[page][:8], "little"))
-
-    def _write_page(self, view: PoolViews, part: Component, room: int, page: int, *, seed: int) -> None:
-        start, stop = page * part.rows_per_logical_page, (page + 1) * part.rows_per_logical_page
-        for layer in view.layers(part.kind):
-            rows = synthetic.expected_rows(
-                part, room=seed, layer=layer, lanes=(0, part.lanes), start_row=start, stop_row=stop
-            )
-            tables = self._tables[room]
-            view.write_rows(part.kind, layer, tables=tables, start_row=start, rows=torch.from_numpy(rows))
+        write_answer(self._engine, self._tables[room], _keys(self._engine, prompt, tokens), prompt_tokens)
 
     def release(self, room: int, valid_tokens: int = 0, prompt: Prompt | None = None) -> None:
         if room in self._busy:
@@ -304,6 +289,25 @@ def _pages(engine: Engine, tables: Tables) -> list[torch.Tensor]:
         for page in home.table(tables).ids
     ]
     return found[:: max(1, len(found) // BUSY_PAGES)]
+
+
+def write_answer(engine: DecodeEngine, tables: Tables, keys: Keys, prompt_tokens: int) -> None:
+    """Write the growing rows of whole pages behind the last whole page of a prompt. `keys`: of the prompt and its answer."""
+    for view in engine.views.values():
+        for part in view.geometry.components:
+            if part.liveness is not Liveness.GROWING:
+                continue
+            for page in range(prompt_tokens // view.geometry.tokens_per_page, len(keys)):
+                _write_page(view, part, tables, page, seed=int.from_bytes(keys[page][:8], "little"))
+
+
+def _write_page(view: PoolViews, part: Component, tables: Tables, page: int, *, seed: int) -> None:
+    start, stop = page * part.rows_per_logical_page, (page + 1) * part.rows_per_logical_page
+    for layer in view.layers(part.kind):
+        rows = synthetic.expected_rows(
+            part, room=seed, layer=layer, lanes=(0, part.lanes), start_row=start, stop_row=stop
+        )
+        view.write_rows(part.kind, layer, tables=tables, start_row=start, rows=torch.from_numpy(rows))
 
 
 def _await_detached(engine: Engine) -> None:
