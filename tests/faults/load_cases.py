@@ -14,11 +14,11 @@ from tests.faults.load_engines import Order
 from tests.faults.load_prompts import TENANTS, TokenSequence, other_tokens
 
 LIES = ("split", "keyless", "liar_at_begin", "liar_at_claim", "foreign_keys")
-"""Prefill is told of another prompt than decode, with the same last key; prefill is told no keys; an engine has other tokens than the
-room's keys name; the keys are those of the other tenant."""
+"""Prefill is told of another prompt than decode, with the same last key; prefill is told no keys; an engine has other tokens than
+the room's keys name; the keys are those of the other tenant."""
 FORGED = "forged"
-"""A lie that only the next reader can notice: prefill's engine writes another prompt than the one whose keys the engine states. Only
-the test which shows that wrong bytes are found has this lie."""
+"""A lie that only the next reader can notice: prefill's engine writes another prompt than the one whose keys the engine states.
+Only the test which shows that wrong bytes are found has this lie."""
 
 
 @dataclass(frozen=True)
