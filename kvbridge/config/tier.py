@@ -87,7 +87,8 @@ class TierConfig(FrozenModel):
     """Prefixes that stay. Page keys begin with the model: pages of two models, or of two revisions of one, are never mixed up."""
 
     enabled: bool = False
-    """Whether requests may have page keys here. Needs `model_name` and `model_revision`."""
+    """Whether pages stay here, under the page keys of requests. Needs `model_name` and `model_revision`. Engines of a prefill node
+    that only says which model it holds have to state their keys all the same: decode keeps nothing without them."""
     model_name: Text = ""
     """Name of the model, the same on all nodes that hold it and in what computes page keys."""
     model_revision: Text = ""

@@ -80,7 +80,7 @@ class Evicted(StrEnum):
     OPERATOR = "operator"
     """All were dropped by request (`DELETE /v1/prefixes`)."""
     INTEGRITY = "integrity"
-    """They did not hold any more what they had held, or go on from such pages."""
+    """They did not hold any more what they had held, engines said different tokens of them, or they go on from such pages."""
     MEMORY_LOST = "memory_lost"
     """The rank worker that had made the memory is gone."""
 

@@ -73,7 +73,8 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
         RoomSettings(
             geometry=parts.geometry,
             limits=config.timeouts,
-            shares_prefixes=config.tier.enabled,
+            # A node that keeps nothing itself states its engines' keys all the same, since decode keeps nothing without them.
+            shares_prefixes=config.tier.model is not None,
             checkpoint_interval_tokens=config.tier.checkpoint_interval_tokens,
             part_of_instance=len(parts.workers.layers) < config.parallelism.pp_size * config.parallelism.tp_size,
             adopted=parts.adopted,

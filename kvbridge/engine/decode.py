@@ -115,7 +115,8 @@ class DecodeEngine(Engine):
         `wait_layer` before it touches a layer of the room. With pools in host memory all is there when this returns. Raises
         TransportError when the copies cannot be submitted; the room is given up then.
         """
-        pages = self._call(Claim(call=self._link.number(), room=room, page_hashes=page_hashes.data), Pages)
+        claim = Claim(call=self._link.number(), room=room, page_hashes=page_hashes.data, end_key=page_hashes.end)
+        pages = self._call(claim, Pages)
         self._load_back(room, pages, by_layer=by_layer)
         return DecodeRoom(
             room,

@@ -197,6 +197,7 @@ class PrefillEngine(Engine):
             room=room,
             prompt_tokens=prompt_tokens,
             page_hashes=page_hashes.data,
+            end_key=page_hashes.end,
             tables=wire,
             computed_tokens=computed_tokens,
             at_most=at_most,

@@ -4,14 +4,18 @@ Owns: what must be equal, and what is said when it is not. Must not know: tokens
 
 Whoever names a key gets its page, and the keys of a request come from a router. So engines say the keys of the tokens that they
 really have, and a room goes on only with equal ones. What is said of a difference names pages, never tokens or keys.
+
+Keys are of whole pages. A router says nothing of the tokens behind the last one: there the engines of a room are compared.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from kvbridge.core.errors import InvalidInputError, KeyMismatchError
+from kvbridge.core.wire.engine_messages import Begin, Claim
 from kvbridge.node.driver import RoomDriver
 from kvbridge.node.room import Room
 from kvbridge.tier.keys import KEY_BYTES, Keys
@@ -36,24 +40,39 @@ def keys_of(page_hashes: bytes, tokens: int, tokens_per_page: int) -> Keys:
     return Keys(page_hashes)
 
 
-def require_same_prompt(driver: RoomDriver[Any], room: Room[Any], page_hashes: bytes, tokens_per_page: int) -> None:
+def require_same_prompt(
+    driver: RoomDriver[Any], room: Room[Any], said: Begin | Claim, tokens_per_page: int, *, end_keys: Iterable[bytes]
+) -> None:
     """Fail a room whose engine has other tokens than its keys name, and raise KeyMismatchError.
 
+    `end_keys`: those that other engines of the room have stated. An engine that states another one has another prompt, too.
     Without keys a room shares nothing, and whatever its engines say of theirs is left alone: they need not know who asked for what.
     Raises InvalidInputError, and the room goes on, when it has keys and the engine states none, or another number.
     """
     if not room.keys:
         return
-    if not page_hashes:
+    if not said.page_hashes:
         raise InvalidInputError(
             f"room {room.room} was admitted with page keys, so its engines have to state those of their own tokens: give "
             "page_hashes=engine.page_keys(tokens, adapter=..., namespace=...)"
         )
-    difference = _difference(room, keys_of(page_hashes, room.prompt_tokens, tokens_per_page), tokens_per_page)
+    keys = keys_of(said.page_hashes, room.prompt_tokens, tokens_per_page)
+    difference = _difference(room, keys, tokens_per_page)
+    if not difference and said.end_key and end_differs((said.end_key, *end_keys)):
+        difference = (
+            "tokens are not those of another engine of the room: the last page, which is not whole, is the first that differs "
+            f"(tokens {len(room.keys) * tokens_per_page} to {room.prompt_tokens - 1})"
+        )
     if difference:
         why = f"the {driver.facts.rooms.role} engine's {difference}"
+        room.disputed_page = room.keys.shared_with(keys)
         driver.refuse_prompt(room, KeyMismatchError.code, why)
         raise KeyMismatchError(f"room {room.room}: {why}")
+
+
+def end_differs(end_keys: Iterable[bytes]) -> bool:
+    """Whether these are of different prompts, as far as they say anything."""
+    return len({*end_keys} - {b""}) > 1
 
 
 def answer_of(room: Room[Any], valid_tokens: int, page_hashes: bytes, tokens_per_page: int) -> Answer | None:

@@ -142,6 +142,8 @@ class Room(Generic[StateT]):
     keys: Keys = field(default_factory=Keys)
     """Of the prompt's whole pages, until it ends, as routers and engines say them; empty: it shares nothing. The cache and the
     store go by the names that these have in its namespace (`Keys.in_namespace`)."""
+    disputed_page: int | None = None
+    """The first page of the prompt of which one of its engines has said other tokens than those that the keys name."""
     namespace: str = ""
     retention: Retention | None = None
     ids: Mapping[str, str] = field(default_factory=dict)

@@ -28,11 +28,11 @@ from kvbridge.core.wire.engine_messages import Loaded
 from kvbridge.node.room import Load, Quarantine, Room
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.telemetry.events import PrefixMatched, RoomQuarantined
+from kvbridge.telemetry.events import DisputedPagesDropped, PrefixMatched, RoomQuarantined
 from kvbridge.telemetry.host_tier import CopyEnded
 from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.index import DigestArray
-from kvbridge.tier.keys import Keys
+from kvbridge.tier.keys import Keys, Link
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.readers import Admitted
 from kvbridge.tier.retention import Claim
@@ -47,7 +47,8 @@ class RoomSettings:
     geometry: ModelGeometry
     limits: DaemonTimeouts
     shares_prefixes: bool = False
-    """Rooms keep the page keys that they were admitted with, and pages stay under them (`tier.enabled`)."""
+    """Rooms keep the page keys that they were admitted with, which engines then have to state; pages stay under them where there is
+    a cache."""
     keeps_answers: bool = True
     """Decode: so do pages of answers, not of prompts only (`tier.generated`)."""
     checkpoint_interval_tokens: int = 0
@@ -252,6 +253,18 @@ class RoomPages:
         except BridgeError:  # a defect, but what only saves later requests time fails no room
             log.exception("prefix_not_kept", **room.identity)
             return 0
+
+    def drop_kept(self, room: Room[Any], page: int) -> list[Link]:
+        """Forget what a room has put into the cache from this page of its prompt on, with all that goes on from there.
+
+        Returns the links of what is forgotten.
+        """
+        if self.prefixes is None or room.owner not in self.prefixes:
+            return []
+        dropped, links = self.prefixes.drop_kept(room.owner, page)
+        if links:
+            self.events.emit(DisputedPagesDropped(**room.identity, page=page, dropped=dropped.pages, read=dropped.read))
+        return links
 
     def grow(self, room: Room[Any], tokens: int) -> None:
         """Give a room what it lacks for `tokens` tokens, all or nothing. Raises CapacityError."""

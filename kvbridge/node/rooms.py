@@ -8,7 +8,7 @@ An engine names a room without its generation. It means the attempt that it uses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Protocol
@@ -30,7 +30,7 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.telemetry.context import TRACE, bound_ids
 from kvbridge.telemetry.events import PrefixesDropped
 from kvbridge.telemetry.stream import EventStream
-from kvbridge.tier.keys import Keys
+from kvbridge.tier.keys import Keys, Link
 from kvbridge.tier.prefix_cache import PrefixCache
 
 EngineCalls = Mapping[type[Call], Callable[[AttachedEngine, Any], Pages | Restorable | None]]
@@ -45,6 +45,9 @@ class PrefixStore(Protocol):
 
     async def drop(self) -> DroppedObjects:
         """Drop all that it has of this node's model. To be called when the cache has been dropped."""
+
+    def forget(self, links: Sequence[Link]) -> None:
+        """Drop the pages of these links, as soon as it can. To be called when the cache has dropped them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,13 +36,13 @@ from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.holdings import Pages
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
-from kvbridge.tier.keys import Keys
+from kvbridge.tier.keys import Keys, Link
 from kvbridge.tier.looks import PathPages
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.stores.base import BATCH_LIMIT, Outcome
 from kvbridge.tier.stores.breaker import BreakerState
 from kvbridge.tier.stores.client import Operation, StoreClient
-from kvbridge.tier.stores.objects import linked, part_keys
+from kvbridge.tier.stores.objects import linked, of_links, part_keys
 from kvbridge.tier.twins import Twins
 
 log = structlog.get_logger(__name__)
@@ -58,6 +58,8 @@ MOST_WAITING = 4_096
 """Prompts that wait to be written; the one that has waited longest is forgotten then."""
 PAUSE_S = 1.0
 """After a put that has failed."""
+MOST_FORGOTTEN = 65_536
+"""Pages that wait to be dropped."""
 JUST_THE_END = 1 << 30
 """Stands for the first page to be written where none is, only a checkpoint."""
 
@@ -118,6 +120,10 @@ class StoredPrefixes:
         """By the first key that is fetched and the one before it: a key alone is not one namespace's."""
         self._waiting: dict[bytes, int] = {}
         """Prompts to be written, by the keys of their last pages: from which page on."""
+        self._to_forget: dict[bytes, None] = {}
+        """Pages to be dropped, by the keys under which they are kept; nobody fetches them meanwhile. A set in order."""
+        self._forgets = 0
+        """How often pages were to be dropped: what was asked for before may be such a page, and is not kept."""
         self._woken = asyncio.Event()
         self._inserting = False
         self._drops = self._dropping = 0
@@ -160,6 +166,7 @@ class StoredPrefixes:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.client is not None:
             await self.client.close(timeout_s)
+        self._tell_not_forgotten(len(self._to_forget))
 
     def status(self) -> PrefixStoreStatus:
         """What operators are shown."""
@@ -195,6 +202,22 @@ class StoredPrefixes:
         finally:
             self._drops += 1
             self._dropping -= 1
+
+    def forget(self, links: Sequence[Link]) -> None:
+        """See PrefixStore. What is being written or fetched meanwhile is dropped, too; checkpoints are not."""
+        self._to_forget |= dict.fromkeys(of_links(links))
+        self._forgets += 1
+        late = len(self._to_forget) - MOST_FORGOTTEN
+        for name in list(self._to_forget)[: max(0, late)]:
+            del self._to_forget[name]
+        self._tell_not_forgotten(late)
+        self._woken.set()
+
+    @staticmethod
+    def _tell_not_forgotten(pages: int) -> None:
+        if pages > 0:
+            why = "engines say different tokens of them, and they could not be dropped from the store; drop all of it"
+            log.error("stored_pages_not_forgotten", pages=pages, reason=why)
 
     async def _drop_all(self, client: StoreClient) -> DroppedObjects:
         until_s = self._clock() + self._settings.store_limits.drop_s
@@ -251,13 +274,13 @@ class StoredPrefixes:
         return self._cache.looks.restorable(keys) if self._has_checkpoints else self._cache.known(keys)
 
     async def _fetch(self, keys: Keys, have: int) -> None:
-        begun_s, drops = self._clock(), self._drops
+        begun_s, current = self._clock(), (self._drops, self._forgets)
         until_s = begun_s + self._settings.prefetch_s
         stop, came, is_defect = have, 0, False
         try:
             stop = await self._stored(keys, have, until_s)
             if stop > have:
-                came = await self._bring(keys, stop, until_s, drops)
+                came = await self._bring(keys, stop, until_s, current)
         except Exception:  # no request fails by what is only to save it time
             is_defect = True
             log.exception("prefix_fetch_failed", wanted_pages=stop - have)
@@ -277,8 +300,11 @@ class StoredPrefixes:
                 "prefix_fetched", outcome=outcome, wanted_pages=stop - have, pages=came, seconds=round(seconds, 4)
             )
 
-    async def _bring(self, keys: Keys, stop: int, until_s: float, drops: int) -> int:
-        """Fetch what the host lacks of the first `stop` pages; return how many are new. `drops`: when the store was first asked."""
+    async def _bring(self, keys: Keys, stop: int, until_s: float, current: tuple[int, int]) -> int:
+        """Fetch what the host lacks of the first `stop` pages; return how many are new.
+
+        `current`: how often pages had been dropped, all and some, when the store was first asked.
+        """
         pinned = self._cache.looks.begin_on_host(keys[:stop])
         gets: list[_Get] = []
         try:
@@ -286,7 +312,8 @@ class StoredPrefixes:
             await self._get_all(gets, until_s)
         finally:
             try:
-                came = self._keep(gets, keys, is_wanted=drops == self._drops and not self._dropping)
+                is_current = current == (self._drops, self._forgets)
+                came = self._keep(gets, keys, is_wanted=is_current and not self._dropping)
             finally:
                 self._cache.looks.end(pinned)
         return came
@@ -313,7 +340,10 @@ class StoredPrefixes:
         if left_s <= 0:
             return []
         answer = await self.client.has(form, keys, timeout_s=left_s)
-        return [outcome is Outcome.PRESENT for outcome in answer.outcomes]
+        return [
+            outcome is Outcome.PRESENT and not (form == PAGES and key in self._to_forget)
+            for outcome, key in zip(answer.outcomes, keys, strict=True)
+        ]
 
     def _reserve(self, keys: Keys, start: int, stop: int) -> list[_Get]:
         """Give what is to come its pages, all or nothing."""
@@ -415,11 +445,15 @@ class StoredPrefixes:
         self._woken.set()
 
     async def _write_out(self) -> None:
-        """Write what waits, one order after the other: whoever fetches finds the store's process free."""
+        """Drop and write what waits, one order after the other: whoever fetches finds the store's process free."""
         while True:
-            if not self._waiting:
+            if not (self._waiting or self._to_forget):
                 self._woken.clear()
                 await self._woken.wait()
+            if self._to_forget and not await self._forget_some():
+                await asyncio.sleep(PAUSE_S)
+            if not self._waiting:
+                continue
             key = next(iter(self._waiting))
             start = self._waiting.pop(key)
             drops = self._drops
@@ -428,6 +462,17 @@ class StoredPrefixes:
             if not asked and drops == self._drops:
                 self._waiting.setdefault(key, start)
                 await asyncio.sleep(PAUSE_S)
+
+    async def _forget_some(self) -> bool:
+        """Drop pages that engines say different tokens of. Returns whether the store has dropped all that it was asked to."""
+        assert self.client is not None
+        names = list(self._to_forget)[:BATCH_LIMIT]
+        async with self._writing:
+            answer = await self.client.drop(PAGES, Keys(b"".join(names)), timeout_s=self._settings.store_limits.put_s)
+        for name, outcome in zip(names, answer.outcomes, strict=True):
+            if outcome is Outcome.DROPPED:
+                self._to_forget.pop(name, None)
+        return all(outcome is Outcome.DROPPED for outcome in answer.outcomes)
 
     async def _write(self, keys: Keys, start: int) -> bool:
         """Write the pages of a prompt from `start` on, and checkpoints. Returns whether the store took the question."""

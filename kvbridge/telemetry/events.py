@@ -165,6 +165,24 @@ class CheckpointKept(RoomFact):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PromptNotKept(RoomFact):
+    """Nothing more of a room stays for others, though it has page keys."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DisputedPagesDropped(RoomFact):
+    """Engines of a room say different tokens, from this page on: what the room had let others read is forgotten."""
+
+    page: int
+    dropped: int
+    """Pages that no request finds any more, those that go on from them included."""
+    read: int
+    """Of these, those that are still read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixesDropped(Fact):
     """Somebody had every cached prefix forgotten: so many pages, of which so many are still read."""
 

@@ -17,6 +17,7 @@ from kvbridge.telemetry.busy import BusyTime
 from kvbridge.telemetry.events import (
     CachedPagesDiffer,
     CheckpointKept,
+    DisputedPagesDropped,
     EngineAttached,
     EngineEnded,
     EngineLeft,
@@ -34,6 +35,7 @@ from kvbridge.telemetry.events import (
     PhasesEnded,
     PrefixesDropped,
     PrefixMatched,
+    PromptNotKept,
     RankReceived,
     RequestRefused,
     RequestWaited,
@@ -226,6 +228,14 @@ class LogReader:
                 dropped_pages=fact.dropped,
                 read_by_rooms=fact.readers,
             ),
+            PromptNotKept: self._not_kept,
+            DisputedPagesDropped: lambda _, fact: log.warning(
+                "disputed_pages_dropped",
+                **self._whose(fact),
+                page=fact.page,
+                dropped_pages=fact.dropped,
+                read_pages=fact.read,
+            ),
             PrefixesDropped: lambda _, fact: log.info("prefixes_dropped", pages=fact.pages, read_pages=fact.read),
             PeerAccepted: lambda _, fact: log.info(
                 "peer_accepted", peer=fact.peer, peer_name=fact.name, features=fact.features
@@ -286,6 +296,10 @@ class LogReader:
         else:
             limit = {"limit": fact.limit} if fact.limit else {}
             self._rooms.warning("room_ended", **facts, code=fact.code, reason=fact.reason, **limit)
+
+    def _not_kept(self, _now_s: float, fact: PromptNotKept) -> None:
+        if self._seldom.admits("prefix_not_kept"):
+            log.warning("prefix_not_kept", **self._whose(fact), reason=fact.reason)
 
     def _frame_refused(self, _now_s: float, fact: FrameRefused) -> None:
         if self._seldom.admits("frame_refused", fact.kind):

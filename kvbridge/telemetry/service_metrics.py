@@ -154,6 +154,7 @@ SERVICE_METRICS: tuple[MetricSpec, ...] = (
                 "frame_refused",
                 "library_output",
                 "pages_not_copied",
+                "prefix_not_kept",
                 "request_failed",
                 "request_refused_unread",
                 "room_ended",

@@ -28,7 +28,7 @@ from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputErro
 from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray
 from kvbridge.core.prefixes import Evicted
 from kvbridge.tier.checkpoints import join
-from kvbridge.tier.keys import Keys
+from kvbridge.tier.keys import Keys, Link
 from kvbridge.tier.policy import EvictionPolicy, LeastRecentlyUsed
 from kvbridge.tier.records import NO_RECORD, RecordArray, Records
 from kvbridge.tier.residence import Inserted, Pages, Residence, merged
@@ -112,6 +112,10 @@ class PrefixIndex:
     def prompt_of(self, key: bytes) -> Keys:
         """Return the keys of all pages up to the one of this key; empty when it is not known."""
         return self._records.keys(self._records.path_to(key))
+
+    def links(self, records: RecordArray) -> list[Link]:
+        """Return the links of records and of all that depends on them."""
+        return self._records.links(self._records.descendants(records))
 
     def path(self, record: int) -> RecordArray:
         """Return the path that ends with a record."""

@@ -15,6 +15,8 @@ two prompts have equal keys exactly as far as they share whole pages. To compute
 3. Cut the token ids into pages of `tokens_per_page`, from the first one on; a last page that is not whole has no key. Page `i` is
    written as its token ids, each an unsigned 32-bit little-endian integer, with nothing before, between or after.
 4. `key[0] = H(root || page 0)` and `key[i] = H(key[i-1] || page i)`.
+5. The tokens behind the last whole page, where there are any, have an *end key*: `H(key[last] || tokens)`, with the root in place
+   of the key when no page is whole. Only engines state it: the page in which a prompt ends becomes whole with the answer.
 
 The keys of a prompt travel as one string of bytes, in the order of the pages: 16 bytes for each. `page_key_vectors.json`, beside
 this module, has prompts with their keys. A change to any of this needs a new domain.
@@ -25,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self, overload
 
 import numpy as np
@@ -80,6 +82,8 @@ class Keys(Sequence[bytes]):
     """
 
     data: bytes = b""
+    end: bytes = field(default=b"", compare=False)
+    """The end key of the prompt; empty: it ends with a whole page, or nobody has said how it ends."""
 
     def __post_init__(self) -> None:
         if len(self.data) % KEY_BYTES:
@@ -116,6 +120,16 @@ class Keys(Sequence[bytes]):
         found: list[bytes] = np.frombuffer(self.data, dtype=f"V{KEY_BYTES}").tolist()
         return found
 
+    @property
+    def digest(self) -> bytes:
+        """32 bytes that name all of these keys and how many they are; nothing for no keys.
+
+        They are twice as long as a key, since both lists may be chosen by somebody who wants two of one digest.
+        """
+        if not self.data:
+            return b""
+        return hashlib.blake2b(struct.pack("<I", len(self)) + self.data, digest_size=32, usedforsecurity=False).digest()
+
     def shared_with(self, other: Keys) -> int:
         """How many of the first pages are the same in both."""
         count = min(len(self), len(other))
@@ -143,10 +157,14 @@ class Keys(Sequence[bytes]):
 
 
 NO_KEYS = Keys()
+Link = tuple[bytes, bytes]
+"""The key of a page, behind that of the page before it; nothing stands before the first page of a prompt."""
 
 
 def page_keys(identity: PrefixIdentity, tokens: TokenIds) -> Keys:
     """Return the keys of all whole pages of a prompt, given its token ids (a sequence or a one-dimensional array of integers).
+
+    `end` of them is its end key.
 
     Raises InvalidInputError for what is not a list of unsigned 32-bit integers.
     """
@@ -167,7 +185,8 @@ def extend_keys(identity: PrefixIdentity, keys: Keys, tokens: TokenIds) -> Keys:
         state.update(data[start : start + size])
         key = state.digest()
         found.append(key)
-    return Keys(b"".join(found))
+    rest = data[len(data) - len(data) % size :]
+    return Keys(b"".join(found), _hash(key + bytes(rest)) if rest else b"")
 
 
 def _encoded(tokens: TokenIds) -> bytes:

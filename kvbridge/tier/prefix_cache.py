@@ -31,7 +31,7 @@ from kvbridge.pool.accounts.holdings import Pages
 from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.tier.claims import Claims
 from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
-from kvbridge.tier.keys import Keys
+from kvbridge.tier.keys import Keys, Link
 from kvbridge.tier.looks import Looks, PathPages
 from kvbridge.tier.readers import (
     Admitted,
@@ -164,6 +164,7 @@ class PrefixCache:
         self._index.pin(inserted.records)
         reader = self._readers[owner]
         reader.path, reader.device = np.concatenate((reader.path, inserted.records)), start + len(inserted.records)
+        reader.kept = np.concatenate((reader.kept, inserted.new))
         self.claims.used(owner, reader.path)
         for watcher in self._watchers if len(inserted.new) else ():
             watcher.kept(keys[: reader.device])
@@ -323,6 +324,19 @@ class PrefixCache:
     def drop_page(self, keys: Keys, page: int) -> Dropped:
         """Forget one page of a prompt and all that depends on it, as `drop` does with everything; harmless when it is not known."""
         return self._dropped(Evicted.INTEGRITY, self._index.drop, self._index.match(keys, at_most=page + 1)[page:])
+
+    def drop_kept(self, owner: Owner, page: int) -> tuple[Dropped, list[Link]]:
+        """Forget what an owner has kept from this page of its prompt on, and all that depends on it, as `drop_page`.
+
+        Pages that others had kept before it stay. Returns with the sum the links of all that is forgotten.
+        """
+        reader = self._reader(owner)
+        path = reader.path[page:]
+        first = path[np.isin(path, reader.kept) & ~self._index.is_dropped(path)][:1]
+        if not len(first):
+            return Dropped(0, 0), []
+        links = self._index.links(first)
+        return self._dropped(Evicted.INTEGRITY, self._index.drop, first), links
 
     def _dropped(self, why: Evicted, drop: Callable[..., Pages], *which: RecordArray) -> Dropped:
         known, there = self._index.reachable, len(self._index)

@@ -36,6 +36,8 @@ class Reader:
     """Those that it reads, each by where it is and its record."""
     checkpoint_own: PageIdArray = field(default_factory=lambda: NO_PAGES)
     """Pages of its own into which one is to be loaded."""
+    kept: RecordArray = field(default_factory=lambda: NO_PAGES)
+    """Of its path, the records whose pages on the device were its own."""
 
     @classmethod
     def of(cls, index: PrefixIndex, path: RecordArray, device: int, *, from_checkpoint: bool) -> Reader:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import IntegrityError, InvalidInputError
-from kvbridge.tier.keys import Keys
+from kvbridge.tier.keys import Keys, Link
 
 RecordArray = npt.NDArray[np.int32]
 """Numbers of records, in the order of their pages in a prompt unless something else is said."""
@@ -194,6 +194,16 @@ class Records:
             record = parent_at[record]
         found.reverse()
         return np.array(found, dtype=np.int32)
+
+    def links(self, records: RecordArray) -> list[Link]:
+        """The links of records, in their order."""
+        parents = self.parent[records]
+        before = self.keys(parents).to_list()  # of the first page of a prompt some other key, which is not used
+        keys = self.keys(records).to_list()
+        return [
+            (b"" if parent == NO_RECORD else key_before, key)
+            for parent, key_before, key in zip(parents.tolist(), before, keys, strict=True)
+        ]
 
     def keys(self, records: RecordArray) -> Keys:
         """The keys of records."""

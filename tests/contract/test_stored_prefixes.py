@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from itertools import count, takewhile
+from itertools import count, pairwise, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,11 @@ class Node:
 
     def until_written(self) -> None:
         client = self.stored.client
-        self.until("everything is written", lambda: not self.stored._waiting and not client.unsettled and self.idle)
+        stored = self.stored
+        self.until(
+            "everything is written",
+            lambda: not (stored._waiting or stored._to_forget or client.unsettled) and self.idle,
+        )
 
     @property
     def idle(self) -> bool:
@@ -364,6 +368,60 @@ def test_what_is_dropped_is_not_in_the_store_any_more(node: Node):
     node.forget()
     node.fetch(keys)
     assert node.held(keys) == held, "what came afterwards is stored again"
+
+
+def test_pages_that_are_forgotten_are_not_in_the_store_any_more(node: Node):
+    """Engines say different tokens of them; what comes before them, and another prompt, stays."""
+    keys, others = new_keys(9), new_keys(3)
+    first = node.computed(keys[:4])
+    node.computed(keys)
+    held = node.computed(others)
+    node.until_written()
+    node.forget()
+    node.stored.forget([*pairwise(keys)][3:])
+    node.fetch(keys)
+    assert node.held(keys) == first, "nobody fetches them while they wait to be dropped"
+    node.until_written()
+    for prompt, wanted in ((keys, first), (others, held)):
+        node.fetch(prompt)
+        assert node.held(prompt) == wanted
+    node.forget()
+    held = node.computed(keys)
+    node.until_written()
+    node.forget()
+    node.fetch(keys)
+    assert node.held(keys)[4:9] == held[4:9], "what came afterwards is stored again"
+
+
+def test_what_is_being_fetched_when_it_is_forgotten_does_not_stay(node: Node):
+    keys = new_keys(40)
+    node.computed(keys)
+    node.until_written()
+    node.forget()
+
+    async def fetch_and_forget() -> None:
+        fetching = asyncio.create_task(node.stored.prefetch(keys))
+        await seen(lambda: any(operation.verb is Verb.GET for operation in node.stored.client.unsettled))
+        node.stored.forget([(b"", keys[0]), *pairwise(keys)])
+        await fetching
+
+    node.run(fetch_and_forget())
+    assert node.held(keys) == []
+
+
+def test_a_store_that_does_not_answer_drops_what_is_to_be_forgotten_when_it_does_again():
+    with node_of("files") as (node, _):
+        keys = new_keys(3)
+        node.computed(keys)
+        node.until_written()
+        node.forget()
+        os.kill(node.process.pid, signal.SIGKILL)
+        node.until("it is gone", lambda: not node.process.capabilities)
+        node.stored.forget([(b"", keys[0]), *pairwise(keys)])
+        node.until_ready()
+        node.until_written()
+        node.fetch(keys)
+        assert node.held(keys) == []
 
 
 def test_what_is_being_written_and_fetched_when_all_is_dropped_does_not_stay(node: Node):

@@ -498,14 +498,17 @@ class World:
 
     # ------------------------------------------------------------------ users
 
-    def admit(self, owner: Owner, tokens: int, *, on_prefill: bool) -> None:
+    def admit(self, owner: Owner, tokens: int, *, on_prefill: bool, keys: Keys | None = None) -> None:
+        """`keys`: what its router says of the prompt, when that is not what the engines will compute."""
         self.prompts.setdefault(owner, tokens)
+        if keys is None:
+            keys = keys_of(owner, self.prompts[owner]) if self.shares else NO_KEYS
         request = AdmissionRequest(
             room=owner.room,
             generation=owner.generation,
             prompt_tokens=self.prompts[owner],
             prefill=() if on_prefill else (ADDRESS,),
-            page_hashes=keys_of(owner, self.prompts[owner]).data if self.shares else b"",
+            page_hashes=keys.data,
         )
         if on_prefill:
             self.prefill.service.requests.admit(request)

@@ -42,6 +42,7 @@ from kvbridge.node.receiver.rooms import ReceiverRooms, receiver_rooms
 from kvbridge.node.receiver.verification import growing_kinds
 from kvbridge.node.room import Room
 from kvbridge.node.room_pages import RoomSettings
+from kvbridge.node.rooms import PrefixStore
 from kvbridge.node.sender.room import SenderPorts
 from kvbridge.node.sender.rooms import SenderRooms, sender_rooms
 from kvbridge.pool.accounts.book import PageBook
@@ -316,13 +317,13 @@ class EngineVerbs:
     def provide(self, room, tables, *, prefix_tokens=0) -> None:
         self._call("", (), Provide(call=1, room=room, tables=to_wire(tables), prefix_tokens=prefix_tokens))
 
-    def claim(self, engine, room, page_hashes=b"") -> Room:
-        self.claim_pages(engine, room, page_hashes)
+    def claim(self, engine, room, page_hashes=b"", **fields) -> Room:
+        self.claim_pages(engine, room, page_hashes, **fields)
         return self.rooms.book.used_by(engine, room)
 
-    def claim_pages(self, engine, room, page_hashes=b"") -> Pages:
+    def claim_pages(self, engine, room, page_hashes=b"", **fields) -> Pages:
         """A claim, and what is answered."""
-        answer = self._call(engine, (), Claim(call=1, room=room, page_hashes=page_hashes))
+        answer = self._call(engine, (), Claim(call=1, room=room, page_hashes=page_hashes, **fields))
         assert answer is not None
         return answer
 
@@ -333,8 +334,8 @@ class EngineVerbs:
         self._call(engine, (), Extend(call=1, room=room, tokens=tokens))
         return self.rooms.book.used_by(engine, room).tables
 
-    def release(self, engine, room, generation=0, **answer) -> None:
-        self._call(engine, (), Release(call=1, room=room, generation=generation, **answer))
+    def release(self, engine, room, generation=0, ranks=(R0,), **answer) -> None:
+        self._call(engine, ranks, Release(call=1, room=room, generation=generation, **answer))
 
     def abort(self, engine, room, reason, **fields) -> None:
         self._call(engine, (), AbortRoom(call=1, room=room, reason=reason, **fields))
@@ -410,6 +411,7 @@ class ReceiverBench:
     """Slots of a hot buffer, which the model itself does not need."""
     twins: int = 0
     """Pages of the host tier."""
+    store: PrefixStore | None = None
     clock: ManualClock = field(default_factory=ManualClock)
     nodes: FakeNodes = field(default_factory=FakeNodes)
     fence: FakeFence = field(default_factory=FakeFence)
@@ -434,6 +436,7 @@ class ReceiverBench:
                 engines=self.engines,
                 events=self.events,
                 prefixes=self.prefixes,
+                store=self.store,
             ),
             RoomSettings(
                 geometry=GEOMETRY,

@@ -238,6 +238,7 @@ class DecodeRanks:
 
     def __init__(self) -> None:
         self.orders: list[Verify] = []
+        self.layers = {R0: tuple(range(GEOMETRY.layer_count))}
 
     def missing(self) -> str:
         return ""

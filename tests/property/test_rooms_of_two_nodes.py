@@ -22,8 +22,10 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.tier.keys import Keys
 from tests.helpers.room_simulation import STAGES, World
 from tests.helpers.rooms import PAGE
+from tests.helpers.simulated_memory import keys_of
 from tests.helpers.simulated_nodes import PAGES, RANKS
 
 ROOMS = st.integers(1, 2)
@@ -81,13 +83,15 @@ class RoomsMachine(RuleBasedStateMachine):
 
     def bring(self, room, tokens, stage):
         """A next attempt at a room that nobody disturbs until it has come to a stage."""
-        world = self.world
-        services = (world.prefill.service, world.receiver)
-        owner = Owner(room, 1 + max(service.book.newest_generation(room) for service in services))
+        world, owner = self.world, self.next_attempt(room)
         for step in STAGES[: STAGES.index(stage) + 1]:
             for call in world.calls(step, owner, tokens):
                 self.tried(call)
             world.settle(orders=step in {"arrived", "committed"}, verifying=step == "committed")
+
+    def next_attempt(self, room):
+        services = (self.world.prefill.service, self.world.receiver)
+        return Owner(room, 1 + max(service.book.newest_generation(room) for service in services))
 
     # ------------------------------------------------------------------ prefill engines
 
@@ -297,9 +301,7 @@ class AdoptedRoomsMachine(RoomsMachine):
     @rule(room=ROOMS, tokens=TOKENS, named=st.booleans())
     def a_request_crosses(self, room, tokens, named):
         """Prefill holds what it has computed, decode hears of it and comes when it has pages."""
-        world = self.world
-        services = (world.prefill.service, world.receiver)
-        owner = Owner(room, 1 + max(service.book.newest_generation(room) for service in services))
+        world, owner = self.world, self.next_attempt(room)
         world.prompts.setdefault(owner, tokens)
         self.tried(world.hold, owner, begun=True)
         self.tried(world.fetch, owner, named=named)
@@ -329,6 +331,19 @@ class SharingRoomsMachine(RoomsMachine):
     """Rooms whose prompts begin alike: the last byte of what they share is followed from its writing to its eviction."""
 
     shares = True
+
+    @rule(room=ROOMS, tokens=st.integers(2 * PAGE, 3 * PAGE), other=GENERATIONS, pages=st.integers(2, 3))
+    def a_room_crosses_under_forged_keys(self, room, tokens, other, pages):
+        """A router wants the first pages of another prompt to hold what this one computes, and names its own keys behind them."""
+        world, owner = self.world, self.next_attempt(room)
+        forged = keys_of(Owner(room, other), tokens)[:pages].data + keys_of(owner, tokens)[pages:].data
+        self.tried(world.admit, owner, tokens, on_prefill=True)
+        self.tried(world.admit, owner, tokens, on_prefill=False, keys=Keys(forged))
+        world.settle()
+        for step in ("begun", "published", "finished"):
+            for call in world.calls(step, owner, tokens):
+                self.tried(call)
+            world.settle()
 
     @precondition(lambda self: self.disasters)
     @rule(on_prefill=st.booleans())

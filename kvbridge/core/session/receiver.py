@@ -90,6 +90,8 @@ class ReceiverAction(StrEnum):
     """The lease has ended by proof: the pages belong to the room alone."""
     KEEP_PROMPT = "keep_prompt"
     """The whole pages of the prompt are final: others may read them from now on."""
+    DROP_PROMPT = "drop_prompt"
+    """Nobody reads any more what the room has let others read, from the page on of which its engines say different tokens."""
     KEEP_ANSWER = "keep_answer"
     """No engine writes the answer any more: its whole pages are final too, as far as all engines say the same of them."""
     FREE = "free"
@@ -146,14 +148,14 @@ RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
             _E.HANDED_OVER: (_S.COMPLETED, (_A.FREE,)),
             _E.ABORT: (_S.ABORTED, _ENDED),
             _E.FAULT: (_S.FAILED, _ENDED),
-            _E.OTHER_PROMPT: (_S.FAILED, (_A.REJECT, *_ENDED)),
+            _E.OTHER_PROMPT: (_S.FAILED, (_A.DROP_PROMPT, _A.REJECT, *_ENDED)),
         },
         _S.CLAIMED: {
             _E.CLAIM: (_S.CLAIMED, ()),
             _E.RELEASE: (_S.COMPLETED, (_A.KEEP_ANSWER, *_ENDED)),
             _E.ABORT: (_S.ABORTING_CLAIMED, (_A.TELL_ENGINE,)),
             _E.FAULT: (_S.FAILING_CLAIMED, (_A.TELL_ENGINE,)),
-            _E.OTHER_PROMPT: (_S.FAILING_CLAIMED, (_A.REJECT, _A.TELL_ENGINE)),
+            _E.OTHER_PROMPT: (_S.FAILING_CLAIMED, (_A.DROP_PROMPT, _A.REJECT, _A.TELL_ENGINE)),
         },
         _S.ABORTING_CLAIMED: {
             _E.RELEASE: (_S.ABORTED, _ENDED),

@@ -20,6 +20,7 @@ from kvbridge.core.wire.messages import (
     MAX_CHECKPOINTS,
     MAX_RESTORABLE,
     MAX_STAGES,
+    EndKey,
     Heartbeat,
     Metadata,
     Name,
@@ -128,6 +129,8 @@ class Begin(Call):
     prompt_tokens: Positive
     page_hashes: PageHashes = b""
     """The keys of the tokens that the engine computes, which have to be those that the room was admitted with."""
+    end_key: EndKey = b""
+    """Of the same tokens."""
     tables: tuple[WireTable, ...] = ()
     at_most: NonNegative | None = None
     """The engine is to start at no more than so many tokens."""
@@ -187,6 +190,8 @@ class Claim(Call):
     room: RoomId
     page_hashes: PageHashes = b""
     """The keys of the tokens of the engine's request, which have to be those that the room was admitted with."""
+    end_key: EndKey = b""
+    """Of the same tokens. The page that it is of, and the answer behind it, are kept only where all engines state the same one."""
 
 
 class Loaded(Call):

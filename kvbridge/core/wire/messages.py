@@ -68,6 +68,10 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 Text = Annotated[str, Field(max_length=4_000)]
 PageHashes = Annotated[bytes, Field(max_length=MAX_PAGE_HASHES_BYTES, repr=False)]
 """Page keys in the order of the pages, 16 bytes each."""
+EndKey = Annotated[bytes, Field(max_length=16, repr=False)]
+"""The key of a prompt's tokens behind its last whole page (`tier/keys.py`); empty: there are none, or nobody has said it."""
+KeysDigest = Annotated[bytes, Field(max_length=32)]
+"""Of a list of page keys, all of them (`tier/keys.py`); empty: of none."""
 Metadata = Annotated[bytes, Field(max_length=MAX_METADATA_BYTES)]
 Phases = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[float, Field(allow_inf_nan=False)]],
@@ -243,8 +247,10 @@ class Done(RoomMessage):
     """How many Digests of this writer there were."""
     transport: Annotated[str, Field(max_length=200)] = ""
     """What the writer has sent it over; several are joined by '+'."""
-    last_page_key: Annotated[bytes, Field(max_length=16)] = b""
-    """Of the prompt that the rank's engine has computed, as that said itself; it names all whole pages. Empty: nobody asked it."""
+    keys_digest: KeysDigest = b""
+    """Of all page keys of the prompt that the rank's engine has computed, as that said itself. Empty: nobody asked it."""
+    end_key: EndKey = b""
+    """Of that prompt, as that engine said itself; empty: it did not, or no token is behind the last whole page."""
     under_way_ago_s: Annotated[tuple[tuple[Ago, Ago], ...], Field(max_length=MAX_INTERVALS)] = ()
     """When it was sending: from so many seconds ago until so many, at the time of this message."""
 

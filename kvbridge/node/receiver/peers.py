@@ -23,6 +23,7 @@ from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Digests, Done, Drained, Failed, PathLost
 from kvbridge.node.driver import RoomDriver
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
+from kvbridge.node.prompt_keys import end_differs
 from kvbridge.node.receiver.fence import ALL, Fence
 from kvbridge.node.receiver.room import ASKED, ReceiverRoom, WriterNode
 from kvbridge.node.receiver.withdrawals import Withdrawals, holds_rooms
@@ -31,7 +32,7 @@ from kvbridge.node.room import slowest
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.page_states import Owner
-from kvbridge.telemetry.events import RankReceived
+from kvbridge.telemetry.events import PromptNotKept, RankReceived
 from kvbridge.telemetry.path_events import RoomRerouted
 
 
@@ -173,16 +174,27 @@ class ReceiverPeers:
 
     def _compare_prompts(self, room: ReceiverRoom, writer: WriterNode, done: Done) -> bool:
         """Fail a room whose writer has computed another prompt than its keys name; note one that does not say."""
-        if not room.keys or done.last_page_key == room.keys[-1]:
+        if not room.keys:
             return True
-        room.is_same_prompt = False  # until the engine that claims it has said so
-        if done.last_page_key:
-            why = (
-                f"rank {done.writer} of prefill node {writer.node.name} has computed another prompt than the one that was admitted "
-                "here: the page_hashes of both admissions differ"
-            )
-            self.driver.fail(room, KeyMismatchError.code, why)
-        return not done.last_page_key
+        who = f"rank {done.writer} of prefill node {writer.node.name}"
+        if not done.keys_digest:
+            if room.is_same_prompt:
+                why = (
+                    f"{who} has not stated the page keys of what it has computed: the room was admitted there without page_hashes, "
+                    "or the node does not say which model it holds (tier.model_name)"
+                )
+                self.driver.facts.events.emit(PromptNotKept(**room.identity, reason=why))
+            room.is_same_prompt = False
+            return True
+        room.end_keys.add(done.end_key)
+        if done.keys_digest == room.keys.digest and not end_differs(room.end_keys):
+            return True
+        differs = "the page_hashes of both admissions differ"
+        if done.keys_digest == room.keys.digest:
+            differs = "its last page, which is not whole, ends with other tokens than that of another rank"
+        why = f"{who} has computed another prompt than the one that was admitted here: {differs}"
+        self.driver.fail(room, KeyMismatchError.code, why)
+        return False
 
     def _account(self, room: ReceiverRoom, writer: WriterNode, done: Done) -> None:
         """Fail closed unless a rank reports exactly what it owes, and all its digests; commit or verify once every rank has."""

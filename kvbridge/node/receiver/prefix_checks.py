@@ -63,7 +63,12 @@ class PrefixChecks:
     # ------------------------------------------------------------------ pages that come
 
     def keep(self, room: ReceiverRoom, keys: Keys) -> None:
-        """Keep the whole pages of `keys` that the room does not share yet, and see to it that their digests are known."""
+        """Keep the whole pages of `keys` that the room does not share yet, and see to it that their digests are known.
+
+        Nothing, when a writer has not stated the keys of what it has computed.
+        """
+        if not room.is_same_prompt:
+            return
         prefixes = self.pages.prefixes
         if prefixes is None or not self.pages.settings.verifies_hits or room.owner not in prefixes:
             self.pages.keep(room, keys)

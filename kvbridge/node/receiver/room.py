@@ -87,6 +87,8 @@ class ReceiverRoom(Room[ReceiverState]):
     """Engines that do not read the room any more, though they had claimed it."""
     answers: dict[str, Answer | None] = field(default_factory=dict)
     """What engines have said of the answer when they released it; None: nothing. Those that were refused are not here."""
+    answered_by: set[Rank] = field(default_factory=set)
+    """The ranks of the engines that have said something of it: in their memory its rows are."""
     shut: bool = False
     """Every way by which its writers could still reach its pages has been shut."""
     arrived: bool = False
@@ -103,7 +105,12 @@ class ReceiverRoom(Room[ReceiverState]):
     """By the first engine; 0 before."""
     reserved_tokens: int = 0
     is_same_prompt: bool = True
-    """Whether the engines of all writers that are done computed the prompt that the room's keys name, by their own word."""
+    """Whether the engines of all writers that are done have computed the prompt that the room's keys name, by their own word.
+
+    Without that nothing of the room is kept: no engine on this side can say what those have computed.
+    """
+    end_keys: set[bytes] = field(default_factory=set)
+    """Those that engines on both sides have stated; the empty one: of one that has not."""
 
     @property
     def awaits_writers(self) -> bool:
@@ -188,7 +195,7 @@ class ReceiverRoom(Room[ReceiverState]):
         """Keep what a receipt needs."""
         self.former_peer = self.first_peer
         self.tables, self.metadata, self.writers, self.verification = {}, {}, {}, None
-        self.keys, self.answers, self.load = Keys(), {}, None
+        self.keys, self.answers, self.load, self.end_keys = Keys(), {}, None, set()
 
 
 _OTHER_WORDS = {

@@ -25,7 +25,6 @@ from kvbridge.node.room_facts import RoomFacts
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.telemetry.phases import PHASES
 from kvbridge.telemetry.spans import COMMIT
-from kvbridge.tier.keys import NO_KEYS
 
 log = structlog.get_logger(__name__)
 
@@ -121,8 +120,8 @@ class ReceiverRules:
                 self._reject(room)
             case ReceiverAction.HOLD:
                 self.pages.hold(room)
-            case ReceiverAction.KEEP_PROMPT | ReceiverAction.KEEP_ANSWER:
-                self._keep(room, action)
+            case ReceiverAction.KEEP_PROMPT | ReceiverAction.KEEP_ANSWER | ReceiverAction.DROP_PROMPT:
+                self._cache(room, action)
             case ReceiverAction.FREE:
                 self.pages.give_back(room)
                 room.forget_details()
@@ -175,12 +174,29 @@ class ReceiverRules:
             traceparent=room.trace.part(COMMIT).traceparent if room.trace is not None else "",
         )
 
-    def _keep(self, room: ReceiverRoom, action: StrEnum) -> None:
+    def _cache(self, room: ReceiverRoom, action: StrEnum) -> None:
         answer = room.answer if self.pages.settings.keeps_answers else None
         if action is ReceiverAction.KEEP_PROMPT:
-            self.checks.keep(room, room.keys if room.is_same_prompt else NO_KEYS)
-        elif answer is not None:
+            self.checks.keep(room, room.keys)
+        elif action is ReceiverAction.DROP_PROMPT:
+            self._drop_prompt(room)
+        elif answer is not None and self._is_stated(room):
             self.checks.keep(room, answer.keys)
+
+    def _is_stated(self, room: ReceiverRoom) -> bool:
+        """Whether an answer is in the memory of all ranks, behind a prompt that all engines have stated to its end.
+
+        The page in which the prompt ends has rows of the writers and of the engines here, and gets its key with the answer.
+        """
+        ends_whole = room.prompt_tokens % self.pages.settings.geometry.tokens_per_page == 0
+        is_same_end = ends_whole or (len(room.end_keys) == 1 and b"" not in room.end_keys)
+        return is_same_end and room.answered_by >= self.checks.workers.layers.keys()
+
+    def _drop_prompt(self, room: ReceiverRoom) -> None:
+        assert room.disputed_page is not None, "see require_same_prompt"
+        links = self.pages.drop_kept(room, room.disputed_page)
+        if links and self.ports.store is not None:
+            self.ports.store.forget(links)
 
     def _tell_abort(self, room: ReceiverRoom) -> None:
         for writer in room.active:

@@ -91,8 +91,8 @@ class ReceiverVerbs:
             raise RoomFailedError(f"room {room_id} is over ({user_state(room)}): {room.reason or 'released'}")
         if engine.name in room.claimed_by:
             raise ConflictError(f"room {room_id} was already claimed by this engine")
-        require_same_prompt(self.driver, room, message.page_hashes, self._tokens_per_page)
-        self.checks.keep(room, room.keys)  # at the latest now that somebody has said whose they are
+        require_same_prompt(self.driver, room, message, self._tokens_per_page, end_keys=room.end_keys)
+        room.end_keys.add(message.end_key)
         if room.state is ReceiverState.COMMITTED:
             room.expected_by = set(self.driver.facts.engines.serving())
             room.claimed_s = self.clock()
@@ -161,6 +161,8 @@ class ReceiverVerbs:
             said = answer_of(room, message.valid_tokens, message.page_hashes, self._tokens_per_page)
             self._check_answer(room, said)
             room.answers[engine.name] = said
+            if said is not None:
+                room.answered_by.update(engine.ranks)
         finally:
             self.driver.let_go(room, engine.name)
 

@@ -109,10 +109,12 @@ class RoomCheckpoints:
     def keep(self, room: SenderRoom) -> None:
         """Let the whole pages of a room that is over stay, with its checkpoints, if every engine has written all of them.
 
-        Nothing of the room is in flight, and no engine uses its pages any more.
+        Nothing of the room is in flight, no engine uses its pages any more, and none has said that it has another prompt.
         """
         prefixes, book = self.pages.prefixes, self.pages.book
         if prefixes is None or not room.keys or not all(work.written for work in room.ranks.values()):
+            return
+        if room.disputed_page is not None:
             return
         if book.state(room.owner) is PageState.LEASED:
             self.pages.hold(room)

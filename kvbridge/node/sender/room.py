@@ -45,6 +45,8 @@ class RankWork:
     checkpoints: frozenset[int] = frozenset()
     """Of those that were asked for, the ones that the engine has written, in tokens."""
     metadata: bytes = b""
+    end_key: bytes = b""
+    """Of the prompt that its engine computes, as that said itself when it began."""
     after: dict[StreamPoint, None] = field(default_factory=dict)
     """Where in the work of the engine's GPU all that is published and not ordered yet is final; a set in order."""
     outstanding: dict[int, str] = field(default_factory=dict)

@@ -60,7 +60,8 @@ class SenderVerbs:
                 f"room {room.room} was admitted with {room.prompt_tokens} prompt tokens, "
                 f"the engine begins it with {message.prompt_tokens}"
             )
-        require_same_prompt(self.driver, room, message.page_hashes, self.pages.settings.geometry.tokens_per_page)
+        page, end_keys = self.pages.settings.geometry.tokens_per_page, [work.end_key for work in room.ranks.values()]
+        require_same_prompt(self.driver, room, message, page, end_keys=end_keys)
         for rank in engine.ranks:
             if room.ranks[rank].engine:
                 raise ConflictError(
@@ -78,7 +79,7 @@ class SenderVerbs:
         for attempt in earlier:
             self.driver.let_go(attempt, engine.name)
         for rank in engine.ranks:
-            room.ranks[rank].engine = engine.name
+            room.ranks[rank].engine, room.ranks[rank].end_key = engine.name, message.end_key
         if not self.pages.settings.adopted:
             room.writing.add(engine.name)
         room.phases_s.setdefault("admit_to_begin", self.clock() - room.created_s)

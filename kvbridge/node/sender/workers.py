@@ -57,7 +57,8 @@ class SenderWorkers:
                 metadata=work.metadata,
                 digest_parts=self._tell_digests(room, rank, work),
                 transport=work.transport,
-                last_page_key=room.keys[-1] if room.keys else b"",
+                keys_digest=room.keys.digest,
+                end_key=work.end_key if room.keys else b"",
                 under_way_ago_s=work.under_way_ago_s(self.clock()),
             )
             self.nodes.send(room.peer, done)

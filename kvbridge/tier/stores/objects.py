@@ -33,7 +33,7 @@ import numpy.typing as npt
 from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, UnsupportedError
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, MemoryKind
-from kvbridge.tier.keys import KEY_BYTES, Keys
+from kvbridge.tier.keys import KEY_BYTES, Keys, Link
 from kvbridge.tier.stores.base import BATCH_LIMIT, Outcome
 
 VERSION = 2
@@ -139,7 +139,12 @@ def linked(keys: Keys) -> Keys:
     and what is found is a chain.
     """
     found = keys.to_list()
-    return Keys(b"".join(_hash(before + key, KEY_BYTES) for before, key in zip([b"", *found], found, strict=False)))
+    return of_links(zip([b"", *found], found, strict=False))
+
+
+def of_links(links: Iterable[Link]) -> Keys:
+    """The same, of single pages."""
+    return Keys(b"".join(_hash(before + key, KEY_BYTES) for before, key in links))
 
 
 def part_keys(key: bytes, parts: int) -> Keys:

@@ -15,6 +15,7 @@ from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Done, Failed, Offer, to_wire
+from kvbridge.core.wire.worker_messages import Send, Sent
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.helpers.rooms import (
@@ -68,8 +69,8 @@ def decode(*engines: str, committed: bool = True, **fields) -> ReceiverBench:
     return bench
 
 
-def begin(bench: SenderBench, page_hashes: bytes = b"", ranks=(R0,), engine: str = "engine"):
-    return bench.verbs.begin(engine, ranks, 1, prompt_tokens=PROMPT, tables=None, page_hashes=page_hashes)
+def begin(bench: SenderBench, page_hashes: bytes = b"", ranks=(R0,), engine: str = "engine", **fields):
+    return bench.verbs.begin(engine, ranks, 1, prompt_tokens=PROMPT, tables=None, page_hashes=page_hashes, **fields)
 
 
 def report(bench):
@@ -200,6 +201,42 @@ def test_the_second_engine_of_a_node_is_looked_at_too():
     with pytest.raises(KeyMismatchError):
         begin(bench, other_from(0), (R1,), "other")
     assert report(bench).reason_code == "key_mismatch"
+
+
+def test_engines_of_a_node_that_end_the_prompt_differently_fail_the_room():
+    """No key names the tokens behind the last whole page, so they are compared with each other."""
+    bench = prefill(ranks=(R0, R1))
+    begin(bench, KEYS, end_key=b"a" * 16)
+    with pytest.raises(KeyMismatchError, match=rf"\(tokens {3 * PAGE} to {PROMPT - 1}\)"):
+        begin(bench, KEYS, (R1,), "other", end_key=b"b" * 16)
+    assert report(bench).reason_code == "key_mismatch"
+
+
+def test_done_names_all_keys_that_the_engine_of_its_rank_has_stated_and_its_end():
+    bench = prefill(ranks=(R0, R1))
+    table = PageTable(IndexSpace.FULL, np.arange(4, dtype=np.int32))
+    offer = Offer(room=1, generation=1, prompt_tokens=PROMPT, prefix_tokens=0, tables=to_wire({IndexSpace.FULL: table}))
+    bench.service.peers.offer(DECODE, offer)
+    for rank, end_key in ((R0, b"a" * 16), (R1, b"")):
+        begin(bench, KEYS, (rank,), str(rank), end_key=end_key)
+        bench.verbs.publish(str(rank), (rank,), 1, upto_token=PROMPT, layers=None)
+        for order in [message for _, message in bench.workers.messages if isinstance(message, Send)]:
+            amounts = full_amounts(PROMPT)
+            about = {"room": 1, "generation": 1, "rank": rank, "order": order.order}
+            bench.service.workers.sent(Sent(**about, amounts=amounts, seconds={}, quiet=True))
+        bench.verbs.finish(str(rank), (rank,), 1, metadata=b"")
+    told = {done.writer: (done.keys_digest, done.end_key) for done in pick(bench.peers.messages, Done, DECODE)}
+    assert told == {R0: (Keys(KEYS).digest, b"a" * 16), R1: (Keys(KEYS).digest, b"")}
+
+
+def test_nothing_stays_of_a_room_whose_engine_says_afterwards_that_it_has_another_prompt():
+    bench = prefill()
+    begin(bench, KEYS)
+    bench.verbs.publish("engine", (R0,), 1, upto_token=PROMPT, layers=None)
+    bench.verbs.finish("engine", (R0,), 1, metadata=b"")
+    with pytest.raises(KeyMismatchError):
+        begin(bench, other_from(1))
+    assert (report(bench).state, bench.prefixes.known(Keys(KEYS))) == (RoomState.FAILED, 0)
 
 
 def test_what_engines_state_in_a_room_without_keys_is_left_alone():

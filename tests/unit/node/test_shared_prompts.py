@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from kvbridge.api.rooms import AdmissionRequest
-from kvbridge.core.errors import ConflictError, InvalidInputError
+from kvbridge.api.rooms import AdmissionRequest, PeerAddress
+from kvbridge.core.errors import ConflictError, InvalidInputError, KeyMismatchError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import IndexSpace
+from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.messages import Done, Drained, Offer, to_wire
+from kvbridge.core.wire.messages import Done, Drained, Failed, Offer, to_wire
 from kvbridge.node.receiver.fence import ALL
 from kvbridge.node.sender.offers import check_offer
-from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
-from tests.helpers.rooms import ADDRESS, GEOMETRY, PAGE, PREFILL, R0, ReceiverBench, full_amounts, pages_in, pick
+from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
+from kvbridge.telemetry.events import DisputedPagesDropped, PromptNotKept
+from kvbridge.tier.keys import NO_KEYS, Keys, Link, PrefixIdentity, page_keys
+from tests.helpers.rooms import ADDRESS, GEOMETRY, PAGE, PREFILL, R0, R1, ReceiverBench, full_amounts, pages_in, pick
 
 FULL = IndexSpace.FULL
 TOKENS = np.arange(10 * PAGE) + 7
 IDENTITY = PrefixIdentity(model="m", revision="1", fingerprint=fingerprint(GEOMETRY), tokens_per_page=PAGE)
 MORE = 2 * PAGE
+OTHER, OTHER_PREFILL = PeerAddress(endpoint="tcp://10.0.0.2:7000"), "bbbbbbbbbbbbbbbb"
 
 
 def keys_of(tokens: int) -> Keys:
@@ -46,22 +50,19 @@ class Bench(ReceiverBench):
         self.service.requests.admit(request)
         return self.service.book.get(room)
 
-    def done(self, room, key: bytes | None = None, **fields) -> None:
+    def done(self, room, keys: Keys | None = None, **fields) -> None:
+        """`keys`: what the engine of the prefill node has stated."""
         tokens, prefix = room.prompt_tokens, room.prefix_tokens
-        last = keys_of(tokens)[-1] if key is None else key
-        said = Done(
-            room=room.room,
-            generation=1,
-            writer=R0,
-            amounts=full_amounts(tokens, prefix),
-            phases_s={},
-            last_page_key=last,
-            **fields,
+        stated = keys_of(tokens) if keys is None else keys
+        said = {"keys_digest": stated.digest, "end_key": stated.end} | fields
+        amounts = full_amounts(tokens, prefix)
+        self.service.peers.done(
+            PREFILL, Done(room=room.room, generation=1, writer=R0, amounts=amounts, phases_s={}, **said)
         )
-        self.service.peers.done(PREFILL, said)
 
     def claim(self, room) -> None:
-        self.verbs.claim("engine", room.room, keys_of(room.prompt_tokens).data)
+        keys = keys_of(room.prompt_tokens)
+        self.verbs.claim("engine", room.room, keys.data, end_key=keys.end)
 
     def whole(self, room: int, tokens: int):
         """A room that has gone all the way."""
@@ -165,17 +166,46 @@ def test_siblings_find_a_prompt_while_its_first_still_decodes(bench):
     assert second.tables[FULL].ids[:3].tolist() == first.tables[FULL].ids[:3].tolist()
 
 
-def test_a_writer_that_does_not_say_what_it_computed_is_not_believed_before_the_claim(bench):
+def test_of_a_writer_that_does_not_say_what_it_computed_nothing_ever_stays(bench):
+    """Neither at the commit, nor when the engine here states its keys, nor with its answer; and the log says why."""
     first = bench.admit(1, 3 * PAGE)
-    bench.done(first, b"")
+    bench.done(first, NO_KEYS)
     assert (first.shown, bench.cached) == (RoomState.COMMITTED, 0)
     bench.claim(first)
-    assert bench.cached == 3
+    assert bench.cached == 0
+    bench.verbs.release("engine", 1, valid_tokens=5 * PAGE, page_hashes=keys_of(5 * PAGE).data)
+    assert (first.shown, bench.cached) == (RoomState.COMPLETED, 0)
+    [told] = bench.events.of(PromptNotKept)
+    assert "rank pp0.tp0 of prefill node prefill/" in told.reason
+    assert "has not stated the page keys" in told.reason
 
 
-def test_a_writer_with_another_prompt_fails_the_room_and_nothing_of_it_stays(bench):
+def test_of_several_writers_all_have_to_say_what_they_computed(bench):
+    """One instance over two nodes, of which the second has its tier off."""
+    bench.nodes.know(ranks=(R0,), tp_size=2)
+    bench.nodes.know(OTHER, OTHER_PREFILL, ranks=(R1,), tp_size=2)
+    request = AdmissionRequest(
+        room=1, prompt_tokens=3 * PAGE, page_hashes=keys_of(3 * PAGE).data, prefill=(ADDRESS, OTHER)
+    )
+    bench.service.requests.admit(request)
+    room = bench.service.book.get(1)
+    for peer, writer, keys in ((PREFILL, R0, keys_of(3 * PAGE)), (OTHER_PREFILL, R1, NO_KEYS)):
+        owed = room.writers[peer].shares[writer].rows(prompt_tokens=3 * PAGE, prefix_tokens=0)
+        amounts = {kind: Amount(lane_rows=rows, bytes=1) for kind, rows in owed.items()}
+        said = {"room": 1, "generation": 1, "phases_s": {}, "keys_digest": keys.digest}
+        bench.service.peers.done(peer, Done(writer=writer, amounts=amounts, **said))
+    assert room.shown is RoomState.COMMITTED
+    bench.claim(room)
+    assert bench.cached == 0
+
+
+@pytest.mark.parametrize("page", [0, 1, 2])
+def test_a_writer_with_another_prompt_fails_the_room_and_nothing_of_it_stays(bench, page):
+    """Wherever it differs: all keys are compared, not the last one."""
     first = bench.admit(1, 3 * PAGE)
-    bench.done(first, bytes(16))
+    stated = keys_of(3 * PAGE).to_list()
+    stated[page] = bytes(16)
+    bench.done(first, Keys.of(stated))
     assert (first.shown, first.reason_code, bench.cached) == (RoomState.FAILED, "key_mismatch", 0)
     assert "another prompt" in first.reason
     assert bench.free == 16
@@ -190,6 +220,164 @@ def test_whole_pages_of_the_answer_stay_and_the_last_token_counts_only_when_it_w
         bench.verbs.release("engine", number, valid_tokens=valid, page_hashes=keys_of(valid).data)
         assert bench.cached == 2 + fed // PAGE
     assert bench.admit(9, 5 * PAGE).prefix_tokens == 3 * PAGE
+
+
+def other_end(tokens: int) -> Keys:
+    """The keys of a prompt whose last token is another one."""
+    return page_keys(IDENTITY, [*TOKENS[: tokens - 1], 0])
+
+
+def test_the_page_in_which_a_prompt_ends_stays_with_the_answer(bench):
+    room = bench.admit(1, 2 * PAGE + 5)
+    bench.done(room)
+    bench.claim(room)
+    bench.verbs.release("engine", 1, valid_tokens=4 * PAGE, page_hashes=keys_of(4 * PAGE).data)
+    assert bench.cached == 4
+
+
+@pytest.mark.parametrize("silent", ["prefill", "decode"])
+def test_no_page_of_an_answer_stays_behind_a_prompt_whose_end_an_engine_has_not_stated(bench, silent):
+    """Its first page has rows that prefill has computed, of tokens that no key of the prompt names."""
+    room = bench.admit(1, 2 * PAGE + 5)
+    keys = keys_of(2 * PAGE + 5)
+    bench.done(room, **({"end_key": b""} if silent == "prefill" else {}))
+    bench.verbs.claim("engine", 1, keys.data, end_key=b"" if silent == "decode" else keys.end)
+    bench.verbs.release("engine", 1, valid_tokens=4 * PAGE, page_hashes=keys_of(4 * PAGE).data)
+    assert (room.shown, bench.cached) == (RoomState.COMPLETED, 2)
+
+
+def test_a_prompt_that_ends_with_other_tokens_than_prefill_computed_fails_the_room(bench):
+    room = bench.admit(1, 2 * PAGE + 5)
+    bench.done(room, other_end(2 * PAGE + 5))
+    assert (room.shown, bench.cached) == (RoomState.COMMITTED, 2), "of its whole pages both say the same"
+    with pytest.raises(
+        KeyMismatchError, match=rf"decode engine's .* another engine .* \(tokens {2 * PAGE} to {2 * PAGE + 4}\)"
+    ):
+        bench.claim(room)
+    assert (room.shown, room.reason_code, bench.cached) == (RoomState.FAILED, "key_mismatch", 2)
+    assert pick(bench.nodes.messages, Failed)
+
+
+def test_writers_whose_prompts_end_differently_fail_the_room(bench):
+    bench.nodes.know(ranks=(R0, R1), tp_size=2)
+    request = AdmissionRequest(room=1, prompt_tokens=PAGE + 5, page_hashes=keys_of(PAGE + 5).data, prefill=(ADDRESS,))
+    bench.service.requests.admit(request)
+    room = bench.service.book.get(1)
+    for writer, keys in ((R0, keys_of(PAGE + 5)), (R1, other_end(PAGE + 5))):
+        owed = room.writers[PREFILL].shares[writer].rows(prompt_tokens=PAGE + 5, prefix_tokens=0)
+        amounts = {kind: Amount(lane_rows=rows, bytes=1) for kind, rows in owed.items()}
+        said = {"room": 1, "generation": 1, "phases_s": {}, "keys_digest": keys.digest, "end_key": keys.end}
+        bench.service.peers.done(PREFILL, Done(writer=writer, amounts=amounts, **said))
+    assert (room.shown, room.reason_code) == (RoomState.FAILED, "key_mismatch")
+    assert "ends with other tokens" in room.reason
+
+
+def test_an_answer_stays_only_when_the_engines_of_all_ranks_have_written_it(bench):
+    """The engine of another rank has never claimed the room, so its memory has no row of the answer."""
+    bench.ranks.layers |= {R1: bench.ranks.layers[R0]}
+    for number, others in ((1, False), (2, True)):
+        bench.engines.names = {"engine", "other"}
+        room = bench.admit(number, 2 * PAGE)
+        bench.done(room)
+        bench.claim(room)
+        said = {"valid_tokens": 4 * PAGE, "page_hashes": keys_of(4 * PAGE).data}
+        if others:
+            bench.verbs.claim("other", number, keys_of(2 * PAGE).data)
+            bench.verbs.release("other", number, ranks=(R1,), **said)
+        else:
+            bench.service.engines.gone("other", "a test")
+        bench.verbs.release("engine", number, **said)
+        assert (room.shown, bench.cached) == (RoomState.COMPLETED, 4 if others else 2)
+
+
+@pytest.mark.parametrize("page", [0, 1, 2, 3])
+def test_pages_of_a_room_whose_engine_has_another_prompt_go_and_those_of_others_stay(bench, page):
+    """The first two pages were another room's, which has been claimed rightly; a third room goes on from what goes."""
+    bench.whole(1, 2 * PAGE)
+    disputed = bench.admit(2, 4 * PAGE)
+    bench.done(disputed)
+    reader = bench.admit(3, 5 * PAGE)
+    bench.done(reader)
+    assert (reader.prefix_tokens, bench.cached) == (4 * PAGE, 5)
+    stated = keys_of(4 * PAGE).to_list()
+    stated[page] = bytes(16)
+    with pytest.raises(KeyMismatchError, match=f"page {page} "):
+        bench.verbs.claim("engine", 2, Keys.of(stated).data)
+    left = max(page, 2)
+    assert bench.prefixes.known(keys_of(5 * PAGE)) == left
+    [told] = bench.events.of(DisputedPagesDropped)
+    assert (told.page, told.dropped, told.read) == (page, 5 - left, 5 - left)
+    bench.prefixes.check_integrity()
+    bench.claim(reader)
+    bench.verbs.release("engine", 3)
+    assert (bench.cached, bench.book.available_pages()[FULL]) == (left, 16)
+    assert bench.whole(4, 5 * PAGE).prefix_tokens == left * PAGE
+
+
+class HostAndStore:
+    """Notes what the tiers below are told: twins that hold nothing any more, and links to be forgotten."""
+
+    def __init__(self) -> None:
+        self.gone: list[int] = []
+        self.links: list[Link] = []
+
+    def added(self, keys, start, pages) -> None:
+        pass
+
+    def checkpoint_added(self, key, pages) -> None:
+        pass
+
+    def removed(self, pages) -> None:
+        self.gone += pages[IndexSpace.FULL_TWIN].tolist()
+
+    def forget(self, links) -> None:
+        self.links += links
+
+
+@pytest.mark.parametrize("backup", ["done", "under way"])
+def test_what_a_disputed_room_has_put_into_the_cache_goes_from_host_and_store_too(backup):
+    """It has been backed up before the engine says that it has another prompt, or is just being copied."""
+    below = HostAndStore()
+    bench = Bench(twins=8, store=below)
+    bench.prefixes.twins.watch(below)
+    room = bench.admit(1, 4 * PAGE)
+    bench.done(room)
+    keys = keys_of(4 * PAGE)
+    copy = bench.prefixes.twins.start_backup(Owner(NO_ROOM, 1), keys, at_most=8)
+    twins = copy.moves[FULL][1].tolist()
+    if backup == "done":
+        bench.prefixes.twins.end_backup(copy, done=True)
+    with pytest.raises(KeyMismatchError):
+        bench.verbs.claim("engine", 1, Keys.of([keys[0], bytes(16), *keys[2:]]).data)
+    if backup == "under way":
+        bench.prefixes.twins.end_backup(copy, done=True)
+    else:
+        assert sorted(set(below.gone)) == sorted(twins[1:]), "so the journal says it, before anybody else gets them"
+    assert (bench.prefixes.known(keys), bench.prefixes.residency().both) == (1, 1)
+    assert sorted(below.links) == sorted(pairwise(keys))
+    assert bench.book.available_pages() == {FULL: 16, IndexSpace.FULL_TWIN: 8}
+    bench.prefixes.check_integrity()
+
+
+def test_the_first_page_of_a_prompt_is_forgotten_by_its_key_alone():
+    below = HostAndStore()
+    bench = Bench(store=below)
+    room = bench.admit(1, 2 * PAGE)
+    bench.done(room)
+    with pytest.raises(KeyMismatchError):
+        bench.verbs.claim("engine", 1, bytes(32))
+    first, second = keys_of(2 * PAGE)
+    assert sorted(below.links) == sorted([(b"", first), (first, second)])
+
+
+def test_nothing_is_dropped_of_a_room_that_has_put_nothing_into_the_cache(bench):
+    bench.whole(1, 3 * PAGE)
+    room = bench.admit(2, 3 * PAGE)
+    bench.done(room)
+    with pytest.raises(KeyMismatchError):
+        bench.verbs.claim("engine", 2, Keys.of([bytes(16), *keys_of(3 * PAGE)[1:]]).data)
+    assert (room.shown, bench.cached) == (RoomState.FAILED, 3)
+    assert not bench.events.of(DisputedPagesDropped)
 
 
 def test_answers_stay_only_where_they_are_to(bench):
@@ -257,7 +445,7 @@ def test_a_full_pool_of_prefixes_makes_place(bench):
     for room in range(1, 5):
         keys = page_keys(IDENTITY, TOKENS[: 4 * PAGE] + 1000 * room)
         found = bench.admit(room, 4 * PAGE, keys=keys)
-        bench.done(found, keys[-1])
+        bench.done(found, keys)
         bench.verbs.claim("engine", room, keys.data)
         bench.verbs.release("engine", room)
     assert 10 <= bench.cached <= 14

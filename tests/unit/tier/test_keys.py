@@ -75,6 +75,29 @@ def test_keys_are_extended_by_what_follows(cut):
     assert extend_keys(identity(), page_keys(identity(), tokens[:cut]), tokens[cut:]) == whole
 
 
+@pytest.mark.parametrize("length", [1, 3, 4, 9, 12])
+def test_the_tokens_behind_the_last_whole_page_have_an_end_key(length):
+    """It names them with all that is before them; a prompt that ends with a page has none."""
+    tokens = list(range(length))
+    found = page_keys(identity(), tokens)
+    root, keys = naive_keys(identity().model_dump(), tokens)
+    rest = b"".join(token.to_bytes(4, "little") for token in tokens[len(keys) * 4 :])
+    assert found.end == (naive_hash((keys or [root])[-1] + rest) if rest else b"")
+    assert found == Keys(found.data), "lists of keys are the same, however the prompts end"
+
+
+def test_a_digest_names_every_key_and_their_number():
+    keys = page_keys(identity(), list(range(12)))
+    others = [
+        keys[:2],
+        Keys.of([*keys, keys[0]]),
+        *(Keys.of([*keys[:at], bytes(16), *keys[at + 1 :]]) for at in range(3)),
+    ]
+    assert len({keys.digest, *(other.digest for other in others)}) == 6
+    assert keys.digest == hashlib.blake2b(b"\3\0\0\0" + keys.data, digest_size=32).digest()
+    assert Keys().digest == b""
+
+
 @pytest.mark.parametrize("wrong", [[-1] * 4, [2**32] * 4, [0.5] * 4, [[1, 2, 3, 4]], ["a"] * 4])
 def test_tokens_that_are_none_are_refused(wrong):
     with pytest.raises(InvalidInputError, match="token id"):
