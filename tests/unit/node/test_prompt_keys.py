@@ -236,7 +236,7 @@ def test_nothing_stays_of_a_room_whose_engine_says_afterwards_that_it_has_anothe
     bench.verbs.finish("engine", (R0,), 1, metadata=b"")
     with pytest.raises(KeyMismatchError):
         begin(bench, other_from(1))
-    assert (report(bench).state, bench.prefixes.known(Keys(KEYS))) == (RoomState.FAILED, 0)
+    assert (report(bench).state, bench.prefixes.known(Keys(KEYS).in_namespace(""))) == (RoomState.FAILED, 0)
 
 
 def test_what_engines_state_in_a_room_without_keys_is_left_alone():

@@ -115,7 +115,7 @@ def test_made_up_keys_behind_a_page_of_ones_own_find_no_more_than_that(bench):
     bench.whole(1, 4 * PAGE)
     own = keys_of(10 * PAGE)[5:9]
     second = bench.admit(2, 4 * PAGE, keys=own, namespace="acme")
-    bench.done(second, own[-1])
+    bench.done(second, own)
     bench.verbs.claim("engine", 2, own.data)
     bench.verbs.release("engine", 2)
     theirs, ours = keys_of(4 * PAGE).in_namespace(""), own.in_namespace("acme")
@@ -304,7 +304,7 @@ def test_pages_of_a_room_whose_engine_has_another_prompt_go_and_those_of_others_
     with pytest.raises(KeyMismatchError, match=f"page {page} "):
         bench.verbs.claim("engine", 2, Keys.of(stated).data)
     left = max(page, 2)
-    assert bench.prefixes.known(keys_of(5 * PAGE)) == left
+    assert bench.prefixes.known(keys_of(5 * PAGE).in_namespace("")) == left
     [told] = bench.events.of(DisputedPagesDropped)
     assert (told.page, told.dropped, told.read) == (page, 5 - left, 5 - left)
     bench.prefixes.check_integrity()
@@ -343,7 +343,8 @@ def test_what_a_disputed_room_has_put_into_the_cache_goes_from_host_and_store_to
     room = bench.admit(1, 4 * PAGE)
     bench.done(room)
     keys = keys_of(4 * PAGE)
-    copy = bench.prefixes.twins.start_backup(Owner(NO_ROOM, 1), keys, at_most=8)
+    names = keys.in_namespace("")
+    copy = bench.prefixes.twins.start_backup(Owner(NO_ROOM, 1), names, at_most=8)
     twins = copy.moves[FULL][1].tolist()
     if backup == "done":
         bench.prefixes.twins.end_backup(copy, done=True)
@@ -353,8 +354,8 @@ def test_what_a_disputed_room_has_put_into_the_cache_goes_from_host_and_store_to
         bench.prefixes.twins.end_backup(copy, done=True)
     else:
         assert sorted(set(below.gone)) == sorted(twins[1:]), "so the journal says it, before anybody else gets them"
-    assert (bench.prefixes.known(keys), bench.prefixes.residency().both) == (1, 1)
-    assert sorted(below.links) == sorted(pairwise(keys))
+    assert (bench.prefixes.known(names), bench.prefixes.residency().both) == (1, 1)
+    assert sorted(below.links) == sorted(pairwise(names))
     assert bench.book.available_pages() == {FULL: 16, IndexSpace.FULL_TWIN: 8}
     bench.prefixes.check_integrity()
 
@@ -366,7 +367,7 @@ def test_the_first_page_of_a_prompt_is_forgotten_by_its_key_alone():
     bench.done(room)
     with pytest.raises(KeyMismatchError):
         bench.verbs.claim("engine", 1, bytes(32))
-    first, second = keys_of(2 * PAGE)
+    first, second = keys_of(2 * PAGE).in_namespace("")
     assert sorted(below.links) == sorted([(b"", first), (first, second)])
 
 

@@ -59,7 +59,7 @@ def test_a_room_whose_keys_differ_in_the_middle_leaves_nothing_on_decode(world, 
     room = world.receiver.book.get(ATTACK.room)
     assert (room.shown, room.reason_code) == (RoomState.FAILED, "key_mismatch")
     assert "the page_hashes of both admissions differ" in room.reason
-    assert world.prefixes.known(WANTED) == 0
+    assert world.prefixes.known(WANTED.in_namespace("")) == 0
     assert victim_gets(world) == 0
 
 
@@ -76,14 +76,14 @@ def test_a_room_whose_prompt_prefill_has_not_stated_leaves_nothing_on_decode(wor
     else:
         world.receiver.driver.stop(world.receiver.book.get(ATTACK.room), "by its client")
     world.check()
-    assert world.prefixes.known(WANTED) == 0
+    assert world.prefixes.known(WANTED.in_namespace("")) == 0
     assert victim_gets(world) == 0
 
 
 def test_a_prompt_that_all_writers_have_stated_is_found(world):
     """Else the tests above show nothing."""
     attack(world, on_prefill=COMPUTED, on_decode=COMPUTED)
-    assert world.prefixes.known(COMPUTED) == 3
+    assert world.prefixes.known(COMPUTED.in_namespace("")) == 3
     assert victim_gets(world) == PAGE
 
 
@@ -92,4 +92,4 @@ def test_what_a_room_has_put_into_the_cache_goes_when_a_decode_engine_has_anothe
     with pytest.raises(KeyMismatchError, match="page 1 "):
         world.receiver_verbs.claim("a", ATTACK.room, WANTED.data)
     world.check()
-    assert world.prefixes.known(COMPUTED) == 1, "of the first page both engines say the same"
+    assert world.prefixes.known(COMPUTED.in_namespace("")) == 1, "of the first page both engines say the same"
