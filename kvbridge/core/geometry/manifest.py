@@ -23,6 +23,8 @@ from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeo
 from kvbridge.core.ids import REQUEST_SPACES, FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank, Uint64
 
 MANIFEST_VERSION = 1
+MOST_EXTENT_BYTES = 2**63 - 1
+"""Plans compute with places inside of an extent as int64."""
 REGION_PLACE = {"layer", "extent_addresses"}
 """The fields of a region that say which one of its form it is."""
 
@@ -52,6 +54,11 @@ class Region(FrozenModel):
         if self.page_stride_bytes < self.page_bytes:
             raise ValueError(
                 f"{self.label}: pages of {self.page_bytes} bytes overlap at stride {self.page_stride_bytes}"
+            )
+        if self.pages_per_extent * self.page_stride_bytes > MOST_EXTENT_BYTES:
+            raise ValueError(
+                f"{self.label}: an extent of {self.pages_per_extent} pages at stride {self.page_stride_bytes} is longer than 2**63 "
+                "bytes; name no more pages and no longer stride than its memory has"
             )
         needed = -(-self.page_count // self.pages_per_extent)
         if len(self.extent_addresses) != needed:
