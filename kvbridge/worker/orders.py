@@ -6,6 +6,7 @@ which orders run when, how a transport is rebuilt.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -21,6 +22,7 @@ from kvbridge.core.plan.planner import plan
 from kvbridge.core.wire.messages import REASON_CHARS, WireTable
 from kvbridge.core.wire.worker_messages import Digested, OpenRoom, Send, Sent
 from kvbridge.transport.base import Transfer, TransferState, TransferStatus, Transport
+from kvbridge.worker.containment import contained
 from kvbridge.worker.digests import DigestWork
 from kvbridge.worker.paths import ConnectedPeer, Target
 
@@ -113,14 +115,23 @@ class Order:
         self.digests = None
         self.losses.clear()
         for part in self.parts:
-            part.transfer.abort(reason)
+            self._abort(part, reason)
+
+    def _abort(self, part: Part, reason: str) -> None:
+        """Stop a transfer. One that does not take the word goes on, and the order waits for its end."""
+        try:
+            with self._contained(f"{part.target.transport.name}: aborting a transfer"):
+                part.transfer.abort(reason)
+        except BridgeError as error:
+            log.error("transfer_not_aborted", room=self.request.room, order=self.request.order, reason=str(error))
 
     def start(self, room: OpenedRoom, peer: ConnectedPeer, *, timeout_s: float, clock: Clock) -> None:
         """Plan and submit to every rank of the peer. A failure of either is the order's, and nobody else's."""
         self.peer = peer
         begun_s = clock()
         try:
-            planned = self._plan(room, peer)
+            with self._contained("planning"):
+                planned = self._plan(room, peer)
             planned_s = clock()
             self.seconds["plan"] = planned_s - begun_s
             for ordinal, target, operations in planned:
@@ -130,8 +141,20 @@ class Order:
             self.fail(error.code, str(error))
         self.seconds["first_byte"] = clock() - self.received_s
 
+    def _contained(self, work: str) -> AbstractContextManager[None]:
+        return contained(work, room=self.request.room, order=self.request.order)
+
     def _submit(self, ordinal: int, target: Target, operations: Operations, timeout_s: float) -> None:
-        transfer = target.transport.submit(target.peer, operations, deadline_s=timeout_s)
+        """Begin to send. After a defect there nobody knows whether something was sent, so the transport does not count as quiet."""
+        try:
+            transfer = target.transport.submit(target.peer, operations, deadline_s=timeout_s)
+        except BridgeError:
+            raise
+        except Exception:
+            self.in_transit = True
+            self.not_quiet.add(target.transport)
+            with self._contained(f"{target.transport.name}: submitting"):
+                raise
         self.parts.append(Part(ordinal, target, operations, transfer))
 
     def send_again(self, loss: Loss, target: Target, *, timeout_s: float) -> None:
@@ -147,25 +170,19 @@ class Order:
     def _plan(self, room: OpenedRoom, peer: ConnectedPeer) -> list[tuple[int, Target, Operations]]:
         """Plan for every rank before anything is submitted, so that bad tables move nothing at all."""
         planned = []
-        try:
-            for ordinal in sorted(peer.paths):
-                target = peer.target(ordinal)
-                part = plan(
-                    target.pairing,
-                    self.request.section,
-                    room.source,
-                    room.destination,
-                    max_operation_bytes=target.transport.max_operation_bytes,
-                    operation_cost_bytes=target.transport.operation_cost_bytes,
-                )
-                self.amounts = add_amounts(self.amounts, part.amounts)
-                if len(part.operations):
-                    planned.append((ordinal, target, part.operations))
-        except BridgeError:
-            raise
-        except Exception as error:  # planning is pure: one room's defect must not end the rank's other rooms
-            log.exception("planning_failed", room=self.request.room, order=self.request.order)
-            raise BridgeError(f"planning failed with {type(error).__name__}: {error}; please report it") from error
+        for ordinal in sorted(peer.paths):
+            target = peer.target(ordinal)
+            part = plan(
+                target.pairing,
+                self.request.section,
+                room.source,
+                room.destination,
+                max_operation_bytes=target.transport.max_operation_bytes,
+                operation_cost_bytes=target.transport.operation_cost_bytes,
+            )
+            self.amounts = add_amounts(self.amounts, part.amounts)
+            if len(part.operations):
+                planned.append((ordinal, target, part.operations))
         return planned
 
     def begin_digests(self, geometry: ModelGeometry, room: OpenedRoom) -> None:
@@ -173,8 +190,12 @@ class Order:
         if self.error_code or self.peer is None or room.opening.digest is DigestKind.NONE:
             return
         section = self.request.section
-        groups = sent_groups([target.pairing for target in self.peer.targets], section.layers)
-        self.digests = DigestWork(geometry, groups, section, room.source, room.destination)
+        try:
+            with self._contained("the digest"):
+                groups = sent_groups([target.pairing for target in self.peer.targets], section.layers)
+                self.digests = DigestWork(geometry, groups, section, room.source, room.destination)
+        except BridgeError as error:
+            self.fail(error.code, str(error))
 
     def digest_some(self, clock: Clock) -> None:
         """Compute one slice of the digests. A failure is the order's."""
@@ -182,24 +203,32 @@ class Order:
             return
         begun_s = clock()
         try:
-            done = self.digests.step()
+            with self._contained("the digest"):
+                if self.digests.step():
+                    self.digest_parts, self.digests = tuple(self.digests.sums.parts()), None
         except BridgeError as error:
             self.fail(error.code, str(error))
             return
         self.seconds["digest"] = self.seconds.get("digest", 0.0) + clock() - begun_s
-        if done:
-            self.digest_parts, self.digests = tuple(self.digests.sums.parts()), None
 
     def poll(self) -> bool:
         """Push the transfers forward; whether all of them are terminal. See `losses` for what they did not bring over."""
         for part in self.parts:
             if part.ended:
                 continue
-            status = part.transfer.poll()
+            status = self._status(part)
             part.ended = status.state.terminal
             if part.ended and status.state is not TransferState.DONE:
                 self._note_loss(part, status)
         return all(part.ended for part in self.parts)
+
+    def _status(self, part: Part) -> TransferStatus:
+        """How a transfer stands. One that cannot be asked may do anything until its transport is closed."""
+        try:
+            with self._contained(f"{part.target.transport.name}: a transfer"):
+                return part.transfer.poll()
+        except BridgeError as error:
+            return TransferStatus(TransferState.FAILED_NOT_QUIET, str(error), in_transit=True)
 
     def _note_loss(self, part: Part, status: TransferStatus) -> None:
         not_quiet = status.state is TransferState.FAILED_NOT_QUIET
@@ -218,10 +247,7 @@ class Order:
         """Whether a transport or a path still works on it, or a peer may; what would not become quiet does not count."""
         if used is self.peer:
             return True
-        return any(
-            used in {part.target, part.target.transport} and not part.transfer.poll().state.terminal
-            for part in self.parts
-        )
+        return any(used in {part.target, part.target.transport} and not part.ended for part in self.parts)
 
     def lose(self, transport: Transport) -> None:
         """A transport that had failed it has been closed: nothing of it reads or sends any more."""

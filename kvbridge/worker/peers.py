@@ -23,6 +23,7 @@ from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.wire.messages import TransportEndpoint
 from kvbridge.core.wire.packed_ranks import unpack_rank
 from kvbridge.transport.base import Endpoint, Peer, Pending, Steps, Transport
+from kvbridge.worker.containment import contained
 from kvbridge.worker.paths import ConnectedPeer, Target
 from kvbridge.worker.transports import RankIdentity, RankTransports
 
@@ -110,7 +111,7 @@ class RankPeers:
             if former is not None and current and former.ranks[ordinal] == ranks[ordinal]:
                 peer.paths[ordinal] = current
             else:
-                pending[ordinal] = Pending(self._reach(ranks, ordinal, current))
+                pending[ordinal] = Pending(self._reach(peer, ordinal, current))
         self._attempts[name] = _Attempt(peer, pending, ordered, former)
 
     def cancel(self, name: str) -> bool:
@@ -119,7 +120,7 @@ class RankPeers:
         if attempt is None:
             return False
         for pending in attempt.pending.values():
-            pending.cancel()
+            self._give_up(pending, attempt.peer)
         self._let_go(attempt.peer)
         return attempt.ordered
 
@@ -134,13 +135,16 @@ class RankPeers:
         """Let go of retired peers and lost paths that are not in use, and push attempts forward.
 
         Returns those that have ended: with the peer, or with what a rank failed with (TransportError when it has no transport in
-        common with us that connects, and what `Pairing.create` raises).
+        common with us that connects, and what `Pairing.create` raises). An attempt that meets a defect fails like any other.
         """
         ended: list[tuple[str, ConnectedPeer | BridgeError]] = []
         for name, attempt in list(self._attempts.items()):
             try:
-                if not attempt.poll():
-                    continue
+                with contained("connecting the peer", rank=str(self._identity.rank), peer=name):
+                    if not attempt.poll():
+                        continue
+                    if attempt.ordered:
+                        self._compare_layouts(attempt.peer)
             except BridgeError as error:
                 self.cancel(name)
                 ended.append((name, error))
@@ -148,8 +152,6 @@ class RankPeers:
                 del self._attempts[name]
                 self._peers[name] = attempt.peer
                 self._want_standby(attempt.peer)
-                if attempt.ordered:
-                    self._compare_layouts(attempt.peer)
                 ended.append((name, attempt.peer))
         self._let_go_of_unused(in_use)
         self._tend_standby()
@@ -241,7 +243,8 @@ class RankPeers:
                     self._standby[peer, ordinal, name] = Pending(self._stand_by(peer, ordinal, name))
         for (peer, ordinal, name), pending in list(self._standby.items()):
             try:
-                target = pending.poll()
+                with contained("connecting a further path", rank=str(self._identity.rank), peer=peer.name, transport=name):
+                    target = pending.poll()
             except BridgeError as error:
                 self._no_standby(peer, ordinal, name, error)
                 continue
@@ -269,7 +272,7 @@ class RankPeers:
         """Give up connecting some further paths; peers that are still used want them again."""
         for (peer, ordinal, name), pending in list(self._standby.items()):
             if concerns(peer, name):
-                pending.cancel()
+                self._give_up(pending, peer)
                 del self._standby[peer, ordinal, name]
                 peer.wanted[ordinal, name] = peer.recovering.get((ordinal, name), 0.0)
 
@@ -287,7 +290,7 @@ class RankPeers:
         for target in [target for target in self._dropped if not in_use(target)]:
             self._dropped.remove(target)
             if id(target) not in self._held():
-                target.transport.disconnect(target.peer)
+                self._disconnect(target)
 
     def _compare_layouts(self, peer: ConnectedPeer) -> None:
         """Say once what it costs that the pools of the two sides are laid out differently."""
@@ -309,12 +312,30 @@ class RankPeers:
         shared = self._held() | {id(target) for target in self._dropped}
         for target in peer.all_paths():
             if id(target) not in shared:
-                target.transport.disconnect(target.peer)
+                self._disconnect(target)
         peer.paths.clear()
 
-    def _reach(self, ranks: tuple[bytes, ...], ordinal: int, known: list[Target]) -> Steps[list[Target]]:
+    def _disconnect(self, target: Target) -> None:
+        """Have a transport forget a path. One that it does not forget ends with it: nothing is in flight there."""
+        names = {"rank": str(self._identity.rank), "transport": target.transport.name}
+        try:
+            with contained("disconnecting a peer", **names):
+                target.transport.disconnect(target.peer)
+        except BridgeError as error:
+            log.error("peer_not_forgotten", **names, code=error.code, reason=str(error))
+
+    def _give_up(self, pending: Pending[list[Target]] | Pending[Target], peer: ConnectedPeer) -> None:
+        """Cancel an attempt. One that cannot be cancelled ends by its own deadline."""
+        names = {"rank": str(self._identity.rank), "peer": peer.name}
+        try:
+            with contained("giving up an attempt to connect", **names):
+                pending.cancel()
+        except BridgeError as error:
+            log.error("attempt_not_given_up", **names, code=error.code, reason=str(error))
+
+    def _reach(self, peer: ConnectedPeer, ordinal: int, known: list[Target]) -> Steps[list[Target]]:
         """Keep the known paths that are as they were, or connect one rank by the first transport that both have and that works."""
-        description = unpack_rank(ranks[ordinal])
+        description = unpack_rank(peer.ranks[ordinal])
         offered = {endpoint.transport: endpoint for endpoint in description.endpoints}
         kept = [
             target
@@ -328,7 +349,7 @@ class RankPeers:
             self._identity.manifest,
             description.manifest,
             destination_ordinal=ordinal,
-            destination_count=len(ranks),
+            destination_count=len(peer.ranks),
         )
         failures = []
         for name in self._identity.transports:
@@ -336,7 +357,7 @@ class RankPeers:
                 failures.append(f"{name}: the peer does not offer it")
                 continue
             try:
-                connected = yield from self._connect(offered[name])
+                connected = yield from self._connect(peer, offered[name])
             except BridgeError as error:
                 failures.append(f"{name}: {error}")
                 continue
@@ -356,9 +377,11 @@ class RankPeers:
         transport = self._transports[name]
         while any(target.endpoint == endpoint and target.transport is transport for target in self._dropped):
             yield  # the old connection is still in use
-        connected = yield from self._connect(endpoint)
+        connected = yield from self._connect(peer, endpoint)
         return Target(first.pairing, transport, connected, endpoint, first.manifest)
 
-    def _connect(self, endpoint: TransportEndpoint) -> Steps[Peer]:
+    def _connect(self, peer: ConnectedPeer, endpoint: TransportEndpoint) -> Steps[Peer]:
+        """A transport that meets a defect is one that does not connect: there may be others."""
         transport = self._transports[endpoint.transport]
-        return (yield from transport.connect(Endpoint(transport=endpoint.transport, data=endpoint.data)))
+        with contained("connecting", rank=str(self._identity.rank), peer=peer.name, transport=transport.name):
+            return (yield from transport.connect(Endpoint(transport=endpoint.transport, data=endpoint.data)))

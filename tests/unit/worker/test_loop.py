@@ -5,6 +5,7 @@ from structlog.testing import capture_logs
 
 from kvbridge.core.errors import InvalidInputError, PeerError, TransportError
 from kvbridge.core.ids import IndexSpace, MemoryKind
+from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.messages import Heartbeat, TransportEndpoint, WireTable
 from kvbridge.core.wire.shared_memory import StreamPoint
@@ -521,6 +522,116 @@ def test_an_attempt_that_is_under_way_ends_with_the_worker():
     bench.worker.close()
     assert bench.transport().given_up == [b"other0"]
     assert bench.transport().closed
+
+
+# ------------------------------------------------------------------------------------------- defects
+
+
+@pytest.mark.parametrize("where", ["transport", "layouts"])
+def test_a_defect_while_a_peer_is_connected_ends_that_attempt_alone(monkeypatch, where):
+    """Whatever a peer has said of itself: the node hears that it cannot be reached, and rooms of others go on."""
+    bench = ready_bench()
+    bench.order()
+    if where == "transport":
+        bench.transport().refuse = OverflowError("int too large")
+    else:
+        monkeypatch.setattr(rank_peers, "page_operations", lambda _: 1 // 0)
+    with capture_logs() as lines:
+        bench.connect(OTHER, node_ranks(data=b"other"))
+    [connected] = bench.link.take(PeerConnected)
+    assert (connected.peer, connected.error_code) == (OTHER, "transport_failed" if where == "transport" else "internal")
+    assert "please report it" in connected.error
+    assert [line["peer"] for line in lines if line["event"] == "work_failed" and line["exc_info"]] == [OTHER]
+    assert [peer.data for peer in bench.transport().peers] == [b"peer0"]
+    bench.end(DONE)
+    assert bench.sent()[0].error_code == ""
+
+
+def test_a_manifest_that_cannot_be_computed_with_ends_its_attempt_alone(monkeypatch):
+    bench = ready_bench()
+    monkeypatch.setattr(rank_peers.Pairing, "create", lambda *args, **fields: 1 // 0)
+    bench.connect(OTHER, node_ranks(data=b"other"))
+    [connected] = bench.link.take(PeerConnected)
+    assert (connected.peer, connected.error_code) == (OTHER, "internal")
+    assert "ZeroDivisionError" in connected.error
+
+
+@pytest.mark.parametrize("error", [TransportError("nixl could not forget it"), OSError("too many open files")])
+def test_a_peer_that_a_transport_does_not_forget_ends_nothing(monkeypatch, error):
+    bench = ready_bench()
+    bench.connect(OTHER, node_ranks(data=b"other"))
+    bench.order()
+
+    def refuse(peer) -> None:
+        raise error
+
+    monkeypatch.setattr(bench.transport(), "disconnect", refuse)
+    with capture_logs() as lines:
+        bench.say(DisconnectPeer(peer=OTHER), steps=2)
+    [line] = [line for line in lines if line["event"] == "peer_not_forgotten"]
+    assert str(error) in line["reason"]
+    bench.end(DONE)
+    assert bench.sent()[0].error_code == ""
+
+
+def test_an_attempt_that_cannot_be_given_up_ends_nothing(monkeypatch):
+    bench = silent_bench()
+
+    def refuse(_) -> None:
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(rank_peers.Pending, "cancel", refuse)
+    with capture_logs() as lines:
+        bench.say(DisconnectPeer(peer=OTHER), steps=2)
+    assert [line["peer"] for line in lines if line["event"] == "attempt_not_given_up"] == [OTHER]
+    monkeypatch.undo()
+    bench.order()
+    bench.end(DONE)
+    assert bench.sent()[0].error_code == ""
+
+
+@pytest.mark.parametrize("verb", ["submit", "poll"])
+def test_a_defect_of_a_transport_fails_the_order_and_counts_as_not_quiet(monkeypatch, verb):
+    """Nobody knows what was sent, so the room's pages stay until the transport has been closed."""
+    bench = ready_bench()
+    old = bench.transport()
+    if verb == "submit":
+        old.refuse_submit = ZeroDivisionError("a defect")
+        bench.order()
+    else:
+        bench.order()
+        monkeypatch.setattr(old.transfers[0], "poll", lambda: 1 // 0)
+        old.transfers[0].state = NOT_QUIET
+        bench.worker.step()
+    bench.say(steps=2)
+    [sent] = bench.sent()
+    assert (sent.quiet, sent.in_transit) == (False, True)
+    assert "ZeroDivisionError" in sent.error
+    assert old.closed
+    bench.order()
+    bench.end(DONE)
+    assert bench.sent()[0].error_code == ""
+
+
+def test_a_transfer_that_cannot_be_aborted_is_waited_for(monkeypatch):
+    bench = ready_bench()
+    bench.order()
+    monkeypatch.setattr(bench.transport().transfers[0], "abort", lambda reason: 1 // 0)
+    bench.say(CloseRoom(room=1, generation=1))
+    assert bench.closed == []
+    bench.end(QUIET)
+    assert bench.closed == [1]
+
+
+def test_a_defect_in_digests_fails_the_order_alone(monkeypatch):
+    bench = ready_bench()
+    opening = bench.worker._rooms[1, 1].opening.model_copy(update={"digest": DigestKind.CRC32C})
+    bench.say(opening)
+    monkeypatch.setattr("kvbridge.worker.orders.sent_groups", lambda *args: 1 // 0)
+    bench.order()
+    bench.end(QUIET)
+    [sent] = bench.sent()
+    assert (sent.error_code, "ZeroDivisionError" in sent.error) == ("internal", True)
 
 
 # ------------------------------------------------------------------------------------------- not quiet
