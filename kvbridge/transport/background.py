@@ -38,16 +38,37 @@ def take_turn(name: str, *, until_s: float, clock: Clock) -> Steps[None]:
         yield
 
 
+def give_turn_back() -> None:
+    """End a turn whose call has not been made after all."""
+    _free.release()
+
+
+def start_thread(target: Callable[..., None], *arguments: object, name: str) -> threading.Thread:
+    """Start a daemon thread. Raises TransportError when the process may have no more threads now."""
+    thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise TransportError(
+            f"no thread can be started for '{name}': {error}; raise the limit of processes of this rank worker (ulimit -u, TasksMax, pids.max)"
+        ) from error
+    return thread
+
+
 class Call(Generic[T]):
-    """One call on a daemon thread, begun at once; its turn has been taken (`take_turn`)."""
+    """One call on a daemon thread, begun at once; its turn has been taken (`take_turn`), and ends with the call."""
 
     def __init__(self, function: Callable[[], T], *, name: str) -> None:
-        """`name` says what it is, for the thread and for messages."""
+        """`name` says what it is, for the thread and for messages. Raises TransportError when it cannot be made."""
         self._name = name
         self._ended = threading.Event()
         self._result: list[T] = []
         self._error = ""
-        threading.Thread(target=self._run, args=(function,), name=name, daemon=True).start()
+        try:
+            start_thread(self._run, function, name=name)
+        except TransportError:
+            give_turn_back()
+            raise
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for its end, but not longer; whether it has ended."""
@@ -74,5 +95,5 @@ class Call(Generic[T]):
             self._error = f"cannot {self._name}: {type(error).__name__}: {error}; please report it"
         finally:
             del function
-            _free.release()
+            give_turn_back()
             self._ended.set()

@@ -17,6 +17,7 @@ from collections.abc import Callable, MutableSequence
 from typing import Any, TypeVar
 
 from kvbridge.core.errors import TransportError
+from kvbridge.transport.background import start_thread
 from kvbridge.transport.base import Transfer, TransferState, TransferStatus
 from kvbridge.transport.windowed import WindowedTransfer
 
@@ -94,20 +95,19 @@ class Pump:
             raise TransportError(f"the {self._name} transport has been closed or has failed; create another one")
 
     def add(self, transfer: PumpedTransfer) -> None:
-        """Push this transfer until it is terminal. Raises TransportError when the pump has ended."""
+        """Push this transfer until it is terminal. Raises TransportError when the pump has ended, or cannot begin."""
         self._queue(self._active, transfer)
 
     def add_chore(self, chore: Chore) -> None:
-        """Do this whenever there is nothing to push. Raises TransportError when the pump has ended."""
+        """Do this whenever there is nothing to push. Raises TransportError when the pump has ended, or cannot begin."""
         self._queue(self._chores, chore)
 
     def _queue(self, queue: MutableSequence[T], item: T) -> None:
         with self._changed:
             self.require_open()
-            queue.append(item)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                self._thread.start()
+                self._thread = start_thread(self._run, name=self._name)
+            queue.append(item)
             self._changed.notify_all()
 
     def close(self, *, timeout_s: float) -> list[PumpedTransfer]:

@@ -23,7 +23,7 @@ from typing import Generic, TypeVar
 
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import TransportError
-from kvbridge.transport.background import Call
+from kvbridge.transport.background import Call, give_turn_back, start_thread
 from kvbridge.transport.base import Steps
 
 DESCRIPTORS = Path("/proc/self/fd")
@@ -42,22 +42,28 @@ class PeerCall(Generic[T]):
     """A call on a thread of its own, which is cut off when it has not ended after `timeout_s`. Begins at once (`take_turn`)."""
 
     def __init__(self, ask: Callable[[], T], session: str, *, timeout_s: float, name: str) -> None:
-        """`session` is the peer's host:port; `name` says what is done, for messages."""
+        """`session` is the peer's host:port; `name` says what is done, for messages. Raises TransportError when it cannot be made."""
         self._timeout_s = timeout_s
         self._addresses: frozenset[Address] = frozenset()
         """Where the connections of the call lead to; empty until the host of the peer has been resolved."""
-        self._known = {inode for inode, _ in _sockets()}
         self._late = False
-        self._call = Call(partial(self._ask, ask, session), name=name)
-        # Not the caller's thread: while the library fetches what one peer has, writes to all others wait inside of it.
-        threading.Thread(target=self._watch, name=f"watch: {name}", daemon=True).start()
+        self._ended = threading.Event()
+        self._watch_name = f"watch: {name}"
+        try:
+            self._known = {inode for inode, _ in _sockets()}
+        except OSError as error:
+            give_turn_back()
+            raise TransportError(
+                f"cannot {name}: {error}; raise the limit of open files of this rank worker (ulimit -n, LimitNOFILE)"
+            ) from error
+        self._call = Call(partial(self._watched, ask, session), name=name)
 
     def answer(self, *, clock: Clock, late: str) -> Steps[T]:
         """Return what the library answers. Raises TransportError with `late` when the call was cut off."""
         try:
             found = yield from self._call.result(until_s=clock() + self._timeout_s + GRACE_S, clock=clock, late=late)
         except GeneratorExit:
-            self._cut_off()
+            self._try_to_cut_off()
             raise
         except TransportError as error:
             raise TransportError(late if self._late else str(error)) from error
@@ -67,18 +73,29 @@ class PeerCall(Generic[T]):
 
     def end(self, timeout_s: float) -> bool:
         """Cut the call off now. Returns whether it has ended, at the latest after `timeout_s`."""
-        self._cut_off()
+        self._try_to_cut_off()
         return self._call.wait(timeout_s)
 
-    def _ask(self, ask: Callable[[], T], session: str) -> T:
-        self._addresses = _addresses(session)
-        return ask()
+    def _watched(self, ask: Callable[[], T], session: str) -> T:
+        """Ask, once somebody is there to cut that off."""
+        # Not the caller's thread: while the library fetches what one peer has, writes to all others wait inside of it.
+        start_thread(self._watch, name=self._watch_name)
+        try:
+            self._addresses = _addresses(session)
+            return ask()
+        finally:
+            self._ended.set()
 
     def _watch(self) -> None:
-        if self._call.wait(self._timeout_s):
+        if self._ended.wait(self._timeout_s):
             return
         self._late = True
-        while not self._call.wait(AGAIN_S):
+        while not self._ended.wait(AGAIN_S):
+            self._try_to_cut_off()
+
+    def _try_to_cut_off(self) -> None:
+        """Cut the call off, unless the process has no descriptor left to look for its sockets by: the watch tries again."""
+        with contextlib.suppress(OSError):
             self._cut_off()
 
     def _cut_off(self) -> None:

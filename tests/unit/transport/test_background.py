@@ -95,3 +95,18 @@ def test_calls_that_do_not_return_are_bounded(clock: ManualClock, monkeypatch) -
         others[0].poll()
     answer.set()
     assert ended(others[1]) == 3
+
+
+def test_a_thread_that_does_not_start_fails_its_call_and_gives_the_turn_back(clock: ManualClock, monkeypatch) -> None:
+    """The process may have as many threads as it is allowed now, and fewer soon."""
+    monkeypatch.setattr(background, "MOST_CALLS", 1)
+    monkeypatch.setattr(background, "_free", threading.BoundedSemaphore(1))
+
+    def refuse(_) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TransportError, match="can't start new thread"):
+            ended(Pending(call(lambda: 3, clock)))
+    assert ended(Pending(call(lambda: 3, clock))) == 3

@@ -147,3 +147,21 @@ def test_failed_batches_end_quietly(pump: Pump) -> None:
     status = wait(transfer, LIMIT_S)
     assert status.state is TransferState.FAILED_QUIET
     assert "the peer died" in status.error
+
+
+def test_a_thread_that_does_not_start_fails_what_was_to_be_pushed_alone(pump: Pump, monkeypatch) -> None:
+    """Nothing is queued for a thread that is not there, and the next one may get it."""
+    library, window = Library(), Window(LIMITS)
+    library.gate.set()
+
+    def refuse(_) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(TransportError, match="can't start new thread"):
+            pump.add(pumped(library, window))
+    transfer = pumped(library, window)
+    pump.add(transfer)
+    assert wait(transfer, LIMIT_S).state is TransferState.DONE
+    assert library.started == list(range(10)), "what was refused is not pushed later"
