@@ -46,6 +46,7 @@ from kvbridge.worker.copies import PageCopies
 from kvbridge.worker.digests import Verifications
 from kvbridge.worker.failover import Failover
 from kvbridge.worker.link import NodeLink
+from kvbridge.worker.order_book import OrderBook
 from kvbridge.worker.orders import OpenedRoom, Order, RoomKey
 from kvbridge.worker.pause import Pauses
 from kvbridge.worker.peers import RankPeers
@@ -60,6 +61,8 @@ CONNECTING_WAIT_S = 0.0005
 HEARTBEAT_INTERVAL_S = 1.0
 ACTIVE_ORDERS = 16
 """Orders in flight to one peer; further ones wait, so that a burst of rooms cannot fill a library's queue."""
+NOBODY = ""
+"""For orders of rooms that are not open: no peer has this name."""
 MESSAGES_A_STEP = 64
 """Messages that are taken before transfers are pushed forward again."""
 
@@ -90,8 +93,7 @@ class RankWorker:
         """Replaced agents whose endpoints still have to work, until RevokeEndpoints."""
         self._revoking: RevokeEndpoints | None = None
         """By which endpoints nobody is to write any more, as long as that is not so."""
-        self._queued: list[Order] = []
-        self._active: list[Order] = []
+        self._orders = OrderBook()
         self._verifications = Verifications(identity, link, clock=clock)
         self._copies = PageCopies(identity, link, clock=clock)
         self._points = points or StreamPoints()
@@ -119,11 +121,11 @@ class RankWorker:
     def step(self) -> None:
         """Take what the node sent, push every transfer forward once, and rest if nothing moved."""
         self._beat()
-        busy = self._active or self._queued or self._verifications or self._copies
+        busy = self._orders or self._verifications or self._copies
         self._receive(0.0 if busy else CONNECTING_WAIT_S if self._peers.busy else IDLE_WAIT_S)
         if self._advance():
             self._pauses.moved()
-        elif self._active or self._queued or self._copies:
+        elif self._orders or self._copies:
             time.sleep(self._pauses.next_s())
 
     def _receive(self, wait_s: float) -> None:
@@ -152,7 +154,7 @@ class RankWorker:
     def __repr__(self) -> str:
         return (
             f"<RankWorker {self._identity.rank}: {len(self._peers)} peers, {len(self._rooms)} rooms, "
-            f"{len(self._active)} orders active, {len(self._queued)} queued>"
+            f"{len(self._orders.active)} orders active, {self._orders.waiting} queued>"
         )
 
     def _report_progress(self, done_bytes: int, total_bytes: int) -> None:
@@ -196,14 +198,23 @@ class RankWorker:
         """Carry this out when its turn comes."""
         match message:
             case Send():
-                room = self._rooms.get((message.room, message.generation))
-                if room is not None and message.source:
-                    self._rooms[room.key] = room.grown(message.source)
-                self._queued.append(Order(message, self._clock()))
+                self._queue(message)
             case Verify():
                 self._verifications.take(message)
             case CopyPages():
                 self._copies.take(message)
+
+    def _queue(self, message: Send) -> None:
+        order = Order(message, self._clock())
+        room = self._rooms.get(order.key)
+        if room is None:
+            self._orders.add(order, NOBODY)
+            why = f"room {message.room} is not open on rank {self._identity.rank}"
+            self._orders.fail(order, ConflictError.code, why)
+            return
+        if message.source:
+            self._rooms[room.key] = room.grown(message.source)
+        self._orders.add(order, room.opening.peer)
 
     def _open_room(self, message: OpenRoom) -> None:
         key = message.room, message.generation
@@ -216,18 +227,18 @@ class RankWorker:
         self._rooms[key] = OpenedRoom(message, source, destination)
 
     def _close_room(self, key: RoomKey, *, all_sent: bool) -> None:
-        left = [order for order in [*self._active, *self._queued] if order.key == key]
+        left = self._orders.of_room(key)
         if all_sent and not left:
             self._rooms.pop(key, None)
             return
         self._closing.add(key)
         for order in left:
-            order.fail("aborted", "the room was closed")
+            self._orders.fail(order, "aborted", "the room was closed")
         self._confirm_closed(key)
 
     def _confirm_closed(self, key: RoomKey) -> None:
         """Answer RoomClosed once no order of a room that is being closed is left, or only such as are not quiet."""
-        left = [order for order in [*self._active, *self._queued] if order.key == key]
+        left = self._orders.of_room(key)
         if key not in self._closing or not all(order.reported for order in left):
             return
         reason = ""
@@ -258,17 +269,13 @@ class RankWorker:
         """End the orders that go to a peer, and let go of it when they have ended."""
         self._peers.cancel(name)
         self._peers.retire(name)
-        for order in self._active:
-            if order.peer is not None and order.peer.name == name:
-                order.fail(PeerError.code, "the peer was disconnected")
-        for order in self._queued:
-            room = self._rooms.get(order.key)
-            if room is not None and room.opening.peer == name:
-                order.fail(PeerError.code, "the peer was disconnected")
+        active = [order for order in self._orders.active if order.peer is not None and order.peer.name == name]
+        for order in [*active, *self._orders.waiting_for(name)]:
+            self._orders.fail(order, PeerError.code, "the peer was disconnected")
 
     def _tend_peers(self) -> None:
         """Disconnect who is not used any more; go on connecting, and say who is connected."""
-        for name, found in self._peers.tend(lambda used: any(order.uses(used) for order in self._active)):
+        for name, found in self._peers.tend(lambda used: any(order.uses(used) for order in self._orders.active)):
             self._failover.tell(name, found)
         self._failover.tell_found()
 
@@ -278,7 +285,7 @@ class RankWorker:
         """Start queued orders, poll active ones, report what ended. Returns whether anything changed."""
         self._tend_peers()
         moved = self._start_queued()
-        for order in list(self._active):
+        for order in list(self._orders.active):
             if order.reported:
                 continue
             ended = self._failover.push(order)
@@ -293,30 +300,19 @@ class RankWorker:
 
     def _digest_some(self) -> bool:
         """Compute one slice of digests for the oldest order that lacks some, and one of what has arrived."""
-        order = next((order for order in self._active if order.digests is not None), None)
+        order = next((order for order in self._orders.active if order.digests is not None), None)
         if order is not None:
             order.digest_some(self._clock)
         return self._verifications.step() or order is not None
 
     def _start_queued(self) -> bool:
-        """Start the orders whose peer is there and not too busy, in the order in which they came."""
-        waiting: list[Order] = []
-        orders, self._queued = self._queued, waiting
-        for order in orders:
-            if order.error_code or not self._must_wait(order):
-                self._start(order)
-            else:
-                waiting.append(order)
-        return len(waiting) < len(orders)
-
-    def _must_wait(self, order: Order) -> bool:
-        room = self._rooms.get(order.key)
-        if room is None:
-            return False
-        name = room.opening.peer
-        if self._peers.connecting(name) or not self._is_written(order):
-            return True
-        return sum(other.peer is not None and other.peer.name == name for other in self._active) >= ACTIVE_ORDERS
+        """Start the orders whose peer is there and not too busy, in the order in which they came to it."""
+        begun = self._orders.begin(
+            ACTIVE_ORDERS, is_ready=lambda peer: not self._peers.connecting(peer), is_written=self._is_written
+        )
+        for order in begun:
+            self._start(order)
+        return bool(begun)
 
     def _is_written(self, order: Order) -> bool:
         """Whether the engine's GPU has written what the order reads. One that cannot be asked fails the order."""
@@ -327,14 +323,9 @@ class RankWorker:
             return True
 
     def _start(self, order: Order) -> None:
-        self._active.append(order)
         if order.error_code:
             return
-        room = self._rooms.get(order.key)
-        if room is None:
-            why = f"room {order.request.room} is not open on rank {self._identity.rank}"
-            order.fail(ConflictError.code, why)
-            return
+        room = self._rooms[order.key]
         if room.error is not None:
             order.fail(room.error.code, f"the room cannot be opened: {room.error}")
             return
@@ -350,7 +341,7 @@ class RankWorker:
         """Say how an order ended. One that is not quiet stays active until its transport has been closed."""
         order.reported = True
         if not order.not_quiet:
-            self._active.remove(order)
+            self._orders.end(order)
         order.seconds["move"] = self._clock() - order.received_s - order.seconds.get("first_byte", 0.0)
         for message in order.report(self._identity.rank):
             self._link.send(message)
@@ -383,7 +374,7 @@ class RankWorker:
     def _tend_transports(self) -> None:
         """Close replaced agents that have nothing left to do, and say when earlier endpoints are of no use any more."""
         for transport in list(self._transports.retired):
-            if transport not in self._held and not any(order.uses(transport) for order in self._active):
+            if transport not in self._held and not any(order.uses(transport) for order in self._orders.active):
                 self._close_retired(transport)
         revoking = self._revoking
         if revoking is not None and self._transports.revoked(revoking.before_epoch, revoking.transports):
@@ -394,8 +385,8 @@ class RankWorker:
         log.info("transport_closed", rank=str(self._identity.rank), transport=transport.name)
         self._transports.close_retired(transport)
         self._peers.lose(transport)
-        for order in [order for order in self._active if transport in order.not_quiet]:
+        for order in [order for order in self._orders.active if transport in order.not_quiet]:
             order.lose(transport)
             if order.reported and not order.not_quiet:
-                self._active.remove(order)
+                self._orders.end(order)
                 self._confirm_closed(order.key)
