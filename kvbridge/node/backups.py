@@ -158,6 +158,8 @@ class Backups:
 
     def _quiet(self, rank: Rank, number: int) -> None:
         """A rank writes no more for an order that has failed: when that is all of them, its twins are free."""
+        if self._order is not None and self._order.number == number:
+            self._order.writing.discard(rank)
         late = self._late.get(number)
         if late is None:
             return

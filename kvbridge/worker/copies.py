@@ -5,6 +5,9 @@ the link. Must not know: which prefix a page holds, why it is copied, what follo
 
 A slice begins when the one before it is done, and after a pause that leaves the rest of the time to transfers and to sparse
 decode: at most `link_share` of each second is used, whatever the link can do.
+
+An order that fails is answered at once. When the device may still write for it, it is answered again as soon as the device has
+nothing left to do: until then the node backs nothing up.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import structlog
 
 from kvbridge.config.tier import CopyBackend
 from kvbridge.core.clock import Clock
-from kvbridge.core.errors import BridgeError, InvalidInputError
+from kvbridge.core.errors import BridgeError, InvalidInputError, TransportError
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.geometry.twins import twin_space
 from kvbridge.core.ids import TWINS, IndexSpace, MemoryKind, PageMoves
@@ -28,6 +31,7 @@ from kvbridge.core.wire.worker_messages import CopyPages, PagesCopied
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.layout import RankPart
 from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier, backup_shares
+from kvbridge.worker.containment import contained
 from kvbridge.worker.link import NodeLink
 from kvbridge.worker.transports import RankIdentity
 
@@ -55,8 +59,11 @@ class Copier(Protocol):
     def done(self, ticket: int) -> bool:
         """Whether the copy is proved to be done; never waits. Raises TransportError."""
 
+    def idle(self) -> bool:
+        """Whether nothing that was begun is under way any more, whatever became of it; never waits. Raises TransportError."""
+
     def close(self) -> None:
-        """Wait for what was begun, and let everything go."""
+        """Let everything go. It is idle."""
 
 
 class BackupCopier:
@@ -101,6 +108,10 @@ class BackupCopier:
         """See Copier."""
         return self._copier.done(ticket)
 
+    def idle(self) -> bool:
+        """See Copier."""
+        return self._stream is None or self._stream.idle()
+
     def close(self) -> None:
         """See Copier."""
         self._copier.close()
@@ -138,7 +149,11 @@ class PageCopies:
         self._ticket: int | None = None
         """Of the slice that is being copied."""
         self._writing = False
-        """Whether something may be written to twins now."""
+        """Whether a slice has been given to the copier that is not proved to be done."""
+        self._unquiet: list[PagesCopied] = []
+        """Answers to orders that have failed while the device may still write for them; to be given again when it does not."""
+        self._asked_in_vain = ""
+        """Why the copier could not be asked last, said once."""
         self._begun_s = 0.0
         self._not_before_s = 0.0
 
@@ -155,15 +170,18 @@ class PageCopies:
 
         What goes wrong is the order's failure, also if it is a defect of ours: the rank has rooms to serve.
         """
+        quiet = self._say_quiet()
         if not self._waiting:
-            return False
+            return quiet
         try:
-            return self._step(self._waiting[0])
-        except Exception as error:
-            if not isinstance(error, BridgeError):
-                log.exception("copy_failed")
+            with contained("copying pages", order=self._waiting[0].order):
+                changed = self._step(self._waiting[0])
+        except BridgeError as error:
             self._end(error)
             return True
+        if self._order is not None and not self._order.slices:
+            self._end()
+        return changed or quiet
 
     def _step(self, request: CopyPages) -> bool:
         if self._copier is None:
@@ -173,17 +191,12 @@ class PageCopies:
         if self._ticket is not None:
             return self._look(self._copier, self._order, self._ticket)
         if not self._order.slices:
-            self._end()
             return True
         self._begun_s = self._clock()
         if self._begun_s < self._not_before_s:
             return False
         self._writing = True
-        try:
-            self._ticket = self._copier.copy(self._order.slices[0])
-        except InvalidInputError:
-            self._writing = False
-            raise
+        self._ticket = self._copier.copy(self._order.slices[0])
         self._look(self._copier, self._order, self._ticket)
         return True
 
@@ -196,8 +209,6 @@ class PageCopies:
         order.busy_s += now_s - self._begun_s
         order.bytes += sum(len(ids) * copier.page_bytes[space] for space, (ids, _) in order.slices.popleft().items())
         self._not_before_s = now_s + (now_s - self._begun_s) * (1 / order.request.link_share - 1)
-        if not order.slices:
-            self._end()
         return True
 
     def _slices(self, copier: Copier, request: CopyPages) -> Iterator[PageMoves]:
@@ -213,25 +224,54 @@ class PageCopies:
                 part = slice(at, at + copier.slice_pages[space])
                 yield {space: (device[part], twins[part])}
 
-    def _end(self, error: Exception | None = None) -> None:
+    def _end(self, error: BridgeError | None = None) -> None:
         """Answer an order. One that fails while a slice is under way may still be written."""
         request, order = self._waiting.popleft(), self._order
-        code = "" if error is None else error.code if isinstance(error, BridgeError) else BridgeError.code
-        self._link.send(
-            PagesCopied(
-                rank=self._identity.rank,
-                order=request.order,
-                bytes=0 if order is None else round(order.bytes),
-                seconds=0.0 if order is None else order.busy_s,
-                error_code=code,
-                error="" if error is None else (str(error) or type(error).__name__)[:REASON_CHARS],
-                quiet=not self._writing,
-            )
+        answer = PagesCopied(
+            rank=self._identity.rank,
+            order=request.order,
+            bytes=0 if order is None else round(order.bytes),
+            seconds=0.0 if order is None else order.busy_s,
+            error_code="" if error is None else error.code,
+            error="" if error is None else (str(error) or type(error).__name__)[:REASON_CHARS],
+            quiet=not self._writing or self._is_idle(),
         )
+        if not answer.quiet:
+            self._unquiet.append(answer)
         self._order = self._ticket = None
+        self._writing = False
+        self._link.send(answer)
+
+    def _say_quiet(self) -> bool:
+        """Answer orders again that were not quiet, once the copier is idle; whether that is so now."""
+        if not self._unquiet or not self._is_idle():
+            return False
+        for answer in self._unquiet:
+            self._link.send(answer.model_copy(update={"quiet": True}))
+        self._unquiet.clear()
+        return True
+
+    def _is_idle(self) -> bool:
+        """Whether the copier writes nothing any more. A device that cannot be asked proves nothing."""
+        try:
+            with contained("asking whether copies have ended", rank=str(self._identity.rank)):
+                return self.idle()
+        except BridgeError as error:
+            if self._asked_in_vain != str(error):
+                self._asked_in_vain = str(error)
+                log.error("copies_not_quiet", rank=str(self._identity.rank), code=error.code, reason=str(error))
+            return False
+
+    def idle(self) -> bool:
+        """Whether nothing writes to twins any more; never waits. Raises TransportError when the device cannot be asked."""
+        return self._copier is None or self._copier.idle()
 
     def close(self) -> None:
-        """Copy nothing more. What is under way ends with the process, or when the copier has seen it end."""
+        """Copy nothing more. Raises TransportError unless it is idle: then the device may write to twins until the process ends."""
         self._waiting.clear()
+        if not self.idle():
+            raise TransportError(
+                f"the GPU of rank {self._identity.rank} has not ended its copies of pages; it may still write to host memory"
+            )
         if self._copier is not None:
             self._copier.close()

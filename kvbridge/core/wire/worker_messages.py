@@ -281,7 +281,7 @@ class PagesCopied(FrozenModel):
     error_code: str = ""
     error: Text = ""
     quiet: bool = True
-    """False: something may be written to the twins until this process has ended."""
+    """False: the device may still write to the twins. The same answer comes again, with True, as soon as it does not."""
 
 
 class CloseRoom(RoomMessage):

@@ -237,6 +237,23 @@ def test_a_late_answer_ends_the_quarantine_and_nothing_else(bench):
     assert bench.tier.on_host("a", 4) == 4
 
 
+@pytest.mark.parametrize("others_owe", [True, False])
+def test_a_rank_that_says_later_that_it_is_quiet_ends_its_quarantine(bench, others_owe):
+    """Whether the other ranks have answered by then or not; backups go on."""
+    order = bench.begin()
+    failed = {"error_code": "transport_failed", "error": "no memory"}
+    bench.answer(order, R0, **failed, quiet=False)
+    if not others_owe:
+        bench.answer(order, R1)
+        assert bench.twins() == {PageState.FREE: 28, PageState.QUARANTINED: 4}
+    bench.answer(order, R0, **failed)
+    if others_owe:
+        bench.answer(order, R1)
+    assert bench.twins() == {PageState.FREE: 32}
+    bench.tick(1.0)
+    assert len(bench.orders) == 4
+
+
 def test_a_late_answer_that_is_not_quiet_ends_nothing(bench):
     order = bench.begin()
     bench.tick(COPY_S)
