@@ -4,9 +4,10 @@ Owns: orders in flight, and when a connection or an agent may be given up. Decid
 whether and when is the node's business. Everything here runs on one thread, since one submitting thread an agent is
 what both libraries bear best.
 
-When a transfer ends without being quiet, its transport is replaced: what is new goes through the successor, and the old one is
-closed when what other peers have under way has ended. Only then is a room of it closed, or an order over that went on by another
-path (`worker/failover.py`). An exception that is not an order's own ends the worker: its agents are torn down first.
+When a transfer ends without being quiet, its transport is replaced (`worker/transports.py`): once the successor is there, what is
+new goes through that, and the old one is closed when what other peers have under way has ended. Only then is a room of it closed, or
+an order over that went on by another path (`worker/failover.py`). What goes wrong for one order or peer ends with that
+(`worker/containment.py`). The end of the node, and a transport that does not close, end the worker: its agents are torn down first.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import structlog
 
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import BridgeError, ConflictError, NotReadyError, PeerError
+from kvbridge.core.errors import BridgeError, ConflictError, DeadlineError, NotReadyError, PeerError
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import MemoryKind
-from kvbridge.core.wire.messages import Heartbeat, RankDescription
+from kvbridge.core.wire.messages import REASON_CHARS, Heartbeat, RankDescription
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
     ConnectPeer,
@@ -36,6 +37,7 @@ from kvbridge.core.wire.worker_messages import (
     RoomClosed,
     Send,
     Shutdown,
+    TransportsNotBuilt,
     Verify,
     WorkerProgress,
     WorkerReady,
@@ -50,7 +52,7 @@ from kvbridge.worker.order_book import OrderBook
 from kvbridge.worker.orders import OpenedRoom, Order, RoomKey
 from kvbridge.worker.pause import Pauses
 from kvbridge.worker.peers import RankPeers
-from kvbridge.worker.transports import RankIdentity, RankTransports, TransportFactory
+from kvbridge.worker.transports import Background, RankIdentity, RankTransports, TransportFactory, in_background
 
 log = structlog.get_logger(__name__)
 
@@ -61,6 +63,8 @@ CONNECTING_WAIT_S = 0.0005
 HEARTBEAT_INTERVAL_S = 1.0
 ACTIVE_ORDERS = 16
 """Orders in flight to one peer; further ones wait, so that a burst of rooms cannot fill a library's queue."""
+CLOSING_PAUSE_S = 0.01
+"""Between two looks whether everything is closed."""
 NOBODY = ""
 """For orders of rooms that are not open: no peer has this name."""
 MESSAGES_A_STEP = 64
@@ -77,20 +81,24 @@ class RankWorker:
         create_transport: TransportFactory,
         *,
         transfer_timeout_s: float,
+        close_timeout_s: float = 30.0,
         clock: Clock = monotonic,
         points: StreamPoints | None = None,
+        background: Background = in_background,
     ) -> None:
+        """`close_timeout_s`: for all transports together, and the GPU's copies. `background`: where agents are built and closed."""
         self._identity = identity
         self._link = link
         self._transfer_timeout_s = transfer_timeout_s
         self._clock = clock
-        self._transports = RankTransports(identity, create_transport, report=self._report_progress, clock=clock)
+        self._close_timeout_s = close_timeout_s
+        self._transports = RankTransports(
+            identity, create_transport, report=self._report_progress, clock=clock, background=background
+        )
         self._peers = RankPeers(identity, self._transports, clock=clock)
         self._failover = Failover(identity.rank, link, self._peers, timeout_s=transfer_timeout_s)
         self._rooms: dict[RoomKey, OpenedRoom] = {}
         self._closing: set[RoomKey] = set()
-        self._held: set[Transport] = set()
-        """Replaced agents whose endpoints still have to work, until RevokeEndpoints."""
         self._revoking: RevokeEndpoints | None = None
         """By which endpoints nobody is to write any more, as long as that is not so."""
         self._orders = OrderBook()
@@ -102,7 +110,7 @@ class RankWorker:
         self._stopping = False
         self._beaten_s = clock()
         self.closed = False
-        """Whether every transport has been torn down."""
+        """Whether every transport has been torn down, and the GPU copies nothing any more."""
 
     # ------------------------------------------------------------------ lifecycle
 
@@ -143,13 +151,36 @@ class RankWorker:
             self._link.send(Heartbeat())
 
     def close(self) -> None:
-        """Tear every transport down; nothing of this worker moves a byte afterwards."""
-        with ExitStack() as stack:  # in reverse: whatever fails, the transports are closed
+        """Tear every transport down; nothing of this worker moves a byte afterwards.
+
+        Raises what made that impossible, DeadlineError when it takes longer than `close_timeout_s`: then `closed` stays False.
+        """
+        until_s = self._clock() + self._close_timeout_s
+        with ExitStack() as stack:  # in reverse: whatever fails, the transports are closed, and before a GPU is waited for
             stack.callback(self._points.close)
-            stack.callback(self._transports.close)
-            stack.callback(self._copies.close)
+            stack.callback(self._close_copies, until_s)
+            stack.callback(self._close_transports, until_s)
             self._peers.close()
         self.closed = True
+
+    def _close_transports(self, until_s: float) -> None:
+        self._transports.begin_close()
+        self._wait_while(self._transports.closing, until_s, "its transports have not closed")
+        self._transports.end_close()
+
+    def _close_copies(self, until_s: float) -> None:
+        self._wait_while(lambda: not self._copies.idle(), until_s, "its GPU has not ended its copies of pages")
+        self._copies.close()
+
+    def _wait_while(self, is_busy: Callable[[], bool], until_s: float, why: str) -> None:
+        while is_busy():
+            if self._clock() >= until_s:
+                raise DeadlineError(
+                    f"rank {self._identity.rank}: {why} within {self._close_timeout_s:g} s, the sum of their own limits"
+                )
+            with suppress(BridgeError):  # the node may be what is gone
+                self._beat()
+            time.sleep(CLOSING_PAUSE_S)
 
     def __repr__(self) -> str:
         return (
@@ -189,7 +220,7 @@ class RankWorker:
             case RenewEndpoints():
                 self._renew(message)
             case RevokeEndpoints():
-                self._held.clear()
+                self._transports.release(message.before_epoch)
                 self._revoking = message
             case Shutdown():
                 self._stopping = True
@@ -290,7 +321,7 @@ class RankWorker:
                 continue
             ended = self._failover.push(order)
             for transport in order.not_quiet:
-                self._replace(transport)
+                self._transports.replace(transport)
             if ended and order.digests is None:
                 self._report(order)
                 moved = True
@@ -349,42 +380,47 @@ class RankWorker:
 
     # ------------------------------------------------------------------ transports
 
-    def _replace(self, old: Transport) -> None:
-        """Put another agent in the place of one that would not become quiet, and reach every peer by it."""
-        if not self._transports.current(old):
-            return
-        name = old.name
-        log.warning("transport_replaced", rank=str(self._identity.rank), transport=name, why="a transfer was not quiet")
-        self._transports.replace(name)
-        self._peers.replaced(old)
-        self._report_ready()
-
     def _renew(self, message: RenewEndpoints) -> None:
-        """Give out endpoints of a later epoch. Peers that write by the earlier ones are not disturbed yet."""
-        if message.epoch <= self._transports.epoch:
-            return
-        log.info(
-            "endpoints_renewed", rank=str(self._identity.rank), **message.model_dump(include={"epoch", "transports"})
-        )
-        self._transports.renew(message.epoch, message.transports)
-        self._peers.restart()
-        self._held.update(self._transports.retired)
-        self._report_ready()
+        """Give out endpoints of a later epoch, once they are there. Peers that write by the earlier ones are not disturbed yet."""
+        if message.epoch > self._transports.asked_epoch:
+            asked = message.model_dump(include={"epoch", "transports"})
+            log.info("endpoints_asked_for", rank=str(self._identity.rank), **asked)
+            self._transports.renew(message.epoch, message.transports)
 
     def _tend_transports(self) -> None:
-        """Close replaced agents that have nothing left to do, and say when earlier endpoints are of no use any more."""
-        for transport in list(self._transports.retired):
-            if transport not in self._held and not any(order.uses(transport) for order in self._orders.active):
-                self._close_retired(transport)
+        """Change to successors, close agents that have nothing left to do, and say when earlier endpoints are of no use any more."""
+        changed = self._transports.tend()
+        self._leave_replaced()
+        if changed:
+            self._report_ready()
+        for transport in self._transports.leaving():
+            if not any(order.uses(transport) for order in self._orders.active):
+                self._peers.lose(transport)
+                self._transports.close_retired(transport)
+        for transport in self._transports.closed():
+            self._forget_closed(transport)
         revoking = self._revoking
         if revoking is not None and self._transports.revoked(revoking.before_epoch, revoking.transports):
             self._link.send(EndpointsRevoked(rank=self._identity.rank, before_epoch=revoking.before_epoch))
             self._revoking = None
 
-    def _close_retired(self, transport: Transport) -> None:
+    def _leave_replaced(self) -> None:
+        """Reach peers by other agents than those that have been replaced, and say which successors cannot be built."""
+        for old in self._transports.replaced:
+            log.info("transport_replaced", rank=str(self._identity.rank), transport=old.name)
+            self._peers.replaced(old)
+        self._transports.replaced.clear()
+        for one in self._transports.unbuilt:
+            error = str(one.error)[:REASON_CHARS]
+            self._link.send(
+                TransportsNotBuilt(
+                    rank=self._identity.rank, transports=one.names, error_code=one.error.code, error=error
+                )
+            )
+        self._transports.unbuilt.clear()
+
+    def _forget_closed(self, transport: Transport) -> None:
         log.info("transport_closed", rank=str(self._identity.rank), transport=transport.name)
-        self._transports.close_retired(transport)
-        self._peers.lose(transport)
         for order in [order for order in self._orders.active if transport in order.not_quiet]:
             order.lose(transport)
             if order.reported and not order.not_quiet:

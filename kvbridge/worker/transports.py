@@ -1,29 +1,48 @@
 """The transport agents of one rank: built with all of its memory registered, replaced, retired, closed.
 
-Owns: the agents, in order of preference, and those that have been replaced and are not closed yet. Must not know: peers,
-rooms, orders.
+Owns: the agents, those that have been replaced and are not closed yet, and the threads on which successors are built and agents
+are closed. Must not know: peers, rooms, orders.
 
-An agent is replaced for one of two reasons: a transfer of it would not become quiet, or the node wants every endpoint
-of an earlier epoch shut. Its successor is there first, so nobody else waits; the retired one is closed when its other
-work is done.
+An agent is replaced for one of two reasons: a transfer of it would not become quiet, or the node wants every endpoint of an earlier
+epoch shut. To register memory anew takes up to half a second a GiB, and an agent may take seconds to close, so both are done on
+threads of their own: the agents that there are work on, and the rank changes to the successors when all of those that the node has
+asked for are there. Nobody but its thread touches an agent that is not in use yet, or not any more.
+
+A successor that cannot be built is tried again every `RETRY_S`. Until then the agent that was to be replaced works on if the node
+wants its endpoints shut. If a transfer of it was not quiet it is retired all the same, since only its end proves anything: peers are
+reached by the other transports of the rank, or not at all.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import structlog
 
 from kvbridge.core.clock import Clock
+from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region
-from kvbridge.core.ids import Rank
+from kvbridge.core.ids import MemoryKind, Rank
 from kvbridge.core.wire.messages import TransportEndpoint
 from kvbridge.core.wire.shared_memory import SharedRegion
-from kvbridge.pool.memory.extent import Extent
+from kvbridge.kernels.cuda import runtime
+from kvbridge.pool.memory.extent import Extent, Progress, ignore_progress
+from kvbridge.transport.background import start_thread
 from kvbridge.transport.base import Transport
+from kvbridge.worker.containment import contained
+
+log = structlog.get_logger(__name__)
 
 PROGRESS_INTERVAL_S = 0.2
+RETRY_S = 10.0
+"""Between two attempts to build a successor."""
 
 
 TransportFactory = Callable[[str, int], Transport]
@@ -56,88 +75,282 @@ class RankIdentity:
         return self.manifest.rank
 
 
+Background = Callable[[Callable[[], Any], str], "Future[Any]"]
+"""Begins work that blocks, with a name, where it holds nobody up."""
+
+
+def in_background(work: Callable[[], Any], name: str) -> Future[Any]:
+    """Do work on a thread of its own; here and now when the process may have no more threads."""
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            found = work()
+        except BaseException as error:  # noqa: BLE001 - whoever asks for the outcome raises it
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(found)
+
+    try:
+        start_thread(run, name=name)
+    except TransportError as error:
+        log.warning("no_thread", work=name, reason=str(error))
+        run()
+    return outcome
+
+
+@dataclass(frozen=True)
+class Unbuilt:
+    """Successors that could not be built."""
+
+    names: tuple[str, ...]
+    error: BridgeError
+
+
 class RankTransports:
-    """All agents of one rank. `report(done_bytes, total_bytes)` hears how far registering one agent's memory has come."""
+    """All agents of one rank. `report(done_bytes, total_bytes)` hears how far registering the first agents' memory has come."""
 
     def __init__(
         self,
         identity: RankIdentity,
         create: TransportFactory,
         *,
-        report: Callable[[int, int], None],
+        report: Progress,
         clock: Clock,
+        background: Background = in_background,
     ) -> None:
         self._identity = identity
         self._create = create
         self._report = report
         self._clock = clock
+        self._background = background
         self._built: dict[str, Transport] = {}
         self._epochs: dict[str, int] = {}
         """Of each agent's endpoint."""
-        self.retired: list[Transport] = []
-        """Replaced agents, the oldest first."""
         self.epoch = identity.epoch
+        """Up to which every successor that the node has asked for is there."""
+        self.asked_epoch = identity.epoch
+        """The last one that the node has asked for."""
+        self._wanted: dict[str, int] = {}
+        """Successors that are to be built, and for which epoch."""
+        self._not_quiet: set[Transport] = set()
+        """Agents that are to be replaced because a transfer of theirs was not quiet."""
+        self._job: Future[dict[str, Transport]] | None = None
+        self._building: dict[str, int] = {}
+        """What the job builds, of `_wanted`."""
+        self._not_before_s = 0.0
+        self.retired: list[Transport] = []
+        """Replaced agents, the oldest first, until they are closed."""
+        self._held: set[Transport] = set()
+        """Those of them whose endpoints still have to work, until the node has them revoked."""
+        self._released_epoch = 0
+        self._closing: dict[Transport, Future[None]] = {}
+        self._half_built: list[Transport] = []
+        """Agents that failed while they were built, and that would not close."""
+        self._ending = threading.Event()
+        self.replaced: list[Transport] = []
+        """Agents that others have taken the place of; whoever reaches peers by those clears this."""
+        self.unbuilt: list[Unbuilt] = []
+        """Successors that could not be built; whoever tells the node clears this."""
 
     def __getitem__(self, name: str) -> Transport:
-        return self._built[name]
+        transport = self._built.get(name)
+        if transport is None:
+            raise TransportError(f"{name} is not there at present: it failed, and its successor cannot be built yet")
+        return transport
 
     def build(self, name: str) -> None:
-        """Make an agent and register all memory with it. Raises TransportError or RegistrationError."""
-        self._built[name] = transport = self._create(name, self.epoch)
+        """Make the first agent of a name, here and now. Raises TransportError or RegistrationError."""
+        self._built[name] = self._make(name, self.epoch, self._report)
         self._epochs[name] = self.epoch
-        pieces = self._identity.memory
-        total_bytes = sum(piece.length_bytes for piece in pieces)
-        done_bytes = 0
-        reported_s = self._clock()
-        for piece in pieces:
-            transport.register([piece])
-            done_bytes += piece.length_bytes
-            if self._clock() - reported_s >= PROGRESS_INTERVAL_S or done_bytes == total_bytes:
-                reported_s = self._clock()
-                self._report(done_bytes, total_bytes)
 
     def current(self, transport: Transport) -> bool:
         """Whether an agent has not been replaced."""
         return self._built.get(transport.name) is transport
 
-    def replace(self, name: str) -> Transport:
-        """Put a new agent in the place of one, which is retired and returned. Raises as `build` does."""
-        old = self._built[name]
-        self.retired.append(old)
-        self.build(name)
-        return old
+    def replace(self, old: Transport) -> None:
+        """Put a new agent in the place of one that would not become quiet, once it is there."""
+        if self.current(old) and old not in self._not_quiet:
+            self._not_quiet.add(old)
+            self._wanted[old.name] = max(self._wanted.get(old.name, 0), self.asked_epoch)
 
     def renew(self, epoch: int, names: Collection[str] = ()) -> None:
-        """Replace every agent, or those of `names`; the new ones give out endpoints of `epoch`. Raises as `build` does."""
-        self.epoch = epoch
-        for name in list(self._built):
-            if not names or name in names:
-                self.replace(name)
+        """Replace every agent, or those of `names`, once new ones are there that give out endpoints of `epoch`."""
+        self.asked_epoch = epoch
+        self._wanted |= {name: epoch for name in self._identity.transports if not names or name in names}
+
+    def tend(self) -> bool:
+        """Begin to build what is wanted, and change to what is there. Returns whether endpoints, or the epoch, have changed."""
+        self._begin_job()
+        changed = self._take_up()
+        if self.epoch < self.asked_epoch and self.asked_epoch not in self._wanted.values():
+            self.epoch = self.asked_epoch
+            changed = True
+        return changed
+
+    def release(self, before_epoch: int) -> None:
+        """Endpoints of epochs before this one need not work any more."""
+        self._released_epoch = before_epoch
+        self._held.clear()
+
+    def leaving(self) -> list[Transport]:
+        """Replaced agents that can be closed as soon as their own work is done."""
+        return [each for each in self.retired if each not in self._held and each not in self._closing]
 
     def close_retired(self, transport: Transport) -> None:
-        """Close an agent that has been replaced, which ends all that it may still have been doing."""
-        self.retired.remove(transport)
-        transport.close()
+        """Begin to close an agent that has been replaced. Nobody may use it any more; `closed` says when it has ended."""
+        self._closing[transport] = self._background(partial(self._on_device, transport.close), f"close {transport.name}")
+
+    def closed(self) -> list[Transport]:
+        """Return replaced agents that have been closed since the last call: nothing of them moves a byte any more.
+
+        Raises what made it impossible to close one.
+        """
+        ended = [transport for transport, outcome in self._closing.items() if outcome.done()]
+        for transport in ended:
+            self._closing[transport].result()
+            del self._closing[transport]
+            self.retired.remove(transport)
+        return ended
 
     def revoked(self, before_epoch: int, names: Collection[str] = ()) -> bool:
         """Whether nobody can write by means of an endpoint of an earlier epoch, of any transport or of those of `names`.
 
         Replaced agents count until they are closed.
         """
-        concerned = names or self._built.keys()
+        concerned = names or self._identity.transports
         return not any(transport.name in concerned for transport in self.retired) and all(
             transport.revoked(before_epoch) for name, transport in self._built.items() if name in concerned
         )
 
     def endpoints(self) -> tuple[TransportEndpoint, ...]:
         """How peers reach each agent."""
-        found = [(transport.endpoint(), self._epochs[name]) for name, transport in self._built.items()]
+        there = [name for name in self._identity.transports if name in self._built]
+        found = [(self._built[name].endpoint(), self._epochs[name]) for name in there]
         return tuple(TransportEndpoint(transport=to.transport, data=to.data, epoch=epoch) for to, epoch in found)
 
-    def close(self) -> None:
-        """Tear every agent down, whatever happens to one of them; nothing of this rank moves a byte afterwards."""
-        with ExitStack() as stack:
-            for transport in dict.fromkeys((*self._built.values(), *self.retired)):
-                stack.callback(transport.close)
+    def begin_close(self) -> None:
+        """Begin to tear every agent down, and end what is being built."""
+        self._ending.set()
+        for transport in reversed(dict.fromkeys((*self._built.values(), *self.retired))):
+            if transport not in self._closing:
+                self.close_retired(transport)
         self._built.clear()
         self.retired.clear()
+
+    def closing(self) -> bool:
+        """Whether an agent is not closed yet, after `begin_close`."""
+        if self._job is not None and self._job.done():
+            job, self._job = self._job, None
+            with suppress(Exception):  # it was to end: what it could not build is of no interest any more
+                for transport in job.result().values():
+                    self.close_retired(transport)
+        return self._job is not None or not all(outcome.done() for outcome in self._closing.values())
+
+    def end_close(self) -> None:
+        """Raise what made it impossible to close an agent; otherwise nothing of this rank moves a byte any more."""
+        for outcome in self._closing.values():
+            outcome.result()
+        for transport in self._half_built:
+            self._on_device(transport.close)
+
+    # ------------------------------------------------------------------ successors
+
+    def _begin_job(self) -> None:
+        if self._job is not None or not self._wanted or self._clock() < self._not_before_s:
+            return
+        self._building = dict(self._wanted)
+        log.info("transports_being_built", rank=str(self._identity.rank), transports=list(self._building))
+        self._job = self._background(partial(self._make_all, self._building), "build transports")
+
+    def _make_all(self, wanted: dict[str, int]) -> dict[str, Transport]:
+        """All of them, or none."""
+        made: dict[str, Transport] = {}
+        try:
+            with contained("building a transport", rank=str(self._identity.rank)):
+                for name, epoch in wanted.items():
+                    made[name] = self._make(name, epoch, ignore_progress)
+        except BaseException:
+            for transport in made.values():
+                self._discard(transport)
+            raise
+        return made
+
+    def _make(self, name: str, epoch: int, report: Progress) -> Transport:
+        return self._on_device(lambda: self._registered(self._create(name, epoch), report))
+
+    def _registered(self, transport: Transport, report: Progress) -> Transport:
+        """Register all memory with an agent; one that fails is closed."""
+        try:
+            self._register(transport, report)
+        except BaseException:
+            self._discard(transport)
+            raise
+        return transport
+
+    def _register(self, transport: Transport, report: Progress) -> None:
+        pieces = self._identity.memory
+        total_bytes = sum(piece.length_bytes for piece in pieces)
+        done_bytes = 0
+        reported_s = self._clock()
+        for piece in pieces:
+            if self._ending.is_set():
+                raise TransportError("the rank worker ends")
+            transport.register([piece])
+            done_bytes += piece.length_bytes
+            if self._clock() - reported_s >= PROGRESS_INTERVAL_S or done_bytes == total_bytes:
+                reported_s = self._clock()
+                report(done_bytes, total_bytes)
+
+    def _discard(self, transport: Transport) -> None:
+        """Close an agent that nobody uses. One that does not close is closed with the rank, which fails if it still does not."""
+        try:
+            transport.close()
+        except Exception:
+            log.exception("transport_not_closed", rank=str(self._identity.rank), transport=transport.name)
+            self._half_built.append(transport)
+
+    def _on_device(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401
+        """Do work on a thread that has the rank's GPU as its present one: libraries look for its context where they are called."""
+        device = next((piece.device for piece in self._identity.memory if piece.kind is MemoryKind.VRAM), None)
+        if device is not None and not runtime.reason_without_device():
+            runtime.use(device)
+        return work()
+
+    def _take_up(self) -> bool:
+        """Change to the successors that are there, or say why they are not; whether any have changed."""
+        if self._job is None or not self._job.done():
+            return False
+        job, self._job = self._job, None
+        building, self._building = self._building, {}
+        error = job.exception()
+        if error is not None:
+            self._put_off(tuple(building), error)
+            return False
+        for name, transport in job.result().items():
+            self._retire(name, hold=building[name] > max(self._epochs[name], self._released_epoch))
+            self._built[name], self._epochs[name] = transport, building[name]
+            if self._wanted[name] == building[name]:
+                del self._wanted[name]
+        return True
+
+    def _put_off(self, names: tuple[str, ...], error: BaseException) -> None:
+        if not isinstance(error, BridgeError):
+            raise error
+        self._not_before_s = self._clock() + RETRY_S
+        rank = str(self._identity.rank)
+        log.error("transports_not_built", rank=rank, transports=list(names), code=error.code, reason=str(error), again_s=RETRY_S)
+        self.unbuilt.append(Unbuilt(names, error))
+        for name in names:
+            if self._built.get(name) in self._not_quiet:
+                self._retire(name)
+
+    def _retire(self, name: str, *, hold: bool = False) -> None:
+        """Take an agent out of use. `hold`: peers may still write by its endpoint, until that is revoked."""
+        old = self._built.pop(name, None)
+        if old is not None:
+            if hold:
+                self._held.add(old)
+            self._not_quiet.discard(old)
+            self.retired.append(old)
+            self.replaced.append(old)

@@ -6,6 +6,9 @@ Owns: the fakes, and the messages that a node would send. Must not know: what is
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +29,7 @@ from kvbridge.transport.base import (
     Transport,
 )
 from kvbridge.worker.loop import RankWorker
-from kvbridge.worker.transports import RankIdentity
+from kvbridge.worker.transports import Background, RankIdentity
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, manifest
 
@@ -173,8 +176,21 @@ def tables(*ids: int) -> tuple[WireTable, ...]:
     return to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32))})
 
 
+def at_once(work: Callable[[], Any], name: str) -> Future[Any]:
+    """What a worker does on other threads, done here and now."""
+    del name
+    outcome: Future[Any] = Future()
+    try:
+        outcome.set_result(work())
+    except Exception as error:  # noqa: BLE001 - whoever asks for the outcome raises it
+        outcome.set_exception(error)
+    return outcome
+
+
 class Bench:
-    def __init__(self, *transports: str, kind: MemoryKind = MemoryKind.DRAM) -> None:
+    def __init__(
+        self, *transports: str, kind: MemoryKind = MemoryKind.DRAM, background: Background = at_once
+    ) -> None:
         self.clock = ManualClock()
         self.link = Link()
         self.log: list[str] = []
@@ -188,6 +204,7 @@ class Bench:
             self.create,
             transfer_timeout_s=5.0,
             clock=self.clock,
+            background=background,
         )
         for name in self.names:
             self.worker._transports.build(name)

@@ -117,6 +117,16 @@ class WorkerFailed(FrozenModel):
     message: Text
 
 
+class TransportsNotBuilt(FrozenModel):
+    """Worker to node: the successors of these transports cannot be built now; the worker tries again, and serves by what it has."""
+
+    type: Literal["transports_not_built"] = "transports_not_built"
+    rank: Rank
+    transports: tuple[str, ...]
+    error_code: Name
+    error: Text
+
+
 class PeerConnected(FrozenModel):
     """Worker to node: ready (`error` empty), or why not."""
 
@@ -371,6 +381,7 @@ WorkerToNode = Annotated[
     | Sent
     | Verified
     | PagesCopied
+    | TransportsNotBuilt
     | RoomClosed
     | EndpointsRevoked
     | WorkerClosed

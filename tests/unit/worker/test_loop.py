@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from kvbridge.core.errors import InvalidInputError, PeerError, TransportError
+from kvbridge.core.errors import InvalidInputError, PeerError, RegistrationError, TransportError
 from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Section
@@ -21,12 +21,14 @@ from kvbridge.core.wire.worker_messages import (
     Send,
     Sent,
     Shutdown,
+    TransportsNotBuilt,
     WorkerProgress,
     WorkerReady,
 )
 from kvbridge.worker import loop as rank_worker
 from kvbridge.worker import peers as rank_peers
 from kvbridge.worker.pause import BUSY_PAUSE_S, SHORTEST_PAUSE_S
+from kvbridge.worker.transports import RETRY_S
 from tests.helpers.rooms import DECODE, full_amounts
 from tests.helpers.worker_bench import (
     DONE,
@@ -786,16 +788,39 @@ def test_a_retired_peer_does_not_outlive_its_transport():
     assert bench.transport().peers == []
 
 
-def test_a_transport_that_cannot_be_replaced_ends_the_worker():
-    bench = ready_bench()
+def test_a_transport_that_cannot_be_replaced_is_told_of_and_given_up():
+    """Its end is the only proof for the room that it failed. The worker goes on by what it has, and builds another one later."""
+    bench = Bench("one", "two")
+    bench.connect(ranks=node_ranks("one"))
+    bench.connect(OTHER, node_ranks("one", "two", data=b"second"))
+    bench.open()
+    bench.open(room=2, peer=OTHER)
     bench.order()
     old = bench.transport()
-    bench.refuse_build = TransportError("no device")
-    with pytest.raises(TransportError):
-        bench.end(NOT_QUIET)
-    old.peers.clear()
-    bench.worker.close()
+    bench.link.said.clear()
+    bench.refuse_build = RegistrationError("no memory can be locked")
+    bench.end(NOT_QUIET)
+    bench.say(CloseRoom(room=1, generation=1), steps=2)
     assert old.closed
+    assert [(room.room, room.quiet) for room in bench.link.take(RoomClosed)] == [(1, True)]
+    [told] = bench.link.take(TransportsNotBuilt)
+    assert (told.transports, told.error_code, told.error) == (("one",), "registration_failed", "no memory can be locked")
+    answers = {answer.peer: answer for answer in bench.link.take(PeerConnected)}
+    assert answers[OTHER].transports == ("two",)
+    assert "one is not there at present" in answers[DECODE].error
+    bench.order(room=2)
+    bench.end(DONE, "two")
+    assert [sent.error_code for sent in bench.sent() if sent.room == 2] == [""]
+    assert bench.link.take(WorkerReady) == []
+    bench.refuse_build = None
+    bench.worker.step()
+    assert bench.transport() is old, "it is tried again after a while"
+    bench.clock.advance(RETRY_S)
+    bench.worker.step()
+    assert bench.transport() is not old
+    assert len(bench.link.take(WorkerReady)) == 1, "so the node has peers connected by it"
+    bench.connect()
+    assert [answer.error_code for answer in bench.link.take(PeerConnected)] == [""]
 
 
 # ------------------------------------------------------------------------------------------- epochs
@@ -839,7 +864,7 @@ def test_earlier_endpoints_are_not_revoked_while_one_that_gave_them_out_is_still
 
 def test_a_worker_that_began_in_an_epoch_has_nothing_to_renew_and_revokes_the_earlier_ones():
     bench = Bench()
-    bench.worker._transports.epoch = 2
+    bench.worker._transports.epoch = bench.worker._transports.asked_epoch = 2
     bench.say(RenewEndpoints(epoch=2), RevokeEndpoints(before_epoch=2))
     assert bench.link.take(WorkerReady) == []
     assert [message.before_epoch for message in bench.link.take(EndpointsRevoked)] == [2]
