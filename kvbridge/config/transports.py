@@ -203,6 +203,16 @@ class TransportSettings(FrozenModel):
     nixl: NixlSettings = NixlSettings()
     local: LocalSettings = LocalSettings()
 
+    @property
+    def close_s(self) -> float:
+        """Longest time that the transports in `order` take to close, side by side. `local` waits for a thread, then for a GPU."""
+        limits_s = {
+            TransportName.LOCAL: 2 * self.local.close_timeout_s,
+            TransportName.MOONCAKE: float(self.mooncake.connect_timeout_s),
+            TransportName.NIXL: self.nixl.close_timeout_s,
+        }
+        return max(limits_s[name] for name in self.order)
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if not self.order or len(set(self.order)) != len(self.order):

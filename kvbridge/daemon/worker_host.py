@@ -35,6 +35,7 @@ from kvbridge.core.wire.worker_messages import (
     RoomClosed,
     Sent,
     Shutdown,
+    TransportsNotBuilt,
     Verified,
     WorkerClosed,
     WorkerFailed,
@@ -227,6 +228,8 @@ class WorkerHost:
                 self._listener.worker_ready(rank)
             case WorkerFailed():
                 self.workers.failed(message)
+            case TransportsNotBuilt():
+                self.workers.not_built(message)
             case EndpointsRevoked() if self._unended.get(rank):
                 self._revoked[rank] = message
             case Heartbeat():

@@ -39,8 +39,10 @@ LONGEST_PAUSE_S = 2.0
 """Pauses before a worker that has ended begins anew; each is twice as long as the one before, until it has served for a while."""
 ENDED = "its node has ended it"
 """Which it does when it ends itself."""
-CLOSE_TIMEOUT_S = 15.0
-"""Longest wait for a worker's end: as long as its transports may take to close, and some seconds."""
+CLOSE_TIMEOUT_S = 30.0
+"""Longest wait for a worker's end: as long as its transports may take to close by default, and some seconds."""
+
+KEEP_TENSORS = "it may still read and write the adopted tensors, so keep them where they are and end this process"
 
 
 def adopted_region(component: Component, layer: int, pages: torch.Tensor, *, lanes: tuple[int, int] = (0, 1)) -> Region:
@@ -78,6 +80,8 @@ class AdoptedWorker:
         self.rank = rank
         self._ends: deque[WorkerEnd] = deque()
         self._link: NodeLink | None = None
+        self._unclosed = ""
+        """Why something of it may still move bytes, though its thread has ended."""
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._run, args=(runtime_dir / WORKER_SOCKET, regions), name=f"kvbridge-{rank}", daemon=True
@@ -101,6 +105,7 @@ class AdoptedWorker:
             try:
                 end = self._serve(socket, regions)
             except UnclosedError as error:
+                self._unclosed = str(error)
                 log.error("adopted_worker_stuck", rank=str(self.rank), reason=str(error))
                 return  # its transports may still reach the tensors, so there must not be a second one
             if self._stop.is_set():
@@ -138,14 +143,18 @@ class AdoptedWorker:
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Stop it and wait for its end; afterwards nothing of it moves a byte.
 
-        Raises DeadlineError when it does not end in time: then the tensors must stay where they are until this process ends.
+        Raises DeadlineError when it does not end in time, and UnclosedError when it has ended without closing everything, however
+        often it is called: then the tensors must stay where they are until this process ends.
         """
         self._stop.set()
         self._thread.join(timeout_s)
         if self._thread.is_alive():
             raise DeadlineError(
-                f"the rank worker of {self.rank} in this process did not end within {timeout_s:g} s; it may still read and write "
-                "the adopted tensors, so keep them where they are and end this process"
+                f"the rank worker of {self.rank} in this process did not end within {timeout_s:g} s; {KEEP_TENSORS}"
+            )
+        if self._unclosed:
+            raise UnclosedError(
+                f"the rank worker of {self.rank} in this process is not closed: {self._unclosed}; {KEEP_TENSORS}"
             )
 
 

@@ -218,8 +218,9 @@ class Engine(Closing):
         """Leave the node. Rooms that this engine still works on fail; views must not be used any more.
 
         Nothing that uses the pools may be on its way on any stream but the current ones, which this waits for, at most
-        as long as one call. Raises DeadlineError when they do not end in time; then it has left all the same, and the node
-        uses its pages again when this process has ended. Harmless when closed.
+        as long as one call. Raises DeadlineError when they do not end in time, or when a rank worker of this process does not;
+        UnclosedError when one has ended and not closed its transports. Then it has left all the same, and the node uses its pages
+        again when this process has ended; adopted tensors must stay where they are until then. Harmless when closed.
         """
         if self._closed:
             return

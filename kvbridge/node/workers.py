@@ -22,6 +22,7 @@ from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.core.wire.worker_messages import (
     NodeToWorker,
     Shutdown,
+    TransportsNotBuilt,
     WorkerFailed,
     WorkerHello,
     WorkerProgress,
@@ -29,6 +30,7 @@ from kvbridge.core.wire.worker_messages import (
     WorkerSetup,
 )
 from kvbridge.telemetry.events import MemoryRegistered
+from kvbridge.telemetry.path_events import SuccessorsFailed
 from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
@@ -178,6 +180,11 @@ class WorkerSet:
         worker.packed = pack_rank(message.description)
         worker.state, worker.description, worker.error = WorkerState.READY, message.description, ""
         worker.epoch, worker.device = message.epoch, message.device
+
+    def not_built(self, message: TransportsNotBuilt) -> None:
+        """A worker cannot build transports in the place of those that it has, and tries again."""
+        self._worker(message.rank).error = message.error
+        self._events.emit(SuccessorsFailed(rank=message.rank, transports=message.transports, reason=message.error))
 
     def failed(self, message: WorkerFailed) -> None:
         """A worker cannot serve; its process is about to end."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvbridge.config.transports import TransportName
 from kvbridge.core.geometry.checkpoints import CheckpointCause
 from kvbridge.core.prefixes import Evicted
 from kvbridge.core.session.states import RoomState
@@ -367,6 +368,13 @@ METRICS: tuple[MetricSpec, ...] = (
         ("reason",),
         "Rank workers started again.",
         values={"reason": ("exited", "killed", "start_failed")},
+    ),
+    SUCCESSORS_FAILED := MetricSpec(
+        "kvbridge_transport_successors_failed_total",
+        _COUNTER,
+        ("transport",),
+        "Transports that rank workers could not build in the place of others; each is tried again.",
+        values={"transport": tuple(name.value for name in TransportName)},
     ),
     REGISTRATION := MetricSpec(
         "kvbridge_registration_progress_ratio", _GAUGE, (), "Pool memory registered with the transport: 1 when all is."

@@ -41,6 +41,15 @@ class RoomRerouted(RoomFact):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SuccessorsFailed(Fact):
+    """A rank worker could not build transports in the place of those that it has; it tries again."""
+
+    rank: Rank
+    transports: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FenceBegan(Fact):
     """Endpoints of `epoch` replace the earlier ones, because `rooms` rooms have writers that give no proof."""
 

@@ -68,11 +68,12 @@ from kvbridge.telemetry.metrics import (
     RESENT,
     ROOMS_ENDED,
     SPARSE_ROWS,
+    SUCCESSORS_FAILED,
     UNDELIVERED,
     WAIT,
     WORKER_RESTARTS,
 )
-from kvbridge.telemetry.path_events import FenceBegan, PathLost, PathsFound, WritersShutOut
+from kvbridge.telemetry.path_events import FenceBegan, PathLost, PathsFound, SuccessorsFailed, WritersShutOut
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.specs import Direction
 from kvbridge.telemetry.stream import Reader
@@ -137,6 +138,7 @@ class MetricsReader:
             MessageUndelivered: lambda _, __: metrics.count(UNDELIVERED),
             MemoryRegistered: self._memory_registered,
             WorkerLost: self._worker_lost,
+            SuccessorsFailed: self._successors_failed,
         }
 
     def _room(self, _now_s: float, fact: RoomEntered) -> None:
@@ -195,6 +197,10 @@ class MetricsReader:
         """A node is as far as the slowest of its ranks."""
         self._registered[fact.rank] = fact.share
         self._metrics.assign(REGISTRATION, min(self._registered.values()))
+
+    def _successors_failed(self, _now_s: float, fact: SuccessorsFailed) -> None:
+        for name in fact.transports:
+            self._metrics.count(SUCCESSORS_FAILED, name)
 
     def _worker_lost(self, _now_s: float, fact: WorkerLost) -> None:
         if fact.cause:

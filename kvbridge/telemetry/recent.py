@@ -23,7 +23,7 @@ from kvbridge.telemetry.events import (
     RoomRejected,
     WorkerLost,
 )
-from kvbridge.telemetry.path_events import PathLost
+from kvbridge.telemetry.path_events import PathLost, SuccessorsFailed
 from kvbridge.telemetry.stream import Reader
 
 RECENT_PROBLEMS = 50
@@ -73,6 +73,9 @@ class StatusReader:
                 now_s, "path lost", fact.peer, f"{fact.transport} of rank {fact.rank}: {fact.reason}"
             ),
             WorkerLost: lambda now_s, fact: self._note(now_s, "worker lost", str(fact.rank), fact.reason),
+            SuccessorsFailed: lambda now_s, fact: self._note(
+                now_s, "transports not built", str(fact.rank), f"{', '.join(fact.transports)}: {fact.reason}"
+            ),
             EngineLost: lambda now_s, fact: self._note(now_s, "engine lost", fact.engine, fact.reason),
             RoomQuarantined: lambda now_s, fact: self._note(now_s, "room quarantined", str(fact.room), fact.reason),
             RoomRejected: lambda now_s, fact: self._note(now_s, "room rejected", str(fact.room), fact.reason),

@@ -50,7 +50,8 @@ def start_thread(target: Callable[..., None], *arguments: object, name: str) -> 
         thread.start()
     except RuntimeError as error:
         raise TransportError(
-            f"no thread can be started for '{name}': {error}; raise the limit of processes of this rank worker (ulimit -u, TasksMax, pids.max)"
+            f"no thread can be started for '{name}': {error}; raise this rank worker's limit of processes (ulimit -u, TasksMax, "
+            "pids.max)"
         ) from error
     return thread
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ModelGeometry

@@ -29,7 +29,7 @@ from kvbridge.core.wire.worker_messages import (
 )
 from kvbridge.transport.registry import create_transport
 from kvbridge.worker.link import NodeLink
-from kvbridge.worker.loop import RankWorker
+from kvbridge.worker.loop import RankWorker, WorkerLimits
 from kvbridge.worker.memory import WorkerMemory, bring_memory
 from kvbridge.worker.transports import RankIdentity
 
@@ -40,12 +40,18 @@ CLOSE_ANSWER_S = 2.0
 waits for the end of its process."""
 
 
+CLOSE_MARGIN_S = 2.0
+"""What transports take to close besides what they wait for: a library's engine takes a second."""
+_STAYING: list[ExitStack] = []
+"""What would undo the memory of workers that are not closed: something may reach that memory until the process ends."""
+
+
 class NoNodeError(NotReadyError):
     """Nobody answered the worker's hello, so it has not begun."""
 
 
 class UnclosedError(BridgeError):
-    """A worker has ended and not closed all its transports: they may still move bytes until the process ends."""
+    """A worker has ended and is not closed: its transports, or its GPU, may still move bytes until the process ends."""
 
 
 def serve_rank(
@@ -59,7 +65,7 @@ def serve_rank(
     """Serve one rank until the node says Shutdown or `stopped()` is true. Returns then; raises what made it impossible.
 
     `adopted` is the device memory that this process brings. A failure is reported to the node before it is raised. Every transport
-    is closed by then, else it is an UnclosedError; NoNodeError when nothing had begun.
+    is closed by then, else it is an UnclosedError, and all memory stays as it is; NoNodeError when nothing had begun.
     """
     try:
         link.send(WorkerHello(rank=rank, pid=os.getpid(), adopted=bool(adopted)))
@@ -79,9 +85,13 @@ def serve_rank(
                 _identity(setup, settings, memory),
                 link,
                 lambda name, epoch: create_transport(name, settings, epoch=epoch),
-                transfer_timeout_s=setup.transfer_timeout_s,
+                WorkerLimits(transfer_s=setup.transfer_timeout_s, close_s=settings.close_s + CLOSE_MARGIN_S),
             )
-            worker.run(stopped)
+            try:
+                worker.run(stopped)
+            finally:
+                if not worker.closed:
+                    _STAYING.append(stack.pop_all())
     except _StoppedError:
         return
     except Exception as error:
@@ -90,7 +100,7 @@ def serve_rank(
         with suppress(BridgeError):  # the node may be what is gone
             link.send(told)
         if worker is not None and not worker.closed:
-            raise UnclosedError(f"{error}; its transports could not be closed: end this process") from error
+            raise UnclosedError(f"{error}; something of rank {rank} may still move bytes: end this process") from error
         raise
     finally:
         if adopted and (worker is None or worker.closed):

@@ -5,8 +5,8 @@ whether and when is the node's business. Everything here runs on one thread, sin
 what both libraries bear best.
 
 When a transfer ends without being quiet, its transport is replaced (`worker/transports.py`): once the successor is there, what is
-new goes through that, and the old one is closed when what other peers have under way has ended. Only then is a room of it closed, or
-an order over that went on by another path (`worker/failover.py`). What goes wrong for one order or peer ends with that
+new goes through that, and the old one is closed when what other peers have under way has ended. Only then is a room of it closed,
+or an order over that went on by another path (`worker/failover.py`). What goes wrong for one order or peer ends with that
 (`worker/containment.py`). The end of the node, and a transport that does not close, end the worker: its agents are torn down first.
 """
 
@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 
 import structlog
 
@@ -71,6 +72,16 @@ MESSAGES_A_STEP = 64
 """Messages that are taken before transfers are pushed forward again."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLimits:
+    """How long what a worker does may take."""
+
+    transfer_s: float
+    """A transfer, from its submission."""
+    close_s: float
+    """The end of all transports, and of the GPU's copies, together."""
+
+
 class RankWorker:
     """Executes the node's orders for one rank. Not thread-safe; everything happens in `run` or `step`."""
 
@@ -79,24 +90,21 @@ class RankWorker:
         identity: RankIdentity,
         link: NodeLink,
         create_transport: TransportFactory,
+        limits: WorkerLimits,
         *,
-        transfer_timeout_s: float,
-        close_timeout_s: float = 30.0,
         clock: Clock = monotonic,
-        points: StreamPoints | None = None,
         background: Background = in_background,
     ) -> None:
-        """`close_timeout_s`: for all transports together, and the GPU's copies. `background`: where agents are built and closed."""
+        """`background`: where agents are built and closed."""
         self._identity = identity
         self._link = link
-        self._transfer_timeout_s = transfer_timeout_s
+        self._limits = limits
         self._clock = clock
-        self._close_timeout_s = close_timeout_s
         self._transports = RankTransports(
             identity, create_transport, report=self._report_progress, clock=clock, background=background
         )
         self._peers = RankPeers(identity, self._transports, clock=clock)
-        self._failover = Failover(identity.rank, link, self._peers, timeout_s=transfer_timeout_s)
+        self._failover = Failover(identity.rank, link, self._peers, timeout_s=limits.transfer_s)
         self._rooms: dict[RoomKey, OpenedRoom] = {}
         self._closing: set[RoomKey] = set()
         self._revoking: RevokeEndpoints | None = None
@@ -104,7 +112,7 @@ class RankWorker:
         self._orders = OrderBook()
         self._verifications = Verifications(identity, link, clock=clock)
         self._copies = PageCopies(identity, link, clock=clock)
-        self._points = points or StreamPoints()
+        self._points = StreamPoints()
         with_gpu = any(extent.kind is MemoryKind.VRAM for extent in identity.memory)
         self._pauses = Pauses(clock, with_gpu=with_gpu)
         self._stopping = False
@@ -153,10 +161,12 @@ class RankWorker:
     def close(self) -> None:
         """Tear every transport down; nothing of this worker moves a byte afterwards.
 
-        Raises what made that impossible, DeadlineError when it takes longer than `close_timeout_s`: then `closed` stays False.
+        Raises what made that impossible, DeadlineError when it takes too long: then `closed` stays False.
         """
-        until_s = self._clock() + self._close_timeout_s
-        with ExitStack() as stack:  # in reverse: whatever fails, the transports are closed, and before a GPU is waited for
+        until_s = self._clock() + self._limits.close_s
+        with (
+            ExitStack() as stack
+        ):  # in reverse: whatever fails, the transports are closed, and before a GPU is waited for
             stack.callback(self._points.close)
             stack.callback(self._close_copies, until_s)
             stack.callback(self._close_transports, until_s)
@@ -176,7 +186,8 @@ class RankWorker:
         while is_busy():
             if self._clock() >= until_s:
                 raise DeadlineError(
-                    f"rank {self._identity.rank}: {why} within {self._close_timeout_s:g} s, the sum of their own limits"
+                    f"rank {self._identity.rank}: {why} within {self._limits.close_s:g} s (the longest close_timeout_s or "
+                    "connect_timeout_s of its transports, and some seconds)"
                 )
             with suppress(BridgeError):  # the node may be what is gone
                 self._beat()
@@ -365,7 +376,7 @@ class RankWorker:
             why = f"rank {self._identity.rank} is not connected to peer {room.opening.peer}"
             order.fail(NotReadyError.code, why)
             return
-        order.start(room, peer, timeout_s=self._transfer_timeout_s, clock=self._clock)
+        order.start(room, peer, timeout_s=self._limits.transfer_s, clock=self._clock)
         order.begin_digests(self._identity.geometry, room)
 
     def _report(self, order: Order) -> None:
@@ -388,7 +399,7 @@ class RankWorker:
             self._transports.renew(message.epoch, message.transports)
 
     def _tend_transports(self) -> None:
-        """Change to successors, close agents that have nothing left to do, and say when earlier endpoints are of no use any more."""
+        """Change to successors, close agents that have nothing left to do, and say when earlier endpoints are of no use."""
         changed = self._transports.tend()
         self._leave_replaced()
         if changed:

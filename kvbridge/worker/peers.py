@@ -243,7 +243,9 @@ class RankPeers:
                     self._standby[peer, ordinal, name] = Pending(self._stand_by(peer, ordinal, name))
         for (peer, ordinal, name), pending in list(self._standby.items()):
             try:
-                with contained("connecting a further path", rank=str(self._identity.rank), peer=peer.name, transport=name):
+                with contained(
+                    "connecting a further path", rank=str(self._identity.rank), peer=peer.name, transport=name
+                ):
                     target = pending.poll()
             except BridgeError as error:
                 self._no_standby(peer, ordinal, name, error)

@@ -9,8 +9,8 @@ threads of their own: the agents that there are work on, and the rank changes to
 asked for are there. Nobody but its thread touches an agent that is not in use yet, or not any more.
 
 A successor that cannot be built is tried again every `RETRY_S`. Until then the agent that was to be replaced works on if the node
-wants its endpoints shut. If a transfer of it was not quiet it is retired all the same, since only its end proves anything: peers are
-reached by the other transports of the rank, or not at all.
+wants its endpoints shut. If a transfer of it was not quiet it is retired all the same, since only its end proves anything: peers
+are reached by the other transports of the rank, or not at all.
 """
 
 from __future__ import annotations
@@ -199,7 +199,9 @@ class RankTransports:
 
     def close_retired(self, transport: Transport) -> None:
         """Begin to close an agent that has been replaced. Nobody may use it any more; `closed` says when it has ended."""
-        self._closing[transport] = self._background(partial(self._on_device, transport.close), f"close {transport.name}")
+        self._closing[transport] = self._background(
+            partial(self._on_device, transport.close), f"close {transport.name}"
+        )
 
     def closed(self) -> list[Transport]:
         """Return replaced agents that have been closed since the last call: nothing of them moves a byte any more.
@@ -339,7 +341,14 @@ class RankTransports:
             raise error
         self._not_before_s = self._clock() + RETRY_S
         rank = str(self._identity.rank)
-        log.error("transports_not_built", rank=rank, transports=list(names), code=error.code, reason=str(error), again_s=RETRY_S)
+        log.error(
+            "transports_not_built",
+            rank=rank,
+            transports=list(names),
+            code=error.code,
+            reason=str(error),
+            again_s=RETRY_S,
+        )
         self.unbuilt.append(Unbuilt(names, error))
         for name in names:
             if self._built.get(name) in self._not_quiet:

@@ -28,7 +28,7 @@ from kvbridge.transport.base import (
     TransferStatus,
     Transport,
 )
-from kvbridge.worker.loop import RankWorker
+from kvbridge.worker.loop import RankWorker, WorkerLimits
 from kvbridge.worker.transports import Background, RankIdentity
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, manifest
@@ -188,9 +188,7 @@ def at_once(work: Callable[[], Any], name: str) -> Future[Any]:
 
 
 class Bench:
-    def __init__(
-        self, *transports: str, kind: MemoryKind = MemoryKind.DRAM, background: Background = at_once
-    ) -> None:
+    def __init__(self, *transports: str, kind: MemoryKind = MemoryKind.DRAM, background: Background = at_once) -> None:
         self.clock = ManualClock()
         self.link = Link()
         self.log: list[str] = []
@@ -202,7 +200,7 @@ class Bench:
             RankIdentity(GEOMETRY, manifest(), memory, self.names),
             self.link,
             self.create,
-            transfer_timeout_s=5.0,
+            WorkerLimits(transfer_s=5.0, close_s=20.0),
             clock=self.clock,
             background=background,
         )

@@ -42,7 +42,7 @@ class PeerCall(Generic[T]):
     """A call on a thread of its own, which is cut off when it has not ended after `timeout_s`. Begins at once (`take_turn`)."""
 
     def __init__(self, ask: Callable[[], T], session: str, *, timeout_s: float, name: str) -> None:
-        """`session` is the peer's host:port; `name` says what is done, for messages. Raises TransportError when it cannot be made."""
+        """`session` is the peer's host:port; `name` says what is done, for messages. Raises TransportError if it cannot begin."""
         self._timeout_s = timeout_s
         self._addresses: frozenset[Address] = frozenset()
         """Where the connections of the call lead to; empty until the host of the peer has been resolved."""

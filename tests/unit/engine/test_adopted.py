@@ -95,11 +95,16 @@ def test_only_a_worker_that_has_closed_its_transports_says_so(monkeypatch, close
     monkeypatch.setattr(
         worker_life, "_setup", lambda *args: type("Setup", (), {"transfer_timeout_s": 1.0, "transports": "{}"})
     )
-    for name in ("bring_memory", "_identity"):
-        monkeypatch.setattr(worker_life, name, lambda *args, **fields: None)
+    undone: list[str] = []
+    monkeypatch.setattr(
+        worker_life, "bring_memory", lambda *args, **fields: args[3].callback(undone.append, "unmapped")
+    )
+    monkeypatch.setattr(worker_life, "_identity", lambda *args, **fields: None)
+    monkeypatch.setattr(worker_life, "_STAYING", staying := [])
     node = NodeOf(Shutdown())
     with pytest.raises(PeerError if closes else UnclosedError):
         serve_rank(node, RANK, setup_timeout_s=1, adopted=(object(),))
+    assert (undone, len(staying)) == ((["unmapped"], 0) if closes else ([], 1)), "what may be reached stays mapped"
     assert [type(message) for message in node.said[1:]] == [WorkerFailed, *([WorkerClosed] if closes else [])]
 
 
@@ -157,6 +162,21 @@ def test_a_worker_that_has_not_closed_its_transports_never_says_that_it_has_ende
     worker._thread.join(20)
     assert not worker._thread.is_alive()
     assert worker.ends() == []
+    for _ in range(2):
+        with pytest.raises(UnclosedError, match=r"pp0\.tp0 .* not closed: nixl hangs; .* keep them where they are"):
+            worker.close(20)
+
+
+def test_an_engine_whose_worker_has_ended_and_not_closed_everything_does_not_say_that_it_is_through(monkeypatch):
+    """A node that heard so would use the pages again while a transport may write to them."""
+    worker = lives(monkeypatch, UnclosedError("nixl hangs"))
+    closed: list[str] = []
+    parts = [SimpleNamespace(close=partial(closed.append, name)) for name in ("link", "mapped", "order")]
+    link, mapped, order = parts  # the link can say nothing
+    attachment = Attachment(link, None, mapped, {}, order, closers=[worker.close])
+    with pytest.raises(UnclosedError):
+        attachment.close(through=True)
+    assert closed == ["order", "mapped", "link"]
 
 
 def test_nothing_has_begun_where_nobody_listens():

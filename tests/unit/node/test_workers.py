@@ -8,6 +8,7 @@ from kvbridge.core.wire.messages import Heartbeat, RankDescription, TransportEnd
 from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
 from kvbridge.core.wire.worker_messages import (
     Shutdown,
+    TransportsNotBuilt,
     WorkerFailed,
     WorkerHello,
     WorkerProgress,
@@ -16,6 +17,7 @@ from kvbridge.core.wire.worker_messages import (
 )
 from kvbridge.node.workers import WorkerSet
 from kvbridge.telemetry.events import MemoryRegistered
+from kvbridge.telemetry.path_events import SuccessorsFailed
 from tests.helpers.rooms import GEOMETRY, R0, R1, RecordedEvents, manifest
 
 STRANGE = Rank(pp=3, tp=0)
@@ -152,3 +154,18 @@ def test_device_memory_that_a_worker_has_made_is_there_while_it_is_ready():
     bench.hello(link="again")
     bench.ready()
     assert bench.workers.device(R0) == ()
+
+
+def test_a_worker_that_cannot_build_a_transport_anew_serves_on_and_says_why():
+    """Until it can: rooms that wait for the fence see the reason beside the rank."""
+    bench = Bench()
+    bench.hello()
+    bench.ready()
+    bench.workers.not_built(
+        TransportsNotBuilt(rank=R0, transports=("nixl",), error_code="registration_failed", error="ulimit -l")
+    )
+    status = bench.workers.status()[0]
+    assert (status.state, status.error) == ("ready", "ulimit -l")
+    assert bench.events.of(SuccessorsFailed) == [SuccessorsFailed(rank=R0, transports=("nixl",), reason="ulimit -l")]
+    bench.ready()
+    assert bench.workers.status()[0].error == ""

@@ -39,7 +39,7 @@ from kvbridge.telemetry.events import (
     WorkerLost,
 )
 from kvbridge.telemetry.logs import LINES, Seldom
-from kvbridge.telemetry.path_events import PathLost
+from kvbridge.telemetry.path_events import PathLost, SuccessorsFailed
 from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames
 from kvbridge.telemetry.recent import RECENT_PEERS, RECENT_PROBLEMS, StatusReader
 from kvbridge.telemetry.registry import Metrics
@@ -173,6 +173,12 @@ def test_a_node_is_registered_as_far_as_its_slowest_rank(counted: Counted) -> No
         (RoomRejected(**ROOM, code="c", reason="r"), "kvbridge_rooms_ended_total", {}, 0),
         (WorkerLost(rank=R0, cause="killed", reason="killed by SIGKILL"), "kvbridge_worker_restarts_total", {}, 1),
         (WorkerLost(rank=R0, cause="", reason="its engine has closed it"), "kvbridge_worker_restarts_total", {}, 0),
+        (
+            SuccessorsFailed(rank=R0, transports=("nixl", "local"), reason="no memory can be locked"),
+            "kvbridge_transport_successors_failed_total",
+            {"transport": "nixl"},
+            1,
+        ),
     ],
 )
 def test_facts_count_in_their_metric(counted: Counted, fact: Fact, name: str, labels: dict[str, str], value: float):

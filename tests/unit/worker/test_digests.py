@@ -28,7 +28,7 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.digest import raw_checksums
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.worker import digests as rank_digests
-from kvbridge.worker.loop import RankWorker
+from kvbridge.worker.loop import RankWorker, WorkerLimits
 from kvbridge.worker.transports import RankIdentity
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, R0, manifest
@@ -57,7 +57,7 @@ class Bench:
             RankIdentity(GEOMETRY, self.at(base, memory), (Extent(address=base, length_bytes=size),), ("one",)),
             self.link,
             self.create,
-            transfer_timeout_s=5.0,
+            WorkerLimits(transfer_s=5.0, close_s=20.0),
             clock=self.clock,
         )
         self.worker._transports.build("one")

@@ -35,7 +35,12 @@ def test_orders_begin_in_their_order_and_no_peer_has_more_than_its_share() -> No
     assert begun(book) == [1, 2, 4, 6]
     assert begun(book) == []
     book.end(orders[0])
-    assert (begun(book), book.waiting, len(book), [one.request.order for one in book.active]) == ([3], 1, 5, [2, 4, 6, 3])
+    assert (begun(book), book.waiting, len(book), [one.request.order for one in book.active]) == (
+        [3],
+        1,
+        5,
+        [2, 4, 6, 3],
+    )
 
 
 def test_a_peer_that_is_not_ready_and_memory_that_is_not_written_hold_nobody_else_up() -> None:

@@ -115,7 +115,9 @@ def test_rooms_go_on_while_the_successor_of_a_transport_that_was_not_quiet_is_bu
     elsewhere.go_on()
     bench.say(steps=2)
     assert elsewhere.names == ["close one"]
-    assert [message.quiet for message in bench.link.take(RoomClosed)] == [False], "its end is the proof, not its retirement"
+    assert [message.quiet for message in bench.link.take(RoomClosed)] == [False], (
+        "its end is the proof, not its retirement"
+    )
     elsewhere.go_on()
     bench.worker.step()
     assert old.closed
@@ -263,7 +265,7 @@ def test_transports_that_close_for_ever_are_given_one_limit_together(elsewhere, 
     begun_s = bench.clock()
     with pytest.raises(DeadlineError, match="its transports have not closed within"):
         bench.worker.close()
-    assert bench.clock() - begun_s <= bench.worker._close_timeout_s + 1.0
+    assert bench.clock() - begun_s <= bench.worker._limits.close_s + 1.0
     assert not bench.worker.closed
     assert elsewhere.names == ["close two", "close one"]
 
@@ -365,4 +367,4 @@ def test_work_is_done_here_when_no_thread_can_be_started(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    assert in_background(lambda: threading.current_thread(), "close one").result(0) is threading.current_thread()
+    assert in_background(threading.current_thread, "close one").result(0) is threading.current_thread()

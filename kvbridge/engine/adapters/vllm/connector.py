@@ -10,6 +10,7 @@ waits, but those at start and end.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -144,10 +145,11 @@ class KvbridgeConnector(KVConnectorBase_V1):
 
     def shutdown(self) -> None:
         """Nothing of this process moves a byte afterwards, and no child of it is left."""
-        if self._scheduler is not None:
-            self._scheduler.close()
-        if self._worker is not None:
-            self._worker.close()
+        with ExitStack() as stack:  # whatever one of them fails with, the other is closed
+            if self._worker is not None:
+                stack.callback(self._worker.close)
+            if self._scheduler is not None:
+                stack.callback(self._scheduler.close)
 
     def _of_scheduler(self) -> SchedulerRole:
         assert self._scheduler is not None
@@ -269,7 +271,7 @@ class KvbridgeConnector(KVConnectorBase_V1):
         self._handshake = KvbridgeHandshake(self._of_worker().register(ours, _facts(self._vllm_config, ours)))
 
     def unregister_kv_caches(self) -> None:
-        """Let go of the tensors before vLLM sleeps (0.33)."""
+        """Let go of the tensors before vLLM sleeps (0.33). What it raises keeps vLLM from that: see `WorkerRole.unregister`."""
         self._of_worker().unregister()
 
     def restore_kv_caches(self) -> None:

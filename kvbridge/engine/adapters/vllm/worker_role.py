@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 import structlog
 import torch
 
+from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.engine.adapters.vllm.attachment import NodeAttachment
 from kvbridge.engine.adapters.vllm.instance import Instance
@@ -27,6 +28,9 @@ from kvbridge.engine.adopted import AdoptedWorker
 from kvbridge.engine.attachment import WorkerEnd
 
 log = structlog.get_logger(__name__)
+
+_STAYING: list[Mapping[str, torch.Tensor]] = []
+"""Tensors that a rank worker may still reach, though it was to end: nobody may free them before this process ends."""
 
 
 class ClosedNodes:
@@ -81,8 +85,9 @@ class _Half:
 
     def unregister(self) -> None:
         if self._worker is not None:
-            self._closed.left(self._worker.node)
+            node = self._worker.node
             self._worker.close()
+            self._closed.left(node)
             self._worker = None
 
     def restore(self) -> None:
@@ -135,9 +140,11 @@ class WorkerRole:
         )
 
     def unregister(self) -> None:
-        """Stop serving the tensors: nothing reaches them any more until `restore`. Waits for that. Harmless when done already."""
-        for half in self._halves:
-            half.unregister()
+        """Stop serving the tensors: nothing reaches them any more until `restore`. Waits for that. Harmless when done already.
+
+        Raises UnclosedError or DeadlineError when something may still reach them: they must not sleep, nor be freed.
+        """
+        self._end(half.unregister for half in self._halves)
 
     def restore(self) -> None:
         """Serve them again, where they were. Harmless while they are served."""
@@ -170,7 +177,15 @@ class WorkerRole:
         return {half.role: nodes for half in self._halves if (nodes := half.side.closed_here())}
 
     def close(self) -> None:
-        """Leave the nodes; afterwards nothing of this process moves a byte."""
-        with ExitStack() as stack:
-            for half in self._halves:
-                stack.callback(half.close)
+        """Leave the nodes; afterwards nothing of this process moves a byte. Raises as `unregister` does."""
+        self._end(half.close for half in self._halves)
+
+    def _end(self, endings: Iterable[Callable[[], None]]) -> None:
+        """Call each, whatever becomes of the others. Tensors that may still be written to stay for as long as this process."""
+        try:
+            with ExitStack() as stack:
+                for end in endings:
+                    stack.callback(end)
+        except BridgeError:
+            _STAYING.append(self._tensors)
+            raise

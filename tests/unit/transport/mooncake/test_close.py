@@ -1,0 +1,55 @@
+"""The end of a mooncake transport whose library does not return from calls; the library itself is the contract suite's matter."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+
+from kvbridge.config.transports import MooncakeSettings
+from kvbridge.core.errors import TransportError
+from kvbridge.transport.mooncake.engine import Engine
+from kvbridge.transport.mooncake.transport import MooncakeTransport
+from tests.helpers.manual_clock import ManualClock
+
+TIMEOUT_S = 5
+
+
+class Stuck:
+    """A call that takes a while to return, or does not."""
+
+    def __init__(self, clock: ManualClock, *, returns_at_s: float) -> None:
+        self.clock, self.returns_at_s = clock, returns_at_s
+        self.cut_off_s: list[float] = []
+
+    def end(self, timeout_s: float) -> bool:
+        self.cut_off_s.append(self.clock())
+        self.clock.now_s = max(self.clock.now_s, min(self.clock() + timeout_s, self.returns_at_s))
+        return self.clock() >= self.returns_at_s
+
+
+def transport_with(clock: ManualClock, *calls: Stuck) -> MooncakeTransport:
+    made = MooncakeTransport.__new__(MooncakeTransport)
+    made._settings = MooncakeSettings(connect_timeout_s=TIMEOUT_S)
+    made._clock, made._calls, made._engine = clock, weakref.WeakSet(calls), Engine(object())
+    made._transfers, made._peers = {}, {}
+    return made
+
+
+def test_all_calls_that_do_not_return_have_one_limit_together() -> None:
+    clock = ManualClock()
+    begun_s = clock()
+    calls = [Stuck(clock, returns_at_s=begun_s + 1_000) for _ in range(4)]
+    transport = transport_with(clock, *calls)
+    with pytest.raises(TransportError, match="did not return within 5 s"):
+        transport.close()
+    assert clock() - begun_s == TIMEOUT_S
+    assert [call.cut_off_s[0] for call in calls] == [begun_s] * 4, "each is cut off before one is waited for"
+    assert transport._engine._library is None
+
+
+def test_calls_that_return_in_time_keep_nothing_open() -> None:
+    clock = ManualClock()
+    transport = transport_with(clock, *(Stuck(clock, returns_at_s=clock() + wait_s) for wait_s in (2, 4)))
+    transport.close()
+    assert transport._engine._library is None
