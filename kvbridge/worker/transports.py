@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -39,6 +39,8 @@ from kvbridge.transport.base import Transport
 from kvbridge.worker.containment import contained
 
 log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
 
 PROGRESS_INTERVAL_S = 0.2
 RETRY_S = 10.0
@@ -251,7 +253,8 @@ class RankTransports:
 
     def end_close(self) -> None:
         """Raise what made it impossible to close an agent; otherwise nothing of this rank moves a byte any more."""
-        for outcome in self._closing.values():
+        closing, self._closing = self._closing, {}  # nothing keeps what the agents had mapped
+        for outcome in closing.values():
             outcome.result()
         for transport in self._half_built:
             self._on_device(transport.close)
@@ -312,7 +315,7 @@ class RankTransports:
             log.exception("transport_not_closed", rank=str(self._identity.rank), transport=transport.name)
             self._half_built.append(transport)
 
-    def _on_device(self, work: Callable[[], Any]) -> Any:  # noqa: ANN401
+    def _on_device(self, work: Callable[[], T]) -> T:
         """Do work on a thread that has the rank's GPU as its present one: libraries look for its context where they are called."""
         device = next((piece.device for piece in self._identity.memory if piece.kind is MemoryKind.VRAM), None)
         if device is not None and not runtime.reason_without_device():
