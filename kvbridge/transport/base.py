@@ -119,7 +119,7 @@ Connection = Pending[Peer]
 
 
 class Transport(ABC):
-    """One backend's agent in one process. Every method is called from one thread.
+    """One backend's agent in one process. Used by one thread, after and before others have made and closed it.
 
     Errors: TransportError (and its RegistrationError) for what the library or the peer did, InvalidInputError for what
     the caller did. A library's own exceptions never pass.

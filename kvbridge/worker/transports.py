@@ -173,6 +173,7 @@ class RankTransports:
     def replace(self, old: Transport) -> None:
         """Put a new agent in the place of one that would not become quiet, once it is there."""
         if self.current(old) and old not in self._not_quiet:
+            log.warning("transport_not_quiet", rank=str(self._identity.rank), transport=old.name)
             self._not_quiet.add(old)
             self._wanted[old.name] = max(self._wanted.get(old.name, 0), self.asked_epoch)
 
