@@ -12,7 +12,8 @@ from typing import Annotated, Self
 from pydantic import Field, model_validator
 
 from kvbridge.api.examples import REGISTRATION
-from kvbridge.api.rooms import PageHashes, PeerAddress
+from kvbridge.api.rooms import PageHashes
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId, examples
 from kvbridge.core.prefixes import ModelIdentity, Namespace, Retention

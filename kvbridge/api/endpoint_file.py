@@ -9,7 +9,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from kvbridge.api.rooms import PeerAddress
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.ids import FrozenModel, Role
 

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role, RoomId, examples
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import Namespace, Retention
@@ -56,14 +57,6 @@ PageHashes = Annotated[
     Field(repr=False),
 ]
 """Page keys (`kvbridge.tier.keys`), 16 bytes each, one for each whole page of the prompt in its order; in JSON as base64."""
-
-
-class PeerAddress(FrozenModel):
-    """How to reach the control socket of one prefill node."""
-
-    endpoint: Annotated[str, Field(pattern=r"^(tcp|ipc)://", max_length=500)]
-    public_key: Annotated[str, Field(max_length=40)] = ""
-    """CURVE public key in Z85 (40 characters), or empty when the cluster runs without keys."""
 
 
 class AdmissionRequest(FrozenModel):

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvbridge.api.directory import Load, NodeRegistration, PairRequest
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.bootstrap.nodes import MODES_REMEDY, Instance, Way, modes_text
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, FingerprintMismatchError, InvalidInputError, NotReadyError
 from kvbridge.core.geometry.manifest import first_difference
 from kvbridge.core.geometry.pages import pages_needed

@@ -1,18 +1,29 @@
-"""Endpoints as people write them.
+"""Endpoints as people write them, and the address of a node as everybody passes it on.
 
-Owns: parsing, the loopback rule, the length of a socket's path. Must not know: sockets.
+Owns: both forms, parsing, the loopback rule, the length of a socket's path. Must not know: sockets.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import re
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+from pydantic import Field
 
 from kvbridge.core.errors import ConfigError
+from kvbridge.core.ids import FrozenModel
 
 MAX_SOCKET_PATH_BYTES = 107
 """What `sockaddr_un` holds on Linux, without its closing zero."""
+
+
+class PeerAddress(FrozenModel):
+    """How to reach the control socket of one prefill node."""
+
+    endpoint: Annotated[str, Field(pattern=r"^(tcp|ipc)://", max_length=500)]
+    public_key: Annotated[str, Field(max_length=40)] = ""
+    """CURVE public key in Z85 (40 characters), or empty when the cluster runs without keys."""
 
 
 class TcpAddress(NamedTuple):

@@ -40,6 +40,11 @@ def errors_by_code() -> dict[str, type[BridgeError]]:
     return found
 
 
+def code_of(error: BaseException) -> str:
+    """Return the code of an error: that of BridgeError itself for one which nobody raised on purpose."""
+    return error.code if isinstance(error, BridgeError) else BridgeError.code
+
+
 class InvalidInputError(BridgeError, ValueError, code="invalid_input", http_status=400):
     """The caller sent something that can never work; sending it again will not help."""
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import structlog
 
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.endpoints import CurveConfig
 from kvbridge.control.keys import AllowedKeys, AllowList, CurveKeys
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, UnauthorizedError
 
 log = structlog.get_logger(__name__)

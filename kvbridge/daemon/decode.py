@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.api.status import FenceStatus, PrefillNodeStatus
 from kvbridge.config.schema import DecodeConfig
 from kvbridge.control.keys import CurveKeys
 from kvbridge.control.peers import PeerIdentity
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.geometry.tables import GROWING_SPACES
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.plan.digests import DigestKind

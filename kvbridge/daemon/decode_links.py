@@ -11,11 +11,11 @@ from typing import Protocol
 
 import structlog
 
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.schema import PrefillConfig
 from kvbridge.control.keys import CurveKeys
 from kvbridge.control.link import PeerCallbacks
 from kvbridge.control.peers import PeerIdentity, PeerServer
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 from kvbridge.daemon.allowed import AllowedPeers

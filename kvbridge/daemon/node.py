@@ -20,11 +20,11 @@ from typing import Any, Protocol
 import structlog
 
 from kvbridge.api.endpoint_file import DaemonEndpoint, remove_endpoint, write_endpoint
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.loading import read_token
 from kvbridge.control.keys import CurveKeys
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.runtime_directory import group_number, prepare_runtime_directory
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.daemon.announce import Announcer
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.lifecycle import ToldReadiness

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 from kvbridge import __version__
 from kvbridge.api.directory import Load, NodeRegistration
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.api.status import (
     BootstrapLinkStatus,
     DecodeNodeStatus,
@@ -26,6 +25,7 @@ from kvbridge.api.status import (
     RegistrationState,
     TrafficStatus,
 )
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import REQUEST_SPACES, IndexSpace, Role
 from kvbridge.core.session.states import RoomState

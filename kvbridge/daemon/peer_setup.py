@@ -6,13 +6,12 @@ Owns: reading those sections. Must not know: sockets, roles.
 from __future__ import annotations
 
 from kvbridge.api.directory import ControlMode
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.endpoints import CurveConfig
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.timeouts import DaemonTimeouts
 from kvbridge.control.keys import CurveKeys, load_keys, read_allowed
 from kvbridge.control.link import Link, PeerSettings
-from kvbridge.core.addresses import is_loopback, parse_tcp
+from kvbridge.core.addresses import PeerAddress, is_loopback, parse_tcp
 from kvbridge.core.wire.delivery import DeliverySettings
 from kvbridge.daemon.descriptors import affordable
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.api.status import DecodeNodeStatus
 from kvbridge.config.schema import PrefillConfig
 from kvbridge.control.keys import CurveKeys
 from kvbridge.control.peers import PeerIdentity
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, ConfigError, NotReadyError
 from kvbridge.core.geometry.checkpoints import why_no_prefixes
 from kvbridge.core.ids import Rank, Role

@@ -16,12 +16,12 @@ from typing import Protocol
 
 import structlog
 
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.schema import DecodeConfig
 from kvbridge.control.keys import CurveKeys
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerClient, PeerIdentity
 from kvbridge.control.sockets import SocketContext
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, CapacityError, NotReadyError
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 from kvbridge.daemon.allowed import AllowedPeers

@@ -4,6 +4,7 @@ Everything that an engine needs is importable from here, and sparse decode's par
 kvbridge's own.
 """
 
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,
@@ -26,7 +27,7 @@ from kvbridge.core.geometry.pages import rotate_window, window_pages
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.prefixes import Retention
-from kvbridge.core.wire.engine_messages import PrefillAddress, RoomEvent
+from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.adopted import adopted_region
 from kvbridge.engine.attachment import WorkerEnd
 from kvbridge.engine.base import Engine
@@ -53,9 +54,9 @@ __all__ = [
     "NotReadyError",
     "PageOutOfBoundsError",
     "PageTable",
+    "PeerAddress",
     "PeerError",
     "PoolViews",
-    "PrefillAddress",
     "PrefillEngine",
     "PrefillRoom",
     "Rank",

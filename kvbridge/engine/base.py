@@ -17,6 +17,7 @@ from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import Region, fingerprint
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Call, Loaded, Pages, Release, RoomEvent
+from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.engine.adopted import adopt
 from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, WorkerEnd, attach
 from kvbridge.engine.link import AnswerT, EngineLink, RoomCall
@@ -167,6 +168,7 @@ class Engine(Closing):
             self._load_began(pages, load)
         except BridgeError as error:
             why = f"pages of its prefix cannot be loaded from host memory: {error}"
+            why = why[:REASON_CHARS]
             self._let_go(AbortRoom(call=self._link.number(), room=room, reason=why, load_failed=True), None)
             raise
         arrived = partial(self._order.passed, frozenset(load.points.values()))
@@ -189,7 +191,8 @@ class Engine(Closing):
         With pools on a GPU the node is told when `stream` (default: the current one) has come to this point: by this call, or
         by a later one of this object, `events` included.
         """
-        self._let_go(AbortRoom(call=self._link.number(), room=room, reason=reason, again=again), stream)
+        said = AbortRoom(call=self._link.number(), room=room, reason=reason[:REASON_CHARS], again=again)
+        self._let_go(said, stream)
 
     def events(self, timeout_s: float = 0.0) -> list[RoomEvent]:
         """Return what happened to rooms since the last call, waiting up to `timeout_s` for the first event.

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import ConflictError, DeadlineError, RoomFailedError
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import Role, Tables
@@ -24,7 +25,6 @@ from kvbridge.core.wire.engine_messages import (
     Extend,
     Fetch,
     Pages,
-    PrefillAddress,
     Provide,
     Release,
     SparseRows,
@@ -65,7 +65,7 @@ class DecodeEngine(Engine):
         room: int,
         *,
         prompt_tokens: int,
-        prefill: Sequence[PrefillAddress],
+        prefill: Sequence[PeerAddress],
         prompt_digest: bytes = b"",
         generation: int = 1,
         held: bool = False,
@@ -134,8 +134,9 @@ class DecodeEngine(Engine):
     def wait_claim(
         self, room: int, timeout_s: float, *, page_hashes: Keys = NO_KEYS, by_layer: bool = False
     ) -> DecodeRoom:
-        """Wait until a room is committed and claim it. Raises RoomFailedError when it ends first, else DeadlineError.
+        """Wait until a room is committed and claim it.
 
+        Raises RoomFailedError when it ends first, or when the node refuses what this engine has said of it; else DeadlineError.
         `page_hashes`, `by_layer` and what else is raised: as `claim`.
         """
         deadline_s = time.monotonic() + timeout_s
@@ -146,7 +147,7 @@ class DecodeEngine(Engine):
             for event in self._await_events(partial(self._link.first_event, room), left_s):
                 if event.kind == "committed":
                     return claim()
-                if event.kind in {"aborted", "failed"}:
+                if event.kind in {"aborted", "failed", "refused"}:
                     raise RoomFailedError(f"room {room} {event.kind}: {event.reason}")
         raise DeadlineError(f"room {room} was not committed within {timeout_s} s")
 

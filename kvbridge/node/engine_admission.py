@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from kvbridge.api.rooms import AdmissionRequest, PeerAddress
-from kvbridge.core.errors import BridgeError, ConflictError
+from kvbridge.api.rooms import AdmissionRequest
+from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.errors import BridgeError, ConflictError, code_of
 from kvbridge.core.wire.engine_messages import Admit, Begin, Call, Fetch, Finish, Hold, Provide, Publish
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engines import AttachedEngine
@@ -46,9 +47,10 @@ class EngineAdmission:
             calls.append(Finish(call=message.call, room=room, metadata=message.metadata))
         try:
             self._carry_out(engine, message, calls)
-        except BridgeError as error:
+        except Exception as error:
             if isinstance(self.rooms, SenderRooms):
-                self.rooms.peers.not_admitted(room, message.generation, error)
+                known = error if isinstance(error, BridgeError) else BridgeError(str(error) or type(error).__name__)
+                self.rooms.peers.not_admitted(room, message.generation, known)
             raise
 
     def fetch(self, engine: AttachedEngine, message: Fetch) -> None:
@@ -57,8 +59,7 @@ class EngineAdmission:
         if message.tables is not None:
             pages = {"tables": message.tables, "prefix_tokens": message.prefix_tokens}
             calls.append(Provide(call=message.call, room=message.room, **pages))
-        prefill = tuple(PeerAddress(**address.model_dump()) for address in message.prefill)
-        self._carry_out(engine, message, calls, prefill, held=message.held)
+        self._carry_out(engine, message, calls, message.prefill, held=message.held)
 
     def _carry_out(
         self,
@@ -84,8 +85,8 @@ class EngineAdmission:
         try:
             for call in calls:
                 self.rooms.calls[type(call)](engine, call)
-        except BridgeError as error:
+        except Exception as error:
             room = self.rooms.book.find(message.room, message.generation)
             if room is not None:
-                self.rooms.driver.fail(room, error.code, str(error))
+                self.rooms.driver.fail(room, code_of(error), str(error) or type(error).__name__)
             raise

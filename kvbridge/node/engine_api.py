@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import structlog
+
 from kvbridge.core.errors import BridgeError, CapacityError, DetachedError, InvalidInputError, NotReadyError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import (
@@ -36,6 +38,8 @@ from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_admission import EngineAdmission
 from kvbridge.node.engines import AttachedEngine, AttachedEngines
 from kvbridge.node.rooms import EngineCalls, Rooms
+
+log = structlog.get_logger(__name__)
 
 _LETTING_GO = Finish | Release | AbortRoom
 
@@ -69,7 +73,7 @@ class EngineApi:
         self._answer_attach = attached
 
     def handle(self, engine: str, message: EngineToNode) -> None:
-        """Carry out one call and answer it. Errors become a Refused answer; nothing escapes to the loop."""
+        """Carry out one call and answer it. Every error becomes a Refused answer: no engine waits in vain."""
         if not isinstance(message, Call):
             return
         try:
@@ -78,6 +82,11 @@ class EngineApi:
             answer = _refused(message, error, retry_after_s=self._admission.retry_after_s(error))
         except BridgeError as error:
             answer = _refused(message, error)
+        except Exception as error:
+            kind = type(message).__name__
+            log.exception("engine_call_failed", engine=engine, call=kind, room=getattr(message, "room", None))
+            reason = f"'{kind}' failed with {type(error).__name__}: {error}; please report it, the node's log has more"
+            answer = _refused(message, BridgeError(reason))
         self._engines.send(engine, answer)
         if isinstance(answer, Attached):
             for event in self._rooms.engines.open_events():

@@ -11,6 +11,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
@@ -43,10 +44,13 @@ class _StandardError:
     """Standard error as it is when a line is written: tests and embedding programs replace it."""
 
     def write(self, text: str) -> int:
-        return sys.stderr.write(text)
+        with suppress(OSError, ValueError):  # nobody reads it any more, which must not end whoever writes a line
+            sys.stderr.write(text)
+        return len(text)
 
     def flush(self) -> None:
-        sys.stderr.flush()
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
 
 
 def leave_standard_output() -> None:

@@ -31,7 +31,7 @@ import numpy as np
 import psutil
 
 from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest, Ticket, TicketEnd
-from kvbridge.api.rooms import AdmissionRequest, PeerAddress, RoomReport
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.base import Claim, RoomTimes
@@ -40,6 +40,7 @@ from kvbridge.bootstrap.stores.redis import RedisStore
 from kvbridge.bootstrap.stores.redis_connection import RedisSettings
 from kvbridge.config.schema import PairingConfig
 from kvbridge.config.timeouts import BootstrapTimeouts
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role

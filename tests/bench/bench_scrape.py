@@ -28,9 +28,9 @@ from typing import Any, Self
 
 import httpx
 
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.control.link import PeerCallbacks
 from kvbridge.control.peers import PeerIdentity, PeerServer
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import Heartbeat, Hello, PeerMessage, Welcome
 from kvbridge.testbed.cluster import DaemonProcess

@@ -18,6 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from kvbridge.api.directory import NodeHeartbeat, NodeRegistration, PairRequest
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.control.keys import generate_keys, parse_entry
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, ConfigError, InvalidInputError, TransportError
 from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.presets import preset
@@ -177,7 +178,7 @@ MESSAGES: dict[MessageCodec, tuple[object, ...]] = {
             call=2,
             room=5,
             prompt_tokens=600,
-            prefill=(engine.PrefillAddress(endpoint="tcp://10.0.0.7:7911"),),
+            prefill=(PeerAddress(endpoint="tcp://10.0.0.7:7911"),),
             tables=TABLES_BEHIND_A_PAGE,
             prefix_tokens=256,
         ),

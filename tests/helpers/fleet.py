@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.schema import BootstrapConfig
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank, Role

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, NodeView, PairRequest, Registered
-from kvbridge.api.rooms import AdmissionRequest, PeerAddress, RoomReport
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.fit import demand
 from kvbridge.bootstrap.nodes import Instance, NodeKey
@@ -27,6 +27,7 @@ from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.cli.trace import TraceRequest
 from kvbridge.config.schema import PairingConfig
 from kvbridge.config.timeouts import BootstrapTimeouts
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import CapacityError, NotReadyError, PeerError, UnknownRoomError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset

@@ -12,13 +12,14 @@ from collections.abc import Callable, Iterable
 from functools import partial, reduce
 from operator import xor
 
-from kvbridge.api.rooms import AdmissionRequest, PeerAddress
+from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.config.admission import AdmissionConfig
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Role, Tables
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import ReceiverState
-from kvbridge.core.wire.engine_messages import Fetch, Hold, PrefillAddress, RoomEvent
+from kvbridge.core.wire.engine_messages import Fetch, Hold, RoomEvent
 from kvbridge.core.wire.features import PEER_FEATURES
 from kvbridge.core.wire.messages import (
     Abort,
@@ -570,7 +571,7 @@ class World:
     def fetch(self, owner: Owner, *, named: bool) -> None:
         """The engine of the decode node admits a room itself, with its pages or before it has any."""
         tokens = self.prompts.setdefault(owner, PAGE + 7)
-        place = (PrefillAddress(endpoint=ADDRESS.endpoint),)
+        place = (PeerAddress(endpoint=ADDRESS.endpoint),)
         fresh, tables = owner not in self.pool.of, {}
         if named:
             self.pool.take(owner, self.labels_of(owner, tokens), at_most=tokens // PAGE)

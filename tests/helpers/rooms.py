@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.timeouts import DaemonTimeouts
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint, lane_interval

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, NotReadyError, PeerError
 from kvbridge.core.ids import IndexSpace, Rank, Tables
 from kvbridge.core.wire.engine_messages import (
@@ -12,12 +13,12 @@ from kvbridge.core.wire.engine_messages import (
     Fetch,
     Finish,
     Hold,
-    PrefillAddress,
     Provide,
     Publish,
     RoomEvent,
 )
 from kvbridge.core.wire.messages import to_wire
+from kvbridge.engine.adapters.vllm.guard import Guard
 from kvbridge.engine.adapters.vllm.requests import Request, params_of
 from kvbridge.engine.adapters.vllm.scheduler_side import Place, SchedulerSide, Source
 from kvbridge.engine.link import RoomCall
@@ -71,9 +72,11 @@ class Side:
         """Of each room, the attempt that was told last."""
         self.dying: dict[Rank, set[int]] = {}
         """Blocks that a rank's transports of a dead node may still touch."""
+        self.failures: list[str] = []
+        """Codes of the errors that no hook has let out."""
         ranks = ENGINE_RANKS[name]
-        place = Place(PAGE, len(ranks), (PrefillAddress(endpoint=ADDRESS.endpoint),))
-        self.scheduler = SchedulerSide(place, self, draw_room=rooms)
+        place = Place(PAGE, len(ranks), (PeerAddress(endpoint=ADDRESS.endpoint),))
+        self.scheduler = SchedulerSide(place, self, Guard(self.failures.append), draw_room=rooms)
         self.scheduler.node_ready(self.incarnation)
         memory = Memory(self.write, self.wrong, self.in_use)
         self.engine = Engine(self.scheduler, len(ranks), BLOCKS, PAGE, memory, recompute=recompute, caches=caches)
@@ -223,7 +226,7 @@ class Pair:
     def pair_arrives(self, tokens: Sequence[int], *, to: Sequence[str] = ("prefill", "decode"), room: int = 0) -> int:
         """One request for both, in this order, or for one of them; returns its room."""
         room = room or self.draw()
-        source = Source(room=room, prefill=(PrefillAddress(endpoint=ADDRESS.endpoint),))
+        source = Source(room=room, prefill=(PeerAddress(endpoint=ADDRESS.endpoint),))
         for name in to:
             params = params_of(source)
             if name == "prefill":

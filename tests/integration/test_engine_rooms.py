@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import PeerError
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
-from kvbridge.core.wire.engine_messages import PrefillAddress, RoomEvent
+from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.adopted import adopted_region
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
@@ -50,9 +51,9 @@ class Pair:
     target: torch.Tensor
 
     @property
-    def place(self) -> tuple[PrefillAddress, ...]:
+    def place(self) -> tuple[PeerAddress, ...]:
         control = self.running.prefill.endpoint().control
-        return (PrefillAddress(endpoint=control.endpoint, public_key=control.public_key),)
+        return (PeerAddress(endpoint=control.endpoint, public_key=control.public_key),)
 
     def write(self, *ids: int) -> None:
         for page in ids:

@@ -23,9 +23,10 @@ import torch
 from kvbridge.api.endpoint_file import DaemonEndpoint, read_endpoint
 from kvbridge.api.status import Readiness
 from kvbridge.cli.wait import why_not_ready
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import ConfigError, ConflictError, NotReadyError, PeerError
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Role, Tables
-from kvbridge.core.wire.engine_messages import PrefillAddress, RoomEvent
+from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.adapters.vllm.node_config import NodePlan
 from kvbridge.engine.adapters.vllm.node_process import NodeProcess, OperatedNode, open_node
 from kvbridge.engine.adapters.vllm.tensors import InstanceCache, instance_cache, rank_cache, rank_regions
@@ -105,7 +106,7 @@ def cross(room: int, source: Side, target: Side, sender: PrefillEngine, reader: 
         eventually("it is ready", lambda node=each.node: not why_not_ready(CALLS, node.endpoint().http_url), LIMIT_S)
     control = source.node.endpoint().control
     assert control is not None
-    place = (PrefillAddress(endpoint=control.endpoint, public_key=control.public_key),)
+    place = (PeerAddress(endpoint=control.endpoint, public_key=control.public_key),)
     before = target.blocks(*range(BLOCKS)).clone()
     sender.hold(room, prompt_tokens=3 * TOKENS, tables=table(5, 0, 3), published_tokens=3 * TOKENS, metadata=b"first")
     reader.fetch(room, prompt_tokens=3 * TOKENS, prefill=place, tables=table(2, 6, 1))

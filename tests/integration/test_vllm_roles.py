@@ -17,11 +17,12 @@ import torch
 
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.ids import Rank, Role
+from kvbridge.engine.adapters.vllm.guard import Guard
 from kvbridge.engine.adapters.vllm.instance import Instance
 from kvbridge.engine.adapters.vllm.node_config import runtime_directory
 from kvbridge.engine.adapters.vllm.requests import Request
 from kvbridge.engine.adapters.vllm.scheduler_role import SchedulerRole
-from kvbridge.engine.adapters.vllm.stats import no_counts
+from kvbridge.engine.adapters.vllm.stats import TransferStats, no_counts
 from kvbridge.engine.adapters.vllm.worker_role import WorkerRole
 from tests.helpers.vllm_caches import BLOCKS, TOKENS, caches
 
@@ -55,7 +56,10 @@ class Vllm:
             facts={"model": "tiny"},
             extra={"transports": {"order": ["mooncake"]}},
         )
-        self.scheduler, self.workers = SchedulerRole(self.instance), [WorkerRole(self.instance, rank) for rank in ranks]
+        self.stats = TransferStats()
+        guard = Guard(self.stats.failed)
+        self.scheduler = SchedulerRole(self.instance, self.stats, guard)
+        self.workers = [WorkerRole(self.instance, rank, guard) for rank in ranks]
         told = [
             worker.register(held, {"attention_backend": "CPU_ATTN"})
             for worker, held in zip(self.workers, self.caches, strict=True)
@@ -223,7 +227,9 @@ def test_a_node_that_cannot_be_started_ends_the_start_in_our_words() -> None:
         facts={"model": "tiny"},
         extra={"transports": {"odrer": ["mooncake"]}},
     )
-    worker, scheduler = WorkerRole(instance, R0), SchedulerRole(instance)
+    stats = TransferStats()
+    guard = Guard(stats.failed)
+    worker, scheduler = WorkerRole(instance, R0, guard), SchedulerRole(instance, stats, guard)
     try:
         report = worker.register(tensors, {})
         with pytest.raises(ConfigError, match="odrer"):

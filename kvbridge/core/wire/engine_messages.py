@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId
 from kvbridge.core.plan.operations import Amounts
@@ -95,11 +96,8 @@ class Hold(Call):
     """As in Finish."""
 
 
-class PrefillAddress(FrozenModel):
-    """How to reach a prefill node."""
-
-    endpoint: Annotated[str, Field(max_length=500)]
-    public_key: Annotated[str, Field(max_length=40)] = ""
+PrefillNodes = Annotated[tuple[PeerAddress, ...], Field(min_length=1, max_length=MAX_STAGES)]
+"""The nodes of one prefill instance."""
 
 
 class Fetch(Call):
@@ -113,7 +111,7 @@ class Fetch(Call):
     generation: Positive = 1
     prompt_tokens: Positive
     prompt_digest: PromptDigest = b""
-    prefill: Annotated[tuple[PrefillAddress, ...], Field(min_length=1, max_length=MAX_STAGES)]
+    prefill: PrefillNodes
     held: bool = False
     """The prefill engine has said that it holds the room: one that its node does not know is refused without a long wait."""
     tables: tuple[WireTable, ...] | None = None

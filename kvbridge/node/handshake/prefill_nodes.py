@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.api.status import PrefillNodeStatus
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import (
     BridgeError,
     FeatureError,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvbridge.api.rooms import PeerAddress
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.accounting import Share
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverState

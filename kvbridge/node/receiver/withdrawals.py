@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvbridge.api.rooms import PeerAddress
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.wire.features import Feature
 from kvbridge.core.wire.messages import Abort, Intend

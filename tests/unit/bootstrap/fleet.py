@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Self
 
 from kvbridge.api.directory import Load, NodeRegistration
-from kvbridge.api.rooms import AdmissionRequest, PeerAddress, RoomReport
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.nodes import Instance, NodeEntry, NodeRecord, by_instance
 from kvbridge.bootstrap.pairing import PairingService
@@ -17,6 +17,7 @@ from kvbridge.bootstrap.stores.redis import RedisStore
 from kvbridge.bootstrap.stores.redis_connection import RedisSettings
 from kvbridge.config.schema import PairingConfig
 from kvbridge.config.timeouts import BootstrapTimeouts
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, StaleError, UnknownRoomError
 from kvbridge.core.geometry.manifest import fingerprint

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.api.directory import ControlMode, Load, NodeHeartbeat
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.bootstrap.directory import Directory, absences
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import (
     ConflictError,
     DeadlineError,

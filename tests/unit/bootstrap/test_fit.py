@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbridge.api.directory import ControlMode, Load, PairRequest
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.bootstrap.fit import Ranking, demand, free_share
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError, NotReadyError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import fingerprint

@@ -10,8 +10,8 @@ import pytest
 
 from kvbridge.api.directory import Load, NodeRegistration
 from kvbridge.api.endpoint_file import ENDPOINT_FILE, DaemonEndpoint, read_endpoint, write_endpoint
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import (
     BridgeError,
     ConfigError,

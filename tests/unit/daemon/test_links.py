@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from kvbridge.api.rooms import PeerAddress
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerIdentity, PeerServer
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, CapacityError, FingerprintMismatchError, NotReadyError, PeerError
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.messages import Hello, PeerMessage, Rejected, Welcome

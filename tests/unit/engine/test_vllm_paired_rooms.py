@@ -6,17 +6,19 @@ from collections import Counter
 
 import pytest
 
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.session.states import WITHDRAWN
-from kvbridge.core.wire.engine_messages import PrefillAddress, RoomEvent
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.engine.adapters.vllm.guard import Guard
 from kvbridge.engine.adapters.vllm.paired_rooms import PATIENCE_STEPS
 from kvbridge.engine.adapters.vllm.requests import Request, Source, params_of
 from kvbridge.engine.adapters.vllm.scheduler_side import Place, SchedulerSide
 from kvbridge.engine.adapters.vllm.worker_side import WorkerSide
 
 BLOCK = 16
-ADDRESS = PrefillAddress(endpoint="tcp://127.0.0.1:7801")
+ADDRESS = PeerAddress(endpoint="tcp://127.0.0.1:7801")
 TOKENS = 3 * BLOCK + 5
 BLOCKS = (10, 11, 12, 13)
 """Of the prompt."""
@@ -29,6 +31,8 @@ class Node:
     def __init__(self) -> None:
         self.said: list[tuple] = []
         self.deaf = False
+        self.failures: list[str] = []
+        """Codes of the errors that no hook has let out."""
         self.pins: Counter[int] = Counter()
 
     def _take(self, *said: object) -> None:
@@ -87,7 +91,7 @@ def node() -> Node:
 
 @pytest.fixture
 def side(node) -> SchedulerSide:
-    side = SchedulerSide(Place(BLOCK, 1, (ADDRESS,)), node, draw_room=lambda: 99)
+    side = SchedulerSide(Place(BLOCK, 1, (ADDRESS,)), node, Guard(node.failures.append), draw_room=lambda: 99)
     side.node_ready("n1")
     side.use_pins(node)
     return side
@@ -160,7 +164,7 @@ def test_when_it_finishes_the_rest_is_published_and_vllm_keeps_the_blocks(side, 
 
 
 def test_without_references_to_blocks_nothing_is_published_before_it_finishes(node):
-    side = SchedulerSide(Place(BLOCK, 1, (ADDRESS,)), node)
+    side = SchedulerSide(Place(BLOCK, 1, (ADDRESS,)), node, Guard(node.failures.append))
     side.node_ready("n1")
     computing(side, node, tokens=2 * BLOCK)
     side.finished(request(), BLOCKS, well=True)
@@ -312,7 +316,7 @@ def test_a_publication_that_is_refused_ends_the_room_but_not_what_is_being_sent(
 
 
 def test_blocks_stay_pinned_until_no_rank_reads_for_a_node_that_has_ended(node):
-    side = SchedulerSide(Place(BLOCK, 2, (ADDRESS,)), node)
+    side = SchedulerSide(Place(BLOCK, 2, (ADDRESS,)), node, Guard(node.failures.append))
     side.node_ready("n1")
     side.use_pins(node)
     computing(side, node, tokens=2 * BLOCK)

@@ -5,6 +5,7 @@ import pytest
 
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.config.admission import AdmissionConfig
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.ids import IndexSpace, PageTable, Role
 from kvbridge.core.session.states import WITHDRAWN, RoomState
@@ -23,7 +24,6 @@ from kvbridge.core.wire.engine_messages import (
     Finish,
     Hold,
     Pages,
-    PrefillAddress,
     Provide,
     Publish,
     Refused,
@@ -106,7 +106,7 @@ def test_an_engine_attaches_for_ranks_of_this_node():
 
 
 PROMPT = {"room": 1, "prompt_tokens": 2 * PAGE}
-PLACES = (PrefillAddress(endpoint=ADDRESS.endpoint),)
+PLACES = (PeerAddress(endpoint=ADDRESS.endpoint),)
 
 
 def names(*ids: int, first: int = 0):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvbridge.api.rooms import PeerAddress
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import (
     BridgeError,
     ConfigError,

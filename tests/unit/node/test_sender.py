@@ -3,7 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbridge.api.rooms import AdmissionRequest, PeerAddress
+from kvbridge.api.rooms import AdmissionRequest
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import (
     CapacityError,
     ConflictError,

@@ -18,8 +18,10 @@ from kvbridge.core.errors import (
     ConfigError,
     DeadlineError,
     DetachedError,
+    InvalidInputError,
     NotReadyError,
     PeerError,
+    code_of,
 )
 from kvbridge.core.ids import Role, Tables
 from kvbridge.core.wire.engine_messages import RoomEvent
@@ -28,8 +30,9 @@ from kvbridge.engine.prefill import PrefillEngine
 
 log = structlog.get_logger(__name__)
 
-PAUSE_S = 0.05
-"""Between two attempts to attach; a node that is starting up is asked again and again by the attempt itself."""
+PAUSE_S, LONG_PAUSE_S = 0.05, 2.0
+"""Between two attempts to attach: while a node starts up, which the attempt itself asks again and again, and while somebody has to
+change something."""
 ATTEMPT_S = 5.0
 CLOSE_S = 2 * ATTEMPT_S
 
@@ -64,19 +67,22 @@ class NodeAttachment:
                 self._engine = None
             try:
                 engine.close()
-            except BridgeError as error:
-                log.warning("not_detached", node_role=self._role.value, code=error.code, reason=str(error))
+            except Exception as error:  # noqa: BLE001 - the next attachment does not depend on it
+                reason = str(error) or type(error).__name__
+                log.warning("not_detached", node_role=self._role.value, code=code_of(error), reason=reason)
 
     def _attach(self) -> PrefillEngine | DecodeEngine | None:
         kind = PrefillEngine if self._role is Role.PREFILL else DecodeEngine
         try:
             return kind.adopt(self._runtime_dir, {}, call_timeout_s=ATTEMPT_S, on_progress=None)
-        except BridgeError as error:
-            self._why_not = str(error)
-            if isinstance(error, ConfigError):  # nothing changes by itself
-                log.error("not_attached", node_role=self._role.value, code=error.code, reason=str(error))
+        except Exception as error:  # noqa: BLE001 - without this thread the node would never be attached to again
+            why_not = str(error) or type(error).__name__
+            by_itself = isinstance(error, BridgeError) and not isinstance(error, ConfigError)
+            if not by_itself and why_not != self._why_not:
+                log.error("not_attached", node_role=self._role.value, code=code_of(error), reason=why_not)
+            self._why_not = why_not
         with self._changed:
-            self._changed.wait_for(lambda: self._closing, timeout=PAUSE_S)
+            self._changed.wait_for(lambda: self._closing, timeout=PAUSE_S if by_itself else LONG_PAUSE_S)
         return None
 
     # ------------------------------------------------------------------ its user
@@ -102,7 +108,7 @@ class NodeAttachment:
             return []
         try:
             return engine.events(0.0)
-        except BridgeError as error:
+        except Exception as error:  # noqa: BLE001 - another attachment begins from what the node says then
             self._lose(error)
             return []
 
@@ -131,7 +137,11 @@ class NodeAttachment:
         self._say("abort", room, reason, again=again)
 
     def _say(self, verb: str, *args: object, **said: object) -> None:
-        """Post a call. Raises NotReadyError while there is no node, or it does not read; PeerError when it has just gone."""
+        """Post a call.
+
+        Raises NotReadyError while there is no node, or it does not read; PeerError when it has just gone; InvalidInputError when no
+        message can say it, of whatever kind the library's own error is.
+        """
         engine = self._engine
         if engine is None:
             raise NotReadyError(f"the {self._role} node of this vLLM is not there: {self._why_not}")
@@ -140,9 +150,14 @@ class NodeAttachment:
         except (PeerError, DetachedError) as error:
             self._lose(error)
             raise
+        except BridgeError:
+            raise
+        except Exception as error:  # a value that the message does not take
+            raise InvalidInputError(f"'{verb}' of room {args[0]} cannot be said: {error}") from error
 
-    def _lose(self, error: BridgeError) -> None:
-        log.warning("node_lost", node_role=self._role.value, code=error.code, reason=str(error))
+    def _lose(self, error: Exception) -> None:
+        reason = str(error) or type(error).__name__
+        log.warning("node_lost", node_role=self._role.value, code=code_of(error), reason=reason)
         with self._changed:
             self._engine = None
             self._changed.notify_all()

@@ -4,7 +4,8 @@ Owns: the reading of vLLM's objects. Must not know: rooms, nodes, what a transfe
 Beside `metrics` and `plugin` the only importer of vLLM.
 
 vLLM makes one in its scheduler's process and one in each worker. All hooks run on the main thread of their process, so none of them
-waits, but those at start and end.
+waits, but those at start and end. Those raise too, for whoever starts vLLM, or since something may still move bytes. No other one
+does (`guard`).
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import structlog
 import torch
 import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -29,12 +30,15 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import RequestStatus
 
+from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import Rank, Role
+from kvbridge.engine.adapters.vllm.guard import Guard, hook, nothing
 from kvbridge.engine.adapters.vllm.instance import read_instance
 from kvbridge.engine.adapters.vllm.metrics import KvbridgePromMetrics, KvbridgeStats
 from kvbridge.engine.adapters.vllm.prompts import prompt_digest
 from kvbridge.engine.adapters.vllm.requests import Request
 from kvbridge.engine.adapters.vllm.scheduler_role import RankReport, SchedulerRole, StepOfRole
+from kvbridge.engine.adapters.vllm.stats import TransferStats
 from kvbridge.engine.adapters.vllm.worker_role import WorkerRole
 from kvbridge.telemetry.logs import leave_standard_output
 
@@ -44,8 +48,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
-
-log = structlog.get_logger(__name__)
 
 HANDED_OVER = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 """How a request ends whose KV cache somebody else may use."""
@@ -111,12 +113,14 @@ class KvbridgeConnector(KVConnectorBase_V1):
         self._requests: dict[str, _Known] = {}
         """In the scheduler's process: those that two engines have, until they have finished."""
         self._handshake: KvbridgeHandshake | None = None
+        self._stats = TransferStats()
+        self.guard = Guard(self._stats.failed)
         self._scheduler: SchedulerRole | None = None
         self._worker: WorkerRole | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerRole(self._instance)
+            self._scheduler = SchedulerRole(self._instance, self._stats, self.guard)
         else:
-            self._worker = WorkerRole(self._instance, _this_rank())
+            self._worker = WorkerRole(self._instance, _this_rank(), self.guard)
 
     # ------------------------------------------------------------------ what vLLM asks before it starts
 
@@ -151,6 +155,10 @@ class KvbridgeConnector(KVConnectorBase_V1):
             if self._scheduler is not None:
                 stack.callback(self._scheduler.close)
 
+    def lost(self, request: str, reason: str) -> None:
+        """See SchedulerSide."""
+        self._of_scheduler().lost(request, reason)
+
     def _of_scheduler(self) -> SchedulerRole:
         assert self._scheduler is not None
         return self._scheduler
@@ -165,6 +173,7 @@ class KvbridgeConnector(KVConnectorBase_V1):
         """Blocks that are read can be kept from other requests."""
         self._of_scheduler().pins = _Pins(gpu_block_pool)
 
+    @hook(bool)
     def has_pending_block_frees(self) -> bool:
         """See SchedulerSide.blocks_return."""
         scheduler = self._of_scheduler()
@@ -172,24 +181,30 @@ class KvbridgeConnector(KVConnectorBase_V1):
         found = [one for one in scheduler.computing if self._requests[one].request.status is preempted]
         return scheduler.blocks_return(found)
 
+    @hook(bool)
     def has_pending_push_work(self) -> bool:
         """See SchedulerSide.has_pins."""
         return self._of_scheduler().has_pins
 
     # ------------------------------------------------------------------ scheduler: requests
 
+    @hook(nothing, of_request=True)
     def on_new_request(self, request: Any) -> None:
         """See SchedulerSide.arrived, and `declined` for one that the API has refused: it comes aborted, with another prompt."""
         if not request.kv_transfer_params:
             return
-        told = None if request.abort_immediately else _told(request)
+        refused = Request(request.request_id, request.num_prompt_tokens, b"", request.kv_transfer_params)
+        told = None
+        if not request.abort_immediately:
+            with self.guard.over("computed_here", request.request_id):
+                told = _told(request)
         if told is None:
-            refused = Request(request.request_id, request.num_prompt_tokens, b"", request.kv_transfer_params)
             self._of_scheduler().declined(refused)
             return
         self._requests[request.request_id] = _Known(request, told)
         self._of_scheduler().arrived(told)
 
+    @hook(lambda: (0, False), of_request=True)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See SchedulerSide.matched_tokens."""
         known = self._requests.get(request.request_id)
@@ -203,12 +218,14 @@ class KvbridgeConnector(KVConnectorBase_V1):
         groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return groups
 
+    @hook(nothing, of_request=True)
     def update_state_after_alloc(self, request: Any, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """See SchedulerSide.allocated."""
         known = self._requests.get(request.request_id)
         if known is not None:
             self._of_scheduler().allocated(known.told, blocks.get_block_ids()[0], num_external_tokens)
 
+    @hook(lambda: (False, None), of_request=True)
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See SchedulerSide.finished."""
         known = self._requests.pop(request.request_id, None)
@@ -216,6 +233,7 @@ class KvbridgeConnector(KVConnectorBase_V1):
             return False, None
         return self._of_scheduler().finished(known.told, block_ids, well=request.status in HANDED_OVER)
 
+    @hook(KvbridgeMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """See SchedulerSide: what was computed and preempted since the last step, then `step`."""
         scheduler = self._of_scheduler()
@@ -224,12 +242,14 @@ class KvbridgeConnector(KVConnectorBase_V1):
             scheduler.preempted(scheduler_output.preempted_req_ids)
         state = scheduler_output.kv_connector_block_state
         for request in scheduler.computing if state is not None else ():
-            groups = state.get_block_ids(request)
-            if groups is not None:
-                known = self._requests[request].request
-                scheduler.computed(request, known.num_computed_tokens, known.num_in_flight_tokens, groups[0])
+            with self.guard.over("computed", request, lost=partial(self.lost, request)):
+                groups = state.get_block_ids(request)
+                if groups is not None:
+                    known = self._requests[request].request
+                    scheduler.computed(request, known.num_computed_tokens, known.num_in_flight_tokens, groups[0])
         return KvbridgeMetadata(scheduler.step())
 
+    @hook(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take what the workers have reported."""
         scheduler = self._of_scheduler()
@@ -242,9 +262,10 @@ class KvbridgeConnector(KVConnectorBase_V1):
 
     # ------------------------------------------------------------------ statistics
 
+    @hook(nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What has happened since the last call, as the scheduler's process has heard it."""
-        counts = self._scheduler.stats.take() if self._scheduler is not None else None
+        """What has happened since the last call, as this process has heard it."""
+        counts = self._stats.take(holds=self._scheduler is not None)
         return None if counts is None else KvbridgeStats(counts)
 
     @classmethod
@@ -282,6 +303,7 @@ class KvbridgeConnector(KVConnectorBase_V1):
         """What the scheduler's process is to know of this worker."""
         return self._handshake
 
+    @hook(nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Take what the scheduler has begun. The bytes are moved by threads."""
         metadata = self._get_connector_metadata()
@@ -297,15 +319,18 @@ class KvbridgeConnector(KVConnectorBase_V1):
     def wait_for_save(self) -> None:
         """Blocks are read where they are."""
 
+    @hook(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """See WorkerSide.results."""
         over = self._of_worker().results()
         return KVConnectorTransferResults(finished_sending=set(over.sent), finished_recving=set(over.received))
 
+    @hook(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """See WorkerSide.unfilled_blocks."""
         return self._of_worker().unfilled_blocks()
 
+    @hook(nothing)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """What the scheduler's process has to know at the end of a step."""
         worker = self._of_worker()
@@ -313,13 +338,10 @@ class KvbridgeConnector(KVConnectorBase_V1):
         return KvbridgeWorkerMetadata({worker.number: closed}) if closed else None
 
 
-def _told(request: Any) -> Request | None:
-    """Return a request of vLLM as the halves are to know it; None when it is not made of tokens alone, and computed here."""
+def _told(request: Any) -> Request:
+    """Return a request of vLLM as the halves are to know it. Raises InvalidInputError when it is not made of tokens alone."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
-        log.warning(
-            "computed_here", request=request.request_id, reason="its prompt has embeddings, which are not compared"
-        )
-        return None
+        raise InvalidInputError("its prompt has embeddings, which are not compared")
     adapter = request.lora_request
     digest = prompt_digest(
         request.prompt_token_ids,

@@ -179,6 +179,17 @@ class Fetches:
             return str(error)
         return ""
 
+    def lost(self, request: str, reason: str) -> None:
+        """See SchedulerSide."""
+        fetch = self._of.get(request)
+        if fetch is None or fetch.state is FetchState.OVER:
+            return
+        if fetch.state is FetchState.INTENDED:
+            fetch.state = FetchState.OVER
+        if not fetch.refused:
+            fetch.refused = reason
+            self._node.give_up(fetch.source.room, reason)
+
     def finished(self, request: str) -> None:
         """The request has ended, and with it whatever is under way for it, but for its report."""
         fetch = self._of.get(request)

@@ -61,7 +61,7 @@ class KvbridgePromMetrics(KVConnectorPromMetrics):
         self._held_blocks = self._made(self._gauge_cls, "held_blocks", "Their blocks.")
         self._failures = self._counter_cls(
             name="vllm:kvbridge_failures",
-            documentation="Loads and held requests that ended otherwise, by code.",
+            documentation="Loads and held requests that ended otherwise, and errors of hooks, by code.",
             labelnames=[*self._labelnames, "code"],
         )
 
@@ -81,7 +81,8 @@ class KvbridgePromMetrics(KVConnectorPromMetrics):
             self._bytes[engine_idx].observe(size)
         self._operations[engine_idx].inc(sum(counts["operations"]))
         self._sent[engine_idx].inc(counts["sent"])
-        self._held_rooms[engine_idx].set(counts["held_rooms"])
-        self._held_blocks[engine_idx].set(counts["held_blocks"])
+        if counts["held_rooms"] is not None:
+            self._held_rooms[engine_idx].set(counts["held_rooms"])
+            self._held_blocks[engine_idx].set(counts["held_blocks"])
         for code, count in counts["failures"].items():
             self._failures.labels(*self.per_engine_labelvalues[engine_idx], code).inc(count)

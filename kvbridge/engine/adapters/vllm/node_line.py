@@ -9,9 +9,13 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbridge.core.errors import BridgeError, NotReadyError
-from kvbridge.core.wire.engine_messages import PrefillAddress
+import structlog
+
+from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.errors import BridgeError, InvalidInputError, NotReadyError
 from kvbridge.engine.adapters.vllm.requests import RoomCalls
+
+log = structlog.get_logger(__name__)
 
 MOST_WITHDRAWALS = 4_096
 """What is kept for a node that is being started again; prefill holds what is forgotten for its `timeouts.offer_s`."""
@@ -23,7 +27,7 @@ class Withdrawal:
 
     prompt_tokens: int
     prompt_digest: bytes
-    prefill: tuple[PrefillAddress, ...]
+    prefill: tuple[PeerAddress, ...]
     generation: int = 1
 
     @property
@@ -66,6 +70,8 @@ class NodeLine:
         self.unsent.pop(room, None)
         try:
             self.calls.abort(room, reason, again=again)
+        except InvalidInputError as error:  # it is no better at a later step
+            log.error("not_given_up", room=room, code=error.code, reason=str(error))
         except BridgeError:
             self.unsent[room] = reason, again
 
@@ -83,6 +89,10 @@ class NodeLine:
         for room, said in list(self.withdrawals.items()) if self.incarnation else ():
             try:
                 self.calls.fetch(room, **said.named)
+            except InvalidInputError as error:  # it is no better at a later step
+                log.error("not_withdrawn", room=room, code=error.code, reason=str(error))
+                del self.withdrawals[room]
+                continue
             except BridgeError:
                 return
             del self.withdrawals[room]

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from kvbridge.core.errors import BridgeError
+from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.session.states import WITHDRAWN
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.adapters.vllm.node_line import NodeLine
@@ -128,9 +128,12 @@ class PairedRooms:
             self._unpin_all(paired)
             self._end(paired)
             return True
-        paired.given_up, paired.rest = True, None
-        self._node.give_up(paired.room, event.reason)
+        self._give_up(paired, event.reason)
         return False
+
+    def _give_up(self, paired: PairedRoom, reason: str) -> None:
+        paired.given_up, paired.rest = True, None
+        self._node.give_up(paired.room, reason)
 
     def ended(self, event: RoomEvent) -> None:
         """An attempt at a room is over, and nobody reads its blocks any more."""
@@ -187,7 +190,7 @@ class PairedRooms:
 
     def _hold(self, paired: PairedRoom) -> bool:
         """Have the node hold the room. Returns whether it was told; else it is at a later step."""
-        if paired.node or paired.over:
+        if paired.node or paired.over or paired.given_up:
             return bool(paired.node)
         try:
             self._node.require()
@@ -202,6 +205,9 @@ class PairedRooms:
                 computed_tokens=0,
                 published_tokens=0,
             )
+        except InvalidInputError as error:  # it is no better at a later step
+            self._give_up(paired, str(error))
+            return False
         except BridgeError:
             return False
         paired.node = self._node.incarnation
@@ -233,6 +239,9 @@ class PairedRooms:
             return True
         try:
             self._node.calls.publish(paired.room, len(blocks) * self._size, tables=full_tables(further, known))
+        except InvalidInputError as error:  # it is no better at a later step
+            self._give_up(paired, str(error))
+            return False
         except BridgeError:
             return False
         paired.blocks.extend(further)
@@ -288,6 +297,12 @@ class PairedRooms:
         except BridgeError:
             return
         paired.rest = None
+
+    def lost(self, request: str, reason: str) -> None:
+        """See SchedulerSide."""
+        paired = self._of.get(request)
+        if paired is not None and not (paired.given_up or paired.over):
+            self._give_up(paired, reason)
 
     def step(self) -> None:
         """Say what could not be said before."""

@@ -15,9 +15,10 @@ from typing import Annotated, Any, Protocol
 import numpy as np
 import pydantic
 
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.ids import ROOM_BITS, FrozenModel, IndexSpace, PageTable, RoomId, Tables
-from kvbridge.core.wire.engine_messages import PrefillAddress
+from kvbridge.core.ids import ROOM_BITS, FrozenModel, IndexSpace, NonNegative, PageTable, RoomId, Tables
+from kvbridge.core.wire.engine_messages import PrefillNodes
 
 LAST_EVENTS = frozenset({"committed", "completed", "aborted", "failed"})
 """Kinds of events after which nobody reads or writes a page of a room's generation any more."""
@@ -35,6 +36,14 @@ class Request:
     params: Mapping[str, Any] | None = None
     """`kv_transfer_params`, as the client or a gateway sent it."""
 
+    def __post_init__(self) -> None:
+        """Raises InvalidInputError for params of another kind: vLLM passes on whatever a client has sent."""
+        if self.params is not None and not isinstance(self.params, Mapping):
+            raise InvalidInputError(
+                f"kv_transfer_params of request {self.id} are of type {type(self.params).__name__}, not an object: pass on what "
+                "the prefill server answered as it is"
+            )
+
     @property
     def is_for_another(self) -> bool:
         """Whether another engine will decode it, so that its blocks are to be held."""
@@ -45,10 +54,10 @@ class Source(FrozenModel):
     """Where the KV cache of a prompt is held."""
 
     room: RoomId
-    prefill: tuple[PrefillAddress, ...]
+    prefill: PrefillNodes
     held: bool = False
     """Prefill says so, which it does in plain order: it need not be waited for."""
-    prompt_tokens: Annotated[int, pydantic.Field(ge=0)] = 0
+    prompt_tokens: NonNegative = 0
     prompt_digest: Annotated[str, pydantic.Field(pattern="^([0-9a-f]{2}){0,32}$")] = ""
     """What the room is of, in plain order: its tokens, and the digest in hexadecimal. To say that nobody comes for the room takes
     both. Whoever comes says what the request itself is of."""
@@ -149,7 +158,8 @@ class Results:
 class RoomCalls(Protocol):
     """What is said to the node: `PrefillEngine.hold`, `publish` and `finish`, `DecodeEngine.fetch` and `provide`, and `abort`.
 
-    Nothing is waited for. Each raises a BridgeError when the message was not sent.
+    Nothing is waited for. Each raises a BridgeError, and nothing else, when the message was not sent: InvalidInputError when it can
+    never be sent.
     """
 
     def hold(  # noqa: PLR0913 - each is something else that an engine may say of a room
@@ -176,7 +186,7 @@ class RoomCalls(Protocol):
         room: int,
         *,
         prompt_tokens: int,
-        prefill: tuple[PrefillAddress, ...],
+        prefill: tuple[PeerAddress, ...],
         prompt_digest: bytes,
         generation: int = 1,
         held: bool = False,

@@ -13,10 +13,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, UnsupportedError
 from kvbridge.core.ids import FrozenModel, Rank, Role
-from kvbridge.core.wire.engine_messages import PrefillAddress, RoomEvent
+from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.adapters.vllm.attachment import NodeAttachment
+from kvbridge.engine.adapters.vllm.guard import Guard
 from kvbridge.engine.adapters.vllm.instance import Instance
 from kvbridge.engine.adapters.vllm.node_config import NodePlan
 from kvbridge.engine.adapters.vllm.node_process import START_S, Node, open_node
@@ -53,13 +55,13 @@ class StepOfRole:
 class _Half:
     """One role: its node, the attachment to that, and the half that decides."""
 
-    def __init__(self, role: Role, instance: Instance, node: Node, stats: TransferStats) -> None:
+    def __init__(self, role: Role, instance: Instance, node: Node, stats: TransferStats, guard: Guard) -> None:
         self.role = role
         self._stats = stats
         self.node = node
         self.attachment = NodeAttachment(role, node.runtime_dir)
         place = Place(instance.block_tokens, instance.ranks, allowed_prefill=instance.allowed_prefill)
-        self.side = SchedulerSide(place, self.attachment)
+        self.side = SchedulerSide(place, self.attachment, guard)
         self._known = ""
         self._ended: list[RoomEvent] = []
         self._next_look_s = 0.0
@@ -92,13 +94,13 @@ class _Half:
             self.side.node_ready(node, addresses)
             self._known = node
 
-    def _addresses(self) -> tuple[PrefillAddress, ...] | None:
+    def _addresses(self) -> tuple[PeerAddress, ...] | None:
         """Where decode reaches the node; None while it does not say."""
         try:
             control = self.node.endpoint().control
         except BridgeError:
             return None
-        return () if control is None else (PrefillAddress(endpoint=control.endpoint, public_key=control.public_key),)
+        return () if control is None else (PeerAddress(endpoint=control.endpoint, public_key=control.public_key),)
 
     def told(self, request: Request) -> Request:
         """Return a request as this role is to see it."""
@@ -118,11 +120,12 @@ class SchedulerRole:
     nobody: another one is attached to after the next look only.
     """
 
-    def __init__(self, instance: Instance) -> None:
+    def __init__(self, instance: Instance, stats: TransferStats, guard: Guard) -> None:
         self._instance = instance
         self._halves: list[_Half] = []
         self._closing = ExitStack()
-        self.stats = TransferStats()
+        self.stats = stats
+        self._guard = guard
         self.pins: BlockPins | None = None
         """Set before `start`, if at all."""
 
@@ -150,7 +153,7 @@ class SchedulerRole:
             for role in instance.roles:
                 node = open_node(NodePlan(role, instance.engine_id, cache, instance.tp_size, devices, instance.extra))
                 stack.callback(node.close)
-                half = _Half(role, instance, node, self.stats)
+                half = _Half(role, instance, node, self.stats, self._guard)
                 if self.pins is not None:
                     half.side.use_pins(self.pins)
                 stack.callback(half.attachment.close)
@@ -164,19 +167,31 @@ class SchedulerRole:
         """Take what the nodes have said, at a step. One without work costs next to nothing, since all requests wait for it."""
         now_s = time.monotonic()
         for half in self._halves:
-            half.look_at_step(now_s)
+            with self._guard.over("look"):
+                half.look_at_step(now_s)
+        self._guard.look()
+
+    def _look_now(self) -> None:
+        for half in self._halves:
+            with self._guard.over("look"):
+                half.look()
 
     def arrived(self, request: Request) -> None:
         """See SchedulerSide."""
+        self._look_now()
         for half in self._halves:
-            half.look()
             half.side.arrived(half.told(request))
 
     def declined(self, request: Request) -> None:
         """See SchedulerSide."""
+        self._look_now()
         for half in self._halves:
-            half.look()
             half.side.declined(half.told(request))
+
+    def lost(self, request: str, reason: str) -> None:
+        """See SchedulerSide."""
+        for half in self._halves:
+            half.side.lost(request, reason)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int:
         """See SchedulerSide."""

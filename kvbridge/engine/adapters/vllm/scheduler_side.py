@@ -20,15 +20,18 @@ import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import structlog
 
+from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.ids import ROOM_BITS
 from kvbridge.core.session.states import WITHDRAWN
-from kvbridge.core.wire.engine_messages import PrefillAddress, RoomEvent
+from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.adapters.vllm.fetches import Fetches
+from kvbridge.engine.adapters.vllm.guard import Guard
 from kvbridge.engine.adapters.vllm.node_line import NodeLine, Withdrawal
 from kvbridge.engine.adapters.vllm.paired_rooms import PairedRooms
 from kvbridge.engine.adapters.vllm.prompts import room_tokens
@@ -59,7 +62,7 @@ class Place:
     block_tokens: int
     ranks: int
     """Worker processes of this instance."""
-    addresses: tuple[PrefillAddress, ...] = ()
+    addresses: tuple[PeerAddress, ...] = ()
     """Where decode reaches our node; of a prefill instance."""
     allowed_prefill: frozenset[str] | None = None
     """Endpoints that requests may name; None: any, since only a node with our keys answers, or nobody else can reach us."""
@@ -69,9 +72,15 @@ class SchedulerSide:
     """The half of a connector in the process of vLLM's scheduler. For that thread only."""
 
     def __init__(
-        self, place: Place, calls: RoomCalls, *, draw_room: Callable[[], int] = lambda: secrets.randbits(ROOM_BITS)
+        self,
+        place: Place,
+        calls: RoomCalls,
+        guard: Guard,
+        *,
+        draw_room: Callable[[], int] = lambda: secrets.randbits(ROOM_BITS),
     ) -> None:
         self._place = place
+        self._guard = guard
         self._calls = calls
         self._draw_room = draw_room
         self._node = NodeLine(calls)
@@ -85,7 +94,7 @@ class SchedulerSide:
 
     # ------------------------------------------------------------------ the node
 
-    def node_ready(self, node: str, addresses: tuple[PrefillAddress, ...] | None = None) -> None:
+    def node_ready(self, node: str, addresses: tuple[PeerAddress, ...] | None = None) -> None:
         """An incarnation of our node takes calls. `addresses`: where decode reaches it, when they may be others than before."""
         self._node.incarnation = node
         if addresses is not None:
@@ -134,7 +143,7 @@ class SchedulerSide:
         """
         if request.id in self._fetches or request.id in self._paired:
             return
-        try:
+        with self._guard.over("computed_here", request.id, lost=partial(self.lost, request.id)):
             source, room = source_of(request), room_of(request)
             if source is not None:
                 self._require_allowed(source)
@@ -143,8 +152,15 @@ class SchedulerSide:
             elif room is not None:
                 self._require_new(room)
                 self._paired.arrived(request, room)
-        except InvalidInputError as error:
-            log.warning("computed_here", request=request.id, reason=str(error))
+
+    def lost(self, request: str, reason: str) -> None:
+        """A hook has failed in the middle of what it does for a request: what it has begun ends, and nothing more begins.
+
+        A request that has no blocks for a load is computed here. vLLM waits for a load that has begun, and gets the last event of
+        its room.
+        """
+        self._fetches.lost(request, reason)
+        self._paired.lost(request, reason)
 
     def _require_new(self, room: int) -> None:
         if room in self._seen:
@@ -159,18 +175,15 @@ class SchedulerSide:
         As prefill's answer says itself what the room is of: such a request has another prompt. In paired order whoever has drawn
         the room has asked prefill too.
         """
-        try:
+        with self._guard.over("not_withdrawn", request.id):
             source = source_of(request)
             if source is None or not source.prompt_tokens or source.room in self._seen:
                 return  # of a client that leaves the API says so too, after its request came
             self._require_allowed(source)
             self._require_new(source.room)
-        except InvalidInputError as error:
-            log.warning("not_withdrawn", request=request.id, reason=str(error))
-            return
-        self._node.withdraw(
-            source.room, Withdrawal(source.prompt_tokens, bytes.fromhex(source.prompt_digest), source.prefill)
-        )
+            self._node.withdraw(
+                source.room, Withdrawal(source.prompt_tokens, bytes.fromhex(source.prompt_digest), source.prefill)
+            )
 
     def _require_allowed(self, source: Source) -> None:
         allowed = self._place.allowed_prefill
@@ -207,8 +220,9 @@ class SchedulerSide:
             held = self._paired.finished(request.id, blocks, well=well)
             if held is not None:
                 self._helds.append(held)
-            answer = Source(room=room_of(request) or 0, prefill=self._place.addresses)
-            return held is not None, params_of(answer) if well else None
+            place = self._place.addresses
+            answer = params_of(Source(room=room_of(request) or 0, prefill=place)) if well and place else None
+            return held is not None, answer
         if not well or not request.is_for_another:
             return False, None
         return self._hold(request, blocks)
@@ -216,17 +230,17 @@ class SchedulerSide:
     def _hold(self, request: Request, blocks: Sequence[int]) -> tuple[bool, Mapping[str, Any] | None]:
         tokens = room_tokens(request.prompt_tokens, self._place.block_tokens)
         pages = tokens // self._place.block_tokens
-        source = Source(
-            room=self._draw_room(),
-            prefill=self._place.addresses,
-            held=True,
-            prompt_tokens=tokens,
-            prompt_digest=request.prompt_digest.hex(),
-        )
         try:
             if len(blocks) < pages:
                 raise InvalidInputError(f"vLLM has computed {len(blocks)} of the {pages} blocks of its prompt")
-            self._node.require()
+            self._node.require()  # then there are addresses, too
+            source = Source(
+                room=self._draw_room(),
+                prefill=self._place.addresses,
+                held=True,
+                prompt_tokens=tokens,
+                prompt_digest=request.prompt_digest.hex(),
+            )
             self._require_new(source.room)
             self._calls.hold(
                 source.room,
@@ -293,8 +307,10 @@ class SchedulerSide:
 
     def step(self) -> StepMetadata:
         """Return what the workers have to know (`build_connector_meta`), and begin the next step."""
-        self._node.send_again()
-        self._paired.step()
+        with self._guard.over("send_again"):
+            self._node.send_again()
+        with self._guard.over("paired_rooms"):
+            self._paired.step()
         loads, refused = self._fetches.take()
         told = StepMetadata(
             tuple(loads), tuple(self._helds), tuple((refused | self._refused).items()), tuple(self._closed)

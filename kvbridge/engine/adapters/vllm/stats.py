@@ -15,7 +15,8 @@ from kvbridge.core.wire.engine_messages import RoomEvent
 
 Counts = dict[str, Any]
 """`seconds`, `bytes`, `operations`: of each room that came, in order. `sent`: rooms that decode has taken from here. `failures`:
-rooms that ended otherwise, by code. `held_rooms`, `held_blocks`: of requests that have finished and wait for decode."""
+rooms that ended otherwise, and errors of hooks, by code. `held_rooms`, `held_blocks`: of requests that have finished and wait for
+decode; None where nothing is said of them."""
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 BUCKETS_BYTES = tuple(1 << power for power in range(14, 36, 3))
 TRANSFER_PHASE = "offer_to_commit"
@@ -24,7 +25,15 @@ TRANSFER_PHASE = "offer_to_commit"
 
 def no_counts() -> Counts:
     """Return the counts of nothing."""
-    return {"seconds": [], "bytes": [], "operations": [], "sent": 0, "failures": {}, "held_rooms": 0, "held_blocks": 0}
+    return {
+        "seconds": [],
+        "bytes": [],
+        "operations": [],
+        "sent": 0,
+        "failures": {},
+        "held_rooms": None,
+        "held_blocks": None,
+    }
 
 
 def add_counts(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> Counts:
@@ -34,14 +43,13 @@ def add_counts(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> Counts:
         **{key: [*earlier[key], *later[key]] for key in ("seconds", "bytes", "operations")},
         "sent": earlier["sent"] + later["sent"],
         "failures": {code: earlier["failures"].get(code, 0) + later["failures"].get(code, 0) for code in codes},
-        "held_rooms": later["held_rooms"],
-        "held_blocks": later["held_blocks"],
+        **{key: earlier[key] if later[key] is None else later[key] for key in ("held_rooms", "held_blocks")},
     }
 
 
 def is_nothing(counts: Mapping[str, Any]) -> bool:
-    """Whether there is nothing to show."""
-    return not any(counts.values())
+    """Whether there is nothing to show. That nothing is held any more is something: what is shown is as it was last."""
+    return not any(counts.values()) and counts["held_rooms"] is None
 
 
 def summary(counts: Mapping[str, Any]) -> dict[str, int | float]:
@@ -55,8 +63,8 @@ def summary(counts: Mapping[str, Any]) -> dict[str, int | float]:
         "MB/s": round(sum(counts["bytes"]) / 1e6 / seconds, 3) if seconds else 0,
         "Operations": sum(counts["operations"]),
         "Sent": counts["sent"],
-        "Held requests": counts["held_rooms"],
-        "Held blocks": counts["held_blocks"],
+        "Held requests": counts["held_rooms"] or 0,
+        "Held blocks": counts["held_blocks"] or 0,
     }
     return shown | {f"Failed ({code})": count for code, count in sorted(counts["failures"].items())}
 
@@ -80,11 +88,15 @@ class TransferStats:
             elif event.kind == "completed":
                 self._counts["sent"] += 1
             elif event.kind in {"failed", "aborted", "refused"}:
-                code = event.code or event.kind
-                self._counts["failures"][code] = self._counts["failures"].get(code, 0) + 1
+                self.failed(event.code or event.kind)
             else:
                 continue
             self._changed = True
+
+    def failed(self, code: str) -> None:
+        """Count one failure."""
+        self._counts["failures"][code] = self._counts["failures"].get(code, 0) + 1
+        self._changed = True
 
     @property
     def holds(self) -> bool:
@@ -101,9 +113,10 @@ class TransferStats:
         for request in requests:
             self._changed |= self._held.pop(request, None) is not None
 
-    def take(self) -> Counts | None:
-        """Return what has changed since the last call."""
+    def take(self, *, holds: bool = True) -> Counts | None:
+        """Return what has changed since the last call. `holds`: this process knows what is held."""
         if not self._changed:
             return None
         counts, self._counts, self._changed = self._counts, no_counts(), False
-        return counts | {"held_rooms": len(self._held), "held_blocks": sum(self._held.values())}
+        held = {"held_rooms": len(self._held), "held_blocks": sum(self._held.values())}
+        return counts | held if holds else counts

@@ -18,6 +18,7 @@ import torch
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.engine.adapters.vllm.attachment import NodeAttachment
+from kvbridge.engine.adapters.vllm.guard import Guard
 from kvbridge.engine.adapters.vllm.instance import Instance
 from kvbridge.engine.adapters.vllm.node_config import runtime_directory
 from kvbridge.engine.adapters.vllm.requests import Results
@@ -103,9 +104,10 @@ class _Half:
 class WorkerRole:
     """For the worker's thread only. None of its methods waits, but `unregister` and `close`."""
 
-    def __init__(self, instance: Instance, rank: Rank) -> None:
+    def __init__(self, instance: Instance, rank: Rank, guard: Guard) -> None:
         self._instance = instance
         self._rank = rank
+        self._guard = guard
         self._halves: list[_Half] = []
         self._tensors: Mapping[str, torch.Tensor] = {}
         """Kept where they are while somebody may write to them."""
@@ -155,7 +157,8 @@ class WorkerRole:
         """Take what the scheduler's process has begun."""
         for half in self._halves:
             if half.role in said:
-                half.start(said[half.role])
+                with self._guard.over("start"):
+                    half.start(said[half.role])
 
     def results(self) -> Results:
         """Return what is over."""
@@ -163,9 +166,11 @@ class WorkerRole:
         received: frozenset[str] = frozenset()
         now_s = time.monotonic()
         for half in self._halves:
-            half.look_at_step(now_s)
+            with self._guard.over("look"):
+                half.look_at_step(now_s)
             over = half.side.results()
             sent, received = sent | over.sent, received | over.received
+        self._guard.look()
         return Results(sent, received)
 
     def unfilled_blocks(self) -> set[int]:

@@ -1,0 +1,103 @@
+"""Errors in vLLM's hooks: none leaves a hook, since vLLM's engine ends with every error that does.
+
+Owns: what becomes of such an error: a line of the log with its reason, a few of each kind a second, and a count by code. Must not
+know: vLLM, what a hook does, what it answers instead.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar, cast
+
+import structlog
+
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import InvalidInputError, code_of
+from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.telemetry.logs import Seldom
+
+log = structlog.get_logger(__name__)
+
+LINES, EVERY_S = 5, 1.0
+"""So many lines of each kind are written in so many seconds: whoever sends requests decides how many errors there are."""
+MethodT = TypeVar("MethodT", bound=Callable[..., Any])
+
+
+class Guard:
+    """One for each process of a connector. For its thread only."""
+
+    def __init__(self, count: Callable[[str], None], *, clock: Clock = monotonic) -> None:
+        """`count` takes the code of each error."""
+        self._count = count
+        self._seldom = Seldom(lines=LINES, every_s=EVERY_S, clock=clock)
+
+    @contextmanager
+    def over(self, what: str, request: str = "", *, lost: Callable[[str], None] | None = None) -> Iterator[None]:
+        """Keep every error of the block here, and tell and count it.
+
+        `what`: the word for it in the log, when a request itself is wrong (InvalidInputError). Any other error is a defect of
+        kvbridge. `lost`: called with the reason of the error, to end what was begun.
+        """
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - vLLM's engine would end with it
+            self._tell(what, request, error)
+            if lost is not None:
+                with self.over("not_given_up", request):
+                    lost(f"{type(error).__name__}: {error}"[:REASON_CHARS])
+
+    def _tell(self, what: str, request: str, error: Exception) -> None:
+        code = code_of(error)
+        self._count(code)
+        foreseen = isinstance(error, InvalidInputError)
+        event = what if foreseen else "hook_failed"
+        if not self._seldom.admits(event, code):
+            return
+        reason = str(error)[:REASON_CHARS]
+        if foreseen:
+            log.warning(event, request=request, code=code, reason=reason)
+        else:
+            reason = f"{type(error).__name__}: {reason}; please report it"
+            log.error(event, where=what, request=request, code=code, reason=reason, exc_info=error)
+
+    def look(self) -> None:
+        """Say how many lines were not written."""
+        for event, kind, lines, seconds in self._seldom.left_out():
+            log.warning("lines_left_out", of=event, kind=kind, lines=lines, seconds=round(seconds, 1))
+
+
+class Guarded(Protocol):
+    """A class with hooks."""
+
+    guard: Guard
+
+    def lost(self, request: str, reason: str) -> None:
+        """Nothing more comes for a request of vLLM, for the sake of which a hook has failed: end what was begun."""
+
+
+def nothing() -> None:
+    """Answer for a hook that has no answer, or nothing to say."""
+
+
+def hook(otherwise: Callable[[], Any], *, of_request: bool = False) -> Callable[[MethodT], MethodT]:
+    """Return a decorator for a hook of a `Guarded` class, which answers `otherwise()` when it fails.
+
+    `of_request`: its first argument is a request of vLLM, which is lost then.
+    """
+
+    def guarded(method: MethodT) -> MethodT:
+        @functools.wraps(method)
+        def call(self: Guarded, *args: Any, **kwargs: Any) -> Any:
+            what, name, lost = method.__name__, "", None
+            if of_request:
+                what, name = "computed_here", (args[0] if args else kwargs["request"]).request_id
+                lost = functools.partial(self.lost, name)
+            with self.guard.over(what, name, lost=lost):
+                return method(self, *args, **kwargs)
+            return otherwise()
+
+        return cast("MethodT", call)
+
+    return guarded

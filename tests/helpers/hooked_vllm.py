@@ -1,0 +1,321 @@
+"""vLLM's side of the connector class as a model: vLLM's names, its calls in their order, and a real node's engine API behind them.
+
+From the hooks to the node's rooms all is kvbridge's own code, with the messages between engine and node encoded. Modelled are vLLM,
+the connection's socket, and what is beyond the node.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from kvbridge.config.admission import AdmissionConfig
+from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.ids import Role
+from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
+from kvbridge.core.wire.engine_messages import Attach, Attached, EngineToNode, NodeToEngine
+from kvbridge.core.wire.features import ENGINE_FEATURES
+from kvbridge.engine import DecodeEngine, PrefillEngine
+from kvbridge.engine.adapters.vllm import scheduler_role, worker_role
+from kvbridge.engine.adapters.vllm.attachment import NodeAttachment
+from kvbridge.engine.attachment import Attachment
+from kvbridge.engine.link import EngineLink
+from kvbridge.engine.stream_order import StreamOrder
+from kvbridge.node.admission.controller import AdmissionController
+from kvbridge.node.engine_api import EngineApi
+from kvbridge.node.engines import AttachedEngines
+from kvbridge.pool.memory.sharing import MappedRegions
+from tests.helpers.rooms import GEOMETRY, PAGE, R0, ReceiverBench, SenderBench
+
+OURS = ("connector", "metrics")
+"""Modules of the adapter that import vLLM."""
+PACKAGE = "kvbridge.engine.adapters.vllm"
+STEPS = 6
+"""A refusal, or an end, is reported within so many."""
+
+
+class KVConnectorRole(Enum):
+    SCHEDULER = auto()
+    WORKER = auto()
+
+
+class Status(Enum):
+    FINISHED_STOPPED = auto()
+    FINISHED_LENGTH_CAPPED = auto()
+    FINISHED_ABORTED = auto()
+    PREEMPTED = auto()
+
+
+class _Base:
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._connector_metadata: Any = None
+
+    def _get_connector_metadata(self) -> Any:
+        return self._connector_metadata
+
+
+@dataclass
+class _Results:
+    finished_sending: set[str] | None = None
+    finished_recving: set[str] | None = None
+
+
+class _Stats:
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.data = data
+
+
+def _modules() -> dict[str, ModuleType]:
+    empty = type("Empty", (), {})
+    base = "vllm.distributed.kv_transfer.kv_connector.v1"
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": {"__version__": "0"},
+        f"{base}.base": {
+            "KVConnectorBase_V1": _Base,
+            "KVConnectorHandshakeMetadata": empty,
+            "KVConnectorMetadata": empty,
+            "KVConnectorRole": KVConnectorRole,
+            "KVConnectorTransferResults": _Results,
+            "KVConnectorWorkerMetadata": empty,
+        },
+        f"{base}.metrics": {"KVConnectorPromMetrics": empty, "KVConnectorStats": _Stats},
+        "vllm.v1.metrics.cache_hit_source": {"CacheHitSource": SimpleNamespace(P2P=1)},
+        "vllm.v1.metrics.utils": {"create_metric_per_engine": None},
+        "vllm.v1.request": {"RequestStatus": Status},
+        "vllm.distributed.parallel_state": dict.fromkeys(
+            ("get_pp_group", "get_tp_group"), lambda: SimpleNamespace(rank_in_group=0)
+        ),
+    }
+    made = {}
+    for full, names in contents.items():
+        parts = full.split(".")
+        for upto in range(1, len(parts) + 1):
+            name = ".".join(parts[:upto])
+            made.setdefault(name, ModuleType(name))
+        vars(made[full]).update(names)
+    return made
+
+
+@contextmanager
+def connector_module() -> Iterator[ModuleType]:
+    """The module of the connector class, over vLLM's names alone. Nothing of either is left."""
+    ours = [f"{PACKAGE}.{name}" for name in OURS]
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name in ours or name.split(".")[0] == "vllm"}
+    package = importlib.import_module(PACKAGE)
+    try:
+        sys.modules |= _modules()
+        yield importlib.import_module(ours[0])
+    finally:
+        for name in [name for name in sys.modules if name in ours or name.split(".")[0] == "vllm"]:
+            del sys.modules[name]
+        for name in OURS:
+            vars(package).pop(name, None)
+        sys.modules |= before
+
+
+class Wire:
+    """An engine's connection to its node, without a socket. In the place of the engine's `LocalClient`."""
+
+    def __init__(self, name: str, node: Node) -> None:
+        self.name = name
+        self.node = node
+        self.inbox: deque[bytes] = deque()
+
+    def send(self, message: EngineToNode, timeout_s: float) -> None:
+        body = ENGINE_TO_NODE.encode_body(message)
+        self.node.api.handle(self.name, ENGINE_TO_NODE.decode_body(body))
+
+    def receive(self, timeout_s: float) -> NodeToEngine | None:
+        return NODE_TO_ENGINE.decode_body(self.inbox.popleft()) if self.inbox else None
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Node:
+    """The node beside vLLM: its engine API and its rooms, over adopted pools."""
+
+    def __init__(self, role: Role) -> None:
+        self.bench = SenderBench(adopted=True) if role is Role.PREFILL else ReceiverBench(adopted=True)
+        self.role = role
+        self.wires: dict[str, Wire] = {}
+        self.runtime_dir = Path("/nowhere")
+        bench = self.bench
+        bench.engines.push = self._push
+        admission = AdmissionController(
+            bench.service.requests, bench.book, limits=AdmissionConfig(), events=bench.events
+        )
+        attached = AttachedEngines(self._send, (R0,), bench.events)
+        self.api = EngineApi(bench.service, admission, attached, pid=lambda _: 1, attached=self._describe)
+
+    def _describe(self, call: int, ranks: Any) -> Attached:
+        facts = {"instance": "i", "incarnation": "n", "geometry": GEOMETRY, "pp_size": 1, "tp_size": 1}
+        return Attached(call=call, **facts, ranks=ranks, layers={}, features=ENGINE_FEATURES)
+
+    def _send(self, engine: str, message: NodeToEngine) -> None:
+        self.wires[engine].inbox.append(NODE_TO_ENGINE.encode_body(message))
+
+    def _push(self, event: NodeToEngine) -> None:
+        for engine in self.wires:
+            self._send(engine, event)
+
+    def attach(self) -> PrefillEngine | DecodeEngine:
+        """An engine that serves no rank."""
+        wire = Wire(f"engine-{len(self.wires)}", self)
+        self.wires[wire.name] = wire
+        link = EngineLink.__new__(EngineLink)
+        link._client, link.timeout_s, link.daemon_user, link.lost = wire, 1.0, None, ""
+        link._numbers, link._events, link._posted, link._overflowed = itertools.count(1), deque(), {}, False
+        answer = link.call(Attach(call=link.number(), role=self.role, ranks=(), features=ENGINE_FEATURES), Attached)
+        kind = PrefillEngine if self.role is Role.PREFILL else DecodeEngine
+        return kind(Attachment(link, answer, MappedRegions(()), {}, StreamOrder({}), posts=True))
+
+    def endpoint(self) -> Any:
+        """Where decode reaches it."""
+        prefill = self.role is Role.PREFILL
+        return SimpleNamespace(control=PeerAddress(endpoint="tcp://127.0.0.1:7801") if prefill else None)
+
+    def close(self) -> None:
+        """Nothing runs."""
+
+
+class _Attachment(NodeAttachment):
+    """An attachment that needs no thread to attach, and does not end."""
+
+    def __init__(self, node: Node) -> None:
+        self._role, self._runtime_dir, self._why_not = node.role, node.runtime_dir, ""
+        self._changed = threading.Condition()
+        self._engine = node.attach()
+
+
+class Vllm:
+    """A vLLM of one worker with one of our connectors in each of its two places. What leaves a hook leaves a method of this."""
+
+    def __init__(self, module: ModuleType, role: Role) -> None:
+        self.node = Node(role)
+        cache = SimpleNamespace(
+            kv_cache_groups=[SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=PAGE))],
+            transfer_group_index_by_layer={},
+            transfer_group_ids=(0,),
+        )
+        config = _config(role)
+        self.scheduler = module.KvbridgeConnector(config, KVConnectorRole.SCHEDULER, cache)
+        self.worker = module.KvbridgeConnector(config, KVConnectorRole.WORKER, cache)
+        ours, theirs = self.scheduler._scheduler, self.worker._worker
+        attach = lambda *_: _Attachment(self.node)  # noqa: E731
+        with (
+            patch.object(scheduler_role, "NodeAttachment", attach),
+            patch.object(worker_role, "NodeAttachment", attach),
+        ):
+            ours._halves.append(
+                scheduler_role._Half(role, ours._instance, self.node, self.scheduler._stats, self.scheduler.guard)
+            )
+            serve = lambda: SimpleNamespace(node="n", ends=list)  # noqa: E731
+            theirs._halves.append(worker_role._Half(role, self.node.runtime_dir, serve, reports=True))
+        ours.look()
+        self.waiting: dict[str, Any] = {}
+        """Requests that wait for a load, or whose blocks are held, until that is reported."""
+        self.unfilled: set[int] = set()
+        self.failures: dict[str, int] = {}
+        """Counted by both connectors."""
+
+    @property
+    def side(self) -> Any:
+        """The half that decides."""
+        return self.scheduler._scheduler._halves[0].side
+
+    def arrives(self, request: Any, blocks: list[int]) -> None:
+        """A request comes and is scheduled at once, with all the blocks that it needs."""
+        self.scheduler.on_new_request(request)
+        if request.abort_immediately:
+            self.scheduler.request_finished(request, [])
+            return
+        tokens, is_async = self.scheduler.get_num_new_matched_tokens(request, 0)
+        assert is_async == (tokens > 0)
+        held = SimpleNamespace(get_block_ids=lambda: (blocks,))
+        self.scheduler.update_state_after_alloc(request, held, tokens)
+        if tokens:
+            self.waiting[request.request_id] = request
+
+    def ends(self, request: Any, blocks: list[int], status: Status = Status.FINISHED_LENGTH_CAPPED) -> Any:
+        """A request ends; returns the `kv_transfer_params` of its answer."""
+        request.status = status
+        held, answer = self.scheduler.request_finished(request, blocks)
+        if held:
+            self.waiting[request.request_id] = request
+        return answer
+
+    def steps(self, count: int = STEPS) -> None:
+        """What vLLM does at each of some steps, in its order."""
+        for _ in range(count):
+            output = SimpleNamespace(preempted_req_ids=set(), kv_connector_block_state=None)
+            self.worker._connector_metadata = self.scheduler.build_connector_meta(output)
+            self.worker.start_load_kv(None)
+            over = self.worker.get_transfer_results(set())
+            self.unfilled |= self.worker.get_block_ids_with_load_errors()
+            received, sent = over.finished_recving or set(), over.finished_sending or set()
+            for reported in (*received, *sent):
+                del self.waiting[reported]  # vLLM ends of a report too many
+            told = SimpleNamespace(
+                finished_recving=received,
+                finished_sending=sent,
+                kv_connector_worker_meta=self.worker.build_connector_worker_meta(),
+            )
+            self.scheduler.update_connector_output(told)
+            self.scheduler.has_pending_block_frees()
+            self.scheduler.has_pending_push_work()
+            for connector in (self.scheduler, self.worker):
+                stats = connector.get_kv_connector_stats()
+                for code, number in ({} if stats is None else stats.data["failures"]).items():
+                    self.failures[code] = self.failures.get(code, 0) + number
+
+
+def request(name: str, params: Any, *, tokens: int = 2 * PAGE, refused: bool = False) -> Any:
+    """A request as vLLM has it. `refused`: by its API, so that it comes aborted."""
+    return SimpleNamespace(
+        request_id=name,
+        kv_transfer_params=params,
+        abort_immediately=refused,
+        num_prompt_tokens=tokens,
+        prompt_token_ids=list(range(tokens)),
+        prompt_embeds=None,
+        lora_request=None,
+        mm_features=[],
+        cache_salt=None,
+        status=None,
+        num_computed_tokens=0,
+        num_in_flight_tokens=0,
+    )
+
+
+def _config(role: Role) -> Any:
+    parallel = SimpleNamespace(
+        decode_context_parallel_size=1,
+        prefill_context_parallel_size=1,
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+    )
+    model = SimpleNamespace(
+        get_total_num_kv_heads=lambda: 1, use_mla=False, model="m", revision=None, quantization=None, dtype="float32"
+    )
+    roles = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
+    transfer = SimpleNamespace(kv_connector_extra_config={}, engine_id="e", kv_role=roles[role])
+    return SimpleNamespace(
+        kv_transfer_config=transfer,
+        parallel_config=parallel,
+        model_config=model,
+        speculative_config=None,
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
