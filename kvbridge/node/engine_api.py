@@ -85,7 +85,7 @@ class EngineApi:
         except Exception as error:
             kind = type(message).__name__
             log.exception("engine_call_failed", engine=engine, call=kind, room=getattr(message, "room", None))
-            reason = f"'{kind}' failed with {type(error).__name__}: {error}; please report it, the node's log has more"
+            reason = f"'{kind}' failed, please report it (the node's log has more): {type(error).__name__}: {error}"
             answer = _refused(message, BridgeError(reason))
         self._engines.send(engine, answer)
         if isinstance(answer, Attached):

@@ -56,7 +56,9 @@ class _StandardError:
 def leave_standard_output() -> None:
     """Where nobody has set logging up, as in many an engine's process: write lines to standard error. Else do nothing."""
     if not structlog.is_configured():
-        structlog.configure(logger_factory=structlog.PrintLoggerFactory(cast("TextIO", _StandardError())))
+        target = cast("TextIO", _StandardError())
+        processors = [*structlog.get_config()["processors"][:-1], *_renderers("console", sys.stderr)]
+        structlog.configure(processors=processors, logger_factory=structlog.PrintLoggerFactory(target))
 
 
 def configure_logs(

@@ -145,10 +145,10 @@ class Wire:
 
 
 class Node:
-    """The node beside vLLM: its engine API and its rooms, over adopted pools."""
+    """The node beside vLLM: its engine API and its rooms, over adopted pools; or another one, over pools of its own."""
 
-    def __init__(self, role: Role) -> None:
-        self.bench = SenderBench(adopted=True) if role is Role.PREFILL else ReceiverBench(adopted=True)
+    def __init__(self, role: Role, *, adopted: bool = True) -> None:
+        self.bench = SenderBench(adopted=adopted) if role is Role.PREFILL else ReceiverBench(adopted=adopted)
         self.role = role
         self.wires: dict[str, Wire] = {}
         self.runtime_dir = Path("/nowhere")

@@ -7,9 +7,11 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from kvbridge.core.errors import BridgeError, NotReadyError
+from kvbridge.core.errors import BridgeError, NotReadyError, RoomFailedError
+from kvbridge.core.ids import IndexSpace, PageTable, Role
 from kvbridge.core.wire.engine_messages import (
     Accepted,
     EngineToNode,
@@ -22,6 +24,8 @@ from kvbridge.core.wire.engine_messages import (
 )
 from kvbridge.engine import DecodeEngine
 from kvbridge.engine.link import EngineLink
+from tests.helpers.hooked_vllm import Node as AdoptedNode
+from tests.helpers.rooms import ADDRESS, PAGE
 
 
 def test_the_runtime_directory_may_be_relative_to_where_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +94,24 @@ def test_a_call_passes_the_answers_that_nobody_waits_for(link: EngineLink) -> No
     link._client.answers.extend((refused, Accepted(call=2)))
     assert link.call(Finish(call=link.number(), room=6), Accepted) == Accepted(call=2)
     assert [event.kind for event in link.events()] == ["refused"]
+
+
+def test_whoever_waits_to_claim_a_room_hears_why_its_pages_were_refused() -> None:
+    node = AdoptedNode(Role.DECODE)
+    engine = node.attach()
+    assert isinstance(engine, DecodeEngine)
+    engine.fetch(5, prompt_tokens=2 * PAGE, prefill=(ADDRESS,))
+    engine.provide(5, {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([99, 100], dtype=np.int32))})
+    with pytest.raises(RoomFailedError, match=r"room 5 refused: .*99"):
+        engine.wait_claim(5, 0.2)
+
+
+def test_a_reason_to_give_a_room_up_may_be_long() -> None:
+    node = AdoptedNode(Role.DECODE)
+    engine = node.attach()
+    engine.fetch(5, prompt_tokens=2 * PAGE, prefill=(ADDRESS,))
+    engine.abort(5, "why " * 5_000)
+    assert [event.kind for event in engine.events()] == ["aborted"]
 
 
 def test_a_node_that_does_not_read_is_not_waited_for(link: EngineLink) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import stat
 import tempfile
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,12 @@ import yaml
 
 from kvbridge.config.loading import load_config
 from kvbridge.config.schema import DecodeConfig, PrefillConfig, fits_sockets
-from kvbridge.core.errors import ConfigError, UnsupportedError
+from kvbridge.core.errors import ConfigError, ConflictError, UnsupportedError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import Rank, Role
 from kvbridge.daemon.memory import plan_memory
 from kvbridge.daemon.model import load_geometry
+from kvbridge.engine.adapters.vllm import node_config as node_config_module
 from kvbridge.engine.adapters.vllm.node_config import (
     NodePlan,
     instance_name,
@@ -55,7 +58,10 @@ def test_a_daemon_takes_what_is_written_and_knows_the_tensors(
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="kvb-", dir="/tmp") as home:
         monkeypatch.setenv("XDG_RUNTIME_DIR", home)
-        written, file = write_node(plan(role, http={"token": "a-secret"}, timeouts={"room_s": 100}, node="node-1"))
+        written, file, owned = write_node(
+            plan(role, http={"token": "a-secret"}, timeouts={"room_s": 100}, node="node-1")
+        )
+        owned.close()
         read = load_config(kind, file=file, environment={})
         assert read == written
         assert (read.instance, read.node, read.timeouts.room_s) == (ENGINE, "node-1", 100)
@@ -156,8 +162,6 @@ def test_the_file_is_what_yaml_reads(tmp_path: Path) -> None:
 
 def test_directories_of_a_vllm_that_was_killed_are_removed_and_no_others(tmp_path: Path) -> None:
     names = ["kvbridge-0-vllm-prefill-1", "kvbridge-vllm-decode-2", "kvbridge-0-vllm-decode-3", "kvbridge-0-prefill"]
-    for name in names:
-        (tmp_path / name).mkdir()
     held = [own_directory(tmp_path / name) for name in names]
     (tmp_path / "kvbridge-0-vllm-decode-4").mkdir()
     for one in (0, 1, 3):
@@ -165,6 +169,62 @@ def test_directories_of_a_vllm_that_was_killed_are_removed_and_no_others(tmp_pat
     remove_orphans(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [names[3], names[2], "kvbridge-0-vllm-decode-4"]
     held[2].close()
+
+
+@pytest.fixture
+def runtime_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvb-", dir="/tmp") as home:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", home)
+        yield Path(home)
+
+
+def test_the_files_of_a_node_that_starts_are_no_orphans_though_its_vllm_was_killed_before(runtime_home: Path) -> None:
+    """Two servers that are restarted together, each with a fixed engine id, look for orphans at the same time."""
+    write_node(plan()).owned.close()
+    again = write_node(plan())
+    remove_orphans(runtime_home)
+    assert again.file.exists()
+    again.owned.close()
+    remove_orphans(runtime_home)
+    assert not list(runtime_home.iterdir())
+
+
+def test_a_directory_that_somebody_has_is_refused_at_once_though_no_node_listens_in_it(runtime_home: Path) -> None:
+    first = write_node(plan())
+    with pytest.raises(ConflictError, match="another process has the directory"):
+        write_node(plan())
+    first.owned.close()
+    write_node(plan()).owned.close()
+
+
+@pytest.mark.parametrize("when", ["before the lock is taken", "before the file is opened"])
+def test_a_directory_that_is_removed_meanwhile_is_nobodys_and_can_be_had_at_the_next_try(
+    when: str, runtime_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its next owner has a lock on a file that nobody finds any more."""
+    place = runtime_home / "kvbridge-vllm-prefill-1"
+    own_directory(place).close()
+    module, name = (
+        (fcntl, "flock") if when == "before the lock is taken" else (node_config_module, "prepare_runtime_directory")
+    )
+    kept = getattr(module, name)
+
+    def removed_meanwhile(*given: Any) -> Any:
+        monkeypatch.undo()
+        if module is fcntl:
+            remove_orphans(runtime_home)
+            return kept(*given)
+        made = kept(*given)
+        remove_orphans(runtime_home)
+        return made
+
+    monkeypatch.setattr(module, name, removed_meanwhile)
+    with pytest.raises(ConflictError, match="or removes it"):
+        own_directory(place)
+    held = own_directory(place)
+    remove_orphans(runtime_home)
+    assert place.exists()
+    held.close()
 
 
 def test_what_the_guide_shows_for_several_hosts_is_taken() -> None:

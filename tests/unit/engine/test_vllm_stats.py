@@ -46,6 +46,26 @@ def test_what_happened_is_told_once_and_what_is_held_as_it_is() -> None:
     assert (both["Held blocks"], both["Failed (unknown_room)"], both["Failed (refused)"]) == (2, 2, 1)
 
 
+def test_that_nothing_is_held_any_more_is_something_and_is_not_forgotten_for_counts_that_do_not_know() -> None:
+    """What is shown as held stays as it was said last, so that its end has to be said."""
+    stats = TransferStats()
+    stats.held("a", 4)
+    stats.take()
+    stats.let_go(["a"])
+    last = stats.take()
+    assert last is not None
+    assert not is_nothing(last)
+    assert (last["held_rooms"], last["held_blocks"]) == (0, 0)
+    stats.held("b", 2)
+    held = stats.take()
+    stats.failed("internal")
+    of_a_worker = stats.take(holds=False)
+    assert held is not None
+    assert of_a_worker is not None
+    both = add_counts(held, of_a_worker)
+    assert (both["held_rooms"], both["held_blocks"], both["failures"]) == (1, 2, {"internal": 1})
+
+
 def test_nothing_is_nothing() -> None:
     assert is_nothing(no_counts())
     assert is_nothing(add_counts(no_counts(), no_counts()))

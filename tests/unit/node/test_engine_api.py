@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.config.admission import AdmissionConfig
@@ -384,6 +385,37 @@ def test_the_decode_verbs():
     assert api.call(AbortRoom(call=6, room=1, reason="late")) == Accepted(call=6)
     assert api.call(Claim(call=7, room=1)).code == "room_failed"
     assert api.call(Claim(call=8, room=2)).code == "unknown_room"
+
+
+@pytest.mark.parametrize("fails", ["at once", "when the room is there"])
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_call_that_fails_by_a_defect_is_refused_and_leaves_no_room_behind(fails, role, monkeypatch):
+    """An engine that waits for an answer which never comes waits for ever."""
+    api = prefill(adopted=True) if role == "prefill" else decode(adopted=True)
+    api.attach()
+
+    def fail(*_, **__):
+        raise RuntimeError("a defect " + "x" * 10_000)
+
+    if fails == "at once":
+        monkeypatch.setattr(AdmissionController, "admit_now", fail)
+    else:
+        calls = api.bench.service.calls
+        monkeypatch.setitem(calls, Begin if role == "prefill" else Provide, fail)
+    message = (
+        Hold(call=2, **PROMPT, tables=TABLES)
+        if role == "prefill"
+        else Fetch(call=2, **PROMPT, prefill=PLACES, tables=TABLES)
+    )
+    with capture_logs() as lines:
+        refused = api.call(message)
+    assert (refused.call, refused.code) == (2, "internal")
+    assert "failed, please report it" in refused.message
+    assert "RuntimeError: a defect" in refused.message
+    [line] = [line for line in lines if line["event"] == "engine_call_failed"]
+    assert (line["room"], line["exc_info"]) == (1, True)
+    assert all(room.is_over for room in api.bench.service.book)
+    assert api.bench.free == 16
 
 
 def test_malformed_tables_are_refused():

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import sys
 
 import pytest
 import structlog
@@ -190,3 +191,33 @@ def test_lines_are_for_machines_unless_somebody_watches():
     configure_logs(names={"role": "decode"}, stream=stream)
     structlog.get_logger("x").info("draining")
     assert not stream.getvalue().splitlines()[1].startswith("{")
+
+
+@pytest.fixture
+def engines_logs():
+    """Logging as in an engine's process where nobody has set it up."""
+    structlog.reset_defaults()
+    leave_standard_output()
+
+
+def test_an_engine_goes_on_when_nobody_reads_its_standard_error(engines_logs, monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    structlog.get_logger("kvbridge.engine").warning("load_failed", room=3)
+
+
+def test_what_an_engine_logs_of_an_error_shows_no_values(engines_logs, capsys):
+    """A local variable may be a prompt."""
+
+    def fail(prompt):
+        raise RuntimeError(f"{len(prompt)} tokens are too many")
+
+    prompt = list(range(123_456, 123_460))
+    try:
+        fail(prompt)
+    except RuntimeError as error:
+        structlog.get_logger("kvbridge.engine").error("hook_failed", exc_info=error)
+    printed = capsys.readouterr().err
+    assert "in fail" in printed
+    assert "123456" not in printed

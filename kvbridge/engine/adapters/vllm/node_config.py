@@ -9,13 +9,14 @@ import fcntl
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import yaml
 
@@ -25,7 +26,7 @@ from kvbridge.config.transports import TransportName
 from kvbridge.control.addresses import ENGINE_SOCKET
 from kvbridge.control.runtime_directory import prepare_runtime_directory, require_unserved
 from kvbridge.core.addresses import is_loopback
-from kvbridge.core.errors import ConfigError
+from kvbridge.core.errors import ConfigError, ConflictError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.engine.adapters.vllm.limits import Settings, require_supported
 from kvbridge.engine.adapters.vllm.tensors import InstanceCache
@@ -149,27 +150,73 @@ def _is_open(config: PrefillConfig | DecodeConfig) -> bool:
 
 
 def own_directory(runtime_dir: Path) -> TextIO:
-    """Mark the directory of a node as in use until what is returned is closed, or this process ends, however it does."""
-    held = (runtime_dir / OWNER_FILE).open("w")
-    fcntl.flock(held, fcntl.LOCK_EX)
+    """Make the directory of a node, and mark it as in use until what is returned is closed, or this process ends, however it does.
+
+    Raises ConfigError when the directory cannot be had, ConflictError while another process has it or removes it.
+    """
+    path = prepare_runtime_directory(runtime_dir) / OWNER_FILE
+    with ExitStack() as stack:
+        try:
+            held = stack.enter_context(path.open("w"))
+            _lock(held, path)
+        except OSError as error:
+            raise ConflictError(f"another process has the directory {runtime_dir}, or removes it") from error
+        stack.pop_all()
     return held
+
+
+def _lock(held: TextIO, path: Path) -> None:
+    """Take the lock of an owner's file. Raises OSError while another process has it, or when the file is not at its path now."""
+    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if not os.path.samestat(os.fstat(held.fileno()), path.stat()):
+        raise FileNotFoundError(path)
+
+
+def remove_directory(runtime_dir: Path) -> None:
+    """Remove the directory of a node. For whoever has the owner's lock: until then nobody else takes the directory.
+
+    The directory goes out of the way first: the files of its next owner are never in what is removed. Raises OSError.
+    """
+    gone = runtime_dir.with_name(f"{runtime_dir.name}.{secrets.token_hex(4)}")
+    runtime_dir.rename(gone)
+    shutil.rmtree(gone)
 
 
 def remove_orphans(home: Path) -> None:
     """Remove directories of nodes in `home` whose vLLM has ended without a chance to: it is killed as soon as it is told to end."""
     for owner in home.glob(f"kvbridge-*vllm-*/{OWNER_FILE}"):
         with suppress(OSError), owner.open("r+") as held:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(owner.parent)
+            _lock(held, owner)
+            remove_directory(owner.parent)
 
 
-def write_node(plan: NodePlan) -> tuple[PrefillConfig | DecodeConfig, Path]:
-    """Write the files that a node starts from into its directory, which is made. Returns its configuration, and that file.
+class WrittenNode(NamedTuple):
+    """What a node starts from."""
 
-    Raises as `node_config` does, ConfigError when the directory cannot be had, and ConflictError when a node is there that runs.
+    config: PrefillConfig | DecodeConfig
+    file: Path
+    """The file with that configuration."""
+    owned: TextIO
+    """The directory is this process's until this is closed."""
+
+
+def write_node(plan: NodePlan) -> WrittenNode:
+    """Write the files that a node starts from into its directory, which is made and owned.
+
+    Raises as `node_config` does, ConfigError when the directory cannot be had, and ConflictError when another process has it, or a
+    node is there that runs.
     """
     config, values = node_config(plan)
-    require_unserved(prepare_runtime_directory(config.runtime_dir) / ENGINE_SOCKET)
+    owned = own_directory(config.runtime_dir)  # first: else whoever removes what has no owner removes the files
+    try:
+        require_unserved(config.runtime_dir / ENGINE_SOCKET)
+        return WrittenNode(config, _write_files(plan, config, values), owned)
+    except BaseException:
+        owned.close()
+        raise
+
+
+def _write_files(plan: NodePlan, config: PrefillConfig | DecodeConfig, values: dict[str, Any]) -> Path:
     file = config.runtime_dir / CONFIG_FILE
     contents = {
         config.runtime_dir / GEOMETRY_FILE: plan.cache.geometry.model_dump_json(indent=2),
@@ -178,4 +225,4 @@ def write_node(plan: NodePlan) -> tuple[PrefillConfig | DecodeConfig, Path]:
     for path, text in contents.items():
         path.touch(0o600)
         path.write_text(text, encoding="utf-8")
-    return config, file
+    return file

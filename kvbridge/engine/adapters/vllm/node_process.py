@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from kvbridge.core.ids import Role
 from kvbridge.engine.adapters.vllm.node_config import (
     NodePlan,
     operated_directory,
-    own_directory,
+    remove_directory,
     remove_orphans,
     write_node,
 )
@@ -168,9 +167,8 @@ class NodeProcess:
 
     def __init__(self, plan: NodePlan) -> None:
         """Write its files and start it. Raises as `write_node` does."""
-        config, self._config_file = write_node(plan)
+        config, self._config_file, self._owned = write_node(plan)
         self.runtime_dir = config.runtime_dir
-        self._owned = own_directory(config.runtime_dir)
         remove_orphans(config.runtime_dir.parent)
         self._role = plan.role
         self._file = _EndpointFile(config.runtime_dir)
@@ -302,9 +300,10 @@ class NodeProcess:
             self._thread.join(limit_s)
             if not self._thread.is_alive():
                 break
+        if self._has_listened and not self._owned.closed:  # else somebody may want to try what is in it by hand
+            with contextlib.suppress(OSError):
+                remove_directory(self.runtime_dir)
         self._owned.close()
-        if self._has_listened:  # else somebody may want to try what is in it by hand
-            shutil.rmtree(self.runtime_dir, ignore_errors=True)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:
