@@ -257,11 +257,13 @@ class Server:
         max_tokens: int = 16,
         *,
         transfer: Mapping[str, Any] | None = None,
+        further: Mapping[str, Any] | None = None,
         timeout_s: float = ANSWER_S,
     ) -> Answer:
-        """Ask for a completion and return it whole. Raises httpx.HTTPError when there is no answer at all."""
+        """Ask for a completion and return it whole. `further`: members of the body. Raises httpx.HTTPError without any answer."""
         begun_s = time.monotonic()
-        answer = self._client.post("/v1/completions", json=self._body(prompt, max_tokens, transfer), timeout=timeout_s)
+        body = self._body(prompt, max_tokens, transfer) | dict(further or {})
+        answer = self._client.post("/v1/completions", json=body, timeout=timeout_s)
         seconds = time.monotonic() - begun_s
         if answer.status_code != 200:
             return Answer(answer.status_code, reason=answer.text[:500], seconds=seconds)

@@ -224,7 +224,11 @@ class NodeProcess:
         pause_s = FIRST_PAUSE_S
         while not self._closing.is_set():
             begun_s = time.monotonic()
-            how = self._run()
+            try:
+                how = self._run()
+            except Exception as error:  # without this thread no node would be started any more
+                log.exception("node_not_followed", node_role=self._role.value)
+                how = f"it could not be followed: {type(error).__name__}: {error}"
             if self._closing.is_set():
                 return
             self.ends.append(NodeEnd(how, self._last_lines()))

@@ -1,0 +1,34 @@
+"""The thread beside vLLM that keeps a node running."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+
+from kvbridge.core.ids import Role
+from kvbridge.engine.adapters.vllm.node_process import LAST_ENDS, NodeProcess, _signal_name
+
+
+def test_a_node_is_started_again_though_the_one_before_could_not_be_followed() -> None:
+    """As when there is no descriptor left for a moment."""
+    node = NodeProcess.__new__(NodeProcess)
+    node._role, node._lines, node.ends = Role.DECODE, deque(), deque(maxlen=LAST_ENDS)
+    runs: list[str] = []
+    node._closing = threading.Event()
+    node._closing.wait = lambda *_: False
+
+    def run() -> str:
+        runs.append("run")
+        if len(runs) == 1:
+            raise OSError("no descriptors are left")
+        node._closing.set()
+        return "exit code 0"
+
+    node._run = run
+    node._keep()
+    assert len(runs) == 2
+    assert [end.how for end in node.ends] == ["it could not be followed: OSError: no descriptors are left"]
+
+
+def test_any_number_of_a_signal_has_a_name() -> None:
+    assert [_signal_name(number) for number in (9, 34, 40)] == ["SIGKILL", "SIGRTMIN", "signal 40"]
