@@ -14,7 +14,7 @@ FORGED: dict[str, dict[str, Any]] = {
     "no prefill node": {"prefill": []},
     "more prefill nodes than an instance has": {"prefill": [PLACE] * 257},
     "no endpoint": {"prefill": [{"endpoint": "x"}]},
-    "more tokens than there are": {"prefill": [PLACE], "prompt_tokens": 2**70},
+    "more tokens than a room has": {"prefill": [PLACE], "prompt_tokens": 2**63},
     "no prefill node, and what the room is of": {"prefill": [], "prompt_tokens": 256},
     "no object": {"prefill": "x", "prompt_tokens": "y"},
 }

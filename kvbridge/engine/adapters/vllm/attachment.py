@@ -153,6 +153,7 @@ class NodeAttachment:
         except BridgeError:
             raise
         except Exception as error:  # a value that the message does not take
+            log.error("not_said", node_role=self._role.value, call=verb, room=args[0], exc_info=error)
             raise InvalidInputError(f"'{verb}' of room {args[0]} cannot be said: {error}") from error
 
     def _lose(self, error: Exception) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from kvbridge.core.addresses import PeerAddress
@@ -100,7 +101,7 @@ class _Half:
             control = self.node.endpoint().control
         except BridgeError:
             return None
-        return () if control is None else (PeerAddress(endpoint=control.endpoint, public_key=control.public_key),)
+        return () if control is None else (control,)
 
     def told(self, request: Request) -> Request:
         """Return a request as this role is to see it."""
@@ -206,9 +207,10 @@ class SchedulerRole:
         """See SchedulerSide."""
         held, answer = False, None
         for half in self._halves:
-            its_held, its_answer = half.side.finished(half.told(request), blocks, well=well)
-            held = held or its_held
-            answer = answer if its_answer is None else dict(its_answer)
+            with self._guard.over("finished", request.id, lost=partial(half.side.lost, request.id)):
+                its_held, its_answer = half.side.finished(half.told(request), blocks, well=well)
+                held = held or its_held
+                answer = answer if its_answer is None else dict(its_answer)
         if held:
             self.stats.held(request.id, len(blocks))
         return held, answer
