@@ -155,10 +155,6 @@ class KvbridgeConnector(KVConnectorBase_V1):
             if self._scheduler is not None:
                 stack.callback(self._scheduler.close)
 
-    def lost(self, request: str, reason: str) -> None:
-        """See SchedulerSide."""
-        self._of_scheduler().lost(request, reason)
-
     def _of_scheduler(self) -> SchedulerRole:
         assert self._scheduler is not None
         return self._scheduler
@@ -242,7 +238,7 @@ class KvbridgeConnector(KVConnectorBase_V1):
             scheduler.preempted(scheduler_output.preempted_req_ids)
         state = scheduler_output.kv_connector_block_state
         for request in scheduler.computing if state is not None else ():
-            with self.guard.over("computed", request, lost=partial(self.lost, request)):
+            with self.guard.over("computed", request, lost=partial(self.guard.lose, request)):
                 groups = state.get_block_ids(request)
                 if groups is not None:
                     known = self._requests[request].request

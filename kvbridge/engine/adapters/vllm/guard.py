@@ -25,12 +25,18 @@ LINES, EVERY_S = 5, 1.0
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
+def _nothing_begun(_request: str, _reason: str) -> None:
+    """Of a process that begins nothing."""
+
+
 class Guard:
     """One for each process of a connector. For its thread only."""
 
     def __init__(self, count: Callable[[str], None], *, clock: Clock = monotonic) -> None:
         """`count` takes the code of each error."""
         self._count = count
+        self.lose: Callable[[str, str], None] = _nothing_begun
+        """Called with a request of vLLM and a reason: a hook has failed in the middle of it, and what was begun is to end."""
         self._seldom = Seldom(lines=LINES, every_s=EVERY_S, clock=clock)
 
     @contextmanager
@@ -73,9 +79,6 @@ class Guarded(Protocol):
 
     guard: Guard
 
-    def lost(self, request: str, reason: str) -> None:
-        """Nothing more comes for a request of vLLM, for the sake of which a hook has failed: end what was begun."""
-
 
 def nothing() -> None:
     """Answer for a hook that has no answer, or nothing to say."""
@@ -93,7 +96,7 @@ def hook(otherwise: Callable[[], Any], *, of_request: bool = False) -> Callable[
             what, name, lost = method.__name__, "", None
             if of_request:
                 what, name = "computed_here", (args[0] if args else kwargs["request"]).request_id
-                lost = functools.partial(self.lost, name)
+                lost = functools.partial(self.guard.lose, name)
             with self.guard.over(what, name, lost=lost):
                 return method(self, *args, **kwargs)
             return otherwise()

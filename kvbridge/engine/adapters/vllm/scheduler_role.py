@@ -127,6 +127,7 @@ class SchedulerRole:
         self._closing = ExitStack()
         self.stats = stats
         self._guard = guard
+        guard.lose = self.lost
         self.pins: BlockPins | None = None
         """Set before `start`, if at all."""
 
