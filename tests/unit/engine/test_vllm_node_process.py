@@ -6,7 +6,7 @@ import threading
 from collections import deque
 
 from kvbridge.core.ids import Role
-from kvbridge.engine.adapters.vllm.node_process import LAST_ENDS, NodeProcess, _signal_name
+from kvbridge.engine.adapters.vllm.node_process import LAST_ENDS, NodeProcess
 
 
 def test_a_node_is_started_again_though_the_one_before_could_not_be_followed() -> None:
@@ -28,7 +28,3 @@ def test_a_node_is_started_again_though_the_one_before_could_not_be_followed() -
     node._keep()
     assert len(runs) == 2
     assert [end.how for end in node.ends] == ["it could not be followed: OSError: no descriptors are left"]
-
-
-def test_any_number_of_a_signal_has_a_name() -> None:
-    assert [_signal_name(number) for number in (9, 34, 40)] == ["SIGKILL", "SIGRTMIN", "signal 40"]

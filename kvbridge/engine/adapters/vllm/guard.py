@@ -37,7 +37,9 @@ class Guard:
         self._count = count
         self.lose: Callable[[str, str], None] = _nothing_begun
         """Called with a request of vLLM and a reason: a hook has failed in the middle of it, and what was begun is to end."""
-        self._seldom = Seldom(lines=LINES, every_s=EVERY_S, clock=clock)
+        self._seldom = Seldom(
+            lambda _: None, lines=LINES, every_s=EVERY_S, clock=clock
+        )  # each error is counted by its code
 
     @contextmanager
     def over(self, what: str, request: str = "", *, lost: Callable[[str], None] | None = None) -> Iterator[None]:
@@ -70,8 +72,7 @@ class Guard:
 
     def look(self) -> None:
         """Say how many lines were not written."""
-        for event, kind, lines, seconds in self._seldom.left_out():
-            log.warning("lines_left_out", of=event, kind=kind, lines=lines, seconds=round(seconds, 1))
+        self._seldom.tell()
 
 
 class Guarded(Protocol):
