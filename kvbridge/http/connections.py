@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import re
 import socket
 import ssl
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from kvbridge.core.errors import CapacityError
 from kvbridge.http.problems import PROBLEM_TYPE, problem_of
-from kvbridge.http.turns import LONGEST_WAIT_S, MOST_WAITING, Turns
+from kvbridge.http.turns import LONGEST_WAIT_S, MOST_WAITING, Line, Turns
 from kvbridge.telemetry.logs import Seldom
 
 log = structlog.get_logger(__name__)
@@ -63,10 +64,16 @@ def _refusal(why: str) -> bytes:
     return head.encode() + body
 
 
-TOO_MANY_WAIT = _refusal(
-    f"{MOST_WAITING} requests wait here to be read, the first of them for {LONGEST_WAIT_S:g} s already: this daemon is asked for "
-    "more than it can answer; this request has not been read"
-)
+TOO_MANY_WAIT = {
+    line: _refusal(
+        f"{MOST_WAITING} requests or more wait here to be read, the first of them for {wait_s:g} s already: this daemon is asked for "
+        "more than it can answer; this request has not been read"
+    )
+    for line, wait_s in LONGEST_WAIT_S.items()
+}
+_HEAD_ENDS = re.compile(rb"\n\r?\n")
+_FIRST_PRINTABLE = 0x21
+"""No request begins with less: what speaks TLS to a port without it, for one."""
 
 
 class BoundedProtocol(H11Protocol):
@@ -77,7 +84,9 @@ class BoundedProtocol(H11Protocol):
     _request_timer: asyncio.TimerHandle | None = None
     _late = False
     _unread = b""
-    """What has arrived and waits for its turn."""
+    """What has arrived and was not given to h11 yet."""
+    _waits = False
+    """Whether it waits for its turn."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
@@ -88,22 +97,52 @@ class BoundedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
         self._unset_keepalive_if_required()
-        waits = bool(self._unread)
         self._unread += data
         if len(self._unread) > HIGH_WATER_LIMIT:
             self.transport.pause_reading()
-        if not waits and not self.turns.wait(self, creates=self._between_requests and data.startswith(b"POST ")):
-            self._turn_away()
+        self._seek_turn()
+
+    def handle_events(self) -> None:
+        """Seek a turn for the request that has arrived behind one that is answered; uvicorn calls this when an answer has ended."""
+        self._seek_turn()
+
+    def _seek_turn(self) -> None:
+        """Wait for a turn with what has arrived, unless nobody can say yet what is asked, or an answer is to be sent first."""
+        line = None if self._waits else self._line()
+        if line is None:
+            return
+        self._waits = True
+        if not self.turns.wait(self, line):
+            self._waits = False
+            self._turn_away(line)
+
+    def _line(self) -> Line | None:
+        if self.conn.their_state is h11.SEND_BODY:
+            return Line.GOES_ON
+        if self.conn.our_state is not h11.IDLE or self.conn.their_state is not h11.IDLE:
+            return None
+        # What h11 has in front of a request came in one segment with the request before.
+        head = self.conn.trailing_data[0] + self._unread
+        if not head:
+            return None
+        self._unset_keepalive_if_required()
+        self._arm()
+        refused = head[0] < _FIRST_PRINTABLE or len(head) > HIGH_WATER_LIMIT
+        if not refused and not _HEAD_ENDS.search(head):
+            return None
+        return Line.CREATES if head.startswith(b"POST ") or refused else Line.OTHER
 
     def take_turn(self) -> None:
         """Read what has arrived. Of a caller that has hung up meanwhile nothing is begun."""
-        data, self._unread = self._unread, b""
+        data, self._unread, self._waits = self._unread, b"", False
         if self.ended.is_set() or self.transport.is_closing():
             return
         if not self.flow.read_paused:
             self.transport.resume_reading()
         try:
-            super().data_received(data)
+            if data:  # h11 takes none for the end of the connection
+                self.conn.receive_data(data)
+            super().handle_events()
         except Exception:
             self.transport.abort()
             raise
@@ -114,15 +153,11 @@ class BoundedProtocol(H11Protocol):
         else:
             self._arm()
 
-    @property
-    def _between_requests(self) -> bool:
-        return self.conn.our_state is h11.IDLE and self.conn.their_state is h11.IDLE
-
-    def _turn_away(self) -> None:
+    def _turn_away(self, line: Line) -> None:
         self._unread = b""
         if self.limits.seldom.admits("request_refused_unread"):
-            log.warning("request_refused_unread", waiting=MOST_WAITING, waited_s=LONGEST_WAIT_S)
-        self.transport.write(TOO_MANY_WAIT)
+            log.warning("request_refused_unread", waiting=MOST_WAITING, waited_s=LONGEST_WAIT_S[line])
+        self.transport.write(TOO_MANY_WAIT[line])
         self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -144,7 +179,7 @@ class BoundedProtocol(H11Protocol):
     def _too_slow(self) -> None:
         self._request_timer = None
         self._late = True
-        if self._unread:
+        if self._waits:
             return  # it may be whole: that is seen when its turn comes
         log.debug("connection_closed", reason="no whole request in time", limit="http.max_request_s")
         self.transport.abort()

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import json
+import re
 import resource
 import signal
 import socket
@@ -170,6 +171,34 @@ async def test_a_caller_that_does_not_finish_its_request_is_cut_off(begun: bytes
             assert await reader.read() == b""
     writer.close()
     assert not server._server.server_state.connections
+    await server.stop()
+
+
+@pytest.mark.parametrize("begun", [b"GET /hea", HEAD, HEAD + b'Content-Length: 21\r\n\r\n{"prompt'])
+async def test_half_a_request_that_came_with_the_one_before_is_cut_off(begun: bytes):
+    """Half a request behind a whole one in one segment holds its connection no longer than half a request alone."""
+    server = await serve(FakeRooms(), limits=SHORT_LIMITS)
+    reader, writer = await connected(server)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" + begun)
+    async with asyncio.timeout(20):
+        assert b"true" in await reader.readuntil(b"}")
+        assert b"true" not in await ended(reader)
+    writer.close()
+    await server.stop()
+
+
+async def test_requests_that_come_in_one_segment_are_all_answered():
+    server = await serve(FakeRooms())
+    reader, writer = await connected(server)
+    body = b'{"room":5,"prompt_tokens":2}'
+    room = HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 3 + room + b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    writer.write(b"GET /ready HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    async with asyncio.timeout(20):
+        answers = await reader.read()
+    codes = re.findall(rb"HTTP/1.1 (\d+) ", answers)
+    assert codes == [b"200", b"200", b"200", b"201", b"200", b"200"]
+    writer.close()
     await server.stop()
 
 

@@ -8,14 +8,17 @@ from collections.abc import Callable
 
 import pytest
 import uvicorn
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
 from kvbridge.http.connections import BoundedProtocol, bounded
-from kvbridge.http.turns import LONGEST_WAIT_S, MOST_WAITING, Turns
+from kvbridge.http.turns import LONGEST_WAIT_S, MOST_WAITING, Line, Turns
 from tests.helpers.connection_limits import limits
 from tests.helpers.manual_clock import ManualClock
 
 POST = b"POST /v1/requests HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+GET = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 
 class Loop:
@@ -50,53 +53,64 @@ def loop() -> Loop:
 def test_one_request_is_read_between_two_looks_at_the_sockets(loop):
     turns, read = Turns(loop.call_soon), []
     for number in range(4):
-        turns.wait(Caller(f"room {number}", read), creates=True)
+        turns.wait(Caller(f"room {number}", read), Line.CREATES)
     assert read == ["room 0"], "who comes while nobody waits does not wait either"
     for number in range(1, 4):
         loop.run_once()
         assert read[number:] == [f"room {number}"]
     loop.run_once()
     assert not loop.soon, "nothing is called while nobody comes"
-    turns.wait(Caller("later", read), creates=True)
+    turns.wait(Caller("later", read), Line.CREATES)
     assert read[4:] == ["later"]
 
 
 def test_who_asks_for_nothing_new_does_not_wait_behind_those_who_do(loop):
     turns, read = Turns(loop.call_soon), []
     for number in range(100):
-        turns.wait(Caller(f"room {number}", read), creates=True)
-    turns.wait(Caller("health", read), creates=False)
-    turns.wait(Caller("cancel", read), creates=False)
+        turns.wait(Caller(f"room {number}", read), Line.CREATES)
+    turns.wait(Caller("health", read), Line.OTHER)
+    turns.wait(Caller("cancel", read), Line.OTHER)
     loop.run_once()
     assert sorted(read) == ["health", "room 0", "room 1"]
     loop.run_once()
     assert read[3:] == ["cancel", "room 2"]
 
 
-def test_a_line_that_stands_takes_nobody_more_who_asks_for_something_new(loop):
+@pytest.mark.parametrize("line", [Line.CREATES, Line.OTHER])
+def test_a_line_that_stands_takes_nobody_more(loop, line):
     clock, read = ManualClock(), []
     turns = Turns(loop.call_soon, clock)
     anybody = Caller("", read)
     burst = 3 * MOST_WAITING
-    assert all(turns.wait(anybody, creates=True) for _ in range(burst)), "however many come at once"
-    clock.advance(LONGEST_WAIT_S)
-    assert not turns.wait(anybody, creates=True)
-    assert turns.wait(anybody, creates=False)
-    while len(read) <= burst - MOST_WAITING + 1:
-        assert not turns.wait(anybody, creates=True)
+    assert all(turns.wait(anybody, line) for _ in range(burst)), "however many come at once"
+    clock.advance(LONGEST_WAIT_S[line])
+    assert not turns.wait(anybody, line)
+    for other in set(Line) - {line}:
+        assert turns.wait(anybody, other)
+    while len(read) <= burst - MOST_WAITING + 2:
+        assert not turns.wait(anybody, line)
         loop.run_once()
-    assert turns.wait(anybody, creates=True), "fewer wait"
+    assert turns.wait(anybody, line), "fewer wait"
     while loop.soon:
         loop.run_once()
-    assert len(read) == burst + 2
+    assert len(read) == burst + 3
 
 
-def test_a_few_may_wait_out_a_pause_of_the_process(loop):
+def test_the_rest_of_a_request_is_read_however_many_wait(loop):
+    clock = ManualClock()
+    turns = Turns(loop.call_soon, clock)
+    for _ in range(3 * MOST_WAITING):
+        assert turns.wait(Caller("", []), Line.GOES_ON)
+        clock.advance(10.0)
+
+
+@pytest.mark.parametrize("line", list(Line))
+def test_a_few_may_wait_out_a_pause_of_the_process(loop, line):
     clock = ManualClock()
     turns = Turns(loop.call_soon, clock)
     for _ in range(MOST_WAITING):
-        assert turns.wait(Caller("", []), creates=True)
-        clock.advance(10 * LONGEST_WAIT_S)
+        assert turns.wait(Caller("", []), line)
+        clock.advance(10.0)
 
 
 class Connection(asyncio.Transport):
@@ -127,19 +141,28 @@ class Connection(asyncio.Transport):
         self.written += data
 
 
+async def never_answers(scope: Scope, receive: Receive, send: Send) -> None:
+    await asyncio.Event().wait()
+
+
 async def connection(loop: Loop, *, request_s: float = 3600.0) -> tuple[BoundedProtocol, Connection]:
     """One whose server has just read another request."""
     config = uvicorn.Config(
-        lambda scope: None, http=bounded(limits(request_s=request_s, connections=1)), log_config=None
+        never_answers, http=bounded(limits(request_s=request_s, connections=1)), log_config=None
     )
     config.load()
     kind = config.http_protocol_class
     kind.turns = Turns(loop.call_soon)
-    kind.turns.wait(Caller("another", []), creates=True)
+    kind.turns.wait(Caller("another", []), Line.CREATES)
     protocol = kind(config=config, server_state=ServerState(), app_state={})
     transport = Connection()
     protocol.connection_made(transport)
     return protocol, transport
+
+
+async def answer(cycle: RequestResponseCycle) -> None:
+    await cycle.send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+    await cycle.send({"type": "http.response.body", "body": b""})
 
 
 @pytest.mark.asyncio
@@ -151,6 +174,70 @@ async def test_a_request_is_begun_in_its_turn(loop):
     loop.run_once()
     assert protocol.cycle is not None
     assert (protocol.cycle.scope["path"], protocol.cycle.body) == ("/v1/requests", b"{}")
+    protocol.connection_lost(None)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("first", [1, 5, 30, len(POST) - 2], ids=["a byte", "the method", "half a head", "the head"])
+async def test_a_request_waits_among_its_kind_in_however_many_pieces_it_comes(loop, first):
+    """A caller that sends the first byte of a POST apart does not wait where health checks do, nor does its body."""
+    protocol, _ = await connection(loop)
+    turns, asked = protocol.turns, []
+    turns.wait = lambda _, line: not asked.append(line)
+    protocol.data_received(POST[:first])
+    whole_head = b"\r\n\r\n" in POST[:first]
+    assert asked == ([Line.CREATES] if whole_head else [])
+    if whole_head:
+        protocol.take_turn()
+    protocol.data_received(POST[first:])
+    assert asked == ([Line.CREATES, Line.GOES_ON] if whole_head else [Line.CREATES])
+    protocol.take_turn()
+    assert protocol.cycle.body == b"{}"
+    protocol.connection_lost(None)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("begun", [b"\x16\x03\x01\x02", b"\r\n", b"x" * 70_000], ids=["TLS", "a blank line", "no end"])
+async def test_what_is_no_request_is_refused_though_its_head_does_not_end(loop, begun):
+    protocol, transport = await connection(loop)
+    protocol.data_received(begun)
+    loop.run_once()
+    assert transport.written.startswith(b"HTTP/1.1 400 ")
+    assert transport.aborted
+
+
+@pytest.mark.asyncio
+async def test_a_request_behind_another_waits_for_a_turn_of_its_own(loop):
+    """Requests that come in one segment take no more of the loop than those that come one by one."""
+    protocol, transport = await connection(loop)
+    protocol.data_received(GET + POST)
+    loop.run_once()
+    first = protocol.cycle
+    protocol.turns.wait(Caller("another", []), Line.CREATES)
+    await answer(first)
+    assert protocol.cycle is first
+    assert transport.written.startswith(b"HTTP/1.1 200 OK")
+    loop.run_once()
+    loop.run_once()
+    assert protocol.cycle.scope["method"] == "POST"
+    protocol.connection_lost(None)
+
+
+@pytest.mark.asyncio
+async def test_what_comes_during_an_answer_waits_for_its_end(loop):
+    protocol, transport = await connection(loop)
+    protocol.data_received(GET)
+    loop.run_once()
+    first = protocol.cycle
+    protocol.data_received(POST)
+    protocol.data_received(b"x" * 70_000)
+    assert not transport.reads, "no more is taken than that"
+    while loop.soon:
+        loop.run_once()
+    assert protocol.cycle is first
+    await answer(first)
+    loop.run_once()
+    assert protocol.cycle.scope["method"] == "POST"
     protocol.connection_lost(None)
 
 
@@ -167,9 +254,8 @@ async def test_nothing_is_begun_for_a_caller_that_has_hung_up(loop):
 async def test_a_request_for_which_too_many_wait_is_refused_unread(loop):
     protocol, transport = await connection(loop)
     turns = protocol.turns = Turns(loop.call_soon, clock := ManualClock())
-    while len(turns._creating) < MOST_WAITING:
-        turns.wait(Caller("", []), creates=True)
-    clock.advance(LONGEST_WAIT_S)
+    while turns.wait(Caller("", []), Line.CREATES):
+        clock.advance(LONGEST_WAIT_S[Line.CREATES] / MOST_WAITING)
     protocol.data_received(POST)
     head, _, body = transport.written.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
