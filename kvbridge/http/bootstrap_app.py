@@ -117,9 +117,9 @@ def _pairs_router(pairing: PairingService, begin_trace: BeginTrace) -> APIRouter
         return ticket
 
     @router.get("/{room}", responses=problems(UnknownRoomError))
-    async def get_pair(room: RoomPath) -> PairReport:
+    async def get_pair(room: RoomPath, connection: Request) -> PairReport:
         """Return a paired room as its daemons see it now."""
-        return await pairing.report(room)
+        return await while_connected(connection, pairing.report(room))
 
     @router.delete("/{room}", responses=problems(UnknownRoomError))
     async def cancel_pair(room: RoomPath, reason: ReasonQuery = "cancelled by its client") -> PairReport:

@@ -34,7 +34,9 @@ MAY_NAME = Depends(namespaces_of)
 
 
 async def while_connected(
-    connection: Request, work: Coroutine[Any, Any, ResultT], undo: Callable[[ResultT], Awaitable[object]]
+    connection: Request,
+    work: Coroutine[Any, Any, ResultT],
+    undo: Callable[[ResultT], Awaitable[object]] | None = None,
 ) -> ResultT:
     """Return what `work` returns; cancel it, or undo what it has done, when its caller closes the connection before that."""
     working = asyncio.ensure_future(work)
@@ -47,7 +49,7 @@ async def while_connected(
         working.cancel()
         await asyncio.gather(working, closed, return_exceptions=True)
     if left:
-        if not working.cancelled() and working.exception() is None:
+        if undo is not None and not working.cancelled() and working.exception() is None:
             await undo(working.result())
         raise ConflictError("the caller closed the connection while it waited")
     return working.result()

@@ -2,10 +2,10 @@
 
 Owns: accepting connections, the limits on them that uvicorn does not have. Must not know: what is asked, who is next (`turns`).
 
-Both limits hold for whoever reaches the port, with or without a token: a connection that says nothing, or sends a byte now and
-then, is closed, and one beyond the limit is answered 503 and closed at once, so that no caller takes the descriptors that the
-rest of the process needs. Where TLS is spoken it is closed without an answer: a handshake would cost more than what is refused.
-A connection counts from the moment that it is accepted to its end.
+Both limits hold for whoever reaches the port, with or without a token: a connection that says nothing, sends a byte now and then,
+or takes nothing of its answer is closed, and one beyond the limit is answered 503 and closed at once, so that no caller takes the
+descriptors that the rest of the process needs. Where TLS is spoken it is closed without an answer: a handshake would cost more than
+what is refused. A connection counts from the moment that it is accepted to its end.
 
 A request for which too many wait is answered 503 unread, and its connection closed.
 """
@@ -48,7 +48,7 @@ class ConnectionLimits:
 
     request_s: float
     """From the connection, or the first byte after an answer, to the last byte of a request. A TLS handshake before that
-    may take as long, and so may the end of TLS after it."""
+    may take as long, and so may the end of TLS after it. Of an answer some has to be taken within as much."""
     connections: int
     seldom: Seldom
     """Keeps lines about callers few: of that of the daemon."""
@@ -66,8 +66,8 @@ def _refusal(why: str) -> bytes:
 
 TOO_MANY_WAIT = {
     line: _refusal(
-        f"{MOST_WAITING} requests or more wait here to be read, the first of them for {wait_s:g} s already: this daemon is asked for "
-        "more than it can answer; this request has not been read"
+        f"{MOST_WAITING} requests or more wait here to be read, the first of them for {wait_s:g} s already: this daemon is asked "
+        "for more than it can answer; this request has not been read"
     )
     for line, wait_s in LONGEST_WAIT_S.items()
 }
@@ -87,6 +87,8 @@ class BoundedProtocol(H11Protocol):
     """What has arrived and was not given to h11 yet."""
     _waits = False
     """Whether it waits for its turn."""
+    _answer_timer: asyncio.TimerHandle | None = None
+    """Runs while the caller has to take something of what is ready for it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """See asyncio.Protocol."""
@@ -152,6 +154,7 @@ class BoundedProtocol(H11Protocol):
             self._too_slow()
         else:
             self._arm()
+        self._expect_end()
 
     def _turn_away(self, line: Line) -> None:
         self._unread = b""
@@ -159,12 +162,54 @@ class BoundedProtocol(H11Protocol):
             log.warning("request_refused_unread", waiting=MOST_WAITING, waited_s=LONGEST_WAIT_S[line])
         self.transport.write(TOO_MANY_WAIT[line])
         self.transport.close()
+        self._expect_end()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See asyncio.Protocol."""
         self._disarm()
+        self._taken()
         super().connection_lost(exc)
         self.ended.set()
+
+    # Whoever reads none of its answers would keep its connection for ever otherwise: an end waits for what is written to be sent.
+
+    def pause_writing(self) -> None:
+        """See asyncio.Protocol."""
+        super().pause_writing()
+        self._expect_taken()
+
+    def resume_writing(self) -> None:
+        """See asyncio.Protocol."""
+        self._taken()
+        super().resume_writing()
+        self._expect_end()
+
+    def on_response_complete(self) -> None:
+        """See H11Protocol."""
+        super().on_response_complete()
+        self._expect_end()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """See H11Protocol."""
+        super().timeout_keep_alive_handler()
+        self._expect_end()
+
+    def _expect_end(self) -> None:
+        if self.transport.is_closing():
+            self._expect_taken()
+
+    def _expect_taken(self) -> None:
+        if self._answer_timer is None and not self.ended.is_set():
+            self._answer_timer = self.loop.call_later(self.limits.request_s, self._not_taken)
+
+    def _taken(self) -> None:
+        if self._answer_timer is not None:
+            self._answer_timer.cancel()
+            self._answer_timer = None
+
+    def _not_taken(self) -> None:
+        log.debug("connection_closed", reason="nothing of an answer was taken in time", limit="http.max_request_s")
+        self.transport.abort()
 
     def _arm(self) -> None:
         if self._request_timer is None:

@@ -134,7 +134,9 @@ def _rooms_router(requests: RoomRequests[Any], rooms: RoomBook[Any], settings: A
         return rooms.page(query)
 
     @router.get("/{room}", responses=problems(UnknownRoomError))
-    async def get_room(room: RoomPath, wait: WaitQuery = 0.0, until: UntilQuery = ()) -> RoomReport:
+    async def get_room(
+        room: RoomPath, connection: Request, wait: WaitQuery = 0.0, until: UntilQuery = ()
+    ) -> RoomReport:
         """Return a room's report, at once or when it has reached a state; after `wait` seconds in any case."""
         if wait > settings.max_wait_s:
             raise InvalidInputError(
@@ -142,7 +144,7 @@ def _rooms_router(requests: RoomRequests[Any], rooms: RoomBook[Any], settings: A
             )
         if wait == 0:
             return rooms.report(room)
-        return await rooms.wait(room, wait, frozenset(until))
+        return await while_connected(connection, rooms.wait(room, wait, frozenset(until)))
 
     @router.delete("/{room}", responses=problems(UnknownRoomError, StaleError))
     async def cancel_room(

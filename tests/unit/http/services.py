@@ -42,6 +42,7 @@ class FakeRooms:
         self.requests: list[AdmissionRequest] = []
         self.hold: asyncio.Event | None = None
         self.waiting = asyncio.Event()
+        self.waited = asyncio.Event()
 
     async def drop_prefixes(self, *, stored: bool = True) -> DroppedPrefixes:
         if self.error:
@@ -79,8 +80,11 @@ class FakeRooms:
     async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
         self.waits.append((room, timeout_s, until))
         self.waiting.set()
-        if self.hold is not None:
-            await self.hold.wait()
+        try:
+            if self.hold is not None:
+                await self.hold.wait()
+        finally:
+            self.waited.set()
         return self.report(room)
 
     async def cancel(self, room: int, reason: str) -> RoomReport:

@@ -134,3 +134,14 @@ async def test_a_wait_that_is_none_is_refused(server, wait_s):
             f"{server.url}/v1/requests", content=content, headers={"Content-Type": "application/json"}
         )
     assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
+
+
+async def test_nobody_waits_for_a_room_on_behalf_of_a_caller_that_hung_up(server, rooms):
+    rooms.hold = asyncio.Event()
+    host, port = server.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"GET /v1/requests/7?wait=5 HTTP/1.1\r\nHost: d\r\n\r\n")
+    await asyncio.wait_for(rooms.waiting.wait(), WAIT_S)
+    writer.close()
+    await writer.wait_closed()
+    await asyncio.wait_for(rooms.waited.wait(), WAIT_S)

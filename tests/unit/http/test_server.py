@@ -12,8 +12,10 @@ import signal
 import socket
 import ssl
 from pathlib import Path
+from typing import Any
 
 import pytest
+from starlette.types import Receive, Scope, Send
 
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.errors import CapacityError, ConfigError, PeerError
@@ -184,6 +186,37 @@ async def test_half_a_request_that_came_with_the_one_before_is_cut_off(begun: by
         assert b"true" in await reader.readuntil(b"}")
         assert b"true" not in await ended(reader)
     writer.close()
+    await server.stop()
+
+
+@pytest.mark.parametrize("keeps", [True, False], ids=["kept", "closed"])
+@pytest.mark.parametrize("size_bytes", [64 << 20, 0], ids=["much", "little"])
+async def test_a_caller_that_takes_nothing_of_its_answer_is_cut_off(size_bytes: int, keeps: bool):
+    """An end of the connection waits for what was written to be sent, which would be for ever."""
+    filled = asyncio.Event()
+
+    async def long_answers(_scope: Scope, _receive: Receive, send: Send) -> None:
+        headers = [] if keeps else [(b"connection", b"close")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        transport = protocol().transport
+        while transport.get_write_buffer_size() == 0:  # until the system takes no more
+            await send({"type": "http.response.body", "body": bytes(60_000), "more_body": True})
+        await send({"type": "http.response.body", "body": bytes(size_bytes), "more_body": True})
+        filled.set()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    server = await HttpServer.start(long_answers, host="127.0.0.1", port=0, shutdown_s=5.0, limits=SHORT_LIMITS)
+
+    def protocol() -> Any:
+        return next(iter(server._server.server_state.connections))
+
+    caller = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
+    caller.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    await asyncio.wait_for(filled.wait(), 20)
+    async with asyncio.timeout(20):
+        while server._server.server_state.connections:  # noqa: ASYNC110 - uvicorn's own
+            await asyncio.sleep(0.01)
+    caller.close()
     await server.stop()
 
 
