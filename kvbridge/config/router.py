@@ -74,7 +74,9 @@ class RouterConfig(FrozenModel):
     order: DispatchOrder = DispatchOrder.PAIRED
     """`paired`: a request goes to both servers at once; `plain`: to decode with what prefill has answered."""
     limit: Annotated[int, Field(ge=1, le=100_000)] = 1024
-    """Requests under way at once; one more is answered 503 with Retry-After."""
+    """Requests under way at once, from the first byte of their bodies; one more is answered 503 with Retry-After."""
+    limit_bytes: Positive = 512 << 20
+    """Bytes of bodies under way at once, of each body those behind its first 256 KiB; a body that exceeds it is answered 503."""
     http: RouterHttpConfig = RouterHttpConfig()
     timeouts: RouterTimeouts = RouterTimeouts()
     telemetry: TelemetryConfig = TelemetryConfig()
@@ -93,6 +95,11 @@ class RouterConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.limit_bytes < self.http.max_body_bytes:
+            raise ValueError(
+                f"limit_bytes {self.limit_bytes} is less than http.max_body_bytes {self.http.max_body_bytes}: the longest body "
+                "could never be read"
+            )
         lists = bool(self.prefill), bool(self.decode)
         if self.bootstrap.url and any(lists):
             raise ValueError(

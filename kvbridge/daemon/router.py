@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import structlog
 
@@ -17,7 +17,7 @@ from kvbridge import __version__
 from kvbridge.api.status import Readiness, RouterStatus, ServerStatus
 from kvbridge.config.loading import read_token
 from kvbridge.config.router import RouterConfig
-from kvbridge.core.errors import BridgeError, CapacityError, NotReadyError
+from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, NotReadyError
 from kvbridge.core.ids import Role
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.lifecycle import ToldReadiness
@@ -29,6 +29,7 @@ from kvbridge.http.upstream import OpenAiServers
 from kvbridge.router.bodies import Asked
 from kvbridge.router.exchange import Answer, Exchanges, FailedAttemptError
 from kvbridge.router.health import DirectoryWatch, HealthWatch
+from kvbridge.router.places import Place, Places
 from kvbridge.router.servers import Servers
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import BUILD, READY
@@ -60,7 +61,7 @@ class RouterDaemon:
         self._draining = False
         self._last_ended = asyncio.Event()
         """Set when the router is ending and the last answer has ended."""
-        self._outstanding = 0
+        self._places = Places(config.limit, config.limit_bytes)
         self._started_s = time.monotonic()
         self._secrets = SecretFiles()
         self._upstream = OpenAiServers(config.timeouts)
@@ -137,10 +138,10 @@ class RouterDaemon:
         limit_s = self.config.timeouts.shutdown_s * 0.7
         try:
             async with asyncio.timeout(limit_s):
-                if self._outstanding:
+                if self._places.taken:
                     await self._last_ended.wait()
         except TimeoutError:
-            log.warning("answers_cut_off", answers=self._outstanding, limit_s=limit_s)
+            log.warning("answers_cut_off", answers=self._places.taken, limit_s=limit_s)
 
     async def close(self) -> None:
         """Cut off what is left, and close the endpoint, then what is behind it."""
@@ -165,12 +166,25 @@ class RouterDaemon:
 
     # ------------------------------------------------------------------ requests
 
+    @contextmanager
+    def place(self) -> Iterator[Place]:
+        """See `RouterPort`."""
+        if self._draining:
+            raise NotReadyError("the router is ending: ask another one, or again when it is back")
+        try:
+            with self._places.take() as place:
+                yield place
+        except CapacityError:
+            self.metrics.count(ROUTED, "none", "over_limit")
+            raise
+        finally:
+            if self._draining and not self._places.taken:
+                self._last_ended.set()
+
     @asynccontextmanager
     async def answer(self, asked: Asked) -> AsyncIterator[Answer]:
         """See `RouterPort`."""
         begun_s, order, outcome = time.monotonic(), "none", "client_left"
-        self._require_room()
-        self._outstanding += 1
         try:
             async with self._exchanges.answer(asked) as found:
                 order = found.order
@@ -183,17 +197,7 @@ class RouterDaemon:
                 log.warning("request_failed", path=asked.path, outcome=outcome, code=error.code, reason=str(error))
             raise
         finally:
-            self._outstanding -= 1
-            if self._draining and not self._outstanding:
-                self._last_ended.set()
             self.metrics.count(ROUTED, order, outcome)
-
-    def _require_room(self) -> None:
-        if self._draining:
-            raise NotReadyError("the router is ending: ask another one, or again when it is back")
-        if self._outstanding >= self.config.limit:
-            self.metrics.count(ROUTED, "none", "over_limit")
-            raise CapacityError(f"{self._outstanding} requests are under way, as many as there may be (limit)")
 
     def _attempt_failed(self, failure: FailedAttemptError) -> None:
         server = failure.server
@@ -205,8 +209,14 @@ class RouterDaemon:
         """See `RouterPort`."""
         _, server = self.servers.choose_pair(alone=True)
         url, limit_s = f"{server.url}/v1/models", self.config.timeouts.health_s
-        async with self._upstream.get(url, headers, read_s=limit_s) as found:
-            return found.status, await found.read()
+        with self.place():
+            try:
+                async with asyncio.timeout(limit_s), self._upstream.get(url, headers, read_s=limit_s) as found:
+                    return found.status, await found.read()
+            except TimeoutError:
+                raise DeadlineError(
+                    f"{server} did not say all of its models within {limit_s:g} s (timeouts.health_s)"
+                ) from None
 
     # ------------------------------------------------------------------ operators
 
@@ -224,7 +234,7 @@ class RouterDaemon:
             uptime_s=round(time.monotonic() - self._started_s, 1),
             ready=self.readiness(),
             order=self.config.order.value,
-            outstanding=self._outstanding,
+            outstanding=self._places.taken,
             limit=self.config.limit,
             directory_problem=self._directory.problem if self._replicas else "",
             servers=tuple(

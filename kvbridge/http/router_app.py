@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing
 from typing import Any, Protocol
 
 from fastapi import APIRouter, FastAPI, Request
@@ -22,10 +22,10 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvbridge.api.status import RouterStatus, StatusPort
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, InvalidInputError, NotReadyError, PeerError
-from kvbridge.http.middleware import CLIENT_LEFT
 from kvbridge.http.operations import AppSettings, assemble_app
 from kvbridge.router.bodies import Asked
 from kvbridge.router.exchange import EVENT_END, Answer
+from kvbridge.router.places import Place
 from kvbridge.telemetry.context import REQUEST_ID, REQUEST_ID_HEADER
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
@@ -40,8 +40,11 @@ class RouterPort(Protocol):
     idle_s: float
     """How long a client may take over one piece of an answer."""
 
+    def place(self) -> AbstractContextManager[Place]:
+        """Yield a place for a request, before its body is read. Raises CapacityError and NotReadyError."""
+
     def answer(self, asked: Asked) -> AbstractAsyncContextManager[Answer]:
-        """Yield an answer; what is under way for it ends with the context. Raises BridgeError."""
+        """Yield an answer to a request that has a place; what is under way for it ends with the context. Raises BridgeError."""
 
     async def models(self, headers: dict[str, str]) -> tuple[int, bytes]:
         """Return what a decode server says of its models: status, body. Raises BridgeError."""
@@ -53,13 +56,7 @@ def create_router_app(*, service: RouterPort, status: StatusPort[RouterStatus], 
 
     async def complete(request: Request) -> Response:
         """Pass a request on to a prefill and a decode server, and the answer back."""
-        try:
-            content = await request.body()
-            return _PassedThrough(service, Asked.read(request.url.path, content, _passed_on(request.headers)))
-        except InvalidInputError as error:
-            return openai_error(error)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_LEFT)  # which nobody reads
+        return _PassedThrough(service, request)
 
     for path in COMPLETIONS:
         router.add_api_route(path, complete, methods=["POST"], name=path.rpartition("v1/")[2].replace("/", "_"))
@@ -77,7 +74,13 @@ def create_router_app(*, service: RouterPort, status: StatusPort[RouterStatus], 
 
 
 def _passed_on(headers: Headers) -> dict[str, str]:
-    return {name: headers[name] for name in PASSED_ON if name in headers} | {REQUEST_ID_HEADER: REQUEST_ID.get()}
+    passed = {name: headers[name] for name in PASSED_ON if name in headers}
+    for name, value in passed.items():
+        if not value.isascii():
+            raise InvalidInputError(
+                f"header {name} has a byte beyond ASCII, which no server could be sent: leave it out"
+            )
+    return passed | {REQUEST_ID_HEADER: REQUEST_ID.get()}
 
 
 def openai_error(error: BridgeError) -> Response:
@@ -95,17 +98,34 @@ def _document(error: BridgeError, code: int) -> dict[str, Any]:
 class _PassedThrough(Response):
     """An answer as it comes, while its client is there and the router stays."""
 
-    def __init__(self, service: RouterPort, asked: Asked) -> None:
+    def __init__(self, service: RouterPort, request: Request) -> None:
         super().__init__()
         self._service = service
-        self._asked = asked
+        self._request = request
         self._stream = False
         self._begun = False
         self._between_events = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
-        passing = asyncio.create_task(self._pass(send))
+        try:
+            with self._service.place() as place:
+                asked = await self._read(place)
+                await self._pass_through(asked, scope, receive, send)
+        except BridgeError as error:
+            await openai_error(error)(scope, receive, send)
+        except ClientDisconnect:
+            return  # nobody would read an answer
+
+    async def _read(self, place: Place) -> Asked:
+        headers, pieces = _passed_on(self._request.headers), []
+        async for piece in self._request.stream():
+            place.hold(len(piece))
+            pieces.append(piece)
+        return Asked.read(self._request.url.path, b"".join(pieces), headers)
+
+    async def _pass_through(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
+        passing = asyncio.create_task(self._pass(asked, send))
         others = {asyncio.create_task(_left(receive)), asyncio.create_task(self._service.ending.wait())}
         try:
             await asyncio.wait({passing, *others}, return_when=asyncio.FIRST_COMPLETED)
@@ -122,8 +142,8 @@ class _PassedThrough(Response):
         elif error is not None:
             raise error
 
-    async def _pass(self, send: Send) -> None:
-        async with self._service.answer(self._asked) as answer:
+    async def _pass(self, asked: Asked, send: Send) -> None:
+        async with self._service.answer(asked) as answer:
             self._stream = any(name == b"content-type" and b"event-stream" in value for name, value in answer.headers)
             self._begun = True
             await self._send(send, {"type": "http.response.start", "status": answer.status, "headers": answer.headers})

@@ -8,7 +8,6 @@ kept for less time than servers keep theirs, so that none is used in the moment 
 
 from __future__ import annotations
 
-import json
 import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
@@ -24,6 +23,7 @@ from kvbridge.router.bodies import Asked, Body
 from kvbridge.router.exchange import Upstream, UpstreamError
 
 KEPT_S = 2.0
+PIECE_BYTES = 256 << 10
 NOT_PASSED_BACK = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server", b"x-request-id"})
 """Of one connection, or said by our own server."""
 
@@ -36,7 +36,8 @@ class _Answer(Upstream):
         self.headers = [(name, value) for name, value in raw if name not in NOT_PASSED_BACK]
 
     async def chunks(self) -> AsyncIterator[bytes]:
-        with _failures_named(self._response.request):
+        request = self._response.request
+        with _failures_named(request.method, str(request.url)):
             async for chunk in self._response.aiter_raw():
                 yield chunk
 
@@ -60,9 +61,8 @@ class OpenAiServers:
     @asynccontextmanager
     async def post(self, url: str, body: Body, asked: Asked) -> AsyncIterator[Upstream]:
         """See `kvbridge.router.exchange.Post`. How long an answer may take is up to the caller."""
-        headers = {**asked.headers, "content-type": "application/json"}
-        content = json.dumps(body, separators=(",", ":")).encode()
-        async with self._open("POST", f"{url}{asked.path}", headers, content=content) as answer:
+        headers = {**asked.headers, "content-type": "application/json", "content-length": str(sum(map(len, body)))}
+        async with self._open("POST", f"{url}{asked.path}", headers, content=_pieces(body)) as answer:
             yield answer
 
     @asynccontextmanager
@@ -87,13 +87,15 @@ class OpenAiServers:
         url: str,
         headers: dict[str, str],
         *,
-        content: bytes | None = None,
+        content: AsyncIterator[bytes] | None = None,
         read_s: float | None = None,
     ) -> AsyncIterator[_Answer]:
         times = httpx.Timeout(read_s, connect=min(self._timeouts.connect_s, read_s or self._timeouts.connect_s))
         headers = {**headers, "accept-encoding": "identity"}  # nobody has asked the client what it can read
-        request = httpx.Request(method, url, content=content, headers=headers, extensions={"timeout": times.as_dict()})
-        with _failures_named(request):
+        with _failures_named(method, url):
+            request = httpx.Request(
+                method, url, content=content, headers=headers, extensions={"timeout": times.as_dict()}
+            )
             response = await self._transport.handle_async_request(request)
         response.request = request
         try:
@@ -102,14 +104,24 @@ class OpenAiServers:
             await response.aclose()
 
 
+async def _pieces(body: Body) -> AsyncIterator[bytes]:
+    """Yield a body as it is sent on: a connection is given no more than it takes."""
+    for part in body:
+        for start in range(0, len(part), PIECE_BYTES):
+            yield part[start : start + PIECE_BYTES]
+
+
 @contextmanager
-def _failures_named(request: httpx.Request) -> Iterator[None]:
+def _failures_named(method: str, url: str) -> Iterator[None]:
     try:
         yield
-    except (httpx.HTTPError, aiohttp.ClientError, OSError) as error:
-        asked = f"{request.method} {request.url.path}"
+    # Of a URL that cannot be asked httpx, aiohttp and the lookup of names say so in errors of three kinds.
+    except (httpx.HTTPError, httpx.InvalidURL, aiohttp.ClientError, OSError, ValueError) as error:
+        asked = f"{method} /{url.partition('://')[2].partition('/')[2]}"
         if is_refused_connection(error):
             raise UpstreamError(f"{asked}: nobody listens there", refused=True) from error
+        if isinstance(error.__cause__, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
+            raise UpstreamError(f"{asked}: no connection was made: {error.__cause__}", refused=True) from error
         if isinstance(error, httpx.HTTPError) and is_timeout(error):
             raise UpstreamError(f"{asked} was not answered in time") from error
         raise UpstreamError(

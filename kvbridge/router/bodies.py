@@ -9,19 +9,39 @@ The client's own `kv_transfer_params` are never passed on: they name addresses, 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from kvbridge.core.errors import InvalidInputError
 
-Body = dict[str, Any]
+Params = dict[str, Any]
+"""`kv_transfer_params`."""
+Body = tuple[bytes, bytes]
+"""The text of an object, in two parts: the first is long, and the same in all attempts."""
 PARAMS = "kv_transfer_params"
+EXTRA_ARGUMENTS = "vllm_xargs"
+"""What vLLM gives to the engine as it is, where it also puts the parameters."""
 OURS = "kvbridge"
 """Of what is ours in the parameters."""
-NOT_FOR_PREFILL = ("stream_options", "min_tokens", "min_completion_tokens")
-"""Of streams, and of answers longer than one token: prefill would refuse them."""
+NOT_SHARED = (
+    *("max_tokens", "max_completion_tokens", "stream"),
+    *("stream_options", "min_tokens", "min_completion_tokens"),
+)
+"""Of streams, and of answers longer than one token: prefill is told otherwise, or would refuse them."""
+LOOKED_AT = frozenset(
+    {"prompt", "messages", "stream", "n", "best_of", "use_beam_search", "echo", "prompt_logprobs", EXTRA_ARGUMENTS}
+)
+MOST_VALUES = 1_500_000
+"""Of one body: what is no text takes the time of the event loop, and memory many times its length. Prompts of a million tokens
+are below it, as numbers or as texts."""
+_OPENED = re.compile(r"[ \t\n\r]*\{[ \t\n\r]*(\})?")
+_QUOTE = re.compile(r"[ \t\n\r]*\"")
+_COLON = re.compile(r"[ \t\n\r]*:[ \t\n\r]*")
+_FOLLOWING = re.compile(r"[ \t\n\r]*([,}])")
+_END = re.compile(r"[ \t\n\r]*\Z")
+_SCANNER = json.JSONDecoder()
 TEXT_BYTES_PER_TOKEN = 4
 OTHER_PART_TOKENS = 1_000
 """What a picture, or anything else that is no text, is taken for."""
@@ -40,60 +60,120 @@ HOLD: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Asked:
-    """A client's request."""
+    """A client's request. Its body is kept as it came, in parts, and not as objects, which take many times as much."""
 
     path: str
-    body: Body
     headers: Mapping[str, str]
     """Of its headers those that are passed on."""
+    shared: bytes
+    """The beginning of both bodies: the members that both servers are sent."""
+    for_decode_only: bytes
+    for_prefill_only: bytes
+    stream: bool
+    size: int
+    """Tokens of its prompt, estimated; at least one."""
+    decode_alone: str
+    """Why decode computes the prompt itself; empty where prefill does.
+
+    A room is for one request of the engine, used once, and what is loaded from it has no logits.
+    """
 
     @classmethod
     def read(cls, path: str, content: bytes, headers: Mapping[str, str]) -> Asked:
         """Read a request. Raises InvalidInputError."""
+        # They are counted in texts, too: that costs a hundredth of what reading so many of them costs.
+        if len(content) > MOST_VALUES and len(content) - len(content.translate(None, b",[{")) > MOST_VALUES:
+            raise InvalidInputError(
+                f"the body has more than {MOST_VALUES} values: commas, brackets and braces are counted; send a shorter prompt, or "
+                "a text instead of tokens"
+            )
         try:
-            body = json.loads(content)
+            texts, values = _members(content)
         except (ValueError, RecursionError) as error:
-            raise InvalidInputError(f"the body is not JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise InvalidInputError("the body is no JSON object")
-        body.pop(PARAMS, None)
-        return cls(path, body, headers)
-
-    @cached_property
-    def size(self) -> int:
-        """Tokens of its prompt, estimated; at least one."""
-        asked = self.body.get("messages", self.body.get("prompt"))
-        return 1 + _tokens([one.get("content") if isinstance(one, dict) else one for one in _listed(asked)])
-
-    @property
-    def decode_alone(self) -> str:
-        """Why decode computes the prompt itself; empty where prefill does.
-
-        A room is for one request of the engine, used once, and what is loaded from it has no logits.
-        """
-        body = self.body
-        if any(body.get(key) not in (None, 1) for key in ("n", "best_of")) or body.get("use_beam_search"):
-            return "several answers"
-        if isinstance(body.get("prompt"), list) and len(body["prompt"]) > 1 and not isinstance(body["prompt"][0], int):
-            return "several prompts"
-        if body.get("echo") or body.get("prompt_logprobs") is not None:
-            return "the prompt's own probabilities"
-        return ""
+            raise InvalidInputError(f"the body is no JSON object: {error}") from None
+        xargs = values.get(EXTRA_ARGUMENTS)
+        if isinstance(xargs, dict) and PARAMS in xargs:
+            del xargs[PARAMS]
+            texts[EXTRA_ARGUMENTS] = json.dumps(xargs).encode()
+        texts.pop(PARAMS, None)
+        own = {name: texts.pop(name) for name in NOT_SHARED if name in texts}
+        told = {"max_tokens": b"1", "stream": b"false"}
+        if "max_completion_tokens" in own:
+            told["max_completion_tokens"] = b"1"
+        return cls(
+            path,
+            headers,
+            shared=b"{" + _written(texts),
+            for_decode_only=_written(own),
+            for_prefill_only=_written(told),
+            stream=bool(values.get("stream")),
+            size=1 + _tokens(values.get("messages", values.get("prompt"))),
+            decode_alone=_decode_alone(values),
+        )
 
     def for_prefill(self, params: Mapping[str, Any]) -> Body:
         """Return what prefill is asked: the first token, at once, with the blocks held."""
-        body = {key: value for key, value in self.body.items() if key not in NOT_FOR_PREFILL}
-        body |= {"max_tokens": 1, "stream": False, PARAMS: dict(params)}
-        if "max_completion_tokens" in body:
-            body["max_completion_tokens"] = 1
-        return body
+        return self._body(self.for_prefill_only, params)
 
     def for_decode(self, params: Mapping[str, Any] | None) -> Body:
         """Return what decode is asked: what the client has asked, and where the KV cache is, unless it computes that itself."""
-        return self.body | ({PARAMS: dict(params)} if params else {})
+        return self._body(self.for_decode_only, params)
+
+    def _body(self, own: bytes, params: Mapping[str, Any] | None) -> Body:
+        ours = _written({PARAMS: json.dumps(params).encode()}) if params else b""
+        rest = b",".join(filter(None, (own, ours)))
+        separator = b"," if rest and len(self.shared) > 1 else b""
+        return self.shared, separator + rest + b"}"
 
 
-def paired_params(room: int, addresses: Any) -> tuple[Body, Body]:  # noqa: ANN401 - passed on as they are
+def _written(members: Mapping[str, bytes]) -> bytes:
+    return b",".join(b"%s:%s" % (json.dumps(name).encode(), text) for name, text in members.items())
+
+
+def _members(content: bytes) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Return the text of each member of an object, and the value of those that are looked at. Of equal names the last one counts.
+
+    Raises ValueError and RecursionError.
+    """
+    text = content.decode(json.detect_encoding(content), "surrogatepass")
+    texts: dict[str, bytes] = {}
+    values: dict[str, Any] = {}
+    opened = _match(_OPENED, text, 0)
+    place, more = opened.end(), not opened[1]
+    while more:
+        name, place = json.decoder.scanstring(text, _match(_QUOTE, text, place).end())
+        begin = _match(_COLON, text, place).end()
+        try:
+            value, end = _SCANNER.scan_once(text, begin)
+        except StopIteration as stopped:
+            raise ValueError(f"no value at character {stopped.value}") from None
+        texts[name] = text[begin:end].encode("utf-8", "surrogatepass")
+        if name in LOOKED_AT:
+            values[name] = value
+        following = _match(_FOLLOWING, text, end)
+        place, more = following.end(), following[1] == ","
+    _match(_END, text, place)
+    return texts, values
+
+
+def _match(expected: re.Pattern[str], text: str, place: int) -> re.Match[str]:
+    if (found := expected.match(text, place)) is None:
+        raise ValueError(f"something else is expected at character {place}")
+    return found
+
+
+def _decode_alone(values: Mapping[str, Any]) -> str:
+    prompt = values.get("prompt")
+    if any(values.get(key) not in (None, 1) for key in ("n", "best_of")) or values.get("use_beam_search"):
+        return "several answers"
+    if isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int):
+        return "several prompts"
+    if values.get("echo") or values.get("prompt_logprobs") is not None:
+        return "the prompt's own probabilities"
+    return ""
+
+
+def paired_params(room: int, addresses: Any) -> tuple[Params, Params]:  # noqa: ANN401 - passed on as they are
     """Return the parameters for prefill and for decode under one room, a string, since many read numbers as doubles."""
     named = {"room": str(room)}
     return (
@@ -133,16 +213,17 @@ class HeldPrompt:
         return self._ours.get("room") == str(room)
 
 
-def _listed(value: Any) -> list[Any]:  # noqa: ANN401 - from a client
-    return value if isinstance(value, list) else [value]
+def _tokens(asked: Any) -> int:  # noqa: ANN401 - from a client
+    contents = asked if isinstance(asked, list) else [asked]
+    if contents and isinstance(contents[0], int):
+        return len(contents)
+    return sum(_tokens_of(one.get("content") if isinstance(one, dict) else one) for one in contents)
 
 
-def _tokens(contents: list[Any]) -> int:
-    texts = [one for one in contents if isinstance(one, str)]
-    found = sum(len(text) for text in texts) // TEXT_BYTES_PER_TOKEN
-    found += sum(isinstance(one, int) for one in contents)
-    for parts in (one for one in contents if isinstance(one, list)):
-        for part in parts:
-            text = part.get("text") if isinstance(part, dict) else part
-            found += 1 if isinstance(text, int) else len(text) // 4 if isinstance(text, str) else OTHER_PART_TOKENS
-    return found
+def _tokens_of(content: Any) -> int:  # noqa: ANN401
+    if not isinstance(content, list):
+        return len(content) // TEXT_BYTES_PER_TOKEN if isinstance(content, str) else int(isinstance(content, int))
+    if content and isinstance(content[0], int):
+        return len(content)
+    texts = (part.get("text") if isinstance(part, dict) else part for part in content)
+    return sum(len(text) // TEXT_BYTES_PER_TOKEN if isinstance(text, str) else OTHER_PART_TOKENS for text in texts)

@@ -4,6 +4,9 @@ Owns: the two orders, what is tried elsewhere after a failure, what a failure is
 
 Until a client has had a byte, a failure is an attempt that did not succeed: both requests of it are closed, which has the engines
 give up what they did for it, and then another server is tried, under another room. After that, whoever sends the bytes on tells it.
+
+A request may be what ends its server, so it visits few: three attempts in all, and one more at most once a connection has broken,
+or a server that had it is not well any more. Where nobody listens nothing was sent, so that does not count.
 """
 
 from __future__ import annotations
@@ -27,6 +30,9 @@ ResultT = TypeVar("ResultT")
 Params = Mapping[str, Any]
 """`kv_transfer_params`."""
 
+ATTEMPTS = 3
+DEADLY = frozenset({"broken", "health"})
+"""Failures that the request itself may have caused."""
 ERROR_EVENT = b'data: {"error"'
 EVENT_END = b"\n\n"
 LONGEST_FIRST = 1 << 20
@@ -37,7 +43,7 @@ class UpstreamError(PeerError):
     """A server could not be reached, or its answer broke off."""
 
     def __init__(self, message: str, *, refused: bool = False) -> None:
-        """`refused`: no connection was made."""
+        """`refused`: no connection was made, so nothing was sent."""
         super().__init__(message)
         self.refused = refused
 
@@ -77,12 +83,15 @@ class Answer:
 class FailedAttemptError(PeerError):
     """An attempt has failed; another one may not."""
 
-    def __init__(self, server: Server, reason: str, message: str, *, avoid: bool = True) -> None:
-        """`reason` is a word for metrics; `avoid`: the next attempt goes elsewhere."""
+    def __init__(
+        self, server: Server, reason: str, message: str, *, avoid: bool = True, answer: Answer | None = None
+    ) -> None:
+        """`reason` is a word for metrics; `avoid`: the next attempt goes elsewhere; `answer`: what the server says of its load."""
         super().__init__(f"{server}: {message}")
         self.server = server
         self.reason = reason
         self.avoid = avoid
+        self.answer = answer
 
 
 @dataclass(frozen=True)
@@ -101,7 +110,7 @@ class Exchanges:
     async def answer(self, asked: Asked) -> AsyncIterator[Answer]:
         """Yield an answer whose first bytes are there; whatever is under way for it ends with the context.
 
-        Raises NotReadyError when nobody can serve it, PeerError when all have failed, DeadlineError.
+        Raises NotReadyError when nobody can serve it, PeerError when the attempts have failed, DeadlineError.
         """
         async with AsyncExitStack() as stack:
             try:
@@ -116,8 +125,8 @@ class Exchanges:
     async def _until_answered(self, asked: Asked, stack: AsyncExitStack) -> Answer:
         failures: list[FailedAttemptError] = []
         avoid: set[Server] = set()
-        # One more than there are servers, for a prefill server that has other addresses now.
-        for _ in range(1 + sum(len(self.servers.of(role)) for role in Role)):
+        left = ATTEMPTS
+        while left:
             try:
                 prefill, decode = self.servers.choose_pair(avoid, alone=bool(asked.decode_alone))
             except NotReadyError:
@@ -132,14 +141,19 @@ class Exchanges:
                 failures.append(failure)
                 avoid |= self._blamed(failure, prefill, avoid)
                 self.failed(failure)
+                if failure.reason != "connect":
+                    left = min(left - 1, 1) if failure.reason in DEADLY else left - 1
             except BaseException:
                 await attempt.close()
                 raise
             else:
                 stack.push_async_callback(attempt.close)
                 return found
+        answers = [failure.answer for failure in failures if failure.reason != "connect"]
+        if answers and all(answers) and answers[-1] is not None:
+            return answers[-1]
         tried = "; ".join(dict.fromkeys(map(str, failures)))
-        raise PeerError(f"nothing was answered, and every server that could be tried has failed: {tried}")
+        raise PeerError(f"nothing was answered, and {len(failures)} attempts have failed: {tried}")
 
     def _blamed(self, failure: FailedAttemptError, prefill: Server | None, avoid: set[Server]) -> set[Server]:
         """Return who is not asked again. Where decode is the only one left it may be that it could not load what prefill held."""
@@ -210,9 +224,8 @@ class Attempt:
         with server.serving(self._asked.size):
             async with self._exchanges.post(server.url, self._asked.for_prefill(params), self._asked) as upstream:
                 content = await upstream.read()
-        if _is_clients_mistake(upstream.status):
-            return Answer(upstream.status, upstream.headers, content, _nothing(), "plain")
-        _require_success(server, upstream.status, content)
+        if upstream.status != HTTPStatus.OK:
+            return _unless_failed(server, Answer(upstream.status, upstream.headers, content, _nothing(), "plain"))
         try:
             return HeldPrompt.read(content)
         except ValueError as error:
@@ -228,11 +241,9 @@ class Attempt:
         upstream = await self._open.enter_async_context(opening)
         if upstream.status != HTTPStatus.OK:
             content = await upstream.read()
-            if not _is_clients_mistake(upstream.status):
-                _require_success(server, upstream.status, content)
-            return Answer(upstream.status, upstream.headers, content, _nothing(), order)
+            return _unless_failed(server, Answer(upstream.status, upstream.headers, content, _nothing(), order))
         chunks = upstream.chunks()
-        first = await _first_of(server, chunks, stream=bool(asked.body.get("stream")))
+        first = await _first_of(server, chunks, stream=asked.stream)
         return Answer(upstream.status, upstream.headers, first, self._rest(server, chunks), order)
 
     async def _rest(self, server: Server, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
@@ -279,13 +290,18 @@ def _learn_late(prefill: Server, done: asyncio.Task[HeldPrompt | Answer]) -> Non
 
 def _is_clients_mistake(status: int) -> bool:
     """Whether a status says that the client is wrong, which another server would say as well."""
-    return 400 <= status < 500
+    return 400 <= status < 500 and status != HTTPStatus.TOO_MANY_REQUESTS
 
 
-def _require_success(server: Server, status: int, content: bytes) -> None:
-    if status != HTTPStatus.OK:
-        shown = content[:300].decode(errors="replace").strip()
-        raise FailedAttemptError(server, "status", f"answered {status}: {shown or 'without a word'}")
+def _unless_failed(server: Server, answer: Answer) -> Answer:
+    """Return an answer that is no success when it is for the client. Raises FailedAttemptError."""
+    if _is_clients_mistake(answer.status):
+        return answer
+    shown = answer.first[:300].decode(errors="replace").strip()
+    why = f"answered {answer.status}: {shown or 'without a word'}"
+    if answer.status == HTTPStatus.TOO_MANY_REQUESTS:
+        raise FailedAttemptError(server, "busy", why, answer=answer)
+    raise FailedAttemptError(server, "status", why)
 
 
 async def _first_of(server: Server, chunks: AsyncIterator[bytes], *, stream: bool) -> bytes:

@@ -89,6 +89,9 @@ class DirectoryWatch:
             except BridgeError as error:
                 problems.append(str(error))
                 continue
+            except Exception as error:  # noqa: BLE001 - as above: no answer ends the router
+                problems.append(f"{type(error).__name__}: {error}")
+                continue
             for role in Role:
                 self._servers.use(role, engines_of(instances, role))
             self._watch.follow()

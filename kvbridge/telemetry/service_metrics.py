@@ -107,7 +107,7 @@ SERVICE_METRICS: tuple[MetricSpec, ...] = (
         "Attempts before the first byte that failed at a server: no connection, a status of 500 or more, an answer that broke, "
         "ill health while it was waited for, other addresses than the router knew.",
         (ROUTER,),
-        values={"role": NODES, "reason": ("broken", "connect", "health", "moved", "status")},
+        values={"role": NODES, "reason": ("broken", "busy", "connect", "health", "moved", "status")},
     ),
     ROUTER_SERVERS := MetricSpec(
         "kvbridge_router_servers",

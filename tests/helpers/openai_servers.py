@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,6 +72,8 @@ class OpenAiServer:
         self.breaks_at: int | None = None
         """The piece before which the connection is closed."""
         self.pieces = ["one", " two", " three"]
+        self.drips_s: float | None = None
+        """The time between two bytes of an answer about models that never ends."""
         self.begins_with_error: int | None = None
         """The code of an error that a stream says under a status of 200."""
         self._server: HttpServer | None = None
@@ -104,6 +106,8 @@ class OpenAiServer:
                 await _closed(receive)
                 return
             await _respond(send, self.health, b"", "text/plain")
+        elif scope["path"] == "/v1/models" and self.drips_s is not None:
+            await self._drip(receive, send, self.drips_s)
         elif scope["path"] == "/v1/models":
             await _respond(send, 200, json.dumps({"data": [{"id": self.name}]}).encode())
         else:
@@ -140,7 +144,8 @@ class OpenAiServer:
             raise Closed
         if self.status != 200:
             document = {"error": {"message": f"{self.name} says {self.status}", "code": self.status}}
-            await _respond(send, self.status, json.dumps(document).encode())
+            headers = [(b"retry-after", b"7")] if self.status == 429 else []
+            await _respond(send, self.status, json.dumps(document).encode(), more=headers)
         elif received.params.get("do_remote_decode"):
             await _respond(send, 200, json.dumps(self._held(received)).encode())
         else:
@@ -148,6 +153,13 @@ class OpenAiServer:
                 await self.rooms.of(room).wait()
             await (self._stream(send) if received.body.get("stream") else self._whole(received, send))
         received.answered = True
+
+    async def _drip(self, receive: Receive, send: Send, pause_s: float) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        leaving = asyncio.create_task(_closed(receive))
+        while not leaving.done():
+            await send({"type": "http.response.body", "body": b" ", "more_body": True})
+            await asyncio.wait({leaving}, timeout=pause_s)
 
     def _held(self, received: Received) -> dict[str, Any]:
         answer = {"id": "p", "choices": [{"text": "one", "finish_reason": "length"}]}
@@ -199,8 +211,14 @@ class OpenAiServer:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _respond(send: Send, status: int, content: bytes, kind: str = "application/json") -> None:
-    headers = [(b"content-type", kind.encode()), (b"content-length", str(len(content)).encode())]
+async def _respond(
+    send: Send,
+    status: int,
+    content: bytes,
+    kind: str = "application/json",
+    more: Sequence[tuple[bytes, bytes]] = (),
+) -> None:
+    headers = [(b"content-type", kind.encode()), (b"content-length", str(len(content)).encode()), *more]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": content, "more_body": False})
 

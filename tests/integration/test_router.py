@@ -17,6 +17,7 @@ from kvbridge.config.schema import BootstrapConfig
 from kvbridge.core.ids import MAX_ROOM, Role
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from kvbridge.daemon.router import RouterDaemon
+from kvbridge.router.bodies import MOST_VALUES
 from tests.helpers.fleet import Fleet as FleetOfNodes
 from tests.helpers.openai_servers import ADDRESSES, WAIT_S, HeldRooms, OpenAiServer, Received
 
@@ -566,6 +567,102 @@ async def test_models_are_those_of_a_decode_server():
         assert (await made.client.get("/v1/models")).json() == {"data": [{"id": "d0"}]}
         await made.decode[0].stop()
         assert (await made.client.get("/v1/models")).status_code == 502
+
+
+async def test_models_that_do_not_end_are_given_up_and_take_a_place_until_then():
+    async with fleet(limit=1, timeouts={"health_s": 1.0}) as made:
+        made.decode[0].drips_s = 0.05
+        asking = asyncio.create_task(made.client.get("/v1/models"))
+        await eventually(lambda: made.router.status().outstanding == 1)
+        assert (await made.post()).status_code == 503
+        answer = await asking
+        assert (answer.status_code, answer.json()["error"]["type"]) == (504, "deadline")
+        assert "timeouts.health_s" in answer.json()["error"]["message"]
+
+
+async def test_a_header_that_no_server_could_be_sent_is_refused():
+    async with fleet() as made:
+        headers = [(b"X-Session-ID", b"caf\xe9")]
+        for answer in (await made.client.get("/v1/models", headers=headers), await made.post(headers=headers)):
+            assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_input")
+            assert "x-session-id" in answer.json()["error"]["message"]
+        assert (await made.post(headers={"X-Other": "caf\xe9".encode()})).status_code == 200
+
+
+class Upload:
+    """The body of a request that has not arrived whole before it may."""
+
+    def __init__(self, first: bytes, rest: bytes) -> None:
+        self.may_end = asyncio.Event()
+        self._first, self._rest = first, rest
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield self._first
+        await self.may_end.wait()
+        yield self._rest
+
+
+async def test_a_request_takes_its_place_before_its_body_is_there():
+    """Bodies that arrive slowly are requests under way like any other."""
+    async with fleet(limit=2) as made:
+        content = json.dumps(COMPLETION).encode()
+        uploads = [Upload(content[:10], content[10:]) for _ in range(2)]
+        asking = [asyncio.create_task(made.client.post("/v1/completions", content=upload)) for upload in uploads]
+        await eventually(lambda: made.router.status().outstanding == 2)
+        refused = await made.post()
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert "(limit)" in refused.json()["error"]["message"]
+        for upload in uploads:
+            upload.may_end.set()
+        assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200, 200]
+        await eventually(lambda: made.router.status().outstanding == 0)
+
+
+async def test_long_bodies_have_a_limit_together_and_short_ones_are_read_all_the_same():
+    async with fleet(limit_bytes=1 << 20, http={"max_body_bytes": 1 << 20}) as made:
+        content = json.dumps(COMPLETION | {"prompt": "x" * 900_000}).encode()
+        upload = Upload(content[:-1], content[-1:])
+        asking = asyncio.create_task(made.client.post("/v1/completions", content=upload))
+        await eventually(lambda: made.router._places.held_bytes > 500_000)
+        refused = await made.client.post("/v1/completions", content=content)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert "limit_bytes" in refused.json()["error"]["message"]
+        assert (await made.post()).status_code == 200
+        upload.may_end.set()
+        assert (await asking).status_code == 200
+        await eventually(lambda: made.router._places.held_bytes == 0)
+        assert (await made.client.post("/v1/completions", content=content)).status_code == 200
+        assert {len(one.body["prompt"]) for one in made.all_received("prefill")} == {900_000, len(COMPLETION["prompt"])}
+
+
+async def test_a_body_that_would_take_many_times_its_length_is_refused():
+    async with fleet() as made:
+        content = b'{"prompt": [' + b"{}," * MOST_VALUES + b"{}]}"
+        answer = await made.client.post("/v1/completions", content=content)
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_input")
+        assert made.all_received("prefill") == []
+
+
+async def test_a_busy_server_is_asked_again_elsewhere_and_the_last_one_tells_the_client():
+    async with fleet(prefill=2) as made:
+        made.prefill[0].status = 429
+        assert (await made.post()).status_code == 200
+        made.prefill[1].status = 429
+        answer = await made.post()
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+
+
+@pytest.mark.parametrize("url", ["http://h:99999999", "http://999.1.1.1:1", f"http://{'a' * 64}.b", "http://a..b"])
+async def test_a_server_of_a_url_that_nobody_can_ask_is_out_and_is_asked_again(url):
+    async with fleet(timeouts={"health_interval_s": 0.01}) as made:
+        made.router.servers.use(Role.DECODE, [url, made.decode[0].url])
+        made.router._health._watched.clear()
+        made.router._health.follow()
+        server = made.router.servers.of(Role.DECODE)[0]
+        await eventually(lambda: server.failures > 1)
+        assert "GET /health" in server.problem
+        server.is_well()  # as if it had been
+        assert (await made.post()).status_code == 200
 
 
 async def test_headers_that_are_passed_on():

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.router.bodies import HOLD, Asked, HeldPrompt, paired_params
+from kvbridge.router.bodies import HOLD, MOST_VALUES, PARAMS, Asked, Body, HeldPrompt, paired_params
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=8,
+)
 
 
 def asked(**body: object) -> Asked:
@@ -20,32 +30,122 @@ def test_what_is_no_object_is_refused(content):
         Asked.read("/v1/completions", content, {})
 
 
+def sent(body: Body) -> Any:
+    return json.loads(b"".join(body))
+
+
 def test_prefill_is_asked_for_one_token_at_once():
-    mine = asked(
-        prompt="p", max_tokens=100, min_tokens=50, stream=True, stream_options={"include_usage": True}, temperature=0
-    )
-    assert mine.for_prefill(HOLD) == {
+    body = {
+        "prompt": "p",
+        "max_tokens": 100,
+        "min_tokens": 50,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+    }
+    mine = asked(**body)
+    assert sent(mine.for_prefill(HOLD)) == {
         "prompt": "p",
         "max_tokens": 1,
         "stream": False,
         "temperature": 0,
         "kv_transfer_params": dict(HOLD),
     }
-    assert mine.for_decode({"a": 1}) == mine.body | {"kv_transfer_params": {"a": 1}}
-    assert mine.body["min_tokens"] == 50
+    assert sent(mine.for_decode({"a": 1})) == body | {"kv_transfer_params": {"a": 1}}
+    assert sent(mine.for_decode(None)) == body
 
 
 def test_a_chat_may_have_another_name_for_its_length():
     mine = asked(messages=[], max_completion_tokens=100, tools=[{"type": "function"}])
-    sent = mine.for_prefill(HOLD)
-    assert (sent["max_tokens"], sent["max_completion_tokens"]) == (1, 1)
-    assert sent["tools"] == [{"type": "function"}]  # they are in the prompt
-    assert "max_completion_tokens" not in asked(messages=[], max_tokens=3).for_prefill(HOLD)
+    told = sent(mine.for_prefill(HOLD))
+    assert (told["max_tokens"], told["max_completion_tokens"]) == (1, 1)
+    assert told["tools"] == [{"type": "function"}]  # they are in the prompt
+    assert "max_completion_tokens" not in sent(asked(messages=[], max_tokens=3).for_prefill(HOLD))
 
 
-def test_parameters_of_clients_are_dropped():
-    mine = asked(prompt="p", kv_transfer_params={"remote_host": "10.0.0.1"})
-    assert mine.for_decode(None) == {"prompt": "p"}
+@pytest.mark.parametrize("content", ["{}", " {\n}\t", '{"stream": true}', '{"n": 2, "min_tokens": 1}'])
+def test_a_body_of_next_to_nothing(content):
+    mine = Asked.read("/v1/completions", content.encode(), {})
+    assert sent(mine.for_decode(None)) == json.loads(content)
+    assert sent(mine.for_decode({"a": 1})) == json.loads(content) | {"kv_transfer_params": {"a": 1}}
+    assert sent(mine.for_prefill(HOLD))["max_tokens"] == 1
+
+
+HOSTILE = '{"do_remote_prefill": true, "remote_host": "10.0.0.1"}'
+
+
+@pytest.mark.parametrize("more", ["", '"n": 2, '], ids=["by both", "by decode alone"])
+@pytest.mark.parametrize(
+    "hostile",
+    [
+        f'"kv_transfer_params": {HOSTILE}',
+        f'"kv_transfer_params": {HOSTILE}, "x": 1, "kv_transfer_params": {HOSTILE}',
+        f'"kv\\u005ftransfer_params": {HOSTILE}, "kv_transfer_params": null',
+        f'"vllm_xargs": {{"a": 1, "kv_transfer_params": {HOSTILE}}}',
+        f'"vllm_xargs": {{"kv_transfer_params": {HOSTILE}, "kv_transfer\\u005Fparams": "x"}}',
+        f'"vllm_xargs": {{"kv_transfer_params": {HOSTILE}}}, "vllm\\u005fxargs": {{"kv_transfer_params": {HOSTILE}}}',
+        f'"vllm_xargs": {{"kv_transfer_params": null}}, "kv_transfer_params": {HOSTILE}',
+    ],
+    ids=["once", "twice", "escaped", "inside", "inside, twice", "inside of two", "both"],
+)
+def test_parameters_of_clients_are_dropped(hostile, more):
+    """They name addresses, and reach a server neither as what it reads nor as what it gives to its engine."""
+    mine = Asked.read("/v1/completions", f'{{"prompt": "p", {more}{hostile}}}'.encode(), {})
+    for body in (mine.for_decode(None), mine.for_prefill(HOLD), mine.for_decode({"ours": 1})):
+        assert b"10.0.0.1" not in b"".join(body)
+        names = [name for name, _ in json.loads(b"".join(body), object_pairs_hook=list)]
+        assert len(names) == len(set(names))
+        assert PARAMS not in sent(body).get("vllm_xargs", {})
+    assert PARAMS not in sent(mine.for_decode(None))
+    assert sent(mine.for_decode(None)).get("vllm_xargs", {}).get("a", 1) == 1
+
+
+@pytest.mark.parametrize("xargs", ["[1]", '"kv_transfer_params"', "null"])
+def test_what_vllm_will_refuse_is_left_to_it(xargs):
+    mine = Asked.read("/v1/completions", f'{{"vllm_xargs": {xargs}}}'.encode(), {})
+    assert sent(mine.for_decode(None)) == {"vllm_xargs": json.loads(xargs)}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        '"\\ud800 \\u00e9"',
+        '"\u00e9\U0001f600"',
+        "1e400",
+        "123456789012345678901234567890",
+        "NaN",
+        '{"b":{ "a" : [1 ,2]} }',
+    ],
+)
+def test_members_are_passed_on_as_they_came(value):
+    mine = Asked.read("/v1/completions", f' {{ "a" : {value} , "prompt":"p" }} '.encode(), {})
+    assert b"".join(mine.for_decode(None)) == f'{{"a":{value},"prompt":"p"}}'.encode()
+    assert Asked.read("/v1/completions", f'{{"a": {value}}}'.encode("utf-16"), {}).shared == f'{{"a":{value}'.encode()
+
+
+@given(body=st.dictionaries(st.text() | st.just(PARAMS), JSON))
+def test_decode_is_sent_what_the_client_has_sent(body):
+    kept = {name: value for name, value in body.items() if name != PARAMS}
+    for ascii_only in (True, False):
+        content = json.dumps(body, ensure_ascii=ascii_only, indent=1).encode("utf-8", "surrogatepass")
+        assert json.loads(b"".join(Asked.read("/", content, {}).for_decode(None))) == kept
+
+
+def test_a_body_of_too_many_values_is_refused_before_they_are_made():
+    """Objects take many times the memory of their text, and their making takes the time of everybody."""
+    for value in (b"{}", b"[[]]", b"1", b'""'):
+        content = b'{"prompt":[' + (value + b",") * MOST_VALUES + b"0]}"
+        tracemalloc.start()
+        with pytest.raises(InvalidInputError, match="values"):
+            Asked.read("/v1/completions", content, {})
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 2 * len(content)
+
+
+def test_a_long_text_is_no_value_more():
+    text = "Well, {that} is [it]. " * 50_000
+    assert asked(prompt=text).size == 1 + len(text) // 4
 
 
 @pytest.mark.parametrize(

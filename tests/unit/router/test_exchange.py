@@ -17,7 +17,7 @@ from kvbridge.config.router import DispatchOrder, RouterTimeouts
 from kvbridge.core.errors import NotReadyError, PeerError
 from kvbridge.core.ids import Role
 from kvbridge.router.bodies import Asked, Body
-from kvbridge.router.exchange import Exchanges, FailedAttemptError, Upstream, UpstreamError
+from kvbridge.router.exchange import Answer, Exchanges, FailedAttemptError, Upstream, UpstreamError
 from kvbridge.router.servers import Servers
 from tests.helpers import examples
 
@@ -30,7 +30,7 @@ class Call:
     """One request, its answer, and when each ended."""
 
     url: str
-    body: Body
+    body: dict[str, Any]
     answer: asyncio.Future[Any] = field(default_factory=asyncio.Future)
     """A status and a body; an exception instead."""
     closed: bool = False
@@ -41,9 +41,9 @@ class Call:
 
 
 class Answered(Upstream):
-    def __init__(self, status: int, content: bytes) -> None:
+    def __init__(self, status: int, content: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
         self.status = status
-        self.headers = []
+        self.headers = headers or []
         self._content = content
 
     async def chunks(self) -> AsyncIterator[bytes]:
@@ -75,7 +75,7 @@ class Net:
     @asynccontextmanager
     async def post(self, url: str, body: Body, asked: Asked) -> AsyncIterator[Upstream]:
         del asked
-        call = Call(url, body)
+        call = Call(url, json.loads(b"".join(body)))
         self.calls.append(call)
         try:
             yield Answered(*await call.answer)
@@ -95,6 +95,11 @@ class Net:
         asked = Asked.read("/v1/completions", b'{"prompt": "p"}', {})
         async with self.exchanges.answer(asked) as found:
             return found.first + b"".join([piece async for piece in found.rest])
+
+    async def ask_whole(self) -> Answer:
+        asked = Asked.read("/v1/completions", b'{"prompt": "p"}', {})
+        async with self.exchanges.answer(asked) as found:
+            return found
 
     async def ask_slowly(self) -> bytes:
         """As `ask`, with an answer that does not end before it may."""
@@ -200,7 +205,80 @@ async def test_nobody_to_ask():
     assert net.calls == []
 
 
-OUTCOMES = ("fine", "status", "broken", "refused", "moved", "nothing", "other_room", "other_connector")
+def fails(reason: str) -> tuple[int, bytes] | UpstreamError:
+    """Return what a server answers, or why it does not."""
+    if reason in {"broken", "connect"}:
+        return UpstreamError(reason, refused=reason == "connect")
+    return {"status": 500, "busy": 429}[reason], b"no"
+
+
+def end(call: Call, result: Any) -> None:
+    (call.answer.set_exception if isinstance(result, Exception) else call.answer.set_result)(result)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize(
+    ("reasons", "visited"),
+    [
+        (["broken"] * 9, 2),
+        (["status"] * 9, 3),
+        (["busy", "status"] * 5, 3),
+        (["status", "broken", "status", "status"], 3),
+        (["broken", "status", "status"], 2),
+        (["connect"] * 4 + ["status"] * 5, 7),
+        (["connect", "broken", "connect", "status", "status"], 4),
+    ],
+)
+async def test_a_request_that_may_have_ended_a_server_visits_few(role, reasons, visited):
+    """A prompt that ends an engine must not end the whole fleet, and what was never sent ends nobody."""
+    net = Net(prefill=9, decode=9, order=DispatchOrder.PLAIN)
+    asking = asyncio.create_task(net.ask())
+    for number in range(visited):
+        if role is Role.DECODE:
+            prefill = await net.call(2 * number)
+            prefill.answer.set_result(held("7"))
+        end(await net.call(number if role is Role.PREFILL else 2 * number + 1), fails(reasons[number]))
+    with pytest.raises(PeerError, match=f"{visited} attempts have failed"):
+        await asyncio.wait_for(asking, WAIT_S)
+    assert [failure.reason for failure in net.failures] == reasons[:visited]
+    assert len({failure.server for failure in net.failures}) == visited
+    net.check_nothing_left()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("role", list(Role))
+async def test_a_server_that_is_busy_is_not_the_only_one(role):
+    net = Net(prefill=2, decode=2, order=DispatchOrder.PLAIN)
+    asking = asyncio.create_task(net.ask())
+    busy, well = (429, b"busy"), {Role.PREFILL: held("7"), Role.DECODE: ANSWER}
+    for number in range(3 if role is Role.PREFILL else 4):
+        call = await net.call(number)
+        of = Role.PREFILL if call.url[0] == "p" else Role.DECODE
+        call.answer.set_result(busy if of is role and not net.failures else well[of])
+    assert await asking == b"answer"
+    assert [one.reason for one in net.failures] == ["busy"]
+    net.check_nothing_left()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("others", "answered"), [(["busy"], True), (["connect"], True), (["status"], False)])
+async def test_what_all_servers_say_of_their_load_is_passed_on(others, answered):
+    net = Net(prefill=1 + len(others), order=DispatchOrder.PLAIN)
+    asking = asyncio.create_task(net.ask_whole())
+    for number, reason in enumerate(others):
+        end(await net.call(number), fails(reason))
+    (await net.call(len(others))).answer.set_result((429, b"busy", [(b"retry-after", b"7")]))
+    if answered:
+        found = await asking
+        assert (found.status, found.headers, found.first) == (429, [(b"retry-after", b"7")], b"busy")
+    else:
+        with pytest.raises(PeerError):
+            await asking
+    net.check_nothing_left()
+
+
+OUTCOMES = ("fine", "status", "busy", "broken", "refused", "moved", "nothing", "other_room", "other_connector")
 
 
 @examples.fewer(1)
@@ -229,12 +307,17 @@ async def _whatever_fails(data: st.DataObject) -> None:
         if under_way:
             _end(data.draw(st.sampled_from(under_way)), data.draw(st.sampled_from(OUTCOMES)))
     (result,) = await asyncio.gather(asking, return_exceptions=True)
-    assert result == b"answer" or isinstance(result, (PeerError, asyncio.CancelledError)), result
+    if isinstance(result, bytes):
+        assert result == b"answer" or {failure.reason for failure in net.failures} <= {"busy", "connect"}
+    else:
+        assert isinstance(result, (PeerError, asyncio.CancelledError)), result
     net.check_nothing_left()
     _check_rooms(net)
     out = [failure.server for failure in net.failures if failure.avoid and failure.server.role is Role.PREFILL]
     assert len(out) == len(set(out)), "a server that had failed was asked again"
-    assert len(net.failures) <= 1 + sum(len(net.servers.of(role)) for role in Role)
+    sent = [failure.reason for failure in net.failures if failure.reason != "connect"]
+    assert len(sent) <= 3
+    assert "broken" not in sent[:-2]
     if isinstance(result, PeerError):
         assert all(str(failure) in str(result) for failure in net.failures)
 
@@ -243,7 +326,9 @@ def _end(call: Call, outcome: str) -> None:
     if outcome in {"broken", "refused"}:
         call.answer.set_exception(UpstreamError(outcome, refused=outcome == "refused"))
     elif outcome == "status":
-        call.answer.set_result((503, b"busy"))
+        call.answer.set_result((503, b"no"))
+    elif outcome == "busy":
+        call.answer.set_result((429, b"busy"))
     elif call.url.startswith("d"):
         call.answer.set_result(ANSWER)
     elif outcome == "nothing":
