@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from kvbridge.api.examples import REGISTRATION
 from kvbridge.api.rooms import PageHashes
-from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.addresses import HTTP_URL, PeerAddress
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId, examples
 from kvbridge.core.prefixes import ModelIdentity, Namespace, Retention
@@ -22,8 +22,8 @@ from kvbridge.core.wire.features import Features
 Name = Annotated[str, Field(min_length=1, max_length=200)]
 
 
-HttpUrl = Annotated[str, Field(pattern=r"^https?://", max_length=500)]
-EngineUrl = Annotated[str, Field(pattern=r"^(|https?://.*)$", max_length=500)]
+HttpUrl = Annotated[str, Field(pattern=f"^{HTTP_URL}$", max_length=500)]
+EngineUrl = Annotated[str, Field(pattern=f"^({HTTP_URL})?$", max_length=500)]
 """Where a node's engine answers requests of the OpenAI API; empty: the node does not say."""
 
 

@@ -13,11 +13,12 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
+from kvbridge.core.addresses import SERVER_URL
 from kvbridge.core.ids import FrozenModel, Positive
 
 Port = Annotated[int, Field(ge=0, le=65_535)]
 Seconds = Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
-HttpUrl = Annotated[str, Field(pattern=r"^(|https?://[^/\s]+/?)$", max_length=500)]
+HttpUrl = Annotated[str, Field(pattern=f"^({SERVER_URL}/?)?$", max_length=500)]
 _CURVE_KEY = re.compile(r"[0-9a-zA-Z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 CurveKey = Annotated[str, Field(pattern=f"^{_CURVE_KEY.pattern}$")]
 """A CURVE key in Z85: 40 characters."""

@@ -19,9 +19,10 @@ from kvbridge.config.endpoints import (
     TelemetryConfig,
 )
 from kvbridge.config.schema import open_http_problem
+from kvbridge.core.addresses import SERVER_URL
 from kvbridge.core.ids import FrozenModel, Positive
 
-_SERVER = re.compile(r"https?://[^/\s@?#]+/?")
+_SERVER = re.compile(f"{SERVER_URL}/?")
 
 
 class DispatchOrder(StrEnum):

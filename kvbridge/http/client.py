@@ -78,7 +78,11 @@ class _Caller:
         """Turn what httpx raises inside into what every call raises."""
         try:
             yield
-        except httpx.HTTPError as error:
+        except (
+            httpx.HTTPError,
+            httpx.InvalidURL,
+            ValueError,
+        ) as error:  # the last two are of a URL that nobody can ask
             if is_timeout(error):
                 raise DeadlineError(
                     f"{method} {url} was not answered within {self._timeout_s:g} s ({self._timeout_key})"
@@ -122,8 +126,8 @@ class _Client(_Caller):
     async def _call(self, method: str, url: str, **options: Unpack[_Options]) -> httpx.Response:
         arguments = self._arguments(options)
         arguments["extensions"] = {"timeout": arguments.pop("timeout").as_dict()}
-        request = httpx.Request(method, _url(url), **arguments)
         with self._failures_named(method, url):
+            request = httpx.Request(method, _url(url), **arguments)
             response = await self._transport.handle_async_request(request)
             try:
                 await response.aread()
@@ -190,7 +194,7 @@ def _parsed(kind: type[AnswerT] | TypeAdapter[AnswerT], response: httpx.Response
         raise ProtocolError(f"{url} answered something that is no {kind}: {first['loc']}: {first['msg']}") from error
 
 
-def is_timeout(error: httpx.HTTPError) -> bool:
+def is_timeout(error: Exception) -> bool:
     """Whether time ran out: that of aiohttp reports a connection that was closed in our face as a timeout, too."""
     causes = (TimeoutError, httpcore.TimeoutException, type(None))
     return isinstance(error, httpx.TimeoutException) and isinstance(error.__cause__, causes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
 from typing import Self
 
@@ -33,6 +34,11 @@ TIMES = RoomTimes(claim_s=30.0, keep_s=600.0, max_rooms=100)
 LIMITS = {"config": PairingConfig(), "timeouts": BootstrapTimeouts()}
 
 
+def url_of(name: str) -> str:
+    """Return where a node of that name is reached: not all of a name may be in a URL."""
+    return "http://" + re.sub("[^A-Za-z0-9_.-]", "-", name)
+
+
 def node(name: str, role: Role, *, model: str = "tiny-v4", free: int = 100, **changes) -> NodeRegistration:
     """One node that is a whole instance called `name`, with pools of 100 pages."""
     geometry = preset(model)
@@ -42,7 +48,7 @@ def node(name: str, role: Role, *, model: str = "tiny-v4", free: int = 100, **ch
         "node": "node-0",
         "role": role,
         "incarnation": f"{name}-incarnation-1",
-        "http_url": f"http://{name}",
+        "http_url": url_of(name),
         "control": PeerAddress(endpoint=f"tcp://{name}:1"),
         "pp_size": 1,
         "tp_size": 1,
@@ -61,7 +67,7 @@ def half(name: str, role: Role, number: int, **changes) -> NodeRegistration:
         "tp_size": 2,
         "ranks": (Rank(pp=0, tp=number),),
         "incarnation": f"{name}-{number}-incarnation-1",
-        "http_url": f"http://{name}-{number}",
+        "http_url": url_of(f"{name}-{number}"),
         "control": PeerAddress(endpoint=f"tcp://{name}-{number}:1"),
     }
     return node(name, role, **{**own, **changes})

@@ -162,6 +162,15 @@ async def test_a_mistake_in_a_registration_is_still_named(http):
     assert "body.pp_size" in answer.json()["detail"]
 
 
+@pytest.mark.parametrize("key", ["http_url", "engine_url"])
+@pytest.mark.parametrize("url", ["http://h:99999999", "http://a..b", "http://b\u00fccher:80"])
+async def test_a_url_that_nobody_can_ask_is_refused_at_registration(http, key, url):
+    """Bootstrap and routers would ask there, for every room."""
+    answer = await http.put("/v1/instances/p/nodes/node-0", json=later(node("p", Role.PREFILL)) | {key: url})
+    assert answer.status_code == 400
+    assert f"body.{key}" in answer.json()["detail"]
+
+
 async def test_a_node_that_requires_what_this_bootstrap_lacks_is_refused_by_name(client):
     registration = node("p", Role.PREFILL).model_copy(update={"features": Features(requires=("later",))})
     with pytest.raises(FeatureError, match=r"requires feature 'later'.*upgrade this bootstrap"):

@@ -157,6 +157,13 @@ async def test_over_real_sockets_a_closed_port_is_the_peers_fault():
             await client.report(url, 1)
 
 
+@pytest.mark.parametrize("url", ["http://h:99999999", "http://999.1.1.1", "http://a..b", f"http://{'a' * 64}"])
+async def test_over_real_sockets_a_url_that_nobody_can_ask_is_the_peers_fault(url):
+    async with DaemonClient(timeout_s=5.0) as client:
+        with pytest.raises(PeerError, match="failed"):
+            await client.report(url, 1)
+
+
 async def test_over_real_sockets_a_connection_closed_in_our_face_is_no_deadline():
     async with listening(slam) as url, DaemonClient(timeout_s=5.0) as client:
         with pytest.raises(PeerError, match="failed"):
