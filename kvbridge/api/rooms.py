@@ -17,7 +17,7 @@ from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Ro
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import Namespace, Retention
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.messages import MAX_PAGE_HASHES_BYTES
+from kvbridge.core.wire.messages import MAX_INSTANCE_NODES, MAX_PAGE_HASHES_BYTES
 from kvbridge.tier.keys import KEY_BYTES
 
 
@@ -84,7 +84,7 @@ class AdmissionRequest(FrozenModel):
     generation: Positive = 1
     prompt_tokens: Positive
     max_new_tokens: NonNegative = 0
-    prefill: tuple[PeerAddress, ...] = ()
+    prefill: Annotated[tuple[PeerAddress, ...], Field(max_length=MAX_INSTANCE_NODES)] = ()
     client: Annotated[str, Field(max_length=200)] = ""
     wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """Wait so long for pages when they are not free; 0: be told at once. At most `admission.max_wait_s`."""

@@ -33,6 +33,7 @@ from kvbridge.bootstrap.stores.base import NodeStore
 from kvbridge.core.errors import BridgeError, ConflictError, NotFoundError, NotReadyError, StaleError
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.features import DIRECTORY_FEATURES, agree
+from kvbridge.core.wire.messages import MAX_INSTANCE_NODES
 
 log = structlog.get_logger(__name__)
 
@@ -80,6 +81,11 @@ class Directory:
             known = others.pop((registration.instance, registration.node), None)
             for record in others.values():
                 check_agreement(registration, record.registration)
+            if len(others) >= MAX_INSTANCE_NODES:
+                raise ConflictError(
+                    f"{who} is one too many: the instance has {len(others)} nodes, and may have {MAX_INSTANCE_NODES}; "
+                    "put more ranks on a node"
+                )
             entry = succeed(known.entry if known else None, registration)
             if known is not None and known.incarnation != registration.incarnation:
                 await self._require_gone(known)

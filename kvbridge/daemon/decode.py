@@ -5,7 +5,9 @@ Owns: which parts it has, in which order they are made, and what a message of a 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
+from contextvars import Context
 
 from kvbridge.api.status import FenceStatus, PrefillNodeStatus
 from kvbridge.config.schema import DecodeConfig
@@ -52,6 +54,7 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
         events=parts.events,
         features=_required(config.integrity.digest),
         names_of=links.names_of,
+        soon=lambda do: asyncio.get_running_loop().call_soon(do, context=Context()),
     )
     fence = Fence(parts.workers.layers, send=parts.workers.send, events=parts.events, fence_s=config.timeouts.fence_s)
     rooms = receiver_rooms(

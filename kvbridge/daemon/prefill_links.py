@@ -9,6 +9,7 @@ it knows, and no other.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from contextvars import Context
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,6 +30,10 @@ from kvbridge.daemon.peer_setup import peer_settings, why_lost
 from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
+
+
+KEPT_SHARE = 4
+"""One in so many links is kept for addresses that have answered before, so that those who name wrong ones do not take them all."""
 
 
 @dataclass(eq=False)
@@ -63,6 +68,8 @@ class PrefillLinks:
         self._events = events
         self._context: SocketContext | None = None
         self._opened: dict[PeerAddress, _Opened] = {}
+        self._met: OrderedDict[PeerAddress, None] = OrderedDict()
+        """Addresses that have answered, those that were heard of last at the end."""
         self._identity: PeerIdentity
         self._allowed: AllowedPeers
         self._listener: PrefillListener
@@ -106,6 +113,7 @@ class PrefillLinks:
         self._allowed.check_server(fresh)
         opened = self._opened[fresh] = self._opened.pop(address)
         opened.address = fresh
+        self._meet(fresh)
         opened.client.connection.expect_server_key(fresh.public_key)
 
     def names_of(self, key: str) -> frozenset[str]:
@@ -123,11 +131,14 @@ class PrefillLinks:
         """
         if self._context is None:
             raise NotReadyError("this decode node does not connect to prefill nodes now: it is starting or ending")
-        if len(self._opened) >= self.settings.max_connections:
+        most = self.settings.max_connections
+        strangers = sum(known not in self._met for known in self._opened)
+        if len(self._opened) >= most or (address not in self._met and strangers >= most - most // KEPT_SHARE):
             raise CapacityError(
-                f"this decode node has {len(self._opened)} links to prefill addresses, the most that it opens "
-                "(control.max_connections, and a quarter of the descriptors that it may open); those that do not answer are "
-                "closed after timeouts.control_delivery_s. Does a router name wrong addresses?"
+                f"this decode node has {len(self._opened)} links to prefill addresses, of which {strangers} have never answered. "
+                f"It opens {most} (control.max_connections, and a quarter of the descriptors that it may open), one in "
+                f"{KEPT_SHARE} of them to addresses that have answered before. Those that do not answer are closed after "
+                "timeouts.control_delivery_s. Does a router name wrong addresses?"
             )
         self._allowed.check_server(address)
         opened = _Opened(address)
@@ -145,13 +156,23 @@ class PrefillLinks:
 
     def _callbacks(self, opened: _Opened) -> PeerCallbacks:
         return PeerCallbacks(
-            lambda peer, message: self._listener.received(opened.address, peer, message),
+            lambda peer, message: self._received(opened, peer, message),
             on_undelivered=lambda _peer, message, age_s: self._listener.undelivered(opened.address, message, age_s),
             on_refused=self._events.frame_refused,
             on_resent=self._events.messages_resent,
             on_reset=lambda _incarnation: self._listener.restarted(opened.address),
             on_cut=lambda: self._look_again(opened),
         )
+
+    def _received(self, opened: _Opened, peer: str, message: PeerMessage) -> None:
+        self._meet(opened.address)
+        self._listener.received(opened.address, peer, message)
+
+    def _meet(self, address: PeerAddress) -> None:
+        self._met[address] = None
+        self._met.move_to_end(address)
+        if len(self._met) > self.settings.max_connections:
+            self._met.popitem(last=False)
 
     def _look_again(self, opened: _Opened) -> None:
         """Look at a link when the connection that it lacks would have to be back."""

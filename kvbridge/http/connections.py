@@ -73,7 +73,9 @@ TOO_MANY_WAIT = {
 }
 _HEAD_ENDS = re.compile(rb"\n\r?\n")
 _FIRST_PRINTABLE = 0x21
-"""No request begins with less: what speaks TLS to a port without it, for one."""
+"""No request begins with less: what speaks TLS to a port without it, for one. It waits where POSTs do, to be refused."""
+HEAD_BYTES = 16_384
+"""Of a request whose head has not ended: h11 refuses one that is longer."""
 
 
 class BoundedProtocol(H11Protocol):
@@ -129,10 +131,11 @@ class BoundedProtocol(H11Protocol):
             return None
         self._unset_keepalive_if_required()
         self._arm()
-        refused = head[0] < _FIRST_PRINTABLE or len(head) > HIGH_WATER_LIMIT
-        if not refused and not _HEAD_ENDS.search(head):
-            return None
-        return Line.CREATES if head.startswith(b"POST ") or refused else Line.OTHER
+        if head[0] < _FIRST_PRINTABLE:
+            return Line.CREATES
+        if not _HEAD_ENDS.search(head):
+            return Line.CREATES if len(head) > HEAD_BYTES else None
+        return Line.CREATES if head.startswith(b"POST ") else Line.OTHER
 
     def take_turn(self) -> None:
         """Read what has arrived. Of a caller that has hung up meanwhile nothing is begun."""

@@ -19,8 +19,8 @@ from kvbridge.core.prefixes import ModelIdentity, Namespace, Retention
 from kvbridge.core.wire.features import Features
 from kvbridge.core.wire.messages import (
     MAX_CHECKPOINTS,
+    MAX_INSTANCE_NODES,
     MAX_RESTORABLE,
-    MAX_STAGES,
     EndKey,
     Heartbeat,
     Metadata,
@@ -96,7 +96,7 @@ class Hold(Call):
     """As in Finish."""
 
 
-PrefillNodes = Annotated[tuple[PeerAddress, ...], Field(min_length=1, max_length=MAX_STAGES)]
+PrefillNodes = Annotated[tuple[PeerAddress, ...], Field(min_length=1, max_length=MAX_INSTANCE_NODES)]
 """The nodes of one prefill instance."""
 
 

@@ -50,6 +50,8 @@ MAX_PACKED_NODE_BYTES = 3_000_000
 8 bytes for each extent of a region, and what its transports say of their registrations."""
 MAX_STAGES = 256
 """Pipeline stages of one instance."""
+MAX_INSTANCE_NODES = 32
+"""Nodes of one instance, and so prefill addresses of one room: a decode node opens a link to each of them."""
 MAX_ENDPOINTS = 16
 MAX_PHASES = 64
 MAX_INTERVALS = 32

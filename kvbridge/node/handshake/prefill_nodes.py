@@ -6,7 +6,7 @@ rooms (they ask `known_node`; a listener hears when something changed).
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,6 +31,8 @@ from kvbridge.telemetry.stream import EventStream
 
 FORMER_KEPT = 1_024
 """Addresses of which the incarnation is remembered that answered there last."""
+LINKS_A_TURN = 4
+"""Opened one after the other, before the rest of the loop has its turn."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ class PrefillNodesListener(Protocol):
 class PrefillNodes:
     """The prefill nodes that write to this decode node.
 
-    There is a link to every address that is known here, and to no other. A node that is gone may still write, or have written
+    There is a link to every address that is known here, and to no other; a few are opened a turn of the loop, since each takes it
+    milliseconds. A node that is gone may still write, or have written
     what is still on its way: rooms do not rely on it (`fence`).
     """
 
@@ -122,8 +125,9 @@ class PrefillNodes:
         events: EventStream,
         features: Features = PEER_FEATURES,
         names_of: Callable[[str], frozenset[str]] = lambda _key: frozenset(),
+        soon: Callable[[Callable[[], None]], object] = lambda do: do(),
     ) -> None:
-        """`features`: what we have, and require of prefill nodes.
+        """`features`: what we have, and require of prefill nodes. `soon(do)` has `do` called in the loop's next turn.
 
         `names_of(key)`: the instances that the holder of a key may speak for (empty: any). No callback raises.
         """
@@ -132,6 +136,10 @@ class PrefillNodes:
         self._events = events
         self._features = features
         self._names_of = names_of
+        self._soon = soon
+        self._unmet: deque[_KnownPrefill] = deque()
+        """Those to which there is no link yet."""
+        self._opened_in_turn = 0
         self._known: dict[PeerAddress, _KnownPrefill] = {}
         self._former: OrderedDict[PeerAddress, str] = OrderedDict()
         """The incarnation that answered last behind an address, as long as it does not now."""
@@ -158,16 +166,35 @@ class PrefillNodes:
         return known.node
 
     def _introduce(self, address: PeerAddress) -> None:
-        node = self._describe()
-        size_bytes = sum(map(len, node.ranks))
+        ranks = self._describe().ranks
+        size_bytes = sum(map(len, ranks))
         if size_bytes > MAX_PACKED_NODE_BYTES:
             raise InvalidInputError(
-                f"this decode node needs {size_bytes} bytes to describe its {len(node.ranks)} ranks, and may take "
+                f"this decode node needs {size_bytes} bytes to describe its {len(ranks)} ranks, and may take "
                 f"{MAX_PACKED_NODE_BYTES}: make its memory of longer extents (pools.host.extent_bytes), or of fewer ranks"
             )
-        self._links.open(address)
-        self._known[address] = _KnownPrefill(address)
-        self._links.send(address, Hello(node=node, features=self._features))
+        known = _KnownPrefill(address)
+        if self._opened_in_turn < LINKS_A_TURN:
+            self._meet(known)
+        else:
+            self._unmet.append(known)
+        self._known[address] = known
+
+    def _meet(self, known: _KnownPrefill) -> None:
+        self._opened_in_turn += 1
+        if self._opened_in_turn == 1:
+            self._soon(self._next_turn)
+        self._links.open(known.address)
+        self._say_hello(known.address)
+
+    def _next_turn(self) -> None:
+        self._opened_in_turn = 0
+        while self._unmet and self._opened_in_turn < LINKS_A_TURN:
+            known = self._unmet.popleft()
+            try:
+                self._meet(known)
+            except BridgeError as error:
+                self._reject(known, error)
 
     def send(self, peer: str, message: PeerMessage) -> None:
         """Queue a message; dropped when the node is lost: rooms ask again when it is back. Never raises."""

@@ -20,6 +20,7 @@ from kvbridge.core.errors import (
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank, Role
+from kvbridge.core.wire.messages import MAX_INSTANCE_NODES
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, FakeDaemons, half, node
 
 pytestmark = pytest.mark.asyncio
@@ -314,3 +315,12 @@ async def test_two_halves_of_two_pairs_are_no_pair(world):
     assert (
         why == "no ready prefill instance can be paired with a ready decode instance; 'd': node 'node-0' is not ready"
     )
+
+
+async def test_an_instance_has_no_more_nodes_than_a_room_may_have_addresses(world):
+    size = MAX_INSTANCE_NODES + 1
+    nodes = [half("p", Role.PREFILL, number, tp_size=size) for number in range(size)]
+    directory = await world.directory(*nodes[:-1])
+    with pytest.raises(ConflictError, match=rf"one too many: .* has {MAX_INSTANCE_NODES} nodes"):
+        await directory.register(nodes[-1])
+    await directory.register(nodes[0])

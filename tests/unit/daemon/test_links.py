@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import re
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -20,12 +21,12 @@ from kvbridge.control.peers import PeerIdentity, PeerServer
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, CapacityError, FingerprintMismatchError, NotReadyError, PeerError
 from kvbridge.core.ids import Role
-from kvbridge.core.wire.messages import Hello, PeerMessage, Rejected, Welcome
+from kvbridge.core.wire.messages import MAX_INSTANCE_NODES, Hello, PeerMessage, Rejected, Welcome
 from kvbridge.daemon.decode import PrefillPeers
 from kvbridge.daemon.decode_links import DecodeLinks
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill_links import PrefillLinks
-from kvbridge.node.handshake.prefill_nodes import KnownNode, PrefillNodes
+from kvbridge.node.handshake.prefill_nodes import LINKS_A_TURN, KnownNode, PrefillNodes
 from kvbridge.telemetry.stream import EventStream
 from tests.helpers.held_ports import held_ports
 
@@ -70,7 +71,10 @@ class Decode:
         )
         parts = NodeParts.build(config, Role.DECODE)
         self.links = PrefillLinks(config, parts.events)
-        self.nodes = PrefillNodes(describe=parts.description, links=self.links, events=parts.events)
+        loop = asyncio.get_running_loop()
+        self.nodes = PrefillNodes(
+            describe=parts.description, links=self.links, events=parts.events, soon=loop.call_soon
+        )
         self.nodes.watch(SimpleNamespace(nodes_changed=lambda: None, peer_gone=lambda _peer, _reason: None))
         self.peers = PrefillPeers(parts, self.links, self.nodes, rooms=None, fence=None)
         self.links.start(PeerIdentity(parts.identity.incarnation))
@@ -116,6 +120,52 @@ async def test_links_are_bounded_and_one_that_is_given_up_makes_room(opened):
         node.nodes.known_node(address(3))
     node.nodes.lost(address(1), "silent")
     assert node.nodes.known_node(address(3)) is None
+
+
+def opened_of(node: Decode, addresses: list[PeerAddress]) -> int:
+    return sum(each in node.links for each in addresses)
+
+
+async def test_many_links_are_opened_a_few_a_turn(opened):
+    """Each takes the loop milliseconds; what else the node has to do is done in between."""
+    node = opened(PeerSettings())
+    addresses = [address(number) for number in range(1, 1 + MAX_INSTANCE_NODES)]
+    assert [node.nodes.known_node(each) for each in addresses] == [None] * MAX_INSTANCE_NODES
+    had = [opened_of(node, addresses)]
+    while had[-1] < MAX_INSTANCE_NODES:
+        await asyncio.sleep(0)
+        had.append(opened_of(node, addresses))
+        assert len(had) < 100
+    assert max(after - before for before, after in itertools.pairwise([0, *had])) <= LINKS_A_TURN
+
+
+async def test_a_room_hears_of_a_link_that_could_not_be_opened_in_its_turn(opened):
+    node = opened(PeerSettings(max_connections=LINKS_A_TURN + 1))
+    addresses = [address(number) for number in range(1, 2 + LINKS_A_TURN)]
+    for each in addresses[:-1]:
+        node.nodes.known_node(each)
+    assert isinstance(await answer_of(node, addresses[-1]), CapacityError)
+    assert node.nodes.addresses() == addresses[:-1]
+
+
+async def test_wrong_addresses_do_not_take_the_links_of_nodes_that_have_answered(opened):
+    """An honest room goes to a node that is not linked now while somebody names addresses where nobody answers."""
+    node = opened(PeerSettings(max_connections=8))
+    honest = Prefill(1)
+    honest.welcomes = True
+    assert isinstance(await answer_of(node, honest.address), KnownNode)
+    node.nodes.lost(honest.address, "silent")
+    assert honest.address not in node.links
+    refused = 0
+    for number in range(1, 20):
+        try:
+            node.nodes.known_node(address(number))
+        except CapacityError:
+            refused += 1
+        await asyncio.sleep(0)
+    assert refused == 13
+    assert isinstance(await answer_of(node, honest.address), KnownNode)
+    honest.server.close()
 
 
 async def test_a_room_does_not_wait_for_a_node_where_nobody_listens(opened):

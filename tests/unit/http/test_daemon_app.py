@@ -101,6 +101,7 @@ async def test_every_error_keeps_its_code_and_status(http, rooms, code):
             "body.prefix_tokens: unknown field; what decode holds of a prompt",
         ),
         ({"prompt_tokens": 1, "prefill": [{"endpoint": "http://x"}]}, "body.prefill.0.endpoint"),
+        ({"prompt_tokens": 1, "prefill": [{"endpoint": "tcp://x:1"}] * 33}, "body.prefill"),
         ([], "body"),
     ],
 )
