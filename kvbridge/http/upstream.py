@@ -115,9 +115,14 @@ async def _pieces(body: Body) -> AsyncIterator[bytes]:
 def _failures_named(method: str, url: str) -> Iterator[None]:
     try:
         yield
-    # Of a URL that cannot be asked httpx, aiohttp and the lookup of names say so in errors of three kinds.
-    except (httpx.HTTPError, httpx.InvalidURL, aiohttp.ClientError, OSError, ValueError) as error:
+    except (httpx.HTTPError, aiohttp.ClientError, OSError, httpx.InvalidURL, ValueError) as error:
         asked = f"{method} /{url.partition('://')[2].partition('/')[2]}"
+        if isinstance(
+            error, (httpx.InvalidURL, ValueError)
+        ):  # what httpx, aiohttp and the lookup of names say of a URL
+            raise UpstreamError(
+                f"{asked}: nobody can ask there: {type(error).__name__}: {error}", refused=True
+            ) from error
         if is_refused_connection(error):
             raise UpstreamError(f"{asked}: nobody listens there", refused=True) from error
         if isinstance(error.__cause__, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):

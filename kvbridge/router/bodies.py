@@ -141,10 +141,10 @@ def _members(content: bytes) -> tuple[dict[str, bytes], dict[str, Any]]:
     opened = _match(_OPENED, text, 0)
     place, more = opened.end(), not opened[1]
     while more:
-        name, place = json.decoder.scanstring(text, _match(_QUOTE, text, place).end())
+        name, place = json.decoder.scanstring(text, _match(_QUOTE, text, place).end())  # type: ignore[attr-defined]  # typeshed lacks it
         begin = _match(_COLON, text, place).end()
         try:
-            value, end = _SCANNER.scan_once(text, begin)
+            value, end = _SCANNER.scan_once(text, begin)  # type: ignore[attr-defined]  # as above
         except StopIteration as stopped:
             raise ValueError(f"no value at character {stopped.value}") from None
         texts[name] = text[begin:end].encode("utf-8", "surrogatepass")

@@ -147,9 +147,7 @@ async def never_answers(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def connection(loop: Loop, *, request_s: float = 3600.0) -> tuple[BoundedProtocol, Connection]:
     """One whose server has just read another request."""
-    config = uvicorn.Config(
-        never_answers, http=bounded(limits(request_s=request_s, connections=1)), log_config=None
-    )
+    config = uvicorn.Config(never_answers, http=bounded(limits(request_s=request_s, connections=1)), log_config=None)
     config.load()
     kind = config.http_protocol_class
     kind.turns = Turns(loop.call_soon)
