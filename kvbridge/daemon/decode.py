@@ -193,16 +193,8 @@ class PrefillPeers:
             ):
                 text = f"{message.type} from {address.endpoint} in the name of {peer}"
                 self._events.frame_refused("unmet", text)
-            case Digests():
-                self._rooms.peers.digests(peer, message)
-            case Done():
-                self._rooms.peers.done(peer, message)
-            case PathLost():
-                self._rooms.peers.path_lost(peer, message)
-            case Failed():
-                self._rooms.peers.failed(peer, message)
-            case Drained():
-                self._rooms.peers.drained(peer, message)
+            case Digests() | Done() | PathLost() | Failed() | Drained():
+                self._rooms.peers.hear(peer, message)
             case Heartbeat():
                 self._nodes.goes_on_with(address, message.public_key)
             case _:

@@ -88,10 +88,7 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
         {
             PeerConnected: nodes.worker_connected,
             PathsChanged: nodes.paths_changed,
-            Rerouted: rooms.workers.rerouted,
-            Digested: rooms.workers.digested,
-            Sent: rooms.workers.sent,
-            RoomClosed: rooms.workers.room_closed,
+            **dict.fromkeys((Rerouted, Digested, Sent, RoomClosed), rooms.workers.hear),
             **parts.reports,
         },
     )
@@ -217,14 +214,14 @@ class DecodePeers:
             case Intend() | Offer() if not self.known(peer):
                 self._refuse_unknown(peer, message)
             case Intend() | Offer():
-                self._rooms.peers.offer(peer, message)
+                self._rooms.peers.hear(peer, message)
             case Abort():
                 if not self.known(peer):
                     text = f"an abort of room {message.room} from {peer}, which is not welcome here"
                     self._events.frame_refused("unmet", text)
-                self._rooms.peers.abort(peer, message)  # it ends the peer's own rooms only
+                self._rooms.peers.hear(peer, message)  # it ends the peer's own rooms only
             case Failed():
-                self._rooms.peers.failed(peer, message)
+                self._rooms.peers.hear(peer, message)
             case Heartbeat():
                 self._goes_on_with(peer, message.public_key)
             case _:

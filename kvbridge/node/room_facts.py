@@ -90,6 +90,7 @@ class RoomFacts:
         )
 
     def refuse_message(self, peer: str, message: RoomMessage, code: str) -> None:
-        """Say that a peer's message about a room is ignored."""
-        fact = RoomMessageRefused(room=message.room, generation=message.generation, peer=peer, code=code)
+        """Say that what a peer, or a rank worker of this node (`peer` is empty), says of a room is ignored."""
+        rank = "" if peer else str(getattr(message, "rank", ""))
+        fact = RoomMessageRefused(room=message.room, generation=message.generation, peer=peer, code=code, rank=rank)
         self.events.emit(fact)

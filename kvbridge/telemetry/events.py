@@ -265,9 +265,11 @@ class RequestRefused(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomMessageRefused(RoomFact):
-    """A peer's message about a room was refused; `code` is one of few words."""
+    """What a peer or a rank worker of this node says of a room was refused; `code` is one of few words."""
 
     code: str
+    rank: str = ""
+    """The rank worker's; empty for a peer."""
 
 
 class WaitOutcome(StrEnum):

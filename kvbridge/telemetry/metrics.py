@@ -327,7 +327,7 @@ METRICS: tuple[MetricSpec, ...] = (
         "kvbridge_room_messages_refused_total",
         _COUNTER,
         ("code",),
-        "Messages of peers about rooms that were refused: stale, foreign, duplicate and so on.",
+        "Messages of peers and rank workers about rooms that were refused: stale, foreign, unexpected in that state and so on.",
     ),
     WAIT := MetricSpec(
         "kvbridge_admission_wait_seconds",

@@ -313,7 +313,8 @@ class LogReader:
 
     def _message_refused(self, _now_s: float, fact: RoomMessageRefused) -> None:
         if self._seldom.admits("room_message_refused", fact.code):
-            log.warning("room_message_refused", **self._whose(fact), code=fact.code)
+            rank = {"rank": fact.rank} if fact.rank else {}
+            log.warning("room_message_refused", **self._whose(fact), **rank, code=fact.code)
 
     def _whose(self, fact: RoomFact) -> dict[str, object]:
         return {"room": fact.room, "generation": fact.generation, **(self._peer(fact.peer) if fact.peer else {})}

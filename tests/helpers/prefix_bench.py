@@ -116,7 +116,7 @@ class PrefixBench:
     def offer(self, room: int, tokens: list[int], held: int = 0) -> None:
         ids = np.arange(-(-len(tokens) // PAGE) - held // PAGE, dtype=np.int32)
         table = PageTable(FULL, ids, held // PAGE)
-        self.service.peers.offer(
+        self.service.peers.hear(
             DECODE,
             Offer(
                 room=room, generation=1, prompt_tokens=len(tokens), prefix_tokens=held, tables=to_wire({FULL: table})
@@ -132,11 +132,11 @@ class PrefixBench:
             for order in pick(self.workers.messages, Send, rank):
                 if order.room == room:
                     ended = Sent(room=room, generation=1, rank=rank, order=order.order, **more)
-                    self.service.workers.sent(ended)
+                    self.service.workers.hear(ended)
 
     def closed(self, room: int, *, quiet: bool = True) -> None:
         for rank in self.ranks:
-            self.service.workers.room_closed(RoomClosed(room=room, generation=1, rank=rank, quiet=quiet))
+            self.service.workers.hear(RoomClosed(room=room, generation=1, rank=rank, quiet=quiet))
 
     def publish(self, room: int, tokens: list[int], **more) -> None:
         self.verbs.publish("engine", self.ranks, room, upto_token=len(tokens), layers=None, **more)

@@ -189,28 +189,18 @@ class PrefillNode:
         match message:
             case Hello():
                 self.nodes.hello(DECODE, message)
-            case Intend() | Offer():
-                self.service.peers.offer(DECODE, message)
-            case Abort():
-                self.service.peers.abort(DECODE, message)
-            case Failed():
-                self.service.peers.failed(DECODE, message)
+            case Intend() | Offer() | Abort() | Failed():
+                self.service.peers.hear(DECODE, message)
 
     def hear(self, rank: Rank) -> None:
         message = self.workers[rank].outbox.popleft()
         match message:
             case PeerConnected():
                 self.nodes.worker_connected(message)
-            case Digested():
-                self.service.workers.digested(message)
-            case Sent():
-                if not message.error_code:
+            case Digested() | Sent() | Rerouted() | RoomClosed():
+                if isinstance(message, Sent) and not message.error_code:
                     self.succeeded.add(message.order)
-                self.service.workers.sent(message)
-            case Rerouted():
-                self.service.workers.rerouted(message)
-            case RoomClosed():
-                self.service.workers.room_closed(message)
+                self.service.workers.hear(message)
 
     def engine_hears(self, event: RoomEvent) -> None:
         """What an engine with pages of its own makes of an event."""
@@ -404,16 +394,8 @@ class World:
                 self.decode_nodes.welcome(ADDRESS, message)
             case Rejected():
                 self.decode_nodes.rejected(ADDRESS, message)
-            case Digests():
-                self.receiver.peers.digests(peer, message)
-            case Done():
-                self.receiver.peers.done(peer, message)
-            case PathLost():
-                self.receiver.peers.path_lost(peer, message)
-            case Failed():
-                self.receiver.peers.failed(peer, message)
-            case Drained():
-                self.receiver.peers.drained(peer, message)
+            case Digests() | Done() | PathLost() | Failed() | Drained():
+                self.receiver.peers.hear(peer, message)
 
     def verify(self, order: Verify, *, changed: bool = False, error: str = "") -> None:
         """Our rank looks at what has arrived: as it was sent, or `changed`, or it cannot look."""

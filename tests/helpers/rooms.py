@@ -7,13 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
+
 from kvbridge.config.timeouts import DaemonTimeouts
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint, lane_interval
 from kvbridge.core.geometry.presets import preset
-from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Tables
+from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable, Rank, Tables
 from kvbridge.core.plan.accounting import Demand, LaneRows
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Amount, Amounts
@@ -288,6 +290,11 @@ def run_inspection(work: Callable[[], None], ended: Callable[[BaseException | No
         ended(error)
     else:
         ended(None)
+
+
+def pages_table(*ids: int, first: int = 0) -> Tables:
+    """A table of these pages of the full space."""
+    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32), first)}
 
 
 def pages_in(book: PageBook, state: PageState) -> int:

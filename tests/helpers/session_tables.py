@@ -1,24 +1,42 @@
-"""Both transition tables of a room as one page for people: the text of `kvbridge/core/session/TABLES.md`, which a test compares."""
+"""The tables of a room, on both sides, as one page for people: `kvbridge/core/session/TABLES.md`, which a test compares."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
+from kvbridge.core.session.hearing import Hearing
 from kvbridge.core.session.machine import Table
-from kvbridge.core.session.receiver import RECEIVER_TABLE
-from kvbridge.core.session.sender import SENDER_TABLE
+from kvbridge.core.session.receiver import RECEIVER_HEARS, RECEIVER_TABLE
+from kvbridge.core.session.sender import SENDER_HEARS, SENDER_TABLE
 
 _HEAD = """# The life of a room
 
 Printed from the literals in `sender.py` and `receiver.py` by `python -m tests.helpers.session_tables`; do not edit.
 What a row does not list is refused in that state.
+
+Each side has two tables: what events lead to, and what a message about a room means before it leads to any event. A message that is
+not listed is refused and counted (`kvbridge_room_messages_refused_total`), and changes nothing of the room.
 """
 
 
 def tables_markdown() -> str:
-    """Return both transition tables as Markdown."""
-    return f"{_HEAD}\n## Prefill side\n\n{_markdown(SENDER_TABLE)}\n## Decode side\n\n{_markdown(RECEIVER_TABLE)}"
+    """Return the tables as Markdown."""
+    prefill = f"## Prefill side\n\n{_markdown(SENDER_TABLE)}\n{_heard(SENDER_HEARS)}"
+    decode = f"## Decode side\n\n{_markdown(RECEIVER_TABLE)}\n{_heard(RECEIVER_HEARS)}"
+    return f"{_HEAD}\n{prefill}\n{decode}"
+
+
+def _heard(hearing: Hearing[Any, Any]) -> str:
+    """One line for each state and speaker, in the order of the literal."""
+    lines = ["| state | who speaks | message: what it means |", "|---|---|---|"]
+    for state, speakers in [*hearing.rows.items(), ("not known", hearing.unknown)]:
+        for speaker, row in speakers.items():
+            said = ", ".join(f"{message}: {meaning}" for message, meaning in row.items())
+            lines.append(f"| {state} | {speaker} | {said} |")
+        if not speakers:
+            lines.append(f"| {state} | nobody | |")
+    return "\n".join(lines) + "\n"
 
 
 def _markdown(table: Table[Any, Any, Any]) -> str:

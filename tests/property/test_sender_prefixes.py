@@ -145,7 +145,7 @@ class PrefillNode(RuleBasedStateMachine):
         if by_engine:
             self.bench.verbs.abort("engine", number, "enough")
         else:
-            self.bench.service.peers.abort(DECODE, Abort(room=number, generation=1, code="aborted", message="enough"))
+            self.bench.service.peers.hear(DECODE, Abort(room=number, generation=1, code="aborted", message="enough"))
 
     @precondition(lambda self: self.rooms)
     @rule(choice=st.integers(0, 99), quiet=st.booleans())

@@ -1,6 +1,7 @@
 """A room on a decode node: from its reservation until its pages are given back.
 
-Owns: the states, events and actions of the receiving side, and the table. Must not know: I/O, pages, time.
+Owns: the states, events and actions of the receiving side, the table, and what may be said of such a room. Must not know: I/O,
+pages, time.
 
 A page that has been offered is *leased* until there is proof that nobody writes any more: Done of every writer, or Drained from
 every prefill node, or the end of that node's incarnation (raised by the service as DRAINED too). Nothing else leads out of ABORTING
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from kvbridge.core.session.hearing import Hearing, Meaning
 from kvbridge.core.session.machine import Table
 
 
@@ -173,4 +175,81 @@ RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
     },
     start=_S.AWAITING_PAGES,
     final=frozenset({_S.COMPLETED, _S.ABORTED, _S.FAILED}),
+)
+
+
+class ReceiverSpeaker(StrEnum):
+    """Who says something of a room on the decode side."""
+
+    WRITES = "writes"
+    """A rank that writes the room and has not reported Done, or a node with such a rank."""
+    IS_DONE = "is_done"
+    """A rank that has, or a node all of whose ranks have."""
+    HAS_DRAINED = "has_drained"
+    """A node that has proved that it writes nothing any more, or a rank of it."""
+    OWN_RANK = "own_rank"
+    """A rank worker of this node."""
+    ANYBODY = "anybody"
+    """Whoever it is: of a room that is over nobody knows any more who wrote it."""
+
+
+class ReceiverMessage(StrEnum):
+    """What is said of a room to the decode side; each is the `type` of a message."""
+
+    DIGESTS = "digests"
+    DONE = "done"
+    PATH_LOST = "path_lost"
+    FAILED = "failed"
+    DRAINED = "drained"
+    DIGESTED = "digested"
+    VERIFIED = "verified"
+
+
+_W, _M = ReceiverSpeaker, ReceiverMessage
+_TAKE, _PROOF, _LATE = Meaning.TAKE, Meaning.PROOF, Meaning.LATE
+_STOPPED_HEARS = {
+    _W.WRITES: {_M.DONE: _PROOF, _M.PATH_LOST: _PROOF, _M.DRAINED: _PROOF, _M.DIGESTS: _LATE, _M.FAILED: _LATE},
+    _W.IS_DONE: {_M.DRAINED: _PROOF, _M.DONE: _LATE, _M.DIGESTS: _LATE},
+    # A node that had given the room up turns our offer away when it comes: it fails and drains twice.
+    _W.HAS_DRAINED: {_M.DRAINED: _PROOF, _M.FAILED: _LATE},
+}
+_ARRIVED_HEARS = {
+    # Drained: somebody has cancelled the room on prefill after everything was sent.
+    _W.IS_DONE: {_M.DRAINED: _LATE, _M.DONE: _LATE, _M.DIGESTS: _LATE},
+    _W.HAS_DRAINED: {_M.DRAINED: _LATE},
+}
+_OVER_HEARS = {
+    _W.ANYBODY: {_M.FAILED: _LATE, _M.DRAINED: _LATE},
+    _W.OWN_RANK: {_M.DIGESTED: _LATE, _M.VERIFIED: _LATE},
+}
+
+RECEIVER_HEARS: Hearing[ReceiverState, ReceiverSpeaker] = Hearing(
+    {
+        _S.AWAITING_PAGES: {},
+        # Nobody knows a page of the room, so nobody can have written one: all that a node can say is that it does not hold it.
+        _S.INTENDED: {_W.WRITES: {_M.FAILED: _TAKE}},
+        _S.RESERVED: {},
+        _S.OFFERED: {
+            _W.WRITES: {
+                _M.DIGESTS: _TAKE,
+                _M.DONE: _TAKE,
+                _M.PATH_LOST: _TAKE,
+                _M.FAILED: _TAKE,
+                _M.DRAINED: _TAKE,
+            },
+            _W.IS_DONE: {_M.DRAINED: _PROOF, _M.DONE: _LATE, _M.DIGESTS: _LATE},
+            _W.HAS_DRAINED: {_M.DRAINED: _PROOF},
+        },
+        _S.VERIFYING: {**_ARRIVED_HEARS, _W.OWN_RANK: {_M.DIGESTED: _TAKE, _M.VERIFIED: _TAKE}},
+        _S.ABORTING: _STOPPED_HEARS,
+        _S.FAILING: _STOPPED_HEARS,
+        _S.COMMITTED: _ARRIVED_HEARS,
+        _S.CLAIMED: _ARRIVED_HEARS,
+        _S.ABORTING_CLAIMED: _ARRIVED_HEARS,
+        _S.FAILING_CLAIMED: _ARRIVED_HEARS,
+        _S.COMPLETED: _OVER_HEARS,
+        _S.ABORTED: _OVER_HEARS,
+        _S.FAILED: _OVER_HEARS,
+    },
+    unknown=_OVER_HEARS,
 )

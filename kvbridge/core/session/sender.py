@@ -1,6 +1,7 @@
 """A room on a prefill node: from its admission until the last byte has arrived or the last writer is quiet.
 
-Owns: the states, events and actions of the sending side, and the table. Must not know: I/O, pages, time.
+Owns: the states, events and actions of the sending side, the table, and what may be said of such a room. Must not know: I/O,
+pages, time.
 
 How far each rank has published and sent is counted by the service, which raises ALL_SENT once every rank has sent everything. A
 failure or an abort never frees pages by itself: ABORTING and FAILING wait for DRAINED, which the service raises once every rank
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from kvbridge.core.session.hearing import Hearing, Meaning
 from kvbridge.core.session.machine import Table
 
 
@@ -101,4 +103,83 @@ SENDER_TABLE: Table[SenderState, SenderEvent, SenderAction] = Table(
     },
     start=_S.ADMITTED,
     final=frozenset({_S.COMPLETED, _S.ABORTED, _S.FAILED}),
+)
+
+
+class SenderSpeaker(StrEnum):
+    """Who says something of a room on the prefill side."""
+
+    OFFERER = "offerer"
+    """The decode node whose offer was taken."""
+    INTENDER = "intender"
+    """The decode node whose intent was taken, and no offer."""
+    OTHER_NODE = "other_node"
+    """A decode node that has nothing of the room."""
+    OPEN_RANK = "open_rank"
+    """A rank worker that has the room; where it speaks of an order: of one that it has not ended."""
+    CLOSED_RANK = "closed_rank"
+    """A rank worker that had the room and has let it go, or ended that order; or that never had it."""
+
+
+class SenderMessage(StrEnum):
+    """What is said of a room to the prefill side; each is the `type` of a message."""
+
+    INTEND = "intend"
+    OFFER = "offer"
+    ABORT = "abort"
+    FAILED = "failed"
+    DIGESTED = "digested"
+    SENT = "sent"
+    REROUTED = "rerouted"
+    ROOM_CLOSED = "room_closed"
+
+
+_W, _M = SenderSpeaker, SenderMessage
+_TAKE, _PROOF, _TURN_AWAY, _LATE = Meaning.TAKE, Meaning.PROOF, Meaning.TURN_AWAY, Meaning.LATE
+# Of a room that has nothing of a node's, its Abort is answered with the truth: we do not write to its pages.
+_OTHERS_HEARS = {_M.INTEND: _TURN_AWAY, _M.OFFER: _TURN_AWAY, _M.ABORT: _PROOF}
+# An offer that is sent again, or a second thought: neither ends what the first offer began, nor may the answer look like proof.
+_OFFERED_HEARS = {_M.ABORT: _TAKE, _M.OFFER: _LATE, _M.INTEND: _LATE}
+_RANK_LATE = {_M.DIGESTED: _LATE, _M.SENT: _LATE, _M.REROUTED: _LATE, _M.ROOM_CLOSED: _LATE}
+_STOPPED_HEARS = {
+    _W.OFFERER: _OFFERED_HEARS,
+    _W.OTHER_NODE: _OTHERS_HEARS,
+    _W.OPEN_RANK: {_M.SENT: _TAKE, _M.REROUTED: _PROOF, _M.ROOM_CLOSED: _PROOF, _M.DIGESTED: _LATE},
+    _W.CLOSED_RANK: _RANK_LATE,
+}
+_OVER_HEARS = {
+    _W.OFFERER: _OFFERED_HEARS,
+    _W.INTENDER: {_M.ABORT: _TAKE, _M.INTEND: _LATE, _M.OFFER: _TURN_AWAY},
+    _W.OTHER_NODE: _OTHERS_HEARS,
+    _W.CLOSED_RANK: _RANK_LATE,
+}
+
+SENDER_HEARS: Hearing[SenderState, SenderSpeaker] = Hearing(
+    {
+        _S.ADMITTED: {_W.OTHER_NODE: {_M.INTEND: _TAKE, _M.OFFER: _TAKE, _M.ABORT: _PROOF}},
+        _S.AWAITED: {
+            _W.INTENDER: {_M.OFFER: _TAKE, _M.ABORT: _TAKE, _M.INTEND: _LATE},
+            _W.OTHER_NODE: _OTHERS_HEARS,
+        },
+        _S.SENDING: {
+            _W.OFFERER: _OFFERED_HEARS,
+            _W.OTHER_NODE: _OTHERS_HEARS,
+            _W.OPEN_RANK: {_M.DIGESTED: _TAKE, _M.SENT: _TAKE, _M.REROUTED: _TAKE},
+            _W.CLOSED_RANK: {_M.DIGESTED: _LATE, _M.SENT: _LATE},
+        },
+        _S.ABORTING: _STOPPED_HEARS,
+        _S.FAILING: _STOPPED_HEARS,
+        _S.COMPLETED: {
+            _W.OFFERER: {**_OFFERED_HEARS, _M.FAILED: _TAKE},
+            _W.OTHER_NODE: _OTHERS_HEARS,
+            _W.CLOSED_RANK: _RANK_LATE,
+        },
+        _S.ABORTED: _OVER_HEARS,
+        _S.FAILED: _OVER_HEARS,
+    },
+    unknown={
+        # An early offer waits for its room, and an Abort withdraws it.
+        _W.OTHER_NODE: {_M.INTEND: _TAKE, _M.OFFER: _TAKE, _M.ABORT: _PROOF, _M.FAILED: _LATE},
+        _W.CLOSED_RANK: _RANK_LATE,
+    },
 )

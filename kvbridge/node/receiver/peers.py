@@ -19,13 +19,15 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.plan.accounting import shortfall
 from kvbridge.core.plan.operations import add_amounts
+from kvbridge.core.session.hearing import Meaning
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Digests, Done, Drained, Failed, PathLost
 from kvbridge.node.driver import RoomDriver
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
+from kvbridge.node.hearing import RoomHearing
 from kvbridge.node.prompt_keys import end_differs
 from kvbridge.node.receiver.fence import ALL, Fence
-from kvbridge.node.receiver.room import ASKED, ReceiverRoom, WriterNode
+from kvbridge.node.receiver.room import ASKED, FromPrefill, ReceiverRoom, WriterNode
 from kvbridge.node.receiver.withdrawals import Withdrawals, holds_rooms
 from kvbridge.node.receiver.writers import WriterSets
 from kvbridge.node.room import slowest
@@ -107,44 +109,49 @@ class RoomWriters:
 class ReceiverPeers:
     """What writers say. Called from the event loop's thread only."""
 
-    rooms: RoomBook[ReceiverRoom]
     driver: RoomDriver[ReceiverRoom]
+    hearing: RoomHearing[ReceiverRoom]
     fence: Fence
 
-    def digests(self, peer: str, message: Digests) -> None:
+    def hear(self, peer: str, message: FromPrefill) -> None:
+        """Take what a prefill node says of a room as `RECEIVER_HEARS` has it, or refuse it."""
+        room, meaning = self.hearing.look_up(peer, message, kind=message.type)
+        if room is None or meaning is None:
+            return
+        writer = room.writers[peer]
+        match message:
+            case Digests():
+                self._digests(room, writer, message)
+            case Done():
+                writer.missing.discard(message.writer)
+                if meaning is Meaning.TAKE:
+                    self._done(room, writer, message)
+                else:
+                    self.driver.advance(room)  # it crossed our abort; that the writer is quiet counts all the same
+            case PathLost():
+                writer.in_transit = True  # should the room fail, everything that the node knows of is shut
+                if meaning is Meaning.TAKE:
+                    self._path_lost(room, writer, message)
+            case Failed():
+                self.driver.fail(room, message.code, f"prefill node {writer.node.name}: {message.message}")
+            case Drained():
+                writer.drained, writer.in_transit = True, writer.in_transit or message.in_transit
+                if meaning is Meaning.TAKE:
+                    why = f"prefill node {writer.node.name} stopped without having sent everything"
+                    self.driver.fail(room, ProtocolError.code, why)
+                self.driver.advance(room)
+
+    def _digests(self, room: ReceiverRoom, writer: WriterNode, message: Digests) -> None:
         """A writer says what it has sent. What cannot be right fails the room: nobody could say later what arrived."""
-        room = self.rooms.find(message.room, message.generation)
-        writer = None if room is None else room.writers.get(peer)
-        if room is None or room.over:
-            self.driver.facts.refuse_message(peer, message, "stale_digests")
-            return
-        if writer is None or message.writer not in writer.node.ranks or room.verification is None:
-            self.driver.facts.refuse_message(peer, message, "foreign_digests")
-            return
-        if room.state is not ReceiverState.OFFERED or message.writer not in writer.missing:
-            return
+        assert room.verification is not None, "see speaker_of"
         try:
             room.verification.expect(message)
         except BridgeError as error:
             self.driver.fail(room, ProtocolError.code, f"prefill node {writer.node.name}: {error}")
 
-    def done(self, peer: str, message: Done) -> None:
+    def _done(self, room: ReceiverRoom, writer: WriterNode, message: Done) -> None:
         """A writer has sent everything that was its to send."""
-        room = self.rooms.find(message.room, message.generation)
-        writer = None if room is None else room.writers.get(peer)
-        if room is None or room.over:
-            self.driver.facts.refuse_message(peer, message, "stale_done")
-            return
-        if writer is None or message.writer not in writer.node.ranks:
-            self.driver.facts.refuse_message(peer, message, "foreign_done")
-            return
-        if message.writer not in writer.missing:
-            return  # sent again
-        writer.missing.discard(message.writer)
-        if room.state is not ReceiverState.OFFERED:
-            self.driver.advance(room)  # it crossed our abort; that the writer is quiet counts all the same
-            return
-        self.rooms.drop_begin_limit(room)
+        self.driver.facts.rooms.drop_begin_limit(room)
         room.amounts = add_amounts(room.amounts, message.amounts)
         room.metadata[str(message.writer)] = message.metadata
         metadata_bytes = sum(map(len, room.metadata.values()))
@@ -162,7 +169,7 @@ class ReceiverPeers:
             RankReceived(
                 room=room.room,
                 generation=room.generation,
-                peer=peer,
+                peer=writer.node.peer,
                 rank=message.writer,
                 amounts=message.amounts,
                 transport=message.transport,
@@ -216,16 +223,8 @@ class ReceiverPeers:
         room.arrived = True
         self.driver.advance(room)
 
-    def path_lost(self, peer: str, message: PathLost) -> None:
+    def _path_lost(self, room: ReceiverRoom, writer: WriterNode, message: PathLost) -> None:
         """A writer goes on over another transport: the room is not read before nothing can arrive by the lost one any more."""
-        room = self.rooms.find(message.room, message.generation)
-        writer = None if room is None else room.writers.get(peer)
-        if room is None or writer is None or message.writer not in writer.node.ranks:
-            self.driver.facts.refuse_message(peer, message, "foreign_path_lost")
-            return
-        writer.in_transit = True  # should the room fail, everything that the node knows of is shut
-        if room.state is not ReceiverState.OFFERED or message.writer not in writer.missing:
-            return
         if message.transport not in set(TransportName):
             why = f"prefill node {writer.node.name} has lost '{message.transport}', which is no transport"
             self.driver.fail(room, ProtocolError.code, why)
@@ -234,23 +233,3 @@ class ReceiverPeers:
         self.driver.facts.events.emit(lost)
         if self.fence.ask_path(room.owner, message.transport, message.epoch):
             room.shutting.add(message.transport)
-
-    def failed(self, peer: str, message: Failed) -> None:
-        """A prefill node will not complete a room. Means nothing once the room is committed."""
-        room = self.rooms.find(message.room, message.generation)
-        if room is not None and room.state in ASKED and peer in room.writers:
-            why = f"prefill node {room.writers[peer].node.name}: {message.message}"
-            self.driver.fail(room, message.code, why)
-
-    def drained(self, peer: str, message: Drained) -> None:
-        """A prefill node proved that it does not write to a room."""
-        room = self.rooms.find(message.room, message.generation)
-        writer = None if room is None else room.writers.get(peer)
-        if room is None or writer is None:
-            return
-        writer.drained = True
-        writer.in_transit = writer.in_transit or message.in_transit
-        if room.state is ReceiverState.OFFERED and writer.missing:
-            why = f"prefill node {writer.node.name} stopped without having sent everything"
-            self.driver.fail(room, ProtocolError.code, why)
-        self.driver.advance(room)

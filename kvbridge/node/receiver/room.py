@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.accounting import Share
-from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverState
+from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverSpeaker, ReceiverState
 from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, PathLost
+from kvbridge.core.wire.worker_messages import Digested, Verified
 from kvbridge.node.handshake.prefill_nodes import KnownNode, PrefillNodes
 from kvbridge.node.prompt_keys import Answer
 from kvbridge.node.receiver.fence import Fence
@@ -55,6 +57,8 @@ class WriterNode:
         return self.quiet and not self.in_transit
 
 
+FromPrefill = Digests | Done | PathLost | Failed | Drained
+"""What a prefill node says of a room."""
 ASKED = frozenset({ReceiverState.INTENDED, ReceiverState.OFFERED})
 """What prefill nodes have been asked for, and have not done."""
 BEFORE_COMMIT = ASKED | {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED, ReceiverState.VERIFYING}
@@ -196,6 +200,27 @@ class ReceiverRoom(Room[ReceiverState]):
         self.former_peer = self.first_peer
         self.tables, self.metadata, self.writers, self.verification = {}, {}, {}, None
         self.keys, self.answers, self.load, self.end_keys = Keys(), {}, None, set()
+
+
+def speaker_of(
+    room: ReceiverRoom | None, peer: str, message: FromPrefill | Digested | Verified
+) -> ReceiverSpeaker | None:
+    """Return who says something of a room; None for a node that does not write it, or another rank, or digests unasked for."""
+    if isinstance(message, Digested | Verified):
+        return ReceiverSpeaker.OWN_RANK
+    if room is None or room.over:
+        return ReceiverSpeaker.ANYBODY
+    writer = room.writers.get(peer)
+    if writer is None or (isinstance(message, Digests) and room.verification is None):
+        return None
+    owing = writer.missing
+    if isinstance(message, Digests | Done | PathLost):
+        if message.writer not in writer.node.ranks:
+            return None
+        owing = owing & {message.writer}
+    if writer.drained:
+        return ReceiverSpeaker.HAS_DRAINED
+    return ReceiverSpeaker.WRITES if owing else ReceiverSpeaker.IS_DONE
 
 
 _OTHER_WORDS = {

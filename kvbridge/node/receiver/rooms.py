@@ -11,12 +11,13 @@ from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import IndexSpace, Role
-from kvbridge.core.session.receiver import ReceiverEvent, ReceiverState
+from kvbridge.core.session.receiver import RECEIVER_HEARS, ReceiverEvent, ReceiverState
 from kvbridge.core.wire.engine_messages import AbortRoom, Claim, Extend, Loaded, Provide, Release
 from kvbridge.node.driver import Deadlines, RoomDriver
+from kvbridge.node.hearing import RoomHearing
 from kvbridge.node.receiver.peers import ReceiverPeers, RoomWriters
 from kvbridge.node.receiver.prefix_checks import PrefixChecks
-from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, user_state
+from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, speaker_of, user_state
 from kvbridge.node.receiver.rules import ENGINE_WORDS, ReceiverRules
 from kvbridge.node.receiver.verbs import ReceiverVerbs
 from kvbridge.node.receiver.withdrawals import Withdrawals
@@ -89,6 +90,7 @@ def receiver_rooms(ports: ReceiverPorts, settings: RoomSettings, *, clock: Clock
     engines = RoomEngines(book, driver, pages, waiting)
     verbs = ReceiverVerbs(book, driver, pages, checks, writers, clock)
     admission = ReceiverAdmission(driver, pages, writers, checks)
+    hearing = RoomHearing(RECEIVER_HEARS, book, facts, speaker_of)
     return ReceiverRooms(
         book=book,
         driver=driver,
@@ -104,6 +106,6 @@ def receiver_rooms(ports: ReceiverPorts, settings: RoomSettings, *, clock: Clock
         },
         deadlines=Deadlines(book, driver, clock),
         writers=writers,
-        peers=ReceiverPeers(book, driver, ports.fence),
-        workers=ReceiverWorkers(book, driver, writers, checks, clock),
+        peers=ReceiverPeers(driver, hearing, ports.fence),
+        workers=ReceiverWorkers(book, driver, hearing, writers, checks, clock),
     )

@@ -15,6 +15,7 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.session.receiver import ReceiverEvent, ReceiverState
 from kvbridge.core.wire.worker_messages import Digested, Verified
 from kvbridge.node.driver import WORKER_GONE, RoomDriver
+from kvbridge.node.hearing import RoomHearing
 from kvbridge.node.receiver.peers import RoomWriters
 from kvbridge.node.receiver.prefix_checks import PrefixChecks
 from kvbridge.node.receiver.room import ARRIVED, BEFORE_COMMIT, ReceiverRoom
@@ -32,6 +33,7 @@ class ReceiverWorkers:
 
     rooms: RoomBook[ReceiverRoom]
     driver: RoomDriver[ReceiverRoom]
+    hearing: RoomHearing[ReceiverRoom]
     writers: RoomWriters
     checks: PrefixChecks
     clock: Clock
@@ -106,9 +108,9 @@ class ReceiverWorkers:
         self.writers.find(room)
 
     def _verifying(self, message: Digested | Verified) -> tuple[ReceiverRoom | None, Verification | None]:
-        """The room that a rank speaks of, unless it has ended meanwhile."""
-        room = self.rooms.find(message.room, message.generation)
-        if room is None or room.state is not ReceiverState.VERIFYING:
+        """The room that a rank speaks of, unless there is nothing to be done about it."""
+        room, meaning = self.hearing.look_up("", message, kind=message.type)
+        if room is None or meaning is None:
             return None, None
         return room, room.verification
 

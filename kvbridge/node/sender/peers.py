@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, ConflictError, KeyMismatchError, PeerError, StaleError, UnknownRoomError
 from kvbridge.core.geometry.components import ModelGeometry
-from kvbridge.core.session.sender import SenderEvent, SenderState
+from kvbridge.core.session.hearing import Meaning
+from kvbridge.core.session.sender import SenderEvent
 from kvbridge.core.wire.messages import REASON_CHARS, Abort, Drained, Failed, Intend, Offer
 from kvbridge.node.driver import RoomDriver
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
+from kvbridge.node.hearing import RoomHearing
 from kvbridge.node.room import named
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.sender.offers import Asking, EarlyOffers, check_offer
-from kvbridge.node.sender.room import SenderRoom, user_state
+from kvbridge.node.sender.room import FromDecode, SenderRoom, user_state
 from kvbridge.node.sender.workers import SenderWorkers
 from kvbridge.telemetry.context import parse_traceparent
 from kvbridge.telemetry.events import RoomOffered, RoomRejected
@@ -29,18 +31,41 @@ class SenderPeers:
 
     rooms: RoomBook[SenderRoom]
     driver: RoomDriver[SenderRoom]
+    hearing: RoomHearing[SenderRoom]
     workers: SenderWorkers
     nodes: DecodeNodes
     early: EarlyOffers
     geometry: ModelGeometry
     clock: Clock
 
-    def offer(self, peer: str, message: Asking) -> None:
-        """A decode node names the destination of a room, or says that it will; perhaps before the room is admitted here."""
-        room = self.rooms.find(message.room, message.generation)
-        if room is not None:
-            self._take(room, peer, message)
-            return
+    def hear(self, peer: str, message: FromDecode) -> None:
+        """Take what a decode node says of a room as `SENDER_HEARS` has it, or refuse it."""
+        room, meaning = self.hearing.look_up(peer, message, kind=message.type)
+        match message:
+            case Intend() | Offer() if meaning is Meaning.TURN_AWAY and room is not None:
+                why = (
+                    room.reason
+                    or f"the room is already {user_state(room)} on the prefill side, for {named(room.peers)}"
+                )
+                self._refuse(peer, message, room.reason_code or ConflictError.code, why)
+            case Intend() | Offer() if meaning is Meaning.TAKE and room is None:
+                self._take_early(peer, message)
+            case Intend() | Offer() if meaning is Meaning.TAKE and room is not None:
+                self._take(room, peer, message)
+            case Abort() if meaning is Meaning.TAKE and room is not None:
+                self.driver.stop(room, f"by the decode side: {message.message}", message.code)
+            case Abort() if meaning is Meaning.PROOF:
+                # We do not write to this peer's pages of the room, and what it asked for, if anything, is withdrawn. An Abort
+                # follows that on one ordered link, so a room that has taken nothing of this peer is not its to end.
+                self.early.withdraw(peer, message.room, message.generation)
+                self.nodes.send(peer, Drained(room=message.room, generation=message.generation))
+            case Failed() if meaning is Meaning.TAKE and room is not None:
+                # Everything of the room was sent, and the decode side could not use it: too late to fail, not to say why.
+                room.blame(message.code, f"by the decode side: {message.message}")
+                self.driver.facts.events.emit(RoomRejected(**room.identity, code=message.code, reason=room.reason))
+
+    def _take_early(self, peer: str, message: Asking) -> None:
+        """A decode node asks for a room that is not there: perhaps before it is admitted."""
         newest = self.rooms.newest_generation(message.room)
         if message.generation < newest:
             stale = f"generation {message.generation} of the room is older than {newest}, which prefill works on"
@@ -56,15 +81,7 @@ class SenderPeers:
             )
 
     def _take(self, room: SenderRoom, peer: str, message: Asking) -> None:
-        if room.peer == peer and (room.is_offered or isinstance(message, Intend)):
-            # Sent again, or a second thought: neither may end what the first offer began.
-            self.driver.facts.refuse_message(peer, message, f"duplicate_{message.type}")
-            return
-        mine = room.state is SenderState.AWAITED and room.peer == peer
-        if room.state is not SenderState.ADMITTED and not mine:
-            why = room.reason or f"the room is already {user_state(room)} on the prefill side, for {named(room.peers)}"
-            self._refuse(peer, message, room.reason_code or ConflictError.code, why)
-            return
+        """A decode node names the destination of a room, or says that it will."""
         try:
             check_offer(message, self.geometry, prompt_tokens=room.prompt_tokens, prompt_digest=room.prompt_digest)
         except KeyMismatchError as error:  # whoever it is for may still come
@@ -98,24 +115,6 @@ class SenderPeers:
         self.nodes.send(peer, Failed(room=asking.room, generation=asking.generation, code=code, message=text))
         self.nodes.send(peer, Drained(room=asking.room, generation=asking.generation))
 
-    def abort(self, peer: str, message: Abort) -> None:
-        """The decode side wants a room stopped. Always answered with Drained, at once or when it is quiet."""
-        self.early.withdraw(peer, message.room, message.generation)
-        room = self.rooms.find(message.room, message.generation)
-        if room is None or room.peer != peer:
-            # We do not write to this peer's pages of the room, and what it asked for, if anything, is withdrawn. An Abort
-            # follows that on one ordered link, so a room that has taken nothing of this peer is not its to end.
-            self.nodes.send(peer, Drained(room=message.room, generation=message.generation))
-            return
-        self.driver.stop(room, f"by the decode side: {message.message}", message.code)
-
-    def failed(self, peer: str, message: Failed) -> None:
-        """Everything of a room was sent, and the decode side could not use it: too late to fail, not to say why."""
-        room = self.rooms.find(message.room, message.generation)
-        if room is not None and room.peer == peer and room.state is SenderState.COMPLETED:
-            room.blame(message.code, f"by the decode side: {message.message}")
-            self.driver.facts.events.emit(RoomRejected(**room.identity, code=message.code, reason=room.reason))
-
     def peer_gone(self, peer: str, reason: str) -> None:
         """A decode node's process has ended, or it is silent: its rooms fail."""
         self.early.forget_peer(peer)
@@ -128,7 +127,7 @@ class SenderPeers:
         """A room is there: its offer may have come before."""
         early = self.early.take(room.room, room.generation)
         if early is not None:
-            self._take(room, early.peer, early.offer)
+            self.hear(early.peer, early.offer)
 
     def not_admitted(self, room: int, generation: int, error: BridgeError) -> None:
         """A room will not be there: whoever asked for it before need not wait."""

@@ -14,11 +14,11 @@ from kvbridge.core.plan.digest_sums import DigestSums
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.progress import RankProgress
-from kvbridge.core.session.sender import SENDER_TABLE, SenderState
+from kvbridge.core.session.sender import SENDER_TABLE, SenderSpeaker, SenderState
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.messages import MAX_INTERVALS, WireTable
+from kvbridge.core.wire.messages import MAX_INTERVALS, Abort, Failed, Intend, Offer, WireTable
 from kvbridge.core.wire.shared_memory import StreamPoint
-from kvbridge.core.wire.worker_messages import MAX_POINTS
+from kvbridge.core.wire.worker_messages import MAX_POINTS, Digested, Rerouted, RoomClosed, Sent
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.room import Room, named
 from kvbridge.node.rooms import RoomPorts
@@ -198,6 +198,27 @@ class SenderRoom(Room[SenderState]):
         """Keep what a receipt needs."""
         self.tables, self.ranks, self.destination, self.keys = {}, {}, (), Keys()
         self.checkpoint, self.checkpoints, self.load = None, {}, None
+
+
+FromDecode = Intend | Offer | Abort | Failed
+"""What a decode node says of a room."""
+FromRank = Digested | Sent | Rerouted | RoomClosed
+"""What a rank worker says of a room."""
+
+
+def speaker_of(room: SenderRoom | None, peer: str, message: FromDecode | FromRank) -> SenderSpeaker | None:
+    """Return who says something of a room; None for a rank that it does not concern."""
+    if isinstance(message, FromRank):
+        if room is None or room.over:
+            return SenderSpeaker.CLOSED_RANK
+        work = room.ranks.get(message.rank)
+        if work is None:
+            return None
+        ended = isinstance(message, Digested | Sent) and message.order not in work.outstanding
+        return SenderSpeaker.OPEN_RANK if work.open and not ended else SenderSpeaker.CLOSED_RANK
+    if room is None or room.peer != peer:
+        return SenderSpeaker.OTHER_NODE
+    return SenderSpeaker.OFFERER if room.is_offered else SenderSpeaker.INTENDER
 
 
 _OTHER_WORDS = {

@@ -12,8 +12,10 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.progress import RankProgress
+from kvbridge.core.session.sender import SENDER_HEARS
 from kvbridge.core.wire.engine_messages import AbortRoom, AskRestorable, Begin, Finish, Loaded, Publish, Release
 from kvbridge.node.driver import Deadlines, RoomDriver
+from kvbridge.node.hearing import RoomHearing
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_facts import RoomFacts
 from kvbridge.node.room_pages import RoomPages, RoomSettings
@@ -22,7 +24,7 @@ from kvbridge.node.sender.checkpoints import RoomCheckpoints
 from kvbridge.node.sender.offers import EarlyOffers
 from kvbridge.node.sender.orders import Orders
 from kvbridge.node.sender.peers import SenderPeers
-from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom, user_state
+from kvbridge.node.sender.room import RankWork, SenderPorts, SenderRoom, speaker_of, user_state
 from kvbridge.node.sender.rules import ENGINE_WORDS, SenderRules
 from kvbridge.node.sender.verbs import SenderVerbs
 from kvbridge.node.sender.workers import SenderWorkers
@@ -76,9 +78,10 @@ def sender_rooms(ports: SenderPorts, settings: RoomSettings, *, clock: Clock = m
     driver: RoomDriver[SenderRoom] = RoomDriver(
         SenderRules(facts, pages, orders, checkpoints, ports.nodes, clock), facts
     )
-    workers = SenderWorkers(book, driver, pages, orders, ports.nodes, clock)
+    hearing = RoomHearing(SENDER_HEARS, book, facts, speaker_of)
+    workers = SenderWorkers(book, driver, hearing, pages, orders, ports.nodes, clock)
     early = EarlyOffers(wait_s=settings.limits.early_offer_s, clock=clock)
-    peers = SenderPeers(book, driver, workers, ports.nodes, early, settings.geometry, clock)
+    peers = SenderPeers(book, driver, hearing, workers, ports.nodes, early, settings.geometry, clock)
     engines = RoomEngines(book, driver, pages)
     verbs = SenderVerbs(book, driver, pages, orders, workers, checkpoints, clock)
     admission = SenderAdmission(pages, ports.workers, checkpoints, peers)

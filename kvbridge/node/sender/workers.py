@@ -13,16 +13,18 @@ from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.digest_sums import DigestSums
 from kvbridge.core.plan.operations import add_amounts
+from kvbridge.core.session.hearing import Meaning
 from kvbridge.core.session.sender import SenderState
 from kvbridge.core.wire.messages import Digests, Done, PathLost
 from kvbridge.core.wire.worker_messages import Digested, Rerouted, RoomClosed, Sent
 from kvbridge.node.driver import WORKER_GONE, RoomDriver
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
+from kvbridge.node.hearing import RoomHearing
 from kvbridge.node.room import Quarantine, slowest
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.sender.orders import Orders
-from kvbridge.node.sender.room import RankWork, SenderRoom
+from kvbridge.node.sender.room import FromRank, RankWork, SenderRoom
 from kvbridge.telemetry.path_events import RoomRerouted
 from kvbridge.tier.keys import Keys
 
@@ -33,6 +35,7 @@ class SenderWorkers:
 
     rooms: RoomBook[SenderRoom]
     driver: RoomDriver[SenderRoom]
+    hearing: RoomHearing[SenderRoom]
     pages: RoomPages
     orders: Orders
     nodes: DecodeNodes
@@ -72,16 +75,27 @@ class SenderWorkers:
             self.nodes.send(room.peer, message)
         return len(parts)
 
-    def _rank_work(self, message: Digested | Rerouted | Sent | RoomClosed) -> tuple[SenderRoom | None, RankWork | None]:
-        """What a worker speaks of, unless that is forgotten."""
-        room = self.rooms.find(message.room, message.generation)
-        return room, None if room is None else room.ranks.get(message.rank)
-
-    def digested(self, message: Digested) -> None:
-        """A worker has computed digests over what an order sends."""
-        room, work = self._rank_work(message)
-        if room is None or work is None or message.order not in work.outstanding:
+    def hear(self, message: FromRank) -> None:
+        """Take what a rank worker says of a room as `SENDER_HEARS` has it, or refuse it."""
+        room, meaning = self.hearing.look_up("", message, kind=message.type)
+        if room is None or meaning is None:
             return
+        work = room.ranks[message.rank]
+        match message:
+            case Digested():
+                self._digested(room, work, message)
+            case Sent():
+                self._sent(room, work, message)
+            case Rerouted():
+                self._rerouted(room, work, message, tell=meaning is Meaning.TAKE)
+            case RoomClosed() if not message.quiet:
+                self.pages.quarantine(room, Quarantine.NOT_QUIET, f"rank {message.rank}: {message.reason}")
+            case RoomClosed():
+                self.orders.closed(room, message.rank)
+                self.driver.advance(room)
+
+    def _digested(self, room: SenderRoom, work: RankWork, message: Digested) -> None:
+        """A worker has computed digests over what an order sends."""
         if work.digests is None:
             prompt, prefix = room.prompt_tokens, room.prefix_tokens
             work.digests = DigestSums.of_room(self.pages.settings.geometry, prompt_tokens=prompt, prefix_tokens=prefix)
@@ -90,13 +104,9 @@ class SenderWorkers:
         except BridgeError as error:
             self.driver.fail(room, error.code, f"rank {message.rank}: {error}")
 
-    def sent(self, message: Sent) -> None:
+    def _sent(self, room: SenderRoom, work: RankWork, message: Sent) -> None:
         """A worker ended an order."""
-        room, work = self._rank_work(message)
-        if room is None or work is None:
-            return
-        if not self.orders.ended(room, message.rank, message.order, message):
-            return
+        self.orders.ended(room, message.rank, message.order, message)
         room.in_transit = room.in_transit or message.in_transit
         if message.error_code or not message.quiet:
             code = message.error_code or TransportError.code
@@ -107,17 +117,14 @@ class SenderWorkers:
             work.phases_s[phase] = work.phases_s.get(phase, 0.0) + seconds
         self.settle(room)
 
-    def rerouted(self, message: Rerouted) -> None:
+    def _rerouted(self, room: SenderRoom, work: RankWork, message: Rerouted, *, tell: bool) -> None:
         """A worker has lost a transport, and sends again over another one what that has not confirmed."""
-        room, work = self._rank_work(message)
-        if room is None or work is None:
-            return
         room.in_transit = room.in_transit or message.in_transit
         work.transport = "+".join(sorted({message.over, *filter(None, work.transport.split("+"))}))
         self.driver.facts.events.emit(
             RoomRerouted(**room.identity, rank=message.rank, lost=message.lost, over=message.over)
         )
-        if message.in_transit and room.state is SenderState.SENDING:
+        if message.in_transit and tell:
             lost = PathLost(
                 room=room.room,
                 generation=room.generation,
@@ -126,17 +133,6 @@ class SenderWorkers:
                 epoch=message.epoch,
             )
             self.nodes.send(room.peer, lost)
-
-    def room_closed(self, message: RoomClosed) -> None:
-        """A worker proved that nothing of a room is in flight."""
-        room, work = self._rank_work(message)
-        if room is None or work is None:
-            return
-        if not message.quiet:
-            self.pages.quarantine(room, Quarantine.NOT_QUIET, f"rank {message.rank}: {message.reason}")
-            return
-        self.orders.closed(room, message.rank)
-        self.driver.advance(room)
 
     def gone(self, rank: Rank, reason: str) -> None:
         """A rank worker's process ended, and with it everything that it had in flight."""

@@ -119,10 +119,10 @@ def test_an_engine_holds_what_it_has_computed_in_one_message():
     api.attach()
     whole = {"tables": TABLES, "published_tokens": 2 * PAGE, "metadata": b"first token"}
     assert isinstance(api.call(Hold(call=2, **PROMPT, **whole)), Accepted)
-    api.bench.service.peers.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=2 * PAGE, tables=names(7, 8)))
+    api.bench.service.peers.hear(DECODE, Offer(room=1, generation=1, prompt_tokens=2 * PAGE, tables=names(7, 8)))
     [order] = pick(api.bench.workers.messages, Send)
     amounts = {"amounts": full_amounts(2 * PAGE)}
-    api.bench.service.workers.sent(Sent(room=1, generation=1, rank=R0, order=order.order, **amounts))
+    api.bench.service.workers.hear(Sent(room=1, generation=1, rank=R0, order=order.order, **amounts))
     [done] = pick(api.bench.peers.messages, Done)
     assert done.metadata == b"first token"
     assert api.bench.free == 16
@@ -134,7 +134,7 @@ def test_an_engine_holds_a_room_before_it_has_pages_for_it_and_no_limit_ends_tha
     api.call(Hold(call=2, **PROMPT))
     report = api.bench.service.book.report(1)
     assert (report.state, report.limit) == (RoomState.ADMITTED, "timeouts.offer_s")
-    api.bench.service.peers.offer(DECODE, Intend(room=1, generation=1, prompt_tokens=2 * PAGE))
+    api.bench.service.peers.hear(DECODE, Intend(room=1, generation=1, prompt_tokens=2 * PAGE))
     api.bench.clock.advance(1_000)
     api.bench.tick()
     assert api.bench.service.book.report(1).limit == ""
@@ -148,7 +148,7 @@ def test_an_engine_holds_a_room_before_it_has_pages_for_it_and_no_limit_ends_tha
 def test_decode_that_waits_for_a_room_hears_at_once_that_it_is_not_admitted():
     api = prefill(adopted=True)
     api.attach()
-    api.bench.service.peers.offer(DECODE, Intend(room=1, generation=1, prompt_tokens=2 * PAGE))
+    api.bench.service.peers.hear(DECODE, Intend(room=1, generation=1, prompt_tokens=2 * PAGE))
     assert api.bench.peers.messages == []
     api.call(Hold(call=2, room=1, prompt_tokens=99 * PAGE))
     failed, drained = (message for _, message in api.bench.peers.messages)
@@ -175,15 +175,15 @@ def test_a_room_that_is_computed_again_fails_as_withdrawn_and_its_next_generatio
     api = prefill(adopted=True)
     api.attach()
     api.call(Hold(call=2, **PROMPT, tables=()))
-    api.bench.service.peers.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=2 * PAGE, tables=names(7, 8)))
+    api.bench.service.peers.hear(DECODE, Offer(room=1, generation=1, prompt_tokens=2 * PAGE, tables=names(7, 8)))
     api.call(Publish(call=3, room=1, upto_token=PAGE, tables=names(4)))
     api.call(AbortRoom(call=4, room=1, reason="preempted", again=True))
     assert isinstance(api.call(Hold(call=5, **PROMPT, generation=2, tables=())), Accepted)
     assert [failed.code for failed in pick(api.bench.peers.messages, Failed)] == [WITHDRAWN]
     assert api.bench.engines.events == []
-    api.bench.service.peers.offer(DECODE, Offer(room=1, generation=2, prompt_tokens=2 * PAGE, tables=names(7, 8)))
+    api.bench.service.peers.hear(DECODE, Offer(room=1, generation=2, prompt_tokens=2 * PAGE, tables=names(7, 8)))
     api.call(Publish(call=6, room=1, upto_token=PAGE, tables=names(4)))
-    api.bench.service.workers.room_closed(RoomClosed(room=1, generation=1, rank=R0, quiet=True))
+    api.bench.service.workers.hear(RoomClosed(room=1, generation=1, rank=R0, quiet=True))
     [event] = api.bench.engines.events
     assert (event.kind, event.generation, event.code) == ("failed", 1, WITHDRAWN)
     assert api.bench.free == 15
@@ -226,7 +226,7 @@ def test_an_engine_that_has_its_pages_fetches_a_room_in_one_message():
     api.call(Fetch(call=2, **PROMPT, prefill=PLACES, tables=TABLES))
     assert [type(message) for _, message in api.bench.nodes.messages] == [Intend, Offer]
     done = Done(room=1, generation=1, writer=R0, amounts=full_amounts(2 * PAGE), phases_s={}, metadata=b"m")
-    api.bench.service.peers.done(PREFILL, done)
+    api.bench.service.peers.hear(PREFILL, done)
     assert [event.kind for event in api.bench.engines.events] == ["committed"]
 
 
@@ -241,12 +241,12 @@ def test_a_room_of_another_prompt_is_refused_and_held_for_whoever_it_is_for():
             Intend(**asked, prompt_digest=digest),
             Offer(**asked, prompt_digest=digest, tables=names(7, 8)),
         ):
-            api.bench.service.peers.offer("eeee000000000001", message)
+            api.bench.service.peers.hear("eeee000000000001", message)
             failed, drained = (message for _, message in api.bench.peers.messages[-2:])
             assert (failed.code, type(drained)) == ("key_mismatch", Drained)
             assert f"and prefill holds {b'of this one'.hex()}" in failed.message
     assert api.bench.service.book.report(1).state is RoomState.ADMITTED
-    api.bench.service.peers.offer(DECODE, Offer(**asked, prompt_digest=b"of this one", tables=names(7, 8)))
+    api.bench.service.peers.hear(DECODE, Offer(**asked, prompt_digest=b"of this one", tables=names(7, 8)))
     assert len(pick(api.bench.workers.messages, Send)) == 1
 
 
@@ -352,7 +352,7 @@ def test_the_prefill_verbs():
     pages = api.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
     assert isinstance(pages, Pages)
     assert pages.tables == to_wire(api.bench.service.book.get(1).tables)
-    api.bench.service.peers.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=2 * PAGE, tables=TABLES))
+    api.bench.service.peers.hear(DECODE, Offer(room=1, generation=1, prompt_tokens=2 * PAGE, tables=TABLES))
     assert api.call(Publish(call=4, room=1, upto_token=2 * PAGE)) == Accepted(call=4)
     assert api.call(Finish(call=5, room=1, metadata=b"m")) == Accepted(call=5)
     assert api.call(AbortRoom(call=6, room=1, reason="x" * 4_000)) == Accepted(call=6)
@@ -371,7 +371,7 @@ def test_the_decode_verbs():
     assert refused.code == "conflict"
     amounts = full_amounts(2 * PAGE)
     done = Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={"move": 1.0}, metadata=b"first token")
-    api.bench.service.peers.done(PREFILL, done)
+    api.bench.service.peers.hear(PREFILL, done)
     pages = api.call(Claim(call=3, room=1))
     assert (pages.metadata, pages.amounts) == ({"pp0.tp0": b"first token"}, amounts)
     assert pages.phases_s["move"] == 1.0
@@ -476,7 +476,7 @@ def test_an_engine_that_detaches_waits_for_nothing(role):
     else:
         api.bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
         amounts = full_amounts(2 * PAGE)
-        api.bench.service.peers.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={}))
+        api.bench.service.peers.hear(PREFILL, Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={}))
         api.call(Claim(call=3, room=1))
     assert api.call(Detach(call=4)) == Accepted(call=4)
     assert (api.bench.free, api.bench.service.book.report(1).state) == (16, RoomState.FAILED)
@@ -526,7 +526,7 @@ def test_a_decode_engine_without_memory_releases_what_it_had_claimed():
     api = decode()
     api.attach()
     api.bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=PAGE, prefill=(ADDRESS,)))
-    api.bench.service.peers.done(
+    api.bench.service.peers.hear(
         PREFILL, Done(room=1, generation=1, writer=R0, amounts=full_amounts(PAGE), phases_s={})
     )
     assert isinstance(api.call(Claim(call=2, room=1)), Pages)

@@ -281,7 +281,7 @@ def test_an_abort_by_decode_keeps_what_the_engine_has_finished():
     bench.admit(2, HISTORY[:1500])
     bench.offer(2, HISTORY[:1500])
     bench.after_load(2, HISTORY[:1500])
-    bench.service.peers.abort(DECODE, Abort(room=2, generation=1, code="aborted", message="enough"))
+    bench.service.peers.hear(DECODE, Abort(room=2, generation=1, code="aborted", message="enough"))
     bench.closed(2)
     assert bench.admit(3, HISTORY[:2000]).computed_tokens == 1280
     bench.check()
@@ -315,7 +315,7 @@ class DecodeBench(SharedBench):
         found = self.admit(10**5 + next(_copies), tokens)
         told = (found.prefix_tokens - found.host_tokens) // PAGE
         self.service.driver.stop(found, "only asked")
-        self.service.peers.drained(PREFILL, drained(found.room))
+        self.service.peers.hear(PREFILL, drained(found.room))
         return told
 
 

@@ -164,7 +164,7 @@ def test_digests_that_both_sides_agreed_upon_are_the_pages(bench):
     bench = Bench(verifies_hits=True, digest=DigestKind.CRC32C)
     room = bench.admit(1, 4 * PAGE)
     sent = Digests(room=1, generation=1, writer=R0, part=0, digests=values(0, 4))
-    bench.service.peers.digests(PREFILL, sent)
+    bench.service.peers.hear(PREFILL, sent)
     bench.done(room, digest_parts=1)
     [arrival] = pick(bench.ranks.messages, Verify)
     answer(bench, arrival)

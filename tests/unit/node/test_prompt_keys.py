@@ -65,7 +65,7 @@ def decode(*engines: str, committed: bool = True, **fields) -> ReceiverBench:
     bench.service.requests.admit(request(prefill=(ADDRESS,), max_new_tokens=PAGE + PAGE - 5))
     if committed:
         done = Done(room=1, generation=1, writer=R0, amounts=full_amounts(PROMPT), phases_s={})
-        bench.service.peers.done(PREFILL, done)
+        bench.service.peers.hear(PREFILL, done)
     return bench
 
 
@@ -183,15 +183,15 @@ def test_the_decode_side_is_told_whether_its_offer_came_before_or_comes_after():
         table = PageTable(IndexSpace.FULL, np.arange(4, dtype=np.int32))
         offer = Offer(room=1, generation=1, prompt_tokens=PROMPT, tables=to_wire({IndexSpace.FULL: table}))
         if early:
-            bench.service.peers.offer(DECODE, offer)
+            bench.service.peers.hear(DECODE, offer)
         with pytest.raises(KeyMismatchError):
             begin(bench, other_from(1))
         if not early:
-            bench.service.peers.offer(DECODE, offer)
+            bench.service.peers.hear(DECODE, offer)
         (told,) = pick(bench.peers.messages, Failed, DECODE)
         assert (told.code, "page 1" in told.message) == ("key_mismatch", True)
     other = decode(committed=False)
-    other.service.peers.failed(PREFILL, told)
+    other.service.peers.hear(PREFILL, told)
     assert report(other).reason_code == "key_mismatch"
 
 

@@ -77,15 +77,15 @@ def state(bench: ReceiverBench, generation: int = 1) -> ReceiverState:
 
 def done(bench: ReceiverBench, peer: str = PREFILL, rank=R0, generation: int = 1, **fields) -> None:
     fields = {"amounts": full_amounts(TOKENS), "phases_s": {"move": 1.0}, "metadata": b"meta"} | fields
-    bench.service.peers.done(peer, Done(room=1, generation=generation, writer=rank, **fields))
+    bench.service.peers.hear(peer, Done(room=1, generation=generation, writer=rank, **fields))
 
 
 def failed(bench: ReceiverBench, peer: str = PREFILL, message: str = "cable") -> None:
-    bench.service.peers.failed(peer, Failed(room=1, generation=1, code="transport_failed", message=message))
+    bench.service.peers.hear(peer, Failed(room=1, generation=1, code="transport_failed", message=message))
 
 
 def drained(bench: ReceiverBench, peer: str = PREFILL, generation: int = 1, *, in_transit: bool = False) -> None:
-    bench.service.peers.drained(peer, Drained(room=1, generation=generation, in_transit=in_transit))
+    bench.service.peers.hear(peer, Drained(room=1, generation=generation, in_transit=in_transit))
 
 
 def cancel(bench: ReceiverBench, room: int = 1) -> None:
@@ -413,7 +413,8 @@ def test_strangers_and_stale_messages_are_harmless():
     drained(bench, generation=7)
     bench.service.writers.peer_gone(STRANGER, "silent")
     assert state(bench) is ReceiverState.OFFERED
-    assert bench.events.refusals == {"foreign_done": 2, "stale_done": 1}
+    refused = {"foreign_done": 2, "stale_done": 1, "foreign_drained": 1, "foreign_failed": 1}
+    assert bench.events.refusals == refused
 
 
 def test_a_reason_of_any_length_fits_into_the_messages():
@@ -1112,7 +1113,7 @@ def test_the_answer_to_a_claim_with_all_the_metadata_and_full_tables_fits_into_a
 
 def path_lost(bench: ReceiverBench, peer: str = PREFILL, rank=R0, epoch: int = 0, transport: str = "mooncake") -> None:
     message = PathLost(room=1, generation=1, writer=rank, transport=transport, epoch=epoch)
-    bench.service.peers.path_lost(peer, message)
+    bench.service.peers.hear(peer, message)
 
 
 def test_a_room_whose_writer_has_lost_a_path_is_not_read_before_that_is_shut():

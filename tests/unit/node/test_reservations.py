@@ -95,7 +95,7 @@ def test_prefill_a_ticket_that_no_engine_uses(offered):
     bench.service.requests.admit(request(begin_within_s=20.0))
     bench.clock.advance(5)
     if offered:
-        bench.service.peers.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
+        bench.service.peers.hear(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
     assert limit(bench) == ("begin_within_s", 15)
     assert [one.ends_in_s for one in bench.service.book.not_begun()] == [15]
     report = run_out(bench)
@@ -105,7 +105,7 @@ def test_prefill_a_ticket_that_no_engine_uses(offered):
     with pytest.raises(ConflictError, match="no prefill engine has begun it in time"):
         bench.verbs.begin("engine", (R0,), 1, prompt_tokens=TOKENS, tables={})
     if offered:
-        bench.service.workers.room_closed(RoomClosed(rank=R0, room=1, generation=1, quiet=True))
+        bench.service.workers.hear(RoomClosed(rank=R0, room=1, generation=1, quiet=True))
         failed, drained = [message for _, message in bench.peers.messages]
         assert (failed.type, failed.code, failed.message) == ("failed", "deadline", why)
         assert (drained.type, drained.in_transit) == ("drained", False)
@@ -117,7 +117,7 @@ def test_prefill_a_ticket_that_an_engine_has_used_in_time_has_no_end(offered):
     bench = SenderBench()
     bench.service.requests.admit(request(begin_within_s=20.0))
     if offered:
-        bench.service.peers.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
+        bench.service.peers.hear(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
     bench.clock.advance(19)
     bench.verbs.begin("engine", (R0,), 1, prompt_tokens=TOKENS, tables={})
     assert limit(bench) == (("timeouts.room_s", 581) if offered else ("timeouts.offer_s", 41))
@@ -135,7 +135,7 @@ def test_a_ticket_does_not_outlast_the_limits_of_the_daemon():
 
 def test_prefill_a_room_that_no_engine_begins():
     bench = sender()
-    bench.service.peers.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
+    bench.service.peers.hear(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
     assert limit(bench) == ("timeouts.begin_s", 80)
     assert run_out(bench).state is RoomState.FAILED
     assert bench.free < bench.pages, "the worker has been told of the pages"
@@ -145,7 +145,7 @@ def test_prefill_a_room_that_no_engine_begins():
 
 def test_prefill_an_engine_that_stops_publishing_holds_its_pages_until_it_lets_go():
     bench = sender()
-    bench.service.peers.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
+    bench.service.peers.hear(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
     bench.verbs.begin("engine", (R0,), 1, prompt_tokens=TOKENS, tables={})
     bench.verbs.publish("engine", (R0,), 1, upto_token=PAGE, layers=None)
     assert run_out(bench).state is RoomState.FAILED
@@ -188,8 +188,8 @@ def test_decode_prefill_says_whether_a_ticket_was_used():
     assert limit(bench) == ("timeouts.room_s", 595)
     assert not bench.service.book.not_begun()
     why = "no prefill engine has begun it in time (limit: begin_within_s)"
-    bench.service.peers.failed(PREFILL, Failed(room=1, generation=1, code="deadline", message=why))
-    bench.service.peers.drained(PREFILL, Drained(room=1, generation=1))
+    bench.service.peers.hear(PREFILL, Failed(room=1, generation=1, code="deadline", message=why))
+    bench.service.peers.hear(PREFILL, Drained(room=1, generation=1))
     report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "deadline")
     assert report.reason == f"prefill node prefill/{PREFILL[:4]}: {why}"
@@ -202,7 +202,7 @@ def test_decode_a_done_of_one_rank_is_a_use_of_the_ticket():
     bench.service.requests.admit(request(prefill=(ADDRESS,), begin_within_s=5.0))
     rows = bench.service.book.get(1).writers[PREFILL].shares[R0].rows(prompt_tokens=TOKENS, prefix_tokens=0)
     amounts = {kind: Amount(lane_rows=count, bytes=count) for kind, count in rows.items()}
-    bench.service.peers.done(PREFILL, Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={}))
+    bench.service.peers.hear(PREFILL, Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={}))
     assert limit(bench) == ("timeouts.room_s", 600)
 
 

@@ -50,14 +50,14 @@ def offered(digest: DigestKind = DigestKind.CRC32C) -> ReceiverBench:
 
 def expect(bench: ReceiverBench, value: int, part: int = 0, peer: str = PREFILL, writer=R0) -> None:
     message = Digests(room=1, generation=1, writer=writer, part=part, digests=page_digests(value))
-    bench.service.peers.digests(peer, message)
+    bench.service.peers.hear(peer, message)
 
 
 def done(bench: ReceiverBench, parts: int = 1) -> None:
     message = Done(
         room=1, generation=1, writer=R0, amounts=full_amounts(TOKENS), phases_s={"digest": 0.5}, digest_parts=parts
     )
-    bench.service.peers.done(PREFILL, message)
+    bench.service.peers.hear(PREFILL, message)
 
 
 def arrived(value: int = 5) -> ReceiverBench:
@@ -157,7 +157,7 @@ def test_a_done_that_knows_of_more_parts_than_have_come_fails_the_room():
 def test_digests_of_what_the_room_does_not_have_fail_it():
     bench = offered()
     wrong = page_digests(5)[0].model_copy(update={"first_page": 2})
-    bench.service.peers.digests(PREFILL, Digests(room=1, generation=1, writer=R0, part=0, digests=(wrong,)))
+    bench.service.peers.hear(PREFILL, Digests(room=1, generation=1, writer=R0, part=0, digests=(wrong,)))
     assert bench.service.book.report(1).reason_code == "protocol"
     assert "pages [0, 2)" in bench.service.book.report(1).reason
 
@@ -179,7 +179,7 @@ def test_strangers_and_latecomers_change_nothing():
     find(bench, 1)
     verified(bench, error_code="unsupported", error="too late")
     assert state(bench) is ReceiverState.COMMITTED
-    bench.service.peers.digests(PREFILL, Digests(room=9, generation=1, writer=R0, part=0, digests=()))
+    bench.service.peers.hear(PREFILL, Digests(room=9, generation=1, writer=R0, part=0, digests=()))
     assert bench.events.refusals["stale_digests"] == 1
 
 
@@ -237,7 +237,7 @@ def sending(digest: DigestKind = DigestKind.CRC32C, ranks=(R0,)) -> SenderBench:
     bench = SenderBench(ranks=ranks)
     room = bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=TOKENS)).room
     tables = bench.service.book.get(room).tables
-    bench.service.peers.offer(
+    bench.service.peers.hear(
         DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=to_wire(tables), digest=digest)
     )
     bench.verbs.begin("engine", ranks, 1, prompt_tokens=TOKENS, tables={})
@@ -249,8 +249,8 @@ def sending(digest: DigestKind = DigestKind.CRC32C, ranks=(R0,)) -> SenderBench:
 
 def answer(bench: SenderBench, order: Send, rank=R0, value: int | None = None) -> None:
     if value is not None:
-        bench.service.workers.digested(digested(order, rank, value, order=order.order))
-    bench.service.workers.sent(Sent(room=1, generation=1, rank=rank, order=order.order, seconds={"digest": 0.25}))
+        bench.service.workers.hear(digested(order, rank, value, order=order.order))
+    bench.service.workers.hear(Sent(room=1, generation=1, rank=rank, order=order.order, seconds={"digest": 0.25}))
 
 
 def test_workers_are_told_what_decode_asks_for():
@@ -296,9 +296,9 @@ def test_late_digests_and_those_of_unknown_orders_count_for_nothing():
     bench = sending()
     first, second = pick(bench.workers.messages, Send)
     answer(bench, first, value=3)
-    bench.service.workers.digested(digested(first, R0, 9, order=first.order))
-    bench.service.workers.digested(digested(first, R1, 9, order=second.order))
-    bench.service.workers.digested(Digested(room=8, generation=1, rank=R0, order=1, digests=()))
+    bench.service.workers.hear(digested(first, R0, 9, order=first.order))
+    bench.service.workers.hear(digested(first, R1, 9, order=second.order))
+    bench.service.workers.hear(Digested(room=8, generation=1, rank=R0, order=1, digests=()))
     answer(bench, second, value=0)
     [digests] = pick(bench.peers.messages, Digests)
     assert int.from_bytes(digests.digests[0].values[:4], "little") == 3
@@ -308,7 +308,7 @@ def test_a_worker_that_reports_what_the_room_does_not_have_fails_it():
     bench = sending()
     order = pick(bench.workers.messages, Send)[0]
     wrong = page_digests(1)[0].model_copy(update={"first_page": 7})
-    bench.service.workers.digested(Digested(room=1, generation=1, rank=R0, order=order.order, digests=(wrong,)))
+    bench.service.workers.hear(Digested(room=1, generation=1, rank=R0, order=order.order, digests=(wrong,)))
     assert state(bench) is SenderState.FAILING
     assert "rank pp0.tp0" in bench.service.book.report(1).reason
 
@@ -318,10 +318,10 @@ def test_a_completed_room_keeps_why_its_bytes_were_refused():
     for order in pick(bench.workers.messages, Send):
         answer(bench, order, value=1)
     assert state(bench) is SenderState.COMPLETED
-    bench.service.peers.failed("eeee000000000001", Failed(room=1, generation=1, code="digest_mismatch", message="no"))
+    bench.service.peers.hear("eeee000000000001", Failed(room=1, generation=1, code="digest_mismatch", message="no"))
     assert bench.service.book.report(1).reason_code == ""
     before = len(bench.peers.messages)
-    bench.service.peers.failed(DECODE, Failed(room=1, generation=1, code="digest_mismatch", message="c4_kv of layer 2"))
+    bench.service.peers.hear(DECODE, Failed(room=1, generation=1, code="digest_mismatch", message="c4_kv of layer 2"))
     report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.COMPLETED, "digest_mismatch")
     assert report.reason == "by the decode side: c4_kv of layer 2"

@@ -76,11 +76,11 @@ def orders(bench: SenderBench, rank=None) -> list[Send]:
 def answer(bench: SenderBench, rank=R0, order: Send | None = None, **fields) -> None:
     last = order or orders(bench, rank)[-1]
     fields = {"amounts": full_amounts(TOKENS), "seconds": {"move": 1.0}} | fields
-    bench.service.workers.sent(Sent(room=1, generation=last.generation, rank=rank, order=last.order, **fields))
+    bench.service.workers.hear(Sent(room=1, generation=last.generation, rank=rank, order=last.order, **fields))
 
 
 def close(bench: SenderBench, rank=R0, generation: int = 1, quiet: bool = True) -> None:
-    bench.service.workers.room_closed(RoomClosed(room=1, generation=generation, rank=rank, quiet=quiet))
+    bench.service.workers.hear(RoomClosed(room=1, generation=generation, rank=rank, quiet=quiet))
 
 
 def abort(room: int = 1, generation: int = 1) -> Abort:
@@ -97,7 +97,7 @@ def sending(**fields) -> SenderBench:
     """A bench with room 1 offered, begun, and half of it published."""
     bench = SenderBench(**fields)
     admit(bench)
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     begin(bench)
     publish(bench, PAGE)
     return bench
@@ -113,7 +113,7 @@ def test_a_room_is_sent_while_it_is_computed():
     publish(bench, PAGE)
     assert not bench.workers.messages
     bench.clock.advance(2)
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     assert bench.service.book.report(1).state is RoomState.TRANSFERRING
     opening = pick(bench.workers.messages, OpenRoom)[0]
     assert opening.peer == DECODE
@@ -167,7 +167,7 @@ def test_everything_published_and_finished_before_the_offer_is_sent_at_once():
     begin(bench)
     publish(bench)
     finish(bench)
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     assert [order.section.stop_token for order in orders(bench)] == [TOKENS]
     answer(bench)
     assert state(bench) is SenderState.COMPLETED
@@ -176,7 +176,7 @@ def test_everything_published_and_finished_before_the_offer_is_sent_at_once():
 def test_every_rank_reports_for_itself_and_the_room_ends_with_the_last():
     bench = SenderBench(ranks=(R0, R1))
     admit(bench)
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     for number, rank in enumerate(bench.ranks):
         begin(bench, f"engine{number}", (rank,))
         publish(bench, TOKENS, f"engine{number}", (rank,))
@@ -198,7 +198,7 @@ def test_a_rank_without_layers_has_nothing_to_send_and_says_so():
     admit(bench)
     begin(bench)
     finish(bench)
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     assert [done.amounts for done in pick(bench.peers.messages, Done)] == [{}]
     assert state(bench) is SenderState.COMPLETED
     assert bench.free == 16
@@ -207,7 +207,7 @@ def test_a_rank_without_layers_has_nothing_to_send_and_says_so():
 def test_a_layer_at_a_time():
     bench = SenderBench()
     admit(bench)
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     begin(bench)
     publish(bench, PAGE, layers=(1,))
     assert orders(bench)[-1].section.layers == (1,)
@@ -219,7 +219,7 @@ def test_a_layer_at_a_time():
 def test_a_publication_that_one_rank_refuses_counts_for_none():
     bench = SenderBench(ranks=(R0, R1))
     admit(bench)
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     begin(bench)
     bench.verbs.publish("engine", (R1,), 1, upto_token=TOKENS, layers=None)
     before = len(orders(bench))
@@ -264,8 +264,8 @@ def test_a_room_without_an_id_gets_one():
 
 def test_an_early_offer_waits_for_its_room():
     bench = SenderBench()
-    bench.service.peers.offer(DECODE, offer())
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     assert not bench.peers.messages
     admit(bench)
     assert state(bench) is SenderState.SENDING
@@ -274,7 +274,7 @@ def test_an_early_offer_waits_for_its_room():
 
 def test_an_early_offer_whose_room_never_comes_is_answered():
     bench = SenderBench()
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     bench.clock.advance(10)
     bench.tick()
     assert [type(message) for _, message in bench.peers.messages] == [Failed, Drained]
@@ -285,10 +285,10 @@ def test_an_early_offer_whose_room_never_comes_is_answered():
 
 def test_an_early_offer_is_withdrawn_by_its_peer_only():
     bench = SenderBench()
-    bench.service.peers.offer(DECODE, offer())
-    bench.service.peers.abort(STRANGER, abort())
+    bench.service.peers.hear(DECODE, offer())
+    bench.service.peers.hear(STRANGER, abort())
     assert pick(bench.peers.messages, Drained, STRANGER)
-    bench.service.peers.abort(DECODE, abort())
+    bench.service.peers.hear(DECODE, abort())
     assert pick(bench.peers.messages, Drained, DECODE)
     admit(bench)
     assert state(bench) is SenderState.ADMITTED
@@ -296,11 +296,11 @@ def test_an_early_offer_is_withdrawn_by_its_peer_only():
 
 def test_a_second_offerer_is_turned_away():
     bench = SenderBench()
-    bench.service.peers.offer(DECODE, offer())
-    bench.service.peers.offer(STRANGER, offer())
+    bench.service.peers.hear(DECODE, offer())
+    bench.service.peers.hear(STRANGER, offer())
     assert len(pick(bench.peers.messages, Drained, STRANGER)) == 1
     admit(bench)
-    bench.service.peers.offer("ffff000000000001", offer())
+    bench.service.peers.hear("ffff000000000001", offer())
     assert pick(bench.peers.messages, Failed, "ffff000000000001")[0].code == "conflict"
     assert state(bench) is SenderState.SENDING
     assert bench.service.book.get(1).peer == DECODE
@@ -309,11 +309,11 @@ def test_a_second_offerer_is_turned_away():
 @pytest.mark.parametrize("second", [offer(), offer(tables=to_wire(tables(1, 2)))], ids=["same", "other tables"])
 def test_an_offer_sent_again_never_looks_like_proof(second):
     bench = sending()
-    bench.service.peers.offer(DECODE, second)
+    bench.service.peers.hear(DECODE, second)
     assert bench.peers.messages == []
     assert state(bench) is SenderState.SENDING
-    bench.service.peers.abort(DECODE, abort())
-    bench.service.peers.offer(DECODE, second)
+    bench.service.peers.hear(DECODE, abort())
+    bench.service.peers.hear(DECODE, second)
     assert pick(bench.peers.messages, Drained) == []
 
 
@@ -321,7 +321,7 @@ def test_an_offer_sent_again_never_looks_like_proof(second):
 
 
 def intend(bench: SenderBench, peer: str = DECODE, **fields) -> None:
-    bench.service.peers.offer(peer, Intend(room=1, generation=1, **({"prompt_tokens": TOKENS} | fields)))
+    bench.service.peers.hear(peer, Intend(room=1, generation=1, **({"prompt_tokens": TOKENS} | fields)))
 
 
 def awaited() -> SenderBench:
@@ -341,7 +341,7 @@ def test_a_room_for_which_a_decode_node_will_come_is_held_without_a_limit():
     report = bench.service.book.report(1)
     assert (report.state, report.limit) == (RoomState.ADMITTED, "")
     assert report.waits_for == f"the decode node decode/{DECODE} to offer its pages, as it said it will"
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     publish(bench)
     finish(bench)
     answer(bench)
@@ -364,7 +364,7 @@ def test_a_room_for_which_nobody_comes_after_all_is_free_at_once(how):
     bench = awaited()
     match how:
         case "withdrawn":
-            bench.service.peers.abort(DECODE, abort())
+            bench.service.peers.hear(DECODE, abort())
         case "gone":
             bench.service.peers.peer_gone(DECODE, "silent")
         case _:
@@ -378,13 +378,13 @@ def test_a_room_for_which_nobody_comes_after_all_is_free_at_once(how):
 
 def test_a_room_is_held_for_the_one_who_said_it_would_come():
     bench = awaited()
-    bench.service.peers.offer(STRANGER, offer())
+    bench.service.peers.hear(STRANGER, offer())
     intend(bench, STRANGER)
     assert [type(message) for message in pick(bench.peers.messages, object, STRANGER)] == [Failed, Drained] * 2
     assert "for decode/" in pick(bench.peers.messages, Failed, STRANGER)[0].message
-    bench.service.peers.abort(STRANGER, abort())
+    bench.service.peers.hear(STRANGER, abort())
     intend(bench)
-    assert bench.events.refusals["duplicate_intend"] == 1
+    assert bench.events.refusals == {"conflict": 2}, "an intent that is sent again is no attack"
     assert state(bench) is SenderState.AWAITED
 
 
@@ -401,7 +401,7 @@ def test_an_intent_that_comes_before_its_room_waits_for_it(offers):
     bench = SenderBench()
     intend(bench)
     if offers:
-        bench.service.peers.offer(DECODE, offer())
+        bench.service.peers.hear(DECODE, offer())
     intend(bench)
     admit(bench)
     assert state(bench) is (SenderState.SENDING if offers else SenderState.AWAITED)
@@ -422,10 +422,10 @@ def test_an_intent_whose_room_never_comes_is_answered():
 def test_a_stale_offer_is_refused_and_one_for_the_next_generation_waits():
     bench = SenderBench()
     admit(bench, generation=2)
-    bench.service.peers.offer(DECODE, offer(generation=1))
+    bench.service.peers.hear(DECODE, offer(generation=1))
     assert pick(bench.peers.messages, Failed)[0].code == "stale"
     assert len(pick(bench.peers.messages, Drained)) == 1
-    bench.service.peers.offer(DECODE, offer(generation=3))
+    bench.service.peers.hear(DECODE, offer(generation=3))
     assert len(bench.peers.messages) == 2
     assert state(bench, 2) is SenderState.ADMITTED
 
@@ -434,7 +434,7 @@ def test_an_offer_of_an_old_generation_that_is_still_being_written_is_no_proof()
     bench = sending()
     answer(bench, error_code="transport_failed", error="cable")
     admit(bench, generation=2)
-    bench.service.peers.offer(DECODE, offer(generation=1))
+    bench.service.peers.hear(DECODE, offer(generation=1))
     assert pick(bench.peers.messages, Drained) == []
     close(bench)
     assert len(pick(bench.peers.messages, Drained)) == 1
@@ -451,7 +451,7 @@ def test_an_offer_of_an_old_generation_that_is_still_being_written_is_no_proof()
 def test_an_offer_that_cannot_be_right_fails_the_room_on_both_sides(fields):
     bench = SenderBench()
     admit(bench)
-    bench.service.peers.offer(DECODE, offer(**fields))
+    bench.service.peers.hear(DECODE, offer(**fields))
     assert state(bench) is SenderState.FAILED
     assert bench.service.book.report(1).reason_code == "invalid_input"
     assert [type(message) for _, message in bench.peers.messages] == [Failed, Drained]
@@ -462,7 +462,7 @@ def test_an_offer_for_a_room_that_is_over_gets_its_reason():
     bench = SenderBench()
     admit(bench)
     bench.verbs.abort("engine", 1, "out of memory")
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     [failed] = pick(bench.peers.messages, Failed)
     assert failed.code == "aborted"
     assert "out of memory" in failed.message
@@ -474,7 +474,7 @@ def test_an_offer_for_a_room_that_is_over_gets_its_reason():
 
 def test_an_abort_while_sending_frees_nothing_before_every_rank_is_quiet():
     bench = sending(ranks=(R0, R1))
-    bench.service.peers.abort(DECODE, abort())
+    bench.service.peers.hear(DECODE, abort())
     bench.verbs.abort("engine", 1, "ok")
     assert state(bench) is SenderState.ABORTING
     assert pick(bench.peers.messages, Failed)[0].message == "by the decode side: enough"
@@ -520,7 +520,7 @@ def test_an_abort_that_crosses_the_last_done_gets_the_proof():
     for order in orders(bench):
         answer(bench, order=order)
     assert state(bench) is SenderState.COMPLETED
-    bench.service.peers.abort(DECODE, abort())
+    bench.service.peers.hear(DECODE, abort())
     assert len(pick(bench.peers.messages, Drained, DECODE)) == 1
     assert state(bench) is SenderState.COMPLETED
     assert bench.engines.kinds == ["completed"]
@@ -529,8 +529,8 @@ def test_an_abort_that_crosses_the_last_done_gets_the_proof():
 
 def test_an_abort_by_a_stranger_changes_nothing_and_is_answered():
     bench = sending()
-    bench.service.peers.abort(STRANGER, abort())
-    bench.service.peers.abort(STRANGER, abort(room=99))
+    bench.service.peers.hear(STRANGER, abort())
+    bench.service.peers.hear(STRANGER, abort(room=99))
     assert len(pick(bench.peers.messages, Drained, STRANGER)) == 2
     assert state(bench) is SenderState.SENDING
 
@@ -538,18 +538,18 @@ def test_an_abort_by_a_stranger_changes_nothing_and_is_answered():
 def test_an_abort_ends_no_room_that_has_taken_no_offer_of_its_peer():
     bench = SenderBench()
     admit(bench)
-    bench.service.peers.abort(STRANGER, abort())
+    bench.service.peers.hear(STRANGER, abort())
     assert len(pick(bench.peers.messages, Drained, STRANGER)) == 1
     assert state(bench) is SenderState.ADMITTED
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     assert state(bench) is SenderState.SENDING
-    bench.service.peers.abort(DECODE, abort())
+    bench.service.peers.hear(DECODE, abort())
     assert bench.service.book.report(1).state is not RoomState.TRANSFERRING
 
 
 def test_a_reason_of_any_length_fits_into_the_messages():
     bench = sending()
-    bench.service.peers.abort(DECODE, Abort(room=1, generation=1, code="aborted", message="x" * 4_000))
+    bench.service.peers.hear(DECODE, Abort(room=1, generation=1, code="aborted", message="x" * 4_000))
     assert pick(bench.peers.messages, Failed)
 
 
@@ -588,7 +588,7 @@ def test_finish_needs_everything_published_and_comes_once():
 def test_finish_of_a_room_that_is_over_lets_go_of_its_pages():
     bench = sending()
     publish(bench)
-    bench.service.peers.abort(DECODE, abort())
+    bench.service.peers.hear(DECODE, abort())
     close(bench)
     assert state(bench) is SenderState.ABORTED
     assert bench.free == 14
@@ -692,9 +692,9 @@ def test_answers_count_once_and_only_for_orders_that_were_given():
     answer(bench, order=order)
     answer(bench, order=order)
     answer(bench, rank=R1, order=order)
-    bench.service.workers.sent(Sent(room=1, generation=1, rank=R0, order=999, amounts=full_amounts(TOKENS)))
-    bench.service.workers.sent(Sent(room=5, generation=1, rank=R0, order=1, error_code="x", error="y"))
-    bench.service.workers.room_closed(RoomClosed(room=5, generation=1, rank=R0, quiet=True))
+    bench.service.workers.hear(Sent(room=1, generation=1, rank=R0, order=999, amounts=full_amounts(TOKENS)))
+    bench.service.workers.hear(Sent(room=5, generation=1, rank=R0, order=1, error_code="x", error="y"))
+    bench.service.workers.hear(RoomClosed(room=5, generation=1, rank=R0, quiet=True))
     assert state(bench) is SenderState.SENDING
     answer(bench, amounts={})
     assert pick(bench.peers.messages, Done)[0].amounts == full_amounts(TOKENS)
@@ -705,7 +705,7 @@ def test_a_dead_worker_ends_the_room_and_is_not_waited_for(stage):
     bench = SenderBench(ranks=(R0, R1))
     admit(bench)
     if stage != "admitted":
-        bench.service.peers.offer(DECODE, offer())
+        bench.service.peers.hear(DECODE, offer())
         begin(bench)
         publish(bench)
     if stage == "aborting":
@@ -751,7 +751,7 @@ def test_all_workers_dead_is_proof_enough():
 def test_a_lost_peer_fails_its_rooms_and_takes_its_early_offers_along():
     bench = sending()
     admit(bench, room=2)
-    bench.service.peers.offer(DECODE, offer(room=3))
+    bench.service.peers.hear(DECODE, offer(room=3))
     bench.service.peers.peer_gone(DECODE, "silent for 10 s")
     assert state(bench) is SenderState.FAILING
     assert bench.service.book.report(2).state is RoomState.ADMITTED
@@ -824,7 +824,7 @@ def test_a_transport_that_is_not_quiet_quarantines_at_once_and_says_which():
     bench = sending()
     answer(bench, error_code="transport_failed", error="cable", quiet=False, in_transit=True)
     bench.verbs.abort("engine", 1, "ok")
-    bench.service.workers.room_closed(RoomClosed(room=1, generation=1, rank=R0, quiet=False, reason="mooncake is loud"))
+    bench.service.workers.hear(RoomClosed(room=1, generation=1, rank=R0, quiet=False, reason="mooncake is loud"))
     assert state(bench) is SenderState.FAILING
     [reason] = bench.book.quarantine_reasons()
     assert reason == "room 1 generation 1: rank pp0.tp0: mooncake is loud"
@@ -856,7 +856,7 @@ def test_a_new_attempt_runs_beside_the_old_one_and_each_gets_its_own_messages():
         admit(bench)
     admit(bench, generation=2)
     assert bench.free == 12
-    bench.service.peers.offer(DECODE, offer(generation=2))
+    bench.service.peers.hear(DECODE, offer(generation=2))
     assert bench.service.book.report(1).generation == 2
     # The engine has not heard of the failure: its words are about the attempt that it has begun.
     with pytest.raises(ConflictError, match=r"is over: rank pp0\.tp0: cable"):
@@ -917,7 +917,7 @@ def test_pages_that_a_gpu_writes_are_free_when_all_is_sent_or_when_it_is_through
         failing.verbs.release("engine", 1, 1)
     publish(failing)
     finish(failing, by_gpu=True)
-    failing.service.peers.abort(DECODE, abort())
+    failing.service.peers.hear(DECODE, abort())
     close(failing)
     assert (state(failing), failing.free) == (SenderState.ABORTED, 14)
     failing.verbs.release("engine", 1, 2)
@@ -941,7 +941,7 @@ def test_a_finished_room_that_a_gpu_has_yet_to_write_fails_with_its_engine():
 def test_finish_of_a_room_that_is_over_does_not_let_go_of_what_a_gpu_writes():
     bench = sending()
     publish(bench)
-    bench.service.peers.abort(DECODE, abort())
+    bench.service.peers.hear(DECODE, abort())
     close(bench)
     with pytest.raises(ConflictError, match="is over: by the decode side"):
         finish(bench, by_gpu=True)
@@ -962,7 +962,7 @@ def test_receipts_keep_little_and_are_forgotten():
     bench.tick()
     with pytest.raises(UnknownRoomError):
         bench.service.book.report(1)
-    bench.service.peers.abort(DECODE, abort())
+    bench.service.peers.hear(DECODE, abort())
     assert len(pick(bench.peers.messages, Drained)) == 1
     bench.verbs.abort("engine", 1, "it has learned of the end only now")
 
@@ -971,7 +971,7 @@ def test_a_room_whose_pages_an_engine_still_writes_is_not_forgotten():
     bench = SenderBench()
     admit(bench)
     begin(bench)
-    bench.service.peers.abort(DECODE, abort())
+    bench.service.peers.hear(DECODE, abort())
     bench.clock.advance(1_000)
     bench.tick()
     bench.verbs.abort("engine", 1, "at last")
@@ -984,7 +984,7 @@ def test_a_room_whose_pages_an_engine_still_writes_is_not_forgotten():
 def test_adopted_pages_are_named_at_begin_and_the_room_opens_then():
     bench = SenderBench(ranks=(R0, R1), adopted=True)
     admit(bench)
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     assert state(bench) is SenderState.SENDING
     assert bench.workers.messages == []
     begin(bench, "engine0", (R0,), tables=tables(3, 4))
@@ -1021,7 +1021,7 @@ def test_a_rooms_pages_grow_with_what_is_published_also_while_it_is_sent():
     bench = SenderBench(ranks=(R0, R1), adopted=True)
     admit(bench, tokens=3 * PAGE)
     wide = {"prompt_tokens": 3 * PAGE, "tables": to_wire(tables(7, 8, 9))}
-    bench.service.peers.offer(DECODE, offer(**wide))
+    bench.service.peers.hear(DECODE, offer(**wide))
     for number, rank in enumerate(bench.ranks):
         begin(bench, f"engine{number}", (rank,), prompt_tokens=3 * PAGE)
     assert not bench.workers.messages
@@ -1056,7 +1056,7 @@ def test_rooms_with_a_common_prefix_name_its_pages_at_once_and_nobody_writes_the
     with pytest.raises(ConflictError, match="page 3"):
         begin(bench, room=2, tables=tables(3, 5), computed_tokens=PAGE - 1)
     begin(bench, room=2, tables=tables(3, 5), computed_tokens=PAGE + 1)
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     publish(bench)
     finish(bench)
     answer(bench)
@@ -1089,7 +1089,7 @@ def test_an_adopted_room_can_be_aborted_before_it_has_pages(offered):
     bench = SenderBench(adopted=True)
     admit(bench)
     if offered:
-        bench.service.peers.offer(DECODE, offer())
+        bench.service.peers.hear(DECODE, offer())
     bench.verbs.abort("engine", 1, "no")
     assert state(bench) is SenderState.ABORTED
     assert len(pick(bench.peers.messages, Drained)) == offered
@@ -1100,10 +1100,10 @@ def test_an_adopted_room_can_be_aborted_before_it_has_pages(offered):
 def test_adopted_pages_are_the_engines_own_again_once_nothing_is_in_flight():
     bench = SenderBench(adopted=True)
     admit(bench)
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     begin(bench, tables=tables(3, 4))
     publish(bench)
-    bench.service.peers.abort(DECODE, abort())
+    bench.service.peers.hear(DECODE, abort())
     assert bench.free == 14
     assert bench.engines.kinds == []
     close(bench)
@@ -1113,7 +1113,7 @@ def test_adopted_pages_are_the_engines_own_again_once_nothing_is_in_flight():
 
 def test_repr_counts():
     bench = sending()
-    bench.service.peers.offer(DECODE, offer(room=9))
+    bench.service.peers.hear(DECODE, offer(room=9))
     assert repr(bench.service.book) == "<RoomBook {'transferring': 1}>"
 
 
@@ -1135,7 +1135,7 @@ def test_orders_name_the_points_of_all_that_they_send_each_rank_its_own():
     begin(bench)
     publish_at(bench, PAGE, pp0_tp0=point(1), pp0_tp1=point(2))
     publish_at(bench, PAGE, pp0_tp0=point(1), pp0_tp1=point(3))
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     assert [order.after for order in orders(bench, R0)] == [(point(1),)]
     assert [order.after for order in orders(bench, R1)] == [(point(2), point(3))]
     publish_at(bench, TOKENS, pp0_tp0=point(4))
@@ -1149,7 +1149,7 @@ def test_points_beyond_what_an_order_carries_drop_the_oldest(monkeypatch):
     begin(bench)
     for number in range(4):
         publish_at(bench, PAGE, pp0_tp0=point(number))
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     assert orders(bench)[0].after == (point(2), point(3))
 
 
@@ -1185,7 +1185,7 @@ def test_an_order_ends_with_its_worker():
 
 
 def rerouted(bench: SenderBench, *, in_transit: bool = True) -> None:
-    bench.service.workers.rerouted(
+    bench.service.workers.hear(
         Rerouted(
             room=1, generation=1, rank=R0, lost="local", over="nixl", epoch=2, in_transit=in_transit, error="cable"
         )
@@ -1200,7 +1200,7 @@ def test_the_decode_node_hears_of_a_lost_path_by_which_something_may_arrive(in_t
     assert told == [PathLost(room=1, generation=1, writer=R0, transport="local", epoch=2)] * in_transit
     [fact] = [fact for fact in bench.events.facts if isinstance(fact, RoomRerouted)]
     assert (fact.lost, fact.over, fact.rank) == ("local", "nixl", R0)
-    bench.service.peers.abort(DECODE, abort())
+    bench.service.peers.hear(DECODE, abort())
     answer(bench, error_code="aborted")
     close(bench)
     [drained] = pick(bench.peers.messages, Drained, DECODE)
@@ -1211,7 +1211,7 @@ def test_the_decode_node_hears_of_a_lost_path_by_which_something_may_arrive(in_t
 def test_done_names_every_transport_that_a_room_went_over():
     bench = SenderBench()
     admit(bench)
-    bench.service.peers.offer(DECODE, offer())
+    bench.service.peers.hear(DECODE, offer())
     begin(bench)
     publish(bench)
     finish(bench)
@@ -1222,7 +1222,7 @@ def test_done_names_every_transport_that_a_room_went_over():
 
 def test_a_path_that_was_lost_under_a_room_that_is_forgotten_concerns_nobody():
     bench = sending()
-    bench.service.workers.rerouted(
+    bench.service.workers.hear(
         Rerouted(room=7, generation=1, rank=R0, lost="local", over="nixl", epoch=2, in_transit=True)
     )
     assert not pick(bench.peers.messages, PathLost)

@@ -202,7 +202,7 @@ def test_what_an_engine_has_finished_stays_after_an_abort() -> None:
     bench.admit(1, HISTORY[:1000])
     bench.offer(1, HISTORY[:1000])
     bench.compute(1, HISTORY[:1000])
-    bench.service.peers.abort(DECODE, Abort(room=1, generation=1, code="aborted", message="enough"))
+    bench.service.peers.hear(DECODE, Abort(room=1, generation=1, code="aborted", message="enough"))
     assert pages_in(bench.book, PageState.CACHED) == 0, "an order is under way"
     bench.closed(1)
     assert bench.admit(2, HISTORY[:1500]).computed_tokens == 768
@@ -216,7 +216,7 @@ def test_what_a_gpu_has_yet_to_write_stays_when_it_says_so_itself(released: bool
     begun = bench.begin(1, HISTORY[:1000], by_gpu=True)
     bench.publish(1, HISTORY[:1000], after={str(R0): StreamPoint(ring="ring", handle=bytes(64), device_uuid="0" * 32)})
     bench.finish(1, tuple(one.tokens for one in begun.checkpoints), by_gpu=True)
-    bench.service.peers.abort(DECODE, Abort(room=1, generation=1, code="aborted", message="not ours"))
+    bench.service.peers.hear(DECODE, Abort(room=1, generation=1, code="aborted", message="not ours"))
     bench.service.driver.stop(bench.service.book.get(1), "enough")
     assert pages_in(bench.book, PageState.CACHED) == 0
     if released:

@@ -56,7 +56,7 @@ class Bench(ReceiverBench):
         stated = keys_of(tokens) if keys is None else keys
         said = {"keys_digest": stated.digest, "end_key": stated.end} | fields
         amounts = full_amounts(tokens, prefix)
-        self.service.peers.done(
+        self.service.peers.hear(
             PREFILL, Done(room=room.room, generation=1, writer=R0, amounts=amounts, phases_s={}, **said)
         )
 
@@ -193,7 +193,7 @@ def test_of_several_writers_all_have_to_say_what_they_computed(bench):
         owed = room.writers[peer].shares[writer].rows(prompt_tokens=3 * PAGE, prefix_tokens=0)
         amounts = {kind: Amount(lane_rows=rows, bytes=1) for kind, rows in owed.items()}
         said = {"room": 1, "generation": 1, "phases_s": {}, "keys_digest": keys.digest}
-        bench.service.peers.done(peer, Done(writer=writer, amounts=amounts, **said))
+        bench.service.peers.hear(peer, Done(writer=writer, amounts=amounts, **said))
     assert room.shown is RoomState.COMMITTED
     bench.claim(room)
     assert bench.cached == 0
@@ -267,7 +267,7 @@ def test_writers_whose_prompts_end_differently_fail_the_room(bench):
         owed = room.writers[PREFILL].shares[writer].rows(prompt_tokens=PAGE + 5, prefix_tokens=0)
         amounts = {kind: Amount(lane_rows=rows, bytes=1) for kind, rows in owed.items()}
         said = {"room": 1, "generation": 1, "phases_s": {}, "keys_digest": keys.digest, "end_key": keys.end}
-        bench.service.peers.done(PREFILL, Done(writer=writer, amounts=amounts, **said))
+        bench.service.peers.hear(PREFILL, Done(writer=writer, amounts=amounts, **said))
     assert (room.shown, room.reason_code) == (RoomState.FAILED, "key_mismatch")
     assert "ends with other tokens" in room.reason
 
@@ -436,7 +436,7 @@ def test_on_every_way_out_a_room_lets_go_once(bench, when):
     )
     if when != "committed":
         assert room.owner in bench.prefixes, "a writer may still write its own pages"
-        bench.service.peers.drained(PREFILL, Drained(room=2, generation=1))
+        bench.service.peers.hear(PREFILL, Drained(room=2, generation=1))
     assert room.over
     assert room.owner not in bench.prefixes
     assert bench.book.available_pages()[FULL] == 16
@@ -460,7 +460,7 @@ def test_device_memory_that_is_lost_takes_every_prefix_with_it(bench):
     reader = bench.admit(2, 4 * PAGE)
     bench.prefixes.drop()
     bench.service.workers.gone(R0, "a test", memory_lost=True)
-    bench.service.peers.drained(PREFILL, Drained(room=2, generation=1))
+    bench.service.peers.hear(PREFILL, Drained(room=2, generation=1))
     assert reader.over
     assert (bench.cached, bench.free) == (0, 16)
     assert bench.admit(3, 3 * PAGE).prefix_tokens == 0

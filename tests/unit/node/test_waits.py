@@ -31,7 +31,7 @@ def admit(bench: SenderBench | ReceiverBench, room: int = 1, **more: object) -> 
 
 def offer(bench: SenderBench) -> None:
     tables = {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([7, 8], dtype=np.int32))}
-    bench.service.peers.offer(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=to_wire(tables)))
+    bench.service.peers.hear(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=to_wire(tables)))
 
 
 def offered(bench: SenderBench) -> None:
@@ -54,7 +54,7 @@ def test_prefill_says_what_it_waits_for_from_its_admission_to_its_end() -> None:
     assert told(bench) == ("transferring", "rank workers pp0.tp0 to send it")
     report = bench.service.book.report(1)
     assert (report.peers, report.pages) == ((PEER,), {IndexSpace.FULL: 2})
-    bench.service.peers.abort(DECODE, Abort(room=1, generation=1, code="aborted", message="no"))
+    bench.service.peers.hear(DECODE, Abort(room=1, generation=1, code="aborted", message="no"))
     assert told(bench) == ("aborting", "rank workers pp0.tp0 to be quiet")
     states = [fact.state.value for fact in bench.events.of(RoomEntered)]
     assert states == ["admitted", "offered", "transferring", "aborting"]
@@ -68,7 +68,7 @@ def test_decode_says_what_it_waits_for_from_its_admission_to_its_end() -> None:
     bench.service.writers.nodes_changed()
     (name,) = bench.service.book.report(1).peers
     assert told(bench) == ("offered", f"prefill ranks pp0.tp0 of {name} to send everything")
-    bench.service.peers.done(
+    bench.service.peers.hear(
         PREFILL, Done(room=1, generation=1, writer=R0, amounts=full_amounts(TOKENS), phases_s={}, metadata=b"")
     )
     assert told(bench) == ("committed", "a decode engine to claim it")
@@ -87,7 +87,7 @@ def test_decode_says_whose_proof_it_waits_for() -> None:
     (name,) = bench.service.book.report(1).peers
     bench.service.driver.stop(bench.service.book.get(1), "no")
     assert told(bench) == ("aborting", f"prefill nodes {name} to prove that they write nothing more")
-    bench.service.peers.drained(PREFILL, Drained(room=1, generation=1, in_transit=True))
+    bench.service.peers.hear(PREFILL, Drained(room=1, generation=1, in_transit=True))
     assert told(bench) == ("aborting", "its writers to be shut out")
     assert bench.service.book.report(1).quarantine == "writer_being_shut_out"
 

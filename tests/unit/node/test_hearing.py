@@ -1,0 +1,414 @@
+"""Whatever a peer or a rank worker says of a room, in whatever state: it means what the literal lists, or it changes nothing."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+
+from kvbridge.api.rooms import AdmissionRequest
+from kvbridge.core.plan.digests import DigestKind
+from kvbridge.core.plan.operations import Amount
+from kvbridge.core.session.hearing import Meaning
+from kvbridge.core.session.receiver import (
+    RECEIVER_HEARS,
+    RECEIVER_TABLE,
+    ReceiverMessage,
+    ReceiverSpeaker,
+    ReceiverState,
+)
+from kvbridge.core.session.sender import SENDER_HEARS, SENDER_TABLE, SenderMessage, SenderSpeaker, SenderState
+from kvbridge.core.wire.messages import (
+    Abort,
+    Digests,
+    Done,
+    Drained,
+    Failed,
+    Intend,
+    Offer,
+    PathLost,
+    RoomMessage,
+    to_wire,
+)
+from kvbridge.core.wire.worker_messages import Digested, Rerouted, RoomClosed, Sent, Verified
+from kvbridge.node.receiver.room import speaker_of as receiver_speaker
+from kvbridge.node.sender.room import speaker_of as sender_speaker
+from kvbridge.pool.accounts.page_states import Owner, PageState
+from tests.helpers.rooms import (
+    ADDRESS,
+    DECODE,
+    OTHER_ADDRESS,
+    PAGE,
+    PREFILL,
+    R0,
+    R1,
+    ReceiverBench,
+    SenderBench,
+    full_amounts,
+    pages_table,
+    pick,
+)
+
+TOKENS = 2 * PAGE
+SECOND = "bbbb000000000001"
+STRANGER = "eeee000000000001"
+OWNER = Owner(1, 1)
+HALVES = {kind: Amount(lane_rows=amount.lane_rows // 2, bytes=1) for kind, amount in full_amounts(TOKENS).items()}
+SAID = {"room": 1, "generation": 1}
+
+
+def done(rank=R0) -> Done:
+    return Done(**SAID, writer=rank, amounts=HALVES, phases_s={})
+
+
+def drained(*, in_transit: bool = False) -> Drained:
+    return Drained(**SAID, in_transit=in_transit)
+
+
+def failed() -> Failed:
+    return Failed(**SAID, code="transport_failed", message="cable")
+
+
+# ------------------------------------------------------------------------------------------- the decode side
+
+
+ARRIVED = {
+    ReceiverState.VERIFYING,
+    ReceiverState.COMMITTED,
+    ReceiverState.CLAIMED,
+    ReceiverState.ABORTING_CLAIMED,
+    ReceiverState.FAILING_CLAIMED,
+    ReceiverState.COMPLETED,
+}
+HOW_THEY_COME: dict[ReceiverState, tuple[str, ...]] = {
+    ReceiverState.VERIFYING: ("arrive",),
+    ReceiverState.COMMITTED: ("arrive",),
+    ReceiverState.CLAIMED: ("arrive", "claim"),
+    ReceiverState.ABORTING_CLAIMED: ("arrive", "claim", "stop"),
+    ReceiverState.FAILING_CLAIMED: ("arrive", "claim", "fail"),
+    ReceiverState.COMPLETED: ("arrive", "claim", "release"),
+    ReceiverState.ABORTING: ("stop",),
+    ReceiverState.FAILING: ("fail",),
+    ReceiverState.ABORTED: ("stop", "drain"),
+    ReceiverState.FAILED: ("fail", "drain"),
+}
+
+
+def receiver_in(state: ReceiverState | None, before: str = "") -> ReceiverBench:
+    """A bench whose room 1 (None: no room) is written by PREFILL (rank 0) and SECOND (rank 1), and stands in a state.
+
+    `before`: what PREFILL has said in time: nothing, "done", or "done" and "drained".
+    """
+    adopted = state in {ReceiverState.AWAITING_PAGES, ReceiverState.INTENDED}
+    digest = DigestKind.CRC32C if state is ReceiverState.VERIFYING else DigestKind.NONE
+    bench = ReceiverBench(adopted=adopted, digest=digest)
+    if state not in {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED}:
+        bench.nodes.know(tp_size=2)
+        bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,), tp_size=2)
+    if state is None:
+        return bench
+    bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=TOKENS, prefill=(ADDRESS, OTHER_ADDRESS)))
+    room, hear, driver = bench.service.book.get(1), bench.service.peers.hear, bench.service.driver
+    steps = {
+        "done": lambda: hear(PREFILL, done()),
+        "drained": lambda: (hear(PREFILL, done()), hear(PREFILL, drained())),
+        "arrive": lambda: (hear(PREFILL, done()), hear(SECOND, done(R1))),
+        "claim": lambda: bench.verbs.claim("engine", 1),
+        "release": lambda: bench.verbs.release("engine", 1),
+        "stop": lambda: driver.stop(room, "by its client"),
+        "fail": lambda: driver.fail(room, "x", "y"),
+        "drain": lambda: (hear(PREFILL, drained()), hear(SECOND, drained())),
+    }
+    for step in (*[before][: bool(before)], *HOW_THEY_COME.get(state, ())):
+        steps[step]()
+    assert room.state is state
+    bench.events.facts.clear()
+    return bench
+
+
+DECODE_SAID: list[tuple[str, RoomMessage]] = [
+    (who, message)
+    for who, rank in ((PREFILL, R0), (PREFILL, R1), (SECOND, R1), (STRANGER, R0))
+    for message in (
+        Digests(**SAID, writer=rank, part=0, digests=()),
+        done(rank),
+        PathLost(**SAID, writer=rank, transport="mooncake", epoch=0),
+        failed(),
+        drained(),
+        drained(in_transit=True),
+    )
+] + [
+    ("", Digested(**SAID, rank=R0, digests=())),
+    ("", Verified(**SAID, rank=R0)),
+    ("", Verified(**SAID, rank=R0, error_code="unsupported", error="no kernel")),
+]
+
+
+def receiver_says(bench: ReceiverBench, who: str, message: RoomMessage) -> None:
+    match message:
+        case Digested():
+            bench.service.workers.digested(message)
+        case Verified():
+            bench.service.workers.verified(message)
+        case _:
+            bench.service.peers.hear(who, message)
+
+
+def seen(bench: ReceiverBench | SenderBench, owner: Owner) -> bytes:
+    """All that a message about a room could change, but what is counted."""
+    room = bench.service.book.find(*owner)
+    told = bench.nodes.messages if isinstance(bench, ReceiverBench) else bench.peers.messages
+    others = bench.ranks.messages if isinstance(bench, ReceiverBench) else bench.workers.messages
+    asked = (bench.fence.asked, bench.fence.paths) if isinstance(bench, ReceiverBench) else ()
+    return pickle.dumps(
+        (None if room is None else vars(room), bench.book.state(owner), told, others, bench.engines.events, asked)
+    )
+
+
+def histories(state: ReceiverState | None) -> list[str]:
+    return ["", "done", "drained"] if state in {*ARRIVED, ReceiverState.OFFERED, ReceiverState.ABORTING} else [""]
+
+
+def targets(table, state) -> set:
+    """States that events lead to, one after another, from a state."""
+    found, queue = {state}, [state]
+    while queue:
+        for target, _ in table.rows[queue.pop()].values():
+            if target not in found:
+                found.add(target)
+                queue.append(target)
+    return found
+
+
+def rooms_in(states, histories_of) -> list[object]:
+    return [
+        pytest.param(state, before, id=f"{state or 'unknown'}-{before or 'nothing'}")
+        for state in states
+        for before in histories_of(state)
+    ]
+
+
+@pytest.mark.parametrize(("state", "before"), rooms_in([*ReceiverState, None], histories))
+def test_decode_takes_what_is_listed_and_nothing_else_changes_a_room(state, before):
+    for who, message in DECODE_SAID:
+        bench = receiver_in(state, before)
+        room = bench.service.book.find(*OWNER)
+        speaker = receiver_speaker(room, who, message)
+        meaning = RECEIVER_HEARS.meaning(state, speaker, message.type)
+        looked, refused = seen(bench, OWNER), bench.events.refusals.total()
+        receiver_says(bench, who, message)
+        if meaning in {None, Meaning.LATE}:
+            assert seen(bench, OWNER) == looked, f"{message!r} of {speaker} has changed a room that is {state}"
+            assert bench.events.refusals.total() - refused == (meaning is None)
+        else:
+            assert room is not None
+            assert room.state in targets(RECEIVER_TABLE, state)
+            assert bench.events.refusals.total() == refused
+        bench.book.check_integrity()
+
+
+def test_no_word_of_a_writer_before_the_offer_counts_after_it():
+    """A rank that reported before anybody knew a page has sent nothing: its bytes are waited for."""
+    bench = receiver_in(ReceiverState.INTENDED)
+    for message in (done(), PathLost(**SAID, writer=R0, transport="mooncake", epoch=0), drained(in_transit=True)):
+        bench.service.peers.hear(PREFILL, message)
+    bench.verbs.provide(1, pages_table(4, 5))
+    room = bench.service.book.get(1)
+    assert room.writers[PREFILL].missing == {R0}
+    bench.service.peers.hear(SECOND, done(R1))
+    assert room.state is ReceiverState.OFFERED
+    assert "committed" not in bench.engines.kinds
+    assert bench.events.refusals == {"unexpected_done": 1, "unexpected_path_lost": 1, "unexpected_drained": 1}
+
+
+def test_a_writer_that_drained_before_the_offer_is_told_to_stop_and_its_pages_wait_for_its_word():
+    bench = receiver_in(ReceiverState.INTENDED)
+    for peer in (PREFILL, SECOND):
+        bench.service.peers.hear(peer, drained())
+    bench.verbs.provide(1, pages_table(4, 5))
+    bench.service.driver.stop(bench.service.book.get(1), "by its client")
+    assert {peer for peer, message in bench.nodes.messages if isinstance(message, Abort)} == {PREFILL, SECOND}
+    assert bench.book.state(OWNER) is PageState.LEASED
+    for peer in (PREFILL, SECOND):
+        bench.service.peers.hear(peer, drained())
+    assert bench.book.state(OWNER) is PageState.FREE
+
+
+def test_a_writer_that_has_drained_and_says_done_is_refused():
+    """Drained is the last word: what was not sent before is not sent."""
+    bench = receiver_in(ReceiverState.ABORTING)
+    bench.service.peers.hear(PREFILL, drained())
+    bench.service.peers.hear(PREFILL, done())
+    assert bench.events.refusals == {"unexpected_done": 1}
+    assert bench.service.book.get(1).writers[PREFILL].missing == {R0}
+
+
+# ------------------------------------------------------------------------------------------- the prefill side
+
+HOW_THEY_GO: dict[SenderState, tuple[str, ...]] = {
+    SenderState.AWAITED: ("intend",),
+    SenderState.SENDING: ("offer",),
+    SenderState.ABORTING: ("offer", "stop"),
+    SenderState.FAILING: ("offer", "fail"),
+    SenderState.COMPLETED: ("offer", "finish"),
+    SenderState.ABORTED: ("offer", "stop", "close"),
+    SenderState.FAILED: ("offer", "fail", "close"),
+}
+ENDED_EARLY = {SenderState.ABORTED: ("intend", "stop"), SenderState.FAILED: ("intend", "fail")}
+"""Rooms that a decode node has said it would come for, and did not."""
+
+
+def offer() -> Offer:
+    return Offer(**SAID, prompt_tokens=TOKENS, tables=to_wire(pages_table(7, 8)))
+
+
+def sender_in(state: SenderState | None, before: str = "") -> SenderBench:
+    """A bench whose room 1 (None: no room) stands in a state; DECODE has intended or offered it where it could.
+
+    `before`: "closed": rank 0 has let it go already; "intended": it ended before the offer came.
+    """
+    bench = SenderBench(ranks=(R0, R1))
+    if state is None:
+        return bench
+    bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=TOKENS))
+    room, driver, hear = bench.service.book.get(1), bench.service.driver, bench.service.workers.hear
+
+    def offered() -> None:
+        bench.service.peers.hear(DECODE, offer())
+        bench.verbs.begin("engine", bench.ranks, 1, prompt_tokens=TOKENS, tables={})
+        bench.verbs.publish("engine", bench.ranks, 1, upto_token=TOKENS, layers=None)
+
+    def finished() -> None:
+        bench.verbs.finish("engine", bench.ranks, 1, metadata=b"")
+        for order, rank in ((1, R0), (2, R1)):
+            hear(Sent(**SAID, rank=rank, order=order))
+
+    def closed(*ranks) -> None:
+        for rank in ranks:
+            hear(RoomClosed(**SAID, rank=rank, quiet=True))
+
+    steps = {
+        "intend": lambda: bench.service.peers.hear(DECODE, Intend(**SAID, prompt_tokens=TOKENS)),
+        "offer": offered,
+        "finish": finished,
+        "stop": lambda: driver.stop(room, "by its client"),
+        "fail": lambda: driver.fail(room, "x", "y"),
+        "close": lambda: closed(R0, R1),
+        "closed": lambda: closed(R0),
+    }
+    way = ENDED_EARLY[state] if before == "intended" else HOW_THEY_GO.get(state, ())
+    for step in (*way, *(["closed"] if before == "closed" else [])):
+        steps[step]()
+    assert room.state is state
+    bench.events.facts.clear()
+    return bench
+
+
+PREFILL_SAID: list[tuple[str, RoomMessage]] = [
+    (who, message)
+    for who in (DECODE, STRANGER)
+    for message in (
+        Intend(**SAID, prompt_tokens=TOKENS),
+        offer(),
+        Abort(**SAID, code="aborted", message="enough"),
+        failed(),
+    )
+] + [
+    ("", message)
+    for rank in (R0, R1)
+    for message in (
+        Digested(**SAID, rank=rank, order=1, digests=()),
+        Sent(**SAID, rank=rank, order=1),
+        Sent(**SAID, rank=rank, order=2, quiet=False, in_transit=True, error="cable"),
+        Sent(**SAID, rank=rank, order=9, quiet=False, in_transit=True, error="never given"),
+        Rerouted(**SAID, rank=rank, lost="local", over="nixl", epoch=2, in_transit=True),
+        RoomClosed(**SAID, rank=rank, quiet=True),
+        RoomClosed(**SAID, rank=rank, quiet=False, reason="stuck"),
+    )
+]
+
+
+def sender_histories(state: SenderState | None) -> list[str]:
+    return {
+        SenderState.ABORTING: ["", "closed"],
+        SenderState.FAILING: ["", "closed"],
+        SenderState.ABORTED: ["", "intended"],
+        SenderState.FAILED: ["", "intended"],
+    }.get(state, [""])
+
+
+@pytest.mark.parametrize(("state", "before"), rooms_in([*SenderState, None], sender_histories))
+def test_prefill_takes_what_is_listed_and_nothing_else_changes_a_room(state, before):
+    for who, message in PREFILL_SAID:
+        bench = sender_in(state, before)
+        room = bench.service.book.find(*OWNER)
+        speaker = sender_speaker(room, who, message)
+        meaning = SENDER_HEARS.meaning(state, speaker, message.type)
+        looked, refused = seen(bench, OWNER), bench.events.refusals.total()
+        hear: Callable[..., None] = bench.service.peers.hear
+        hear(who, message) if who else bench.service.workers.hear(message)
+        if meaning in {None, Meaning.LATE}:
+            assert seen(bench, OWNER) == looked, f"{message!r} of {speaker} has changed a room that is {state}"
+            assert bench.events.refusals.total() - refused == (meaning is None)
+        elif room is not None:
+            assert room.state in targets(SENDER_TABLE, state)
+            assert bench.events.refusals.total() - refused == (meaning is Meaning.TURN_AWAY)
+        if meaning is Meaning.TURN_AWAY:
+            assert room.state is state
+            assert [type(said) for said in pick(bench.peers.messages, object, who)][-2:] == [Failed, Drained]
+        bench.book.check_integrity()
+
+
+def test_a_rank_worker_that_speaks_of_a_room_it_was_never_given_quarantines_nothing():
+    bench = sender_in(SenderState.ADMITTED)
+    bench.service.workers.hear(RoomClosed(**SAID, rank=R0, quiet=False, reason="stuck"))
+    bench.service.workers.hear(Rerouted(**SAID, rank=R0, lost="local", over="nixl", epoch=2, in_transit=True))
+    assert bench.book.state(OWNER) is PageState.HELD
+    assert not bench.service.book.get(1).in_transit
+    assert bench.events.refusals == {"unexpected_room_closed": 1, "unexpected_rerouted": 1}
+
+
+def test_a_rank_worker_that_closes_a_room_it_was_not_told_to_close_is_refused():
+    """Were it believed, an abort would take for quiet what is still read."""
+    bench = sender_in(SenderState.SENDING)
+    for rank in bench.ranks:
+        bench.service.workers.hear(RoomClosed(**SAID, rank=rank, quiet=True))
+    bench.service.peers.hear(DECODE, Abort(**SAID, code="aborted", message="enough"))
+    assert bench.service.book.get(1).state is SenderState.ABORTING
+    assert pick(bench.peers.messages, Drained) == []
+    assert bench.events.refusals == {"unexpected_room_closed": 2}
+
+
+# ------------------------------------------------------------------------------------------- the literals themselves
+
+
+@pytest.mark.parametrize(
+    ("hearing", "states", "speakers", "messages"),
+    [
+        pytest.param(SENDER_HEARS, SenderState, SenderSpeaker, SenderMessage, id="sender"),
+        pytest.param(RECEIVER_HEARS, ReceiverState, ReceiverSpeaker, ReceiverMessage, id="receiver"),
+    ],
+)
+def test_every_state_has_a_row_and_every_word_is_used(hearing, states, speakers, messages):
+    assert set(hearing.rows) == set(states)
+    rows = [*hearing.rows.values(), hearing.unknown]
+    assert {speaker for row in rows for speaker in row} == set(speakers)
+    assert {message for row in rows for said in row.values() for message in said} == set(messages)
+    for state, speaker, message in product([*states, None], [*speakers, None], messages):
+        listed = (hearing.unknown if state is None else hearing.rows[state]).get(speaker, {})
+        assert hearing.meaning(state, speaker, message) is listed.get(message)
+
+
+def test_words_that_give_pages_back_are_listed_only_where_pages_may_be_touched():
+    """Done and Drained count as proof from the offer on, and RoomClosed once a rank was told to close."""
+    written = {ReceiverState.OFFERED, ReceiverState.ABORTING, ReceiverState.FAILING}
+    for state, row in RECEIVER_HEARS.rows.items():
+        for said in row.values():
+            for message in {ReceiverMessage.DONE, ReceiverMessage.DRAINED} & said.keys():
+                assert state in written or said[message] is Meaning.LATE
+    for state, row in SENDER_HEARS.rows.items():
+        for said in row.values():
+            if said.get(SenderMessage.ROOM_CLOSED, Meaning.LATE) is not Meaning.LATE:
+                assert state in {SenderState.ABORTING, SenderState.FAILING}
