@@ -83,6 +83,7 @@ from tests.helpers.rooms import (
     RECEIVER_LIMITS,
     SENDER_LIMITS,
     EngineVerbs,
+    RecordedEvents,
     pages_in,
     run_inspection,
 )
@@ -129,7 +130,7 @@ class PrefillNode:
                 workers=self,
                 nodes=self,
                 engines=self.engines,
-                events=EventStream(),
+                events=world.events,
                 prefixes=self.prefixes,
             ),
             RoomSettings(geometry=GEOMETRY, adopted=world.adopted, shares_prefixes=world.shares, limits=SENDER_LIMITS),
@@ -262,6 +263,8 @@ class World:
         self.verified: set[Owner] = set()
         """Rooms of which our rank found what was sent."""
         self.clock = ManualClock()
+        self.events = RecordedEvents()
+        """Of the rooms of both nodes."""
         self.lives = 0
         self.linked = False
         """Whether decode has a connection to prefill; what is sent to one that it has closed is lost with it."""
@@ -306,7 +309,7 @@ class World:
                 nodes=self.decode_nodes,
                 fence=self.fence,
                 engines=self.engines,
-                events=EventStream(),
+                events=self.events,
                 prefixes=self.prefixes,
             ),
             RoomSettings(
@@ -715,6 +718,9 @@ class World:
                 assert prefill.book.state(owner) is not PageState.FREE, f"{owner} is free while an engine writes it"
         for owner in self.engines.in_use():
             assert self.book.state(owner) in {PageState.HELD, PageState.QUARANTINED}, f"{owner} is read, not held"
+        taken_for_lies = [code for code in self.events.refusals if code.startswith(("unexpected_", "foreign_"))]
+        assert not taken_for_lies, "both nodes keep to the protocol, whatever crosses"
+        self.events.facts.clear()
         for room in self.receiver.book:
             self._check_commit(room)
             if self.shares and room.owner in self.engines.in_use():
