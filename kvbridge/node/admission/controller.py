@@ -198,22 +198,30 @@ class AdmissionController:
             raise NotReadyError(f"this daemon admits nothing more: {self.closed}")
 
     def _admitted(self, request: AdmissionRequest, engine: AdmittingEngine | None = None) -> RoomReport:
-        rooms = sum(self._rooms.in_use.values())
-        if rooms >= self._limits.max_rooms:
-            raise CapacityError(
-                f"this daemon has {rooms} rooms, as many as it may (admission.max_rooms); a room counts until its pages are back",
-                retry_after_s=self._retry_after(self._rates.seconds_until_a_room_ends(of=rooms, rooms=rooms)),
-            )
+        if self._rooms_left() <= 0:
+            raise self._too_many_rooms(0.0)
         report = self._requests.admit(request, engine=engine)
         if self._starvation.starving:
             self._starvation.over()
         return report
 
+    def _rooms_left(self) -> int:
+        return self._limits.max_rooms - sum(self._rooms.in_use.values())
+
+    def _too_many_rooms(self, waited_s: float) -> CapacityError:
+        rooms = sum(self._rooms.in_use.values())
+        waited = f", and none has ended within {waited_s:g} s (the request's wait_s)" if waited_s else ""
+        return CapacityError(
+            f"this daemon has {rooms} rooms, as many as it may (admission.max_rooms){waited}; a room counts until its pages are "
+            "back",
+            retry_after_s=self._retry_after(self._rates.seconds_until_a_room_ends(of=rooms, rooms=rooms)),
+        )
+
     def _serve(self) -> None:
         """Admit whoever's turn it is, as long as somebody fits."""
         self._serving_soon = False
         while not self._requests.missing():
-            waiter = self._queue.next(self._book.available_pages(), self._rooms.in_use)
+            waiter = self._queue.next(self._book.available_pages(), self._rooms.in_use, rooms_left=self._rooms_left())
             if waiter is None:
                 return
             self._queue.granted(waiter)
@@ -271,6 +279,13 @@ class AdmissionController:
         )
 
     def _check_unclaimed(self, request: AdmissionRequest) -> None:
+        left = self._rooms_left()
+        if 0 < left <= len(self._queue):
+            raise CapacityError(
+                f"{len(self._queue)} requests wait for one of the {left} rooms that this daemon may still have "
+                "(admission.max_rooms) before this one; send it with wait_s to wait too",
+                retry_after_s=self._limits.retry_after_min_s,
+            )
         lacking = self._queue.lacking(self._requests.demand(request), self._book.available_pages())
         if lacking:
             raise CapacityError(
@@ -280,6 +295,8 @@ class AdmissionController:
             )
 
     def _not_in_time(self, waiter: _WaitingRequest) -> CapacityError:
+        if self._rooms_left() <= 0:
+            return self._too_many_rooms(waiter.request.wait_s)
         available = self._book.available_pages()
         wanted = ", ".join(
             f"{count} of '{space}' ({available.get(space, 0)} available)" for space, count in waiter.demand.items()

@@ -98,8 +98,13 @@ class AdmissionQueue(Generic[EntryT]):
         self._granted += 1
         self.leave(entry)
 
-    def next(self, available: Pages, in_use: Mapping[str, int]) -> EntryT | None:
-        """Return the request to admit now, None when there is none. `in_use`: rooms that a client has."""
+    def next(self, available: Pages, in_use: Mapping[str, int], *, rooms_left: int = 1) -> EntryT | None:
+        """Return the request to admit now, None when there is none.
+
+        `in_use`: rooms that a client has; `rooms_left`: how many more there may be of all clients.
+        """
+        if rooms_left <= 0:
+            return None
         left, best, fewest = dict(available), None, 0
         for line in self._lines.values():  # in the order of their heads' turns, so that firm heads come first
             head = line[0]

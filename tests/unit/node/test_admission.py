@@ -609,6 +609,28 @@ async def test_rooms_are_bounded_even_where_they_take_no_pages_of_ours():
     assert (await admission.admit(AdmissionRequest(room=3, prompt_tokens=1))).room == 3
 
 
+async def test_requests_that_wait_are_not_refused_when_only_the_number_of_rooms_is_at_its_bound(made):
+    bench = made(max_rooms=2)
+    bench.now(1)
+    bench.now(2)
+    waiting = [await bench.waits(room) for room in (3, 4, 5)]
+    bench.admission.tick()
+    await turn()
+    assert not any(task.done() for task in waiting)
+    bench.rooms.end(1)
+    await turn()
+    assert [task.done() for task in waiting] == [True, False, False]
+    with pytest.raises(CapacityError, match="admission.max_rooms"):
+        bench.now(6)
+    bench.clock.advance(1)
+    bench.rooms.end(2)
+    with pytest.raises(CapacityError, match="2 requests wait for one of the 1 rooms"):
+        bench.now(7)
+    await turn()
+    assert [task.done() for task in waiting] == [True, True, False]
+    assert bench.events.refusals == {"capacity": 2}
+
+
 async def test_what_will_be_free_is_what_is_ending_and_what_was_released_lately(made):
     bench = made()
     for room in range(1, 7):
