@@ -51,9 +51,9 @@ class AttachedEngines:
         for name in self._attached:
             self.send(name, event)
 
-    def serving(self) -> frozenset[str]:
-        """Names of the engines attached now."""
-        return frozenset(self._attached)
+    def serving(self) -> dict[str, tuple[Rank, ...]]:
+        """Return the engines attached now, and the ranks that each of them serves."""
+        return {name: engine.ranks for name, engine in self._attached.items()}
 
     def states(self) -> dict[str, int]:
         """Count engines: attached, and gone while pages wait for the end of their process."""

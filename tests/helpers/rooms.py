@@ -198,13 +198,18 @@ class FakePeers:
 class FakeEngines:
     def __init__(self, *names: str) -> None:
         self.names = set(names)
+        self.ranks: dict[str, tuple[Rank, ...]] = {}
+        """Of each that was asked about: one of its own, unless a test says otherwise."""
         self.events: list[RoomEvent] = []
 
     def push(self, event: RoomEvent) -> None:
         self.events.append(event)
 
-    def serving(self) -> frozenset[str]:
-        return frozenset(self.names)
+    def ranks_of(self, name: str) -> tuple[Rank, ...]:
+        return self.ranks.setdefault(name, (Rank(pp=0, tp=len(self.ranks)),))
+
+    def serving(self) -> dict[str, tuple[Rank, ...]]:
+        return {name: self.ranks_of(name) for name in sorted(self.names)}
 
     @property
     def kinds(self) -> list[str]:
@@ -330,7 +335,8 @@ class EngineVerbs:
 
     def claim_pages(self, engine, room, page_hashes=b"", **fields) -> Pages:
         """A claim, and what is answered."""
-        answer = self._call(engine, (), Claim(call=1, room=room, page_hashes=page_hashes, **fields))
+        ranks = self.rooms.driver.facts.engines.ranks_of(engine)
+        answer = self._call(engine, ranks, Claim(call=1, room=room, page_hashes=page_hashes, **fields))
         assert answer is not None
         return answer
 

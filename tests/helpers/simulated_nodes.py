@@ -265,8 +265,13 @@ class Engines:
         self.events.append(event)
         self.on_event(event)
 
-    def serving(self) -> frozenset[str]:
-        return frozenset(self.names)
+    @staticmethod
+    def ranks_of(name: str) -> tuple[Rank, ...]:
+        """Each serves a rank of its own."""
+        return (Rank(pp=0, tp=ord(name[-1])),)
+
+    def serving(self) -> dict[str, tuple[Rank, ...]]:
+        return {name: self.ranks_of(name) for name in sorted(self.names)}
 
     def in_use(self) -> set[Owner]:
         return set().union(*self.using.values())

@@ -84,9 +84,11 @@ class ReceiverRoom(Room[ReceiverState]):
     former_peer: str = ""
     """The first of them, when they are forgotten."""
     metadata: dict[str, bytes] = field(default_factory=dict)
-    expected_by: set[str] = field(default_factory=set)
-    """Engines that were attached when the room was first claimed and are expected to claim it too."""
+    expected: dict[str, frozenset[Rank]] = field(default_factory=dict)
+    """Engines that were attached when the room was first claimed, and the ranks that each serves: every rank is to read it."""
     claimed_by: set[str] = field(default_factory=set)
+    claimed_ranks: set[Rank] = field(default_factory=set)
+    """Those that the engines serve that have claimed it."""
     released_by: set[str] = field(default_factory=set)
     """Engines that do not read the room any more, though they had claimed it."""
     answers: dict[str, Answer | None] = field(default_factory=dict)
@@ -138,7 +140,7 @@ class ReceiverRoom(Room[ReceiverState]):
             case ReceiverState.OFFERED:
                 return self._waits_for_bytes()
             case ReceiverState.CLAIMED | ReceiverState.ABORTING_CLAIMED | ReceiverState.FAILING_CLAIMED:
-                return f"engines {named(self.users or self.expected_by)} to release it"
+                return f"engines {named(self.users or self.awaited)} to release it"
             case ReceiverState.ABORTING | ReceiverState.FAILING if self.active:
                 nodes = named(writer.node.name for writer in self.active)
                 return f"prefill nodes {nodes} to prove that they write nothing more"
@@ -162,9 +164,14 @@ class ReceiverRoom(Room[ReceiverState]):
         """See Room: engines that have claimed it and not released it."""
         return self.claimed_by - self.released_by
 
+    @property
+    def awaited(self) -> set[str]:
+        """Engines that are expected to claim the room: they serve a rank that no engine has claimed it for."""
+        return {engine for engine, ranks in self.expected.items() if not ranks <= self.claimed_ranks}
+
     def lose(self, engine: str) -> bool:
         """See Room. One that was only expected is not waited for any more."""
-        self.expected_by.discard(engine)
+        self.expected.pop(engine, None)
         return engine in self.users or (engine == self.admitted_by and self.state in BEFORE_COMMIT)
 
     def let_go(self, engine: str) -> None:
@@ -176,7 +183,7 @@ class ReceiverRoom(Room[ReceiverState]):
     def released(self) -> bool:
         """Whether a claimed room has no reader left, nor one to come."""
         if self.state is ReceiverState.CLAIMED:
-            return self.claimed_by | self.expected_by <= self.released_by
+            return not self.users and not self.awaited
         return self.awaits_readers and not self.users
 
     @property

@@ -250,7 +250,6 @@ class ReceiverRules:
     @staticmethod
     def _stop_expecting(room: ReceiverRoom, limit: str) -> None:
         """Engines that never claimed a room do not read it: it need not wait for them."""
-        absent = room.expected_by - room.claimed_by
-        if absent:
-            log.warning("room_not_claimed_by_all", room=room.room, engines=sorted(absent), limit=limit)
-        room.expected_by.clear()
+        if room.awaited:
+            log.warning("room_not_claimed_by_all", room=room.room, engines=sorted(room.awaited), limit=limit)
+        room.expected.clear()

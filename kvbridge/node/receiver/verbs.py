@@ -94,7 +94,8 @@ class ReceiverVerbs:
         require_same_prompt(self.driver, room, message, self._tokens_per_page, end_keys=room.end_keys)
         room.end_keys.add(message.end_key)
         if room.state is ReceiverState.COMMITTED:
-            room.expected_by = set(self.driver.facts.engines.serving())
+            serving = self.driver.facts.engines.serving()
+            room.expected = {name: frozenset(ranks) for name, ranks in serving.items()}
             room.claimed_s = self.clock()
             room.phases_s["commit_to_claim"] = room.claimed_s - room.committed_s
             ended_s = {
@@ -103,8 +104,9 @@ class ReceiverVerbs:
             }
             self.driver.facts.phases_ended(room, ended_s)
         room.claimed_by.add(engine.name)
+        room.claimed_ranks.update(engine.ranks)
         self.driver.advance(room, ReceiverEvent.CLAIM)
-        if room.expected_by <= room.claimed_by:
+        if not room.awaited:
             room.wait_until(None)  # nobody is waited for any more: the engines use it
         told = {"metadata": room.metadata, "amounts": room.amounts, "phases_s": room.phases_s}
         told["load"] = to_wire(room.load.twins if room.load else {})

@@ -620,7 +620,7 @@ async def test_requests_that_wait_are_not_refused_when_only_the_number_of_rooms_
     bench.rooms.end(1)
     await turn()
     assert [task.done() for task in waiting] == [True, False, False]
-    with pytest.raises(CapacityError, match="admission.max_rooms"):
+    with pytest.raises(CapacityError, match=r"admission\.max_rooms"):
         bench.now(6)
     bench.clock.advance(1)
     bench.rooms.end(2)

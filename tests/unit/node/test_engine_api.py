@@ -101,7 +101,7 @@ def test_an_engine_attaches_for_ranks_of_this_node():
     api = prefill(ranks=(R0, R1))
     answer = api.attach(ranks=(R1,))
     assert isinstance(answer, Attached)
-    assert api.engines.serving() == {"engine"}
+    assert set(api.engines.serving()) == {"engine"}
     assert api.engines.status()[0].ranks == (str(R1),)
     assert api.attach("b").ranks == (R0, R1)
 
@@ -298,7 +298,7 @@ def test_an_attach_that_does_not_fit_is_refused(fields, text):
     refused = api.attach(**fields)
     assert isinstance(refused, Refused)
     assert text in refused.message
-    assert api.engines.serving() == frozenset()
+    assert api.engines.serving() == {}
 
 
 def test_a_daemon_that_is_not_ready_says_when_to_come_again():
@@ -306,7 +306,7 @@ def test_a_daemon_that_is_not_ready_says_when_to_come_again():
     api.ready = False
     refused = api.attach()
     assert (refused.code, refused.retry_after_s) == ("not_ready", 7)
-    assert api.engines.serving() == frozenset()
+    assert api.engines.serving() == {}
 
 
 def test_an_engine_of_no_rank_attaches_when_the_engines_that_bring_memory_are_served():
@@ -438,7 +438,7 @@ def test_an_engine_that_is_gone_is_told_to_the_rooms_once(role, monkeypatch):
     api.api.gone("engine", "killed", followed=True)
     api.api.gone("engine", "killed", followed=True)
     assert told == ["killed"]
-    assert api.engines.serving() == frozenset()
+    assert api.engines.serving() == {}
     assert api.engines.status() == (), "no page waits for it"
 
 
@@ -545,7 +545,7 @@ def test_an_engine_that_lacks_what_the_node_requires_is_refused_by_name():
     assert isinstance(refused, Refused)
     assert refused.code == "feature_missing"
     assert "requires feature 'load_back'" in refused.message
-    assert api.engines.serving() == frozenset()
+    assert api.engines.serving() == {}
     assert isinstance(api.call(Attach(call=1, role=Role.PREFILL, features=ENGINE_FEATURES), "engine"), Attached)
 
 
@@ -556,4 +556,4 @@ def test_an_engine_that_requires_what_this_node_lacks_is_refused_by_name():
     assert refused.code == "feature_missing"
     assert "requires feature 'later'" in refused.message
     assert "upgrade this node" in refused.message
-    assert api.engines.serving() == frozenset()
+    assert api.engines.serving() == {}

@@ -603,6 +603,29 @@ def test_an_engine_that_never_claims_is_waited_for_until_the_limit():
     assert state(bench) is ReceiverState.COMPLETED
 
 
+def test_a_process_that_is_attached_and_claims_nothing_keeps_no_page_of_ranks_that_others_have_read():
+    """An observer, or a second engine for the same ranks: rooms wait for ranks of the node, not for processes."""
+    bench = committed("engine", "observer")
+    bench.engines.ranks = {"engine": (R0, R1), "observer": (R1,)}
+    bench.verbs.claim("engine", 1)
+    assert bench.free == 14
+    bench.verbs.release("engine", 1)
+    assert bench.free == 16
+    assert state(bench) is ReceiverState.COMPLETED
+
+
+def test_an_engine_of_a_rank_that_nobody_else_serves_is_waited_for():
+    bench = committed("engine", "other")
+    bench.engines.ranks = {"engine": (R0,), "other": (R0, R1)}
+    bench.verbs.claim("engine", 1)
+    bench.verbs.release("engine", 1)
+    assert bench.free == 14
+    assert bench.service.book.get(1).waits_for == "engines other to release it"
+    bench.verbs.claim("other", 1)
+    bench.verbs.release("other", 1)
+    assert bench.free == 16
+
+
 def test_the_claim_limit_does_not_end_a_claimed_room():
     bench = claimed()
     for _ in range(3):
