@@ -3,8 +3,10 @@
 Owns: the sockets between nodes, who is who on them, and which frames are refused. Must not know: what a message means,
 when a silent peer counts as dead.
 
-The client (a decode node) opens the connection and begins a numbered link; the server (a prefill node) learns the
-client's incarnation from its first valid frame. A new connection of the same link continues where the old one broke
+The client (a decode node) opens the connection, asks who answers there (link 0, which leaves no trace), and begins a numbered
+link; the server (a prefill node) learns the client's incarnation from its first frame of a link. An incarnation has one link to
+another, so a client that meets one to which there is a link already, by another address, is closed before it begins its own: a
+later link would end the former one. A new connection of the same link continues where the old one broke
 off. When either side has lost its memory of a link (a restart, `forget`), the server answers its frames with the
 link's negative number; the client then reports what is open as undelivered and begins the next link.
 """
@@ -226,6 +228,9 @@ class PeerServer:
     def _find(self, envelope: Envelope[PeerMessage], route: bytes, user: str) -> Link | None:
         """Return the link that an envelope belongs to, made now if it is a new one, or None after refusing it."""
         sender, link = envelope.sender, self._links.get(envelope.sender)
+        if envelope.link == 0 and envelope.body is None and self.gate.allows(user):
+            self._answer_without_link(envelope, route)
+            return None
         if envelope.link < 1 or (link is not None and envelope.link < link.number):
             self._refuse(Refusal.STALE, f"link {envelope.link} of {sender}: an earlier one")
             return None
@@ -266,6 +271,9 @@ class PeerServer:
     def _disown(self, envelope: Envelope[PeerMessage], route: bytes) -> None:
         """Tell a client that we remember nothing of its link; it begins the next one."""
         self._refuse(Refusal.STALE, f"link {envelope.link} of {envelope.sender} is not known here (any more)")
+        self._answer_without_link(envelope, route)
+
+    def _answer_without_link(self, envelope: Envelope[PeerMessage], route: bytes) -> None:
         answer: Envelope[PeerMessage] = Envelope(
             sender=self._identity.incarnation, recipient=envelope.sender, link=-envelope.link
         )
@@ -298,6 +306,8 @@ class PeerClient:
         self._callbacks = callbacks
         self._endpoint = endpoint
         self._check(server_key)
+        self.server = ""
+        """The incarnation that answers there; empty before it has said so."""
         shared = self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings)
         # Grows with every client of this incarnation, so that a server tells a new conversation from an old one.
         self._link = Link(shared, time.monotonic_ns())
@@ -353,7 +363,18 @@ class PeerClient:
             self._identity.require_keys(endpoint, "connect to")
 
     def _put(self, _link: Link, frame: bytes) -> bool:
-        return self.connection.send(frame)
+        """Send a frame, or the question who is there in its place: the link sends it again until it is acknowledged."""
+        return self.connection.send(frame if self.server else self._shared.codec.encode(self._question))
+
+    @property
+    def _question(self) -> Envelope[PeerMessage]:
+        return Envelope(sender=self._identity.incarnation, recipient="", link=0)
+
+    def _met(self, server: str) -> None:
+        self.server = server
+        self._callbacks.on_met(server)
+        if not self._link.closed:
+            self._link.retry()
 
     def _refuse(self, kind: str, detail: str) -> None:
         self._callbacks.on_refused(kind, f"{detail} (server {self._endpoint})")
@@ -379,6 +400,10 @@ class PeerClient:
     def _accepts(self, envelope: Envelope[PeerMessage]) -> bool:
         """Whether an envelope belongs to the present link; begins the next one when the server does not know it."""
         link = self._link
+        if envelope.link == 0 and envelope.recipient == self._identity.incarnation:
+            if not self.server:
+                self._met(envelope.sender)
+            return False
         if envelope.recipient != self._identity.incarnation or abs(envelope.link) != link.number:
             self._refuse(Refusal.STALE, f"link {envelope.link} to {envelope.recipient}, ours is {link.number}")
             return False
@@ -388,6 +413,7 @@ class PeerClient:
         if link.peer:
             self._link = Link(self._shared, link.number + 1)
             link.close()
+            self.server = envelope.sender
             self._callbacks.on_reset(envelope.sender)
         return False
 

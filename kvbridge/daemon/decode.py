@@ -155,7 +155,7 @@ class PrefillPeers:
     def silences_s(self) -> dict[str, float]:
         """See ShownPeers."""
         silences_s, found = self._links.silences_s(), dict[str, float]()
-        for address, name in self._nodes.names().items():  # one node may have several addresses
+        for address, name in self._nodes.names().items():  # two incarnations of one node may be known for a while
             found[name] = max(found.get(name, 0.0), silences_s.get(address, 0.0))
         return found
 
@@ -217,3 +217,7 @@ class PrefillPeers:
     def restarted(self, address: PeerAddress) -> None:
         """See PrefillListener."""
         self._nodes.restarted(address)
+
+    def same(self, address: PeerAddress, other: PeerAddress) -> None:
+        """See PrefillListener."""
+        self._nodes.same(address, other)

@@ -59,6 +59,9 @@ class PrefillListener(Protocol):
     def restarted(self, address: PeerAddress) -> None:
         """Another incarnation answers there, or the same one has forgotten us."""
 
+    def same(self, address: PeerAddress, other: PeerAddress) -> None:
+        """The incarnation that answers there is the one to which the link of another address leads."""
+
 
 class PrefillLinks:
     """Implements `handshake.prefill_nodes.Links`. Opens nothing before `start`; `stop` ends it."""
@@ -160,7 +163,8 @@ class PrefillLinks:
             on_undelivered=lambda _peer, message, age_s: self._listener.undelivered(opened.address, message, age_s),
             on_refused=self._events.frame_refused,
             on_resent=self._events.messages_resent,
-            on_reset=lambda _incarnation: self._listener.restarted(opened.address),
+            on_reset=lambda incarnation: self._reset(opened, incarnation),
+            on_met=lambda incarnation: self._is_same(opened, incarnation),
             on_cut=lambda: self._look_again(opened),
         )
 
@@ -173,6 +177,19 @@ class PrefillLinks:
         self._met.move_to_end(address)
         if len(self._met) > self.settings.max_connections:
             self._met.popitem(last=False)
+
+    def _reset(self, opened: _Opened, incarnation: str) -> None:
+        if not self._is_same(opened, incarnation):
+            self._listener.restarted(opened.address)
+
+    def _is_same(self, opened: _Opened, incarnation: str) -> bool:
+        """Whether a link leads to that incarnation already, by another address; who has another key is another node."""
+        key = opened.address.public_key
+        for address, other in self._opened.items():
+            if other is not opened and other.client.server == incarnation and address.public_key == key:
+                self._listener.same(opened.address, address)
+                return True
+        return False
 
     def _look_again(self, opened: _Opened) -> None:
         """Look at a link when the connection that it lacks would have to be back."""

@@ -132,6 +132,10 @@ class RawPrefill(RawPeer):
 
     def _receive(self, parts: list[bytes]) -> None:
         envelope = PEER.decode(parts[-1])
+        if envelope.link == 0:  # asks who is here
+            answer: Envelope[PeerMessage] = Envelope(self.incarnation, recipient=envelope.sender, link=0)
+            self.socket.send_multipart([parts[0], PEER.encode(answer)])
+            return
         if envelope.link != self.link or envelope.sender != self.recipient:
             self.sent = self.got = 0
         self._route, self.link, self.recipient = parts[0], envelope.link, envelope.sender

@@ -256,6 +256,24 @@ async def test_a_replayed_frame_is_delivered_once(stage):
     assert at_server.refused == ["duplicate", "duplicate"]
 
 
+async def test_asking_who_is_there_leaves_no_trace(stage):
+    """So a client whose server is reached by another address already ends nothing of that conversation."""
+    server, at_server, endpoint = stage.server()
+    client, _ = stage.client(endpoint)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1])
+    raw = stage.raw(endpoint)
+    raw.send(frame(link=0, sequence=0))
+    await poll(lambda: raw.poll(0))
+    answer = PEER.decode(raw.recv())
+    assert (answer.sender, answer.recipient, answer.link, answer.body) == (SERVER, CLIENT, 0, None)
+    client.send(drained(2))
+    await at_server.until(lambda: at_server.rooms == [1, 2])
+    assert server.peers == (CLIENT,)
+    assert at_server.refused == []
+    assert client.server == SERVER
+
+
 async def test_an_older_link_is_stale(stage):
     server, at_server, endpoint = stage.server()
     raw = stage.raw(endpoint)

@@ -145,6 +145,8 @@ class PrefillNodes:
         """The incarnation that answered last behind an address, as long as it does not now."""
         self._renamed: OrderedDict[PeerAddress, PeerAddress] = OrderedDict()
         """What nodes that have changed their key are known by now, by their former address: requests under way have that."""
+        self._same: dict[PeerAddress, _KnownPrefill] = {}
+        """Further addresses of nodes, as long as those answer: there is one link to an incarnation."""
         self._listener: PrefillNodesListener
 
     def watch(self, listener: PrefillNodesListener) -> None:
@@ -157,7 +159,7 @@ class PrefillNodes:
         Raises PeerError or FingerprintMismatchError when it has rejected us since the last attempt.
         """
         fresh = self._renamed.get(address, address)
-        known = self._known.get(address) or self._known.get(fresh)
+        known = self._known.get(address) or self._known.get(fresh) or self._same.get(address)
         if known is None:
             self._introduce(address)
             return None
@@ -291,8 +293,21 @@ class PrefillNodes:
             self._events.emit(PeerLost(peer=known.node.peer, reason=reason))
         self._disconnect(known, reason)
 
+    def same(self, address: PeerAddress, other: PeerAddress) -> None:
+        """Behind an address answers the incarnation to which the link of another address leads: that link serves both."""
+        known, meant = self._known.pop(address, None), self._known.get(other)
+        self._links.close(address)
+        if known is not None:
+            self._lose(known, f"the node at {other.endpoint} answers there now")
+        if meant is not None:
+            if len(self._same) >= FORMER_KEPT:
+                del self._same[next(iter(self._same))]
+            self._same[address] = meant
+        self._listener.nodes_changed()
+
     def _disconnect(self, known: _KnownPrefill, reason: str) -> None:
-        """The incarnation that answered is out of reach: from here on nothing is sent to it."""
+        """The incarnation that answered is out of reach: from here on nothing is sent to it, by whatever address."""
+        self._same = {address: meant for address, meant in self._same.items() if meant is not known}
         node, known.node = known.node, None
         if node is not None:
             self._former[known.address] = node.peer

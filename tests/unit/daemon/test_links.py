@@ -45,7 +45,10 @@ class Prefill:
     def __init__(self, number: int) -> None:
         self.incarnation = f"{number:016x}"
         self.welcomes = False
-        self.server = PeerServer(PeerIdentity(self.incarnation), PeerCallbacks(self._answer), "tcp://127.0.0.1:0")
+        self.resets: list[str] = []
+        """Decode nodes whose conversation began anew: all that they had here is void then."""
+        callbacks = PeerCallbacks(self._answer, on_reset=self.resets.append)
+        self.server = PeerServer(PeerIdentity(self.incarnation), callbacks, "tcp://127.0.0.1:0")
         self.address = PeerAddress(endpoint=self.server.endpoint)
 
     def _answer(self, peer: str, message: PeerMessage) -> None:
@@ -206,6 +209,37 @@ async def test_a_link_to_a_node_that_refuses_is_closed_and_it_can_be_met_later(o
     assert node.nodes.addresses() == [first.address]
     for each in (first, *others):
         each.server.close()
+
+
+async def test_two_addresses_of_a_node_are_one_link_and_neither_voids_what_came_by_the_other(opened):
+    """A host name and its address: two links of one incarnation would reset each other for ever."""
+    node, prefill = opened(PeerSettings()), Prefill(1)
+    prefill.welcomes = True
+    by_name = PeerAddress(endpoint=prefill.address.endpoint.replace("127.0.0.1", "localhost"))
+    for where in (prefill.address, by_name, prefill.address, by_name):
+        found = await answer_of(node, where)
+        assert isinstance(found, KnownNode)
+        assert found.peer == prefill.incarnation
+    assert prefill.resets == []
+    assert len(prefill.server.peers) == 1
+    assert node.nodes.addresses() == [prefill.address]
+    assert by_name not in node.links
+    prefill.server.close()
+    node.nodes.lost(prefill.address, "silent")
+    assert node.nodes.known_node(by_name) is None, "the other address is asked anew, and may lead elsewhere by then"
+    assert node.nodes.addresses() == [by_name]
+
+
+async def test_two_addresses_that_are_asked_at_once_are_one_link(opened):
+    node, prefill = opened(PeerSettings()), Prefill(1)
+    prefill.welcomes = True
+    by_name = PeerAddress(endpoint=prefill.address.endpoint.replace("127.0.0.1", "localhost"))
+    assert node.nodes.known_node(prefill.address) is None
+    assert isinstance(await answer_of(node, by_name), KnownNode)
+    assert isinstance(await answer_of(node, prefill.address), KnownNode)
+    assert prefill.resets == []
+    assert len(node.nodes.addresses()) == 1
+    prefill.server.close()
 
 
 def steps(call: Callable[[], object]) -> int:
