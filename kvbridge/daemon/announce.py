@@ -101,7 +101,8 @@ class Announcer:
             await self.beat()
             await asyncio.sleep(self._pause_s)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), self._interval_s - self._pause_s)
+                async with asyncio.timeout(self._interval_s - self._pause_s):
+                    await self._changed.wait()
             self._changed.clear()
 
     def register_again(self) -> None:

@@ -319,7 +319,7 @@ class NodeOverview:
             {space: sum(states.values()) for space, states in book.counts().items()},
         )
         return Load(
-            rooms=len(self._rooms.open()),
+            rooms=self._rooms.open_count,
             prefixes_kept_s=None if prefixes is None else round(prefixes.kept_s(), 3),
             available_pages={space.value: available[space] for space in available if space in REQUEST_SPACES},
             total_pages={space.value: totals[space] for space in totals if space in REQUEST_SPACES},

@@ -166,7 +166,8 @@ class Backups:
         late.writing.discard(rank)
         if not late.writing:
             del self._late[number]
-            self.book.release_quarantined(late.why)
+            for backup in late.backups:
+                self.book.release_quarantined(backup.owner)
 
     def _conclude(self, order: _Order) -> None:
         """No rank is waited for any more."""

@@ -114,7 +114,7 @@ class Deadlines(Generic[RoomT]):
     def tick(self) -> None:
         """Act on what has waited too long, forget what has been kept long enough."""
         now_s = self.clock()
-        for room in self.rooms:
+        for room in self.rooms.due(now_s):
             limit = room.late(now_s)
             if limit:
                 if limit == room.begin_limit:

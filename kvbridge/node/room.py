@@ -6,7 +6,7 @@ leads to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar
@@ -122,6 +122,8 @@ class Room(Generic[StateT]):
     """When the present wait counts as failed, on the service's clock."""
     deadline_name: str = ""
     """The configuration key of that wait."""
+    note_limit: Callable[[Room[Any], float], None] = field(default=lambda _room, _limit_s: None, repr=False)
+    """Told when another limit ends the room; set by the book, which knows who ends first."""
     begin_by_s: float | None = None
     """Until then a prefill engine has to begin the room, on the service's clock; None once that does not matter any more.
     Set by the book, which knows who ends first."""
@@ -213,6 +215,8 @@ class Room(Generic[StateT]):
     def wait_until(self, deadline_s: float | None, name: str = "") -> None:
         """Start another wait (None: no limit)."""
         self.deadline_s, self.deadline_name = deadline_s, name
+        if deadline_s is not None:
+            self.note_limit(self, deadline_s)
 
     @property
     def next_limit(self) -> tuple[float | None, str]:

@@ -16,6 +16,7 @@ import secrets
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar, overload
 
 from kvbridge.api.rooms import RoomPage, RoomQuery, RoomReport
@@ -28,6 +29,8 @@ from kvbridge.node.room import Quarantine, Room
 
 RoomT = TypeVar("RoomT", bound=Room[Any])
 
+LIMITS_KEPT = 64
+"""Limits that may wait for their time although nothing hangs on them any more, beside four for each room under way."""
 LOOKED_AT = 1_000
 """Rooms that are looked at for one page of a listing, whatever it asks for: the loop has other work."""
 
@@ -59,6 +62,12 @@ class RoomBook(Generic[RoomT]):
         """Every attempt by its number, so in the order of admission."""
         self._admitted = 0
         self._live: dict[RoomT, None] = {}
+        self._open: dict[RoomT, None] = {}
+        """Those that have not ended for users."""
+        self._limits: list[tuple[float, int]] = []
+        """When limits of rooms pass, and their numbers; a heap. One that was dropped or moved waits here for its time."""
+        self._beside: dict[int, tuple[RoomT, RoomState]] = {}
+        """Newest receipts whose time is over, by room: an earlier attempt has pages, and would answer for them."""
         self._ended: deque[tuple[float, RoomT, RoomState]] = deque()
         self._ended_states: Counter[RoomState] = Counter()
         self._begin_limits: dict[str | None, list[tuple[float, int]]] = {}
@@ -71,14 +80,19 @@ class RoomBook(Generic[RoomT]):
         return f"<RoomBook {self.states()}>"
 
     def __len__(self) -> int:
-        return len(self._live) + len(self._ended)
+        return len(self._numbered)
 
     def __iter__(self) -> Iterator[RoomT]:
         return iter(tuple(self._live))
 
     def open(self) -> list[RoomT]:
         """Return the rooms that have not ended for users."""
-        return [room for room in self if not self._describe_state(room).final]
+        return list(self._open)
+
+    @property
+    def open_count(self) -> int:
+        """How many rooms have not ended for users."""
+        return len(self._open)
 
     def draw(self) -> int:
         """Return an id that no room of this daemon has; never 0."""
@@ -109,6 +123,9 @@ class RoomBook(Generic[RoomT]):
         self._numbered[room.number] = room
         self._attempts.setdefault(room.room, []).append(room)
         self._live[room] = None
+        if not self._describe_state(room).final:
+            self._open[room] = None
+        room.note_limit = self._note_limit
         self.in_use[room.client] += 1
 
     def get(self, room: int) -> RoomT:
@@ -144,6 +161,8 @@ class RoomBook(Generic[RoomT]):
             if not waiter.done():
                 waiter.set_result(None)
         state = self._describe_state(room)
+        if state.final:
+            self._open.pop(room, None)
         if state is room.shown:
             return None
         room.shown = state
@@ -157,8 +176,12 @@ class RoomBook(Generic[RoomT]):
             del self.in_use[room.client]
         state = self._describe_state(room)
         del self._live[room]
-        self._ended.append((self._clock() + self._keep_s, room, state))
+        self._open.pop(room, None)
         self._ended_states[state] += 1
+        until_s = self._clock() + self._keep_s
+        self._ended.append((until_s, room, state))
+        if beside := self._beside.pop(room.room, None):
+            self._ended.append((until_s, *beside))
         self.sweep()
 
     def sweep(self) -> None:
@@ -166,12 +189,22 @@ class RoomBook(Generic[RoomT]):
         now_s = self._clock()
         while self._ended and (self._ended[0][0] <= now_s or len(self._ended) > self._keep_rooms):
             _, room, state = self._ended.popleft()
-            self._ended_states[state] -= 1
-            del self._numbered[room.number]
             attempts = self._attempts[room.room]
-            attempts.remove(room)
-            if not attempts:
-                del self._attempts[room.room]
+            if room is attempts[-1] and any(earlier in self._live for earlier in attempts):
+                former = self._beside.get(room.room)
+                self._beside[room.room] = room, state
+                if former is not None:
+                    self._forget(*former)
+            else:
+                self._forget(room, state)
+
+    def _forget(self, room: RoomT, state: RoomState) -> None:
+        self._ended_states[state] -= 1
+        del self._numbered[room.number]
+        attempts = self._attempts[room.room]
+        attempts.remove(room)
+        if not attempts:
+            del self._attempts[room.room]
 
     def report(self, room: int) -> RoomReport:
         """Describe the newest attempt. Raises UnknownRoomError."""
@@ -233,6 +266,7 @@ class RoomBook(Generic[RoomT]):
         limit = (within_s, "begin_within_s") if within_s is not None else or_else
         if limit is not None:
             room.begin_by_s, room.begin_limit = room.created_s + limit[0], limit[1]
+            self._note_limit(room, room.begin_by_s)
             for client in (None, room.client):
                 insort(self._begin_limits.setdefault(client, []), (room.begin_by_s, room.number))
 
@@ -247,6 +281,22 @@ class RoomBook(Generic[RoomT]):
             del limits[bisect_left(limits, limit)]
             if not limits:
                 del self._begin_limits[client]
+
+    def _note_limit(self, room: RoomT, limit_s: float) -> None:
+        heappush(self._limits, (limit_s, room.number))
+        if len(self._limits) > LIMITS_KEPT + 4 * len(self._live):
+            both = ((limit_s, room.number) for room in self._live for limit_s in (room.begin_by_s, room.deadline_s))
+            self._limits = [(limit_s, number) for limit_s, number in both if limit_s is not None]
+            heapify(self._limits)
+
+    def due(self, now_s: float) -> list[RoomT]:
+        """Return the rooms that a limit was set for which has passed by now, each once for each, as long as they are under way."""
+        found = []
+        while self._limits and self._limits[0][0] <= now_s:
+            room = self._numbered.get(heappop(self._limits)[1])
+            if room is not None and room in self._live:
+                found.append(room)
+        return found
 
     def not_begun(self, client: str | None = None) -> Sequence[Reservation]:
         """Return what rooms (of a client, or all) have that end unless a prefill engine begins them; those that end first in front.
@@ -266,12 +316,12 @@ class RoomBook(Generic[RoomT]):
                 return self.describe(found)
             waiter = asyncio.get_running_loop().create_future()
             self._waiters.setdefault(room, []).append(waiter)
-            try:
-                await asyncio.wait_for(waiter, left_s)
-            except TimeoutError:
-                return self.report(room)
+            try:  # not `asyncio.wait_for`, which in Python 3.11 loses a cancellation that meets the end of the wait
+                done, _ = await asyncio.wait({waiter}, timeout=left_s)
             finally:
                 self._forget_waiter(room, waiter)
+            if not done:
+                return self.report(room)
 
     def _forget_waiter(self, room: int, waiter: asyncio.Future[None]) -> None:
         waiting = self._waiters.get(room, [])

@@ -318,10 +318,7 @@ class RoomPages:
             case PageState.HELD:
                 self.book.free(owner)
             case PageState.QUARANTINED:
-                # A room's reasons begin with its name, so they are nobody else's.
-                for reason, owners in self.book.quarantine_reasons().items():
-                    if owners == (owner,):
-                        self.book.release_quarantined(reason)
+                self.book.release_quarantined(owner)
             case PageState.FREE:
                 pass
         if self.prefixes is not None and owner in self.prefixes:

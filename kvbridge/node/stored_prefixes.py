@@ -222,7 +222,8 @@ class StoredPrefixes:
     async def _drop_all(self, client: StoreClient) -> DroppedObjects:
         until_s = self._clock() + self._settings.store_limits.drop_s
         try:
-            await asyncio.wait_for(self._writing.acquire(), until_s - self._clock())
+            async with asyncio.timeout(until_s - self._clock()):
+                await self._writing.acquire()
         except TimeoutError:
             return DroppedObjects(
                 outcome="failed", reason="the store did not end what was being written (store_limits.drop_s)"
@@ -418,7 +419,7 @@ class StoredPrefixes:
             return True
         why = f"{get.owner}: the store may still write pages that it did not fetch in time (limit: tier.prefetch_s)"
         self._book.quarantine(get.owner, why)
-        operation.settled.add_done_callback(lambda _: self._book.release_quarantined(why))
+        operation.settled.add_done_callback(lambda _: self._book.release_quarantined(get.owner))
         return False
 
     # ------------------------------------------------------------------ to the store

@@ -181,13 +181,10 @@ class BookMachine(RuleBasedStateMachine):
             self.state[owner] = PageState.QUARANTINED
             self.reasons.setdefault(owner, set()).add(reason)
 
-    @rule(reason=REASONS)
-    def release(self, reason):
-        released = {owner for owner, reasons in self.reasons.items() if reasons == {reason}}
-        assert set(self.book.release_quarantined(reason)) == released
-        for reasons in self.reasons.values():
-            reasons.discard(reason)
-        for owner in released:
+    @rule(owner=OWNERS)
+    def release(self, owner):
+        self.book.release_quarantined(owner)
+        if self.state.get(owner) is PageState.QUARANTINED:
             self.forget(owner)
 
     @invariant()

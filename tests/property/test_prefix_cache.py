@@ -325,7 +325,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @of_one(lambda has: has.owns and has.state is not LEASED)
     def give_back(self, owner, has):
         if has.state is QUARANTINED:
-            self.book.release_quarantined(f"writer of {owner}")
+            self.book.release_quarantined(owner)
         else:
             self.book.free(owner)
         has.owns = False

@@ -421,7 +421,7 @@ class TwinMachine(RuleBasedStateMachine):
     def end_of(self, owner):
         self.cache.let_go(owner)
         if self.rooms.pop(owner).state is QUARANTINED:
-            self.book.release_quarantined(f"writer of {owner}")
+            self.book.release_quarantined(owner)
         else:
             self.book.free(owner)
         self.forget_unread()
@@ -570,7 +570,7 @@ class TwinMachine(RuleBasedStateMachine):
         for space, ids in self.late.pop(owner).own.items():
             for page in ids:
                 self.holds[space, page] = "what came late"
-        self.book.release_quarantined(f"worker of {owner}")
+        self.book.release_quarantined(owner)
 
     @precondition(lambda self: len(self.copies) < 3)
     @rule(prompt=PROMPTS, start=st.integers(0, 3), end=st.booleans())

@@ -42,9 +42,16 @@ class _KnownDecode:
     connecting: dict[Rank, int] = field(default_factory=dict)
     """ConnectPeer orders that a rank's worker has not answered yet; only the answer to the last one counts."""
     transports: dict[Rank, tuple[str, ...]] = field(default_factory=dict)
+    transport: dict[Rank, str] = field(default_factory=dict)
+    """The same in one text, which every order of that rank is told with."""
     standby: dict[Rank, tuple[str, ...]] = field(default_factory=dict)
     features: tuple[str, ...] = ()
     """Those that were agreed."""
+
+    def reaches(self, rank: Rank, transports: tuple[str, ...]) -> None:
+        """A rank of ours reaches the node over these: of several of its ranks, in their order."""
+        self.transports[rank] = transports
+        self.transport[rank] = "+".join(sorted(set(transports)))
 
     @property
     def waiting(self) -> list[Rank]:
@@ -193,7 +200,7 @@ class DecodeNodes:
         known.connecting[message.rank] = max(0, known.connecting[message.rank] - 1)
         if known.connecting[message.rank]:
             return  # the answer to an order that a later one has replaced
-        known.transports[message.rank] = message.transports
+        known.reaches(message.rank, message.transports)
         if message.error_code:
             self._reject(message.peer, message.error_code, message.error)
         elif not known.waiting:
@@ -205,7 +212,8 @@ class DecodeNodes:
         if known is None or message.rank not in known.connecting:
             return
         peer, rank, transports = message.peer, message.rank, message.transports
-        known.transports[rank], known.standby[rank] = transports, message.standby
+        known.reaches(rank, transports)
+        known.standby[rank] = message.standby
         if message.lost:
             lost = PathLost(peer=peer, rank=rank, transport=message.lost, transports=transports, reason=message.error)
             self._events.emit(lost)
@@ -240,7 +248,7 @@ class DecodeNodes:
     def transport(self, peer: str, rank: Rank) -> str:
         """Name what a rank of ours reaches a peer over; several, where its ranks differ, are joined by '+'."""
         known = self._known.get(peer)
-        return "+".join(sorted(set(known.transports.get(rank, ())))) if known is not None else ""
+        return known.transport.get(rank, "") if known is not None else ""
 
     def peers(self) -> tuple[DecodeNodeStatus, ...]:
         """For `/status`."""

@@ -80,12 +80,12 @@ class Inspections:
         inspection.waiting.append(message)
 
     def _account(self, inspection: _Inspection, message: PeerMessage) -> None:
-        inspection.bytes += MESSAGE_BYTES + _payload_bytes(message)
-        together = sum(other.bytes for other in self._running.values())
+        inspection.bytes += _size_bytes(message)
+        of_others = sum(other.bytes for other in self._running.values() if other is not inspection)
         if (
             len(inspection.waiting) >= MOST_MESSAGES
             or inspection.bytes > MOST_PEER_BYTES
-            or together + inspection.bytes > MOST_BYTES
+            or of_others + inspection.bytes > MOST_BYTES
         ):
             raise CapacityError("too much waits for introductions to be checked; try again shortly")
 
@@ -123,16 +123,16 @@ class Inspections:
             again = self._running.get(peer)
             if again is not None:  # one of those that waited was another introduction: the rest waits for that
                 again.waiting.extend(inspection.waiting)
-                again.bytes += inspection.bytes
+                again.bytes += sum(map(_size_bytes, inspection.waiting))
                 return
             self._deliver(peer, inspection.waiting.popleft())
 
 
-def _payload_bytes(message: PeerMessage) -> int:
+def _size_bytes(message: PeerMessage) -> int:
     match message:
         case Offer():
-            return sum(len(table.ids) for table in message.tables)
+            return MESSAGE_BYTES + sum(len(table.ids) for table in message.tables)
         case Hello():
-            return sum(map(len, message.node.ranks))
+            return MESSAGE_BYTES + sum(map(len, message.node.ranks))
         case _:
-            return 0
+            return MESSAGE_BYTES

@@ -145,6 +145,8 @@ class PrefillNodes:
         """The incarnation that answered last behind an address, as long as it does not now."""
         self._renamed: OrderedDict[PeerAddress, PeerAddress] = OrderedDict()
         """What nodes that have changed their key are known by now, by their former address: requests under way have that."""
+        self._by_peer: dict[str, _KnownPrefill] = {}
+        """Those that have welcomed us, by their incarnation."""
         self._same: dict[PeerAddress, _KnownPrefill] = {}
         """Further addresses of nodes, as long as those answer: there is one link to an incarnation."""
         self._listener: PrefillNodesListener
@@ -200,10 +202,9 @@ class PrefillNodes:
 
     def send(self, peer: str, message: PeerMessage) -> None:
         """Queue a message; dropped when the node is lost: rooms ask again when it is back. Never raises."""
-        for known in self._known.values():
-            if known.node is not None and known.node.peer == peer:
-                self._links.send(known.address, message)
-                return
+        known = self._by_peer.get(peer)
+        if known is not None:
+            self._links.send(known.address, message)
 
     def speaks(self, address: PeerAddress, peer: str) -> bool:
         """Whether an incarnation is the one that answers behind an address, or did last."""
@@ -232,6 +233,7 @@ class PrefillNodes:
             self._lose(known, f"another incarnation answers at {address.endpoint}")
         facts = message.model_dump(exclude={"type", "incarnation", "model_identity", "ranks", "features"})
         known.node = KnownNode(message.incarnation, **facts, ranks=message.ranks, features=known.features)
+        self._by_peer.setdefault(message.incarnation, known)
         self._events.emit(PeerAccepted(peer=message.incarnation, name=known.node.name, features=known.features))
         self._listener.nodes_changed()
 
@@ -310,6 +312,8 @@ class PrefillNodes:
         self._same = {address: meant for address, meant in self._same.items() if meant is not known}
         node, known.node = known.node, None
         if node is not None:
+            if self._by_peer.get(node.peer) is known:
+                del self._by_peer[node.peer]
             self._former[known.address] = node.peer
             self._former.move_to_end(known.address)
             if len(self._former) > FORMER_KEPT:

@@ -5,7 +5,7 @@ Must not know: memory, transfers, sessions, time. Whether a lease has ended is p
 
 A page belongs to nobody (free), to one owner, or to the page cache, and all pages of an owner are in one state.
 `TRANSITIONS` is the whole rule: pages that a transfer may touch (leased) cannot become free. They first become *held*, by
-whoever has the proof that the transfer is over, or *quarantined*, until every reason for the quarantine has been lifted.
+whoever has the proof that the transfer is over, or *quarantined*, until there is proof that nobody uses them.
 
 Pages in the cache hold a prefix that several requests read and nobody writes. Which of them somebody reads is known to the
 `PageCache`; those that nobody reads are *available* like free ones, and are evicted here when free ones do not suffice.
@@ -206,10 +206,9 @@ class PageBook:
         return self._forget(owner)
 
     def quarantine(self, owner: Owner, reason: str) -> None:
-        """Keep an owner's pages from any use until `reason` has been lifted by `release_quarantined`.
+        """Keep an owner's pages from any use until `release_quarantined`.
 
-        `reason` is a key such as "worker pp0.tp1 3f2a": the thing that may still touch the pages. Further reasons add
-        up.
+        `reason` tells people what may still touch the pages. Further reasons are told beside it.
         """
         if not reason:
             raise InvalidInputError(f"{owner}: a quarantine needs a reason")
@@ -221,20 +220,10 @@ class PageBook:
                 watcher.quarantined(owner)
         holding.reasons.add(reason)
 
-    def release_quarantined(self, reason: str) -> tuple[Owner, ...]:
-        """Lift a reason: whatever it named touches no page any more. Owners without further reasons lose their pages.
-
-        Returns those owners. Harmless when nobody is quarantined for that reason.
-        """
-        released = []
-        for owner in self._holdings:
-            reasons = self._holdings.of(owner).reasons
-            if reason in reasons:
-                reasons.remove(reason)
-                if not reasons:
-                    self._forget(owner)
-                    released.append(owner)
-        return tuple(released)
+    def release_quarantined(self, owner: Owner) -> None:
+        """Free the pages of an owner: nothing touches them any more. Harmless for one that is not quarantined."""
+        if self.state(owner) is _Q:
+            self._forget(owner)
 
     def expect_free(self, owner: Owner) -> None:
         """Say that an owner is ending: its pages count in `pages_being_released` until they are free or quarantined."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import (
     BridgeError,
+    CapacityError,
     ConfigError,
     FeatureError,
     FingerprintMismatchError,
@@ -395,6 +397,39 @@ def test_what_waits_is_bounded(count, payload_bytes):
     assert side.delivered == []
 
 
+def test_the_bytes_of_one_peer_count_once_towards_what_all_may_keep(monkeypatch):
+    monkeypatch.setattr(inspections, "MOST_BYTES", 10 * inspections.MESSAGE_BYTES)
+    held = Inspections(lambda _work, _ended: None, limit_s=20, clock=ManualClock())
+    held.begin(DECODE, hello_of(0), lambda _look: None, lambda _error: None)
+    for _ in range(9):
+        held.hold(DECODE, Heartbeat())
+    with pytest.raises(CapacityError, match="too much waits"):
+        held.hold(DECODE, Heartbeat())
+
+
+def test_messages_that_were_delivered_do_not_count_for_the_introduction_that_the_rest_waits_for(monkeypatch):
+    monkeypatch.setattr(inspections, "MOST_BYTES", 6 * inspections.MESSAGE_BYTES)
+    ends: list[Any] = []
+    held = Inspections(lambda _work, ended: ends.append(ended), limit_s=20, clock=ManualClock())
+
+    def deliver(peer: str, message: object) -> None:
+        if isinstance(message, Hello):
+            held.begin(peer, message, lambda _look: None, lambda _error: None)
+
+    held.deliver_to(deliver)
+    held.begin(DECODE, hello_of(0), lambda _look: None, lambda _error: None)
+    for message in (Heartbeat(), Heartbeat(), hello_of(0), Heartbeat()):
+        held.hold(DECODE, message)
+    ends[0](None)
+    for _ in range(4):
+        held.hold(DECODE, Heartbeat())
+
+
+def hello_of(payload_bytes: int) -> Hello:
+    node = description()
+    return Hello(node=node.model_copy(update={"ranks": (bytes(payload_bytes),) if payload_bytes else ()}))
+
+
 def test_what_is_kept_of_a_peer_is_what_it_has_said_in_bytes():
     """Not the thousands of objects that it becomes: those are made for a check, and let go."""
     ranks = [
@@ -592,6 +627,44 @@ def test_nobody_speaks_in_the_name_of_a_node_behind_another_key():
     assert side.nodes.speaks(same, PREFILL), "one node may have two addresses"
     side.nodes.lost(ADDRESS, "silent")
     assert side.nodes.speaks(ADDRESS, PREFILL), "the proof that it is quiet may still come"
+
+
+def test_to_send_a_node_something_looks_at_no_other_node():
+    side = DecodeSide()
+    side.introduce()
+    known = side.nodes._known
+    side.nodes._known = SimpleNamespace(values=lambda: pytest.fail("all nodes were looked at"))
+    side.nodes.send(PREFILL, Heartbeat())
+    side.nodes.send("nobody", Heartbeat())
+    side.nodes._known = known
+    assert len(pick(side.messages, Heartbeat)) == 1
+
+
+def test_a_further_address_of_a_node_is_the_node_as_long_as_its_link_stands():
+    side = DecodeSide()
+    side.introduce()
+    other = ADDRESS.model_copy(update={"endpoint": "tcp://10.0.0.9:2"})
+    assert side.nodes.known_node(other) is None
+    side.nodes.same(other, ADDRESS)
+    assert side.closed == [other]
+    assert side.nodes.known_node(other) is side.nodes.known_node(ADDRESS)
+    assert side.nodes.addresses() == [ADDRESS]
+    side.nodes.restarted(ADDRESS)
+    assert side.gone == [PREFILL]
+    assert side.nodes.known_node(other) is None, "it is asked anew"
+    assert side.opened == [ADDRESS, other, other]
+
+
+def test_an_address_whose_node_gives_way_to_one_that_is_known_takes_its_rooms_along():
+    """A process was moved: what was written from the address before is over."""
+    side = DecodeSide()
+    side.introduce()
+    other = ADDRESS.model_copy(update={"endpoint": "tcp://10.0.0.9:2"})
+    assert side.nodes.known_node(other) is None
+    side.welcome(NEXT_LIFE, address=other)
+    side.nodes.same(other, ADDRESS)
+    assert side.gone == [NEXT_LIFE]
+    assert side.nodes.known_node(other).peer == PREFILL
 
 
 def test_few_of_those_who_were_met_once_are_remembered(monkeypatch):

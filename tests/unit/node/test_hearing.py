@@ -162,9 +162,8 @@ def seen(bench: ReceiverBench | SenderBench, owner: Owner) -> bytes:
     told = bench.nodes.messages if isinstance(bench, ReceiverBench) else bench.peers.messages
     others = bench.ranks.messages if isinstance(bench, ReceiverBench) else bench.workers.messages
     asked = (bench.fence.asked, bench.fence.paths) if isinstance(bench, ReceiverBench) else ()
-    return pickle.dumps(
-        (None if room is None else vars(room), bench.book.state(owner), told, others, bench.engines.events, asked)
-    )
+    facts = {} if room is None else {name: fact for name, fact in vars(room).items() if name != "note_limit"}
+    return pickle.dumps((facts, bench.book.state(owner), told, others, bench.engines.events, asked))
 
 
 def histories(state: ReceiverState | None) -> list[str]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from kvbridge.core.ids import IndexSpace, PageTable, Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.node import room_book
+from kvbridge.node.driver import Deadlines
 from kvbridge.node.room import Quarantine, Room
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages, RoomSettings
@@ -164,6 +166,93 @@ def test_a_deadline_is_named_once():
     assert room.late(11) == ""
 
 
+def test_a_tick_looks_at_rooms_whose_limit_has_passed_and_at_no_other(monkeypatch):
+    """Ten thousand rooms that wait cost a tick nothing, twenty times a second."""
+    looked: list[int] = []
+    late = Room.late
+    monkeypatch.setattr(Room, "late", lambda room, now_s: (looked.append(room.room), late(room, now_s))[1])
+    clock, fates = ManualClock(), []
+    book = make_book(clock)
+    rules = SimpleNamespace(late=lambda _driver, room, limit: fates.append((room.room, limit)))
+    deadlines = Deadlines(book, SimpleNamespace(rules=rules), clock)
+    rooms = [make_room(number) for number in range(1, 101)]
+    for room in rooms:
+        book.add(room)
+        room.wait_until(50.0, "timeouts.room_s")
+    rooms[6].wait_until(5.0, "timeouts.offer_s")
+    rooms[7].wait_until(5.0, "timeouts.offer_s")
+    rooms[7].wait_until(60.0, "timeouts.room_s")
+    book.begin_within(rooms[8], 5.0)
+    deadlines.tick()
+    assert looked == []
+    clock.advance(5.0)
+    deadlines.tick()
+    deadlines.tick()
+    assert sorted(looked) == [7, 8, 9], "the eighth had been given more time"
+    assert sorted(fates) == [(7, "timeouts.offer_s"), (9, "begin_within_s")]
+    looked.clear()
+    clock.advance(45.0)
+    deadlines.tick()
+    assert sorted(room for room, _ in fates[2:]) == [*range(1, 7), *range(9, 101)]
+    clock.advance(10.0)
+    deadlines.tick()
+    assert fates[-1] == (8, "timeouts.room_s")
+
+
+def test_limits_that_nothing_hangs_on_any_more_are_let_go_of():
+    clock = ManualClock()
+    book = make_book(clock)
+    room = make_room()
+    book.add(room)
+    for number in range(10_000):
+        room.wait_until(1_000.0 + number, "timeouts.room_s")
+    assert len(book._limits) < 2 * room_book.LIMITS_KEPT
+    clock.advance(11_000)
+    assert set(book.due(clock())) == {room}
+    assert room.late(clock()) == "timeouts.room_s"
+
+
+def test_how_many_rooms_are_open_is_known_without_looking_at_them():
+    described: list[int] = []
+    book = RoomBook(
+        Role.DECODE, lambda room: (described.append(room.room), room.state)[1], clock=ManualClock(), keep_s=1
+    )
+    rooms = [make_room(number) for number in range(1, 101)]
+    for room in rooms:
+        book.add(room)
+    rooms[0].state = RoomState.FAILED
+    book.changed(rooms[0])
+    described.clear()
+    assert book.open_count == 99
+    assert described == []
+    assert book.open() == rooms[1:]
+
+
+def test_a_receipt_is_kept_while_an_earlier_attempt_could_answer_for_it():
+    """Else the earlier one is the newest that is known, and the generation that has ended may be admitted again."""
+    clock = ManualClock()
+    book = make_book(clock)
+    old = make_room(state=RoomState.FAILED)
+    book.add(old)
+    for generation in (2, 3):
+        attempt = make_room(generation=generation, state=RoomState.COMPLETED)
+        book.add(attempt)
+        book.ended(attempt)
+        clock.advance(150)
+        book.sweep()
+        assert book.get(1).generation == generation
+        with pytest.raises(StaleError, match=f"use generation {generation + 1}"):
+            book.check_free(1, generation)
+    assert [attempt.generation for attempt in book.attempts(1)] == [1, 3]
+    assert book.states() == {"completed": 1, "failed": 1}
+    book.ended(old)
+    clock.advance(150)
+    book.sweep()
+    assert book.newest_generation(1) == 0
+    assert len(book) == 0
+    assert book.states() == {}
+
+
 def test_rooms_that_nobody_has_begun_are_told_in_the_order_in_which_they_end():
     clock = ManualClock(5.0)
     book = make_book(clock)
@@ -219,6 +308,20 @@ async def test_wait_wakes_on_every_change_and_returns_for_the_right_ones():
 
 
 @pytest.mark.asyncio
+async def test_a_caller_that_is_cancelled_in_the_moment_that_the_room_changes_is_cancelled():
+    book, room = make_book(), make_room()
+    book.add(room)
+    wait = asyncio.create_task(book.wait(1, 30, frozenset()))
+    await settled()
+    room.state = RoomState.COMPLETED
+    book.changed(room)
+    wait.cancel()
+    await asyncio.gather(wait, return_exceptions=True)
+    assert wait.cancelled()
+    assert not book._waiters
+
+
+@pytest.mark.asyncio
 async def test_wait_ends_in_time_and_leaves_nothing_behind():
     book = make_book()
     book.add(make_room())
@@ -232,6 +335,23 @@ async def test_wait_ends_in_time_and_leaves_nothing_behind():
     assert not book._waiters
     with pytest.raises(UnknownRoomError):
         await book.wait(2, 1, frozenset())
+
+
+def test_to_give_quarantined_pages_back_looks_at_those_of_no_other_room():
+    """A worker may die with thousands of rooms: each comes back by its own name, whoever else is quarantined."""
+    book = PageBook({IndexSpace.FULL: 64})
+    owners = [Owner(room, 1) for room in range(1, 33)]
+    for owner in owners:
+        book.reserve(owner, {IndexSpace.FULL: 1})
+        book.quarantine(owner, "the same words")
+    book.quarantine_reasons = lambda: pytest.fail("the reasons of all rooms were looked at")
+    looked: list[Owner] = []
+    of = book._holdings.of
+    book._holdings.of = lambda owner: (looked.append(owner), of(owner))[1]
+    pages_of_rooms(book).give_back(make_room())
+    assert set(looked) <= {OWNER}
+    assert book.state(OWNER) is PageState.FREE
+    assert book.counts()[IndexSpace.FULL][PageState.QUARANTINED] == 31
 
 
 @pytest.mark.parametrize("state", [PageState.HELD, PageState.LEASED, PageState.QUARANTINED, PageState.FREE])

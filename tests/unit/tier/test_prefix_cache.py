@@ -99,7 +99,7 @@ def test_a_room_in_quarantine_keeps_its_own_pages_and_what_it_reads_and_nothing_
     }
     with pytest.raises(CapacityError, match="lacks 1 pages"):
         bench.admit(D, "d", PAGES - 5)
-    bench.book.release_quarantined("a writer that may still write")
+    bench.book.release_quarantined(B)
     assert bench.book.available_pages()[FULL] == PAGES - 4, "who proves that nobody writes says nothing of who reads"
     bench.cache.let_go(B)
     assert bench.book.available_pages()[FULL] == PAGES

@@ -143,7 +143,7 @@ def test_twins_that_a_worker_may_still_write_stay_in_quarantine_and_the_pages_on
     assert bench.book.available_pages()[FULL] == 8
     assert bench.book.counts()[FULL_TWIN][PageState.QUARANTINED] == 5
     assert bench.back_up("a", 5) == 5, "other twins hold it"
-    bench.book.release_quarantined("worker pp0.tp0")
+    bench.book.release_quarantined(backup.owner)
     assert bench.book.counts()[FULL_TWIN] == bench.book.counts()[FULL_TWIN] | {CACHED: 5, PageState.FREE: 11}
 
 
