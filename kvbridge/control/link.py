@@ -62,7 +62,7 @@ class PeerCallbacks:
     What was not acknowledged has been reported undelivered."""
     on_cut: Callable[[], None] = _ignore
     """On a client: no connection stands any more, or none could be made. `Link.cut_s` counts from here."""
-    on_met: Callable[[str], None] = _ignore
+    on_met: Callable[[str], object] = _ignore
     """(peer incarnation) On a client, once, before the conversation begins: who answers there. It may close the client."""
 
 

@@ -122,7 +122,7 @@ class Room(Generic[StateT]):
     """When the present wait counts as failed, on the service's clock."""
     deadline_name: str = ""
     """The configuration key of that wait."""
-    note_limit: Callable[[Room[Any], float], None] = field(default=lambda _room, _limit_s: None, repr=False)
+    note_limit: Callable[[Any, float], None] = field(default=lambda _room, _limit_s: None, repr=False)
     """Told when another limit ends the room; set by the book, which knows who ends first."""
     begin_by_s: float | None = None
     """Until then a prefill engine has to begin the room, on the service's clock; None once that does not matter any more.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 StateT = TypeVar("StateT", bound=StrEnum)
 SpeakerT = TypeVar("SpeakerT", bound=StrEnum)
@@ -30,7 +30,7 @@ class Meaning(StrEnum):
     """It crossed something, or is sent again: it is dropped, and not counted."""
 
 
-Row = Mapping[StrEnum, Meaning]
+Row = Mapping[Any, Meaning]
 """What each message of one speaker means."""
 
 
@@ -48,5 +48,5 @@ class Hearing(Generic[StateT, SpeakerT]):
         `speaker` is None for somebody whom the room does not concern.
         """
         speakers = self.unknown if state is None else self.rows[state]
-        of_speaker: Mapping[str, Meaning] = speakers.get(speaker, {}) if speaker is not None else {}
-        return of_speaker.get(message)
+        row = None if speaker is None else speakers.get(speaker)
+        return None if row is None else row.get(message)

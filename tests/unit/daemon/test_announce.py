@@ -184,6 +184,26 @@ async def test_a_bootstrap_that_will_not_register_a_node_again_makes_it_unready(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("steps", range(4))
+async def test_an_end_that_meets_news_is_an_end(steps: int) -> None:
+    """The daemon cancels the heartbeats when it stops; in the same moment its readiness may change."""
+    directory = FakeDirectory()
+    announced = announcer(directory, interval_s=60)
+    task = asyncio.create_task(announced.run())
+    await directory.until(1)
+    async with asyncio.timeout(WAIT_S):
+        while not announced._changed._waiters:  # noqa: ASYNC110 - until it waits for news, which nothing tells
+            await asyncio.sleep(0.001)
+    announced.changed()
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    task.cancel()
+    done, _ = await asyncio.wait({task}, timeout=WAIT_S / 10)
+    task.cancel()
+    assert done == {task}
+
+
+@pytest.mark.asyncio
 async def test_an_address_that_is_no_bootstrap_is_said_to_be_none() -> None:
     directory = FakeDirectory()
     directory.problem = NotFoundError("no route /v1/instances/i/nodes/n; see /openapi.json")

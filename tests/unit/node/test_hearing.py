@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 
 import pytest
 
 from kvbridge.api.rooms import AdmissionRequest
+from kvbridge.core.errors import BridgeError
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.hearing import Meaning
@@ -378,6 +380,48 @@ def test_a_rank_worker_that_closes_a_room_it_was_not_told_to_close_is_refused():
     assert bench.service.book.get(1).state is SenderState.ABORTING
     assert pick(bench.peers.messages, Drained) == []
     assert bench.events.refusals == {"unexpected_room_closed": 2}
+
+
+# ------------------------------------------------------------------------------------------- engines
+
+
+def engine_calls(bench: ReceiverBench | SenderBench) -> dict[str, Callable[[], object]]:
+    """Every call of an engine, by one that uses the room if any does, and by another."""
+    verbs, calls = bench.verbs, {}
+    for who in ("engine", "other"):
+        if isinstance(bench, ReceiverBench):
+            of_role = {
+                "provide": partial(verbs.provide, 1, pages_table(4, 5)),
+                "claim": partial(verbs.claim, who, 1),
+                "loaded": partial(verbs.loaded, who, 1),
+                "extend": partial(verbs.extend, who, 1, TOKENS),
+                "release": partial(verbs.release, who, 1),
+            }
+        else:
+            of_role = {
+                "begin": partial(verbs.begin, who, bench.ranks, 1, prompt_tokens=TOKENS, tables={}),
+                "publish": partial(verbs.publish, who, bench.ranks, 1, upto_token=TOKENS, layers=None),
+                "loaded": partial(verbs.loaded, who, 1),
+                "finish": partial(verbs.finish, who, bench.ranks, 1, metadata=b""),
+                "release": partial(verbs.release, who, 1, 1),
+            }
+        calls |= {f"{name} of {who}": call for name, call in of_role.items()}
+    return calls
+
+
+@pytest.mark.parametrize("state", [*ReceiverState, *SenderState], ids=lambda state: f"{type(state).__name__}-{state}")
+def test_a_call_of_an_engine_that_is_refused_changes_nothing(state):
+    make = receiver_in if isinstance(state, ReceiverState) else sender_in
+    for name in engine_calls(make(state)):
+        bench = make(state)
+        looked = seen(bench, OWNER)
+        try:
+            engine_calls(bench)[name]()
+        except BridgeError:
+            room = bench.service.book.get(1)
+            lets_go = name == "finish of engine" and (room.over or room.stopping)  # all the same, and it says so
+            assert seen(bench, OWNER) == looked or lets_go, f"{name} was refused and has changed a room that is {state}"
+        bench.book.check_integrity()
 
 
 # ------------------------------------------------------------------------------------------- the literals themselves
