@@ -722,7 +722,7 @@ class World:
         assert not taken_for_lies, "both nodes keep to the protocol, whatever crosses"
         self.events.facts.clear()
         for rooms in (self.receiver.book, prefill.service.book):
-            assert rooms.open() == [room for room in rooms if not rooms.describe(room).state.final]
+            assert rooms.open() == [room for room in rooms if not rooms._describe_state(room).final]
         for room in self.receiver.book:
             self._check_commit(room)
             if self.shares and room.owner in self.engines.in_use():
