@@ -113,8 +113,7 @@ class PrefillNodes:
     """The prefill nodes that write to this decode node.
 
     There is a link to every address that is known here, and to no other; a few are opened a turn of the loop, since each takes it
-    milliseconds. A node that is gone may still write, or have written
-    what is still on its way: rooms do not rely on it (`fence`).
+    milliseconds. A node that is gone may still write, or have written what is still on its way: rooms do not rely on it (`fence`).
     """
 
     def __init__(

@@ -231,10 +231,10 @@ def test_errors_are_counted_all_and_told_a_few_a_second(clock: Any) -> None:
         fail(InvalidInputError("y"))
     assert counted == ["invalid_input"] * 20 + ["internal", "invalid_input"]
     assert [line["event"] for line in lines] == [
-        *["computed_here"] * LINES,
+        *["hook_refused"] * LINES,
         "hook_failed",
         "lines_left_out",
-        "computed_here",
+        "hook_refused",
     ]
     assert len(lines[0]["reason"]) == REASON_CHARS
     assert (lines[LINES]["where"], lines[LINES]["code"]) == ("computed_here", "internal")

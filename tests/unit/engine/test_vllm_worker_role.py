@@ -11,6 +11,7 @@ import torch
 from kvbridge.core.errors import BridgeError, DeadlineError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.engine.adapters.vllm import worker_role
+from kvbridge.engine.adapters.vllm.guard import Guard
 from kvbridge.engine.adapters.vllm.worker_role import WorkerRole, _Half
 from kvbridge.worker.lifecycle import UnclosedError
 
@@ -44,7 +45,7 @@ def staying(monkeypatch) -> list[object]:
 
 def role_of(*workers: Worker) -> WorkerRole:
     """Both roles on one set of tensors, each served by one of these."""
-    role = WorkerRole(SimpleNamespace(tp_size=1), R0)
+    role = WorkerRole(SimpleNamespace(tp_size=1), R0, Guard(lambda _code: None))
     role._tensors = {"layer.0": torch.zeros(1)}
     for one, worker in zip((Role.PREFILL, Role.DECODE), workers, strict=True):
         role._halves.append(_Half(one, Path("/nowhere"), lambda worker=worker: worker, reports=False))

@@ -216,14 +216,14 @@ def test_done_names_all_keys_that_the_engine_of_its_rank_has_stated_and_its_end(
     bench = prefill(ranks=(R0, R1))
     table = PageTable(IndexSpace.FULL, np.arange(4, dtype=np.int32))
     offer = Offer(room=1, generation=1, prompt_tokens=PROMPT, prefix_tokens=0, tables=to_wire({IndexSpace.FULL: table}))
-    bench.service.peers.offer(DECODE, offer)
+    bench.service.peers.hear(DECODE, offer)
     for rank, end_key in ((R0, b"a" * 16), (R1, b"")):
         begin(bench, KEYS, (rank,), str(rank), end_key=end_key)
         bench.verbs.publish(str(rank), (rank,), 1, upto_token=PROMPT, layers=None)
         for order in [message for _, message in bench.workers.messages if isinstance(message, Send)]:
             amounts = full_amounts(PROMPT)
             about = {"room": 1, "generation": 1, "rank": rank, "order": order.order}
-            bench.service.workers.sent(Sent(**about, amounts=amounts, seconds={}, quiet=True))
+            bench.service.workers.hear(Sent(**about, amounts=amounts, seconds={}, quiet=True))
         bench.verbs.finish(str(rank), (rank,), 1, metadata=b"")
     told = {done.writer: (done.keys_digest, done.end_key) for done in pick(bench.peers.messages, Done, DECODE)}
     assert told == {R0: (Keys(KEYS).digest, b"a" * 16), R1: (Keys(KEYS).digest, b"")}

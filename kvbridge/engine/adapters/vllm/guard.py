@@ -22,6 +22,8 @@ log = structlog.get_logger(__name__)
 
 LINES, EVERY_S = 5, 1.0
 """So many lines of each kind are written in so many seconds: whoever sends requests decides how many errors there are."""
+REFUSED, FAILED = "hook_refused", "hook_failed"
+"""The lines: a request itself is wrong, or a hook has a defect."""
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
@@ -37,15 +39,14 @@ class Guard:
         self._count = count
         self.lose: Callable[[str, str], None] = _nothing_begun
         """Called with a request of vLLM and a reason: a hook has failed in the middle of it, and what was begun is to end."""
-        self._seldom = Seldom(
-            lambda _: None, lines=LINES, every_s=EVERY_S, clock=clock
-        )  # each error is counted by its code
+        # Each error is counted by its code.
+        self._seldom = Seldom(lambda _: None, lines=LINES, every_s=EVERY_S, clock=clock)
 
     @contextmanager
     def over(self, what: str, request: str = "", *, lost: Callable[[str], None] | None = None) -> Iterator[None]:
         """Keep every error of the block here, and tell and count it.
 
-        `what`: the word for it in the log, when a request itself is wrong (InvalidInputError). Any other error is a defect of
+        `what`: the block's name in the log. InvalidInputError says that a request itself is wrong, any other error is a defect of
         kvbridge. `lost`: called with the reason of the error, to end what was begun.
         """
         try:
@@ -60,15 +61,14 @@ class Guard:
         code = code_of(error)
         self._count(code)
         foreseen = isinstance(error, InvalidInputError)
-        event = what if foreseen else "hook_failed"
-        if not self._seldom.admits(event, code):
+        if not self._seldom.admits(REFUSED if foreseen else FAILED, code):
             return
         reason = str(error)[:REASON_CHARS]
         if foreseen:
-            log.warning(event, request=request, code=code, reason=reason)
+            log.warning("hook_refused", where=what, request=request, code=code, reason=reason)
         else:
             reason = f"{type(error).__name__}: {reason}; please report it"
-            log.error(event, where=what, request=request, code=code, reason=reason, exc_info=error)
+            log.error("hook_failed", where=what, request=request, code=code, reason=reason, exc_info=error)
 
     def look(self) -> None:
         """Say how many lines were not written."""
