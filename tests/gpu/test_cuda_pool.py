@@ -15,7 +15,7 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import MemoryKind
 from kvbridge.engine.views import PoolViews
 from kvbridge.kernels.cuda import runtime
-from kvbridge.kernels.cuda.allocations import allocation_of
+from kvbridge.kernels.cuda.allocations import allocation_of, device_uuid
 from kvbridge.pool.memory.cuda_pool import CudaPool
 from kvbridge.pool.memory.device_memory import OpenedAllocation, export
 from kvbridge.pool.memory.sharing import MappedRegions
@@ -161,7 +161,7 @@ def test_a_tensor_lies_in_an_allocation_that_can_be_shared(device: int) -> None:
     assert allocation.address <= whole.data_ptr()
     assert inner.data_ptr() + inner.numel() <= allocation.address + allocation.length_bytes
     exported = export(device, inner.data_ptr())
-    assert exported.device_uuid == runtime.device_facts(device).uuid
+    assert exported.device_uuid == device_uuid(device)
     with OpenedAllocation(exported.handle, device_uuid=exported.device_uuid) as own:
         assert own.address == allocation.address
     exported.forget()

@@ -32,6 +32,7 @@ WATCHED_SIGNALS = set(signal.Signals) - {signal.SIGALRM}
 ENDS_WITH_THE_PROCESS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 """Helpers that Python starts once and ends itself."""
 ONCE_A_PROCESS = {
+    "kvbridge.kernels.cuda.allocations._uuids",  # names of devices
     "kvbridge.kernels.cuda.programs._loaded",  # compiled kernels
     "kvbridge.kernels.digest._devices",  # compiled kernels
     "kvbridge.transport.mooncake.library._process_environment",  # settings that the library reads once
