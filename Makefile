@@ -36,7 +36,7 @@ GPU_PYTHON ?=
 GPU_READY := $(if $(GPU_PYTHON),,$(READY))
 GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 
-.PHONY: help setup system servers browser demo unit test test-all test-faults test-load test-gpu test-operate dashboards docs check format bench
+.PHONY: help setup system servers browser demo unit test test-all test-faults test-load mutate test-gpu test-operate dashboards docs check format bench
 .PHONY: test-vllm bench-gpu bench-peers bench-vllm soak soak-shared fuzz fuzz-http clean
 
 help:
@@ -48,6 +48,7 @@ help:
 	@echo "make test-faults  kill, freeze and mislead every process in every state of a room; what became of it in out/faults/"
 	@echo "make test-load  MINUTES of random load over LOAD_TRANSPORT with kills, stops, cuts, lies about keys and a damaged store; every"
 	@echo "             byte that is claimed is compared; results in out/load/"
+	@echo "make mutate  make EDITS small edits of the package, one at a time, and list those that the fast tests do not notice"
 	@echo "make test-gpu  run the tests that need a GPU, and the kernels under compute-sanitizer; results in out/test-gpu/"
 	@echo "make test-operate  MINUTES of load under Prometheus, when no alert may fire; then every alert in the fault it is for, with"
 	@echo "             times SPEED times as short as in the rules; results in out/operate/"
@@ -113,6 +114,10 @@ SPEED ?= 30
 LOAD_TRANSPORT ?= mooncake
 test-load: $(READY)
 	$(BIN)/python -m tests.faults.random_load --minutes $(MINUTES) --transport $(LOAD_TRANSPORT) --output out/load/$(LOAD_TRANSPORT).json
+
+EDITS ?= 400
+mutate: $(READY)
+	$(BIN)/python -m tests.mutation --count $(EDITS) --output out/mutation/edits.json
 
 test-operate: $(READY) | servers
 	$(BIN)/python -m tests.operate --minutes $(MINUTES) --speed $(SPEED) --output out/operate

@@ -3,8 +3,9 @@
     python -m tests.mutation --count 400 --seed 1        draw edits and write which died
     python -m tests.mutation --again results.json        make the edits of a list again; red when one lives that had died
 
-Every edit is made in a forked process, in memory; no file is changed. The tests that run the edited line are run, those first that run
-the fewest lines besides. An edit dies when a test fails, when the import fails, or when the tests do not end.
+Every edit is made in a forked process, in memory; no file is changed. The tests that run the edited line judge the edit, narrow
+tests first. An edit dies when a test fails, when the import fails, or when the tests do not end. All tests that judge are run without
+an edit before: a test that is red by itself says nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutation import coverage_map
@@ -142,9 +143,7 @@ def report(verdicts: Sequence[Verdict]) -> dict[str, object]:
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for verdict in verdicts:
         counts[verdict.edit.package][verdict.end] += 1
-    rows = [
-        {"name": v.edit.name, "end": v.end} | ({"by": v.by} if v.by else {}) for v in verdicts
-    ]
+    rows = [{"name": v.edit.name, "end": v.end} | ({"by": v.by} if v.by else {}) for v in verdicts]
     return {"counts": {package: dict(count) for package, count in sorted(counts.items())}, "edits": rows}
 
 
@@ -155,7 +154,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--package", action="append", default=[], help="draw from these packages only")
     parser.add_argument("--again", type=Path, help="a list of a former run")
-    parser.add_argument("--coverage", type=Path, default=OUTPUT / "coverage.json", help="measured anew when it is not there")
+    parser.add_argument(
+        "--coverage", type=Path, default=OUTPUT / "coverage.json", help="measured anew when it is not there"
+    )
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--output", type=Path, default=OUTPUT / "edits.json")
     given = parser.parse_args()
@@ -172,7 +173,9 @@ def main() -> int:
     given.output.write_text(json.dumps(report(verdicts), indent=1) + "\n")
     ends = Counter(verdict.end for verdict in verdicts)
     print(f"{len(verdicts)} edits: {dict(ends)}; the list is in {given.output}")
-    lost = [verdict.edit.name for verdict in verdicts if before.get(verdict.edit.name) == "died" and verdict.end != "died"]
+    lost = [
+        verdict.edit.name for verdict in verdicts if before.get(verdict.edit.name) == "died" and verdict.end != "died"
+    ]
     for name in lost:
         print(f"had died and lives: {name}")
     for name in sorted(before.keys() - {verdict.edit.name for verdict in verdicts}):

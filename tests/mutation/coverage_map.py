@@ -45,7 +45,9 @@ def measure(output: Path, suites: tuple[str, ...] = SUITES) -> int:
     found: dict[str, dict[int, list[str]]] = {}
     for file in data.measured_files():
         lines = {
-            line: tests for line, contexts in data.contexts_by_lineno(file).items() if (tests := [*filter(None, contexts)])
+            line: tests
+            for line, contexts in data.contexts_by_lineno(file).items()
+            if (tests := [*filter(None, contexts)])
         }
         found[str(Path(file).relative_to(ROOT))] = lines
     output.parent.mkdir(parents=True, exist_ok=True)

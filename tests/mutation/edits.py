@@ -119,40 +119,40 @@ class _Finder(ast.NodeTransformer):
         self.done = self.done or edit.name == self._wanted
         return edit.name == self._wanted
 
-    def visit_If(self, node: ast.If) -> ast.AST:  # noqa: N802 - a name of ast
+    def visit_If(self, node: ast.If) -> ast.AST:
         makes = self._makes(node.test, "negate")
         self.generic_visit(node)
         if makes:
             node.test = ast.UnaryOp(ast.Not(), node.test)
         return node
 
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:  # noqa: N802 - a name of ast
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
         makes = self._makes(node, "compare")
         self.generic_visit(node)
         if makes:
             node.ops[0] = _OPPOSITES[type(node.ops[0])]()
         return node
 
-    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:  # noqa: N802 - a name of ast
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.AST:
         makes = self._makes(node, "and/or")
         self.generic_visit(node)
         if makes:
             node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
         return node
 
-    def visit_Expr(self, node: ast.Expr) -> ast.AST:  # noqa: N802 - a name of ast
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
         called = node.value.value if isinstance(node.value, ast.Await) else node.value
         makes = isinstance(called, ast.Call) and self._makes(node, "drop call")
         self.generic_visit(node)
         return ast.copy_location(ast.Pass(), node) if makes else node
 
-    def visit_Assign(self, node: ast.Assign) -> ast.AST:  # noqa: N802 - a name of ast
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
         # A name that is never bound is an error that every test notices.
         makes = not isinstance(node.targets[0], ast.Name | ast.Tuple) and self._makes(node, "drop assignment")
         self.generic_visit(node)
         return ast.copy_location(ast.Pass(), node) if makes else node
 
-    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:  # noqa: N802 - a name of ast
+    def visit_AugAssign(self, node: ast.AugAssign) -> ast.AST:
         makes = self._makes(node, "drop assignment")
         self.generic_visit(node)
         return ast.copy_location(ast.Pass(), node) if makes else node

@@ -75,7 +75,15 @@ def run_edited(edit: Edit | None, tests: Sequence[str], log: Path) -> int:
         if edit is not None:
             _install(edit)
         # Plugins have been imported before pytest starts, which their assertions do not mind.
-        quiet = ["-p", "no:randomly", "-p", "no:cacheprovider", "--tb=no", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
+        quiet = [
+            "-p",
+            "no:randomly",
+            "-p",
+            "no:cacheprovider",
+            "--tb=no",
+            "-W",
+            "ignore::pytest.PytestAssertRewriteWarning",
+        ]
         code = pytest.main(["-x", "-q", *quiet, *tests])
         sys.stdout.flush()
     except BaseException as error:  # noqa: BLE001 - whatever it is, the edit did not pass
