@@ -4,8 +4,8 @@
     python -m tests.mutation --again results.json        make the edits of a list again; red when one lives that had died
 
 Every edit is made in a forked process, in memory; no file is changed. The tests that run the edited line judge the edit, narrow
-tests first. An edit dies when a test fails, when the import fails, or when the tests do not end. All tests that judge are run without an
-edit before, since a test that is red by itself says nothing.
+tests first. An edit dies when a test fails, when the import fails, or when the tests do not end. All tests that judge are run
+without an edit before, since a test that is red by itself says nothing.
 """
 
 from __future__ import annotations
