@@ -71,7 +71,7 @@ def tiers() -> Iterator[Tiers]:
 def crossed(conversation: Conversation, tokens: int) -> tuple[PrefillRoom, DecodeRoom]:
     """Have it cross, and wait until both journals have all of its pages, and prefill's every checkpoint that was asked for."""
     begun, claimed = conversation.cross(tokens)
-    keys = conversation.keys(tokens)
+    keys = conversation.keys(tokens).in_namespace("")
     for role in Role:
         eventually("in the journal", lambda role=role: {*keys} <= {page.key for page in journal(role).pages.values()})
     ends = {keys[stop // PAGE - 1] for stop in begun.checkpoints}

@@ -327,6 +327,12 @@ BOARD = Board(
                     Query(rate_of_each("worker_restarts_total", "reason"), "{{daemon}} {{reason}}"),
                     unit="ops",
                 ),
+                lines(
+                    "Transports that could not be built",
+                    "A second, each daemon, by transport. The rank goes on with those that it has, and tries again every 10 s.",
+                    Query(rate_of_each("transport_successors_failed_total", "transport"), "{{daemon}} {{transport}}"),
+                    unit="ops",
+                ),
                 table(
                     "Pages of each daemon now",
                     "Every space of every chosen daemon. Over all states the pages sum to the pool.",
