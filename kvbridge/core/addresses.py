@@ -26,7 +26,7 @@ HTTP_URL = rf"{SERVER_URL}(/[!-~]*)?"
 
 
 class PeerAddress(FrozenModel):
-    """How to reach the control socket of one prefill node."""
+    """The address of the control socket of one prefill node."""
 
     endpoint: Annotated[str, Field(pattern=r"^(tcp|ipc)://", max_length=500)]
     public_key: Annotated[str, Field(max_length=40)] = ""

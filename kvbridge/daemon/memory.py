@@ -250,7 +250,7 @@ class NodeMemory:
 
     @property
     def restored(self) -> Restored | None:
-        """What was found of the pools of the daemon before; None where none are to be kept."""
+        """Return the pools that the daemon before has left; None where none are to be kept."""
         return self._not_kept if self.kept is None else self.kept.restored
 
     async def create(

@@ -183,7 +183,7 @@ class PrefillLinks:
             self._listener.restarted(opened.address)
 
     def _is_same(self, opened: _Opened, incarnation: str) -> bool:
-        """Whether a link leads to that incarnation already, by another address; who has another key is another node."""
+        """Return whether a link leads to that incarnation already, by another address; who has another key is another node."""
         key = opened.address.public_key
         for address, other in self._opened.items():
             if other is not opened and other.client.server == incarnation and address.public_key == key:

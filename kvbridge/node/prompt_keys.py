@@ -71,7 +71,7 @@ def require_same_prompt(
 
 
 def end_differs(end_keys: Iterable[bytes]) -> bool:
-    """Whether these are of different prompts, as far as they say anything."""
+    """Return whether these are of different prompts, as far as they say anything."""
     return len({*end_keys} - {b""}) > 1
 
 

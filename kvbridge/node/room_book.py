@@ -91,7 +91,7 @@ class RoomBook(Generic[RoomT]):
 
     @property
     def open_count(self) -> int:
-        """How many rooms have not ended for users."""
+        """Count the rooms that have not ended for users."""
         return len(self._open)
 
     def draw(self) -> int:

@@ -266,7 +266,7 @@ class StoredPrefixes:
 
     @property
     def _most_pages(self) -> int:
-        """How many pages of one prompt there can be on the host."""
+        """Return the largest number of pages that one prompt can have on the host."""
         counts = self._book.counts()
         return min(sum(counts[space].values()) for space in self._spaces[PAGES])
 

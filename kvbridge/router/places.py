@@ -1,4 +1,4 @@
-"""How many requests there may be, and how many bytes of their bodies.
+"""Limits of requests under way, and of the bytes of their bodies.
 
 Owns: both counts. Must not know: who asks, what for.
 
@@ -18,7 +18,7 @@ UNCOUNTED_BYTES = 256 << 10
 
 
 class Places:
-    """Those of one router. Used from the event loop's thread only."""
+    """The places of one router. Used from the event loop's thread only."""
 
     def __init__(self, limit: int, limit_bytes: int) -> None:
         """`limit` and `limit_bytes` are the configuration keys of these names."""
@@ -53,7 +53,7 @@ class Places:
 
 
 class Place:
-    """That of one request."""
+    """The place of one request."""
 
     def __init__(self, places: Places) -> None:
         self._places = places

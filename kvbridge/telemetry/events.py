@@ -265,7 +265,7 @@ class RequestRefused(Fact):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoomMessageRefused(RoomFact):
-    """What a peer or a rank worker of this node says of a room was refused; `code` is one of few words."""
+    """A message of a peer or of a rank worker about a room was refused; `code` is one of few words."""
 
     code: str
     rank: str = ""

@@ -130,7 +130,7 @@ class Records:
         return records
 
     def _unknown(self, keys: list[bytes]) -> int:
-        """How many of the first keys no record has, nor another of them."""
+        """Count the first keys that no record has, nor another of them."""
         seen: set[bytes] = set()
         for key in keys:
             if key in self._record_of or key in seen:

@@ -60,7 +60,7 @@ class Copier(Protocol):
         """Whether the copy is proved to be done; never waits. Raises TransportError."""
 
     def idle(self) -> bool:
-        """Whether nothing that was begun is under way any more, whatever became of it; never waits. Raises TransportError."""
+        """Return whether nothing that was begun is under way any more. Never waits. Raises TransportError."""
 
     def close(self) -> None:
         """Let everything go. It is idle."""
@@ -252,7 +252,7 @@ class PageCopies:
         return True
 
     def _is_idle(self) -> bool:
-        """Whether the copier writes nothing any more. A device that cannot be asked proves nothing."""
+        """Return whether the copier writes nothing any more. A device that cannot be asked proves nothing."""
         try:
             with contained("asking whether copies have ended", rank=str(self._identity.rank)):
                 return self.idle()
@@ -263,7 +263,7 @@ class PageCopies:
             return False
 
     def idle(self) -> bool:
-        """Whether nothing writes to twins any more; never waits. Raises TransportError when the device cannot be asked."""
+        """Return whether nothing writes to twins any more; never waits. Raises TransportError when the device cannot be asked."""
         return self._copier is None or self._copier.idle()
 
     def close(self) -> None:

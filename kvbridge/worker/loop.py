@@ -74,7 +74,7 @@ MESSAGES_A_STEP = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """How long what a worker does may take."""
+    """Limits of the time that a worker's work may take."""
 
     transfer_s: float
     """A transfer, from its submission."""

@@ -28,20 +28,20 @@ class OrderBook:
 
     @property
     def waiting(self) -> int:
-        """How many orders wait."""
+        """Count the orders that wait."""
         return len(self._peer_of) - len(self._active)
 
     @property
     def active(self) -> Collection[Order]:
-        """Those that have begun, the first one first."""
+        """Return the orders that have begun, the first one first."""
         return self._active.keys()
 
     def of_room(self, key: RoomKey) -> Collection[Order]:
-        """Those of a room."""
+        """Return the orders of a room."""
         return self._of_room.get(key, {}).keys()
 
     def waiting_for(self, peer: str) -> Collection[Order]:
-        """Those that wait for a peer."""
+        """Return the orders that wait for a peer."""
         return self._waiting.get(peer, {}).keys()
 
     def add(self, order: Order, peer: str) -> None:

@@ -244,7 +244,7 @@ class RankTransports:
         self.retired.clear()
 
     def closing(self) -> bool:
-        """Whether an agent is not closed yet, after `begin_close`."""
+        """Return whether an agent is not closed yet, after `begin_close`."""
         if self._job is not None and self._job.done():
             job, self._job = self._job, None
             with suppress(Exception):  # it was to end: what it could not build is of no interest any more

@@ -1,4 +1,4 @@
-"""How it is looked up what a message about a room means: by the state of the room, and by who speaks.
+"""The meaning of a message about a room, looked up by the state of the room and by who speaks.
 
 Owns: looking up, and the words for what a message means. Must not know: which side it serves, what a message holds.
 
@@ -18,7 +18,7 @@ SpeakerT = TypeVar("SpeakerT", bound=StrEnum)
 
 
 class Meaning(StrEnum):
-    """What a message means for a room. Every message that has none is refused, and counted."""
+    """The meaning of a message for a room. Every message that has none is refused, and counted."""
 
     TAKE = "take"
     """The room waits for it."""
@@ -36,7 +36,7 @@ Row = Mapping[Any, Meaning]
 
 @dataclass(frozen=True, slots=True)
 class Hearing(Generic[StateT, SpeakerT]):
-    """What may be said of a room: for each state, who may say what."""
+    """The messages that a room expects: for each state, who may say what."""
 
     rows: Mapping[StateT, Mapping[SpeakerT, Row]]
     unknown: Mapping[SpeakerT, Row]

@@ -179,7 +179,7 @@ RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
 
 
 class ReceiverSpeaker(StrEnum):
-    """Who says something of a room on the decode side."""
+    """The speaker of a message about a room on the decode side."""
 
     WRITES = "writes"
     """A rank that writes the room and has not reported Done, or a node with such a rank."""
@@ -194,7 +194,7 @@ class ReceiverSpeaker(StrEnum):
 
 
 class ReceiverMessage(StrEnum):
-    """What is said of a room to the decode side; each is the `type` of a message."""
+    """The messages about a room to the decode side; each is the `type` of a message."""
 
     DIGESTS = "digests"
     DONE = "done"

@@ -107,7 +107,7 @@ SENDER_TABLE: Table[SenderState, SenderEvent, SenderAction] = Table(
 
 
 class SenderSpeaker(StrEnum):
-    """Who says something of a room on the prefill side."""
+    """The speaker of a message about a room on the prefill side."""
 
     OFFERER = "offerer"
     """The decode node whose offer was taken."""
@@ -122,7 +122,7 @@ class SenderSpeaker(StrEnum):
 
 
 class SenderMessage(StrEnum):
-    """What is said of a room to the prefill side; each is the `type` of a message."""
+    """The messages about a room to the prefill side; each is the `type` of a message."""
 
     INTEND = "intend"
     OFFER = "offer"

@@ -184,7 +184,7 @@ class ReceiverRules:
             self.checks.keep(room, answer.keys)
 
     def _is_stated(self, room: ReceiverRoom) -> bool:
-        """Whether an answer is in the memory of all ranks, behind a prompt that all engines have stated to its end.
+        """Return whether an answer is in the memory of all ranks, behind a prompt that all engines have stated to its end.
 
         The page in which the prompt ends has rows of the writers and of the engines here, and gets its key with the answer.
         """

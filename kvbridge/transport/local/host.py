@@ -247,7 +247,7 @@ class SharedFile:
 
     @property
     def length_bytes(self) -> int:
-        """How long it is now."""
+        """Return the present length of the file."""
         return os.fstat(self.descriptor).st_size
 
 

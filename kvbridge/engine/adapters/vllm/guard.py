@@ -28,7 +28,7 @@ MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
 def _nothing_begun(_request: str, _reason: str) -> None:
-    """Of a process that begins nothing."""
+    """Do nothing: this process begins nothing."""
 
 
 class Guard:
