@@ -177,6 +177,8 @@ class RandomLoad:
                     answered = self._ask(calls, drawn, answered)
                 except (httpx.HTTPError, BridgeError):
                     time.sleep(0.1)  # a daemon is down
+                except Exception as error:  # noqa: BLE001 - a client that ends in silence would make the load look good
+                    self.tally.violation(f"a client failed by a defect of the load: {type(error).__name__}: {error}")
                 finally:
                     with self.tally.lock:
                         self._under_way -= 1
@@ -350,6 +352,10 @@ class RandomLoad:
         eventually("no room under way", lambda: not self._under_way, ROOM_S + 2 * CALL_S)
         self.cluster.wait_ready()
         for node in self.nodes:
+            if not self.engine(node).runs:
+                self.tally.violation(
+                    f"the engine of {node.name} has ended by itself; its traceback is on standard error"
+                )
             try:
                 eventually(f"all pages of {node.name}", lambda node=node: not busy_pages(node), REST_S, 0.2)
             except AssertionError:
