@@ -66,10 +66,11 @@ class ChildProcess:
 
     def check_running(self) -> None:
         """Raise PeerError with the tail of its log when it has ended."""
-        if self.process is not None and self.process.poll() is not None:
+        process = self.process  # another thread may start it again meanwhile
+        if process is not None and process.poll() is not None:
             tail = "\n".join(line[:LONGEST_LINE] for line in self.log(8).splitlines())
             found = f"its log ends:\n{tail}" if tail else "its log is empty"
-            raise PeerError(f"{self.name} ended ({how_it_ended(self.process.returncode)}); {found}")
+            raise PeerError(f"{self.name} ended ({how_it_ended(process.returncode)}); {found}")
 
     def log(self, lines: int = 60) -> str:
         """Return the last lines of its output."""
