@@ -14,7 +14,7 @@ from kvbridge.core.geometry.components import Encoding
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.engine.adapters.deepseek_v4 import Placement
 from kvbridge.engine.adapters.sparse_deepseek_v4 import IndexerHooks, SparseDecoder, SparseLayer
-from kvbridge.engine.adapters.transformers import follow, prefill_chunks, prompt_tokens
+from kvbridge.engine.adapters.transformers import CACHE_ARGUMENT, follow, prefill_chunks, prompt_tokens
 from tests.helpers.matrices import kept
 from tests.helpers.sparse_model import C4, SparseModelPair, admitted, fed
 
@@ -207,4 +207,4 @@ def test_what_does_not_fit_is_refused(scene):
 
 def follow_two(scene, cache):
     with torch.no_grad():
-        scene.model(torch.tensor([[1] * 8]), past_key_values=cache, use_cache=True)
+        scene.model(torch.tensor([[1] * 8]), **{CACHE_ARGUMENT: cache}, use_cache=True)

@@ -28,7 +28,7 @@ from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace, PageIdArray, Tables
 from kvbridge.engine.adapters.deepseek_v4 import SPARSE, CacheCodec, Placement, append, unpack
-from kvbridge.engine.adapters.transformers import decode_step
+from kvbridge.engine.adapters.transformers import CACHE_ARGUMENT, decode_step
 from kvbridge.engine.encodings import RowCodec
 from kvbridge.sparse import ReleasedRequest, SparseCache
 
@@ -241,7 +241,7 @@ def _host_page_ids(tables: Tables) -> PageIdArray:
 
 def _select(_: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], top_k: torch.Tensor) -> Any:  # noqa: ANN401
     """The hook: the indexer's arguments end with the cache and the layer's number. None leaves the result as it is."""
-    cache = named.get("past_key_values", arguments[3] if len(arguments) > 3 else None)
+    cache = named.get(CACHE_ARGUMENT, arguments[3] if len(arguments) > 3 else None)
     layer = named.get("layer_idx", arguments[4] if len(arguments) > 4 else None)
     held = cache.layers[layer] if cache is not None else None
     return held.select(top_k) if isinstance(held, SparseLayer) else None

@@ -10,6 +10,7 @@ the library versions, and the chunks that the prompt was cut into (a matrix prod
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV4Config, DynamicCache
+from transformers import AutoModelForCausalLM, DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 
@@ -26,6 +27,10 @@ BYTE_VOCABULARY = 256
 """Prompts are tokenised by bytes: a token is a byte of UTF-8."""
 DEFAULT_INITIALIZER_RANGE = 0.08
 """Wide enough for generated text to vary; with the library's 0.02 a random model repeats one token."""
+
+_FORWARD = inspect.signature(DeepseekV4ForCausalLM.forward)
+CACHE_ARGUMENT = "cache" if "cache" in _FORWARD.parameters else "past_key_values"
+"""The name of the cache among the arguments of a model and of its layers; transformers 5.24 has renamed it."""
 
 OnChunk = Callable[[DynamicCache, int], None]
 """Called with the cache and the tokens computed so far, after each chunk."""
@@ -186,7 +191,7 @@ def prompt_tokens(count: int, *, offset: int = 0) -> list[int]:
 @torch.no_grad()
 def _forward(model: Any, cache: DynamicCache, tokens: Sequence[int]) -> torch.Tensor:  # noqa: ANN401
     ids = torch.tensor([list(tokens)], dtype=torch.long, device=model.device)
-    output = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    output = model(ids, **{CACHE_ARGUMENT: cache}, use_cache=True, logits_to_keep=1)
     logits: torch.Tensor = output.logits[0, -1].float()
     return logits
 

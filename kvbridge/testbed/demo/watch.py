@@ -14,6 +14,7 @@ import torch
 
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.engine.adapters.deepseek_v4 import HEAVY, SPARSE
+from kvbridge.engine.adapters.transformers import CACHE_ARGUMENT
 from kvbridge.testbed.demo.trace import Trace
 
 _STATES = {
@@ -65,7 +66,7 @@ class CacheWatch:
         if attention.layer_idx == 0:
             self._components = []
             self._steps.append([])
-        held = kwargs["past_key_values"].layers[attention.layer_idx]
+        held = kwargs[CACHE_ARGUMENT].layers[attention.layer_idx]
         for kind, tensors in self._held(held, self._kinds[attention.layer_idx]):
             self._steps[-1].append(_sum(tensors))
             self._components.append(f"{kind} of layer {attention.layer_idx}")
