@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # A build of torch without CUDA saves gigabytes; say TORCH= to take whatever pip chooses.
 TORCH ?= torch==2.13.0
+CONSTRAINTS ?= constraints.txt
 READY := $(VENV)/.ready
 ROOMS ?= 100000
 # Test files that run at once (as many as there are cores, up to 8, when empty), and the order in which they do (drawn when empty).
@@ -36,7 +37,7 @@ GPU_PYTHON ?=
 GPU_READY := $(if $(GPU_PYTHON),,$(READY))
 GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 
-.PHONY: help setup system servers browser demo unit test test-all test-faults test-load mutate test-gpu test-operate dashboards docs check format bench
+.PHONY: help setup system servers browser demo unit test test-all test-faults test-load mutate test-gpu test-operate constraints dashboards docs check format bench
 .PHONY: test-vllm bench-gpu bench-peers bench-vllm soak soak-shared fuzz fuzz-http clean
 
 help:
@@ -53,6 +54,7 @@ help:
 	@echo "make test-operate  MINUTES of load under Prometheus, when no alert may fire; then every alert in the fault it is for, with"
 	@echo "             times SPEED times as short as in the rules; results in out/operate/"
 	@echo "make test-vllm  real vLLM servers with kvbridge beside one alone, in 20 minutes; a first run installs vLLM in out/vllm/"
+	@echo "make constraints  take the newest versions of everything that tests need, into constraints.txt"
 	@echo "make dashboards  write Grafana's files from their descriptions"
 	@echo "make docs    build the documentation as a site in out/docs/; a broken link is an error"
 	@echo "make check   format, lint, types, import layers"
@@ -68,11 +70,11 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml | system
+$(READY): pyproject.toml constraints.txt | system
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH))
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,transformers,redis,plot,traces,docs,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[cpu,transformers,redis,plot,traces,docs,dev]'
 	# It asks for an older typer than the one here, for a command line of its own that nobody calls.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(CLIENT_GENERATOR)
 	touch $@
@@ -136,6 +138,13 @@ $(VLLM)/.ready: pyproject.toml | system
 # One process, files in their order: servers are started once and serve all of them.
 test-vllm: $(READY) $(VLLM)/.ready
 	$(BIN)/python -m pytest tests/vllm -p no:randomly --vllm $(VLLM)/bin/python --vllm-work out/vllm
+
+# Takes the newest versions of everything; run the tests, then commit what changed.
+constraints:
+	rm -rf $(VENV)
+	$(MAKE) setup CONSTRAINTS=
+	sed -i '/^[^#]/d' constraints.txt
+	$(BIN)/python -m pip freeze --exclude-editable | grep -v -e '^torch==' -e '^openapi-python-client==' -e '^ruamel' >>constraints.txt
 
 dashboards: $(READY)
 	$(BIN)/python -m deploy.grafana.build

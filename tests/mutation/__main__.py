@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,16 +60,34 @@ def drawn(count: int, seed: int, packages: Sequence[str] = ()) -> list[Edit]:
     return sorted(chosen)
 
 
-def again(path: Path) -> tuple[list[Edit], dict[str, str]]:
-    """Return the edits of a former list that the code still has, and how each one ended then."""
-    ended = {row["name"]: row["end"] for row in json.loads(path.read_text())["edits"]}
-    return [edit for edit in all_edits() if edit.name in ended], ended
+@dataclass(frozen=True)
+class Former:
+    """How the edits of a former list ended, by name."""
+
+    ends: Mapping[str, str]
+    killers: Mapping[str, str]
+    """The test function that an edit died of."""
 
 
-def tests_of(edit: Edit, covered: coverage_map.LinesToTests, breadth: Counter[str]) -> list[str]:
-    """Return the tests that run the edited line: narrow ones first, as they are quick and say most."""
-    tests = covered.get(edit.file, {}).get(edit.line, [])
-    return sorted(tests, key=lambda test: (breadth[test], test))[:MOST_TESTS]
+NOTHING_FORMER = Former({}, {})
+
+
+def again(path: Path, packages: Sequence[str]) -> tuple[list[Edit], Former]:
+    """Return the edits of a former list that the code still has, all or those of some packages, and how each ended then."""
+    rows = [
+        row for row in json.loads(path.read_text())["edits"] if not packages or row["name"].split("/")[1] in packages
+    ]
+    former = Former(
+        ends={row["name"]: row["end"] for row in rows},
+        killers={row["name"]: row.get("by", "").partition("[")[0] for row in rows},
+    )
+    return [edit for edit in all_edits() if edit.name in former.ends], former
+
+
+def judges_of(edit: Edit, covered: coverage_map.LinesToTests, breadth: Counter[str], former: Former) -> list[str]:
+    """Return the tests that run the edited line: the one that has killed the edit before, then narrow ones, which say most."""
+    tests, killer = covered.get(edit.file, {}).get(edit.line, []), former.killers.get(edit.name)
+    return sorted(tests, key=lambda test: (test != killer, breadth[test], test))[:MOST_TESTS]
 
 
 def _breadth(covered: coverage_map.LinesToTests) -> Counter[str]:
@@ -77,14 +95,14 @@ def _breadth(covered: coverage_map.LinesToTests) -> Counter[str]:
     return Counter(test for lines in covered.values() for tests in lines.values() for test in tests)
 
 
-def judge(edits: Sequence[Edit], covered: coverage_map.LinesToTests, workers: int) -> list[Verdict]:
+def judge(edits: Sequence[Edit], covered: coverage_map.LinesToTests, workers: int, former: Former) -> list[Verdict]:
     """Make every edit, some at a time, and say how each one ended."""
     breadth = _breadth(covered)
     waiting, running, verdicts = list(reversed(edits)), {}, []
     while waiting or running:
         while waiting and len(running) < workers:
             edit = waiting.pop()
-            tests = tests_of(edit, covered, breadth)
+            tests = judges_of(edit, covered, breadth, former)
             if not tests:
                 verdicts.append(Verdict(edit, "no test"))
                 continue
@@ -106,12 +124,14 @@ def judge(edits: Sequence[Edit], covered: coverage_map.LinesToTests, workers: in
     return sorted(verdicts, key=lambda verdict: verdict.edit)
 
 
-def red_without_edit(edits: Sequence[Edit], covered: coverage_map.LinesToTests, workers: int) -> list[str]:
+def red_without_edit(
+    edits: Sequence[Edit], covered: coverage_map.LinesToTests, workers: int, former: Former
+) -> list[str]:
     """Run all tests that will judge, without an edit; return the files of those that fail."""
     breadth = _breadth(covered)
     files: dict[str, set[str]] = defaultdict(set)
     for edit in edits:
-        for test in tests_of(edit, covered, breadth):
+        for test in judges_of(edit, covered, breadth, former):
             files[test.partition("::")[0]].add(test)
     waiting, running, red = sorted(files), {}, []
     while waiting or running:
@@ -138,13 +158,14 @@ def _verdict(edit: Edit, log: Path, status: int | None, seconds: float) -> Verdi
     return Verdict(edit, "died", by, seconds)
 
 
-def report(verdicts: Sequence[Verdict]) -> dict[str, object]:
-    """Return the list as it is kept: one row an edit, and counts for each package."""
+def report(verdicts: Sequence[Verdict]) -> str:
+    """Return the list as it is kept, in JSON: counts for each package, and one line an edit."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for verdict in verdicts:
         counts[verdict.edit.package][verdict.end] += 1
     rows = [{"name": v.edit.name, "end": v.end} | ({"by": v.by} if v.by else {}) for v in verdicts]
-    return {"counts": {package: dict(count) for package, count in sorted(counts.items())}, "edits": rows}
+    lines = ",\n".join(json.dumps(row) for row in rows)
+    return f'{{"counts": {json.dumps(counts, sort_keys=True)},\n"edits": [\n{lines}\n]}}\n'
 
 
 def main() -> int:
@@ -152,7 +173,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__)
     parser.add_argument("--count", type=int, default=400)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--package", action="append", default=[], help="draw from these packages only")
+    parser.add_argument("--package", action="append", default=[], help="edits of these packages only")
     parser.add_argument("--again", type=Path, help="a list of a former run")
     parser.add_argument(
         "--coverage", type=Path, default=OUTPUT / "coverage.json", help="measured anew when it is not there"
@@ -163,23 +184,26 @@ def main() -> int:
     OUTPUT.joinpath("logs").mkdir(parents=True, exist_ok=True)
     if not given.coverage.exists():
         subprocess.run([sys.executable, "-m", "tests.mutation.coverage_map", str(given.coverage)], check=False)
-    edits, before = again(given.again) if given.again else (drawn(given.count, given.seed, given.package), {})
+    edits, former = (
+        again(given.again, given.package)
+        if given.again
+        else (drawn(given.count, given.seed, given.package), NOTHING_FORMER)
+    )
     preload()
     covered = coverage_map.read(given.coverage)
-    if red := red_without_edit(edits, covered, given.workers):
+    if red := red_without_edit(edits, covered, given.workers, former):
         print("\n".join(["these tests are red without an edit, so they say nothing:", *red]))
         return 2
-    verdicts = judge(edits, covered, given.workers)
-    given.output.write_text(json.dumps(report(verdicts), indent=1) + "\n")
+    verdicts = judge(edits, covered, given.workers, former)
+    given.output.write_text(report(verdicts))
     ends = Counter(verdict.end for verdict in verdicts)
     print(f"{len(verdicts)} edits: {dict(ends)}; the list is in {given.output}")
-    lost = [
-        verdict.edit.name for verdict in verdicts if before.get(verdict.edit.name) == "died" and verdict.end != "died"
-    ]
+    died = {name for name, end in former.ends.items() if end == "died"}
+    lost = [verdict.edit.name for verdict in verdicts if verdict.edit.name in died and verdict.end != "died"]
     for name in lost:
         print(f"had died and lives: {name}")
-    for name in sorted(before.keys() - {verdict.edit.name for verdict in verdicts}):
-        print(f"the code has no such place any more: {name} ({before[name]})")
+    for name in sorted(former.ends.keys() - {verdict.edit.name for verdict in verdicts}):
+        print(f"the code has no such place any more: {name} ({former.ends[name]})")
     return 1 if lost else 0
 
 
