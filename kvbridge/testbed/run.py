@@ -18,10 +18,10 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
+from kvbridge.cli.local_cluster import ClusterSpec, DaemonProcess, check_workers, plan_cluster, wait_all_ready
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.daemon.children import stop_all
-from kvbridge.testbed.cluster import ClusterSpec, DaemonProcess, check_workers, plan_cluster, wait_all_ready
 from kvbridge.testbed.engines.messages import Attached
 from kvbridge.testbed.engines.processes import SCRATCH, EngineProcess, Reports
 from kvbridge.testbed.options import CommandOptions

@@ -38,6 +38,7 @@ from kvbridge.bootstrap.stores.base import Claim, RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.bootstrap.stores.redis import RedisStore
 from kvbridge.bootstrap.stores.redis_connection import RedisSettings
+from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.config.schema import PairingConfig
 from kvbridge.config.timeouts import BootstrapTimeouts
 from kvbridge.core.addresses import PeerAddress
@@ -48,7 +49,6 @@ from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.session.states import RoomState
 from kvbridge.http.client import DirectoryClient
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.testbed.cluster import DaemonProcess
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import KEY_BYTES, Keys
 from kvbridge.tier.prefix_cache import PrefixCache

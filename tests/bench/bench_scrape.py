@@ -28,12 +28,12 @@ from typing import Any, Self
 
 import httpx
 
+from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.control.link import PeerCallbacks
 from kvbridge.control.peers import PeerIdentity, PeerServer
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import Heartbeat, Hello, PeerMessage, Welcome
-from kvbridge.testbed.cluster import DaemonProcess
 from kvbridge.testbed.replay.report import percentile
 from tests.bench.bench_load import MODEL, Tally, closed_loop
 from tests.bench.load import Load, Shape, load

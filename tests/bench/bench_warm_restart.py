@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from kvbridge.cli.local_cluster import DaemonProcess, daemon_config
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Role
 from kvbridge.daemon.memory import file_prefix
 from kvbridge.engine import PrefillEngine, PrefillRoom
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
-from kvbridge.testbed.cluster import DaemonProcess, daemon_config
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import status
 

@@ -8,7 +8,7 @@ and is woven into the work all the same, such as taking the time, stays.
 
 from __future__ import annotations
 
-from kvbridge.testbed.cluster import DaemonProcess
+from kvbridge.cli.local_cluster import DaemonProcess
 from tests.helpers.mutated_daemon import mutated
 
 CODE = """

@@ -32,9 +32,9 @@ from typing import Any
 import psutil
 from rich.console import Console
 
+from kvbridge.cli.local_cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
-from kvbridge.testbed.cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
 from kvbridge.testbed.progress import ShownProgress
 from kvbridge.testbed.replay.report import percentile
 from kvbridge.testbed.run import used_pages

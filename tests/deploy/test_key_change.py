@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.control.keys import CurveKeys, generate_keys
-from kvbridge.testbed.cluster import DaemonProcess
 from tests.helpers.cluster import cluster, eventually
 from tests.helpers.live_rooms import LiveCluster
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import httpx
 
+from kvbridge.cli.local_cluster import LOG_JSON, DaemonProcess
 from kvbridge.daemon.children import stop_all
-from kvbridge.testbed.cluster import LOG_JSON, DaemonProcess
 from tests.helpers.cluster import cluster, eventually
 from tests.helpers.live_rooms import bearer, http, live_cluster
 from tests.helpers.redis_server import redis_server

@@ -21,9 +21,9 @@ from typing import Any
 
 import psutil
 
+from kvbridge.cli.local_cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
 from kvbridge.core.ids import Role
 from kvbridge.daemon.memory import file_prefix
-from kvbridge.testbed.cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
 from tests.faults.cells import ENDS, HEARTBEAT_S, LOST, PEER_SILENCE_S, WORKER_SILENCE_S, State
 from tests.helpers.cluster import eventually
 from tests.helpers.faulty_transport import faulty_worker

@@ -16,11 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvbridge.core.geometry.presets import preset
-from kvbridge.core.ids import Role
-from kvbridge.daemon.memory import file_prefix
-from kvbridge.engine.adapters.synthetic import expected_rows
-from kvbridge.testbed.cluster import (
+from kvbridge.cli.local_cluster import (
     ClusterSpec,
     DaemonProcess,
     NodeSpec,
@@ -28,6 +24,10 @@ from kvbridge.testbed.cluster import (
     plan_cluster,
     transport_section,
 )
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import Role
+from kvbridge.daemon.memory import file_prefix
+from kvbridge.engine.adapters.synthetic import expected_rows
 from kvbridge.tier.keys import NO_KEYS
 from tests.faults.fault_cluster import TIMEOUTS, FaultCluster, Gpus, Settings
 from tests.helpers.cluster import eventually

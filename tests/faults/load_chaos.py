@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from kvbridge.testbed.cluster import DaemonProcess
+from kvbridge.cli.local_cluster import DaemonProcess
 from tests.helpers.live_rooms import http, status
 
 if TYPE_CHECKING:

@@ -31,11 +31,11 @@ from typing import Any
 import httpx
 import psutil
 
+from kvbridge.cli.local_cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, daemon_config, plan_cluster
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Role
-from kvbridge.testbed.cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, daemon_config, plan_cluster
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.faults.load_cases import LIES, LoadCase
 from tests.faults.load_chaos import Chaos

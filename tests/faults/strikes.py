@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.core.ids import Role
-from kvbridge.testbed.cluster import DaemonProcess
 from tests.faults.cells import (
     BEGUN_HERE,
     FREEZE_S,

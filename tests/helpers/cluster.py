@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbridge.api.directory import PairRequest
-from kvbridge.testbed.cluster import (
+from kvbridge.cli.local_cluster import (
     START_S,
     ClusterSpec,
     DaemonProcess,
@@ -24,7 +24,7 @@ from kvbridge.testbed.cluster import (
     plan_cluster,
     transport_section,
 )
-from kvbridge.testbed.cluster import Cluster as ClusterOfProcesses
+from kvbridge.cli.local_cluster import Cluster as ClusterOfProcesses
 from tests.helpers.faulty_transport import faulty_worker
 from tests.helpers.mutated_daemon import mutated
 

@@ -5,7 +5,7 @@ Owns: the code that such a worker runs first, and the file. Must not know: what 
 
 from __future__ import annotations
 
-from kvbridge.testbed.cluster import DaemonProcess
+from kvbridge.cli.local_cluster import DaemonProcess
 from tests.helpers.mutated_daemon import mutated
 
 _CODE = """

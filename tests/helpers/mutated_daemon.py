@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from subprocess import Popen
 
-from kvbridge.testbed.cluster import DaemonProcess
+from kvbridge.cli.local_cluster import DaemonProcess
 
 _AS_DAEMON = "from kvbridge.cli.main import main; main()"
 _AS_WORKER = """

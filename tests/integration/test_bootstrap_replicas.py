@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.core.errors import PeerError
-from kvbridge.testbed.cluster import DaemonProcess
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import LiveCluster, all_free, http, live_cluster, metric, report, status
 from tests.helpers.redis_server import RedisServer, redis_server

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from kvbridge.testbed.cluster import DaemonProcess
+from kvbridge.cli.local_cluster import DaemonProcess
 from tests.helpers.cluster import daemon_config, eventually
 
 

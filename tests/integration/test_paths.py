@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
+from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.core.errors import ConflictError, RoomFailedError
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
-from kvbridge.testbed.cluster import DaemonProcess
 from tests.contract.harness import BACKENDS, require_library
 from tests.helpers.cluster import Cluster, cluster, eventually
 from tests.helpers.cut_paths import CutSettings, cut_worker

@@ -14,12 +14,12 @@ import pytest
 import zmq
 from typer.testing import CliRunner
 
+from kvbridge.cli.local_cluster import ClusterSpec, NodeSpec, plan_cluster
 from kvbridge.cli.main import app
 from kvbridge.control.keys import CurveKeys, generate_keys, write_keys
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.wire.messages import Heartbeat
-from kvbridge.testbed.cluster import ClusterSpec, NodeSpec, plan_cluster
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
 from tests.helpers.live_rooms import LiveCluster, bearer, ends, frames_refused, http, report, status
 from tests.helpers.raw_peers import RawDecode

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from kvbridge.cli.local_cluster import ClusterSpec, NodeSpec, plan_cluster
 from kvbridge.control.keys import CurveKeys, generate_keys, write_keys
 from kvbridge.core.wire.messages import Heartbeat, Hello, NodeDescription, Rejected, Welcome
-from kvbridge.testbed.cluster import ClusterSpec, NodeSpec, plan_cluster
 from tests.helpers.cluster import Cluster, eventually
 from tests.helpers.live_rooms import LiveCluster, frames_refused, http, report, status
 from tests.helpers.raw_peers import RawDecode, RawPrefill

@@ -22,8 +22,8 @@ from typing import Any
 from rich.console import Console
 
 from kvbridge.api.endpoint_file import ENDPOINT_FILE
+from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.daemon.children import ChildProcess
-from kvbridge.testbed.cluster import DaemonProcess
 from kvbridge.testbed.progress import ShownProgress
 from tests.helpers.cluster import eventually
 from tests.operate.faults import Fault

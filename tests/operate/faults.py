@@ -18,8 +18,8 @@ from typing import Any
 
 import psutil
 
+from kvbridge.cli.local_cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
 from kvbridge.core.errors import BridgeError
-from kvbridge.testbed.cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
 from tests.faults.cells import HEARTBEAT_S, PEER_SILENCE_S
 from tests.faults.fault_cluster import DEVICE_PAGES, HALF, HOST_PAGES, TIMEOUTS, TOKENS, FaultCluster, scene
 from tests.helpers.cluster import cluster, eventually

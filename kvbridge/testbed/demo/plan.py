@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Self
 
+from kvbridge.cli.local_cluster import ClusterSpec, NodeSpec
 from kvbridge.core.errors import ConfigError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, Encoding, Liveness, ModelGeometry
 from kvbridge.core.geometry.hot_buffer import SparseSettings, sparse_request_bytes
@@ -21,7 +22,6 @@ from kvbridge.core.geometry.pages import NO_HOST, most_window_pages, pages_neede
 from kvbridge.core.ids import IndexSpace
 from kvbridge.daemon.model import native_dtype_bytes, read_hf_config
 from kvbridge.pool.memory.layout import stage_layers
-from kvbridge.testbed.cluster import ClusterSpec, NodeSpec
 from kvbridge.testbed.demo.conversations import (
     SPARSE_SYSTEM_TOKENS,
     SYSTEM_TOKENS,

@@ -14,9 +14,9 @@ from collections import deque
 
 from kvbridge.api.directory import PairRequest
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.cli.local_cluster import calls, wait_ended
 from kvbridge.core.errors import CapacityError, ConflictError, RoomFailedError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.testbed.cluster import calls, wait_ended
 from kvbridge.testbed.demo.conversations import Request
 from kvbridge.testbed.demo.job import EVENTS, Attach, Began, Claimed, Compute, Decoded, Loaded, Serve, Stepped, Text
 from kvbridge.testbed.demo.options import DemoOptions

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Self
 
+from kvbridge.cli.local_cluster import Cluster, ClusterSpec, NodeSpec
 from kvbridge.cli.trace import TraceRequest, prompt_tokens, read_trace
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import CapacityError, InvalidInputError
@@ -22,7 +23,6 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.daemon.memory import plan_memory
 from kvbridge.pool.memory.memory_limits import tightest_limit
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
-from kvbridge.testbed.cluster import Cluster, ClusterSpec, NodeSpec
 from kvbridge.testbed.replay.job import Job
 from kvbridge.testbed.replay.options import ReplayOptions
 from kvbridge.tier.keys import NO_KEYS, Keys, PrefixIdentity, page_keys

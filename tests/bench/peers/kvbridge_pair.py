@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from kvbridge.cli.local_cluster import DaemonProcess, wait_all_ready, wait_ended
 from kvbridge.config.pools import PrefillPools
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, Tables
@@ -27,7 +28,6 @@ from kvbridge.core.plan.operations import Section
 from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine
-from kvbridge.testbed.cluster import DaemonProcess, wait_all_ready, wait_ended
 from tests.helpers.cluster import cluster
 
 MODEL = "deepseek-v4-flash"

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvbridge.cli.local_cluster import plan_cluster
 from kvbridge.core.errors import CapacityError, InvalidInputError
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.memory.memory_limits import MemoryLimit
-from kvbridge.testbed.cluster import plan_cluster
 from kvbridge.testbed.replay import plan as planning
 from kvbridge.testbed.replay.options import ReplayOptions
 from kvbridge.testbed.replay.plan import ReplayPlan

@@ -10,9 +10,9 @@ import pytest
 from pydantic import TypeAdapter
 from rich.console import Console
 
+from kvbridge.cli.local_cluster import ClusterSpec, NodeSpec
 from kvbridge.core.errors import DeadlineError, PeerError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.testbed.cluster import ClusterSpec, NodeSpec
 from kvbridge.testbed.engines.messages import Failed
 from kvbridge.testbed.options import CommandOptions
 from kvbridge.testbed.progress import ShownProgress

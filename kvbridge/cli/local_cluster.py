@@ -1,10 +1,7 @@
 """Bootstrap, a prefill and a decode daemon as child processes on loopback: for the demo, tests and benchmarks.
 
-Owns: their folders, configurations and processes, and the order in which they start and end. Must not know: engines, the
-cache, what is asked of the daemons.
-
-Every port is chosen by the system and every wait has a deadline. `Cluster.stop` leaves nothing: no process, no shared
-memory, even of a daemon that was killed.
+The system chooses every port, and every wait has a deadline. `Cluster.stop` leaves no process and no shared memory, even of a
+daemon that was killed.
 """
 
 from __future__ import annotations
