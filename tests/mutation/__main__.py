@@ -4,8 +4,8 @@
     python -m tests.mutation --again results.json        make the edits of a list again; red when one lives that had died
 
 Every edit is made in a forked process, in memory; no file is changed. The tests that run the edited line judge the edit, narrow
-tests first. An edit dies when a test fails, when the import fails, or when the tests do not end. All tests that judge are run
-without an edit before, since a test that is red by itself says nothing.
+tests first. An edit dies when a test fails, when the import fails, or when the tests do not end. The tests that edits died of are
+run without an edit afterwards, since a test that is red by itself says nothing.
 """
 
 from __future__ import annotations
@@ -124,15 +124,12 @@ def judge(edits: Sequence[Edit], covered: coverage_map.LinesToTests, workers: in
     return sorted(verdicts, key=lambda verdict: verdict.edit)
 
 
-def red_without_edit(
-    edits: Sequence[Edit], covered: coverage_map.LinesToTests, workers: int, former: Former
-) -> list[str]:
-    """Run all tests that will judge, without an edit; return the files of those that fail."""
-    breadth = _breadth(covered)
+def red_without_edit(verdicts: Sequence[Verdict], workers: int) -> list[str]:
+    """Run the tests that edits died of, without an edit; return the files of those that fail all the same."""
     files: dict[str, set[str]] = defaultdict(set)
-    for edit in edits:
-        for test in judges_of(edit, covered, breadth, former):
-            files[test.partition("::")[0]].add(test)
+    for verdict in verdicts:
+        if "::" in verdict.by:
+            files[verdict.by.partition("::")[0]].add(verdict.by.partition("[")[0])
     waiting, running, red = sorted(files), {}, []
     while waiting or running:
         while waiting and len(running) < workers:
@@ -191,11 +188,11 @@ def main() -> int:
     )
     preload()
     covered = coverage_map.read(given.coverage)
-    if red := red_without_edit(edits, covered, given.workers, former):
-        print("\n".join(["these tests are red without an edit, so they say nothing:", *red]))
-        return 2
     verdicts = judge(edits, covered, given.workers, former)
     given.output.write_text(report(verdicts))
+    if red := red_without_edit(verdicts, given.workers):
+        print("\n".join(["these tests are red without an edit, too, so the list says nothing:", *red]))
+        return 2
     ends = Counter(verdict.end for verdict in verdicts)
     print(f"{len(verdicts)} edits: {dict(ends)}; the list is in {given.output}")
     died = {name for name, end in former.ends.items() if end == "died"}
