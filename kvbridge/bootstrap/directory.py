@@ -59,7 +59,7 @@ class Directory:
     """The nodes that are alive, by instance. Every method raises NotReadyError when the store cannot be asked now."""
 
     def __init__(self, store: NodeStore, daemons: DaemonsPort, *, probe_s: float = 1.0) -> None:
-        """`probe_s` is `timeouts.probe_s`."""
+        """`probe_s`: a daemon whose name another process claims has so long to say that it is still there."""
         self._store = store
         self._daemons = daemons
         self._probe_s = probe_s
@@ -121,7 +121,7 @@ class Directory:
         except (TimeoutError, BridgeError) as error:
             raise ConflictError(
                 f"{where}, {heard} and could not be asked whether it still is "
-                f"({str(error) or 'limit: timeouts.probe_s'}): its name is free after directory.expire_after_s of silence"
+                f"({str(error) or f'limit: {self._probe_s:g} s'}): its name is free after directory.expire_after_s of silence"
             ) from error
         raise ConflictError(
             f"{where}, and answers there: two processes use one name; end one of them or give it another `node`"

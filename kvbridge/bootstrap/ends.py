@@ -127,18 +127,15 @@ class RoomEnds:
 
     async def report(self, urls: Iterable[str], room: int) -> tuple[EndReport, ...]:
         """Ask about a room on every daemon at once; what goes wrong is part of the answer."""
-        limit_s = self._timeouts.report_s
-        calls = (_end(url, partial(self._port.report, url, room), limit_s, "timeouts.report_s") for url in urls)
+        limit_s = self._timeouts.reserve_s
+        calls = (_end(url, partial(self._port.report, url, room), limit_s) for url in urls)
         return tuple(await asyncio.gather(*calls))
 
     async def cancel(self, urls: Iterable[str], room: int, generation: int, reason: str) -> tuple[EndReport, ...]:
         """Give this generation of a room back; that a daemon has no such room, or a later one, is as good."""
-        limit_s = self._timeouts.cancel_s
+        limit_s = self._timeouts.reserve_s
         calls = (
-            _end(
-                url, partial(self._port.cancel, url, room, reason, generation=generation), limit_s, "timeouts.cancel_s"
-            )
-            for url in urls
+            _end(url, partial(self._port.cancel, url, room, reason, generation=generation), limit_s) for url in urls
         )
         ends = await asyncio.gather(*calls)
         for end in ends:
@@ -151,13 +148,13 @@ def _role(admission: AdmissionRequest) -> Role:
     return Role.DECODE if admission.prefill else Role.PREFILL
 
 
-async def _end(url: str, call: Callable[[], Awaitable[RoomReport]], limit_s: float, limit: str) -> EndReport:
+async def _end(url: str, call: Callable[[], Awaitable[RoomReport]], limit_s: float) -> EndReport:
     """Make one call within its limit; what goes wrong becomes part of the report."""
     try:
         async with asyncio.timeout(limit_s):
             return EndReport(url=url, report=await call())
     except TimeoutError:
-        text = f"{url} did not answer within {limit_s:g} s ({limit})"
+        text = f"{url} did not answer within {limit_s:g} s (timeouts.reserve_s)"
         return EndReport(url=url, error_code=DeadlineError.code, error=text)
     except BridgeError as error:
         return EndReport(url=url, error_code=error.code, error=str(error))

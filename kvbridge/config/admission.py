@@ -1,7 +1,4 @@
-"""Settings of admission on a prefill or decode daemon: who waits for pages, how long, and how much one client may have.
-
-Owns: that section and the relations inside it. Must not know: queues, pages.
-"""
+"""Settings of admission on a prefill or decode daemon: who waits for pages, how long, and how much one client may have."""
 
 from __future__ import annotations
 

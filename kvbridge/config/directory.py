@@ -1,7 +1,4 @@
-"""Where bootstrap keeps who is there and which rooms are paired.
-
-Owns: that section and the relations inside it. Must not know: how a store works.
-"""
+"""Where bootstrap keeps who is there and which rooms are paired."""
 
 from __future__ import annotations
 

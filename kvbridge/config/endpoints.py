@@ -1,7 +1,4 @@
-"""Settings of what listens and of what is called: control socket, HTTP, bootstrap, logs, traces.
-
-Owns: those sections and the relations inside each. Must not know: sockets, keys' contents.
-"""
+"""Settings of what listens and of what is called: control socket, HTTP, bootstrap, logs, traces."""
 
 from __future__ import annotations
 
@@ -188,14 +185,12 @@ class PrefillHttpConfig(HttpConfig):
     """The HTTP API. Callers must show the token; further lines of its file are taken as well."""
 
     port: Port = 7901
-    """0 takes a free port."""
 
 
 class DecodeHttpConfig(HttpConfig):
     """The HTTP API. Callers must show the token; further lines of its file are taken as well."""
 
     port: Port = 7902
-    """0 takes a free port."""
 
 
 class DirectoryLinkConfig(TokenConfig):

@@ -1,9 +1,6 @@
-"""From files, variables and flags to a valid configuration.
+"""From files, variables and flags to a valid configuration: flags over environment over file over defaults.
 
-Owns: precedence (flags over environment over file over defaults) and the wording of mistakes.
-Must not know: what any key means.
-
-Every mistake is reported at once, each as `path: what is wrong, got value, from where it came`.
+Every mistake is reported at once, each as `path: what is wrong, got value (from where it came)`.
 """
 
 from __future__ import annotations
@@ -11,27 +8,35 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
-from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsError
 
-from kvbridge.config.documents import KeyPath, read_document, what_is_wrong
 from kvbridge.config.endpoints import TokenConfig
-from kvbridge.config.mistakes import describe, in_view_of_roles, unknown_key
+from kvbridge.config.mistakes import KeyPath, describe
 from kvbridge.core.children import PROCESS_VARIABLES, SETTINGS_PREFIX
 from kvbridge.core.errors import ConfigError, UnavailableError
 from kvbridge.core.prefixes import TokenGrant
 
 RESERVED_VARIABLES = frozenset({"KVBRIDGE_CONFIG", *PROCESS_VARIABLES})
-"""Variables with the prefix that are no settings: the command line's own, and those that every process reads by itself."""
+"""Variables with the prefix that are no settings: the command line reads the first, every process reads the others."""
 
 _DOTTED_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)*")
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Document:
+    """A YAML file's content, and the line (from 1) on which each key stands."""
+
+    path: Path
+    values: dict[str, Any]
+    lines: dict[KeyPath, int]
 
 
 class _Layers:
@@ -61,6 +66,17 @@ class _Layers:
         inner[path[-1]] = value
         self.origins[path] = origin
 
+    def build(self, kind: type[ConfigT], mistakes: Iterable[str] = (), hint: str = "") -> ConfigT:
+        """Return the configuration. Raises ConfigError with what is wrong, with other mistakes and with a hint behind them."""
+        found, config = list(mistakes), None
+        try:
+            config = kind.model_validate(self.values)
+        except ValidationError as error:
+            found = [*describe(error, kind, self.origins), *found, *filter(None, [hint])]
+        if config is None or found:
+            raise ConfigError("the configuration is wrong:\n" + "\n".join(f"  {mistake}" for mistake in found))
+        return config
+
 
 def load_config(
     kind: type[ConfigT],
@@ -77,27 +93,19 @@ def load_config(
     http.port), `overrides` (`http.port=0`, the value is read as YAML), `flags` (dotted key to value; None: not given).
     Mappings merge, lists replace one another. `roles` are the schemas, `kind` among them, that the file may have been written for.
     """
-    layers = _Layers()
-    mistakes: list[str] = []
-    document = None if file is None else read_document(file)
-    if document is not None:
+    layers, mistakes, hint = _Layers(), list[str](), ""
+    if file is not None:
+        document = _read_document(file)
         layers.add(document.values, str(file))
         for path in layers.origins.keys() & document.lines.keys():
             layers.origins[path] = f"{file} line {document.lines[path]}"
-    mistakes += _add_environment(layers, kind, os.environ if environment is None else environment)
-    mistakes += _add_overrides(layers, overrides)
+        hint = _other_role(kind, document, roles or {})
+    _add_environment(layers, kind, os.environ if environment is None else environment, mistakes)
+    _add_overrides(layers, overrides, mistakes)
     for key, value in (flags or {}).items():
         if value is not None:
             layers.add(value, f"flag for {key}", tuple(key.split(".")))
-    try:
-        config = kind.model_validate(layers.values)
-    except ValidationError as error:
-        mistakes = [*describe(error, kind, layers.origins), *mistakes]
-    if mistakes and document is not None and roles:
-        mistakes = in_view_of_roles(mistakes, kind, document, roles)
-    if mistakes:
-        raise _wrong(mistakes)
-    return config
+    return layers.build(kind, mistakes, hint)
 
 
 def merge_config(
@@ -111,49 +119,93 @@ def merge_config(
     layers = _Layers()
     for origin, values in sources:
         layers.add(values, origin)
+    return layers.build(kind), layers.values
+
+
+def _read_document(path: Path) -> _Document:
+    """Read a YAML mapping. Raises ConfigError for a file that is missing, is no mapping or repeats a key."""
     try:
-        return kind.model_validate(layers.values), layers.values
-    except ValidationError as error:
-        raise _wrong(describe(error, kind, layers.origins)) from None
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error}") from error
+    loader = yaml.SafeLoader(text)
+    try:
+        root = loader.get_single_node()
+        if root is None:
+            return _Document(path, {}, {})
+        if not isinstance(root, yaml.MappingNode):
+            raise ConfigError(f"{path}: expected a mapping of keys at the top, got something else")
+        lines: dict[KeyPath, int] = {}
+        _collect_lines(root, (), lines, path)
+        return _Document(path, loader.construct_document(root), lines)
+    except (yaml.YAMLError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{path} is not valid YAML: {_yaml_problem(error)}") from None
+    finally:
+        loader.dispose()
 
 
-def _wrong(mistakes: list[str]) -> ConfigError:
-    return ConfigError("the configuration is wrong:\n" + "\n".join(f"  {mistake}" for mistake in mistakes))
+def _collect_lines(node: yaml.MappingNode, above: KeyPath, lines: dict[KeyPath, int], path: Path) -> None:
+    for key, value in node.value:
+        here = (*above, str(key.value))
+        line = key.start_mark.line + 1
+        if here in lines:
+            raise ConfigError(f"{path} line {line}: {'.'.join(here)} is set twice, first on line {lines[here]}")
+        lines[here] = line
+        if isinstance(value, yaml.MappingNode):
+            _collect_lines(value, here, lines, path)
 
 
-def _add_environment(layers: _Layers, kind: type[BaseModel], environment: Mapping[str, str]) -> list[str]:
-    """Ask pydantic-settings about one variable at a time, so that each value and each mistake has a name."""
-    settings = type(f"{kind.__name__}Environment", (kind, BaseSettings), {})
-    source = EnvSettingsSource(settings, env_prefix=SETTINGS_PREFIX, env_nested_delimiter="__")
-    mistakes = []
+def _yaml_problem(error: Exception) -> str:
+    """Say what a YAML error says, without the text around it: that may be a secret."""
+    mark = getattr(error, "problem_mark", None)
+    where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
+    return f"{where}{getattr(error, 'problem', None) or 'a value cannot be read'}"
+
+
+def _other_role(kind: type[BaseModel], document: _Document, roles: Mapping[str, type[BaseModel]]) -> str:
+    """Say that a wrong file is right for other roles; empty when it is not."""
+    if not document.values or _is_valid(kind, document.values):
+        return ""
+    names = [name for name, schema in roles.items() if _is_valid(schema, document.values)]
+    return f"{document.path}: as it stands, this is a valid {' or '.join(names)} configuration" if names else ""
+
+
+def _is_valid(kind: type[BaseModel], values: Mapping[str, Any]) -> bool:
+    try:
+        kind.model_validate(values)
+    except ValidationError:
+        return False
+    return True
+
+
+def _add_environment(
+    layers: _Layers, kind: type[BaseModel], environment: Mapping[str, str], mistakes: list[str]
+) -> None:
     for name in sorted(environment):
         if not name.upper().startswith(SETTINGS_PREFIX) or name.upper() in RESERVED_VARIABLES:
             continue
-        source.env_vars = {name.lower(): environment[name]}
-        try:
-            values = source()
-        except SettingsError:
-            mistakes.append(f"environment {name}: a list or mapping is written as JSON, got something else")
-            continue
-        if values:
-            layers.add(values, f"environment {name}")
+        path, text = tuple(name.upper().removeprefix(SETTINGS_PREFIX).lower().split("__")), environment[name]
+        origin = f"environment {name}{'' if path[0] in kind.model_fields else _variable_hint(name.upper(), path)}"
+        if text == "null" or text.startswith(("[", "{")):
+            try:
+                layers.add(yaml.safe_load(text), origin, path)
+            except yaml.YAMLError as error:
+                mistakes.append(f"environment {name}: not a valid list or mapping: {_yaml_problem(error)}")
         else:
-            mistakes.append(_unknown_variable(kind, name))
-    return mistakes
+            layers.add(text, origin, path)
 
 
-def _unknown_variable(kind: type[BaseModel], name: str) -> str:
-    path = tuple(name.upper().removeprefix(SETTINGS_PREFIX).lower().split("__"))
-    text = f"environment {name}: {unknown_key(kind, path)}"
-    if _SERVICE_LINK.search(name.upper()):
-        return f"{text} (Kubernetes makes such variables for services: set enableServiceLinks: false on the pod)"
+def _variable_hint(name: str, path: KeyPath) -> str:
+    if _SERVICE_LINK.search(name):
+        return "; Kubernetes makes such variables for services: set enableServiceLinks: false on the pod"
     if len(path) == 1 and "_" in path[0]:
-        return f"{text} (two underscores lead into a section: {SETTINGS_PREFIX}HTTP__PORT is http.port)"
-    return text
+        return f"; two underscores lead into a section: {SETTINGS_PREFIX}HTTP__PORT is http.port"
+    return ""
 
 
-def _add_overrides(layers: _Layers, overrides: Iterable[str]) -> list[str]:
-    mistakes = []
+def _add_overrides(layers: _Layers, overrides: Iterable[str], mistakes: list[str]) -> None:
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not all(key.split(".")):
@@ -163,10 +215,9 @@ def _add_overrides(layers: _Layers, overrides: Iterable[str]) -> list[str]:
         try:
             value = yaml.safe_load(text) if text else ""
         except yaml.YAMLError as error:
-            mistakes.append(f"flag --set {key}: the value is not valid YAML: {what_is_wrong(error)}")
+            mistakes.append(f"flag --set {key}: the value is not valid YAML: {_yaml_problem(error)}")
             continue
         layers.add(value, f"flag --set {key}", tuple(key.split(".")))
-    return mistakes
 
 
 def render_config(config: BaseModel) -> str:

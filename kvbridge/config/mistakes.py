@@ -1,8 +1,4 @@
-"""A configuration mistake in words.
-
-Owns: one line for each mistake: path, what is wrong, the value, where it came from; or that the file is another daemon's.
-Must not know: how sources are read.
-"""
+"""A configuration mistake in words: one line for each, with path, what is wrong, the value, where it came from."""
 
 from __future__ import annotations
 
@@ -11,11 +7,10 @@ import re
 import typing
 from collections.abc import Iterator, Mapping
 from datetime import date
-from typing import Any
 
 from pydantic import BaseModel, SecretStr, ValidationError
 
-from kvbridge.config.documents import Document, KeyPath
+KeyPath = tuple[str, ...]
 
 LONGEST_VALUE = 80
 LONGEST_PLAIN = 24
@@ -24,19 +19,21 @@ _SOUNDS_SECRET = re.compile(r"token|secret|key|passw|credential", re.IGNORECASE)
 """Keys whose value may be a secret, or one that was put into the wrong place: it is not shown."""
 _COUNTS_TOKENS = re.compile(r"tokens(_per_\w+)?$", re.IGNORECASE)
 
+_Sections = list[tuple[str, type[BaseModel] | None]]
+
 
 def describe(error: ValidationError, kind: type[BaseModel], origins: Mapping[KeyPath, str]) -> list[str]:
     """Return one line for each mistake that pydantic found in data whose leaves came from `origins`."""
     lines: list[str] = []
-    for found in error.errors(include_url=False, include_context=False):
-        path, variant = _without_tag(kind, tuple(str(part) for part in found["loc"]))
+    for found in error.errors(include_url=False):
+        sections = _sections(kind, found["loc"])
+        path = tuple(key for key, _ in sections)
         name = ".".join(path)
         if found["type"] == "extra_forbidden":
-            unknown = unknown_key(kind, path) if variant is None else _unknown_of_variant(variant, path)
-            lines.append(f"{name}: {unknown}{_origin(path, origins)}")
+            lines.append(f"{name}: {_unknown_key(sections)}{_origin(path, origins)}")
         elif found["type"] == "union_tag_invalid":
-            tags = ", ".join(_variants(kind, path))
-            lines.append(f"{name}.kind: one of {tags}{_origin((*path, 'kind'), origins)}")
+            expected = found["ctx"]["expected_tags"].replace("'", "")
+            lines.append(f"{name}.kind: one of {expected}{_origin((*path, 'kind'), origins)}")
         elif found["type"] == "missing":
             lines.append(f"{name}: is required and has no default")
         else:
@@ -44,42 +41,28 @@ def describe(error: ValidationError, kind: type[BaseModel], origins: Mapping[Key
                 what = f"{name}: {text}" if name else text
                 is_bare = found["type"] == "string_type" and isinstance(found["input"], (int, float, date))
                 hint = "; put it in quotes" if is_bare else ""
-                lines.append(f"{what}{_value(found['input'], kind, path)}{hint}{_origin(path, origins)}")
+                lines.append(f"{what}{_value(found['input'], sections)}{hint}{_origin(path, origins)}")
     return lines
 
 
-def unknown_key(kind: type[BaseModel], path: KeyPath) -> str:
-    """Say that a key does not exist, and which one may have been meant."""
-    for depth, (key, section) in enumerate(zip(path, _sections(kind, path), strict=False)):
-        if section is None or key not in section.model_fields:
-            known = list(section.model_fields) if section is not None else []
-            close = difflib.get_close_matches(key, known, n=1)
-            where = f"'{'.'.join(path[:depth])}' has" if depth else "there is"
-            return f"unknown key, {where} no '{key}'" + (f"; did you mean '{close[0]}'?" if close else "")
-    return "cannot be set this way"
+def _sections(kind: type[BaseModel], place: tuple[str | int, ...]) -> _Sections:
+    """Return each key of a place, with the section that the key stands in; None below what is no section.
 
-
-def _unknown_of_variant(variant: type[BaseModel], path: KeyPath) -> str:
-    close = difflib.get_close_matches(path[-1], variant.model_fields, n=1)
-    said = f"unknown key, '{'.'.join(path[:-1])}' of this kind has no '{path[-1]}'"
-    return said + (f"; did you mean '{close[0]}'?" if close else "")
-
-
-def _without_tag(kind: type[BaseModel], path: KeyPath) -> tuple[KeyPath, type[BaseModel] | None]:
-    """Return the path as a file has it, without the kind that pydantic puts behind a section of several kinds, and that kind."""
-    for depth in range(1, len(path)):
-        variant = _variants(kind, path[:depth]).get(path[depth])
-        if variant is not None:
-            return path[:depth] + path[depth + 1 :], variant
-    return path, None
-
-
-def _variants(kind: type[BaseModel], path: KeyPath) -> dict[str, type[BaseModel]]:
-    """The models that a section can be, by their `kind`; empty for one that can be one thing only."""
-    section = list(_sections(kind, path))[-1]
-    field = section.model_fields.get(path[-1]) if section is not None else None
-    models = [] if field is None else list(_models(field.annotation))
-    return {model.model_fields["kind"].default: model for model in models} if len(models) > 1 else {}
+    pydantic puts the kind of a section behind the key of a section of several kinds; a file has no such key.
+    """
+    found: _Sections = []
+    choices: list[type[BaseModel]] = [kind]
+    for part in place:
+        kinds = {model.model_fields["kind"].default: model for model in choices} if len(choices) > 1 else {}
+        if part in kinds:
+            choices = [kinds[part]]
+            continue
+        section = choices[0] if choices else None
+        found.append((str(part), section))
+        if isinstance(part, str):  # a number stands for one of several sections of a kind
+            field = section.model_fields.get(part) if section is not None else None
+            choices = [] if field is None else list(_models(field.annotation))
+    return found
 
 
 def _models(annotation: object) -> Iterator[type[BaseModel]]:
@@ -89,62 +72,19 @@ def _models(annotation: object) -> Iterator[type[BaseModel]]:
         yield from _models(part)
 
 
-def in_view_of_roles(
-    mistakes: list[str], kind: type[BaseModel], file: Document, roles: Mapping[str, type[BaseModel]]
-) -> list[str]:
-    """Return the mistakes of a file; when it was written for another of the roles, that one line in their place."""
-    if _is_valid(kind, file.values):
-        return mistakes  # they came from elsewhere
-    ours = next(name for name, schema in roles.items() if schema is kind)
-    others = {name: schema for name, schema in roles.items() if schema is not kind}
-    foreign = _unknown_keys(kind, file.values)
-    if foreign:
-        others = {name: schema for name, schema in others.items() if not _unknown_keys(schema, file.values)}
-    valid = [name for name, schema in others.items() if file.values and _is_valid(schema, file.values)]
-    names = " or ".join(valid or (others if foreign else ()))
-    if not names:
-        return mistakes
-    if not foreign:
-        return [*mistakes, f"{file.path}: as it stands, this is a valid {names} configuration"]
-    some = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
-    return [f"{file.path}: this is a {names} configuration, not one of {ours}, which does not have {some}"]
+def _unknown_key(sections: _Sections) -> str:
+    """Say that the last key does not exist, and which one may have been meant."""
+    *above, (key, section) = sections
+    close = difflib.get_close_matches(key, section.model_fields if section is not None else (), n=1)
+    where = f"'{'.'.join(name for name, _ in above)}' has" if above else "there is"
+    return f"unknown key, {where} no '{key}'" + (f"; did you mean '{close[0]}'?" if close else "")
 
 
-def _unknown_keys(kind: type[BaseModel], values: Mapping[str, Any], above: KeyPath = ()) -> list[str]:
-    found = []
-    for key, value in values.items():
-        path = (*above, str(key))
-        section = list(_sections(kind, path))[-1]
-        if section is not None and key not in section.model_fields:
-            found.append(".".join(path))
-        elif section is not None and isinstance(value, Mapping):
-            found += _unknown_keys(kind, value, path)
-    return found
-
-
-def _is_valid(kind: type[BaseModel], values: Mapping[str, Any]) -> bool:
-    try:
-        kind.model_validate(values)
-    except ValidationError:
-        return False
-    return True
-
-
-def _sections(kind: type[BaseModel], path: KeyPath) -> Iterator[type[BaseModel] | None]:
-    """For each key the section that it stands in, also one that may be null; None below what is no section."""
-    section: type[BaseModel] | None = kind
-    for key in path:
-        yield section
-        field = section.model_fields.get(key) if section is not None else None
-        kinds = typing.get_args(field.annotation) or (field.annotation,) if field is not None else ()
-        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-
-
-def _value(value: object, kind: type[BaseModel], path: KeyPath) -> str:
+def _value(value: object, sections: _Sections) -> str:
     """Show scalars only: a mapping can hold a secret, and is printed by nobody who looks for one wrong key."""
-    if isinstance(value, (BaseModel, Mapping)) or not path:
+    if isinstance(value, (BaseModel, Mapping)) or not sections:
         return ""
-    if _is_secret(kind, path) or not _is_plain(value):
+    if _is_secret(sections) or not _is_plain(value):
         return ", got a value that is not shown"
     text = repr(value)
     return f", got {text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + '...'}"
@@ -159,14 +99,13 @@ def _is_plain(value: object) -> bool:
     return not isinstance(value, str) or len(value) < LONGEST_PLAIN or value.startswith(_ADDRESSES)
 
 
-def _is_secret(kind: type[BaseModel], path: KeyPath) -> bool:
-    if any(_SOUNDS_SECRET.search(key) and not _COUNTS_TOKENS.search(key) for key in path):
+def _is_secret(sections: _Sections) -> bool:
+    if any(_SOUNDS_SECRET.search(key) and not _COUNTS_TOKENS.search(key) for key, _ in sections):
         return True
-    for key, section in zip(path, _sections(kind, path), strict=False):
-        field = section.model_fields.get(key) if section is not None else None
-        if field is not None and (field.annotation is SecretStr or SecretStr in typing.get_args(field.annotation)):
-            return True
-    return False
+    fields = [section.model_fields.get(key) for key, section in sections if section is not None]
+    return any(
+        field is not None and SecretStr in (field.annotation, *typing.get_args(field.annotation)) for field in fields
+    )
 
 
 def _origin(path: KeyPath, origins: Mapping[KeyPath, str]) -> str:

@@ -1,7 +1,4 @@
-"""Settings of the model, its ranks and the memory that holds its cache.
-
-Owns: those sections and the relations inside each. Must not know: geometry, allocators, devices.
-"""
+"""Settings of the model, its ranks and the memory that holds its cache."""
 
 from __future__ import annotations
 

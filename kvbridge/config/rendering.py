@@ -1,7 +1,4 @@
-"""A configuration as a commented YAML file: every key under what it means, its unit and its default.
-
-Owns: the form of such files, and that their comments are the docstrings of the schema. Must not know: what any key means.
-"""
+"""A configuration as a commented YAML file: every key under its docstring in the schema, its unit and its default."""
 
 from __future__ import annotations
 

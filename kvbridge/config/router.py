@@ -1,7 +1,4 @@
-"""The whole configuration of the router.
-
-Owns: its root, its waits and the relations between its keys. Must not know: servers, requests.
-"""
+"""The whole configuration of the router."""
 
 from __future__ import annotations
 
@@ -38,18 +35,13 @@ class RouterHttpConfig(HttpConfig):
     """The HTTP API. Callers must show the token, which is passed on to the servers; further lines of its file are taken as well."""
 
     port: Port = 7903
-    """0 takes a free port."""
     max_body_bytes: Positive = 64 << 20
-    """Longest request body."""
     max_request_s: Seconds = 60.0
-    """A request that has not arrived whole after so long is cut off, connection and all; so is a TLS handshake."""
 
 
 class RouterTimeouts(FrozenModel):
     """Waits of the router."""
 
-    connect_s: Seconds = 3.0
-    """A server accepts a connection."""
     first_byte_s: Seconds = 600.0
     """From a request to the first byte of its answer, all servers that are tried together. An answer that is not streamed has its
     first byte when all of it is there."""

@@ -1,8 +1,4 @@
-"""The whole configuration of each daemon.
-
-Owns: the roots of prefill, decode and bootstrap, and the relations between their sections; `router.py` has the router's.
-Must not know: where values come from.
-"""
+"""The whole configuration of prefill, decode and bootstrap, and the relations between their sections."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Settings of the stores below host memory.
-
-Owns: those sections. Must not know: how a store works.
-"""
+"""Settings of the stores below host memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Settings of prefixes that stay: which model their pages belong to, and the host memory below the device.
-
-Owns: that section and the relations inside it. Must not know: keys, pages, who may name which namespace, what copies pages.
-"""
+"""Settings of prefixes that stay: which model their pages belong to, and the host memory below the device."""
 
 from __future__ import annotations
 

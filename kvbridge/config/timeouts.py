@@ -1,8 +1,4 @@
-"""Every wait of the system, by name. All values are seconds.
-
-Owns: the names, the defaults and their relations. Must not know: who waits.
-An error that a wait causes names the key, as `timeouts.offer_s`.
-"""
+"""The waits that an operator may set, by name, in seconds. An error that a wait causes names the key, as `timeouts.offer_s`."""
 
 from __future__ import annotations
 
@@ -47,8 +43,6 @@ class DaemonTimeouts(_Timeouts):
     """A rank worker makes and registers its memory (since its last sign of progress)."""
     worker_silence_s: Seconds = 15.0
     """A rank worker that says nothing for so long is taken for dead."""
-    control_handshake_s: Seconds = 10.0
-    """A connection between nodes on which nobody has proved who he is after so long is closed."""
     control_resend_s: Seconds = 0.5
     """An unacknowledged control message is sent again after this."""
     control_delivery_s: Seconds = 30.0
@@ -75,9 +69,6 @@ class DaemonTimeouts(_Timeouts):
     """After Abort: the peer answers Drained, or else is shut out; its pages are quarantined until then."""
     fence_s: Seconds = 30.0
     """Decode: before writers that gave no proof are shut out, other rooms that are being written may end within this."""
-    kept_pools_s: Seconds = 15.0
-    """The processes of the daemon before let go of the pools that this one is to go on with (pools.keep_s); if not, they are made
-    anew."""
     verify_s: Seconds = 60.0
     """Decode: the digests of a room that has arrived are computed (integrity.digest), or those of the cached pages that a room is
     to share (integrity.verify_on_hit)."""
@@ -90,10 +81,6 @@ class DaemonTimeouts(_Timeouts):
     milliseconds of work for a process that was killed."""
     room_keep_s: Seconds = 300.0
     """A final room is remembered so long, for reports and to recognise stale messages."""
-    bootstrap_call_s: Seconds = 5.0
-    """One call to bootstrap."""
-    trace_export_s: Seconds = 5.0
-    """A batch of spans is with the collector, or lost."""
     shutdown_rooms_s: Seconds = 15.0
     """After the signal, open rooms may end within this; those that do not are aborted."""
     shutdown_close_s: Seconds = 15.0
@@ -111,19 +98,11 @@ class BootstrapTimeouts(_Timeouts):
     )
 
     reserve_s: Seconds = 5.0
-    """One daemon reserves one end of a room."""
-    cancel_s: Seconds = 5.0
-    """One daemon is told to give a reservation back."""
-    report_s: Seconds = 5.0
-    """One daemon reports on a room."""
-    probe_s: Seconds = 1.0
-    """A daemon whose name another process claims is asked whether it is still there."""
+    """One daemon reserves one end of a room, gives the reservation back, or reports on the room."""
     pair_s: Seconds = 20.0
     """All of pairing one request, every candidate together."""
     store_s: Seconds = 1.0
     """One call to the store of the directory, when that is Redis."""
-    trace_export_s: Seconds = 5.0
-    """A batch of spans is with the collector, or lost."""
     ticket_s: Seconds = 60.0
     """A prefill engine begins the room of a ticket within this, or both of its ends give the room up."""
     room_keep_s: Seconds = 600.0

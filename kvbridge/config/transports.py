@@ -1,10 +1,7 @@
-"""The settings of the transports: one section for each backend.
+"""The settings of the transports, a section for each backend. Backends read this, never the other way round.
 
-Owns: `TransportSettings` and its sections, with units, limits and defaults. Must not know: the libraries behind them,
-or the backends; they read this, never the other way round.
-
-Every backend that writes in a window has the same three limits: how much may be in flight to one peer, and how long a
-failed transfer may take to become quiet before the transport counts as not quiet and has to be torn down.
+Every backend that writes in a window has three limits: how much may be in flight to one peer, by operations and by bytes, and how
+long a failed transfer may take to become quiet before the transport has to be torn down.
 """
 
 from __future__ import annotations

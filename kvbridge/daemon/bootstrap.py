@@ -91,7 +91,7 @@ class BootstrapDaemon:
         self._daemons = DaemonClient(token=token.current, timeout_s=timeouts.reserve_s)
         token.on_change = self._daemons.use_token
         self._store = open_store(config, self.metrics, self._secrets)
-        self.directory = Directory(self._store, self._daemons, probe_s=timeouts.probe_s)
+        self.directory = Directory(self._store, self._daemons)
         self.pairing = PairingService(
             self.directory, self._store, self._daemons, config=config.pairing, timeouts=timeouts
         )
@@ -114,7 +114,6 @@ class BootstrapDaemon:
         await self._look()
         self._traces.open(
             self.config.telemetry.traces,
-            timeout_s=self.config.timeouts.trace_export_s,
             names={"role": "bootstrap", "incarnation": self.incarnation},
             metrics=self.metrics,
             secrets=self._secrets,
@@ -269,7 +268,7 @@ def open_store(config: BootstrapConfig, observer: StoreObserver, files: SecretFi
     directory, timeouts = config.directory, config.timeouts
     rooms = RoomTimes(
         # All that a pairing may wait for, one after another: a claim that is older belongs to nobody.
-        claim_s=2 * timeouts.pair_s + config.pairing.max_wait_s + timeouts.cancel_s + 2 * timeouts.store_s,
+        claim_s=2 * timeouts.pair_s + config.pairing.max_wait_s + timeouts.reserve_s + 2 * timeouts.store_s,
         keep_s=timeouts.room_keep_s,
         max_rooms=config.pairing.max_rooms,
     )

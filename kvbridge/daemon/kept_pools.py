@@ -46,7 +46,7 @@ class KeptPools:
     header: KeptHeader
     """Of the journal of this daemon; `files` are filled in as pools come."""
     wait_s: float
-    """How long processes of the daemon before may take to let go (`timeouts.kept_pools_s`)."""
+    """How long processes of the daemon before may take to let go."""
     found: Contents | None = None
     """What the pools hold by the journal of the one before; None: nothing that could be gone on with."""
     restored: Restored = field(default_factory=Restored)

@@ -40,6 +40,8 @@ from kvbridge.tier.journal import KeptHeader
 
 log = structlog.get_logger(__name__)
 
+KEPT_POOLS_S = 15.0
+"""The processes of the daemon before let go of the pools of `pools.keep_s` within this, or the pools are made anew."""
 ADOPTED_PAGE_LIMIT = 1 << 22
 """Page ids that an adopted space may use; the planner checks them against the engine's real pools."""
 
@@ -236,7 +238,7 @@ class NodeMemory:
         nothing is kept: any user of the host can take one, and nobody can keep this daemon from starting by it.
         """
         directory, name = memory_directory(config), f"{prefix}keep"
-        keep_s, wait_s = config.pools.keep_s, config.timeouts.kept_pools_s
+        keep_s, wait_s = config.pools.keep_s, KEPT_POOLS_S
         if header is None:
             discard_files(directory, name)
             return

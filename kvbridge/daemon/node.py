@@ -53,6 +53,7 @@ from kvbridge.tier.journal import Contents
 
 log = structlog.get_logger(__name__)
 
+BOOTSTRAP_CALL_S = 5.0
 TICK_S = 0.05
 """How often deadlines are looked at."""
 CLOSING_PARTS = 10
@@ -233,7 +234,6 @@ class NodeDaemon:
         names = {"instance": identity.instance, "node": identity.node, "incarnation": identity.incarnation}
         self._traces.open(
             config.telemetry.traces,
-            timeout_s=config.timeouts.trace_export_s,
             names={"role": identity.role.value, **names},
             metrics=self.parts.metrics,
             secrets=self._secrets,
@@ -327,7 +327,7 @@ class NodeDaemon:
         token = self._secrets.add(key, (link.token_file,), lambda: read_token(link, key=key))
         self.overview.http_url = url
         replicas = [
-            DirectoryClient(url, token=token.current, timeout_s=config.timeouts.bootstrap_call_s)
+            DirectoryClient(url, token=token.current, timeout_s=BOOTSTRAP_CALL_S)
             for url in (config.bootstrap.url, *config.bootstrap.other_urls)
         ]
         token.on_change = partial(_show, replicas)

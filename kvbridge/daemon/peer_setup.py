@@ -15,6 +15,8 @@ from kvbridge.core.addresses import PeerAddress, is_loopback, parse_tcp
 from kvbridge.core.wire.delivery import DeliverySettings
 from kvbridge.daemon.descriptors import affordable
 
+HANDSHAKE_S = 10.0
+"""A connection between nodes on which nobody has proved who he is after so long is closed."""
 LINK_DESCRIPTORS = 4
 """What a client of ours takes: its connection, and what ZeroMQ keeps for its socket and its monitor."""
 
@@ -44,7 +46,7 @@ def peer_settings(config: PrefillConfig | DecodeConfig) -> PeerSettings:
     each = LINK_DESCRIPTORS if isinstance(config, DecodeConfig) else 1
     return PeerSettings(
         max_connections=affordable(config.control.max_connections, "control.max_connections", each=each),
-        handshake_s=timeouts.control_handshake_s,
+        handshake_s=HANDSHAKE_S,
         delivery=DeliverySettings(
             resend_first_s=timeouts.control_resend_s,
             resend_most_s=max(1.0, timeouts.control_resend_s),

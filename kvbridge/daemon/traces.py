@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kvbridge.telemetry.tracing import SpanExport
 
 KEY = "telemetry.traces.headers_file"
+EXPORT_S = 5.0
+"""A batch of spans is with the collector within this, or lost."""
 
 
 class Traces:
@@ -37,7 +39,6 @@ class Traces:
         self,
         config: TracesConfig,
         *,
-        timeout_s: float,
         names: Mapping[str, str],
         metrics: Metrics,
         secrets: SecretFiles,
@@ -53,7 +54,7 @@ class Traces:
             ) from error
         file = config.headers_file
         headers = secrets.add(KEY, (file,), lambda: parse_headers(read_secrets(None, file, key=KEY), key=KEY))
-        self._export = SpanExport(config.url, timeout_s=timeout_s, names=names, metrics=metrics)
+        self._export = SpanExport(config.url, timeout_s=EXPORT_S, names=names, metrics=metrics)
         self._export.use_headers(headers.current)
         headers.on_change = self._export.use_headers
         self.begin = begin_with(config.sampled_ratio)

@@ -84,9 +84,8 @@ class _Caller:
             ValueError,
         ) as error:  # the last two are of a URL that nobody can ask
             if is_timeout(error):
-                raise DeadlineError(
-                    f"{method} {url} was not answered within {self._timeout_s:g} s ({self._timeout_key})"
-                ) from error
+                key = f" ({self._timeout_key})" if self._timeout_key else ""
+                raise DeadlineError(f"{method} {url} was not answered within {self._timeout_s:g} s{key}") from error
             raise PeerError(f"{method} {url} failed: {error or type(error).__name__}") from error
 
     def _arguments(self, options: _Options) -> dict[str, Any]:
@@ -221,7 +220,7 @@ class DirectoryClient(_Client):
         *,
         token: str = "",
         timeout_s: float,
-        timeout_key: str = "timeouts.bootstrap_call_s",
+        timeout_key: str = "",
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         super().__init__(token=token, timeout_s=timeout_s, timeout_key=timeout_key, transport=transport)

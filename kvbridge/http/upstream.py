@@ -22,6 +22,8 @@ from kvbridge.http.client import is_refused_connection, is_timeout
 from kvbridge.router.bodies import Asked, Body
 from kvbridge.router.exchange import Upstream, UpstreamError
 
+CONNECT_S = 3.0
+"""A server accepts a connection within this."""
 KEPT_S = 2.0
 PIECE_BYTES = 256 << 10
 NOT_PASSED_BACK = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"date", b"server", b"x-request-id"})
@@ -90,7 +92,7 @@ class OpenAiServers:
         content: AsyncIterator[bytes] | None = None,
         read_s: float | None = None,
     ) -> AsyncIterator[_Answer]:
-        times = httpx.Timeout(read_s, connect=min(self._timeouts.connect_s, read_s or self._timeouts.connect_s))
+        times = httpx.Timeout(read_s, connect=min(CONNECT_S, read_s or CONNECT_S))
         headers = {**headers, "accept-encoding": "identity"}  # nobody has asked the client what it can read
         with _failures_named(method, url):
             request = httpx.Request(

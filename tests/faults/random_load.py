@@ -409,7 +409,6 @@ def random_load(transport: str, seed: int) -> Iterator[RandomLoad]:
                 "claim_s": 20.0,
                 "offer_s": 20.0,
                 "begin_s": 15.0,
-                "kept_pools_s": 5.0,
                 "peer_silence_s": 4.0,
                 "drain_s": 5.0,
             },

@@ -1,20 +1,18 @@
-"""Every key that a configuration can have, by its dotted path, from the schemas that are published."""
+"""Every key that a configuration can have, by its dotted path, from the schemas of all roles."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+from kvbridge.cli.config import ROLES
 
 
 def known_keys() -> set[str]:
     """Return the keys of all roles, also of sections that are null by default."""
     found: set[str] = set()
-    for role in ("bootstrap", "prefill", "decode", "router"):
-        schema = json.loads((CONFIGS / f"{role}.schema.json").read_text())
+    for kind in ROLES.values():
+        schema = kind.model_json_schema()
         found |= set(_keys(schema, schema["$defs"], ""))
     return found
 

@@ -13,12 +13,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 def example_configs() -> dict[str, str]:
     """Return what is to be in each file."""
     cluster = InitialCluster(folder="configs", runtime="/tmp/kvbridge-", model=ModelConfig(preset="tiny-v4"))
-    return {name: _named_schema(name) + text for name, text in cluster.files(complete=True).items()}
-
-
-def _named_schema(name: str) -> str:
-    """For editors: the schema is beside the file."""
-    return f"# yaml-language-server: $schema={name.removesuffix('.yaml')}.schema.json\n"
+    return cluster.files(complete=True)
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ async def fleet(
     servers = [*made.prefill, *made.decode]
     for server in servers:
         await server.start()
-    timeouts = {"health_interval_s": 3600.0, "health_s": 60.0, "connect_s": 60.0} | config.pop("timeouts", {})
+    timeouts = {"health_interval_s": 3600.0, "health_s": 60.0} | config.pop("timeouts", {})
     named = {role: [one.url for one in getattr(made, role)] for role in ("prefill", "decode")}
     settings = {
         **({} if "bootstrap" in config else named),

@@ -53,7 +53,6 @@ def settings(role: Role, **host: Any) -> dict[str, Any]:
         "instance": instance(role),
         "pools": pools,
         "tier": TIER | {"host": {"pages": 48} | checkpoints | host},
-        "timeouts": {"kept_pools_s": 10.0},
     }
 
 

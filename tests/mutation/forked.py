@@ -34,7 +34,6 @@ LIBRARIES = (
     "prometheus_client",
     "psutil",
     "pydantic",
-    "pydantic_settings",
     "pytest_asyncio",
     "pytest_randomly",
     "pytest_timeout",

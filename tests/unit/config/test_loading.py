@@ -5,15 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from kvbridge.cli import config as cli
+from kvbridge.cli.config import ROLES
 from kvbridge.config.endpoints import TokenConfig
-from kvbridge.config.loading import load_config, read_grants, read_secret, read_secrets, read_token, render_config
+from kvbridge.config.loading import (
+    load_config,
+    merge_config,
+    read_grants,
+    read_secret,
+    read_secrets,
+    read_token,
+    render_config,
+)
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 
-MINIMAL = {"instance": "p0", "model.preset": "tiny-v4", "pools.device.full": 8}
+NODE = {"instance": "a", "model": {"preset": "tiny-v4"}, "pools": {"device": {"full": 8}}}
 
 
 def load(kind=PrefillConfig, *, text: str = "", env=None, overrides=(), path: Path | None = None, **flags):
@@ -82,7 +92,7 @@ def test_unknown_keys_are_named_with_their_path_and_origin(tmp_path):
     assert f"http.prt: unknown key, 'http' has no 'prt'; did you mean 'port'? (from {file} line 3)" in text
     assert "http.hosts: unknown key" in text
     assert "(from environment KVBRIDGE_HTTP__HOSTS)" in text
-    assert "environment KVBRIDGE_NOTHING: unknown key, there is no 'nothing'" in text
+    assert "nothing: unknown key, there is no 'nothing' (from environment KVBRIDGE_NOTHING)" in text
     assert "timeouts.ofer_s: unknown key, 'timeouts' has no 'ofer_s'; did you mean 'offer_s'?" in text
     assert "(from flag --set timeouts.ofer_s)" in text
 
@@ -145,10 +155,18 @@ def test_a_missing_file_is_refused(tmp_path):
         load_config(PrefillConfig, file=tmp_path / "none.yaml", environment={})
 
 
-def test_a_list_in_the_environment_must_be_json():
-    assert "KVBRIDGE_PARALLELISM__RANKS: a list or mapping is written as JSON" in mistake(
-        env={"KVBRIDGE_PARALLELISM__RANKS": "pp0"}
+def test_what_begins_a_list_in_the_environment_must_be_one():
+    assert "environment KVBRIDGE_PARALLELISM__RANKS: not a valid list or mapping: line 1" in mistake(
+        env={"KVBRIDGE_PARALLELISM__RANKS": "[{pp: 0"}
     )
+    assert "parallelism.ranks: Input should be a valid" in mistake(env={"KVBRIDGE_PARALLELISM__RANKS": "pp0"})
+
+
+def test_a_value_of_the_environment_is_text_until_its_key_says_otherwise():
+    env = {"KVBRIDGE_HTTP__TOKEN": "12345", "KVBRIDGE_HTTP__OPEN_METRICS": "true", "KVBRIDGE_TIER__HOST": "null"}
+    config = load(env=env)
+    assert config.http.token is not None
+    assert (config.http.token.get_secret_value(), config.http.open_metrics, config.tier.host) == ("12345", True, None)
 
 
 def test_what_stands_behind_a_token_is_not_shown_to_others(tmp_path):
@@ -187,6 +205,50 @@ def test_a_rendered_configuration_loads_again_and_hides_secrets(tmp_path):
     assert render_config(again) == rendered
 
 
+def test_mappings_of_several_sources_merge_and_do_not_hide_one_another(tmp_path):
+    file = tmp_path / "b.yaml"
+    file.write_text("http: {port: 1, host: localhost}\n")
+    http = load_config(
+        BootstrapConfig,
+        file=file,
+        environment={"KVBRIDGE_HTTP": '{"max_wait_s": 5}'},
+        overrides=["http={max_body_bytes: 9}", "http={}"],
+        flags={"http": {"port": 7}},
+    ).http
+    assert (http.port, http.host, http.max_wait_s, http.max_body_bytes) == (7, "localhost", 5.0, 9)
+
+
+def test_programs_merge_values_in_the_same_way():
+    loaded, values = merge_config(
+        BootstrapConfig, [("a", {"http": {"port": 1, "host": "::1"}}), ("b", {"http": {"port": 2}})]
+    )
+    assert (loaded.http.port, values) == (2, {"http": {"port": 2, "host": "::1"}})
+    with pytest.raises(ConfigError, match=r"http.port: .*, got -1 \(from the engine\)"):
+        merge_config(BootstrapConfig, [("the engine", {"http": {"port": -1}})])
+
+
+def test_a_file_for_another_role_is_recognised(tmp_path):
+    """A prefill node needs less than a decode node, so a small file of one has mistakes as the other's."""
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(NODE))
+    with pytest.raises(ConfigError) as raised:
+        load_config(DecodeConfig, file=file, environment={}, roles=ROLES)
+    _, wrong, hint = str(raised.value).splitlines()
+    assert "c4_kv would live in a host pool without pages" in wrong
+    assert hint.endswith("c.yaml: as it stands, this is a valid prefill configuration")
+    for values, environment in ((NODE | {"insance": "b"}, {}), (NODE, {"KVBRIDGE_NONSENSE": "1"})):
+        file.write_text(yaml.safe_dump(values))
+        with pytest.raises(ConfigError) as raised:
+            load_config(PrefillConfig, file=file, environment=environment, roles=ROLES)
+        assert "as it stands" not in str(raised.value)
+
+
+def test_daemons_with_minimal_configurations_do_not_collide():
+    configs = [load(), load(DecodeConfig), load(BootstrapConfig)]
+    assert [config.http.port for config in configs] == [7901, 7902, 7900]
+    assert len({load().runtime_dir, load(DecodeConfig).runtime_dir, load(instance="b").runtime_dir}) == 3
+
+
 def test_config_show_prints_the_merged_configuration(tmp_path):
     file = tmp_path / "b.yaml"
     file.write_text("http: {port: 1, token: hunter2}\n")
@@ -212,7 +274,7 @@ STORE = {"tier.enabled": True, "tier.model_name": "m", "tier.model_revision": "1
     [
         (
             "{kind: files, directory: /x, max_byte: 1GiB}",
-            "tier.store.max_byte: unknown key, 'tier.store' of this kind has no 'max_byte'; did you mean 'max_bytes'?",
+            "tier.store.max_byte: unknown key, 'tier.store' has no 'max_byte'; did you mean 'max_bytes'?",
         ),
         ("{kind: files, directory: /x}", "tier.store.max_bytes: is required and has no default"),
         ("{kind: mooncake, master: here}", "tier.store.master: String should match pattern"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.config.endpoints import HttpConfig, ListeningControlConfig
-from kvbridge.config.loading import load_config
+from kvbridge.config.loading import load_config, render_config
 from kvbridge.config.pools import ParallelismConfig
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
@@ -47,6 +47,9 @@ REFUSED = [
     ({"timeouts.control_resend_s": 40}, "control_resend_s (40 s) must be shorter than control_delivery_s (30 s)"),
     ({"timeouts.control_heartbeat_s": 10}, "control_heartbeat_s"),
     ({"timeouts.transfer_s": 700}, "transfer_s"),
+    ({"admission.retry_after_min_s": 31}, "retry_after_min_s (31 s) must not exceed retry_after_max_s (30 s)"),
+    ({"admission.clients": {"a": {"rooms": 1}}}, "admission.clients.a.rooms: unknown key"),
+    ({"admission.clients": {"a" * 201: {}}}, "at most 200 characters"),
     ({"runtime_dir": "/" + "x" * 100}, "runtime_dir has 101 bytes"),
     ({"instance": "a/b"}, "instance"),
     (
@@ -95,7 +98,21 @@ REFUSED_DECODE = [
     ({**ON_HOST, "sparse": {"hot_rows": 4096}}, "sparse.max_requests: is required"),
 ]
 
+REDIS = {"directory.store": "redis"}
 REFUSED_BOOTSTRAP = [
+    ({"directory.store": "etcd"}, "directory.store"),
+    (REDIS, "redis_url must be set"),
+    ({"directory.redis_url": "redis://localhost"}, "of no use with store: memory"),
+    ({"directory.redis_password_file": "/x"}, "of no use with store: memory"),
+    ({**REDIS, "directory.redis_url": "http://u:hush@localhost"}, "no URL that begins with redis://"),
+    ({**REDIS, "directory.redis_url": "redis://u:hush@localhost:many"}, "no URL that begins with redis://"),
+    ({**REDIS, "directory.redis_url": "redis://:hush@[localhost"}, "no URL that begins with redis://"),
+    (
+        {**REDIS, "directory.redis_url": "redis://:hush@localhost", "directory.redis_password_file": "/x"},
+        "redis_url holds a password and redis_password_file is set",
+    ),
+    ({**REDIS, "directory.redis_url": "redis://redis.example"}, "names redis.example, which others can reach"),
+    ({**REDIS, "directory.redis_url": "redis://localhost", "directory.namespace": "a b"}, "directory.namespace"),
     ({"http.host": "0.0.0.0"}, "http.host is 0.0.0.0"),
     ({"timeouts.reserve_s": 30}, "must not exceed pair_s"),
     ({"timeouts.ticket_s": 700}, "would outlive"),
@@ -108,6 +125,7 @@ def refuse(kind, flags, expected):
     with pytest.raises(ConfigError) as raised:
         load_config(kind, environment={}, flags=flags)
     assert expected in str(raised.value)
+    assert "hush" not in str(raised.value)
 
 
 @pytest.mark.parametrize(("flags", "expected"), REFUSED, ids=lambda value: str(value)[:50])
@@ -144,6 +162,28 @@ def test_bootstrap_is_refused(flags, expected):
 )
 def test_a_sound_daemon_is_accepted(flags):
     load_config(PrefillConfig, environment={}, flags={**BASE, **flags})
+
+
+@pytest.mark.parametrize(
+    "directory",
+    [
+        {"redis_url": "redis://localhost:6379/0"},
+        {"redis_url": "unix:///run/redis.sock", "namespace": "cluster-1:kv"},
+        {"redis_url": "rediss://user:hush@redis.example:6380/2?ssl_ca_certs=/etc/ca.pem"},
+        {"redis_url": "redis://redis.example", "redis_password_file": "/run/secrets/redis"},
+    ],
+    ids=str,
+)
+def test_a_sound_store_is_accepted_and_not_shown(directory):
+    config = load_config(BootstrapConfig, environment={}, flags={"directory": {"store": "redis", **directory}})
+    shown = render_config(config)
+    assert "redis_url: '**********'" in shown
+    assert "hush" not in shown
+
+
+def test_an_open_redis_can_be_allowed():
+    flags = {**REDIS, "directory.redis_url": "redis://redis.example", "insecure": True}
+    load_config(BootstrapConfig, environment={}, flags=flags)
 
 
 def test_both_open_endpoints_are_reported_together():

@@ -78,21 +78,11 @@ def clean(text: str) -> None:
         assert secret not in text, text
 
 
-@pytest.mark.parametrize("text", FILES, ids=range(len(FILES)))
-def test_files(tmp_path: Path, text: str):
+@pytest.mark.parametrize(("text", "override"), [(text, None) for text in FILES] + [("", override) for override in SETS])
+def test_files_and_flags(tmp_path: Path, text: str, override: str | None):
     file = tmp_path / "config.yaml"
     file.write_text(text if text.startswith((TOKEN, "-")) else GOOD + text)
-    for app, command in ((config_command.app, "show"), (keys_command.app, "check")):
-        result = CliRunner().invoke(app, [command, "--role", "prefill", "--config", str(file)], env={})
-        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-        clean(result.output + result.stderr)
-
-
-@pytest.mark.parametrize("override", SETS, ids=range(len(SETS)))
-def test_flags(tmp_path: Path, override: str):
-    file = tmp_path / "config.yaml"
-    file.write_text(GOOD)
-    arguments = ["--role", "prefill", "--config", str(file), "--set", override]
+    arguments = ["--role", "prefill", "--config", str(file), *(["--set", override] if override else [])]
     for app, command in ((config_command.app, "show"), (keys_command.app, "check")):
         result = CliRunner().invoke(app, [command, *arguments], env={})
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception

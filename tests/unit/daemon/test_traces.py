@@ -24,7 +24,7 @@ from tests.helpers.span_collector import span_collector
 def opened(config: TracesConfig, secrets: SecretFiles | None = None) -> Traces:
     traces = Traces()
     names = {"role": "bootstrap", "incarnation": "abc"}
-    traces.open(config, timeout_s=5.0, names=names, metrics=Metrics(role="bootstrap"), secrets=secrets or SecretFiles())
+    traces.open(config, names=names, metrics=Metrics(role="bootstrap"), secrets=secrets or SecretFiles())
     return traces
 
 
