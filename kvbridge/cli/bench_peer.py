@@ -1,7 +1,4 @@
-"""`kvbridge bench-peer`: bytes a second and latency from this host to another one, by each transport.
-
-Owns: the command, its two sides, its table. Must not know: how it is measured.
-"""
+"""`kvbridge bench-peer`: bytes a second and latency from this host to another one, by each transport."""
 
 from __future__ import annotations
 
@@ -23,27 +20,36 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED, DaemonRole, FileOption, SetOption, fail, load_or_exit
-from kvbridge.cli.daemons import InsecureOption
-from kvbridge.cli.doctor import WIDTH, keys_of
+from kvbridge.cli.config import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    DaemonRole,
+    FileOption,
+    InsecureOption,
+    SetOption,
+    fail,
+    load_or_exit,
+)
 from kvbridge.cli.options import with_options
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.transports import TransportName, TransportSettings
 from kvbridge.control.keys import CurveKeys
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.requests import RequestClient, RequestServer
-from kvbridge.core.addresses import is_loopback, parse_tcp
+from kvbridge.core.addresses import TcpAddress, is_loopback, parse_tcp
 from kvbridge.core.errors import BridgeError
-from kvbridge.doctor.bench.lender import Lender, make_buffer
-from kvbridge.doctor.bench.measuring import MIB, SIZES_BYTES, Effort, Measured, Trial
+from kvbridge.daemon.peer_setup import curve_keys
+from kvbridge.doctor.bench import MIB, SIZES_BYTES, Effort, Lender, Measured, Trial, make_buffer
 from kvbridge.doctor.findings import rate
-from kvbridge.doctor.host.network import wire_towards
+from kvbridge.doctor.network import read_interfaces
 
 DEFAULT_ADDRESS = "127.0.0.1:7909"
 ANSWER_S = 20.0
 BRIEF = Effort(sizes_bytes=(SIZES_BYTES[0], MIB), round_bytes=16 * MIB, rounds=2)
 MEMCPY_ROUNDS = 5
 BEYOND = 1.1
+WIDTH = 120
+"""Of what is written to a file or a pipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,20 +100,25 @@ def bench_peer(options: BenchOptions) -> None:
 
     Exit codes: 0: every transport moved every byte; 1: not so; 2: wrong usage.
     """
-    if parse_address(options.address) is None or (options.config is None) != (options.role is None):
+    address = parse_address(options.address)
+    if address is None or (options.config is None) != (options.role is None):
         typer.echo("kvbridge bench-peer: HOST:PORT is needed, and --config and --role belong together", err=True)
         raise typer.Exit(EXIT_CONFIG)
     try:
-        settings, keys, names = _loaded(options)
+        settings, keys, names = _loaded(options, address.host)
         if options.listen:
             asyncio.run(_listen(options, settings, keys))
-            _end(0)
-        _end(_measure(options, settings, keys, names))
+            code = 0
+        else:
+            code = _measure(options, address.host, settings, keys, names)
     except BridgeError as error:
         fail(error, EXIT_CONFIG if options.listen else EXIT_FAILED)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # at once: some transfer libraries crash in their own exit handlers
 
 
-def parse_address(address: str) -> tuple[str, int] | None:
+def parse_address(address: str) -> TcpAddress | None:
     """Return the parts of HOST:PORT, None for anything else."""
     try:
         return parse_tcp(f"tcp://{address}")
@@ -115,33 +126,31 @@ def parse_address(address: str) -> tuple[str, int] | None:
         return None
 
 
-def _end(code: int) -> None:
-    """End at once: some transfer libraries crash in their own exit handlers."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+def output_console() -> Console:
+    """Return the console of standard output; files and pipes get lines of a width."""
+    console = Console()
+    return console if console.is_terminal else Console(width=WIDTH)
 
 
-def _loaded(options: BenchOptions) -> tuple[TransportSettings, CurveKeys | None, list[TransportName]]:
-    """The transports' settings, the keys, and which transports to use."""
-    peer, _ = parse_address(options.address) or ("", 0)
-    settings, keys = TransportSettings(order=tuple(TransportName)), None
-    host = options.host or _way(peer)[0]
+def _loaded(options: BenchOptions, peer: str) -> tuple[TransportSettings, CurveKeys | None, list[TransportName]]:
+    """Return the transports' settings, the keys, and which transports to use."""
+    own, target = _way(peer)
+    settings, keys, host = TransportSettings(order=tuple(TransportName)), None, options.host or own
     if options.role is not None:
         config = load_or_exit(options.role.schema, options.config, options.overrides)
         if not isinstance(config, PrefillConfig | DecodeConfig):
             typer.echo("kvbridge bench-peer: --role is prefill or decode: bootstrap moves no bytes", err=True)
             raise typer.Exit(EXIT_CONFIG)
-        settings, keys = config.transports, keys_of(config)
+        settings, keys = config.transports, curve_keys(config.control.curve)
         host = options.host or settings.mooncake.host
     mooncake = settings.mooncake.model_copy(update={"host": host, "ipv6": ":" in host})
-    usual = [name for name in settings.order if name is not TransportName.LOCAL or _is_here(peer)]
-    names = list(options.transport or usual)
-    return settings.model_copy(update={"mooncake": mooncake}), keys, names
+    is_here = is_loopback(target) or own == target
+    usual = [name for name in settings.order if name is not TransportName.LOCAL or is_here]
+    return settings.model_copy(update={"mooncake": mooncake}), keys, list(options.transport or usual)
 
 
 def _way(peer: str) -> tuple[str, str]:
-    """The address of this host by which it reaches a peer, and the peer's; they are one where that is this host."""
+    """Return the address of this host by which it reaches a peer, and the peer's; they are one where that is this host."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -149,11 +158,6 @@ def _way(peer: str) -> tuple[str, str]:
             return str(probe.getsockname()[0]), str(address[0])
     except OSError:
         return "127.0.0.1", peer
-
-
-def _is_here(peer: str) -> bool:
-    own, target = _way(peer)
-    return is_loopback(target) or own == target
 
 
 async def _listen(options: BenchOptions, settings: TransportSettings, keys: CurveKeys | None) -> None:
@@ -178,19 +182,23 @@ async def _listen(options: BenchOptions, settings: TransportSettings, keys: Curv
 
 
 def _measure(
-    options: BenchOptions, settings: TransportSettings, keys: CurveKeys | None, names: list[TransportName]
+    options: BenchOptions,
+    host: str,
+    settings: TransportSettings,
+    keys: CurveKeys | None,
+    names: list[TransportName],
 ) -> int:
     """Measure by each transport and print it; return the exit code."""
     effort = BRIEF if options.brief else Effort()
-    wire, wire_bytes_per_s = _wire(options.address, effort.round_bytes)
+    wire, wire_bytes_per_s = _wire(host, effort.round_bytes)
     measured: list[Measured] = []
     problems: dict[str, str] = {}
-    console = Console(stderr=True)
-    endpoint = f"tcp://{options.address}"
     with (
         make_buffer() as source,
-        RequestClient(endpoint, keys=keys, server_key=options.server_key, timeout_s=ANSWER_S) as client,
-        console.status("connecting") as status,
+        RequestClient(
+            f"tcp://{options.address}", keys=keys, server_key=options.server_key, timeout_s=ANSWER_S
+        ) as client,
+        Console(stderr=True).status("connecting") as status,
     ):
         for name in names:
             try:
@@ -210,17 +218,19 @@ def _measure(
     return EXIT_FAILED if problems else 0
 
 
-def _wire(address: str, round_bytes: int) -> tuple[str, float]:
-    """What the way to a host can do at most: the card's speed, or this host's copying."""
-    host, _ = parse_address(address) or ("", 0)
-    if _is_here(host):
+def _wire(host: str, round_bytes: int) -> tuple[str, float]:
+    """Return what the way to a host is, and what it can do at most (0: not known): the card's speed, or this host's copying."""
+    own, target = _way(host)
+    if is_loopback(target) or own == target:
         return "memcpy on one core of this host", memcpy_bytes_per_s(round_bytes)
-    card, bytes_per_s = wire_towards(host)
-    return (f"{card} at {bytes_per_s * 8 / 1e9:g} Gbit/s", bytes_per_s) if bytes_per_s else (card, 0.0)
+    card = next((each for each in read_interfaces() if own in each.addresses), None)
+    if card is None or not card.speed_mbit:
+        return card.name if card else "", 0.0
+    return f"{card.name} at {card.speed_mbit / 1e3:g} Gbit/s", card.speed_mbit * 1e6 / 8
 
 
 def memcpy_bytes_per_s(length_bytes: int) -> float:
-    """The best of a few copies between two arrays."""
+    """Return the best of a few copies between two arrays."""
     source, target = np.ones(length_bytes, dtype=np.uint8), np.zeros(length_bytes, dtype=np.uint8)
     times_s = []
     for _ in range(MEMCPY_ROUNDS):
@@ -231,9 +241,7 @@ def memcpy_bytes_per_s(length_bytes: int) -> float:
 
 
 def _print(address: str, measured: list[Measured], wire: str, wire_bytes_per_s: float) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = output_console()
     table = Table(title=f"From this host to {address}: every byte compared", title_justify="left")
     for column in ("transport", "operation", "rate", "slowest round", "of the wire", "one operation", "worst"):
         table.add_column(column, justify="left" if column == "transport" else "right")

@@ -1,7 +1,4 @@
-"""`kvbridge config`: what a daemon would run with; and how every command reads a configuration and says that something is wrong.
-
-Owns: the sub-commands, the options that name a configuration, exit codes. Must not know: the schema.
-"""
+"""`kvbridge config`: what a daemon would run with; and how every command reads a configuration and says that something is wrong."""
 
 from __future__ import annotations
 
@@ -70,6 +67,11 @@ SetOption = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a dotted key, as http.port=0. May be repeated."),
 ]
 
+InsecureOption = Annotated[
+    bool,
+    typer.Option("--insecure", help="Allow endpoints that the network can reach without keys and without a token."),
+]
+
 
 def fail(error: BridgeError, code: int = EXIT_CONFIG) -> NoReturn:
     """End the command: an error is one line on standard error and an exit code, not a traceback."""
@@ -112,7 +114,7 @@ def schema(role: RoleOption) -> None:
     """Print the JSON schema of a configuration, for editors and for whoever generates configurations.
 
     An editor with a YAML language server checks and completes a file whose first line is
-    `# yaml-language-server: $schema=prefill.schema.json`.
+    `# yaml-language-server: $schema=FILE`, FILE being what this command has printed.
     """
     described = {"$schema": GenerateJsonSchema.schema_dialect, **ROLES[role].model_json_schema()}
     typer.echo(json.dumps(described, indent=2))

@@ -11,7 +11,7 @@ from typing import Annotated
 import structlog
 import typer
 
-from kvbridge.cli.config import EXIT_FAILED, EXIT_UNAVAILABLE, FileOption, SetOption, fail, load_or_exit
+from kvbridge.cli.config import EXIT_FAILED, EXIT_UNAVAILABLE, FileOption, InsecureOption, SetOption, fail, load_or_exit
 from kvbridge.cli.options import with_options
 from kvbridge.config.endpoints import TelemetryConfig
 from kvbridge.config.router import DispatchOrder, RouterConfig
@@ -27,11 +27,6 @@ from kvbridge.daemon.router import RouterDaemon
 from kvbridge.telemetry.logs import configure_logs
 
 log = structlog.get_logger(__name__)
-
-InsecureOption = Annotated[
-    bool,
-    typer.Option("--insecure", help="Allow endpoints that the network can reach without keys and without a token."),
-]
 
 ParentOption = Annotated[
     int | None,

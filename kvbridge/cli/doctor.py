@@ -1,7 +1,4 @@
-"""`kvbridge doctor`: what will break on this host and between it and its peers, found before it does.
-
-Owns: the command, its output and exit codes. Must not know: what is looked at (`doctor/table.py`).
-"""
+"""`kvbridge doctor`: what will break on this host and between it and its peers, found before it does."""
 
 from __future__ import annotations
 
@@ -17,24 +14,20 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbridge import __version__
+from kvbridge.cli.bench_peer import output_console, parse_address
 from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED, DaemonRole, FileOption, SetOption, fail, load_or_exit
 from kvbridge.cli.keys import findings_of
 from kvbridge.cli.options import with_options
 from kvbridge.config.loading import read_token
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.config.transports import TransportName
-from kvbridge.control.keys import CurveKeys, load_keys, read_allowed
-from kvbridge.core.addresses import parse_tcp
 from kvbridge.core.errors import BridgeError, ConfigError
-from kvbridge.doctor.facts import KeyFact
+from kvbridge.daemon.peer_setup import curve_keys
 from kvbridge.doctor.findings import Finding, Level
-from kvbridge.doctor.host.reach import Credentials
 from kvbridge.doctor.needs import Needs, needs_of
-from kvbridge.doctor.run import Config, Visit, read_host
-from kvbridge.doctor.table import examine
+from kvbridge.doctor.reach import Credentials
+from kvbridge.doctor.run import Config, Visit, examine, read_host
 
-WIDTH = 120
-"""Of what is written to a file or a pipe."""
 HEADINGS = {
     Level.BREAKS: "WILL BREAK",
     Level.WARNING: "WARNINGS",
@@ -98,7 +91,7 @@ def _visit(options: DoctorOptions) -> Visit:
     peers = tuple(options.peer or ())
     benches = [peer for peer in peers if "://" not in peer]
     for peer in benches:
-        _require_bench_address(peer, options)
+        _require_bench_address(peer, transfer=options.transfer)
     if (options.config is None) != (options.role is None):
         typer.echo("kvbridge doctor: --config and --role belong together: give both, or neither", err=True)
         raise typer.Exit(EXIT_CONFIG)
@@ -116,37 +109,30 @@ def _visit(options: DoctorOptions) -> Visit:
         config=config,
         needs=needs,
         credentials=_credentials(config, options.peer_key),
-        keys=tuple(KeyFact(good=good, text=text) for good, text in findings_of(config)),
+        keys=tuple(findings_of(config)),
         peers=peers,
-        bench_flags=_bench_flags(options),
+        bench_flags=(
+            *("--config", str(options.config), "--role", options.role.value),
+            *(word for override in options.overrides or () for word in ("--set", override)),
+        ),
         transfer=options.transfer and bool(needs.transports),
     )
 
 
-def _require_bench_address(peer: str, options: DoctorOptions) -> None:
+def _require_bench_address(peer: str, *, transfer: bool) -> None:
     """End the command where `--peer HOST:PORT` would have no effect."""
-    try:
-        good = parse_tcp(f"tcp://{peer}") is not None
-    except BridgeError:
-        good = False
-    if not good:
+    if parse_address(peer) is None:
         fail(ConfigError(f"--peer {peer}: expected http://HOST:PORT, tcp://HOST:PORT or HOST:PORT"))
-    if not options.transfer:
-        fail(
-            ConfigError(
-                f"--peer {peer}: bytes would be moved there, which --no-transfer forbids; leave one of them out"
-            )
-        )
+    if not transfer:
+        forbidden = "bytes would be moved there, which --no-transfer forbids; leave one of them out"
+        fail(ConfigError(f"--peer {peer}: {forbidden}"))
 
 
 def _require_transports(peer: str, needs: Needs) -> None:
     """End the command where this configuration moves no bytes to another host."""
     if not needs.transports:
-        fail(
-            ConfigError(
-                f"--peer {peer}: {needs.role} moves no bytes; give the configuration of a prefill or decode node"
-            )
-        )
+        why = f"{needs.role} moves no bytes; give the configuration of a prefill or decode node"
+        fail(ConfigError(f"--peer {peer}: {why}"))
     if set(needs.transports) == {TransportName.LOCAL}:
         fail(ConfigError(f"--peer {peer}: transports.order names local alone, which reaches no other host"))
 
@@ -161,28 +147,11 @@ def _credentials(config: Config, peer_key: str) -> Credentials:
         return Credentials(
             bootstrap_token=read_token(link, key="bootstrap.token_file"),
             daemon_token=own,
-            keys=keys_of(config),
+            keys=curve_keys(config.control.curve),
             peer_key=peer_key,
         )
     except BridgeError:
         return Credentials()
-
-
-def keys_of(config: PrefillConfig | DecodeConfig) -> CurveKeys | None:
-    """Return a configuration's CURVE keys, if it has any. Raises ConfigError."""
-    curve = config.control.curve
-    if curve.secret_key_file is None:
-        return None
-    allowed = read_allowed(curve.allowed_public_keys, curve.allowed_keys_file)
-    return load_keys(curve.secret_key_file, public=curve.public_key or "", allowed=allowed)
-
-
-def _bench_flags(options: DoctorOptions) -> list[str]:
-    """The same configuration for `kvbridge bench-peer`."""
-    assert options.config is not None
-    assert options.role is not None
-    flags = ["--config", str(options.config), "--role", options.role.value]
-    return flags + [word for override in options.overrides or () for word in ("--set", override)]
 
 
 def _json(needs: Needs, findings: list[Finding]) -> str:
@@ -194,9 +163,7 @@ def _json(needs: Needs, findings: list[Finding]) -> str:
 
 
 def _print(needs: Needs, running: str, findings: list[Finding]) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH)
+    console = output_console()
     what = f"{needs.role} {needs.name}".strip() if needs.role else "this host alone (no --config, --role)"
     console.print(
         f"kvbridge {__version__} doctor on {socket.gethostname()}: {what}{f'; running: {running}' * bool(running)}",
@@ -210,7 +177,7 @@ def _print(needs: Needs, running: str, findings: list[Finding]) -> None:
 
 
 def _table(level: Level, findings: list[Finding]) -> Table:
-    """One level: a row for each finding, a line between families."""
+    """Return a row for each finding of a level, with a line between families."""
     title = f"{HEADINGS[level]} ({len(findings)})"
     table = Table(title=title, title_justify="left", title_style="bold", show_header=False, expand=True)
     table.add_column("check", no_wrap=True)

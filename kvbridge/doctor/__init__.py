@@ -1,5 +1,5 @@
-"""What breaks on hosts and between them, looked for before it does; and how fast bytes go from here to a peer.
+"""Finds what breaks on hosts and between them before it breaks; and how fast bytes go from here to a peer.
 
-Facts of this host are read in `host/`, judged by pure functions in `checks/` against what a configuration needs (`needs.py`),
-and the table of all checks is `table.py`. `bench/` moves bytes to a peer through the transports.
+Each topic is a file: the facts, how they are read from the host, and pure checks that judge them against what a configuration
+needs (`needs.py`). `run.py` has the table of all checks; `bench.py` moves bytes to a peer through the transports.
 """

@@ -1,11 +1,9 @@
-"""What a check finds, and in which words it is told.
-
-Owns: `Finding`, its levels, numbers in readable units. Must not know: what is looked at.
-"""
+"""What a check finds, and in which words."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import partial
 
 from pydantic import ByteSize
 
@@ -34,39 +32,25 @@ class Finding(FrozenModel):
     """Which of several things of a kind: a device, a port, a peer."""
     what: str
     why: str = ""
-    """Why it matters."""
+    """Why it matters; of what is not here, why that is all right."""
     cure: str = ""
     """What to do about it: a command wherever one does it."""
 
 
-def fine(what: str, *, subject: str = "") -> Finding:
-    """A thing that is as it should be."""
-    return Finding(level=Level.FINE, what=what, subject=subject)
+def finding(level: Level, what: str, why: str = "", cure: str = "", *, subject: str = "") -> Finding:
+    """Return a finding of a level."""
+    return Finding(level=level, what=what, why=why, cure=cure, subject=subject)
 
 
-def not_here(what: str, why: str, *, subject: str = "") -> Finding:
-    """A thing that is not here; `why` says why that is all right."""
-    return Finding(level=Level.NOT_HERE, what=what, why=why, subject=subject)
-
-
-def breaks(what: str, why: str, cure: str, *, subject: str = "") -> Finding:
-    """A thing that will break."""
-    return Finding(level=Level.BREAKS, what=what, why=why, cure=cure, subject=subject)
-
-
-def warning(what: str, why: str, cure: str, *, subject: str = "") -> Finding:
-    """A thing that costs something, or will break when something else happens."""
-    return Finding(level=Level.WARNING, what=what, why=why, cure=cure, subject=subject)
+fine = partial(finding, Level.FINE)
+not_here = partial(finding, Level.NOT_HERE)
+warning = partial(finding, Level.WARNING)
+breaks = partial(finding, Level.BREAKS)
 
 
 def size(value_bytes: int) -> str:
     """Return a number of bytes in the largest unit that leaves a digit before the point."""
     return ByteSize(value_bytes).human_readable(separator=" ")
-
-
-def mebibytes(value_bytes: int) -> str:
-    """Return a number of bytes as mount(8) and Docker take it, rounded up."""
-    return f"{-(-value_bytes // (1 << 20))}m"
 
 
 def rate(bytes_per_s: float) -> str:

@@ -1,7 +1,4 @@
-"""What a configuration asks of its host.
-
-Owns: `Needs`, and how it follows from a daemon's configuration. Must not know: whether the host has it.
-"""
+"""What a configuration asks of its host, whether or not the host has it."""
 
 from __future__ import annotations
 
@@ -13,12 +10,11 @@ from kvbridge.core.addresses import is_loopback, parse_tcp
 from kvbridge.core.ids import FrozenModel
 from kvbridge.daemon.memory import memory_directory, plan_memory
 from kvbridge.daemon.model import load_geometry
+from kvbridge.daemon.peer_setup import LINK_DESCRIPTORS
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 
 RDMA_TRANSPORTS = ("rc", "ud", "dc", "ib")
 """How names of UCX transports that need an RDMA device begin."""
-DESCRIPTORS_A_PREFILL_NODE = 4
-"""File descriptors that a decode node takes for each prefill node."""
 
 
 class Port(FrozenModel):
@@ -29,8 +25,6 @@ class Port(FrozenModel):
     port: int
     connections: int
     """At most, as configured."""
-    connections_key: str
-    descriptors_each: int = 1
 
 
 class Needs(FrozenModel):
@@ -42,19 +36,17 @@ class Needs(FrozenModel):
     directory: str = str(DEFAULT_DIRECTORY)
     """Where shared memory is made."""
     shared_bytes: int = 0
-    """Of pools in shared memory."""
+    """Of pools in shared memory; a network card has to lock as many."""
     device_bytes: dict[int, int] = Field(default_factory=dict)
     """Of pools that the rank workers make, by GPU ordinal."""
     gpus: tuple[int, ...] = ()
-    adopted: bool = False
-    """Whether engines bring their own memory, so that its size is not known here."""
     transports: tuple[str, ...] = tuple(TransportName)
     settings: TransportSettings = TransportSettings()
     ports: tuple[Port, ...] = ()
     idle_connections: int = 0
     """Outgoing connections, times the descriptors each takes."""
     public: bool = False
-    """Whether peers on other hosts are expected: it listens beyond loopback."""
+    """Whether peers on other hosts are expected: the daemon listens beyond loopback."""
     bootstraps: tuple[str, ...] = ()
 
     @property
@@ -63,23 +55,18 @@ class Needs(FrozenModel):
         return f"{self.instance}/{self.node}" if self.instance else self.role
 
     @property
-    def locked_bytes(self) -> int:
-        """What a network card has to lock in place."""
-        return self.shared_bytes
-
-    @property
     def rdma_required(self) -> bool:
         """Whether a transport was told to use RDMA and nothing else."""
-        mooncake, nixl = self.settings.mooncake, self.settings.nixl
-        return (TransportName.MOONCAKE in self.transports and mooncake.protocol is MooncakeProtocol.RDMA) or (
-            TransportName.NIXL in self.transports and names_rdma(nixl.ucx_tls) and "tcp" not in nixl.ucx_tls
-        )
+        tls = self.settings.nixl.ucx_tls
+        return (
+            TransportName.MOONCAKE in self.transports and self.settings.mooncake.protocol is MooncakeProtocol.RDMA
+        ) or (TransportName.NIXL in self.transports and _names_rdma(tls) and "tcp" not in tls)
 
     @property
     def rdma_wanted(self) -> bool:
         """Whether RDMA would be used where there is some."""
         tls = self.settings.nixl.ucx_tls
-        return self.rdma_required or (TransportName.NIXL in self.transports and (not tls or names_rdma(tls)))
+        return self.rdma_required or (TransportName.NIXL in self.transports and (not tls or _names_rdma(tls)))
 
     @property
     def rdma_devices(self) -> frozenset[str]:
@@ -88,21 +75,27 @@ class Needs(FrozenModel):
         return frozenset(each.strip().partition(":")[0] for each in named if each.strip())
 
 
-def names_rdma(ucx_tls: str) -> bool:
-    """Whether a list of UCX transports names one that needs an RDMA device."""
+def _names_rdma(ucx_tls: str) -> bool:
     return not ucx_tls.startswith("^") and any(each.startswith(RDMA_TRANSPORTS) for each in ucx_tls.split(","))
 
 
 def needs_of(config: PrefillConfig | DecodeConfig | BootstrapConfig) -> Needs:
     """Return what a configuration asks for. Raises ConfigError or InvalidInputError for one that no daemon would start with."""
+    ports, public = [_http_port(config)], not is_loopback(config.http.host)
     if isinstance(config, BootstrapConfig):
-        return Needs(role="bootstrap", transports=(), ports=(_http_port(config),), public=_is_public(config.http.host))
+        return Needs(role="bootstrap", transports=(), ports=tuple(ports), public=public)
     layout = plan_memory(config, load_geometry(config.model))
     made: dict[int, int] = {}
     for rank in layout.orders:
         placement = layout.device[rank]
         made[placement.device] = made.get(placement.device, 0) + placement.total_bytes
-    used = [placed.cuda_ordinal for placed in config.parallelism.placements()]
+    if isinstance(config, PrefillConfig):
+        public = public or not is_loopback(config.control.host)
+        if (address := parse_tcp(config.control.bind)) is not None:
+            most = config.control.max_connections
+            ports.append(Port(key="control.bind", host=address.host, port=address.port, connections=most))
+    used = {placed.cuda_ordinal for placed in config.parallelism.placements()}
+    outgoing = config.control.max_connections * LINK_DESCRIPTORS if isinstance(config, DecodeConfig) else 0
     return Needs(
         role="prefill" if isinstance(config, PrefillConfig) else "decode",
         instance=config.instance,
@@ -110,48 +103,16 @@ def needs_of(config: PrefillConfig | DecodeConfig | BootstrapConfig) -> Needs:
         directory=str(memory_directory(config)),
         shared_bytes=layout.node_bytes,
         device_bytes=made,
-        gpus=tuple(sorted({ordinal for ordinal in used if ordinal is not None})),
-        adopted=bool(layout.adopted),
+        gpus=tuple(sorted(ordinal for ordinal in used if ordinal is not None)),
         transports=tuple(config.transports.order),
         settings=config.transports,
-        ports=tuple(_ports(config)),
-        idle_connections=_outgoing(config),
-        public=_leaves_host(config),
+        ports=tuple(ports),
+        idle_connections=outgoing,
+        public=public,
         bootstraps=tuple(url for url in (config.bootstrap.url, *config.bootstrap.other_urls) if url),
     )
 
 
-def _ports(config: PrefillConfig | DecodeConfig) -> list[Port]:
-    found = [_http_port(config)]
-    if isinstance(config, PrefillConfig) and (address := parse_tcp(config.control.bind)) is not None:
-        most, key = config.control.max_connections, "control.max_connections"
-        found.append(
-            Port(key="control.bind", host=address.host, port=address.port, connections=most, connections_key=key)
-        )
-    return found
-
-
 def _http_port(config: DaemonConfig | BootstrapConfig) -> Port:
     http = config.http
-    return Port(
-        key="http.port",
-        host=http.host,
-        port=http.port,
-        connections=http.max_connections,
-        connections_key="http.max_connections",
-    )
-
-
-def _outgoing(config: PrefillConfig | DecodeConfig) -> int:
-    return config.control.max_connections * DESCRIPTORS_A_PREFILL_NODE if isinstance(config, DecodeConfig) else 0
-
-
-def _leaves_host(config: PrefillConfig | DecodeConfig) -> bool:
-    hosts = [config.http.host]
-    if isinstance(config, PrefillConfig):
-        hosts.append(config.control.host)
-    return any(_is_public(host) for host in hosts)
-
-
-def _is_public(host: str) -> bool:
-    return not is_loopback(host)
+    return Port(key="http.port", host=http.host, port=http.port, connections=http.max_connections)

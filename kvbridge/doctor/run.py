@@ -1,11 +1,8 @@
-"""One run of the doctor: read, ask, move; then judge.
-
-Owns: the order, and which peers are asked. Must not know: how a configuration is found, how findings are shown.
-"""
+"""One run of the doctor: read, ask, move; then judge by the table of all checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,19 +11,70 @@ from kvbridge.api.endpoint_file import read_endpoint
 from kvbridge.config.endpoints import is_wildcard
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
-from kvbridge.doctor.facts import Answer, Handshake, Host, KeyFact, Moved, Reach
-from kvbridge.doctor.host.devices import read_devices
-from kvbridge.doctor.host.memory import read_memory
-from kvbridge.doctor.host.network import read_network, read_routes
-from kvbridge.doctor.host.process import read_process, read_software
-from kvbridge.doctor.host.reach import MOST_PEERS, Asking, Credentials, other_side
-from kvbridge.doctor.host.transfers import move_here, move_to
+from kvbridge.core.ids import FrozenModel
+from kvbridge.doctor import devices, memory, network, process, reach, software, trial
+from kvbridge.doctor.devices import Devices
+from kvbridge.doctor.findings import Finding, Level
+from kvbridge.doctor.memory import Memory
 from kvbridge.doctor.needs import Needs
+from kvbridge.doctor.network import Network
+from kvbridge.doctor.process import Process
+from kvbridge.doctor.reach import Asking, Credentials, Reach
+from kvbridge.doctor.software import LIBRARIES, Software
+from kvbridge.doctor.trial import Moved
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 
 Config = PrefillConfig | DecodeConfig | BootstrapConfig
-LIBRARY_OF = {"mooncake": "mooncake-transfer-engine", "nixl": "nixl-cu"}
-"""How the names of the distributions begin that a transport needs."""
+
+
+class Host(FrozenModel):
+    """Everything that was read, asked and moved."""
+
+    memory: Memory = Memory()
+    devices: Devices = Devices()
+    network: Network = Network()
+    process: Process = Process()
+    software: Software = Software()
+    reach: Reach = Reach()
+    moved: tuple[Moved, ...] = ()
+
+
+CHECKS: dict[str, Callable[[Host, Needs], Iterator[Finding]]] = {
+    "memory.locked": lambda host, needs: memory.check_locked(host.memory, needs, rdma=bool(host.network.rdma)),
+    "memory.shared": lambda host, needs: memory.check_shared(host.memory, needs),
+    "memory.limits": lambda host, needs: memory.check_limits(host.memory, needs),
+    "memory.leftovers": lambda host, _: memory.check_left(host.memory),
+    "devices.present": lambda host, needs: devices.check_present(host.devices, needs),
+    "devices.memory": lambda host, needs: devices.check_memory(host.devices, needs),
+    "devices.driver": lambda host, _: devices.check_driver(host.devices, host.software.packages),
+    "devices.ipc": lambda host, _: devices.check_sharing(host.devices),
+    "rdma.present": lambda host, needs: network.check_rdma(host.network, needs),
+    "rdma.state": lambda host, needs: network.check_rdma_states(host.network, needs),
+    "network.ports": lambda host, needs: network.check_ports(host.network, needs, host.reach.running),
+    "network.addresses": lambda host, needs: network.check_addresses(host.network, needs),
+    "process.open_files": lambda host, needs: process.check_open_files(host.process, needs),
+    "process.runtime_directory": lambda host, needs: process.check_runtime_directory(host.process, needs),
+    "process.keys": lambda host, needs: process.check_keys(host.process, needs),
+    "software.mooncake": lambda host, needs: software.check_library("mooncake", host.software, needs),
+    "software.nixl": lambda host, needs: software.check_library("nixl", host.software, needs),
+    "software.environment": lambda host, needs: software.check_environment(
+        host.software, needs, rdma=bool(host.network.rdma)
+    ),
+    "reach.bootstrap": lambda host, needs: reach.check_bootstrap(host.reach, needs),
+    "reach.peers": lambda host, needs: reach.check_peers(host.reach, needs),
+    "reach.control": lambda host, needs: reach.check_control(host.reach, needs),
+    "reach.transfers": lambda host, _: trial.check_transfers(host.moved),
+}
+"""Stable names, which programs may match on, in the order in which findings are shown."""
+
+
+def examine(host: Host, needs: Needs) -> list[Finding]:
+    """Run every check. The worst findings come first, otherwise in the order of the table."""
+    if host.reach.running:  # its pools are there already
+        needs = needs.model_copy(update={"shared_bytes": 0, "device_bytes": {}})
+    found = [each.model_copy(update={"check": name}) for name, check in CHECKS.items() for each in check(host, needs)]
+    order = list(Level)
+    return sorted(found, key=lambda finding: order.index(finding.level))
 
 
 @dataclass(frozen=True)
@@ -36,7 +84,7 @@ class Visit:
     config: Config | None = None
     needs: Needs = field(default_factory=Needs)
     credentials: Credentials = field(default_factory=Credentials)
-    keys: tuple[KeyFact, ...] = ()
+    keys: tuple[tuple[bool, str], ...] = ()
     peers: Sequence[str] = ()
     """As given: `http://HOST:PORT` of a daemon, `tcp://HOST:PORT` of a control socket, HOST:PORT of a bench-peer."""
     bench_flags: Sequence[str] = ()
@@ -48,52 +96,23 @@ def read_host(visit: Visit, tell: Callable[[str], None]) -> Host:
     needs, config = visit.needs, visit.config
     tell("reading this host")
     directories = [Path(needs.directory), DEFAULT_DIRECTORY, Path(needs.settings.local.proof_directory)]
-    runtime = config.runtime_dir if isinstance(config, PrefillConfig | DecodeConfig) else None
     host = Host(
-        memory=read_memory(directories),
-        devices=read_devices(needs.gpus),
-        network=read_network(needs),
-        process=read_process(runtime, visit.keys),
-        software=read_software(),
+        memory=memory.read_memory(directories),
+        devices=devices.read_devices(needs.gpus),
+        network=network.read_network(needs),
+        process=process.read_process(getattr(config, "runtime_dir", None), visit.keys),
+        software=software.read_software(),
     )
     tell("asking bootstrap and peers")
-    with closing(Asking(visit.credentials)) as asking:
-        reach = _ask(visit, asking)
-    urls = [answer.url for answer in reach.peers]
-    host = host.model_copy(
-        update={"network": host.network.model_copy(update={"routes": tuple(read_routes(host, needs, urls))})}
-    )
-    moved = tuple(_move(visit, host, tell)) if visit.transfer else ()
-    return host.model_copy(update={"reach": reach.model_copy(update={"moved": moved})})
-
-
-def _ask(visit: Visit, asking: Asking) -> Reach:
-    needs, own = visit.needs, "" if visit.config is None else _own_url(visit.config)
-    running = asking.running(own, needs) if own else ""
-    urls = (own,) if needs.role == "bootstrap" and running else needs.bootstraps
-    bootstraps: list[Answer] = []
-    peers: list[Answer] = []
-    shaken: list[Handshake] = []
-    for url in urls:
-        answer = asking.ready("bootstrap", url)
-        listed, problem = asking.instances(url) if not answer.problem else ((), "")
-        bootstraps.append(answer.model_copy(update={"problem": answer.problem or problem}))
-        if peers:
-            continue
-        for name, peer_url, control, encrypted in list(other_side(needs, listed))[:MOST_PEERS]:
-            peers.append(asking.ready(name, peer_url))
-            if control and needs.role == "decode":
-                shaken.append(asking.shake(name, control, encrypted=encrypted))
-    for given in visit.peers:
-        if given.startswith("tcp://"):
-            shaken.append(asking.shake(given, given, encrypted=None))
-        elif "://" in given:
-            peers.append(asking.ready(given, given))
-    return Reach(running=running, bootstraps=tuple(bootstraps), peers=tuple(peers), handshakes=tuple(shaken))
+    asking = Asking(visit.credentials)
+    with closing(asking.http):
+        found = asking.reach(needs, _own_url(config) if config is not None else "", visit.peers)
+    moved = tuple(_move(visit, host.software, tell)) if visit.transfer else ()
+    return host.model_copy(update={"reach": found, "moved": moved})
 
 
 def _own_url(config: Config) -> str:
-    """Where this configuration's daemon answers, if it runs: as it has written down, else as configured."""
+    """Return where this configuration's daemon answers, if it runs: as it has written down, else as configured."""
     if isinstance(config, PrefillConfig | DecodeConfig):
         with suppress(ConfigError):  # of another user: a finding of its own
             if (written := read_endpoint(config.runtime_dir)) is not None:
@@ -103,23 +122,20 @@ def _own_url(config: Config) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.http.port}"
 
 
-def _move(visit: Visit, host: Host, tell: Callable[[str], None]) -> list[Moved]:
-    installed = [
-        name
-        for name in visit.needs.transports
-        if name not in LIBRARY_OF or any(each.startswith(LIBRARY_OF[name]) for each in host.software.packages)
-    ]
+def _move(visit: Visit, found: Software, tell: Callable[[str], None]) -> Iterator[Moved]:
+    libraries = {name: LIBRARIES[name].builds for name in visit.needs.transports if name in LIBRARIES}
+    missing = [name for name, builds in libraries.items() if not found.packages.keys() & set(builds)]
+    installed = [name for name in visit.needs.transports if name not in missing]
     tell(f"moving bytes within this host by {', '.join(installed)}")
-    found = move_here(installed, visit.bench_flags)
-    reaching = [name for name in installed if name != "local"]
+    if installed:
+        yield from trial.move_here(installed, visit.bench_flags)
+    reaching = [name for name in installed if name in libraries]
     for peer in visit.peers:
         if "://" in peer:
             continue
         tell(f"moving bytes to {peer}")
-        found += move_to(peer, reaching, visit.bench_flags)
-        if not reaching:
-            missing = ", ".join(name for name in visit.needs.transports if name in LIBRARY_OF)
-            found.append(
-                Moved(name=peer, transport=missing, problem="no library of these transports is installed here")
-            )
-    return found
+        if reaching:
+            yield from trial.move_to(peer, reaching, visit.bench_flags)
+        else:
+            problem = "no library of these transports is installed here"
+            yield Moved(name=peer, transport=", ".join(missing), problem=problem)

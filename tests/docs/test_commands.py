@@ -22,7 +22,7 @@ REASONS = {
     "it is make's": "check and test are what CI runs; the demo is run in tests/integration/test_demo.py",
     "it takes minutes": "the demo is run in tests/integration/test_demo.py",
     "it needs systemd": "the units are verified in tests/deploy/test_systemd.py",
-    "it needs a trace": "small ones are read in tests/unit/cli/test_fit_trace.py",
+    "it needs a trace": "small ones are read in tests/unit/cli/test_fit_command.py",
     "it needs a container engine": "what images do is run in tests/deploy/test_images.py",
     "it needs a node that keeps prefixes": "they are dropped in tests/integration/test_changed_pages.py",
     "it needs vLLM": "servers that behave as its do are behind the router in tests/integration/test_router.py",

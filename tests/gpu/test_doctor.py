@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.doctor.facts import Host
+from kvbridge.doctor.devices import read_devices
 from kvbridge.doctor.findings import Level
-from kvbridge.doctor.host.devices import read_devices
 from kvbridge.doctor.needs import Needs
-from kvbridge.doctor.table import examine
+from kvbridge.doctor.run import Host, examine
 from kvbridge.kernels.cuda import runtime
 
 pytestmark = pytest.mark.gpu

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvbridge.cli.initial import InitialCluster
+from kvbridge.cli.init import InitialCluster
 from kvbridge.config.pools import ModelConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"

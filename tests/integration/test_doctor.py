@@ -51,7 +51,6 @@ def test_a_pair_that_runs_is_found_reached_and_not_disturbed() -> None:
         assert level == "fine"
         assert "local to this host" in what
         assert "verified" in what
-        assert {level for level, _ in said_by("reach.clock", findings)} == {"fine"}
         assert refused(live) == ""
         live.check_running()
         assert live.pair(100)["decode"]["instance"] == "decode-0"

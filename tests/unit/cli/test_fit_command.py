@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from kvbridge.cli.fit import FitReport, readable
+from kvbridge.cli.fit import FitReport
+from kvbridge.cli.fit_trace import TraceFit
 from kvbridge.cli.main import app
+from kvbridge.cli.trace import TraceRequest, prompt_tokens
+from kvbridge.core.geometry.presets import preset
+from kvbridge.doctor.findings import size
 
 CONFIG = str(Path(__file__).parents[3] / "configs" / "decode.yaml")
+PAGE = preset("tiny-v4").tokens_per_page
+"""Half a block of a trace."""
 FLASH = ["--set", "model.preset=deepseek-v4-flash"]
 SPARSE = ["--set", "sparse.max_requests=64", "--set", "sparse.max_tokens=1048576"]
 
@@ -50,7 +57,7 @@ def test_memory_for_prefixes_on_the_host_is_counted():
     shown, report = run(*FLASH, *settings, "--tokens", "256"), run(*FLASH, *settings, "--tokens", "256", "--json")
     found = FitReport.model_validate_json(report.output)
     assert 0 <= found.twin_bytes - 1000 * (998_208 - 786_240) < 64 * 4096
-    assert cells(shown.output, "prefixes on the host") == ["1000", readable(found.twin_bytes)]
+    assert cells(shown.output, "prefixes on the host") == ["1000", size(found.twin_bytes)]
     assert cells(shown.output, "fit at once") == cells(run(*FLASH, "--tokens", "256").output, "fit at once")
 
 
@@ -77,10 +84,10 @@ def test_json_says_what_the_tables_say():
     found = FitReport.model_validate_json(run(*arguments, "--json").output)
     shown = run(*arguments).output
     assert [str(each.fits.requests) for each in found.lengths] == cells(shown, "fit at once") == ["32", "2"]
-    assert [readable(each.host_bytes) for each in found.lengths] == cells(shown, "c4_kv on the host")
-    assert [readable(each.device_bytes) for each in found.lengths] == cells(shown, "on the device")
+    assert [size(each.host_bytes) for each in found.lengths] == cells(shown, "c4_kv on the host")
+    assert [size(each.device_bytes) for each in found.lengths] == cells(shown, "on the device")
     assert [str(each.would_fit.requests) for each in found.lengths] == cells(shown, "would fit into 60.0 GiB")
-    assert cells(shown, "hot buffer of rank") == ["64", readable(found.hot_buffer_bytes)]
+    assert cells(shown, "hot buffer of rank") == ["64", size(found.hot_buffer_bytes)]
 
 
 def test_json_of_memory_that_is_not_named_says_nothing_of_it():
@@ -112,9 +119,75 @@ def test_wrong_options_are_refused_in_words(arguments, text):
     assert "Traceback" not in result.output
 
 
+def write(path: Path, prompts: list[tuple[int, list[int]]]) -> Path:
+    lines = [
+        {"timestamp": 1000 * number, "input_length": tokens, "output_length": 1, "hash_ids": ids}
+        for number, (tokens, ids) in enumerate(prompts)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def kept(trace: Path, *arguments: str):
+    return run("--set", "model.preset=tiny-v4", "--trace", str(trace), *arguments)
+
+
+def report(trace: Path, *arguments: str) -> TraceFit:
+    return TraceFit.model_validate_json(kept(trace, "--json", *arguments).stdout)
+
+
+@pytest.fixture
+def trace(tmp_path) -> Path:
+    """Four pages; the same again; one that shares a block, two pages, and has half a page more; the first again."""
+    first = (4 * PAGE, [1, 2])
+    return write(tmp_path / "small.jsonl", [first, first, (4 * PAGE + 100, [1, 3, 4]), first])
+
+
+def test_hits_are_whole_pages_that_were_there(trace):
+    found = report(trace, "--pool", "1GiB")
+    large, endless = found.pools
+    assert (found.requests, found.prompt_tokens, endless.pool_bytes) == (4, 16 * PAGE + 100, None)
+    assert endless.hit_tokens == large.hit_tokens == (0 + 4 + 2 + 4) * PAGE
+    assert endless.hit_rate == pytest.approx(10 * PAGE / (16 * PAGE + 100))
+
+
+def test_a_small_pool_evicts_and_a_host_tier_keeps_what_the_pool_evicts(trace):
+    """The third prompt takes the two pages of the first that it does not share, and the fourth takes them back."""
+    page_bytes = report(trace).page_bytes
+    pools = f"{3 * page_bytes},{4 * page_bytes},{4 * page_bytes} + {20 * page_bytes}"
+    three, four, tiered, _ = report(trace, "--pool", pools).pools
+    assert (three.too_long, three.hit_tokens) == (4, 0)
+    assert (four.pages, four.hit_tokens, four.host_hit_tokens) == (4, 8 * PAGE, 0)
+    assert (tiered.host_bytes, tiered.hit_tokens, tiered.host_hit_tokens) == (20 * page_bytes, 10 * PAGE, 2 * PAGE)
+
+
+def test_the_table_has_a_line_for_each_pool(trace):
+    result = kept(trace, "--pool", "64MiB,1MiB,1MiB+63MiB", "--set", "tier.policy=greedy_dual")
+    assert result.exit_code == 0, result.output
+    lines = [line.strip("│ ") for line in result.output.splitlines() if line.startswith("│")]
+    assert [line.split("│")[0].strip() for line in lines] == ["1.0 MiB", "1.0 MiB + 63.0 MiB", "64.0 MiB", "endless"]
+    assert "small.jsonl: 4 requests" in result.output
+    assert "greedy_dual" in result.output
+
+
 @pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (5 << 30, "5.0 GiB"), (1 << 60, "1.0 EiB")],
+    ("arguments", "words"),
+    [(["--pool", "many"], "'many'"), (["--pool", "10B"], "one page has"), (["--pool", "1GiB,"], "separated by commas")],
 )
-def test_sizes_are_readable(size, text):
-    assert readable(size) == text
+def test_wrong_sizes_are_refused(trace, arguments, words):
+    result = kept(trace, *arguments)
+    assert (result.exit_code, words in result.stderr) == (2, True)
+
+
+def test_a_trace_that_says_nothing_of_prefixes_is_refused(tmp_path):
+    result = kept(write(tmp_path / "t.jsonl", [(100, [])]))
+    assert (result.exit_code, "no request has 'hash_ids'" in result.stderr) == (2, True)
+
+
+def test_blocks_without_an_id_are_shared_with_nobody():
+    request = TraceRequest(timestamp=0, input_length=1500, output_length=1, hash_ids=(2**62, 5))
+    one, other = prompt_tokens(request, 1), prompt_tokens(request, 2)
+    assert len(one) == 1500
+    assert (one[:1024] == other[:1024]).all()
+    assert (one[1024:] != other[1024:]).any()
+    assert (one[:512].reshape(-1, 2) == [0, 2**30]).all()

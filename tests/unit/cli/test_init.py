@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kvbridge.cli.cluster_directory import read_cluster
 from kvbridge.cli.config import DaemonRole
-from kvbridge.cli.initial import POOL_BYTES
+from kvbridge.cli.init import POOL_BYTES
 from kvbridge.cli.main import app
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError

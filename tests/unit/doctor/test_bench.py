@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import select
 import signal
 import subprocess
@@ -23,15 +24,12 @@ from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.requests import RequestClient, RequestServer, try_handshake
 from kvbridge.core.errors import ConfigError, DeadlineError, DigestMismatchError, PeerError, UnauthorizedError
 from kvbridge.core.plan.operations import Operations
-from kvbridge.doctor import run
-from kvbridge.doctor.bench import measuring
-from kvbridge.doctor.bench.lender import IDLE_S, Lender, make_buffer
-from kvbridge.doctor.bench.measuring import Effort, Trial
-from kvbridge.doctor.bench.questions import Answer, Checksum, Close, Fill, Open
-from kvbridge.doctor.host.transfers import HERE, move_here, move_to
+from kvbridge.doctor import bench, run, trial
+from kvbridge.doctor.bench import IDLE_S, Answer, Effort, Lender, Question, Trial, make_buffer
 from kvbridge.doctor.run import Visit
+from kvbridge.doctor.software import Software
+from kvbridge.doctor.trial import HERE, move_here, move_to
 from kvbridge.transport.base import Endpoint, TransferState, TransferStatus
-from tests.unit.doctor.hosts import HEALTHY
 
 COMMAND = [sys.executable, "-m", "kvbridge", "bench-peer"]
 START_S = 60.0
@@ -97,7 +95,7 @@ def test_a_transport_that_breaks_down_is_a_finding(monkeypatch: pytest.MonkeyPat
     (nobody,) = move_to("127.0.0.1:1", ["local"], [])
     assert "nobody listens there" in nobody.problem
     crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-    monkeypatch.setattr("kvbridge.doctor.host.transfers.COMMAND", (sys.executable, "-c", crash))
+    monkeypatch.setattr("kvbridge.doctor.trial.COMMAND", (sys.executable, "-c", crash))
     crashed = move_here(["nixl", "local"], [])
     assert [each.transport for each in crashed] == ["nixl", "local"]
     assert all("SIGSEGV" in each.problem and each.name == HERE for each in crashed)
@@ -139,7 +137,7 @@ def lender() -> Iterator[Lender]:
 
 
 def trial_with(lender: Lender, status: TransferStatus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "create_transport", lambda *_: Forgetful(status))
+    monkeypatch.setattr(bench, "create_transport", lambda *_: Forgetful(status))
     with (
         serving(lender.answer) as endpoint,
         RequestClient(endpoint, keys=None, server_key="", timeout_s=20) as client,
@@ -161,37 +159,35 @@ def test_a_failed_transfer_is_told_with_its_cause(lender: Lender, monkeypatch: p
         trial_with(lender, TransferStatus(TransferState.FAILED_QUIET, "cable cut"), monkeypatch)
 
 
-def ask(lender: Lender, question) -> Answer:
-    return Answer.model_validate_json(lender.answer(question.model_dump_json().encode()))
+def ask(lender: Lender, trial: str, ask: str, **asked) -> Answer:
+    return Answer.model_validate_json(lender.answer(Question(ask=ask, trial=trial, **asked).model_dump_json().encode()))
 
 
 def test_one_trial_at_a_time_and_a_silent_one_gives_way() -> None:
     now = [100.0]
     with Lender(make_buffer(length_bytes=SMALL), TransportSettings(), clock=lambda: now[0]) as lender:
-        opened = ask(lender, Open(trial="a", transport="local"))
+        assert len(list(Path("/dev/shm").glob(f"*.bench-{os.getpid()}"))) == 1
+        opened = ask(lender, "a", "open", transport="local")
         assert opened.length_bytes == SMALL
         assert base64.b64decode(opened.endpoint)
-        assert "another trial is under way" in ask(lender, Fill(trial="b", value=1)).error
-        assert not ask(lender, Fill(trial="a", value=7)).error
-        now[0] += IDLE_S + 1
-        assert not ask(lender, Fill(trial="b", value=1)).error
-        assert "another trial is under way" in ask(lender, Fill(trial="a", value=1)).error
-        assert not ask(lender, Close(trial="b")).error
-        assert not ask(lender, Fill(trial="a", value=1)).error
+        assert "another trial is under way" in ask(lender, "b", "fill", value=1).error
+        assert not ask(lender, "a", "fill", value=7).error
+        now[0] += IDLE_S - 1
+        assert "another trial is under way" in ask(lender, "b", "fill", value=1).error
+        now[0] += 1
+        assert not ask(lender, "b", "fill", value=1).error
+        assert "another trial is under way" in ask(lender, "a", "fill", value=1).error
+        assert not ask(lender, "b", "close").error
+        assert not ask(lender, "a", "fill", value=1).error
+    assert not list(Path("/dev/shm").glob(f"*.bench-{os.getpid()}"))
 
 
 def test_wrong_questions_are_answered_with_an_error(lender: Lender) -> None:
     assert "does not know the question" in Answer.model_validate_json(lender.answer(b"\x00")).error
     assert "does not know the question" in Answer.model_validate_json(lender.answer(b'{"ask": "dance"}')).error
-    assert "there is no transport" in ask(lender, Open(trial="a", transport="pigeon")).error
-    assert "asked for" in ask(lender, Checksum(trial="a", length_bytes=1 << 40)).error
-
-
-def test_checksums_follow_what_is_there(lender: Lender) -> None:
-    ask(lender, Fill(trial="a", value=1))
-    ones = ask(lender, Checksum(trial="a", length_bytes=SMALL)).checksum
-    ask(lender, Fill(trial="a", value=2))
-    assert ask(lender, Checksum(trial="a", length_bytes=SMALL)).checksum != ones
+    assert "there is no transport" in ask(lender, "a", "open", transport="pigeon").error
+    assert "asked for" in ask(lender, "a", "checksum", length_bytes=1 << 40).error
+    assert "asked for" not in ask(lender, "a", "checksum", length_bytes=4 * SMALL).error
 
 
 def test_the_handshake_is_tried_with_keys_and_without() -> None:
@@ -237,9 +233,8 @@ def test_listening_to_the_network_wants_keys() -> None:
 
 def test_a_peer_that_no_installed_library_reaches_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who names a peer wants to know whether bytes get there, and is told why not."""
-    monkeypatch.setattr(run, "move_here", lambda _transports, _flags: [])
-    bare = HEALTHY.model_copy(update={"software": HEALTHY.software.model_copy(update={"packages": {}})})
-    (told,) = run._move(Visit(peers=("10.0.0.2:7909",)), bare, lambda _text: None)
+    monkeypatch.setattr(trial, "move_here", lambda _transports, _flags: [])
+    (told,) = run._move(Visit(peers=("10.0.0.2:7909",)), Software(), lambda _text: None)
     assert told.name == "10.0.0.2:7909"
     assert "mooncake, nixl" in told.transport
     assert "no library of these transports is installed" in told.problem

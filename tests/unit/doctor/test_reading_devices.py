@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvbridge.core.errors import UnsupportedError
-from kvbridge.doctor.host import devices
-from kvbridge.doctor.host.devices import read_devices
+from kvbridge.doctor import devices
+from kvbridge.doctor.devices import read_devices
 from kvbridge.kernels.cuda import runtime
 
 FACTS = runtime.DeviceFacts("NVIDIA H200", 132, (9, 0), 141 << 30, 139 << 30)
@@ -18,23 +18,12 @@ FACTS = runtime.DeviceFacts("NVIDIA H200", 132, (9, 0), 141 << 30, 139 << 30)
 
 @pytest.fixture
 def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two devices of which only the first reaches the other; the runtime pads what it returns."""
-    place = tmp_path / "sys/bus/pci/devices/0000:3b:00.0"
-    place.mkdir(parents=True)
-    (place / "numa_node").write_text("1\n")
     version = tmp_path / "proc/driver/nvidia/version"
     version.parent.mkdir(parents=True)
     version.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
-
-    def call(name: str, length: int, device: int) -> Any:
-        assert name == "cudaDeviceGetPCIBusId"
-        return b"0000:3B:00.0\0".ljust(length) if device == 0 else b"0000:5E:00.0\0".ljust(length)
-
     monkeypatch.setattr(devices, "has_accelerator", lambda: True)
     monkeypatch.setattr(runtime, "device_count", lambda: 2)
     monkeypatch.setattr(runtime, "device_facts", lambda _: FACTS)
-    monkeypatch.setattr(runtime, "can_reach", lambda one, other: (one, other) == (0, 1))
-    monkeypatch.setattr(runtime, "call", call)
     monkeypatch.setattr(runtime, "allocate", lambda *_: 4096)
     monkeypatch.setattr(runtime, "free", lambda *_: None)
     monkeypatch.setattr(runtime, "export_memory", lambda *_: b"\1" * 64)
@@ -56,8 +45,8 @@ def test_two_gpus(two_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = opener(monkeypatch, 0, "")
     found = read_devices((1,), two_gpus)
     assert (found.driver, found.ipc_problem) == ("580.65.06", "")
-    assert [(gpu.node, gpu.reaches) for gpu in found.gpus] == [(1, (1,)), (None, ())]
-    assert asked[0][1:] == ["-P", "-m", "kvbridge.doctor.host.devices", "1", "01" * 64]
+    assert [(gpu.ordinal, gpu.free_bytes) for gpu in found.gpus] == [(0, 139 << 30), (1, 139 << 30)]
+    assert asked[0][1:] == ["-P", "-m", "kvbridge.doctor.devices", "1", "01" * 64]
 
 
 @pytest.mark.parametrize(
@@ -75,10 +64,8 @@ def test_memory_that_nobody_else_can_open(
     assert problem in str(read_devices((0,), two_gpus).ipc_problem)
 
 
-def test_sharing_is_not_tried_where_no_rank_is(two_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not opener(monkeypatch, 0, "")
-    assert read_devices((), two_gpus).ipc_problem is None
-    assert read_devices((7,), two_gpus).ipc_problem is None
+def test_sharing_is_not_tried_where_no_rank_is(two_gpus: Path) -> None:
+    assert [read_devices(used, two_gpus).ipc_problem for used in ((), (2,), (7,))] == [None] * 3
 
 
 def test_a_driver_that_this_process_cannot_use(two_gpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,20 +1,55 @@
-"""What this process may do: files, tracing, its runtime directory, its keys."""
+"""What this process may do: open files, its runtime directory, its keys and tokens."""
 
 from __future__ import annotations
 
+import resource
 from collections.abc import Iterator
+from pathlib import Path
 
+from kvbridge.control.runtime_directory import require_private_directory
+from kvbridge.core.errors import ConfigError
+from kvbridge.core.ids import FrozenModel
 from kvbridge.daemon.descriptors import SHARE
-from kvbridge.doctor.facts import Host
 from kvbridge.doctor.findings import Finding, breaks, fine, not_here, warning
+from kvbridge.doctor.memory import Limit, read_limit
 from kvbridge.doctor.needs import Needs
 
 LEAST_FILES = 1024
 
 
-def open_files(host: Host, needs: Needs) -> Iterator[Finding]:
+class Directory(FrozenModel):
+    """A directory or what lies in its place."""
+
+    path: str
+    problem: str = ""
+    """Why it could not be used."""
+    exists: bool = True
+
+
+class Process(FrozenModel):
+    """What this process may do."""
+
+    open_files: Limit = Limit()
+    runtime: Directory | None = None
+    keys: tuple[tuple[bool, str], ...] = ()
+    """Lines of `kvbridge keys check`: whether what is said is good, and the text."""
+
+
+def read_process(runtime_directory: Path | None, keys: tuple[tuple[bool, str], ...]) -> Process:
+    """Look at limits and rights. `keys` have been looked at by the caller."""
+    runtime = None
+    if runtime_directory is not None:
+        path = str(runtime_directory)
+        try:
+            runtime = Directory(path=path, exists=require_private_directory(runtime_directory))
+        except ConfigError as error:
+            runtime = Directory(path=path, problem=str(error))
+    return Process(open_files=read_limit(resource.RLIMIT_NOFILE), runtime=runtime, keys=keys)
+
+
+def check_open_files(process: Process, needs: Needs) -> Iterator[Finding]:
     """Connections are file descriptors; a daemon raises the soft limit to the hard one and serves what that affords."""
-    hard = host.process.open_files.hard
+    hard = process.open_files.hard
     wanted = max([needs.idle_connections, *(port.connections for port in needs.ports)], default=0) * SHARE
     raise_it = (
         "raise the hard limit: systemd LimitNOFILE=1048576; docker --ulimit nofile=1048576; /etc/security/limits.conf"
@@ -37,25 +72,9 @@ def open_files(host: Host, needs: Needs) -> Iterator[Finding]:
         )
 
 
-def tracing(host: Host, needs: Needs) -> Iterator[Finding]:
-    """Between two processes of a host, UCX copies by process_vm_writev, which wants the right to trace the other one."""
-    scope, tls = host.process.ptrace_scope, needs.settings.nixl.ucx_tls
-    by_cma = "nixl" in needs.transports and (not tls or any(name in tls for name in ("cma", "sm", "all")))
-    if not by_cma:
-        yield not_here("nothing here traces another process", "no transport that is configured needs it")
-    elif not scope or host.process.may_trace_any:
-        yield fine("processes of one user may read each other's memory (UCX CMA)")
-    else:
-        yield warning(
-            f"kernel.yama.ptrace_scope is {scope}, so UCX cannot copy between two processes of this host (CMA)",
-            "NIXL falls back to sockets there, or fails if it is allowed nothing else; the local transport does not need it",
-            "put local before nixl in transports.order, or: sysctl kernel.yama.ptrace_scope=0 (containers: --cap-add SYS_PTRACE)",
-        )
-
-
-def runtime_directory(host: Host, needs: Needs) -> Iterator[Finding]:
-    """Whoever can enter it is believed, so it must be this user's alone."""
-    found = host.process.runtime
+def check_runtime_directory(process: Process, needs: Needs) -> Iterator[Finding]:
+    """Whoever can enter the runtime directory is believed, so it must be this user's alone."""
+    found = process.runtime
     if found is None:
         yield not_here("no runtime directory", "bootstrap has none" if needs.role else "no configuration was given")
     elif found.problem:
@@ -69,15 +88,14 @@ def runtime_directory(host: Host, needs: Needs) -> Iterator[Finding]:
         yield fine(f"{found.path} {'is private' if found.exists else 'will be made'}")
 
 
-def keys(host: Host, needs: Needs) -> Iterator[Finding]:
-    """What `kvbridge keys check` says."""
-    for each in host.process.keys:
-        if each.good:
-            yield fine(each.text)
+def check_keys(process: Process, needs: Needs) -> Iterator[Finding]:
+    """`kvbridge keys check` says the same."""
+    for good, text in process.keys:
+        if good:
+            yield fine(text)
         else:
-            yield breaks(
-                each.text, "peers or callers will be refused, or a secret is not one", _key_cure(each.text, needs)
-            )
+            cure = _key_cure(text, needs)
+            yield breaks(text, "peers or callers will be refused, or a secret is not one", cure)
 
 
 def _key_cure(text: str, needs: Needs) -> str:

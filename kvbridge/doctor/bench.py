@@ -1,45 +1,82 @@
-"""The side of a trial that writes: how many bytes a second, how long one operation takes, and whether every byte arrived.
-
-Owns: the course of a trial. Must not know: who asked for it, how it is shown.
+"""Bytes moved to a peer for a trial: a `Lender` lends memory, a `Trial` writes there, measures, and compares every byte.
 
 Bytes go from a scratch buffer to scattered places of the lent one. Before each measured round the lent buffer is overwritten,
-and afterwards its checksum is compared with that of what should be there; the time for both is not counted.
+and afterwards its checksum is compared with that of what should be there; the time for both is not counted. The memory is scratch:
+Mooncake lets anybody who reaches its port write into it, and nothing believes what is in it.
 """
 
 from __future__ import annotations
 
 import base64
+import os
 import secrets
 import statistics
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Self
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 
 import crc32c
 import numpy as np
 import numpy.typing as npt
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
+from kvbridge import __version__
 from kvbridge.config.transports import TransportSettings
 from kvbridge.control.requests import RequestClient
-from kvbridge.core.errors import DeadlineError, DigestMismatchError, PeerError, TransportError
-from kvbridge.core.ids import FrozenModel
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.closing import Closing
+from kvbridge.core.errors import (
+    BridgeError,
+    CapacityError,
+    DeadlineError,
+    DigestMismatchError,
+    InvalidInputError,
+    PeerError,
+    TransportError,
+)
+from kvbridge.core.ids import FrozenModel, NonNegative
 from kvbridge.core.plan.operations import Operations
-from kvbridge.doctor.bench.questions import Answer, Checksum, Close, Fill, Open, Question
-from kvbridge.pool.memory.shared_mapping import SharedMapping
+from kvbridge.pool.memory.leftovers import POOL_PREFIX
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
 from kvbridge.transport.base import Endpoint, Peer, TransferState, Transport
 from kvbridge.transport.registry import create_transport
 
 MIB = 1 << 20
+BUFFER_BYTES = 64 * MIB
 SIZES_BYTES = (37_440, 256 << 10, MIB, 16 * MIB)
 """A page of the compressed cache, and rounder numbers up to what a pool's extent moves at once."""
+IDLE_S = 30.0
+"""A trial of which nothing was heard for so long gives way to another one."""
 POLL_PAUSE_S = 0.0001
 LATENCY_ROUNDS = 30
 CONNECT_S = 30.0
 ROUND_S = 60.0
 """Longest round; at the end of it the transfer counts as failed."""
+
+
+class Question(FrozenModel):
+    """What a trial asks: make a transport and say where the memory is; fill the memory; say the CRC-32C of its first bytes; end."""
+
+    ask: Literal["open", "fill", "checksum", "close"]
+    trial: str
+    transport: str = ""
+    value: Annotated[int, Field(ge=0, le=255)] = 0
+    length_bytes: NonNegative = 0
+
+
+class Answer(FrozenModel):
+    """What is answered; only what was asked for is set."""
+
+    error: str = ""
+    version: str = ""
+    endpoint: str = ""
+    """Of the transport, in base64."""
+    address: NonNegative = 0
+    length_bytes: NonNegative = 0
+    checksum: NonNegative = 0
 
 
 @dataclass(frozen=True)
@@ -65,6 +102,79 @@ class Measured(FrozenModel):
     latency_worst_s: float
 
 
+def make_buffer(directory: Path = DEFAULT_DIRECTORY, length_bytes: int = BUFFER_BYTES) -> SharedMapping:
+    """Return scratch memory; named like a pool, so that `kvbridge clean` sweeps it when this process is killed."""
+    name = f"{POOL_PREFIX}{secrets.token_hex(6)}-{secrets.token_hex(8)}.bench-{os.getpid()}"
+    return SharedMapping.create(directory, name, length_bytes)
+
+
+class Lender(Closing):
+    """Answers the questions of one trial at a time."""
+
+    def __init__(self, buffer: SharedMapping, settings: TransportSettings, *, clock: Clock = monotonic) -> None:
+        """Owns `buffer` from then on."""
+        self._buffer = buffer
+        self._settings = settings
+        self._clock = clock
+        self._transports: dict[str, Transport] = {}
+        self._trial = ""
+        self._heard_s = 0.0
+        self._closing = ExitStack()
+        self._closing.callback(buffer.close)
+
+    def close(self) -> None:
+        """Close every transport and free the memory; harmless when closed."""
+        self._closing.close()
+
+    def answer(self, packed: bytes) -> bytes:
+        """Answer a question. What goes wrong is in the answer."""
+        try:
+            answer = self._answer(Question.model_validate_json(packed, extra="ignore"))
+        except ValidationError as error:
+            answer = Answer(
+                error=f"this release ({__version__}) does not know the question: {error.errors()[0]['msg']}"
+            )
+        except BridgeError as error:
+            answer = Answer(error=str(error))
+        return answer.model_dump_json().encode()
+
+    def _answer(self, question: Question) -> Answer:
+        self._admit(question)
+        length_bytes, own_bytes = question.length_bytes, self._buffer.length_bytes
+        if length_bytes > own_bytes:
+            raise InvalidInputError(f"the buffer has {own_bytes} bytes, asked for {length_bytes}")
+        match question.ask:
+            case "open":
+                endpoint = base64.b64encode(self._transport(question.transport).endpoint().data).decode()
+                address = self._buffer.extent.address
+                return Answer(version=__version__, endpoint=endpoint, address=address, length_bytes=own_bytes)
+            case "fill":
+                np.frombuffer(self._buffer.buffer, dtype=np.uint8)[:] = question.value
+            case "checksum":
+                with self._buffer.buffer as whole, whole[:length_bytes] as part:
+                    return Answer(checksum=crc32c.crc32c(part))
+            case "close":
+                self._trial = ""
+        return Answer()
+
+    def _admit(self, question: Question) -> None:
+        now_s = self._clock()
+        if self._trial not in {"", question.trial} and now_s - self._heard_s < IDLE_S:
+            raise CapacityError(
+                f"another trial is under way; try again when it has ended, {IDLE_S:g} s after its last word"
+            )
+        self._trial, self._heard_s = question.trial, now_s
+
+    def _transport(self, name: str) -> Transport:
+        found = self._transports.get(name)
+        if found is None:
+            found = create_transport(name, self._settings)
+            self._closing.callback(found.close)
+            found.register([self._buffer.extent])
+            self._transports[name] = found
+        return found
+
+
 class Trial:
     """A connected pair of buffers. Use it as a context manager."""
 
@@ -82,8 +192,8 @@ class Trial:
     def __enter__(self) -> Self:
         """Have the other side make its transport, make ours and connect. Raises TransportError, PeerError, DeadlineError."""
         with ExitStack() as opened:
-            lent = self._ask(Open(trial=self._id, transport=self._name))
-            opened.callback(self._ask, Close(trial=self._id))
+            lent = self._ask("open", transport=self._name)
+            opened.callback(self._ask, "close")
             self._transport = create_transport(self._name, self._settings)
             opened.callback(self._transport.close)
             self._transport.register([self._source.extent])
@@ -120,10 +230,9 @@ class Trial:
             expected = np.empty_like(sent).reshape(count, size_bytes)
             expected[places] = sent.reshape(count, size_bytes)
             del sent
-        self._ask(Fill(trial=self._id, value=int(self._rng.integers(256))))
+        self._ask("fill", value=int(self._rng.integers(256)))
         took_s = self._move(self._operations(places, size_bytes))
-        arrived = self._ask(Checksum(trial=self._id, length_bytes=used)).checksum
-        if arrived != crc32c.crc32c(expected.reshape(-1).data):
+        if self._ask("checksum", length_bytes=used).checksum != crc32c.crc32c(expected.reshape(-1).data):
             raise DigestMismatchError(
                 f"{self._name} reported {count} operations of {size_bytes} bytes as done, and other bytes are there"
             )
@@ -159,7 +268,8 @@ class Trial:
             time.sleep(POLL_PAUSE_S)
         return peer
 
-    def _ask(self, question: Question) -> Answer:
+    def _ask(self, ask: Any, **asked: Any) -> Answer:  # noqa: ANN401 - the fields of Question
+        question = Question(ask=ask, trial=self._id, **asked)
         try:
             answer = Answer.model_validate_json(self._client.ask(question.model_dump_json().encode()), extra="ignore")
         except ValidationError as error:

@@ -1,7 +1,4 @@
-"""Small verified transfers, each in processes of its own: a transfer library that crashes is then a finding, not the end.
-
-Owns: the processes of `kvbridge bench-peer`, and their limits. Must not know: how bytes are moved.
-"""
+"""Small verified transfers, each in processes of its own: a transfer library that crashes is then a finding, not the end."""
 
 from __future__ import annotations
 
@@ -13,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from kvbridge.core.children import module_command, signal_name
-from kvbridge.doctor.facts import Moved
+from kvbridge.core.ids import FrozenModel
+from kvbridge.doctor.findings import Finding, breaks, fine, not_here, rate, warning
 
 COMMAND = module_command("kvbridge", "bench-peer")
 START_S = 60.0
@@ -21,6 +19,23 @@ TRIAL_S = 90.0
 STOP_S = 5.0
 LAST_WORDS = 300
 HERE = "this host"
+POOR_SHARE = 0.5
+
+
+class Moved(FrozenModel):
+    """A small verified transfer."""
+
+    name: str
+    """To whom: `this host`, or the peer's address."""
+    transport: str
+    problem: str = ""
+    bytes_per_s: float = 0
+    latency_s: float = 0
+    """Of one operation."""
+    operation_bytes: int = 0
+    wire: str = ""
+    wire_bytes_per_s: float = 0
+    """0: not known."""
 
 
 def move_here(transports: Sequence[str], flags: Sequence[str]) -> list[Moved]:
@@ -29,7 +44,8 @@ def move_here(transports: Sequence[str], flags: Sequence[str]) -> list[Moved]:
         if problem:
             return [Moved(name=HERE, transport=transport, problem=problem) for transport in transports]
         found = _run(address, transports, flags, name=HERE)
-    return found or [_alone(transport, flags) for transport in transports]
+    # Which of several broke the process is not known: each is tried again between two processes that have no other.
+    return found or [moved for transport in transports for moved in move_here([transport], flags)]
 
 
 def move_to(address: str, transports: Sequence[str], flags: Sequence[str]) -> list[Moved]:
@@ -39,16 +55,8 @@ def move_to(address: str, transports: Sequence[str], flags: Sequence[str]) -> li
     ]
 
 
-def _alone(transport: str, flags: Sequence[str]) -> Moved:
-    """One transport between two processes that have no other."""
-    with _listener(flags) as (address, problem):
-        if problem:
-            return Moved(name=HERE, transport=transport, problem=problem)
-        return _run(address, [transport], flags, name=HERE)[0]
-
-
 def _run(address: str, transports: Sequence[str], flags: Sequence[str], *, name: str) -> list[Moved]:
-    """What one process has measured; nothing when it broke down and which of several transports broke it is not known."""
+    """Return what one process has measured; nothing when it broke down with several transports."""
     chosen = [word for transport in transports for word in ("--transport", transport)]
     try:
         ended = subprocess.run(
@@ -69,7 +77,7 @@ def _run(address: str, transports: Sequence[str], flags: Sequence[str], *, name:
 
 
 def _moved(transport: str, result: dict[str, Any], name: str) -> Moved:
-    """What `kvbridge bench-peer --json` says of one transport."""
+    """Read what `kvbridge bench-peer --json` says of one transport."""
     rows = [each for each in result["measured"] if each["transport"] == transport]
     problem = result["problems"].get(transport, "")
     if problem or not rows:
@@ -88,7 +96,7 @@ def _moved(transport: str, result: dict[str, Any], name: str) -> Moved:
 
 @contextmanager
 def _listener(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """A listener on a free port of this host: (address, why there is none)."""
+    """Have a listener on a free port of this host: (address, why there is none)."""
     command = [*COMMAND, "127.0.0.1:0", "--listen", "--json", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -101,16 +109,12 @@ def _listener(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
             process.kill()
             yield "", _why(process.wait(STOP_S), process.communicate()[1] if ready else f"silent for {START_S:g} s")
     finally:
-        _stop(process)
-
-
-def _stop(process: subprocess.Popen[str]) -> None:
-    process.terminate()
-    try:
-        process.communicate(timeout=STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
+        process.terminate()
+        try:
+            process.communicate(timeout=STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
 
 
 def _why(code: int, said: str) -> str:
@@ -118,3 +122,35 @@ def _why(code: int, said: str) -> str:
     if code < 0:
         return f"its process was ended by {signal_name(-code)}: the library crashed here ({words or 'it said nothing'})"
     return words or f"it ended with {code} and said nothing"
+
+
+def check_transfers(moved: Sequence[Moved]) -> Iterator[Finding]:
+    """Bytes that were moved by each transport and compared."""
+    for each in moved:
+        subject = f"{each.transport} to {each.name}"
+        if each.problem:
+            yield breaks(
+                f"{subject}: {each.problem}",
+                "rooms that have no other transport in common with their peer fail in the same way",
+                "kvbridge bench-peer --listen there and `kvbridge bench-peer ADDRESS` here show it alone; "
+                f"or take {each.transport} out of transports.order",
+                subject=subject,
+            )
+            continue
+        known = each.wire_bytes_per_s > 0
+        against = f", {each.bytes_per_s / each.wire_bytes_per_s:.0%} of {each.wire}" if known else ""
+        text = (
+            f"{subject}: {rate(each.bytes_per_s)} in operations of {each.operation_bytes:,} B{against}, "
+            f"{each.latency_s * 1e6:.0f} us for one; verified"
+        )
+        if known and "memcpy" not in each.wire and each.bytes_per_s < POOR_SHARE * each.wire_bytes_per_s:
+            yield warning(
+                text,
+                "less than half of what the card can: the transport uses another way than expected, or the way is shared",
+                "kvbridge bench-peer ADDRESS for all sizes; UCX_PROTO_INFO=y or MC_LOG_LEVEL=INFO tell the way that is taken",
+                subject=subject,
+            )
+        else:
+            yield fine(text, subject=subject)
+    if not moved:
+        yield not_here("no bytes were moved", "told so (--no-transfer), or the role moves none")

@@ -1,0 +1,226 @@
+"""Memory: what may be locked, where pools go, what limits them, what dead daemons have left."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from kvbridge.core.ids import FrozenModel
+from kvbridge.doctor.findings import Finding, breaks, fine, not_here, size, warning
+from kvbridge.doctor.needs import Needs
+from kvbridge.pool.memory.leftovers import Verdict, sweep
+from kvbridge.pool.memory.memory_limits import control_group_limits, machine_limits, why_not_memory
+
+ROOT = Path("/")
+CAP_IPC_LOCK = 14
+LEAST_LOCKED_BYTES = 64 << 20
+"""What RDMA queues and small buffers want locked, when the size of the pools is not known."""
+
+
+class Limit(FrozenModel):
+    """A resource limit of this process; None: unlimited."""
+
+    soft: int | None = None
+    hard: int | None = None
+
+
+class SharedDirectory(FrozenModel):
+    """A directory for shared memory."""
+
+    path: str
+    problem: str = ""
+    """Why files in it would not be shared memory."""
+    total_bytes: int = 0
+    free_bytes: int = 0
+
+
+class Available(FrozenModel):
+    """What one limit of memory leaves."""
+
+    name: str
+    available_bytes: int
+    cure: str
+
+
+class LeftFile(FrozenModel):
+    """A file that a dead daemon has left in shared memory."""
+
+    path: str
+    size_bytes: int
+    user_id: int
+    ours: bool
+    """Whether a sweep of this user would remove it."""
+    why: str = ""
+
+
+class Memory(FrozenModel):
+    """Memory of this host, and the limits of this process."""
+
+    locked: Limit = Limit()
+    may_lock_any: bool = False
+    """CAP_IPC_LOCK: the limit does not count."""
+    shared: tuple[SharedDirectory, ...] = ()
+    limits: tuple[Available, ...] = ()
+    """Of the machine and of the control groups."""
+    left: tuple[LeftFile, ...] = ()
+
+
+def read_memory(directories: Iterable[Path], root: Path = ROOT) -> Memory:
+    """Look at memory, and at some directories for shared memory. `root`: where proc and sys are found."""
+    places = tuple(dict.fromkeys(directories))
+    status = dict(line.partition(":")[::2] for line in read_text(root / "proc/self/status").splitlines())
+    return Memory(
+        locked=read_limit(resource.RLIMIT_MEMLOCK),
+        may_lock_any=bool(int(status.get("CapEff", "0"), 16) >> CAP_IPC_LOCK & 1),
+        shared=tuple(_shared(place) for place in places),
+        limits=tuple(
+            Available(name=each.name, available_bytes=each.available_bytes, cure=each.cure)
+            for each in (*machine_limits(root / "proc/meminfo"), *control_group_limits())
+        ),
+        left=tuple(_left(places)),
+    )
+
+
+def read_limit(which: int) -> Limit:
+    """Return a resource limit of this process."""
+    soft, hard = (None if value == resource.RLIM_INFINITY else value for value in resource.getrlimit(which))
+    return Limit(soft=soft, hard=hard)
+
+
+def read_text(path: Path) -> str:
+    """Return what a file of /proc or /sys says, empty when it cannot be read."""
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _shared(directory: Path) -> SharedDirectory:
+    problem = why_not_memory(directory)
+    if problem:
+        return SharedDirectory(path=str(directory), problem=problem)
+    found = os.statvfs(directory)
+    total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+    return SharedDirectory(path=str(directory), total_bytes=total, free_bytes=free)
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether somebody owns a file after all: a process of another pid namespace is not seen, its lock is."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _left(directories: Iterable[Path]) -> Iterable[LeftFile]:
+    """Find what nobody alive is seen to own. A sweep that cannot look into a directory says so itself."""
+    try:
+        found = sweep(directories, dry_run=True)
+    except OSError:
+        return
+    for each in found:
+        if each.verdict not in {Verdict.IN_USE, Verdict.KEPT} and each.holder is None and not _is_locked(each.path):
+            ours = each.verdict is Verdict.REMOVED
+            yield LeftFile(
+                path=str(each.path), size_bytes=each.size_bytes, user_id=each.user_id, ours=ours, why=each.why
+            )
+
+
+def check_locked(memory: Memory, needs: Needs, *, rdma: bool) -> Iterator[Finding]:
+    """RDMA registration locks every page, and counts it against RLIMIT_MEMLOCK. `rdma`: there is a device."""
+    limit, wanted = memory.locked.soft, max(needs.shared_bytes, LEAST_LOCKED_BYTES)
+    if limit is None or memory.may_lock_any:
+        yield fine(f"memory may be locked without a limit{' (CAP_IPC_LOCK)' if memory.may_lock_any else ''}")
+    elif limit >= wanted:
+        yield fine(f"{size(limit)} may be locked, {size(wanted)} are needed")
+    elif not needs.rdma_required and not (needs.rdma_wanted and rdma):
+        yield not_here(
+            f"only {size(limit)} may be locked (ulimit -l)",
+            "nothing here locks memory: only RDMA would, to register the pools",
+        )
+    else:
+        yield breaks(
+            f"only {size(limit)} may be locked (ulimit -l), {size(wanted)} are needed",
+            "the network card registers the pools, which locks their pages: beyond the limit registration fails with ENOMEM",
+            "ulimit -l unlimited (systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1; "
+            "kubernetes: securityContext.capabilities.add: [IPC_LOCK])",
+        )
+
+
+def check_shared(memory: Memory, needs: Needs) -> Iterator[Finding]:
+    """Pools are files in shared memory: it must be memory, and large enough."""
+    for directory in memory.shared:
+        path, need = directory.path, needs.shared_bytes if directory.path == needs.directory else 0
+        if directory.problem:
+            yield breaks(
+                f"shared memory: {directory.problem}",
+                "pools are files that daemon, rank workers and engines map; on a disk every access would go through it",
+                f"mkdir -p {path} && mount -t tmpfs -o size={_mebibytes(max(needs.shared_bytes, 1 << 30))} kvbridge {path}, or "
+                "set pools.host.directory: /dev/shm",
+                subject=path,
+            )
+        elif need <= directory.free_bytes:
+            yield fine(
+                f"{path} has {size(directory.free_bytes)} free of {size(directory.total_bytes)}"
+                + (f", the pools take {size(need)}" if need else ""),
+                subject=path,
+            )
+        else:
+            lacking = need - directory.free_bytes
+            target = _mebibytes(directory.total_bytes + lacking)
+            yield breaks(
+                f"{path} has {size(directory.free_bytes)} free of {size(directory.total_bytes)}, the pools need {size(need)}",
+                f"{size(lacking)} are lacking, so the daemon will not start (Docker gives containers 64 MiB unless told otherwise)",
+                f"mount -o remount,size={target} {path} (docker: --shm-size={target}; kubernetes: "
+                "an emptyDir with medium: Memory), `kvbridge clean` for what dead daemons left, or smaller pools",
+                subject=path,
+            )
+
+
+def _mebibytes(value_bytes: int) -> str:
+    """Return a number of bytes as mount(8) and Docker take it, rounded up."""
+    return f"{-(-value_bytes // (1 << 20))}m"
+
+
+def check_limits(memory: Memory, needs: Needs) -> Iterator[Finding]:
+    """Shared memory is charged to the control group of whoever touches it first; beyond the limit the kernel kills."""
+    need_bytes = needs.shared_bytes
+    for limit in memory.limits:
+        if need_bytes <= limit.available_bytes:
+            yield fine(f"{limit.name}: {size(limit.available_bytes)} left", subject=limit.name)
+        else:
+            yield breaks(
+                f"{limit.name}: {size(limit.available_bytes)} left, the pools need {size(need_bytes)}",
+                "pools are touched whole at the start; beyond the limit the kernel kills the daemon (OOM, exit 137), "
+                "so it refuses to start",
+                limit.cure + ", or configure smaller pools",
+                subject=limit.name,
+            )
+
+
+def check_left(memory: Memory) -> Iterator[Finding]:
+    """Files of killed daemons take memory until somebody sweeps them."""
+    ours = [file for file in memory.left if file.ours]
+    if ours:
+        yield warning(
+            f"{len(ours)} files of dead daemons take {size(sum(file.size_bytes for file in ours))} of shared memory",
+            "the next daemon that starts here as this user removes them; until then they take memory from everybody",
+            "kvbridge clean",
+        )
+    for file in memory.left:
+        if not file.ours:
+            yield warning(
+                f"{file.path} ({size(file.size_bytes)}) cannot be swept by this user: {file.why}",
+                "if its daemon is dead it takes memory for ever: only its own user may remove it",
+                f"sudo -u '#{file.user_id}' kvbridge clean",
+                subject=file.path,
+            )
+    if not memory.left:
+        yield fine("no leftovers of dead daemons")

@@ -1,0 +1,278 @@
+"""Those that this host depends on: bootstrap, peers, their control sockets. Nobody who serves is disturbed by the questions."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from pydantic import TypeAdapter, ValidationError
+
+from kvbridge.api.directory import InstanceView
+from kvbridge.api.status import Readiness
+from kvbridge.control.keys import CurveKeys
+from kvbridge.control.requests import try_handshake
+from kvbridge.core.addresses import parse_tcp
+from kvbridge.core.errors import BridgeError
+from kvbridge.core.ids import FrozenModel
+from kvbridge.doctor.findings import Finding, breaks, fine, not_here, warning
+from kvbridge.doctor.needs import Needs
+
+ANSWER_S = 5.0
+HANDSHAKE_S = 3.0
+MOST_KEYS = 8
+"""Public keys that are tried at one control socket."""
+MOST_PEERS = 64
+OTHER = {"prefill": "decode", "decode": "prefill"}
+
+_LISTING = TypeAdapter(tuple[InstanceView, ...])
+
+
+class Answer(FrozenModel):
+    """What an HTTP endpoint said."""
+
+    name: str
+    """What it is: `bootstrap`, `decode-0/node-0`."""
+    url: str
+    problem: str = ""
+    """Why it cannot be reached or does not answer."""
+    took_s: float = 0
+    ready: bool = True
+    reasons: tuple[str, ...] = ()
+
+
+class Handshake(FrozenModel):
+    """A control socket that was connected to, and left again."""
+
+    name: str
+    endpoint: str
+    problem: str = ""
+    took_s: float = 0
+    how: str = "handshake in the clear"
+    """How far it went."""
+
+
+class Reach(FrozenModel):
+    """What was asked of others."""
+
+    running: str = ""
+    """`decode-0/node-0, up for 42 s` when the daemon of this configuration runs already."""
+    bootstraps: tuple[Answer, ...] = ()
+    peers: tuple[Answer, ...] = ()
+    handshakes: tuple[Handshake, ...] = ()
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What is shown to whom."""
+
+    bootstrap_token: str = ""
+    daemon_token: str = ""
+    keys: CurveKeys | None = None
+    peer_key: str = ""
+    """Public key of control sockets; empty: our own pair's and those on the list of allowed keys are tried."""
+
+
+@dataclass
+class Asking:
+    """Connections for the questions of one run."""
+
+    credentials: Credentials
+    http: httpx.Client = field(default_factory=lambda: httpx.Client(trust_env=False, timeout=ANSWER_S))
+
+    def reach(self, needs: Needs, own_url: str, named: Iterable[str]) -> Reach:
+        """Ask this configuration's daemon, its bootstraps, the peers that these know or else those that are named by URL."""
+        named = tuple(named)
+        bootstraps: list[Answer] = []
+        peers: list[Answer] = []
+        shaken: list[Handshake] = []
+        running = self.running(own_url, needs) if own_url else ""
+        for url in (own_url,) if needs.role == "bootstrap" and running else needs.bootstraps:
+            answer = self.ready("bootstrap", url)
+            listed, problem = self.instances(url) if not answer.problem else ((), "")
+            bootstraps.append(answer.model_copy(update={"problem": answer.problem or problem}))
+            if peers:
+                continue
+            for name, peer_url, control, encrypted in list(_other_side(needs, listed))[:MOST_PEERS]:
+                peers.append(self.ready(name, peer_url))
+                if control and needs.role == "decode":
+                    shaken.append(self.shake(name, control, encrypted=encrypted))
+        shaken += [self.shake(given, given, encrypted=None) for given in named if given.startswith("tcp://")]
+        peers += [self.ready(given, given) for given in named if "://" in given and not given.startswith("tcp://")]
+        return Reach(
+            running=running,
+            bootstraps=tuple(bootstraps),
+            peers=tuple(peers),
+            handshakes=tuple(shaken),
+        )
+
+    def ready(self, name: str, url: str) -> Answer:
+        """Ask an endpoint whether it is ready."""
+        url, begun_s = url.rstrip("/"), time.monotonic()
+        response, problem = self._get(f"{url}/ready")
+        took_s = time.monotonic() - begun_s
+        if response is None:
+            return Answer(name=name, url=url, problem=problem)
+        try:
+            said = Readiness.model_validate_json(response.content, extra="ignore")
+        except ValidationError:
+            return Answer(name=name, url=url, problem=f"something else answers there (HTTP {response.status_code})")
+        return Answer(name=name, url=url, took_s=took_s, ready=said.ready, reasons=said.reasons)
+
+    def instances(self, url: str) -> tuple[tuple[InstanceView, ...], str]:
+        """Return who is in a bootstrap's directory, and why that cannot be said."""
+        response, problem = self._get(f"{url.rstrip('/')}/v1/instances", self.credentials.bootstrap_token)
+        if response is None:
+            return (), problem
+        if response.status_code == 401:
+            return (), "it refuses our token (bootstrap.token_file must hold its http.token)"
+        if not response.is_success:
+            return (), f"it answers {response.status_code}: {response.text[:200]}"
+        try:
+            return _LISTING.validate_json(response.content, extra="ignore"), ""
+        except ValidationError:
+            return (), "it lists its instances in a way that this release does not understand"
+
+    def running(self, url: str, needs: Needs) -> str:
+        """Return what of this configuration's daemon answers at its own address, empty when it is not the one."""
+        response, _ = self._get(f"{url}/status", self.credentials.daemon_token)
+        if response is None or not response.is_success:
+            return ""
+        try:
+            said: dict[str, Any] = response.json()
+        except ValueError:
+            return ""
+        ours = (needs.role, needs.instance, needs.node)
+        theirs = (said.get("role"), said.get("instance", ""), said.get("node", ""))
+        return f"{needs.name}, up for {float(said.get('uptime_s', 0)):.0f} s" if ours == theirs else ""
+
+    def shake(self, name: str, endpoint: str, *, encrypted: bool | None) -> Handshake:
+        """Enter a control socket and leave it. `encrypted`: what the directory says of it."""
+        begun_s = time.monotonic()
+        keys = self.credentials.keys if encrypted is not False else None
+        if encrypted and keys is None:
+            problem = "wants CURVE keys, and this configuration has none"
+            return Handshake(name=name, endpoint=endpoint, problem=problem)
+        how, problems = "handshake encrypted" if keys else "handshake in the clear", list[str]()
+        for public in self._candidates() if keys else [""]:
+            try:
+                try_handshake(endpoint, keys=keys, server_key=public, timeout_s=HANDSHAKE_S)
+            except BridgeError as error:
+                problems.append(str(error).removeprefix(f"{endpoint} "))
+                if not _reached(endpoint):
+                    break
+            else:
+                return Handshake(name=name, endpoint=endpoint, took_s=time.monotonic() - begun_s, how=how)
+        if keys and not self.credentials.peer_key and _reached(endpoint):
+            how = (
+                "TCP only: none of the public keys known here is its (bootstrap hands it out with requests; --peer-key)"
+            )
+            return Handshake(name=name, endpoint=endpoint, took_s=time.monotonic() - begun_s, how=how)
+        return Handshake(name=name, endpoint=endpoint, problem=problems[-1])
+
+    def _candidates(self) -> list[str]:
+        keys = self.credentials.keys
+        if self.credentials.peer_key or keys is None:
+            return [self.credentials.peer_key]
+        return [keys.public, *sorted(keys.allowed)][:MOST_KEYS]
+
+    def _get(self, url: str, token: str = "") -> tuple[httpx.Response | None, str]:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        try:
+            return self.http.get(url, headers=headers), ""
+        except httpx.HTTPError as error:
+            return None, str(error) or type(error).__name__
+
+
+def _reached(endpoint: str) -> bool:
+    """Whether somebody accepts connections, whatever is behind."""
+    address = parse_tcp(endpoint)
+    try:
+        if address is not None:
+            socket.create_connection(address, timeout=HANDSHAKE_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _other_side(needs: Needs, listed: Iterable[InstanceView]) -> Iterator[tuple[str, str, str, bool]]:
+    """Yield (name, URL, control endpoint, encrypted) of the nodes that this one works with; of all for bootstrap."""
+    for instance in listed:
+        if instance.role.value != needs.role:
+            for node in instance.nodes:
+                encrypted = any(mode.value == "curve" for mode in instance.meets_by)
+                yield f"{instance.instance}/{node.node}", node.http_url, node.control_endpoint, encrypted
+
+
+def check_bootstrap(reach: Reach, needs: Needs) -> Iterator[Finding]:
+    """A node that cannot announce itself is never paired."""
+    for answer in reach.bootstraps:
+        if answer.problem:
+            yield breaks(
+                f"bootstrap at {answer.url}: {answer.problem}",
+                "this node cannot announce itself there, so no request is paired with it",
+                f"curl -v {answer.url}/health; check bootstrap.url, name resolution, the firewall and bootstrap.token_file",
+                subject=answer.url,
+            )
+        else:
+            reasons = f", not ready: {'; '.join(answer.reasons)}" if not answer.ready else ""
+            yield fine(
+                f"bootstrap at {answer.url} answers in {answer.took_s * 1e3:.0f} ms{reasons}", subject=answer.url
+            )
+    if not reach.bootstraps:
+        alone = "requests are admitted on both ends by whoever picks them"
+        yield not_here("no bootstrap is configured", "it is bootstrap itself" if needs.role == "bootstrap" else alone)
+
+
+def check_peers(reach: Reach, needs: Needs) -> Iterator[Finding]:
+    """Peers that bootstrap knows or that were named: they answer, and are ready."""
+    for answer in reach.peers:
+        if answer.problem:
+            yield breaks(
+                f"{answer.name} at {answer.url}: {answer.problem}",
+                "requests are paired with it, and fail or are refused",
+                f"curl -v {answer.url}/ready from this host; check http.advertise_url there and the firewall between",
+                subject=answer.name,
+            )
+        elif not answer.ready:
+            reasons = "; ".join(answer.reasons) or "it does not say why"
+            yield warning(
+                f"{answer.name} at {answer.url} answers, and is not ready: {reasons}",
+                "no room is admitted there until it is",
+                f"curl {answer.url}/status",
+                subject=answer.name,
+            )
+        else:
+            yield fine(f"{answer.name} at {answer.url} is ready ({answer.took_s * 1e3:.0f} ms)", subject=answer.name)
+    asked = [answer.url for answer in reach.bootstraps if not answer.problem]
+    if not reach.peers and asked and needs.role in OTHER:
+        yield warning(
+            f"bootstrap knows no {OTHER[needs.role]} node",
+            "until one announces itself there, no request can be paired",
+            f"curl {asked[0]}/v1/instances; start one whose bootstrap.url is {asked[0]}",
+        )
+    elif not reach.peers:
+        yield not_here("no peer was asked", "none is known by --peer or bootstrap.url")
+
+
+def check_control(reach: Reach, needs: Needs) -> Iterator[Finding]:
+    """Control sockets: a connection and its handshake, no message. A running daemon takes no notice of it."""
+    for each in reach.handshakes:
+        if each.problem:
+            yield breaks(
+                f"{each.name}: the control socket {each.endpoint} {each.problem}",
+                "decode nodes meet a prefill node there: every room with it fails",
+                "kvbridge keys check on both ends; check control.advertise there, control.curve.allowed_keys_file, the firewall",
+                subject=each.name,
+            )
+        else:
+            took = f"{each.took_s * 1e3:.0f} ms; no bytes were moved"
+            yield fine(f"{each.name}: {each.endpoint} is reached, {each.how} ({took})", subject=each.name)
+    if not reach.handshakes:
+        other_way = "decode nodes connect to prefill nodes, not the other way"
+        yield not_here(
+            "no control socket was tried", other_way if needs.role == "prefill" else "no prefill node is known"
+        )
