@@ -117,6 +117,12 @@ def test_a_wrong_value_is_shown_with_its_origin(tmp_path):
     assert "got 'soon' (from environment KVBRIDGE_TIMEOUTS__OFFER_S)" in text
 
 
+def test_a_number_in_place_of_text_is_to_be_put_in_quotes():
+    assert "instance: Input should be a valid string, got 7; put it in quotes (from flag --set" in mistake(
+        overrides=["instance=7"], instance=None
+    )
+
+
 def test_all_mistakes_are_listed_at_once():
     text = mistake(overrides=["http.port=-1", "timeouts.drain_s=0", "nonsense"], env={"KVBRIDGE_X": ""})
     assert all(part in text for part in ("http.port", "timeouts.drain_s", "--set nonsense", "KVBRIDGE_X"))

@@ -7,7 +7,7 @@ import pytest
 from kvbridge.config.endpoints import HttpConfig, ListeningControlConfig
 from kvbridge.config.loading import load_config, render_config
 from kvbridge.config.pools import ParallelismConfig
-from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
+from kvbridge.config.schema import LONGEST_RUNTIME_DIR, BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.prefixes import ModelIdentity
 
@@ -157,6 +157,7 @@ def test_bootstrap_is_refused(flags, expected):
         # A path that is as long as a key, and of its alphabet.
         {"control.curve": {"secret_key_file": "/etc/kvbridge/keys/of-the/prefill-00.key"}},
         {"pools.memory": "adopted", "pools.device.full": 0},
+        {"runtime_dir": "/" + "x" * (LONGEST_RUNTIME_DIR - 1)},
     ],
     ids=str,
 )
