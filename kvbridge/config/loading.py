@@ -66,13 +66,13 @@ class _Layers:
         inner[path[-1]] = value
         self.origins[path] = origin
 
-    def build(self, kind: type[ConfigT], mistakes: Iterable[str] = (), hint: str = "") -> ConfigT:
-        """Return the configuration. Raises ConfigError with what is wrong, with other mistakes and with a hint behind them."""
+    def build(self, kind: type[ConfigT], mistakes: Iterable[str] = ()) -> ConfigT:
+        """Return the configuration. Raises ConfigError with what is wrong, and with the other `mistakes`."""
         found, config = list(mistakes), None
         try:
             config = kind.model_validate(self.values)
         except ValidationError as error:
-            found = [*describe(error, kind, self.origins), *found, *filter(None, [hint])]
+            found = [*describe(error, kind, self.origins), *found]
         if config is None or found:
             raise ConfigError("the configuration is wrong:\n" + "\n".join(f"  {mistake}" for mistake in found))
         return config
@@ -93,19 +93,24 @@ def load_config(
     http.port), `overrides` (`http.port=0`, the value is read as YAML), `flags` (dotted key to value; None: not given).
     Mappings merge, lists replace one another. `roles` are the schemas, `kind` among them, that the file may have been written for.
     """
-    layers, mistakes, hint = _Layers(), list[str](), ""
-    if file is not None:
-        document = _read_document(file)
+    layers, mistakes = _Layers(), list[str]()
+    document = None if file is None else _read_document(file)
+    if document is not None:
         layers.add(document.values, str(file))
         for path in layers.origins.keys() & document.lines.keys():
             layers.origins[path] = f"{file} line {document.lines[path]}"
-        hint = _other_role(kind, document, roles or {})
     _add_environment(layers, kind, os.environ if environment is None else environment, mistakes)
     _add_overrides(layers, overrides, mistakes)
     for key, value in (flags or {}).items():
         if value is not None:
             layers.add(value, f"flag for {key}", tuple(key.split(".")))
-    return layers.build(kind, mistakes, hint)
+    try:
+        return layers.build(kind, mistakes)
+    except ConfigError as error:
+        hint = "" if document is None else _other_role(kind, document, roles or {})
+        if not hint:
+            raise
+        raise ConfigError(f"{error}\n  {hint}") from None
 
 
 def merge_config(
