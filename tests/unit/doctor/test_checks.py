@@ -251,3 +251,9 @@ def test_a_library_that_no_transport_needs_may_be_broken_or_absent() -> None:
     assert [each.level for each in found_by("software.nixl", both, NEEDS)] == [Level.FINE], (
         "each has a package of its own"
     )
+
+
+def test_ucx_that_may_use_sockets_is_fine() -> None:
+    assert [each.level for each in found_by("software.environment", HEALTHY, changed(NEEDS, **nixl("tcp,self")))] == [
+        Level.FINE
+    ]
