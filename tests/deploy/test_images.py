@@ -197,6 +197,7 @@ class Contained(ChildProcess):
         return wait_for(f"endpoint of {self.name}", look, timeout_s=START_S, watched=[self]).http_url
 
 
+@pytest.mark.thorough
 @as_root
 @pytest.mark.slow
 @pytest.mark.timeout(400)

@@ -24,7 +24,10 @@ from kvbridge.daemon.children import ChildProcess, stop_all, wait_for
 from tests.helpers.cluster import eventually
 from tests.helpers.other_user import ROOT, as_user
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users")
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root starts processes of other users"),
+    pytest.mark.thorough,
+]
 
 DAEMON, ENGINE, STRANGER, SHARED = 20_001, 20_002, 20_003, 20_004
 CONTAINER = ("--pid", "--fork", "--mount-proc")

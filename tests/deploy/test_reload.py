@@ -9,12 +9,15 @@ import tempfile
 from pathlib import Path
 
 import httpx
+import pytest
 
 from kvbridge.cli.local_cluster import LOG_JSON, DaemonProcess
 from kvbridge.daemon.children import stop_all
 from tests.helpers.cluster import cluster, eventually
 from tests.helpers.live_rooms import bearer, http, live_cluster
 from tests.helpers.redis_server import redis_server
+
+pytestmark = pytest.mark.thorough
 
 
 def write(file: Path, *lines: str) -> None:

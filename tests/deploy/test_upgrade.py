@@ -18,6 +18,8 @@ from kvbridge.engine.adapters import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, cluster, daemon_config, eventually
 from tests.helpers.live_rooms import http
 
+pytestmark = pytest.mark.thorough
+
 MODEL = {"preset": "tiny-v4"}
 POOLS = {"device": {"full": 64, "swa": 16, "request": 8}}
 TOKENS, OUTSTANDING, CLAIM_S = 300, 4, 30.0

@@ -16,6 +16,7 @@ import yaml
 from tests.docs.pages import PAGES, ROOT, Block, blocks, name, spans
 from tests.docs.reader import follow
 from tests.helpers.config_keys import known_keys
+from tests.helpers.matrices import kept
 
 REASONS = {
     "it installs the package": "every other block is run with the package installed",
@@ -58,7 +59,7 @@ def home() -> Iterator[Path]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
-@pytest.mark.parametrize("reading", READINGS)
+@pytest.mark.parametrize("reading", [kept(reading, "getting-started" in reading) for reading in READINGS])
 def test_what_pages_tell_people_to_type_works_and_prints_what_they_show(reading: str, home: Path) -> None:
     pages = [ROOT / page for page in READINGS[reading]]
     printed = follow([run_blocks(page) for page in pages], home, cluster=reading not in ALONE, limit_s=LIMIT_S)

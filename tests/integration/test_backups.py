@@ -182,6 +182,7 @@ def test_ranks_copy_what_is_theirs(model: str, ranks: dict[str, int], host: dict
         live.no_traceback()
 
 
+@pytest.mark.thorough
 def test_policies_by_what_is_on_the_host_after_which_step() -> None:
     """Selective on prefill, from the second use on; on decode the oldest, when fewer than half of 16 pages could be given away."""
     few = {"policy": "write_back", "low_share": 0.5}

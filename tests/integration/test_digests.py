@@ -43,7 +43,7 @@ def test_digests_add_up_whatever_the_ranks_on_both_sides(model, sizes):
         live.serves()
 
 
-@pytest.mark.parametrize("transport", ["local", "mooncake", "nixl"])
+@pytest.mark.parametrize("transport", ["local", kept("mooncake", False), kept("nixl", False)])
 def test_a_flipped_bit_fails_the_room_by_name_and_the_next_one_crosses(transport):
     require_library(BACKENDS[transport])
     with live_cluster(transport=transport, faults=FLIP, decode=DIGEST) as live:
@@ -66,6 +66,7 @@ def test_a_flipped_bit_fails_the_room_by_name_and_the_next_one_crosses(transport
         live.serves()
 
 
+@pytest.mark.thorough
 def test_without_digests_a_flipped_bit_passes_unseen():
     """What the check is for, and that nobody computes what nobody asked for."""
     with live_cluster(faults=FLIP) as live:

@@ -17,6 +17,8 @@ from trove_classifiers import classifiers
 from kvbridge import __version__
 from tests.helpers.distribution import ROOT, Installed, build, copy_checkout, install
 
+pytestmark = pytest.mark.thorough
+
 SECRETS = (
     "kvbridge/control/node.key",
     "kvbridge/node.token",

@@ -15,7 +15,7 @@ from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import busy_pages, http, metric, status
 from tests.integration.test_prefixes_of_instances import PAGE, TIER, Instance, running_instance
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), pytest.mark.thorough]
 
 POOL = {"full": 12, "swa": 16, "request": 4}
 HOST = {"pages": 96}

@@ -27,6 +27,8 @@ from kvbridge.core.geometry.presets import preset
 from tests.helpers.cluster import DaemonProcess
 from tests.helpers.live_rooms import LiveCluster, http, live_cluster
 
+pytestmark = pytest.mark.thorough
+
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "12"))
 """Of each operation, right ones and wrong ones each."""
 CHECKS = [

@@ -14,6 +14,7 @@ import pytest
 from kvbridge.control.keys import generate_keys, write_keys
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import LiveCluster, http, live_cluster, metric
+from tests.helpers.matrices import kept
 from tests.helpers.redis_server import redis_server
 
 TOKENS = 1000
@@ -21,7 +22,7 @@ EXPIRE_S = 40.0
 """`directory.expire_after_s`: as long as a name would be kept for a daemon that was killed, if nobody looked."""
 
 
-@pytest.fixture(scope="module", params=["memory", "redis"])
+@pytest.fixture(scope="module", params=["memory", kept("redis", False)])
 def live(request: pytest.FixtureRequest) -> Iterator[LiveCluster]:
     with ExitStack() as stack:
         directory: dict[str, Any] = {"store": request.param, "expire_after_s": EXPIRE_S}
@@ -101,7 +102,7 @@ def test_a_daemon_that_was_killed_has_its_name_again_at_once(live: LiveCluster, 
     live.serves()
 
 
-@pytest.mark.parametrize("keyed", ["prefill", "decode"])
+@pytest.mark.parametrize("keyed", ["prefill", kept("decode", False)])
 def test_nodes_of_which_one_has_no_keys_are_not_paired(keyed: str, tmp_path: Path) -> None:
     write_keys(generate_keys(), tmp_path / "node.key")
     control = {"control": {"curve": {"secret_key_file": str(tmp_path / "node.key")}}}

@@ -8,8 +8,12 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 from kvbridge.cli.local_cluster import DaemonProcess
 from tests.helpers.cluster import daemon_config, eventually
+
+pytestmark = pytest.mark.thorough
 
 
 def limits(pid: int) -> tuple[str, str]:

@@ -249,6 +249,7 @@ def test_a_holder_that_was_killed_is_served_by_another_and_started_again_it_is_n
     running.settled()
 
 
+@pytest.mark.thorough
 def test_replicas_over_one_redis_know_the_same() -> None:
     with redis_server() as server:
         directory = {"store": "redis", "redis_url": server.url, "namespace": "overlap", "expire_after_s": 8.0}

@@ -216,6 +216,7 @@ def test_a_store_that_lies_is_found_out_and_the_prompt_computed(
             path.unlink(missing_ok=True)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("below", ["mooncake"], indirect=True)
 def test_requests_go_on_while_mooncakes_master_is_away(tiers: Tiers, below: Below) -> None:
     talk, servers = Conversation(tiers, 50), below[1]
@@ -261,6 +262,7 @@ def revived(tiers: Tiers, daemon: DaemonProcess) -> bool:
     return False
 
 
+@pytest.mark.thorough
 def test_daemons_that_are_killed_find_their_prefixes_in_the_store_again(tiers: Tiers) -> None:
     talk = Conversation(tiers, 60)
     talk.cross(3 * PAGE)

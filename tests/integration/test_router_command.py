@@ -17,6 +17,8 @@ from typer.testing import CliRunner, Result
 
 from kvbridge.cli.main import app
 
+pytestmark = pytest.mark.thorough
+
 WAIT_S = 60.0
 NOBODY = "http://127.0.0.1:9"
 SERVERS = ("--prefill", NOBODY, "--decode", NOBODY)

@@ -19,6 +19,8 @@ from tests.helpers.cluster import DaemonProcess, daemon_config, eventually
 from tests.helpers.live_rooms import bearer, ends, frames_refused, http
 from tests.helpers.raw_peers import RawDecode
 
+pytestmark = pytest.mark.thorough
+
 TOKENS = {
     "bootstrap": "in-a-variable-Zx0Y2n5cR8tK1wLp",
     "prefill": "in-the-file-itself-Ae9sDfGbJu7",

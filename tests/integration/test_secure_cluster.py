@@ -268,6 +268,7 @@ def test_a_token_in_the_file_itself_is_blanked(secure: Secure, tmp_path: Path) -
 # ------------------------------------------------------------------------------------------- starts
 
 
+@pytest.mark.thorough
 def test_open_endpoints_are_refused_at_the_start(secure: Secure) -> None:
     """All at once, since most of the time goes into importing."""
     live, folder = secure.live, secure.live.cluster.folder

@@ -169,6 +169,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.thorough
 def test_the_end_of_its_parent_ends_it_and_its_log_is_the_parents() -> None:
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", PARENT]
@@ -200,6 +201,7 @@ def test_a_node_that_cannot_start_says_what_and_why_and_what_to_do() -> None:
     assert (tried.returncode, "/nowhere/a.key" in tried.stderr) == (3, True)
 
 
+@pytest.mark.thorough
 def test_another_engine_of_the_same_name_is_refused_and_the_first_goes_on() -> None:
     made = plan(Role.PREFILL, read_cache(caches(range(3), 4, 6)))
     first = open_node(made, timeout_s=LIMIT_S)
@@ -212,6 +214,7 @@ def test_another_engine_of_the_same_name_is_refused_and_the_first_goes_on() -> N
     open_node(made, timeout_s=LIMIT_S).close()
 
 
+@pytest.mark.thorough
 def test_a_node_that_an_operator_runs_is_found_by_its_directory() -> None:
     with side(Role.PREFILL) as ours, ExitStack() as stack:
         directory = str(ours.node.runtime_dir)

@@ -19,6 +19,7 @@ from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.tier.journal import Contents, read_header, replay
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import http, live_cluster, metric, status
+from tests.helpers.matrices import kept
 from tests.integration.test_load_back import PAGE, Conversation, Setting, Tiers
 
 SETTING = Setting(HostLayout.LAYER_FIRST, DeviceLayout.LAYER_FIRST, CopyBackend.KERNEL, BackupPolicy.WRITE_THROUGH)
@@ -114,7 +115,7 @@ def on_host(daemon: DaemonProcess) -> int:
     return int(status(daemon)["host_tier"]["host_pages"])
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGKILL, kept(signal.SIGTERM, False)])
 def test_what_was_on_the_host_is_found_and_used(tiers: Tiers, how: signal.Signals) -> None:
     conversation = warmed(tiers, 1, 4)
     end_and_start(tiers, how)
@@ -162,6 +163,7 @@ def test_a_page_that_changed_meanwhile_is_not_used(tiers: Tiers) -> None:
     assert claimed.host_tokens < 4 * PAGE
 
 
+@pytest.mark.thorough
 def test_a_pool_of_another_layout_is_refused_and_made_anew(tiers: Tiers) -> None:
     conversation = warmed(tiers, 3, 3)
     end_and_start(tiers, signal.SIGTERM, layout="page_first")
@@ -174,6 +176,7 @@ def test_a_pool_of_another_layout_is_refused_and_made_anew(tiers: Tiers) -> None
     assert (begun.host_tokens, claimed.host_tokens) == (0, 0)
 
 
+@pytest.mark.thorough
 def test_what_was_dropped_does_not_come_back(tiers: Tiers) -> None:
     conversation = warmed(tiers, 4, 3)
     tiers.forget()
