@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from tests.helpers import isolation
+from tests.helpers import isolation, zygote
 
 with contextlib.suppress(ImportError):  # GPU tests also run where only pytest is installed
     from hypothesis import settings
@@ -48,3 +48,4 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.pluginmanager.register(isolation)
+    zygote.install()

@@ -10,10 +10,10 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import TypeVar
 
 from kvbridge.core.children import child_environment, how_it_ended
@@ -37,21 +37,21 @@ class ChildProcess:
         """`name` is for messages. `ends_with_us`: SIGTERM when the thread that started it ends, however it ends."""
         self.name = name
         self.log_path = log_path
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Popen[bytes] | None = None
         self._ends_with_us = ends_with_us
 
     def launch(
         self, command: Sequence[str], *, piped: bool = False, environment: Mapping[str, str] | None = None
-    ) -> subprocess.Popen[bytes]:
+    ) -> Popen[bytes]:
         """Start the process. `piped`: its standard input and output are pipes to us, else nothing and the log.
 
         `environment` is added to this process's own, less the settings of kvbridge.
         """
         with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
+            self.process = Popen(
                 command,
-                stdin=subprocess.PIPE if piped else subprocess.DEVNULL,
-                stdout=subprocess.PIPE if piped else log,
+                stdin=PIPE if piped else DEVNULL,
+                stdout=PIPE if piped else log,
                 stderr=log,
                 env=child_environment(os.environ) | dict(environment or {}),
                 start_new_session=True,
@@ -107,7 +107,7 @@ def stop_all(children: Iterable[ChildProcess], *, timeout_s: float, hurry_after_
         process.wait(KILL_S)
 
 
-def _wait_all(processes: list[subprocess.Popen[bytes]], deadline_s: float) -> list[subprocess.Popen[bytes]]:
+def _wait_all(processes: list[Popen[bytes]], deadline_s: float) -> list[Popen[bytes]]:
     """Return those that have not ended by the deadline."""
     while any(process.poll() is None for process in processes) and time.monotonic() < deadline_s:
         time.sleep(0.01)

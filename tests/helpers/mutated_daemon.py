@@ -5,11 +5,11 @@ Owns: that their processes run given code first, by `python -c` instead of `pyth
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from subprocess import Popen
 
 from kvbridge.cli.local_cluster import DaemonProcess
+from tests.helpers.zygote import FORKED
 
 _AS_DAEMON = "from kvbridge.cli.main import main; main()"
 _AS_WORKER = """
@@ -20,9 +20,9 @@ sys.stderr.flush()
 os._exit(code)
 """
 _WORKER_TOO = """
-from types import SimpleNamespace
-from kvbridge.core import children
-children.sys = SimpleNamespace(executable={script!r})
+import sys
+from kvbridge.daemon import supervisor
+supervisor.module_command = lambda module, *arguments: [sys.executable, "-c", {code!r}, *arguments]
 """
 
 
@@ -37,19 +37,10 @@ class MutatedDaemon(DaemonProcess):
     ) -> Popen[bytes]:
         """Start it through `-c`."""
         assert list(command[1:4]) == ["-P", "-m", "kvbridge"]
-        code = self.daemon_code
+        code = FORKED + self.daemon_code
         if self.worker_code:
-            code += _WORKER_TOO.format(script=str(self._worker_script()))
+            code += _WORKER_TOO.format(code=FORKED + self.worker_code + _AS_WORKER)
         return super().launch([command[0], "-c", code + _AS_DAEMON, *command[4:]], piped=piped, environment=environment)
-
-    def _worker_script(self) -> str:
-        """A program that is called as the interpreter would be, `-P -m module` and arguments, and starts a changed worker."""
-        source, script = self.folder / "worker.py", self.folder / "worker.sh"
-        source.write_text(self.worker_code + _AS_WORKER)
-        run = f"exec(open({str(source)!r}).read())"
-        script.write_text(f'#!/bin/sh\nshift 3\nexec {sys.executable} -c "{run}" "$@"\n')
-        script.chmod(0o700)
-        return str(script)
 
 
 def mutated(daemon: DaemonProcess, *, daemon_code: str = "", worker_code: str = "") -> DaemonProcess:

@@ -12,8 +12,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sized
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
+
+from tests.helpers import zygote
 
 State = dict[str, object]
 """What was found, by names that a reader understands."""
@@ -29,8 +32,8 @@ READ_BY_LIBRARIES = ("MC_", "UCX_")
 """Variables that Mooncake and UCX read once a process: whoever loads them first sets them for everybody after."""
 WATCHED_SIGNALS = set(signal.Signals) - {signal.SIGALRM}
 """pytest-timeout takes SIGALRM during a test, and gives it back early when the test fails."""
-ENDS_WITH_THE_PROCESS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
-"""Helpers that Python starts once and ends itself."""
+ENDS_WITH_THE_PROCESS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "import zygote")
+"""Helpers that are started once and end with whoever started them."""
 ONCE_A_PROCESS = {
     "kvbridge.kernels.cuda.allocations._uuids",  # names of devices
     "kvbridge.kernels.cuda.programs._loaded",  # compiled kernels
@@ -129,13 +132,22 @@ def _find_containers(module: str, values: Mapping[str, object]) -> Iterator[tupl
 
 
 def _children() -> list[int]:
+    """The children of this process; but for those of dead daemons, which are waited for here."""
     found: list[int] = []
     for task in Path("/proc/self/task").iterdir():
         try:
             found += map(int, (task / "children").read_text().split())
         except FileNotFoundError:  # the thread has ended meanwhile
             continue
-    return found
+    return [pid for pid in found if not _is_of_a_daemon(pid)]
+
+
+def _is_of_a_daemon(pid: int) -> bool:
+    with suppress(OSError):
+        if zygote.NAME in Path(f"/proc/{pid}/comm").read_text():
+            os.waitpid(pid, os.WNOHANG)
+            return True
+    return False
 
 
 def _command(pid: int) -> str:
