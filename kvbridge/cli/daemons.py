@@ -17,13 +17,9 @@ from kvbridge.config.endpoints import TelemetryConfig
 from kvbridge.config.router import DispatchOrder, RouterConfig
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, UnavailableError
-from kvbridge.daemon.bootstrap import BootstrapDaemon
-from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.descriptors import raise_open_files
 from kvbridge.daemon.lifecycle import Daemon, run_daemon
 from kvbridge.daemon.parent import end_with_parent
-from kvbridge.daemon.prefill import prefill_daemon
-from kvbridge.daemon.router import RouterDaemon
 from kvbridge.telemetry.logs import configure_logs
 
 log = structlog.get_logger(__name__)

@@ -23,6 +23,7 @@ import structlog
 from kvbridge import __version__
 from kvbridge.api.directory import InstanceView
 from kvbridge.api.endpoint_file import DaemonEndpoint, remove_endpoint, write_endpoint
+from kvbridge.api.live import Document
 from kvbridge.api.status import BootstrapStatus, Readiness, StoreStatus
 from kvbridge.bootstrap.directory import Directory, absences
 from kvbridge.bootstrap.pairing import PairingService
@@ -34,7 +35,6 @@ from kvbridge.config.schema import BootstrapConfig
 from kvbridge.core.errors import BridgeError, ConfigError, UnavailableError
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.lifecycle import ToldReadiness
-from kvbridge.daemon.live_view import bootstrap_snapshot
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.daemon.traces import Traces
 from kvbridge.http.bootstrap_app import create_bootstrap_app
@@ -100,7 +100,7 @@ class BootstrapDaemon:
         self._overview = _Overview()
         self._told = ToldReadiness()
         self._seldom = Seldom(self.metrics.line_left_out)
-        self._feed = Feed(lambda: bootstrap_snapshot(self.status()))
+        self._feed = Feed(lambda: _snapshot(self.status()))
         self._http: HttpServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -290,3 +290,28 @@ def open_store(config: BootstrapConfig, observer: StoreObserver, files: SecretFi
         timeout_s=timeouts.store_s,
     )
     return RedisStore(settings, expire_after_s=directory.expire_after_s, rooms=rooms, observer=observer)
+
+
+def _snapshot(status: BootstrapStatus) -> Document:
+    """Everything that bootstrap's page shows now."""
+    now_s = time.monotonic()
+    shown = status.model_dump(mode="json", exclude={"uptime_s", "instances"})
+    return {
+        "now_s": round(now_s, 3),
+        "started_s": round(now_s - status.uptime_s),
+        "status": shown,
+        "instances": {
+            instance.instance: {
+                **instance.model_dump(mode="json", exclude={"instance", "nodes"}),
+                "nodes": {
+                    node.node: {
+                        **node.model_dump(mode="json", exclude={"node", "ranks", "silent_s"}),
+                        "ranks": len(node.ranks),
+                        "heard_s": round(now_s - node.silent_s, 1),
+                    }
+                    for node in instance.nodes
+                },
+            }
+            for instance in status.instances
+        },
+    }

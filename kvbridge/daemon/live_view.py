@@ -1,4 +1,4 @@
-"""What the status page is shown, put together from what `/status` says and from what happened to rooms.
+"""What the status page of a node is shown, put together from what `/status` says and from what happened to rooms.
 
 Owns: the form of a snapshot. Must not know: who looks, how it is sent.
 
@@ -15,7 +15,7 @@ from dataclasses import fields
 from typing import Any
 
 from kvbridge.api.live import Document, RoomLine, RoomTimeline, TimelineEntry
-from kvbridge.api.status import BootstrapStatus, DecodeNodeStatus, NodeStatus
+from kvbridge.api.status import DecodeNodeStatus, NodeStatus
 from kvbridge.core.errors import UnknownRoomError
 from kvbridge.core.plan.operations import Amount
 from kvbridge.daemon.node_status import NodeOverview
@@ -69,31 +69,6 @@ class LiveNode:
             age_s=time.monotonic() - timeline.admitted_s,
             entries=tuple(_entry(at_s - timeline.admitted_s, fact) for at_s, fact in timeline.facts),
         )
-
-
-def bootstrap_snapshot(status: BootstrapStatus) -> Document:
-    """Everything that bootstrap's page shows now."""
-    now_s = time.monotonic()
-    shown = status.model_dump(mode="json", exclude={"uptime_s", "instances"})
-    return {
-        "now_s": round(now_s, 3),
-        "started_s": round(now_s - status.uptime_s),
-        "status": shown,
-        "instances": {
-            instance.instance: {
-                **instance.model_dump(mode="json", exclude={"instance", "nodes"}),
-                "nodes": {
-                    node.node: {
-                        **node.model_dump(mode="json", exclude={"node", "ranks", "silent_s"}),
-                        "ranks": len(node.ranks),
-                        "heard_s": round(now_s - node.silent_s, 1),
-                    }
-                    for node in instance.nodes
-                },
-            }
-            for instance in status.instances
-        },
-    }
 
 
 def _peers(status: NodeStatus, traffic: Mapping[str, PeerTraffic]) -> Document:

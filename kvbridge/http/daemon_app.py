@@ -5,7 +5,7 @@ Owns: /v1/requests, /v1/prefixes. Must not know: which role is behind it.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
 
@@ -29,10 +29,12 @@ from kvbridge.http.description import LOCATION, problems
 from kvbridge.http.direct import DirectRoute
 from kvbridge.http.numbers import DESCRIBED_QUERY, NUMBER, as_described
 from kvbridge.http.operations import AppSettings, assemble_app
-from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.room_book import RoomBook
-from kvbridge.node.rooms import RoomRequests
 from kvbridge.telemetry.context import TRACE, BeginTrace, pass_on
+
+if TYPE_CHECKING:  # bootstrap's routes take paths and queries from here, and need no node
+    from kvbridge.node.admission.controller import AdmissionController
+    from kvbridge.node.room_book import RoomBook
+    from kvbridge.node.rooms import RoomRequests
 
 REQUESTS = "/v1/requests"
 MAX_LISTED = 200
