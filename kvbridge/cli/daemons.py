@@ -17,6 +17,7 @@ from kvbridge.config.endpoints import TelemetryConfig
 from kvbridge.config.router import DispatchOrder, RouterConfig
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, UnavailableError
+from kvbridge.core.imports import UNUSED_BY_DAEMONS, importing
 from kvbridge.daemon.descriptors import raise_open_files
 from kvbridge.daemon.lifecycle import Daemon, run_daemon
 from kvbridge.daemon.parent import end_with_parent
@@ -43,6 +44,8 @@ def prefill(
         end_with_parent(parent)
     loaded = load_or_exit(PrefillConfig, config, overrides, insecure=insecure)
     _logs("prefill", loaded.telemetry, instance=loaded.instance, node=loaded.node)
+    with importing(*UNUSED_BY_DAEMONS):
+        from kvbridge.daemon.prefill import prefill_daemon  # noqa: PLC0415 - a process has one role
     _run(lambda: prefill_daemon(loaded))
 
 
@@ -57,6 +60,8 @@ def decode(
         end_with_parent(parent)
     loaded = load_or_exit(DecodeConfig, config, overrides, insecure=insecure)
     _logs("decode", loaded.telemetry, instance=loaded.instance, node=loaded.node)
+    with importing(*UNUSED_BY_DAEMONS):
+        from kvbridge.daemon.decode import decode_daemon  # noqa: PLC0415 - a process has one role
     _run(lambda: decode_daemon(loaded))
 
 
@@ -71,6 +76,8 @@ def bootstrap(
     """Run bootstrap: the directory of instances, and the pairing of requests."""
     loaded = load_or_exit(BootstrapConfig, config, overrides, insecure=insecure)
     _logs("bootstrap", loaded.telemetry)
+    with importing(*UNUSED_BY_DAEMONS):
+        from kvbridge.daemon.bootstrap import BootstrapDaemon  # noqa: PLC0415 - a process has one role
     _run(lambda: BootstrapDaemon(loaded, endpoint_dir=endpoint_dir))
 
 
@@ -134,6 +141,8 @@ def router(options: RouterOptions) -> None:
         RouterConfig, options.config, options.overrides, insecure=options.insecure, flags=options.flags
     )
     _logs("router", loaded.telemetry)
+    with importing(*UNUSED_BY_DAEMONS):
+        from kvbridge.daemon.router import RouterDaemon  # noqa: PLC0415 - a process has one role
     _run(lambda: RouterDaemon(loaded))
 
 

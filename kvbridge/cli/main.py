@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from kvbridge import __version__
 from kvbridge.cli.interrupts import EXIT_INTERRUPTED, interrupts_raise
+from kvbridge.core.imports import UNUSED_BY_DAEMONS, importing
 
 COMMANDS = {
     "init": (
@@ -79,7 +80,9 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401 - of typer's own, which has moved
         """See TyperGroup."""
         name, listed, rest = super().resolve_command(ctx, args)
-        command = load_command(name) if name in COMMANDS else listed
+        is_daemon = name in COMMANDS and COMMANDS[name][0].startswith("kvbridge.cli.daemons:")
+        with importing(*(UNUSED_BY_DAEMONS if is_daemon else ())):
+            command = load_command(name) if name in COMMANDS else listed
         interrupts_raise()
         return name, command, rest
 

@@ -15,6 +15,8 @@ import os
 import signal
 import sys
 
+from kvbridge.core.imports import UNUSED_BY_DAEMONS, importing
+
 _PR_SET_PDEATHSIG = 1
 EXIT_ORPHANED = 4
 """The node had ended before its worker could be bound to it."""
@@ -26,8 +28,8 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)
     given = _parse(arguments)
     _die_with_parent(given.parent)
-    from kvbridge.worker.main import serve  # noqa: PLC0415 - takes a second, in which no signal may end us
-
+    with importing(*UNUSED_BY_DAEMONS):
+        from kvbridge.worker.main import serve  # noqa: PLC0415 - takes a while, in which no signal may end us
     return serve(given)
 
 

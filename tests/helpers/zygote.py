@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import fcntl
-import gc
 import os
 import pickle
 import resource
@@ -30,6 +29,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+from kvbridge.core.imports import UNUSED_BY_DAEMONS, importing
 
 ROOT = str(Path(__file__).resolve().parents[2])
 ROLES = ("bootstrap", "prefill", "decode", "router")
@@ -191,11 +192,10 @@ def executed() -> Iterator[None]:
 def main() -> None:
     """Import, then fork whatever is asked for; in a forked process, run it."""
     _, kind, channel, _ = sys.argv
-    for module in PRELOADED[kind]:
-        import_module(module)
+    with importing(*UNUSED_BY_DAEMONS):
+        for module in PRELOADED[kind]:
+            import_module(module)
     sys.path.remove(ROOT)
-    gc.collect()
-    gc.freeze()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     order = _serve(socket.socket(fileno=int(channel)))
     while _has_workers(order):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.main import get_command
@@ -39,7 +40,43 @@ def test_what_needs_no_command_imports_none(argument: str) -> None:
     modules = set(json.loads(found.stderr))
     assert not modules & (HEAVY | OF_TYPER if argument == "--help" else HEAVY)
     ours = {name for name in modules if name.startswith("kvbridge")}
-    assert ours == {"kvbridge", "kvbridge.__main__", "kvbridge.cli", "kvbridge.cli.interrupts", "kvbridge.cli.main"}
+    assert ours == {"kvbridge", "kvbridge.__main__", "kvbridge.cli", "kvbridge.cli.interrupts", "kvbridge.cli.main"} | {
+        "kvbridge.core",
+        "kvbridge.core.imports",
+    }
+
+
+STARTED = """
+import json, sys
+from kvbridge.cli import main
+from kvbridge.core.imports import UNUSED_BY_DAEMONS, importing
+with importing(*UNUSED_BY_DAEMONS):
+    from kvbridge.cli import daemons
+daemons._run = lambda build: print(json.dumps(sorted(sys.modules)))
+main.main()
+"""
+NODE = ("--config", str(Path(__file__).resolve().parents[3] / "configs" / "decode.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("command", "not_loaded"),
+    [
+        (["bootstrap"], {"kvbridge.node", "kvbridge.worker", "kvbridge.daemon.node", "kvbridge.daemon.router", "zmq"}),
+        (
+            ["router", "--prefill", "http://p", "--decode", "http://d"],
+            {"kvbridge.node", "kvbridge.worker", "kvbridge.daemon.node", "kvbridge.daemon.bootstrap", "zmq"},
+        ),
+        (
+            ["decode", *NODE],
+            {"kvbridge.daemon.prefill", "kvbridge.daemon.bootstrap", "kvbridge.daemon.router", "kvbridge.worker"},
+        ),
+    ],
+)
+def test_a_daemon_imports_its_role_only(command: list[str], not_loaded: set[str]) -> None:
+    found = subprocess.run([sys.executable, "-c", STARTED, *command], capture_output=True, text=True, check=True)
+    modules = set(json.loads(found.stdout))
+    assert f"kvbridge.daemon.{command[0]}" in modules
+    assert not modules & (not_loaded | {"rich", "pygments", "trio", "torch", "opentelemetry.sdk", "mooncake"})
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -77,7 +114,7 @@ def started(command: list[str]) -> subprocess.Popen[str]:
         ("kvbridge.cli.main", ["version"]),
         ("typer", ["--help"]),
         ("pydantic", ["prefill"]),
-        ("zmq", ["decode"]),
+        ("zmq", ["decode", *NODE]),
         ("numpy", ["demo"]),
         ("fastapi", ["bootstrap"]),
         ("kvbridge.config.schema", ["keys", "check"]),
