@@ -1,20 +1,25 @@
-"""What all suites share: how much Hypothesis tries, and that no test leaves anything behind for the next one."""
+"""What all suites share: how much Hypothesis tries, the order of files, and that no test leaves anything behind."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from tests.helpers import isolation, zygote
+from tests.run import MARK, NEW_DURATIONS, read_durations
 
 with contextlib.suppress(ImportError):  # GPU tests also run where only pytest is installed
     from hypothesis import settings
 
     # How often a test is tried; tests whose examples are dear take a fraction of it (tests/helpers/examples.py).
-    settings.register_profile("default", max_examples=100, deadline=None)
+    settings.register_profile("default", max_examples=50, deadline=None)
+    settings.register_profile("unit", max_examples=10, deadline=None)
     settings.register_profile("thorough", max_examples=1000, deadline=None)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
@@ -23,6 +28,34 @@ _files: dict[str, dict[str, None]] = {}
 """Which files each worker process has run, in that order: which worker gets a file depends on how quick they are."""
 _failed: dict[str, tuple[str, ...]] = {}
 """Each file with a failure, and those that its process had run before."""
+_durations: dict[str, float] = {}
+"""What each file has taken, in seconds."""
+KINDS_S = {
+    "faults": 60.0,
+    "contract": 60.0,
+    "docs": 60.0,
+    "deploy": 40.0,
+    "integration": 30.0,
+    "operate": 20.0,
+    "page": 20.0,
+}
+"""What a file takes about, by its folder, where nobody has measured it yet."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have those files first that take long, under `tests.run`; files that take about as long stay in their drawn order."""
+    if MARK in os.environ:
+        known = read_durations()
+        files = {item.nodeid.partition("::")[0] for item in items}
+        took_s = {file: known.get(file, KINDS_S.get(Path(file).parts[1], 1.0)) for file in files}
+        items.sort(key=lambda item: -max(0, math.frexp(took_s[item.nodeid.partition("::")[0]])[1]))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Tell `tests.run` what each file took; called by pytest."""
+    if NEW_DURATIONS in os.environ and not hasattr(session.config, "workerinput"):
+        Path(os.environ[NEW_DURATIONS]).write_text(json.dumps(_durations))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -30,6 +63,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     worker, file = getattr(report, "worker_id", ""), report.nodeid.partition("::")[0]
     files = _files.setdefault(worker, {})
     files[file] = None
+    _durations[file] = _durations.get(file, 0.0) + report.duration
     if report.failed and file not in _failed:
         _failed[file] = tuple(files)
 

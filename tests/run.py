@@ -1,13 +1,15 @@
-"""`make test` and `make test-all`: every suite in a process of its own, whatever became of the one before, and one summary.
+"""`make test` and `make test-all`: every suite in a process of its own, all at the same time, and one summary.
 
-Files of a suite run side by side, in an order drawn from a seed: `make test SEED=...` draws the same order again. The exit
-code is 0 only when every suite passed and left no process behind.
+Files of a suite run side by side, those first that took long the last time, and otherwise in an order drawn from a seed:
+`make test SEED=...` draws the same order again. What each file took is in out/durations.json. The exit code is 0 only when every
+suite passed and left no process behind.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import secrets
@@ -15,10 +17,12 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,6 +34,12 @@ QUIET_S = 15.0
 """When a suite has printed nothing for so long, a line says for how long it runs."""
 LAST_WORDS_S = 5.0
 """For what is still in a suite's pipe after its end."""
+DURATIONS = ROOT / "out" / "durations.json"
+"""Seconds of each file of tests in its last run, by its path."""
+NEW_DURATIONS = "DURATIONS_OF_TESTS"
+"""An environment variable with the file to which pytest writes what each file took."""
+SLOWEST = 20
+"""Files that the summary names."""
 MARK = "RUN_OF_TESTS"
 """An environment variable that everything inherits which a suite starts: so what is left of it is found."""
 TOLD = re.compile(r"^(FAILED|ERROR) |^(=+ )?\d+ (passed|failed|error|skipped|deselected)\b.* in [\d.]+s")
@@ -45,6 +55,18 @@ class Suite:
     """What pytest is given by `make test`."""
     whole: tuple[str, ...]
     """What pytest is given by `make test-all`."""
+
+
+@dataclass
+class Outcome:
+    """What became of a suite."""
+
+    suite: str
+    problems: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
+    """The lines of its own summary."""
+    durations: dict[str, float] = field(default_factory=dict)
+    """Seconds of each file."""
 
 
 SUITES = (
@@ -68,16 +90,42 @@ def main() -> int:
     given = parser.parse_args()
     seed = secrets.randbelow(1 << 32) if given.seed is None else given.seed
     workers = given.workers or min(8, len(os.sched_getaffinity(0)))
-    told, failed = [], []
-    for suite in [suite for suite in (*SUITES, UNIT) if suite.name in given.only] if given.only else SUITES:
-        print(f"\n===== {suite.name}: SEED={seed} WORKERS={workers} =====", flush=True)
-        targets = suite.whole if given.all else suite.short
-        problems, lines = run_suite(pytest_command(seed, workers, targets), environment(workers, thorough=given.all))
-        failed += [suite.name] if problems else []
-        told += [f"--- {suite.name}: {'; '.join(problems) or 'passed'}", *lines]
+    suites = [suite for suite in (*SUITES, UNIT) if suite.name in given.only] if given.only else SUITES
+    print(f"===== {', '.join(suite.name for suite in suites)}: SEED={seed} WORKERS={workers} =====", flush=True)
+
+    def run(suite: Suite) -> Outcome:
+        # The main suite computes, the others wait for most of their time.
+        own_workers = workers if suite is suites[0] else max(1, workers // 2)
+        command = pytest_command(seed, own_workers, suite.whole if given.all else suite.short)
+        return run_suite(suite.name, command, environment(workers, thorough=given.all))
+
+    with ThreadPoolExecutor(len(suites)) as pool:
+        outcomes = list(pool.map(run, suites))
+    durations = {file: took_s for outcome in outcomes for file, took_s in outcome.durations.items()}
+    _keep(durations)
+    failed = [outcome.suite for outcome in outcomes if outcome.problems]
     print(f"\n===== {', '.join(failed) + ' failed' if failed else 'all passed'}; again: make test SEED={seed} =====")
-    print("\n".join(told), flush=True)
+    for outcome in outcomes:
+        print(f"--- {outcome.suite}: {'; '.join(outcome.problems) or 'passed'}", *outcome.told, sep="\n")
+    slowest = sorted(durations.items(), key=lambda item: -item[1])[:SLOWEST]
+    print(*(f"{took_s:7.1f} s  {file}" for file, took_s in slowest), sep="\n", flush=True)
     return 1 if failed else 0
+
+
+def _keep(durations: dict[str, float]) -> None:
+    """Write what files took over what they took before."""
+    if durations:
+        DURATIONS.parent.mkdir(exist_ok=True)
+        DURATIONS.write_text(json.dumps(read_durations() | durations, indent=1, sort_keys=True) + "\n")
+
+
+def read_durations() -> dict[str, float]:
+    """Return what each file took in its last run, as far as that is known."""
+    try:
+        found: dict[str, float] = json.loads(DURATIONS.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found
 
 
 def pytest_command(seed: int, workers: int, targets: Sequence[str]) -> list[str]:
@@ -108,44 +156,55 @@ def environment(workers: int, *, thorough: bool) -> dict[str, str]:
     return found
 
 
-def run_suite(
-    command: Sequence[str], environment: dict[str, str], limit_s: float = LIMIT_S
-) -> tuple[list[str], list[str]]:
-    """Run a suite, showing what it prints. Returns what is wrong, and the lines of its own summary."""
-    printed = bytearray()
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
-    assert process.stdout is not None
-    show = threading.Thread(target=_copy, args=(process.stdout.fileno(), printed), daemon=True)
-    show.start()
-    problems = []
-    try:
-        code = process.wait(limit_s)
-        problems += [f"exit code {code}"] if code else []
-    except subprocess.TimeoutExpired:
-        problems.append(f"not done after {limit_s:.0f} s")
-    finally:
-        _end(process)
-    problems += [f"left process {pid} running: {command}" for pid, command in end_left(environment[MARK])]
+def run_suite(name: str, command: Sequence[str], environment: dict[str, str], limit_s: float = LIMIT_S) -> Outcome:
+    """Run a suite, showing what it prints."""
+    outcome, printed = Outcome(name), bytearray()
+    with tempfile.TemporaryDirectory() as folder:
+        durations = Path(folder) / "durations.json"
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment | {NEW_DURATIONS: str(durations)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        show = threading.Thread(target=_copy, args=(name, process.stdout.fileno(), printed), daemon=True)
+        show.start()
+        try:
+            code = process.wait(limit_s)
+            outcome.problems += [f"exit code {code}"] if code else []
+        except subprocess.TimeoutExpired:
+            outcome.problems.append(f"not done after {limit_s:.0f} s")
+        finally:
+            _end(process)
+        if durations.exists():
+            outcome.durations = json.loads(durations.read_text())
+    outcome.problems += [f"left process {pid} running: {command}" for pid, command in end_left(environment[MARK])]
     show.join(LAST_WORDS_S)
     if not show.is_alive():
         process.stdout.close()
     plain = re.sub(r"\x1b\[[\d;]*m", "", printed.decode(errors="replace"))
-    return problems, [line for line in plain.splitlines() if TOLD.match(line)]
+    outcome.told = [line for line in plain.splitlines() if TOLD.match(line)]
+    return outcome
 
 
-def _copy(descriptor: int, printed: bytearray) -> None:
-    begun_s = time.monotonic()
+def _copy(name: str, descriptor: int, printed: bytearray) -> None:
+    """Show what a suite prints line by line, as others print at the same time."""
+    begun_s, rest = time.monotonic(), b""
     while True:
         if not select.select([descriptor], [], [], QUIET_S)[0]:
-            print(f"\n({time.monotonic() - begun_s:.0f} s; nothing new for {QUIET_S:g} s)", flush=True)
+            print(f"{name}: ({time.monotonic() - begun_s:.0f} s; nothing new for {QUIET_S:g} s)", flush=True)
             continue
-        if not (chunk := os.read(descriptor, 1 << 16)):
-            return
+        chunk = os.read(descriptor, 1 << 16)
         printed += chunk
-        sys.stdout.buffer.write(chunk)
+        *lines, rest = (rest + chunk).split(b"\n")
+        lines += [] if chunk else [rest]
+        sys.stdout.buffer.write(b"".join(b"%s: %s\n" % (name.encode(), line) for line in lines))
         sys.stdout.buffer.flush()
+        if not chunk:
+            return
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 UNUSED_BY_DAEMONS = ("rich", "pygments", "trio")
-"""structlog and httpx load the first two for coloured output, httpcore the third for its event loop, wherever they are installed."""
+"""structlog and httpx load two of them for coloured output, httpcore the third for its event loop, wherever they are installed."""
 
 
 @contextmanager

@@ -14,19 +14,23 @@ from tests.helpers.cluster import eventually
 from tests.run import MARK, TOLD, Suite, environment, pytest_command, run_suite
 
 
-def python(script: str, limit_s: float = 60.0) -> tuple[list[str], list[str]]:
-    return run_suite([sys.executable, "-c", script], environment(1, thorough=False), limit_s)
+def python(script: str, limit_s: float = 60.0) -> list[str]:
+    """What is wrong with a suite."""
+    return run_suite("it", [sys.executable, "-c", script], environment(1, thorough=False), limit_s).problems
 
 
 def test_all_suites_run_and_the_summary_says_which_failed(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    durations = "import json, os; json.dump({took}, open(os.environ['DURATIONS_OF_TESTS'], 'w')); "
     scripts = {
-        "one": "print('FAILED tests/x.py::test_y'); print('1 failed, 2 passed in 3.21s'); raise SystemExit(1)",
-        "two": "print('== 4 passed, 1 skipped in 61.00s (0:01:01) ==')",
+        "one": durations.format(took={"tests/x.py": 3.0, "tests/w.py": 0.25})
+        + "print('FAILED tests/x.py::test_y'); print('1 failed, 2 passed in 3.21s'); raise SystemExit(1)",
+        "two": durations.format(took={"tests/y.py": 61.0}) + "print('== 4 passed, 1 skipped in 61.00s (0:01:01) ==')",
     }
     monkeypatch.setattr(run, "SUITES", tuple(Suite(name, (script,), ()) for name, script in scripts.items()))
     monkeypatch.setattr(run, "pytest_command", lambda seed, workers, targets: [sys.executable, "-c", *targets])
+    monkeypatch.setattr(run, "DURATIONS", tmp_path / "out" / "durations.json")
     monkeypatch.setattr(sys, "argv", ["run", "--seed", "7", "--workers", "1"])
     assert run.main() == 1
     told = capfd.readouterr().out.partition("again: make test")[2].splitlines()
@@ -37,7 +41,11 @@ def test_all_suites_run_and_the_summary_says_which_failed(
         "1 failed, 2 passed in 3.21s",
         "--- two: passed",
         "== 4 passed, 1 skipped in 61.00s (0:01:01) ==",
+        "   61.0 s  tests/y.py",
+        "    3.0 s  tests/x.py",
+        "    0.2 s  tests/w.py",
     ]
+    assert run.read_durations() == {"tests/w.py": 0.25, "tests/x.py": 3.0, "tests/y.py": 61.0}
     monkeypatch.setattr(run, "SUITES", (Suite("two", (scripts["two"],), ()),))
     assert run.main() == 0
 
@@ -47,7 +55,7 @@ def test_a_process_that_is_left_is_told_and_ended(tmp_path: Path) -> None:
         "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
         f"start_new_session=True, stdout=open({str(tmp_path / 'out')!r}, 'w')).pid)"
     )
-    (problem,), _ = python(script)
+    (problem,) = python(script)
     assert problem.startswith("left process ")
     assert "time.sleep(60)" in problem
     pid = int(problem.split()[2])
@@ -62,19 +70,19 @@ def _dead(pid: int) -> bool:
 
 
 def test_a_suite_that_hangs_is_ended_at_its_limit() -> None:
-    assert python("import time; time.sleep(60)", limit_s=0.5)[0] == ["not done after 0 s"]
+    assert python("import time; time.sleep(60)", limit_s=0.5) == ["not done after 0 s"]
 
 
 def test_a_suite_that_prints_nothing_is_said_to_be_running(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(run, "QUIET_S", 0.05)
-    assert python("import sys, time; time.sleep(0.5); print('1 passed in 0.50s')") == ([], ["1 passed in 0.50s"])
-    assert "nothing new for 0.05 s" in capfd.readouterr().out
+    assert python("import sys, time; time.sleep(0.5); print('1 passed in 0.50s')") == []
+    assert "it: (0 s; nothing new for 0.05 s)" in capfd.readouterr().out
 
 
 def test_a_suite_that_dies_is_told() -> None:
-    assert python("import os; os.kill(os.getpid(), 9)")[0] == ["exit code -9"]
+    assert python("import os; os.kill(os.getpid(), 9)") == ["exit code -9"]
 
 
 @pytest.mark.parametrize(
