@@ -44,7 +44,7 @@ help:
 	@echo "make demo    run the main job: prefill, transfer and decode of a real model on this machine; then with sparse decode"
 	@echo "make unit    run the unit tests, in a minute"
 	@echo "make test    run every suite, with the short form of the faults and of the largest matrices; SEED= repeats an order"
-	@echo "make test-all  run everything: all faults, whole matrices, ten times as many random examples; before a change of"
+	@echo "make test-all  run everything: all faults, whole matrices, twenty times as many random examples; before a change of"
 	@echo "             transports, plans, wire, sessions or faults is called done"
 	@echo "make test-faults  kill, freeze and mislead every process in every state of a room; what became of it in out/faults/"
 	@echo "make test-load  MINUTES of random load over LOAD_TRANSPORT with kills, stops, cuts, lies about keys and a damaged store; every"

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     for file, files in _failed.items() if len(_files) > 1 else ():
         terminalreporter.section(f"the process of {file} again", sep="-")
         terminalreporter.write_line(f"python -m pytest --randomly-seed={seed} {' '.join(files)}")
+
+
+@pytest.fixture
+def executed() -> Iterator[None]:
+    """Daemons that a test starts begin as users' do: they are not forked."""
+    with zygote.executed():
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

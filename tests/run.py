@@ -74,14 +74,16 @@ SUITES = (
     Suite("contract", ("tests/contract",), ("tests/contract",)),
     Suite("faults", ("tests/faults", "-m", "faults_short"), ("tests/faults",)),
 )
-UNIT = Suite("unit", ("tests/unit",), ("tests/unit",))
+UNIT = Suite("unit", ("tests/unit", "-m", "not thorough"), ("tests/unit",))
 """A part of the main suite, for `make unit`."""
 
 
 def main() -> int:
     """Run the suites and say how they went."""
     parser = argparse.ArgumentParser(prog="python -m tests.run", description=__doc__)
-    parser.add_argument("--all", action="store_true", help="full matrices, all faults, ten times the random examples")
+    parser.add_argument(
+        "--all", action="store_true", help="full matrices, all faults, twenty times the random examples"
+    )
     parser.add_argument(
         "--only", choices=[suite.name for suite in (*SUITES, UNIT)], action="append", help="run these suites"
     )
@@ -97,7 +99,8 @@ def main() -> int:
         # The main suite computes, the others wait for most of their time.
         own_workers = workers if suite is suites[0] else max(1, workers // 2)
         command = pytest_command(seed, own_workers, suite.whole if given.all else suite.short)
-        return run_suite(suite.name, command, environment(workers, thorough=given.all))
+        profile = "thorough" if given.all else "unit" if suite is UNIT else "default"
+        return run_suite(suite.name, command, environment(workers, profile))
 
     with ThreadPoolExecutor(len(suites)) as pool:
         outcomes = list(pool.map(run, suites))
@@ -144,15 +147,14 @@ def pytest_command(seed: int, workers: int, targets: Sequence[str]) -> list[str]
     ]
 
 
-def environment(workers: int, *, thorough: bool) -> dict[str, str]:
-    """What a suite's processes inherit."""
+def environment(workers: int, profile: str) -> dict[str, str]:
+    """What a suite's processes inherit. `profile`: of Hypothesis, unless the environment has one."""
     found = {**os.environ, MARK: secrets.token_hex(8)}
     # A suite starts hundreds of processes; without bytecode on disk each of them would compile the package again.
     found.pop("PYTHONDONTWRITEBYTECODE", None)
     # Tensor libraries take every core in every process otherwise.
     found.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
-    if thorough:
-        found["HYPOTHESIS_PROFILE"] = "thorough"
+    found.setdefault("HYPOTHESIS_PROFILE", profile)
     return found
 
 

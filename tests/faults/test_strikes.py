@@ -93,6 +93,7 @@ def _strike(stages: ClusterCache[FaultCluster], matrix: Matrix, transport: str, 
     matrix.add(transport, victim, fault, ends, noticed_s=noticed_s, recovered_s=recovered_s)
 
 
+@pytest.mark.usefixtures("executed")
 def test_a_prefill_daemon_that_returns_at_another_port(stages: ClusterCache[FaultCluster]) -> None:
     """Its name proves that the old life has ended, wherever it is found."""
     with stages.on("local") as stage:

@@ -1,4 +1,4 @@
-"""How often Hypothesis tries a test: as its profile says (`tests/conftest.py`), ten times as often in `make test-all`."""
+"""How often Hypothesis tries a test: as its profile says (`tests/conftest.py`), most often in `make test-all`."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from hypothesis import settings
 
 
 def fewer(part: int, **more: Any) -> settings:
-    """A fraction of the profile's examples, for tests whose examples are dear."""
-    return settings(max_examples=settings.default.max_examples // part, **more)
+    """A fraction of the profile's examples: a half for state machines, less for tests whose examples are dear."""
+    return settings(max_examples=max(1, settings.default.max_examples // part), **more)

@@ -1,10 +1,11 @@
-"""A pytest plugin: no test, and no file of tests, leaves anything behind in its process for the next one.
+"""A pytest plugin: no test leaves anything behind for the next one, and no unit test starts a process or opens a socket.
 
 A plugin and not part of a `conftest.py`, whose hooks do not see the fixtures of a session. `tests/conftest.py` registers it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,31 @@ class Wider:
 
 
 _wider = Wider()
+
+
+OUTSIDE = {"subprocess.Popen", "os.fork", "os.posix_spawn", "socket.bind", "socket.connect"}
+"""What a unit test does not do (events of `sys.addaudithook`): with these, it is an integration test."""
+_unit = False
+"""Whether a unit test runs; one that only `make test-all` runs does not count."""
+
+
+def _refuse_outside(event: str, _arguments: tuple[object, ...]) -> None:
+    if event in OUTSIDE and _unit:
+        pytest.fail(f"{event} in a unit test: it belongs into tests/integration")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    """Hold unit tests to their rule; called by pytest."""
+    global _unit  # noqa: PLW0603 - one test runs at a time
+    _unit = item.nodeid.startswith("tests/unit/") and item.get_closest_marker("thorough") is None
+    try:
+        return (yield)
+    finally:
+        _unit = False
+
+
+sys.addaudithook(_refuse_outside)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -257,6 +257,7 @@ NodeMemory._create = slowly
 """A daemon that is told to end before the first of its pools is whole."""
 
 
+@pytest.mark.usefixtures("executed")
 def test_sigterm_while_memory_is_made_leaves_nothing(live: LiveCluster) -> None:
     pools = {"device": {"full": 64, "swa": 16, "request": 8}, "host": {"size_bytes": 1 << 28}}
     starting = mutated(alone(live, pools=pools), daemon_code=_SLOWLY)
@@ -441,6 +442,7 @@ def test_a_worker_that_hangs_is_killed(live: LiveCluster, daemon: DaemonProcess)
 # ------------------------------------------------------------------------------------------- whole daemons
 
 
+@pytest.mark.usefixtures("executed")
 def test_a_killed_prefill_daemon_is_noticed_and_shut_out_and_its_next_life_served(live: LiveCluster) -> None:
     """The decode side needs nothing of the dead one, nor of its next life, to use the pages again."""
     room = in_flight(live)

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from kvbridge.control.keys import generate_keys, write_keys
+from tests.helpers import zygote
 from tests.helpers.cluster import DaemonProcess, daemon_config, eventually
 from tests.helpers.live_rooms import bearer, ends, frames_refused, http
 from tests.helpers.raw_peers import RawDecode
@@ -62,7 +63,14 @@ def launch(daemon: DaemonProcess, *flags: str, **environment: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def searched() -> Iterator[Searched]:
+def executed() -> Iterator[None]:
+    """A forked process would show the command line and the environment of the one that it was forked from."""
+    with zygote.executed():
+        yield
+
+
+@pytest.fixture(scope="module")
+def searched(executed: None) -> Iterator[Searched]:
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
     prefill_keys, decode_keys = generate_keys(), generate_keys()
     write_keys(prefill_keys, folder / "p.key")

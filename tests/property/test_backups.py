@@ -6,7 +6,6 @@ the cache's. And a page counts as on the host only if every rank has said that i
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -15,6 +14,7 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import CopyPages
 from kvbridge.node.workers import WorkerState
 from kvbridge.pool.accounts.page_states import PageState
+from tests.helpers.examples import fewer
 from tests.helpers.rooms import R0, R1
 from tests.unit.node.test_backups import COPY_S, TWIN, Bench
 from tests.unit.tier.test_controller import keys
@@ -134,4 +134,4 @@ class Backups(RuleBasedStateMachine):
 
 
 TestBackups = Backups.TestCase
-TestBackups.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestBackups.settings = fewer(2, stateful_step_count=30)

@@ -7,7 +7,6 @@ every page is free or holds what the cache says.
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -20,6 +19,7 @@ from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.readers import Admitted
 from kvbridge.tier.twins import Backup
+from tests.helpers.examples import fewer
 from tests.helpers.manual_clock import ManualClock
 
 FULL, TWIN, HOST = IndexSpace.FULL, IndexSpace.FULL_TWIN, IndexSpace.HOST
@@ -166,4 +166,4 @@ class LostDevice(RuleBasedStateMachine):
 
 
 TestLostDevice = LostDevice.TestCase
-TestLostDevice.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestLostDevice.settings = fewer(2, stateful_step_count=40)

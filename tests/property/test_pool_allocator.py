@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputError
 from kvbridge.pool.accounts.allocator import RunAllocator
+from tests.helpers.examples import fewer
 
 PAGES = 48
 
@@ -114,4 +114,4 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 
 TestAllocator = AllocatorMachine.TestCase
-TestAllocator.settings = settings(stateful_step_count=40)
+TestAllocator.settings = fewer(2, stateful_step_count=40)

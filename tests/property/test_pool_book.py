@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -12,6 +11,7 @@ from kvbridge.core.errors import BridgeError, IntegrityError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
+from tests.helpers.examples import fewer
 
 OWNED = {IndexSpace.FULL: 12, IndexSpace.HOST: 9}
 ADOPTED = {IndexSpace.SWA: 10}
@@ -219,4 +219,4 @@ class BookMachine(RuleBasedStateMachine):
 
 
 TestBook = BookMachine.TestCase
-TestBook.settings = settings(stateful_step_count=40)
+TestBook.settings = fewer(2, stateful_step_count=40)

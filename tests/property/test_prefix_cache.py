@@ -8,7 +8,6 @@ from functools import cache
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -19,6 +18,7 @@ from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
+from tests.helpers.examples import fewer
 from tests.helpers.manual_clock import ManualClock
 
 FULL, HOST, SWA = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.SWA
@@ -410,4 +410,4 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 
 TestPrefixCache = PrefixCacheMachine.TestCase
-TestPrefixCache.settings = settings(stateful_step_count=50)
+TestPrefixCache.settings = fewer(2, stateful_step_count=50)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -16,6 +15,7 @@ from kvbridge.tier import victims as victims_module
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import PrefixIdentity, page_keys
 from kvbridge.tier.policy import GreedyDual, LeastRecentlyUsed
+from tests.helpers.examples import fewer
 
 FULL, HOST, SWA = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.SWA
 IDENTITY = PrefixIdentity(model="m", revision="r", fingerprint="f", tokens_per_page=1)
@@ -310,4 +310,4 @@ def _few_candidates(monkeypatch):
 
 
 TestIndex = IndexMachine.TestCase
-TestIndex.settings = settings(stateful_step_count=40)
+TestIndex.settings = fewer(2, stateful_step_count=40)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -13,6 +12,7 @@ from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.policy import POLICIES
 from kvbridge.tier.retention import Claim
+from tests.helpers.examples import fewer
 
 FULL, SWA = IndexSpace.FULL, IndexSpace.SWA
 PAGES = 24
@@ -125,4 +125,4 @@ class RetentionMachine(RuleBasedStateMachine):
 
 
 TestRetention = RetentionMachine.TestCase
-TestRetention.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestRetention.settings = fewer(2, stateful_step_count=40)

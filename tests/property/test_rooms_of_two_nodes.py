@@ -6,7 +6,7 @@ from collections import deque
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -23,6 +23,7 @@ from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.tier.keys import Keys
+from tests.helpers.examples import fewer
 from tests.helpers.room_simulation import STAGES, World
 from tests.helpers.rooms import PAGE
 from tests.helpers.simulated_memory import keys_of
@@ -352,7 +353,7 @@ class SharingRoomsMachine(RoomsMachine):
         (self.world.prefill.prefixes if on_prefill else self.world.prefixes).drop()
 
 
-LIMITS = settings(stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+LIMITS = fewer(2, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 TestRooms = RoomsMachine.TestCase
 TestRooms.settings = LIMITS

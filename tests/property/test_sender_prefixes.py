@@ -7,7 +7,6 @@ with the prompt's own keys, and a page that somebody writes while it is cached o
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -16,6 +15,7 @@ from kvbridge.core.wire.engine_messages import Pages
 from kvbridge.core.wire.messages import Abort, WireTable
 from kvbridge.node.sender.room import SenderRoom
 from kvbridge.tier.keys import Keys
+from tests.helpers.examples import fewer
 from tests.helpers.prefix_bench import FULL, HISTORY, PAGE, SWA, PrefixBench, hashes, ids
 from tests.helpers.rooms import DECODE, R0
 
@@ -200,5 +200,5 @@ class PrefillNode(RuleBasedStateMachine):
         self.bench.quiet()
 
 
-PrefillNode.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PrefillNode.TestCase.settings = fewer(2, stateful_step_count=40)
 TestPrefillNode = PrefillNode.TestCase

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -23,6 +22,7 @@ from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.policy import GreedyDual, LeastRecentlyUsed
 from kvbridge.tier.prefix_cache import PrefixCache
+from tests.helpers.examples import fewer
 from tests.helpers.manual_clock import ManualClock
 
 FULL, SWA, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.HOST
@@ -710,4 +710,4 @@ class TwinMachine(RuleBasedStateMachine):
 
 
 TestTwins = TwinMachine.TestCase
-TestTwins.settings = settings(stateful_step_count=50)
+TestTwins.settings = fewer(2, stateful_step_count=50)

@@ -6,11 +6,12 @@ vLLM is a model with vLLM's assertions, the decisions of the connector and the n
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvbridge.pool.accounts.page_states import Owner
+from tests.helpers.examples import fewer
 from tests.helpers.rooms import PAGE
 from tests.helpers.simulated_nodes import RANKS
 from tests.helpers.simulated_vllm import Status
@@ -289,8 +290,8 @@ class ConnectorMachine(RuleBasedStateMachine):
 
 
 TestConnector = ConnectorMachine.TestCase
-TestConnector.settings = settings(
-    stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+TestConnector.settings = fewer(
+    2, stateful_step_count=50, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 

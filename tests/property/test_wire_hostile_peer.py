@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvbridge.core.errors import CapacityError, ProtocolError
 from kvbridge.core.wire.codec import Acks
 from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox
+from tests.helpers.examples import fewer
 from tests.helpers.manual_clock import ManualClock
 
 SETTINGS = DeliverySettings(window=8, max_held=20, early_bytes=1_000, give_up_s=30)
@@ -71,7 +71,7 @@ class HostilePeer(RuleBasedStateMachine):
 
 
 TestHostilePeer = HostilePeer.TestCase
-TestHostilePeer.settings = settings(stateful_step_count=40)
+TestHostilePeer.settings = fewer(2, stateful_step_count=40)
 
 
 def test_what_is_due_is_taken_whatever_is_held():

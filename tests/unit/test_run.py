@@ -16,7 +16,7 @@ from tests.run import MARK, TOLD, Suite, environment, pytest_command, run_suite
 
 def python(script: str, limit_s: float = 60.0) -> list[str]:
     """What is wrong with a suite."""
-    return run_suite("it", [sys.executable, "-c", script], environment(1, thorough=False), limit_s).problems
+    return run_suite("it", [sys.executable, "-c", script], environment(1, "unit"), limit_s).problems
 
 
 def test_all_suites_run_and_the_summary_says_which_failed(
@@ -104,7 +104,8 @@ def test_lines_of_the_summary(line: str, told: bool) -> None:
 def test_what_a_suite_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    found, again = environment(10_000, thorough=True), environment(1, thorough=True)
+    monkeypatch.delenv("HYPOTHESIS_PROFILE", raising=False)
+    found, again = environment(10_000, "thorough"), environment(1, "thorough")
     assert "PYTHONDONTWRITEBYTECODE" not in found
     assert found["OMP_NUM_THREADS"] == "1"
     assert again["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
