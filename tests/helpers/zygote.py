@@ -147,6 +147,8 @@ class ForkedPopen(subprocess.Popen[Any]):
             try:
                 self.pid = (_here.zygote or _zygote(kind)).fork(order, [*ends, *pass_fds])
             except OSError:
+                if _here.zygote is None:
+                    raise
                 kind = ""  # a test has killed the zygote together with its daemon's workers
         if not kind:
             super()._execute_child(args, executable, preexec_fn, close_fds, *rest)

@@ -16,6 +16,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from kvbridge.cli.main import app
+from tests.helpers.zygote import ForkedPopen
 
 pytestmark = pytest.mark.thorough
 
@@ -32,7 +33,7 @@ def run(*arguments: str) -> Result:
 def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run a router until the block ends; yield it and its URL."""
     command = [sys.executable, "-m", "kvbridge", "router", "--port", "0", *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with ForkedPopen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
             assert process.stderr is not None
             said = iter(process.stderr.readline, "")
