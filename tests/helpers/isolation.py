@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,26 +33,25 @@ _wider = Wider()
 
 OUTSIDE = {"subprocess.Popen", "os.fork", "os.posix_spawn", "socket.bind", "socket.connect"}
 """What a unit test does not do (events of `sys.addaudithook`): with these, it is an integration test."""
-_unit = False
+_rule = SimpleNamespace(holds=False)
 """Whether a unit test runs; one that only `make test-all` runs does not count."""
 
 
 def _refuse_outside(event: str, _arguments: tuple[object, ...]) -> None:
-    if event in OUTSIDE and _unit:
+    if _rule.holds and event in OUTSIDE:
         pytest.fail(f"{event} in a unit test: it belongs into tests/integration")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
-    """Hold unit tests to their rule; called by pytest."""
-    global _unit  # noqa: PLW0603 - one test runs at a time
-    _unit = item.nodeid.startswith("tests/unit/") and item.get_closest_marker("thorough") is None
+def _held_to_the_rule(item: pytest.Item) -> Iterator[Any]:
+    _rule.holds = item.nodeid.startswith("tests/unit/") and item.get_closest_marker("thorough") is None
     try:
         return (yield)
     finally:
-        _unit = False
+        _rule.holds = False
 
 
+pytest_runtest_setup = pytest.hookimpl(wrapper=True, specname="pytest_runtest_setup")(_held_to_the_rule)
+pytest_runtest_call = pytest.hookimpl(wrapper=True, specname="pytest_runtest_call")(_held_to_the_rule)
 sys.addaudithook(_refuse_outside)
 
 
