@@ -34,16 +34,16 @@ _wider = Wider()
 OUTSIDE = {"subprocess.Popen", "os.fork", "os.posix_spawn", "socket.bind", "socket.connect"}
 """What a unit test does not do (events of `sys.addaudithook`): with these, it is an integration test."""
 _rule = SimpleNamespace(holds=False)
-"""Whether a unit test runs; one that only `make test-all` runs does not count."""
+"""Whether a unit test runs that is not marked `outside`."""
 
 
 def _refuse_outside(event: str, _arguments: tuple[object, ...]) -> None:
     if _rule.holds and event in OUTSIDE:
-        pytest.fail(f"{event} in a unit test: it belongs into tests/integration")
+        pytest.fail(f"{event} in a unit test: it belongs into tests/integration, or is marked `outside`")
 
 
 def _held_to_the_rule(item: pytest.Item) -> Iterator[Any]:
-    _rule.holds = item.nodeid.startswith("tests/unit/") and item.get_closest_marker("thorough") is None
+    _rule.holds = item.nodeid.startswith("tests/unit/") and item.get_closest_marker("outside") is None
     try:
         return (yield)
     finally:

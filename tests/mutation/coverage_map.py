@@ -16,7 +16,8 @@ import pytest
 
 from tests.mutation.edits import PACKAGE, ROOT
 
-SUITES = ("tests/unit", "tests/property")
+_BY_PACKAGE = sorted((ROOT / "tests" / "integration").glob("[a-z]*/"))
+SUITES = ("tests/unit", "tests/property", *(str(folder.relative_to(ROOT)) for folder in _BY_PACKAGE))
 LinesToTests = dict[str, dict[int, list[str]]]
 """By file and line: test functions, as pytest names them, without parameters."""
 

@@ -171,6 +171,7 @@ def sigint_ignored() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.outside
 def test_a_hanging_step_ends_at_its_deadline_with_its_children(tmp_path: Path, sigint_ignored: None) -> None:
     heed_interruptions()
     child, log = tmp_path / "child", tmp_path / "log"

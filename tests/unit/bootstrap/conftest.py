@@ -19,7 +19,7 @@ def redis():
         yield server
 
 
-@pytest_asyncio.fixture(params=["memory", "redis"])
+@pytest_asyncio.fixture(params=["memory", pytest.param("redis", marks=pytest.mark.outside)])
 async def world(request):
     if request.param == "memory":
         yield MemoryFleet()

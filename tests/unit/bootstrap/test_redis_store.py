@@ -19,7 +19,7 @@ from kvbridge.core.ids import Rank, Role
 from tests.helpers.redis_server import redis_server
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, FLEET, LIMITS, TIMES, FakeDaemons, RedisFleet, half, node
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.outside]
 
 REQUEST = PairRequest(room=7, prompt_tokens=1000)
 

@@ -44,6 +44,7 @@ def open_to_all(path: Path) -> Path:
     return path
 
 
+@pytest.mark.outside
 def test_what_is_missing_or_held_now_may_be_there_at_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

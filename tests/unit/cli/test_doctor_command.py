@@ -95,6 +95,7 @@ def test_wrong_usage_is_2(arguments: list[str], says: str, monkeypatch: pytest.M
     assert not visits
 
 
+@pytest.mark.outside
 def test_keys_that_are_wrong_are_findings(tmp_path: Path) -> None:
     """Real facts of this host, without asking anybody and without moving anything."""
     with tempfile.TemporaryDirectory(prefix="kvb-") as short:  # sockets want a shorter path than pytest's

@@ -171,6 +171,7 @@ async def test_wrong_addresses_do_not_take_the_links_of_nodes_that_have_answered
     honest.server.close()
 
 
+@pytest.mark.outside
 async def test_a_room_does_not_wait_for_a_node_where_nobody_listens(opened):
     node = opened(PeerSettings())
     with held_ports(1) as (port,):

@@ -28,6 +28,7 @@ def opened(config: TracesConfig, secrets: SecretFiles | None = None) -> Traces:
     return traces
 
 
+@pytest.mark.outside
 def test_without_an_endpoint_nothing_is_read_nor_loaded():
     traces, stream = opened(TracesConfig()), EventStream()
     traces.read(stream)
@@ -46,6 +47,7 @@ def test_the_extra_is_named_where_it_is_missing(monkeypatch):
         opened(TracesConfig(endpoint="http://127.0.0.1:4318"))
 
 
+@pytest.mark.outside
 def test_headers_come_from_their_file_and_change_with_it(tmp_path: Path):
     file = tmp_path / "headers"
     file.write_text("x-key: one\n")

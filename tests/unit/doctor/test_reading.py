@@ -93,6 +93,7 @@ def test_nothing_to_read_is_no_error(tmp_path: Path) -> None:
     assert not read_memory([], tmp_path).may_lock_any
 
 
+@pytest.mark.outside
 def test_who_listens_is_found_with_process_and_command() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -113,6 +113,7 @@ def test_without_faults_it_is_the_inner_transport() -> None:
     assert bench.inner.delivered == [1, 2, 3, 4]
 
 
+@pytest.mark.outside
 def test_a_rank_workers_process_makes_faulty_transports_and_no_configuration_does(tmp_path: Path) -> None:
     code = (
         faulty_worker({"fail_after_operations": 3})
@@ -201,6 +202,7 @@ def test_close_ends_late_deliveries() -> None:
     assert bench.inner.delivered == []
 
 
+@pytest.mark.outside
 def test_dies_with_its_own_exit_code() -> None:
     code = """
 from tests.unit.helpers.test_faulty_transport import Bench, state

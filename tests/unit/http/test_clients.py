@@ -149,6 +149,7 @@ async def slam(reader, writer):
     await writer.wait_closed()
 
 
+@pytest.mark.outside
 async def test_over_real_sockets_a_closed_port_is_the_peers_fault():
     async with listening(slam) as url:
         pass
@@ -158,18 +159,21 @@ async def test_over_real_sockets_a_closed_port_is_the_peers_fault():
 
 
 @pytest.mark.parametrize("url", ["http://h:99999999", "http://999.1.1.1", "http://a..b", f"http://{'a' * 64}"])
+@pytest.mark.outside
 async def test_over_real_sockets_a_url_that_nobody_can_ask_is_the_peers_fault(url):
     async with DaemonClient(timeout_s=5.0) as client:
         with pytest.raises(PeerError, match="failed"):
             await client.report(url, 1)
 
 
+@pytest.mark.outside
 async def test_over_real_sockets_a_connection_closed_in_our_face_is_no_deadline():
     async with listening(slam) as url, DaemonClient(timeout_s=5.0) as client:
         with pytest.raises(PeerError, match="failed"):
             await client.admit(url, AdmissionRequest(prompt_tokens=9))
 
 
+@pytest.mark.outside
 async def test_over_real_sockets_silence_is_a_deadline():
     async with listening(silent) as url, DaemonClient(timeout_s=0.1) as client:
         with pytest.raises(DeadlineError, match=r"within 0\.1 s \(timeouts\.reserve_s\)"):
@@ -238,6 +242,7 @@ async def test_who_answers_at_an_address_is_told_by_its_status():
         assert await client.incarnation("http://d") == "incarnation-1"
 
 
+@pytest.mark.outside
 async def test_over_real_sockets_only_a_refused_connection_proves_that_nobody_is_there():
     async with DaemonClient(timeout_s=5.0) as client:
         async with listening(slam) as url:

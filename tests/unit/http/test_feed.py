@@ -174,6 +174,7 @@ def client() -> httpx.AsyncClient:
 
 
 @pytest.mark.asyncio
+@pytest.mark.outside
 async def test_it_is_served_as_events_behind_the_token():
     feed = Feed(Source(), interval_s=INTERVAL_S)
     server = await serve(feed)
@@ -191,6 +192,7 @@ async def test_it_is_served_as_events_behind_the_token():
 
 
 @pytest.mark.asyncio
+@pytest.mark.outside
 async def test_open_streams_do_not_hold_up_the_end_of_the_server():
     feed = Feed(Source(), interval_s=INTERVAL_S)
     server = await serve(feed)
@@ -204,6 +206,7 @@ async def test_open_streams_do_not_hold_up_the_end_of_the_server():
 
 
 @pytest.mark.asyncio
+@pytest.mark.outside
 async def test_a_reader_that_stops_reading_is_cut():
     class Large(Source):
         def __call__(self) -> dict[str, Any]:

@@ -180,6 +180,7 @@ def test_another_model_family_is_refused(monkeypatch, tmp_path):
     assert "'deepseek_v4', got 'llama'" in result.stderr
 
 
+@pytest.mark.outside
 def test_the_command_line_loads_no_tensor_library():
     code = "import sys, kvbridge.cli.main; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -45,6 +45,7 @@ def end_decode(cluster):
     cluster.decode.process.wait(30)
 
 
+@pytest.mark.outside
 def test_its_end_keeps_logs_and_leaves_no_process_and_no_folder(tmp_path):
     kept = tmp_path / "kept"
     with run(kept) as ours:
@@ -63,6 +64,7 @@ def test_what_went_wrong_before_the_daemons_were_started_is_told_as_it_is():
         fail_in(run(), lambda cluster: None)
 
 
+@pytest.mark.outside
 def test_a_daemon_that_has_died_is_the_cause():
     with pytest.raises(PeerError, match=r"the decode daemon ended \(exit code 3\)"):
         fail_in(run(), end_decode)

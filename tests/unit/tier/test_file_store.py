@@ -167,6 +167,7 @@ def test_a_file_that_is_removed_while_it_is_read_stays_readable(make: Make, monk
     assert get(one, 1) == "absent"
 
 
+@pytest.mark.outside
 def test_a_process_that_is_killed_while_it_writes_leaves_nothing(make: Make, tmp_path: Path):
     command = [sys.executable, "-c", _KILLED, str(tmp_path / "store")]
     assert subprocess.run(command, timeout=60, check=False).returncode == -signal.SIGKILL
@@ -305,6 +306,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.outside
 def test_several_processes_at_once_and_one_that_is_killed(make: Make, tmp_path: Path):
     """Their wild mixture of everything is never an error, never beyond the bound, and leaves nothing that is counted twice."""
     endless = 1 << 40

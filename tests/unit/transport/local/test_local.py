@@ -229,6 +229,7 @@ def descriptors_of(path: Path) -> int:
     return count
 
 
+@pytest.mark.outside
 def test_an_endpoint_is_revoked_by_the_end_of_the_writers_process(tmp_path: Path) -> None:
     buffer = SharedBuffer(tmp_path / "pool", SIZE)
     reader = LocalTransport(LocalSettings(), epoch=0)
