@@ -24,6 +24,8 @@ from kvbridge.doctor.reach import Asking, Credentials
 from kvbridge.doctor.software import numbers, read_software
 from tests.helpers.held_ports import held_ports
 
+pytestmark = pytest.mark.outside
+
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 
@@ -93,7 +95,6 @@ def test_nothing_to_read_is_no_error(tmp_path: Path) -> None:
     assert not read_memory([], tmp_path).may_lock_any
 
 
-@pytest.mark.outside
 def test_who_listens_is_found_with_process_and_command() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
