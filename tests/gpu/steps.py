@@ -23,7 +23,6 @@ PARTS = ("tests", "contract", "memcheck", "racecheck")
 SANITIZERS = ("memcheck", "racecheck")
 KERNEL_TESTS = (
     "test_copy_pages.py",
-    "test_copy_rows.py",
     "test_copy_stretches.py",
     "test_digest.py",
     "test_swap_in.py",

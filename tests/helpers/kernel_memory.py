@@ -103,10 +103,10 @@ def random_bytes(length: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, length, dtype=np.uint8)
 
 
-def id_pairs(memory: Bytes | np.ndarray, count: int, *, count_address: int = 0) -> IdPairs:
-    """Ids that lie one list after the other: all sources, then all destinations; `count` is the most there can be."""
+def id_pairs(memory: Bytes | np.ndarray, count: int) -> IdPairs:
+    """Ids that lie one list after the other: all sources, then all destinations."""
     address = memory.address if isinstance(memory, Bytes) else memory.ctypes.data
-    return IdPairs(address, address + 4 * count, count, count_address)
+    return IdPairs(address, address + 4 * count, count)
 
 
 class Graph:

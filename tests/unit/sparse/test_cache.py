@@ -123,19 +123,6 @@ def test_a_request_grows_into_pages_that_it_is_given_later():
     world.verify_host(0)
 
 
-def test_flush_puts_the_rows_of_the_last_page_on_the_host():
-    world = SparseSimulation()
-    world.admit(0, 300)
-    for _ in range(100):
-        world.step([0])
-    world.cache.flush(0).wait(5)
-    world.requests[0].complete_rows_on_host = 100
-    world.verify_host(0)
-    for _ in range(200):  # and nothing of what follows suffers
-        world.step([0])
-    world.verify_host(0)
-
-
 def test_nothing_reaches_the_host_before_its_page_is_complete():
     world = SparseSimulation()
     world.admit(0, 256)
@@ -248,7 +235,6 @@ def test_verbs_in_the_wrong_order_are_refused():
     for call in (
         lambda: world.cache.begin_step([(0, 25)]),
         lambda: world.cache.release(0),
-        lambda: world.cache.flush(0),
         lambda: world.cache.extend(0, world.requests[0].pages),
     ):
         with pytest.raises(ConflictError):
