@@ -19,7 +19,6 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Extent, Progress
 from kvbridge.pool.memory.holding import HeldThings
 from kvbridge.pool.memory.host_registration import registered_ranges
-from kvbridge.transport.local.access import DeviceAccess, Undo
 from kvbridge.transport.local.host import (
     PROCESS_LOCK_FILES,
     FileIdentity,
@@ -29,7 +28,7 @@ from kvbridge.transport.local.host import (
     SharedFile,
     shared_file,
 )
-from kvbridge.transport.local.memory import HOST, ReachableExtent, ReachableExtents
+from kvbridge.transport.local.memory import HOST, DeviceAccess, ReachableExtent, ReachableExtents, Undo
 
 _registered: HeldThings[tuple[int, int], None] = HeldThings()
 """Private memory, by (address, bytes), that transports of this process have registered with CUDA."""

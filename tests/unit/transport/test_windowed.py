@@ -334,14 +334,6 @@ def test_limits_must_be_positive() -> None:
         WindowLimits(operations=0, bytes=1, quiet_timeout_s=1.0)
 
 
-def test_representation_counts() -> None:
-    transfer, library = Bench().transfer(*[10] * 6)
-    transfer.poll()
-    library.finish(0)
-    transfer.poll()
-    assert repr(transfer) == "<WindowedTransfer to peer x:1: active, 1 of 6 operations done, 4 in flight>"
-
-
 def test_a_failed_transfer_says_what_was_not_confirmed() -> None:
     """Of four batches of two: one failed, one done, one in flight for good, one never started."""
     bench = Bench(operations=6, batch_operations=2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from kvbridge.core.errors import RegistrationError
-from kvbridge.transport.local.access import DeviceAccess
+from kvbridge.transport.local.memory import DeviceAccess
 
 LIMIT_S = 10.0
 
