@@ -1,8 +1,4 @@
-"""New rows into the hot region of one layer, each to its physical row, its parts apart.
-
-Owns: the operation in two forms that agree bit by bit: `ReferenceAppendRows` on the CPU, and `CudaAppendRows`
-(`csrc/append_rows.cu`). Must not know: which row is new, when.
-"""
+"""New rows into the hot region of one layer, each to its physical row, its parts apart."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Swap-in: selected rows of one layer become physical rows of the hot region; those that are not there are loaded from the host.
 
-Owns: the rules of residency and replacement, and their form in numpy, `ReferenceSwapIn`. The kernel (`swap_in_device.py`) agrees
-with it bit by bit. Must not know: tensors, who admits requests, when rows reach the host.
-
 The hot region of a layer has, for each request slot, `hot_rows` hot slots and after them a ring of `ring_rows` rows. Row r of a
 request is in the ring, at r % ring_rows, when r >= max(ring_begin, ((rows - 1) // slots_per_page - (ring pages - 1)) *
 slots_per_page). Any earlier row is on the host, and in a hot slot if `slot_of_row` says so.

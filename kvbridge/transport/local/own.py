@@ -1,8 +1,4 @@
-"""The memory of this process that the local transport has registered, and what peers are told of it.
-
-Owns: registrations, the endpoint's content, the files whose locks show who can write here. Must not know: peers,
-transfers.
-"""
+"""The memory of this process that the local transport has registered, and what peers are told of it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The seam to the NIXL library: one agent, in our words and with our errors.
 
-Owns: which of the library's packages is loaded, with what environment; the only reference to the agent; what its
-exceptions mean. Must not know: transfers, windows, plans.
-
 The binding module is used, not the Python wrapper over it: the wrapper fixes the progress thread's delay at 0,
 which keeps a core busy for each agent, and offers pickle for descriptors, which must never meet bytes from a peer.
 Measured (1.5.1): import 0.15 s, agent 0.4 s and four threads, 0.02 of a core when idle.

@@ -28,8 +28,8 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.digest import raw_checksums
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.worker import digests as rank_digests
-from kvbridge.worker.loop import RankWorker, WorkerLimits
-from kvbridge.worker.transports import RankIdentity
+from kvbridge.worker.loop import RankWorker
+from kvbridge.worker.transports import RankIdentity, WorkerLimits
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, R0, manifest
 from tests.helpers.worker_bench import DONE, NOT_QUIET, QUIET, FakeTransport, Link, node_ranks
