@@ -62,15 +62,6 @@ def test_requests_without_a_new_row_have_no_place():
     assert [requests.get(slot).rows for slot in (2, 0)] == [10, 64]
 
 
-def test_free_slots_are_named_from_the_lowest():
-    requests = book()
-    for _ in range(3):
-        requests.admit(requests.free_slot(), pages(1), 0)
-    requests.release(1)
-    assert requests.free_slot() == 1
-    assert requests.slots() == (0, 2)
-
-
 @pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 127, 128, 129, 255])
 def test_nothing_is_ever_written_to_a_page_that_others_read(rows):
     """Over steps and a longer page table: what goes to the host lies behind everything that was whole at admission."""

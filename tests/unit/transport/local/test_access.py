@@ -69,15 +69,6 @@ def test_a_failure_is_kept_in_words() -> None:
     assert ended.wait(LIMIT_S)
 
 
-def test_a_defect_is_told_too() -> None:
-    def register(_):
-        raise RuntimeError
-
-    access = DeviceAccess(0x1000, 3, register, label="pool")
-    access.wait(LIMIT_S)
-    assert access.error == "RuntimeError()"
-
-
 def test_closing_meanwhile_ends_it_with_the_present_chunk() -> None:
     entered, go_on, ended = threading.Event(), threading.Event(), threading.Event()
     chunks: list[int] = []
