@@ -28,7 +28,7 @@ def test_the_hit_rate_is_close_to_that_of_lru(name, record_property):
     steps = WORKLOADS[name]()
     top_k = max(len(rows) for rows in steps)
     lost = {}
-    for hot_rows in (128, 512):
+    for hot_rows in (128, 512, 1024):
         if hot_rows < top_k:
             continue
         lru, ours = hit_rate(Lru(hot_rows), steps), hit_rate(Ours(hot_rows, max_rows=ROWS, top_k=top_k), steps)
