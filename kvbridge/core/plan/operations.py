@@ -73,15 +73,15 @@ class Operations:
 
 def cut_sizes(length: IntegerArray, max_bytes: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """Return into how many pieces copies of these lengths are cut, and how long the pieces of each are but for the last."""
-    length = length.astype(np.int64)
-    if not len(length) or length.max() <= max_bytes:
-        return np.ones_like(length), length
+    whole = length.astype(np.int64)
+    if not len(whole) or whole.max() <= max_bytes:
+        return np.ones_like(whole), whole
     alignment = CUT_ALIGNMENT_BYTES if max_bytes >= CUT_ALIGNMENT_BYTES else 1
     limit = max_bytes - max_bytes % alignment
-    parts = np.where(length > max_bytes, -(-length // limit), 1)
-    aligned = -(-length // (parts * alignment)) * alignment
-    size = np.where(parts > 1, aligned, length)
-    return -(-length // size), size
+    parts = np.where(whole > max_bytes, -(-whole // limit), 1)
+    aligned = -(-whole // (parts * alignment)) * alignment
+    size = np.where(parts > 1, aligned, whole)
+    return -(-whole // size), size
 
 
 class Amount(FrozenModel):
