@@ -1,8 +1,4 @@
-"""New rows into the hot region of one layer, each to its physical row, its parts apart.
-
-Owns: the operation in two forms that agree bit by bit: `ReferenceAppendRows` on the CPU, and `CudaAppendRows`
-(`csrc/append_rows.cu`). Must not know: which row is new, when.
-"""
+"""New rows into the hot region of one layer, each to its physical row, its parts apart."""
 
 from __future__ import annotations
 
@@ -11,9 +7,8 @@ from abc import ABC, abstractmethod
 import numpy as np
 
 from kvbridge.kernels.cuda import programs
-from kvbridge.kernels.places import PageMemory, RowPair
+from kvbridge.kernels.places import PageMemory, RowMemory, copy_rows
 from kvbridge.kernels.reference import array_at
-from kvbridge.kernels.row_copies import copy_rows
 from kvbridge.kernels.swap_in import SwapInShape
 
 THREADS = 192
@@ -69,7 +64,8 @@ class ReferenceAppendRows(AppendRows):
             new = PageMemory.contiguous(rows, page_count=count, page_stride_bytes=self.row_bytes)
             pages = 1 + int(wanted.max()) // slots
             hot = PageMemory.contiguous(hot_address, page_count=pages, page_stride_bytes=hot_stride_bytes)
-            copy_rows(RowPair(new, hot, self.shape.row_parts_bytes, 1, slots), chosen, wanted[chosen])
+            source, target = RowMemory(new, 1), RowMemory(hot, slots)
+            copy_rows((source, chosen), (target, wanted[chosen]), self.shape.row_parts_bytes)
 
 
 def append_rows(shape: SwapInShape, device: int | None) -> AppendRows:

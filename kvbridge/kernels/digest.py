@@ -1,8 +1,5 @@
 """Checksums of stretches of memory, computed where the bytes lie.
 
-Owns: reading memory by address for its checksum, one way for each kind of memory. Must not know: pages, whose memory
-it is; an address that is not mapped ends the process, so callers check bounds first.
-
 On the CPU the work is done by the `crc32c` library, whose loop uses the processor's own instruction and lets go of the
 interpreter lock for long stretches; a call costs about 0.1 us. Device memory is read by a kernel (`digest_device.py`).
 """

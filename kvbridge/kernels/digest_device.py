@@ -1,8 +1,5 @@
 """Checksums of stretches of device memory, by the device itself.
 
-Owns: `DeviceDigest` (`csrc/digest.cu`) and its tables; the reference is `digest.raw_checksums` over host memory. Must not know:
-whose memory it is; addresses are not checked.
-
 Everything rests on the raw checksum being linear (`core/plan/crc32c.py`): the checksum of a whole is the exclusive or of those of
 its parts, each times x^8 for each byte that follows. A part here is what one thread reads: 16 bytes of every 512. A thread reads
 whole rows, so a thread may run up to `BIAS_BYTES` past the end of the stretch. Multiplying with x^(-8n) undoes n such bytes; that

@@ -1,31 +1,29 @@
 """Copying scattered pages of many layers in one go, between device and host memory in either direction.
 
-Owns: `PageCopier` in two forms that agree bit by bit: `CudaPageCopier` (`csrc/copy_pages.cu`), and `ReferencePageCopier`, which a
-build without a GPU uses. Must not know: what pages hold, who decides which are copied.
-
-A copier is built once for a list of `PagePair`s, then told which pages each time: one launch for all layers and pages.
+`CudaPageCopier` (`csrc/copy_pages.cu`) and `ReferencePageCopier` agree bit by bit. A copier is built once for a list of
+`PagePair`s, then told which pages each time: one launch for all layers and pages.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from kvbridge.core.errors import InvalidInputError, UnsupportedError
-from kvbridge.kernels.copier import Copier
+from kvbridge.core.closing import Closing
+from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, UnsupportedError
 from kvbridge.kernels.cuda import buffers, programs, runtime
+from kvbridge.kernels.cuda.buffers import DeviceBytes
 from kvbridge.kernels.places import IdPairs, PagePair, most_tables
 from kvbridge.kernels.reference import copy_operations
 
 MOST_TABLES = 4
 """As many as there are index spaces."""
 LOADS = 4
-"""Loads of 16 bytes that a thread has in flight, unless a copier is told otherwise."""
-LOAD_BYTES = 512
-"""What a warp loads at once. Of all its loads in flight it makes one segment, into which pages are cut."""
+"""Loads of 16 bytes that a thread has in flight."""
+SEGMENT_BYTES = LOADS * 512
+"""What a warp has in flight; pages are cut into such segments."""
 THREADS = 1024
 FROM_HOST_BLOCKS = 64
 """Reads of host memory need many blocks in flight; writes to it do not, and leave the device to others."""
@@ -34,10 +32,20 @@ ALIGNMENT_BYTES = 16
 MOST_ITEMS = 1 << 31
 """The kernel counts the segments of a pair in 32 bits."""
 
+_SIDE = np.dtype(
+    [
+        ("first_extent", "<u8"),
+        ("extents", "<u8"),
+        ("page_stride", "<u8"),
+        ("pages_per_extent", "<u4"),
+        ("page_count", "<u4"),
+    ]
+)
+"""`struct Side` in `csrc/copies.cuh`."""
 _PAIR = np.dtype(
     [
-        ("source", buffers.SIDE),
-        ("destination", buffers.SIDE),
+        ("source", _SIDE),
+        ("destination", _SIDE),
         ("page_bytes", "<u8"),
         ("group", "<u4"),
         ("table", "<u4"),
@@ -48,7 +56,7 @@ _PAIR = np.dtype(
 """`struct PagePair` in `csrc/copy_pages.cu`."""
 
 
-class PageCopier(Copier):
+class PageCopier(Closing, ABC):
     """Copies pages of some pairs. Each `copy` is one step: it begins and ends in the order of its stream.
 
     The caller orders the copies of one copier among themselves (one stream, or events between streams).
@@ -67,8 +75,7 @@ class PageCopier(Copier):
         """Copy the pages that the lists name, of every pair its table's; pages of -1 are left out.
 
         `stream`: handle of the stream on which it happens; the reference has none and is done when it returns. A page id that
-        does not exist is never copied: the reference raises PageOutOfBoundsError, on a GPU `check` does. May be captured into
-        a CUDA graph: then addresses, counts and the stream's order are fixed, and what the arrays hold is read at each replay.
+        does not exist is never copied: the reference raises PageOutOfBoundsError, on a GPU `check` does.
         """
 
     @abstractmethod
@@ -76,12 +83,14 @@ class PageCopier(Copier):
         """Have another stream wait until a copy is done with a group, before it is done with all.
 
         `sequence`: which copy, counted from 1 on; None for the latest. Call it after that `copy`; waits that overtake their copy
-        never end. Needs `signals`. Not under graph capture: within a graph, wait for the copy as a whole.
+        never end. Needs `signals`.
         """
 
-    @abstractmethod
-    def replayed(self) -> None:
-        """Say that a graph which holds one `copy` was launched, so that `wait_group` waits for that one."""
+    def check(self) -> None:
+        """Wait for all copies; raise PageOutOfBoundsError if any of them met an id that does not exist."""
+
+    def close(self) -> None:
+        """Free the copier's buffers. Its copies have ended. Harmless when closed."""
 
     def _check_lists(self, lists: Sequence[IdPairs]) -> None:
         if len(lists) != self.tables:
@@ -106,12 +115,9 @@ class ReferencePageCopier(PageCopier):
             copy_operations(pair.source.addresses(source), pair.destination.addresses(destination), lengths)
 
     def wait_group(self, group: int, *, stream: int, sequence: int | None = None) -> None:
-        """Nothing to wait for."""
+        """There is nothing to wait for."""
         del stream, sequence
         self._check_group(group)
-
-    def replayed(self) -> None:
-        """There are no graphs."""
 
 
 class CudaPageCopier(PageCopier):
@@ -121,12 +127,8 @@ class CudaPageCopier(PageCopier):
     group while it reads of the next one; without, `wait_group` is refused.
     """
 
-    _buffers: buffers.CopierBuffers
-
-    def __init__(
-        self, device: int, pairs: Sequence[PagePair], *, blocks: int = 0, signals: bool = False, loads: int = LOADS
-    ) -> None:
-        """`blocks`: how many blocks of 1,024 threads copy; 0 for the default of the direction. `loads`: in flight, of each thread.
+    def __init__(self, device: int, pairs: Sequence[PagePair], *, blocks: int = 0, signals: bool = False) -> None:
+        """`blocks`: how many blocks of 1,024 threads copy; 0 for the default of the direction.
 
         Raises UnsupportedError for addresses, strides or sizes that are no multiples of 16, and for more than four tables;
         RegistrationError for memory that the device does not reach.
@@ -138,20 +140,19 @@ class CudaPageCopier(PageCopier):
         self._from_host = _side_is_host(device, self.pairs, "source")
         to_host = _side_is_host(device, self.pairs, "destination")
         self._blocks = blocks or _default_blocks(device, from_host=self._from_host, to_host=to_host)
-        self._segment_bytes = loads * LOAD_BYTES
-        each = [
-            [_segments(pair, self._segment_bytes) for pair in self.pairs if pair.table == table]
-            for table in range(self.tables)
-        ]
+        each = [[_segments(pair) for pair in self.pairs if pair.table == table] for table in range(self.tables)]
         self._segments = [(sum(of_pairs), max(of_pairs, default=0)) for of_pairs in each]
         """For each list: of a page of all its pairs together, and of the longest page."""
-        self._kernel = programs.kernel(source(loads), "copy_pages", device)
+        self._kernel = programs.kernel(source(), "copy_pages", device)
         self._shared_bytes = len(self.pairs) * _PAIR.itemsize
         self._kernel.allow_shared(self._shared_bytes)
         self._sequence = 0
-        """Copies that were launched, captured ones as often as they were replayed."""
-        table = _described(self.pairs, self.groups, self._segment_bytes)
-        self._buffers = buffers.CopierBuffers(device, self.pairs, table, what="page", flags=len(self.groups))
+        """Copies that were launched."""
+        self._description = _described(device, self.pairs, self.groups)
+        self._state = DeviceBytes(device, 8 + 12 * len(self.groups))
+        """`struct State` in `csrc/copies.cuh`: refused ids (uint32), unused (uint32), then for each group the segments done in the
+        present launch (uint64), then for each group its flag (uint32)."""
+        self._state.write(np.zeros(self._state.length_bytes, dtype=np.uint8))
 
     def copy(self, lists: Sequence[IdPairs], *, stream: int = 0) -> None:
         """Launch; nothing on the host waits."""
@@ -159,21 +160,19 @@ class CudaPageCopier(PageCopier):
         most = max(each.count * longest for each, (_, longest) in zip(lists, self._segments, strict=True))
         if most >= MOST_ITEMS:
             raise InvalidInputError(
-                f"{most * self._segment_bytes} bytes of one region are too many for one launch; split them"
+                f"{most * SEGMENT_BYTES} bytes of one region are too many for one launch; split them"
             )
         segments = sum(each.count * of_page for each, (of_page, _) in zip(lists, self._segments, strict=True))
         if not segments and not self._signals:
             return
         unused = IdPairs(0, 0, 0)
-        description, state = self._buffers.addresses
-        arguments: list[int] = [description, len(self.pairs), state]
+        arguments: list[int] = [self._description.address, len(self.pairs), self._state.address]
         arguments += [len(self.groups) if self._signals else 0, int(self._from_host)]
         for each in [*lists, *[unused] * (MOST_TABLES - len(lists))]:
-            arguments += [each.source_address, each.destination_address, each.count, each.count_address]
+            arguments += [each.source_address, each.destination_address, each.count]
         grid = max(1, min(self._blocks, segments))
         self._kernel.launch(arguments, grid=grid, block=THREADS, stream=stream, shared_bytes=self._shared_bytes)
-        if not buffers.is_capturing(self.device, stream):
-            self._sequence += 1
+        self._sequence += 1
 
     def wait_group(self, group: int, *, stream: int, sequence: int | None = None) -> None:
         """The stream's hardware waits; no thread and no block does."""
@@ -184,11 +183,22 @@ class CudaPageCopier(PageCopier):
         if not 0 <= number <= self._sequence:
             raise InvalidInputError(f"a stream cannot wait for page copy {number}: {self._sequence} were launched")
         if number:
-            buffers.wait_value(self.device, self._buffers.flag_address(self.groups.index(group)), number, stream)
+            flag = self._state.address + 8 + 8 * len(self.groups) + 4 * self.groups.index(group)
+            buffers.wait_value(self.device, flag, number, stream)
 
-    def replayed(self) -> None:
-        """Counts like a copy."""
-        self._sequence += 1
+    def check(self) -> None:
+        """The count of refused ids is read from the device."""
+        refused = int(self._state.read(0, 4).view(np.uint32)[0])
+        if refused:
+            raise PageOutOfBoundsError(
+                f"{refused} times a page copy on cuda:{self.device} was given a page id that its region does not have; those pages "
+                "were not copied"
+            )
+
+    def close(self) -> None:
+        """The device does not use the buffers any more."""
+        self._description.close()
+        self._state.close()
 
 
 def page_copier(device: int | None, pairs: Sequence[PagePair]) -> PageCopier:
@@ -196,17 +206,17 @@ def page_copier(device: int | None, pairs: Sequence[PagePair]) -> PageCopier:
     return ReferencePageCopier(pairs) if device is None else CudaPageCopier(device, pairs)
 
 
-def source(loads: int = LOADS) -> programs.Source:
-    """What is compiled."""
-    return programs.Source("copy_pages", (("LOADS", loads), ("MOST_TABLES", MOST_TABLES)))
+def source() -> programs.Source:
+    """Return the kernel's source."""
+    return programs.Source("copy_pages", (("LOADS", LOADS), ("MOST_TABLES", MOST_TABLES)))
 
 
 # ------------------------------------------------------------------------------------------- inside
 
 
-def _segments(pair: PagePair, segment_bytes: int) -> int:
+def _segments(pair: PagePair) -> int:
     """Segments begin at cache lines, so an unaligned page may touch one more."""
-    return -(-(pair.page_bytes + 128 - ALIGNMENT_BYTES) // segment_bytes)
+    return -(-(pair.page_bytes + 128 - ALIGNMENT_BYTES) // SEGMENT_BYTES)
 
 
 def _check_form(pairs: Sequence[PagePair]) -> None:
@@ -239,9 +249,20 @@ def _default_blocks(device: int, *, from_host: bool, to_host: bool) -> int:
     return TO_HOST_BLOCKS if to_host else runtime.device_facts(device).multiprocessors
 
 
-def _described(pairs: Sequence[PagePair], groups: Sequence[int], segment_bytes: int) -> np.ndarray[Any, Any]:
+def _described(device: int, pairs: Sequence[PagePair], groups: Sequence[int]) -> DeviceBytes:
+    """Put the description on the device: a table of pairs, then the extents that their sides refer to."""
     table = np.zeros(len(pairs), dtype=_PAIR)
+    sides = [memory for pair in pairs for memory in (pair.source, pair.destination)]
+    extents = np.array([address for memory in sides for address in memory.extent_addresses], dtype=np.uint64)
+    uploaded = DeviceBytes(device, table.nbytes + extents.nbytes)
+    place = uploaded.address + table.nbytes
     for row, pair in zip(table, pairs, strict=True):
-        row["page_bytes"], row["segments"] = pair.page_bytes, _segments(pair, segment_bytes)
+        row["page_bytes"], row["segments"] = pair.page_bytes, _segments(pair)
         row["group"], row["table"] = groups.index(pair.group), pair.table
-    return table
+        for side, memory in (("source", pair.source), ("destination", pair.destination)):
+            first, stride = memory.extent_addresses[0], memory.page_stride_bytes
+            row[side] = (first, place, stride, memory.pages_per_extent, memory.page_count)
+            place += 8 * len(memory.extent_addresses)
+    uploaded.write(table)
+    uploaded.write(extents, offset_bytes=table.nbytes)
+    return uploaded

@@ -1,7 +1,4 @@
-"""Where pages and rows lie, and the lists that say which of them to copy: what all copy kernels are told.
-
-Owns: the address of a page by its id, the address of a part of a row by its id. Must not know: what a page holds, who
-owns it, how it is copied.
+"""The places of pages and rows in memory, and the lists of pages that a copy kernel is told.
 
 Page `p` begins at `extent_addresses[p // pages_per_extent] + (p % pages_per_extent) * page_stride_bytes`, as in a manifest's
 `Region`. Row `r` lies in page `r // slots` at slot `r % slots`; a page holds, for each part of a row, that part of all its slots
@@ -20,7 +17,7 @@ import numpy.typing as npt
 
 from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError
 from kvbridge.core.geometry.manifest import Region
-from kvbridge.kernels.reference import array_at
+from kvbridge.kernels.reference import array_at, copy_operations
 
 AddressArray = npt.NDArray[np.uint64]
 IdArray = npt.NDArray[np.int32]
@@ -76,7 +73,7 @@ class PageMemory:
 
 @dataclass(frozen=True, slots=True)
 class IdPairs:
-    """Which pages or rows to copy where: two int32 arrays in memory that the copying processor reads when it runs.
+    """Which pages to copy where: two int32 arrays in memory that the copying processor reads when it runs.
 
     On a GPU: device memory, or host memory registered with CUDA. Not written until the copy is done. An id of -1 in either
     array leaves its pair out. No destination id occurs twice.
@@ -85,9 +82,6 @@ class IdPairs:
     source_address: int
     destination_address: int
     count: int
-    """How many pairs; the most there can be when `count_address` is given."""
-    count_address: int = 0
-    """Where an int32 lies, read when the copy runs, that limits the number; 0 when `count` is all."""
 
     def __post_init__(self) -> None:
         if self.count < 0:
@@ -95,13 +89,10 @@ class IdPairs:
 
     def read(self) -> tuple[IdArray, IdArray]:
         """Return the pairs to copy, out of memory of the CPU; those with -1 are left out."""
-        count = self.count
-        if self.count_address:
-            count = max(0, min(count, int(array_at(self.count_address, (1,), np.int32)[0])))
-        if not count:
+        if not self.count:
             return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32)
         source, destination = (
-            array_at(address, (count,), np.int32) for address in (self.source_address, self.destination_address)
+            array_at(address, (self.count,), np.int32) for address in (self.source_address, self.destination_address)
         )
         wanted = (source != -1) & (destination != -1)
         return source[wanted], destination[wanted]
@@ -129,44 +120,33 @@ class PagePair:
 
 
 @dataclass(frozen=True, slots=True)
-class RowPair:
-    """Rows of one component of one layer, and where they are copied to."""
+class RowMemory:
+    """Rows of one component of one layer."""
 
-    source: PageMemory
-    destination: PageMemory
-    row_parts_bytes: tuple[int, ...]
-    """Bytes of each part of a row, in the order in which a page holds them; multiples of 4."""
-    source_slots: int
-    """Rows that a page of the source holds; 1 for rows that lie dense, one stride apart."""
-    destination_slots: int
+    pages: PageMemory
+    slots: int
+    """Rows that a page holds; 1 for rows that lie dense, one stride apart."""
 
-    def __post_init__(self) -> None:
-        whole = sum(self.row_parts_bytes)
-        wrong_parts = not self.row_parts_bytes or any(part < 1 or part % 4 for part in self.row_parts_bytes)
-        if wrong_parts or min(self.source_slots, self.destination_slots) < 1:
-            raise InvalidInputError(
-                f"rows of parts {self.row_parts_bytes} cannot be copied: multiples of 4 bytes are needed"
-            )
-        for memory, slots in ((self.source, self.source_slots), (self.destination, self.destination_slots)):
-            if whole * slots > memory.page_stride_bytes:
-                raise InvalidInputError(
-                    f"{slots} rows of {whole} bytes do not fit into pages {memory.page_stride_bytes} bytes apart"
-                )
+    def addresses(self, rows: npt.NDArray[np.integer], row_parts_bytes: Sequence[int]) -> list[AddressArray]:
+        """Return, for each part of a row, the address of that part of each row. Raises PageOutOfBoundsError."""
+        page, slot = np.divmod(rows.astype(np.int64), self.slots)
+        begins = self.pages.addresses(page)
+        offsets = accumulate((part * self.slots for part in row_parts_bytes[:-1]), initial=0)
+        return [
+            begins + (offset + slot * part).astype(np.uint64)
+            for part, offset in zip(row_parts_bytes, offsets, strict=True)
+        ]
 
 
-def part_offsets(row_parts_bytes: Sequence[int], slots: int) -> list[int]:
-    """Return where in a page of so many slots each part of slot 0 lies."""
-    return list(accumulate((part * slots for part in row_parts_bytes[:-1]), initial=0))
-
-
-def row_addresses(
-    memory: PageMemory, rows: npt.NDArray[np.integer], slots: int, row_parts_bytes: Sequence[int]
-) -> list[AddressArray]:
-    """Return, for each part of a row, where it lies of each row. Raises PageOutOfBoundsError."""
-    page, slot = np.divmod(rows.astype(np.int64), slots)
-    pages = memory.addresses(page)
-    parts = zip(row_parts_bytes, part_offsets(row_parts_bytes, slots), strict=True)
-    return [pages + (offset + slot * part_bytes).astype(np.uint64) for part_bytes, offset in parts]
+def copy_rows(
+    source: tuple[RowMemory, npt.NDArray[np.integer]],
+    destination: tuple[RowMemory, npt.NDArray[np.integer]],
+    row_parts_bytes: Sequence[int],
+) -> None:
+    """Copy rows by their ids, in memory of this process. Raises PageOutOfBoundsError."""
+    sides = [memory.addresses(rows, row_parts_bytes) for memory, rows in (source, destination)]
+    for part_bytes, origins, targets in zip(row_parts_bytes, *sides, strict=True):
+        copy_operations(origins, targets, np.full(len(origins), part_bytes, dtype=np.uint64))
 
 
 def most_tables(pairs: Sequence[PagePair]) -> int:

@@ -1,8 +1,5 @@
 """The CPU reference of the operations on memory: what compiled forms must agree with, and what runs without a device.
 
-Owns: memory seen by its address, copying scattered stretches of it. Must not know: whose memory it is; an address that
-is not mapped ends the process, so callers check bounds first.
-
 No compiler is assumed, so the copies are made by libc through ctypes, one call (0.3 us) a stretch. Where that call
 costs more than a second copy in cache would, below 8 KiB, numpy gathers many equally long stretches into a buffer
 and scatters them from there. Both let go of the interpreter lock while bytes move.

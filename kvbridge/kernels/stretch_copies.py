@@ -1,7 +1,5 @@
 """Copies by address, in one launch: stretches of any length at any alignment, wherever the device reaches.
 
-Owns: `StretchCopier` (`csrc/copy_stretches.cu`); its reference is `reference.copy_operations`. Must not know: pages, transfers.
-
 For many short stretches this is faster than the copy engines, which need about 2 us for each; for long ones it is not.
 """
 

@@ -1,8 +1,5 @@
 """Swap-in: selected rows of one layer become physical rows of the hot region; those that are not there are loaded from the host.
 
-Owns: the rules of residency and replacement, and their form in numpy, `ReferenceSwapIn`. The kernel (`swap_in_device.py`) agrees
-with it bit by bit. Must not know: tensors, who admits requests, when rows reach the host.
-
 The hot region of a layer has, for each request slot, `hot_rows` hot slots and after them a ring of `ring_rows` rows. Row r of a
 request is in the ring, at r % ring_rows, when r >= max(ring_begin, ((rows - 1) // slots_per_page - (ring pages - 1)) *
 slots_per_page). Any earlier row is on the host, and in a hot slot if `slot_of_row` says so.
@@ -33,9 +30,8 @@ import numpy.typing as npt
 
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.hot_buffer import AGE_PLANES, MOST_HOT_ROWS, TALLIES
-from kvbridge.kernels.places import PageMemory, RowPair
+from kvbridge.kernels.places import PageMemory, RowMemory, copy_rows
 from kvbridge.kernels.reference import array_at
-from kvbridge.kernels.row_copies import copy_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +171,7 @@ class ReferenceSwapIn(SwapIn):
         self._tallies = array_at(state.tallies, (count, requests, TALLIES), np.int32)
         self._pages = array_at(state.pages, (requests, shape.max_pages, 2), np.int32)
         self._ring_begin = array_at(state.ring_begin, (requests,), np.int32)
-        self._pairs = [self._pair(layer) for layer in self.layers]
+        self._rows = [self._memory(layer) for layer in self.layers]
 
     def swap_in(self, layer: int, step: Step, *, top_k: int, out: int, stream: int = 0) -> None:
         """See `SwapIn.swap_in`; done when it returns."""
@@ -233,19 +229,21 @@ class ReferenceSwapIn(SwapIn):
         shape = self.shape
         pages = self._pages[request, rows // shape.slots_per_page, 0]
         host_rows = pages.astype(np.int64) * shape.slots_per_page + rows % shape.slots_per_page
-        copy_rows(self._pairs[layer], host_rows, request * shape.rows_per_request + slots)
+        host, hot = self._rows[layer]
+        copy_rows((host, host_rows), (hot, request * shape.rows_per_request + slots), shape.row_parts_bytes)
         slot_of_row, row_of_slot = self._slot_of_row[layer, request], self._row_of_slot[layer, request]
         old = row_of_slot[slots]
         slot_of_row[old[old >= 0]] = -1
         row_of_slot[slots] = rows
         slot_of_row[rows] = slots
 
-    def _pair(self, layer: LayerMemory) -> RowPair:
+    def _memory(self, layer: LayerMemory) -> tuple[RowMemory, RowMemory]:
+        """Return the rows of a layer on the host and in the hot region."""
         shape, each = self.shape, layer.pages_per_extent
         host = PageMemory(layer.host_addresses, each, layer.host_stride_bytes, each * len(layer.host_addresses))
         pages = self.state.requests * shape.rows_per_request // shape.slots_per_page
         hot = PageMemory.contiguous(layer.hot_address, page_count=pages, page_stride_bytes=layer.hot_stride_bytes)
-        return RowPair(host, hot, shape.row_parts_bytes, shape.slots_per_page, shape.slots_per_page)
+        return RowMemory(host, shape.slots_per_page), RowMemory(hot, shape.slots_per_page)
 
     def _remember(self, layer: int, request: int, used: npt.NDArray[np.int32], loaded: npt.NDArray[np.intp]) -> None:
         words, tallies = self._ages[layer, request], self._tallies[layer, request]

@@ -1,7 +1,4 @@
-"""Swap-in on a GPU: the kernel, and how it is laid out for a batch.
-
-Owns: the launch, the choice of blocks and of when rows are loaded. Must not know: the rules (`swap_in.py` has them).
-"""
+"""Swap-in on a GPU: the kernel, and how it is laid out for a batch."""
 
 from __future__ import annotations
 

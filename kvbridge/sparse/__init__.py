@@ -1,8 +1,4 @@
-"""Sparse decode: the full C4 cache stays in host memory, and a small hot buffer of each request on the device.
-
-Owns: which row is where, what is loaded and what is evicted. Must not know: rooms, transports, daemons; it runs in the engine's
-process, on the engine's stream.
-"""
+"""Sparse decode: the full C4 cache stays in host memory, and a small hot buffer of each request on the device."""
 
 from kvbridge.core.geometry.hot_buffer import SparseBytes, SparseSettings
 from kvbridge.core.wire.engine_messages import SparseRows

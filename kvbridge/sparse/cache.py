@@ -1,7 +1,5 @@
 """The hot buffer of a decode rank: admit, step, release.
 
-Owns: the verbs, and the order in which they touch device and host memory. Must not know: rooms, daemons, how a model computes.
-
 A step, for the requests that decode together, as the engine calls it:
 
     begin_step(entries)            the host says which requests, and how many rows each has after the step
@@ -33,15 +31,14 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import PageIdArray
 from kvbridge.core.wire.engine_messages import SparseRows
 from kvbridge.kernels.append_rows import append_rows
-from kvbridge.kernels.swap_in import ReferenceSwapIn, SwapIn
+from kvbridge.kernels.page_copies import page_copier
+from kvbridge.kernels.places import PagePair
+from kvbridge.kernels.swap_in import LayerMemory, ReferenceSwapIn, SwapIn
 from kvbridge.kernels.swap_in_device import CudaSwapIn
-from kvbridge.sparse.checks import check_structure
-from kvbridge.sparse.memory import HotMemory
-from kvbridge.sparse.paths import HostPaths, checked_regions, id_pairs
-from kvbridge.sparse.reading import ReleasedRequest, RequestCounts, gather_rows
+from kvbridge.sparse.memory import HotMemory, checked_regions, id_pairs, layer_memory, layer_pages
+from kvbridge.sparse.reading import ReleasedRequest, RequestCounts, check_structure, gather_rows
 from kvbridge.sparse.requests import PagePlace, Request, RequestBook
-from kvbridge.sparse.staging import Staging
-from kvbridge.sparse.streams import PendingCopies, Point, Streams
+from kvbridge.sparse.streams import PendingCopies, Point, Staging, Streams
 
 STEPS_AHEAD = 16
 """So many steps may a host be ahead of its device before it waits."""
@@ -73,8 +70,11 @@ class SparseCache(Closing):
         self._positions = {layer: position for position, layer in enumerate(self.layers)}
         self._streams = Streams.on(device)
         self._load_stream, self._backup_stream = self._streams.side_stream(), self._streams.side_stream()
-        self._paths = HostPaths(component, regions, self.memory.pages, ordinal)
-        self._swap_in = _swap_in(self.memory, self._paths, ordinal)
+        places = layer_pages(self.memory.pages, regions)
+        page_bytes = component.page_bytes()
+        self._load = page_copier(ordinal, [PagePair(host, hot, page_bytes, n) for n, (hot, host) in enumerate(places)])
+        self._back_up = page_copier(ordinal, [PagePair(*both, page_bytes, n) for n, both in enumerate(places)])
+        self._swap_in = _swap_in(self.memory, [layer_memory(*both) for both in places], ordinal)
         self._append = append_rows(self.memory.shape, ordinal)
         self._admitted = [self._streams.point() for _ in range(settings.max_requests)]
         self._unsettled: set[int] = set()
@@ -93,8 +93,7 @@ class SparseCache(Closing):
         id_words = 2 * self.settings.pages_per_request(self.component)
         self._tables = Staging(self._streams, words=table_words + id_words, count=ADMISSIONS_AHEAD, pinned=pinned)
         self._steps = Staging(self._streams, words=3 * requests, count=STEPS_AHEAD, pinned=pinned)
-        most_ids = max(requests, self.component.slots_per_page)
-        self._ids = Staging(self._streams, words=2 * most_ids, count=STEPS_AHEAD, pinned=pinned)
+        self._ids = Staging(self._streams, words=2 * requests, count=STEPS_AHEAD, pinned=pinned)
         # The memory was set on the current stream; the other streams come after it.
         self._load_stream.follow_compute()
         self._backup_stream.follow_compute()
@@ -125,9 +124,8 @@ class SparseCache(Closing):
             )
             if loads:
                 ids = words[2 * memory.shape.max_pages + 1 :]
-                self._paths.load(
-                    id_pairs(ids, [(place.host_page, place.hot_page) for place in loads]), stream=stream.handle()
-                )
+                pairs = id_pairs(ids, [(place.host_page, place.hot_page) for place in loads])
+                self._load.copy([pairs], stream=stream.handle())
             if self._preloaded[request_slot]:
                 memory.note_resident(request_slot, self._preloaded[request_slot])
         stream.mark(self._admitted[request_slot])
@@ -135,29 +133,13 @@ class SparseCache(Closing):
 
     def extend(self, request_slot: int, host_page_ids: PageIdArray) -> None:
         """Give a request a longer page table, which begins with the one that it has. Not between begin_step and end_step."""
-        self._check_idle("extend")
+        if self.requests.stepping:
+            raise ConflictError("extend between begin_step and end_step; end the step first")
         self._check_ids(request_slot, host_page_ids)
         request = self.requests.extend(request_slot, host_page_ids.copy())
         self._settle(request_slot)
         with self._tables.buffer() as words:
             self._send_table(request, words)
-
-    def flush(self, request_slot: int) -> PendingCopies:
-        """Write the rows of the incomplete last page to the host as well, so that the host pages hold all rows.
-
-        For a request that is to be parked or moved. What is returned says when they do.
-        """
-        self._check_idle("flush")
-        place = self.requests.partial_page(request_slot)
-        self._settle(request_slot)
-        self._backup_stream.follow_compute()
-        if place is not None:
-            slots = self.component.slots_per_page
-            count = self.requests.get(request_slot).rows % slots
-            rows = [(place.hot_page * slots + slot, place.host_page * slots + slot) for slot in range(count)]
-            with self._ids.buffer(self._backup_stream) as words:
-                self._paths.flush(id_pairs(words, rows), stream=self._backup_stream.handle())
-        return self._pending(f"request slot {request_slot}")
 
     def release(self, request_slot: int) -> ReleasedRequest:
         """End a request. Its slot may be admitted to at once; its host pages may be given back when the result is reached."""
@@ -205,7 +187,7 @@ class SparseCache(Closing):
         stream.follow_compute()
         with self._ids.buffer(stream) as words:
             pairs = id_pairs(words, [(place.hot_page, place.host_page) for place in plan.completed])
-            self._paths.back_up(pairs, stream=stream.handle())
+            self._back_up.copy([pairs], stream=stream.handle())
         for place in plan.completed:
             stream.mark(self._point(place))
 
@@ -293,13 +275,15 @@ class SparseCache(Closing):
     def check(self) -> None:
         """Compare the tables with one another. Waits for the device. Raises IntegrityError naming what contradicts what."""
         self._streams.synchronize()
-        self._paths.check()
+        self._load.check()
+        self._back_up.check()
         check_structure(self.memory, self.requests)
 
     def close(self) -> None:
         """Wait for the device and let go of what is held; the host regions may be unmapped afterwards. Harmless when closed."""
         self._streams.synchronize()
-        self._paths.close()
+        self._load.close()
+        self._back_up.close()
         if isinstance(self._swap_in, CudaSwapIn):
             self._swap_in.close()
 
@@ -373,15 +357,11 @@ class SparseCache(Closing):
                 f"{self._host_page_count} pages"
             )
 
-    def _check_idle(self, verb: str) -> None:
-        if self.requests.stepping:
-            raise ConflictError(f"{verb} between begin_step and end_step; end the step first")
 
-
-def _swap_in(memory: HotMemory, paths: HostPaths, ordinal: int | None) -> SwapIn:
+def _swap_in(memory: HotMemory, layers: Sequence[LayerMemory], ordinal: int | None) -> SwapIn:
     if ordinal is None:
-        return ReferenceSwapIn(memory.shape, memory.state, paths.layers)
-    return CudaSwapIn(ordinal, memory.shape, memory.state, paths.layers)
+        return ReferenceSwapIn(memory.shape, memory.state, layers)
+    return CudaSwapIn(ordinal, memory.shape, memory.state, layers)
 
 
 def _resolved(device: torch.device) -> torch.device:

@@ -1,15 +1,19 @@
-"""The device memory of sparse decode: made once, never moved.
-
-Owns: the tensors, their shapes, the addresses that kernels are given, how much they take. Must not know: requests, order.
-"""
+"""The device memory of sparse decode, made once and never moved, and the host memory that rows are loaded from."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 
+from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.hot_buffer import AGE_PLANES, TALLIES, SparseBytes, SparseSettings
-from kvbridge.kernels.swap_in import Step, SwapInShape, SwapInState
+from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.ids import IndexSpace
+from kvbridge.kernels.places import IdPairs, PageMemory
+from kvbridge.kernels.swap_in import LayerMemory, Step, SwapInShape, SwapInState
 
 
 class HotMemory:
@@ -100,3 +104,49 @@ def swap_in_shape(settings: SparseSettings, component: Component) -> SwapInShape
         slots_per_page=component.slots_per_page,
         row_parts_bytes=component.row_parts_bytes,
     )
+
+
+def layer_pages(hot_pages: torch.Tensor, host_regions: Sequence[Region]) -> list[tuple[PageMemory, PageMemory]]:
+    """Return the hot pages and the host pages of each layer. `hot_pages`: uint8 [layers, pages, page_bytes]."""
+    return [
+        (
+            PageMemory.contiguous(pages.data_ptr(), page_count=pages.shape[0], page_stride_bytes=pages.stride(0)),
+            PageMemory.of(region),
+        )
+        for pages, region in zip(hot_pages, host_regions, strict=True)
+    ]
+
+
+def layer_memory(hot: PageMemory, host: PageMemory) -> LayerMemory:
+    """Return the places of one layer as swap-in takes them."""
+    return LayerMemory(
+        host_addresses=host.extent_addresses,
+        pages_per_extent=host.pages_per_extent,
+        host_stride_bytes=host.page_stride_bytes,
+        hot_address=hot.extent_addresses[0],
+        hot_stride_bytes=hot.page_stride_bytes,
+    )
+
+
+def id_pairs(words: torch.Tensor, ids: Sequence[tuple[int, int]]) -> IdPairs:
+    """Write (source, destination) ids into a staging buffer and describe them."""
+    count = len(ids)
+    words.numpy()[: 2 * count] = np.array(ids, dtype=np.int32).T.ravel()
+    return IdPairs(words.data_ptr(), words.data_ptr() + 4 * count, count)
+
+
+def checked_regions(component: Component, host_regions: Sequence[Region]) -> list[Region]:
+    """Return the regions by ascending layer. Raises InvalidInputError unless they are host regions of the component."""
+    regions = sorted(host_regions, key=lambda region: region.layer)
+    if not regions:
+        raise InvalidInputError(f"a sparse cache needs the host regions of its layers of {component.kind}, got none")
+    for region in regions:
+        if region.component is not component.kind or region.space is not IndexSpace.HOST:
+            raise InvalidInputError(f"{region.label} is not a host region of {component.kind}")
+        if region.page_bytes != component.page_bytes():
+            raise InvalidInputError(
+                f"{region.label} has pages of {region.page_bytes} bytes, not {component.page_bytes()}"
+            )
+    if len({region.layer for region in regions}) != len(regions):
+        raise InvalidInputError(f"a layer of {component.kind} is named twice")
+    return regions

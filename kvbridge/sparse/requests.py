@@ -1,8 +1,5 @@
 """Who is in which request slot, how far it has come, and what a step has to do about it. Pure.
 
-Owns: the host's account of every request slot: rows, host pages, which pages wait for their backup. Must not know: memory,
-streams, kernels.
-
 Everything here is decided from numbers that the scheduler knows anyway, so that no step has to look at the device.
 """
 

@@ -1,7 +1,5 @@
 """The streams of a cache on its device: the engine's own, and others beside it for copies that nobody should wait for.
 
-Owns: streams and events, of which a CPU has none. Must not know: what is done on them.
-
 *Compute* is torch's current stream at the time of a call, which is the engine's. A *side stream* is one of ours. Events make
 one stream wait for another on the device; the host waits only in `synchronize`. The classes with public names are those of a CPU,
 where every call has done its work when it returns, so that nothing waits; those of a CUDA device derive from them.
@@ -10,7 +8,8 @@ where every call has done its work when it returns, so that nothing waits; those
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
@@ -99,6 +98,32 @@ class PendingCopies:
             if time.monotonic() > deadline_s:
                 raise DeadlineError(f"{self._label}: copies of its rows are still under way after {timeout_s:g} s")
             time.sleep(POLL_S)
+
+
+class Staging:
+    """A ring of int32 buffers: the device reads one while the host fills the next.
+
+    A buffer is filled again only when the device has read it. So the host waits when it is ahead of the device by all buffers,
+    and only then.
+    """
+
+    def __init__(self, streams: Streams, *, words: int, count: int, pinned: bool) -> None:
+        self._streams = streams
+        self._buffers = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(count)]
+        self._points: list[Point] = [streams.point() for _ in range(count)]
+        self._next = 0
+
+    @contextmanager
+    def buffer(self, stream: SideStream | None = None) -> Iterator[torch.Tensor]:
+        """A buffer, int32 [words], to fill and to give to the device inside: to a side stream, or else to compute."""
+        number = self._next
+        self._next = (number + 1) % len(self._buffers)
+        self._points[number].synchronize()
+        yield self._buffers[number]
+        if stream is None:
+            self._streams.mark(self._points[number])
+        else:
+            stream.mark(self._points[number])
 
 
 class _Event(Point):

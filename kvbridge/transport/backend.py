@@ -1,8 +1,4 @@
-"""What all backends do in the same way: take memory in, read endpoints, know their peers, check what is submitted.
-
-Owns: the registered extents of this side, the connected peers, which transfer goes to whom. Must not know: any library, how
-bytes move.
-"""
+"""What all backends do in the same way: take memory in, read endpoints, know their peers, check what is submitted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Calls that block, on threads of their own, so that the thread that moves bytes does not wait for them.
 
-Owns: these threads, and how many there may be. Must not know: what is called.
-
 Nothing stops a thread from outside, so a call that never returns keeps its thread for good. There are at most `MOST_CALLS` in a
 process; further ones wait for their turn, and are refused when it does not come in time.
 """

@@ -1,8 +1,5 @@
 """What a transport backend is: four verbs and a promise about silence.
 
-Owns: the interface, its vocabulary, and the contract that `tests/contract` holds every backend to.
-Must not know: models, rooms, roles, pages. A backend moves bytes.
-
 The promise. Neither transfer library stops a transfer that it has reported as failed. So a backend says one of two
 things of a failure: `FAILED_QUIET` (no operation of this transfer reads its source any more, nor sends anything) or
 `FAILED_NOT_QUIET` (some still may). After the second the only cure is `close()` of the whole transport, and pages

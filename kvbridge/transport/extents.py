@@ -1,8 +1,5 @@
 """Which memory is registered, and whether a range lies within it.
 
-Owns: the sorted set of registered extents, on this side or as a peer announced it. Must not know: libraries,
-transfers.
-
 Checked here because no library can be trusted with it: Mooncake accepts unregistered local memory on TCP and loses a
 connection for each remote address that it rejects; NIXL checks on the initiating side only. A range that straddles two
 extents is refused even if they touch, since they are two registrations.

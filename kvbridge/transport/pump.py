@@ -1,7 +1,5 @@
 """A thread that pushes transfers whose work blocks, so that the caller's loop does not.
 
-Owns: the thread, the turns that transfers take, what the caller sees of them. Must not know: the library, what a transfer moves.
-
 Why a thread. A copy by the processor lets go of the interpreter lock, so the caller's loop goes on beside it, and its pauses cost
 no bandwidth. Posting a MiB over TCP takes NIXL 0.3 ms on idle cores and several on busy ones, since the first bytes are sent right
 there. A loop that stops after a millisecond then posts one batch, pauses, finds it sent and never has a second one in flight:

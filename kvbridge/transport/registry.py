@@ -1,9 +1,4 @@
-"""Transports by name.
-
-Owns: the one place that knows which module holds which backend. Must not know: any library. A backend's module, and
-with it its library, is imported when that backend is asked for, so that nobody pays for (or crashes on) a library
-that is not used.
-"""
+"""Transports by name."""
 
 from __future__ import annotations
 

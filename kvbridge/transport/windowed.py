@@ -1,7 +1,4 @@
-"""Bounded submission over a library that has no bounds of its own: the common half of the backends.
-
-Owns: what is in flight to a peer, when the next operation may start, how a transfer ends. Must not know: any library;
-a backend hands in a `Submitter`, and tests hand in a fake one.
+"""Bounded submission over a library that has no bounds of its own: the common half of the backends, which hand in a `Submitter`.
 
 Why a window. Mooncake's TCP queue takes about 2,050 operations of a peer and applies a larger batch in part; and
 neither library can take back what it was given, so what is in flight is what has to be waited out after a failure. A
@@ -87,9 +84,20 @@ class WindowLimits:
     quiet_timeout_s: float
     batch_operations: int = 1
     batch_bytes: int = 1 << 62
+    batches: int = 1 << 62
+    first_operations: int = 1 << 62
+    """Of a transfer's first batch: few, so that whoever copies begins at once."""
 
     def __post_init__(self) -> None:
-        if min(self.operations, self.bytes, self.batch_operations, self.batch_bytes) < 1 or self.quiet_timeout_s <= 0:
+        counts = (
+            self.operations,
+            self.bytes,
+            self.batch_operations,
+            self.batch_bytes,
+            self.batches,
+            self.first_operations,
+        )
+        if min(counts) < 1 or self.quiet_timeout_s <= 0:
             raise ValueError(f"a window's limits must be positive, got {self}")
 
 
@@ -99,37 +107,48 @@ class Window:
     def __init__(self, limits: WindowLimits) -> None:
         self.limits = limits
         self.transfers = 0
+        self.batches = 0
         self.operations = 0
         self.bytes = 0
 
-    def __repr__(self) -> str:
-        return (
-            f"<Window: {self.transfers} transfers, {self.operations} of {self.limits.operations} operations, "
-            f"{self.bytes} of {self.limits.bytes} bytes in flight>"
-        )
-
-    def admits(self, operations: int, size_bytes: int, held_operations: int, held_bytes: int) -> bool:
+    def admits(self, operations: int, size_bytes: int, held: Held) -> bool:
         """Whether a transfer that holds so much may start one more batch. An empty window admits any batch."""
-        if not self.operations:
+        if not self.batches:
             return True
         limits, sharers = self.limits, max(1, self.transfers)
-        if self.operations + operations > limits.operations or self.bytes + size_bytes > limits.bytes:
+        if (
+            self.batches >= limits.batches
+            or self.operations + operations > limits.operations
+            or self.bytes + size_bytes > limits.bytes
+        ):
             return False
-        if not held_operations:
+        if not held.batches:
             return True
-        return (held_operations + operations) * sharers <= limits.operations and (
-            held_bytes + size_bytes
-        ) * sharers <= limits.bytes
+        return (
+            (held.batches + 1) * sharers <= limits.batches
+            and (held.operations + operations) * sharers <= limits.operations
+            and (held.bytes + size_bytes) * sharers <= limits.bytes
+        )
 
     def take(self, operations: int, size_bytes: int) -> None:
         """Count a started batch."""
+        self.batches += 1
         self.operations += operations
         self.bytes += size_bytes
 
     def give_back(self, operations: int, size_bytes: int) -> None:
         """Count a terminal batch."""
+        self.batches -= 1
         self.operations -= operations
         self.bytes -= size_bytes
+
+
+class Held(NamedTuple):
+    """How much of a window one transfer holds."""
+
+    batches: int
+    operations: int
+    bytes: int
 
 
 class _Batch(NamedTuple, Generic[HandleT]):
@@ -145,10 +164,7 @@ class _Batch(NamedTuple, Generic[HandleT]):
 
 
 class WindowedTransfer(Transfer, Generic[HandleT]):
-    """A transfer that keeps to its peer's window; see `Transfer` for the promise.
-
-    `peer` names the other side in errors; `deadline_s` is seconds from now.
-    """
+    """A transfer that keeps to its peer's window; see `Transfer` for the promise."""
 
     def __init__(
         self,
@@ -160,6 +176,7 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         deadline_s: float,
         clock: Clock = monotonic,
     ) -> None:
+        """`peer` names the other side in errors; `deadline_s` is seconds from now."""
         self._count = len(operations)
         self._submitter: Submitter[HandleT] | None = submitter
         self._window = window
@@ -194,25 +211,43 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         )
 
     @property
+    def state(self) -> TransferState:
+        """Where it stood when it was polled last."""
+        return self._status.state
+
+    @property
     def progress(self) -> tuple[int, int]:
         """Operations started and operations in flight: another pair whenever something was started or has ended."""
         return self._next, self._held_operations
 
     def poll(self) -> TransferStatus:
-        """See `Transfer.poll`."""
+        """Collect what has ended, and start what the window admits."""
         if self._status.state is not TransferState.ACTIVE or self._submitter is None:
             return self._status
         self._collect(self._submitter)
         if not self._error and self._done < self._count:
-            if self._clock() >= self._ends_at_s:
-                self._fail(f"deadline of {self._deadline_s:g} s passed")
-            else:
-                self._refill(self._submitter)
+            self._go_on(self._submitter)
         self._settle()
         return self._status
 
+    def _waits_for(self) -> str:
+        """Say what has to be there before anything is started; empty when all is. Raises TransportError when it never will be."""
+        return ""
+
+    def _go_on(self, submitter: Submitter[HandleT]) -> None:
+        try:
+            missing = self._waits_for()
+        except TransportError as error:
+            self._fail(str(error))
+            return
+        if self._clock() >= self._ends_at_s:
+            while_waiting = f" while it waited for {missing}" if missing else ""
+            self._fail(f"deadline of {self._deadline_s:g} s passed{while_waiting}")
+        elif not missing:
+            self._refill(submitter)
+
     def abort(self, reason: str) -> None:
-        """See `Transfer.abort`."""
+        """Fail, unless it has already."""
         if self._status.state is TransferState.ACTIVE and not self._error:
             self._fail(f"aborted: {reason}")
 
@@ -254,7 +289,8 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         while self._next < self._count:
             stop, size_bytes = self._next_batch()
             count = stop - self._next
-            if not self._window.admits(count, size_bytes, self._held_operations, self._held_bytes):
+            batches = len(self._in_flight) + len(self._stalled) + len(self._lost)
+            if not self._window.admits(count, size_bytes, Held(batches, self._held_operations, self._held_bytes)):
                 return
             try:
                 handle = submitter.start(self._next, stop)
@@ -282,7 +318,8 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
     def _next_batch(self) -> tuple[int, int]:
         """Where the next batch ends, and its bytes; at least one operation, then as many as the batch limits allow."""
         limits, ends, first, before = self._window.limits, self._ends_bytes, self._next, self._started_bytes
-        stop = min(first + limits.batch_operations, self._count)
+        most = limits.batch_operations if first else min(limits.batch_operations, limits.first_operations)
+        stop = min(first + most, self._count)
         size_bytes = int(ends[stop - 1]) - before
         if size_bytes > limits.batch_bytes:
             by_bytes = int(np.searchsorted(ends, np.uint64(before + limits.batch_bytes), side="right"))

@@ -1,7 +1,4 @@
-"""Where a defect in the work for one peer, order or room ends: with that work, and not with the rank.
-
-Owns: that rule, for everything that a worker does for one of many. Must not know: what the work is.
-"""
+"""Where a defect in the work for one peer, order or room ends: with that work, and not with the rank."""
 
 from __future__ import annotations
 

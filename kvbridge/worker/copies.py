@@ -1,8 +1,5 @@
 """Copies of pages that one rank makes for the node: from the device to their twins in host memory.
 
-Owns: orders to copy and how far each has come, in slices so short that transfers in flight never wait long for the thread or for
-the link. Must not know: which prefix a page holds, why it is copied, what follows.
-
 A slice begins when the one before it is done, and after a pause that leaves the rest of the time to transfers and to sparse
 decode: at most `link_share` of each second is used, whatever the link can do.
 
@@ -16,7 +13,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
@@ -40,30 +36,6 @@ log = structlog.get_logger(__name__)
 
 SLICE_BYTES = {MemoryKind.DRAM: 4 << 20, MemoryKind.VRAM: 64 << 20}
 """Copied between two looks at the transfers: about a millisecond."""
-
-
-class Copier(Protocol):
-    """What makes the copies of a rank."""
-
-    @property
-    def slice_pages(self) -> Mapping[IndexSpace, int]:
-        """Of how many pages of each device space a slice consists."""
-
-    @property
-    def page_bytes(self) -> Mapping[IndexSpace, float]:
-        """What is copied here of a page, on average over the pages of an order."""
-
-    def copy(self, moves: PageMoves) -> int:
-        """Begin to copy and return a ticket. Raises InvalidInputError before anything is touched, TransportError."""
-
-    def done(self, ticket: int) -> bool:
-        """Whether the copy is proved to be done; never waits. Raises TransportError."""
-
-    def idle(self) -> bool:
-        """Return whether nothing that was begun is under way any more. Never waits. Raises TransportError."""
-
-    def close(self) -> None:
-        """Let everything go. It is idle."""
 
 
 class BackupCopier:
@@ -94,6 +66,7 @@ class BackupCopier:
                 found[region.space] += twin.page_bytes * lanes / shares[region.component][1]
         slice_bytes = SLICE_BYTES[MemoryKind.DRAM if gpu is None else MemoryKind.VRAM]
         self.page_bytes: Mapping[IndexSpace, float] = found
+        """Of a page of each space, on average over the pages of an order."""
         # Slices begin where a share does: what they cut is shared out as the whole order would be.
         unit = math.lcm(*(count for _, count in shares.values()))
         self.slice_pages: Mapping[IndexSpace, int] = {
@@ -101,19 +74,19 @@ class BackupCopier:
         }
 
     def copy(self, moves: PageMoves) -> int:
-        """See Copier."""
+        """Begin to copy and return a ticket. Raises InvalidInputError before anything is touched, TransportError."""
         return self._copier.copy(moves, stream=0 if self._stream is None else self._stream.handle)
 
     def done(self, ticket: int) -> bool:
-        """See Copier."""
+        """Return whether the copy is proved to be done; never waits. Raises TransportError."""
         return self._copier.done(ticket)
 
     def idle(self) -> bool:
-        """See Copier."""
+        """Return whether nothing that was begun is under way any more; never waits. Raises TransportError."""
         return self._stream is None or self._stream.idle()
 
     def close(self) -> None:
-        """See Copier."""
+        """Let everything go. It is idle."""
         self._copier.close()
         if self._stream is not None:
             self._stream.close()
@@ -136,14 +109,14 @@ class PageCopies:
         link: NodeLink,
         *,
         clock: Clock,
-        create: Callable[[RankIdentity], Copier] = BackupCopier,
+        create: Callable[[RankIdentity], BackupCopier] = BackupCopier,
     ) -> None:
         """`create`: called with the first order; what it raises fails that."""
         self._identity = identity
         self._link = link
         self._clock = clock
         self._create = create
-        self._copier: Copier | None = None
+        self._copier: BackupCopier | None = None
         self._waiting: deque[CopyPages] = deque()
         self._order: _Order | None = None
         self._ticket: int | None = None
@@ -200,7 +173,7 @@ class PageCopies:
         self._look(self._copier, self._order, self._ticket)
         return True
 
-    def _look(self, copier: Copier, order: _Order, ticket: int) -> bool:
+    def _look(self, copier: BackupCopier, order: _Order, ticket: int) -> bool:
         """Book the slice under way if it is done; whether it is."""
         if not copier.done(ticket):
             return False
@@ -211,7 +184,7 @@ class PageCopies:
         self._not_before_s = now_s + (now_s - self._begun_s) * (1 / order.request.link_share - 1)
         return True
 
-    def _slices(self, copier: Copier, request: CopyPages) -> Iterator[PageMoves]:
+    def _slices(self, copier: BackupCopier, request: CopyPages) -> Iterator[PageMoves]:
         """Cut an order. Raises InvalidInputError for tables that do not belong together."""
         for move in request.moves:
             space = move.device.space

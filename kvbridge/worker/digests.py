@@ -1,8 +1,4 @@
-"""Digests that one rank computes: of what its orders send, and of what has arrived for a room.
-
-Owns: work that is under way, in slices so short that transfers in flight never wait long for the thread. Must not know:
-what anybody compares the digests with.
-"""
+"""Digests that one rank computes: of what its orders send, and of what has arrived for a room."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """What becomes of an order whose path was lost: it goes on over another one, waits for one, or fails.
 
-Owns: that decision, and what the node is told of it. Must not know: how paths are connected, how a transport is closed.
-
 A transfer that ended badly counts as a path that was lost: no library tells one refused operation from a dead link. What it has
 not confirmed is sent again. That may be the very bytes that are still on their way: the source is as it was, the destination is
 leased to the room, and the node keeps it from being read until the receiver has shut the lost endpoint (`Rerouted.in_transit`). An
@@ -9,8 +7,6 @@ order is not over before everything that has failed it is quiet, or closed.
 """
 
 from __future__ import annotations
-
-from enum import Enum, auto
 
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
@@ -20,35 +16,6 @@ from kvbridge.worker.link import NodeLink
 from kvbridge.worker.orders import Loss, Order
 from kvbridge.worker.paths import ConnectedPeer, Target
 from kvbridge.worker.peers import RankPeers
-
-
-class Other(Enum):
-    """Whether there is another path to a rank."""
-
-    THERE = auto()
-    CONNECTING = auto()
-    NONE = auto()
-
-
-class Verdict(Enum):
-    """What becomes of what a path has not confirmed."""
-
-    SEND_AGAIN = auto()
-    WAIT = auto()
-    FAIL = auto()
-    LEAVE = auto()
-    """The order has failed, or is not wanted any more."""
-
-
-VERDICTS: dict[tuple[bool, Other], Verdict] = {
-    (True, Other.THERE): Verdict.SEND_AGAIN,
-    (True, Other.CONNECTING): Verdict.WAIT,
-    (True, Other.NONE): Verdict.FAIL,
-    (False, Other.THERE): Verdict.LEAVE,
-    (False, Other.CONNECTING): Verdict.LEAVE,
-    (False, Other.NONE): Verdict.LEAVE,
-}
-"""By whether the order is still wanted, and whether there is another path."""
 
 
 class Failover:
@@ -71,23 +38,18 @@ class Failover:
         return ended and bool(order.error_code or not order.not_quiet)
 
     def _decide(self, order: Order, loss: Loss) -> None:
+        """Send again by another path, wait for one that is being connected, or fail; an order that has failed needs nothing."""
         peer, ordinal = order.peer, loss.part.ordinal
         assert peer is not None, "an order that has sent anything was started"
         self._peers.lost(peer, ordinal, loss.part.target)
         path = self._peers.other_path(peer, ordinal)
-        other = Other.CONNECTING if self._peers.awaits_path(peer, ordinal) else Other.NONE
-        if path is not None:
-            other = Other.THERE
-        match VERDICTS[not order.error_code, other]:
-            case Verdict.SEND_AGAIN if path is not None:
-                self._tell(order, loss, path)
-                order.send_again(loss, path, timeout_s=self._timeout_s)
-            case Verdict.FAIL:
-                order.fail_by(loss)
-            case Verdict.LEAVE:
-                order.losses.clear()
-            case _:
-                pass
+        if order.error_code:
+            order.losses.clear()
+        elif path is not None:
+            self._tell(order, loss, path)
+            order.send_again(loss, path, timeout_s=self._timeout_s)
+        elif not self._peers.awaits_path(peer, ordinal):
+            order.fail_by(loss)
 
     def _tell(self, order: Order, loss: Loss, path: Target) -> None:
         """Once for each room, and once for the peer."""

@@ -1,15 +1,14 @@
-"""How a rank worker starts and ends, in a process of its own or in an engine's: hello, setup, memory, transports, service.
-
-Owns: that order, and the report of a failure on the way. Must not know: who started it, how its link is made.
-"""
+"""How a rank worker starts and ends, in a process of its own or in an engine's: hello, setup, memory, transports, service."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 
 import structlog
 
@@ -27,14 +26,18 @@ from kvbridge.core.wire.worker_messages import (
     WorkerProgress,
     WorkerSetup,
 )
+from kvbridge.telemetry.logs import configure_logs
+from kvbridge.transport.local.host import PROCESS_LOCK_FILES
 from kvbridge.transport.registry import create_transport
-from kvbridge.worker.link import NodeLink
-from kvbridge.worker.loop import RankWorker, WorkerLimits
+from kvbridge.worker.link import NodeLink, open_node_link
+from kvbridge.worker.loop import RankWorker
 from kvbridge.worker.memory import WorkerMemory, bring_memory
-from kvbridge.worker.transports import RankIdentity
+from kvbridge.worker.transports import RankIdentity, WorkerLimits
 
 log = structlog.get_logger(__name__)
 
+EXIT_FAILED = 3
+"""The worker could not serve; the reason was reported to the node."""
 CLOSE_ANSWER_S = 2.0
 """A worker that has closed its transports waits so long for the node to have read that. Then it ends all the same, and the node
 waits for the end of its process."""
@@ -44,6 +47,25 @@ CLOSE_MARGIN_S = 2.0
 """What transports take to close besides what they wait for: a library's engine takes a second."""
 _STAYING: list[ExitStack] = []
 """What would undo the memory of workers that are not closed: something may reach that memory until the process ends."""
+
+
+def serve(given: argparse.Namespace) -> int:
+    """Serve one rank until the node says Shutdown or is gone. Returns the exit code."""
+    rank = Rank(pp=given.pp, tp=given.tp)
+    names = {"role": given.role, "instance": given.instance, "node": given.node, "rank": str(rank)}
+    os.set_inheritable(given.log_descriptor, False)  # it is of this process alone, and so is its end
+    log_file = open(given.log_descriptor, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115 - to the end
+    configure_logs(names=names, level=given.log_level, form="json", stream=log_file)
+    link = open_node_link(Path(given.socket), rank)
+    try:
+        serve_rank(link, rank, setup_timeout_s=given.setup_timeout_s)
+    except BridgeError as error:
+        log.error("worker_ends", code=error.code, reason=str(error))
+        return EXIT_FAILED
+    finally:
+        link.close()
+        PROCESS_LOCK_FILES.remove_names()  # this process ends without the interpreter's exit handlers
+    return 0
 
 
 class NoNodeError(NotReadyError):

@@ -1,9 +1,5 @@
 """One rank at work: it owns a device's memory registrations and its transport agents, and executes orders.
 
-Owns: orders in flight, and when a connection or an agent may be given up. Decides nothing: which room, which tokens,
-whether and when is the node's business. Everything here runs on one thread, since one submitting thread an agent is
-what both libraries bear best.
-
 When a transfer ends without being quiet, its transport is replaced (`worker/transports.py`): once the successor is there, what is
 new goes through that, and the old one is closed when what other peers have under way has ended. Only then is a room of it closed,
 or an order over that went on by another path (`worker/failover.py`). What goes wrong for one order or peer ends with that
@@ -16,13 +12,12 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, ConflictError, DeadlineError, NotReadyError, PeerError
-from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.messages import REASON_CHARS, Heartbeat, RankDescription
 from kvbridge.core.wire.worker_messages import (
@@ -31,7 +26,6 @@ from kvbridge.core.wire.worker_messages import (
     CopyPages,
     DisconnectPeer,
     EndpointsRevoked,
-    NodeToWorker,
     OpenRoom,
     RenewEndpoints,
     RevokeEndpoints,
@@ -53,7 +47,14 @@ from kvbridge.worker.order_book import OrderBook
 from kvbridge.worker.orders import OpenedRoom, Order, RoomKey
 from kvbridge.worker.pause import Pauses
 from kvbridge.worker.peers import RankPeers
-from kvbridge.worker.transports import Background, RankIdentity, RankTransports, TransportFactory, in_background
+from kvbridge.worker.transports import (
+    Background,
+    RankIdentity,
+    RankTransports,
+    TransportFactory,
+    WorkerLimits,
+    in_background,
+)
 
 log = structlog.get_logger(__name__)
 
@@ -66,20 +67,9 @@ ACTIVE_ORDERS = 16
 """Orders in flight to one peer; further ones wait, so that a burst of rooms cannot fill a library's queue."""
 CLOSING_PAUSE_S = 0.01
 """Between two looks whether everything is closed."""
-NOBODY = ""
-"""For orders of rooms that are not open: no peer has this name."""
+NOBODY = ""  # for orders of rooms that are not open: no peer has this name
 MESSAGES_A_STEP = 64
 """Messages that are taken before transfers are pushed forward again."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLimits:
-    """Limits of the time that a worker's work may take."""
-
-    transfer_s: float
-    """A transfer, from its submission."""
-    close_s: float
-    """The end of all transports, and of the GPU's copies, together."""
 
 
 class RankWorker:
@@ -100,9 +90,11 @@ class RankWorker:
         self._link = link
         self._limits = limits
         self._clock = clock
-        self._transports = RankTransports(
-            identity, create_transport, report=self._report_progress, clock=clock, background=background
-        )
+
+        def report(done_bytes: int, total_bytes: int) -> None:
+            link.send(WorkerProgress(rank=identity.rank, done_bytes=done_bytes, total_bytes=total_bytes))
+
+        self._transports = RankTransports(identity, create_transport, report=report, clock=clock, background=background)
         self._peers = RankPeers(identity, self._transports, clock=clock)
         self._failover = Failover(identity.rank, link, self._peers, timeout_s=limits.transfer_s)
         self._rooms: dict[RoomKey, OpenedRoom] = {}
@@ -113,8 +105,18 @@ class RankWorker:
         self._verifications = Verifications(identity, link, clock=clock)
         self._copies = PageCopies(identity, link, clock=clock)
         self._points = StreamPoints()
-        with_gpu = any(extent.kind is MemoryKind.VRAM for extent in identity.memory)
-        self._pauses = Pauses(clock, with_gpu=with_gpu)
+        self._pauses = Pauses(clock, with_gpu=any(extent.kind is MemoryKind.VRAM for extent in identity.memory))
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            ConnectPeer: self._connect,
+            DisconnectPeer: self._disconnect,
+            OpenRoom: self._open_room,
+            Send: self._queue,
+            Verify: self._verifications.take,
+            CopyPages: self._copies.take,
+            CloseRoom: self._close_room,
+            RenewEndpoints: self._renew,
+            RevokeEndpoints: self._revoke,
+        }
         self._stopping = False
         self._beaten_s = clock()
         self.closed = False
@@ -147,9 +149,10 @@ class RankWorker:
     def _receive(self, wait_s: float) -> None:
         for _ in range(MESSAGES_A_STEP):
             message = self._link.receive(wait_s)
-            if message is None or self._stopping:
+            if message is None or isinstance(message, Shutdown):
+                self._stopping = message is not None
                 return
-            self._handle(message)
+            self._handlers.get(type(message), lambda _: None)(message)
             wait_s = 0.0
 
     def _beat(self) -> None:
@@ -193,15 +196,6 @@ class RankWorker:
                 self._beat()
             time.sleep(CLOSING_PAUSE_S)
 
-    def __repr__(self) -> str:
-        return (
-            f"<RankWorker {self._identity.rank}: {len(self._peers)} peers, {len(self._rooms)} rooms, "
-            f"{len(self._orders.active)} orders active, {self._orders.waiting} queued>"
-        )
-
-    def _report_progress(self, done_bytes: int, total_bytes: int) -> None:
-        self._link.send(WorkerProgress(rank=self._identity.rank, done_bytes=done_bytes, total_bytes=total_bytes))
-
     def _report_ready(self) -> None:
         description = RankDescription(manifest=self._identity.manifest, endpoints=self._transports.endpoints())
         self._link.send(
@@ -216,35 +210,9 @@ class RankWorker:
 
     # ------------------------------------------------------------------ messages
 
-    def _handle(self, message: NodeToWorker) -> None:
-        match message:
-            case ConnectPeer():
-                self._connect(message)
-            case DisconnectPeer():
-                self._disconnect(message.peer)
-            case OpenRoom():
-                self._open_room(message)
-            case Send() | Verify() | CopyPages():
-                self._take(message)
-            case CloseRoom():
-                self._close_room((message.room, message.generation), all_sent=message.all_sent)
-            case RenewEndpoints():
-                self._renew(message)
-            case RevokeEndpoints():
-                self._transports.release(message.before_epoch)
-                self._revoking = message
-            case Shutdown():
-                self._stopping = True
-
-    def _take(self, message: Send | Verify | CopyPages) -> None:
-        """Carry this out when its turn comes."""
-        match message:
-            case Send():
-                self._queue(message)
-            case Verify():
-                self._verifications.take(message)
-            case CopyPages():
-                self._copies.take(message)
+    def _revoke(self, message: RevokeEndpoints) -> None:
+        self._transports.release(message.before_epoch)
+        self._revoking = message
 
     def _queue(self, message: Send) -> None:
         order = Order(message, self._clock())
@@ -259,18 +227,13 @@ class RankWorker:
         self._orders.add(order, room.opening.peer)
 
     def _open_room(self, message: OpenRoom) -> None:
-        key = message.room, message.generation
-        try:
-            source, destination = tables_from_wire(message.source), tables_from_wire(message.destination)
-        except BridgeError as error:  # which each of its orders will fail with
-            log.error("room_not_opened", room=message.room, code=error.code, reason=str(error))
-            self._rooms[key] = OpenedRoom(message, {}, {}, error)
-            return
-        self._rooms[key] = OpenedRoom(message, source, destination)
+        room = OpenedRoom.of(message)
+        self._rooms[room.key] = room
 
-    def _close_room(self, key: RoomKey, *, all_sent: bool) -> None:
+    def _close_room(self, message: CloseRoom) -> None:
+        key = message.room, message.generation
         left = self._orders.of_room(key)
-        if all_sent and not left:
+        if message.all_sent and not left:
             self._rooms.pop(key, None)
             return
         self._closing.add(key)
@@ -307,8 +270,9 @@ class RankWorker:
         else:
             self._peers.begin(name, message.ranks, fails_over=message.fails_over)
 
-    def _disconnect(self, name: str) -> None:
+    def _disconnect(self, message: DisconnectPeer) -> None:
         """End the orders that go to a peer, and let go of it when they have ended."""
+        name = message.peer
         self._peers.cancel(name)
         self._peers.retire(name)
         active = [order for order in self._orders.active if order.peer is not None and order.peer.name == name]
@@ -368,13 +332,9 @@ class RankWorker:
         if order.error_code:
             return
         room = self._rooms[order.key]
-        if room.error is not None:
-            order.fail(room.error.code, f"the room cannot be opened: {room.error}")
-            return
         peer = self._peers.get(room.opening.peer)
         if peer is None:
-            why = f"rank {self._identity.rank} is not connected to peer {room.opening.peer}"
-            order.fail(NotReadyError.code, why)
+            order.fail(NotReadyError.code, f"rank {self._identity.rank} is not connected to peer {room.opening.peer}")
             return
         order.start(room, peer, timeout_s=self._limits.transfer_s, clock=self._clock)
         order.begin_digests(self._identity.geometry, room)

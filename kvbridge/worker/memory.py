@@ -1,8 +1,4 @@
-"""The memory of one rank worker: what the node shares, what the worker makes on its GPU, what its engine brings.
-
-Owns: bringing that together, page-locking host memory for a GPU, and its description for transports, peers and engines. Must not
-know: what is sent, when.
-"""
+"""The memory of one rank worker: what the node shares, what the worker makes on its GPU, what its engine brings."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The orders of one rank that have not ended: which ones wait for which peer, and which are active.
-
-Owns: their places, and how many orders to each peer are active. A step looks at the active orders, and at no waiting one whose peer
-has enough. Must not know: what an order does, when a peer is ready.
-"""
+"""The orders of one rank that have not ended: which ones wait for which peer, and which are active."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""One order of the node: from the section to the transfers that move it, to how it ended.
-
-Owns: an order's facts, planning and submitting it, asking after its transfers. Must not know: the link to the node,
-which orders run when, how a transport is rebuilt.
-"""
+"""One order of the node: from the section to the transfers that move it, to how it ended."""
 
 from __future__ import annotations
 
@@ -41,6 +37,15 @@ class OpenedRoom:
     destination: Tables
     error: BridgeError | None = None
     """Why nothing of it can be sent, when its tables were malformed."""
+
+    @classmethod
+    def of(cls, opening: OpenRoom) -> OpenedRoom:
+        """Read the tables of a room; when they are malformed, each of its orders fails with that."""
+        try:
+            return cls(opening, tables_from_wire(opening.source), tables_from_wire(opening.destination))
+        except BridgeError as error:
+            log.error("room_not_opened", room=opening.room, code=error.code, reason=str(error))
+            return cls(opening, {}, {}, error)
 
     @property
     def key(self) -> RoomKey:
@@ -129,6 +134,9 @@ class Order:
         """Plan and submit to every rank of the peer. A failure of either is the order's, and nobody else's."""
         self.peer = peer
         begun_s = clock()
+        if room.error is not None:
+            self.fail(room.error.code, f"the room cannot be opened: {room.error}")
+            return
         try:
             with self._contained("planning"):
                 planned = self._plan(room, peer)

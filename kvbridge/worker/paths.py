@@ -1,8 +1,4 @@
-"""The paths by which one rank writes to a peer node.
-
-Owns: which paths there are to each of its ranks, and which of them is used. Must not know: how they are connected, what goes over
-them.
-"""
+"""The paths by which one rank writes to a peer node."""
 
 from __future__ import annotations
 

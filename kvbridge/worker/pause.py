@@ -1,7 +1,5 @@
 """How long a rank worker rests when nothing has moved: as briefly as what it waits for is worth.
 
-Owns: the length of a pause. Must not know: orders, transfers.
-
 A GPU ends its work without a word, so the end of a transfer, and the point that an engine's stream has to reach, are seen with the
 next look. Where a GPU copies, a pause is a fiftieth of the time since something moved last: a transfer of 2 ms is answered for
 within 40 us, and an engine that computes for a second is asked no more often than a copy by the processor.

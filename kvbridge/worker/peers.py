@@ -1,8 +1,5 @@
 """The nodes that one rank writes to: which of their ranks, by which transports.
 
-Owns: pairings and connections with the ranks of every peer node, attempts to connect, and peers that are not used for anything
-new. Must not know: rooms, orders; it is told which peers and paths still have something in flight.
-
 A rank is reached by a *path*: a transport that both sides have. The first of them in our order that works is used, and a peer
 counts as connected as soon as each rank has one. Where its node can go on with a room whose path was lost (`fails_over`), the
 others are connected after that, beside everything else. A path that was lost is tried again every `RETRY_S`, and used as soon as

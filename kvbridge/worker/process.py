@@ -1,7 +1,5 @@
 """A rank worker as a process of its own: `python -m kvbridge.worker.process`. Started by its node's supervisor only.
 
-Owns: how long the process lives: as long as its node wants it, and no longer than its node. Must not know: what it does.
-
 It ends when the node says so, when the connection to the node ends, or with the node's process. Signals that end
 services are the node's: systemd sends SIGTERM to every process of a unit, a shell to a whole group, and rooms could
 not be drained if workers obeyed. So before anything is imported that takes time, they are ignored.
@@ -29,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = _parse(arguments)
     _die_with_parent(given.parent)
     with importing(*UNUSED_BY_DAEMONS):
-        from kvbridge.worker.main import serve  # noqa: PLC0415 - takes a while, in which no signal may end us
+        from kvbridge.worker.lifecycle import serve  # noqa: PLC0415 - takes a while, in which no signal may end us
     return serve(given)
 
 

@@ -1,8 +1,5 @@
 """The transport agents of one rank: built with all of its memory registered, replaced, retired, closed.
 
-Owns: the agents, those that have been replaced and are not closed yet, and the threads on which successors are built and agents
-are closed. Must not know: peers, rooms, orders.
-
 An agent is replaced for one of two reasons: a transfer of it would not become quiet, or the node wants every endpoint of an earlier
 epoch shut. To register memory anew takes up to half a second a GiB, and an agent may take seconds to close, so both are done on
 threads of their own: the agents that there are work on, and the rank changes to the successors when all of those that the node has
@@ -75,6 +72,16 @@ class RankIdentity:
     def rank(self) -> Rank:
         """The worker's place in its instance."""
         return self.manifest.rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLimits:
+    """Limits of the time that a worker's work may take."""
+
+    transfer_s: float
+    """A transfer, from its submission."""
+    close_s: float
+    """The end of all transports, and of the GPU's copies, together."""
 
 
 Background = Callable[[Callable[[], Any], str], "Future[Any]"]

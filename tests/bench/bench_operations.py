@@ -25,6 +25,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from crc32c import crc32c
 
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings, NixlSettings
 from kvbridge.core.plan.operations import Operations
@@ -227,8 +228,14 @@ def _instant_nixl() -> Any:
 class _NoCheck:
     """In the place of the process that reads what peers say of themselves."""
 
+    def __init__(self, *_: object) -> None:
+        pass
+
     def check(self, *_: object, **__: object) -> tuple[()]:
         return ()
+
+    def close(self) -> None:
+        """Nothing was opened."""
 
 
 @contextmanager
@@ -236,13 +243,14 @@ def _nixl() -> Iterator[Way]:
     library = _instant_nixl()
     with (
         mock.patch.object(nixl_agent, "load_library", return_value=library),
-        mock.patch.object(nixl, "hold_check", return_value=_NoCheck()),
-        mock.patch.object(nixl, "let_go_of_check"),
+        mock.patch.object(nixl, "PeerCheck", _NoCheck),
     ):
         transport = nixl.NixlTransport(NixlSettings())
         transport.register([_memory()])
         extent = NixlExtent(address=BASE, length_bytes=OPERATIONS * OPERATION_BYTES)
-        content = NixlEndpoint(agent="peer", metadata=b"metadata", extents=(extent,))
+        content = NixlEndpoint(
+            agent="peer", metadata=b"metadata", release="", checksum=crc32c(b"metadata"), extents=(extent,)
+        )
         peer = connect(transport, Endpoint(transport=nixl.NAME, data=content.model_dump_json().encode()))
         agent = InstantAgent()
 

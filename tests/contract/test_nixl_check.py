@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from crc32c import crc32c
 
 from kvbridge.core.errors import TransportError
 from kvbridge.transport.base import Endpoint, TransferState
-from kvbridge.transport.nixl import check as nixl_check
+from kvbridge.transport.nixl.check import PeerCheck
 from kvbridge.transport.nixl.peers import NixlEndpoint
 from kvbridge.transport.nixl.transport import NixlTransport
 from tests.contract.harness import BACKENDS, ROOT, Pair, PeerProcess
@@ -39,9 +40,9 @@ def pair() -> Iterator[Pair]:
         transport.close()
 
 
-def process_apart(pair: Pair) -> nixl_check._Parent:
+def process_apart(pair: Pair) -> PeerCheck:
     assert isinstance(pair.transport, NixlTransport)
-    return pair.transport._check._parent
+    return pair.transport._check
 
 
 def with_address_version(endpoint: Endpoint, version: int) -> Endpoint:
@@ -50,7 +51,7 @@ def with_address_version(endpoint: Endpoint, version: int) -> Endpoint:
     metadata = bytearray(content.metadata)
     place = metadata.index(b"|c") + 2 + 8
     metadata[place] = metadata[place] & 0xF0 | version
-    changed = content.model_copy(update={"agent": content.agent, "metadata": bytes(metadata)})
+    changed = content.model_copy(update={"metadata": bytes(metadata), "checksum": crc32c(metadata)})
     return Endpoint(transport="nixl", data=changed.model_dump_json().encode())
 
 
@@ -76,30 +77,15 @@ def test_a_worker_survives_descriptions_made_to_break_it() -> None:
     assert counts.get("ended the process apart", 0) > 0, "none of them would have broken anything"
 
 
-def test_what_was_survived_once_is_not_checked_again_until_its_peer_is_silent(
-    pair: Pair, shm: Path, monkeypatch
-) -> None:
-    asked = []
-    parent = process_apart(pair)
-    ask = parent.ask
-
-    def counted(task: nixl_check._Task, *, timeout_s: float) -> bytes:
-        asked.append(task.content.agent)
-        return ask(task, timeout_s=timeout_s)
-
-    monkeypatch.setattr(parent, "ask", counted)
-    with PeerProcess(BACKENDS["nixl"], shm / "other", POOL_BYTES) as other:
-        for _ in range(2):
-            pair.transport.disconnect(connect(pair.transport, other.endpoint))
-        assert len(asked) == 1
-        other.stop()
-        for attempts in (1, 2):
-            with pytest.raises(TransportError, match="did not answer"):
-                connect(pair.transport, other.endpoint)
-            assert len(asked) == attempts
-        other.resume()
-        pair.transport.disconnect(connect(pair.transport, other.endpoint))
-        assert len(asked) == 3
+def test_another_release_and_damaged_metadata_are_refused_before_anybody_reads_them(pair: Pair) -> None:
+    content = NixlEndpoint.model_validate_json(pair.process.endpoint.data)
+    for changes, words in (
+        ({"release": "0.1"}, "runs NIXL 0.1, this process .*; both sides must run the same NIXL release"),
+        ({"metadata": content.metadata[:-1]}, "was damaged on the way"),
+    ):
+        changed = content.model_copy(update=changes)
+        with pytest.raises(TransportError, match=words):
+            connect(pair.transport, Endpoint(transport="nixl", data=changed.model_dump_json().encode()))
 
 
 def test_the_process_that_others_are_forked_from_is_started_again(pair: Pair, shm: Path) -> None:
@@ -118,10 +104,10 @@ def test_it_ends_with_its_worker() -> None:
     code = (
         "import os, sys\n"
         "from kvbridge.config.transports import NixlSettings\n"
-        "from kvbridge.transport.nixl.check import hold_check\n"
-        "check = hold_check(NixlSettings(ucx_tls='tcp', ucx_net_devices='lo'))\n"
-        "check._parent._start()\n"
-        "print(check._parent._process.pid, flush=True)\n"
+        "from kvbridge.transport.nixl.check import PeerCheck\n"
+        "check = PeerCheck(NixlSettings(ucx_tls='tcp', ucx_net_devices='lo'))\n"
+        "check._start()\n"
+        "print(check._process.pid, flush=True)\n"
         "sys.stdin.read()\n"
         "os._exit(0)\n"
     )

@@ -12,10 +12,9 @@ import torch
 
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
-from kvbridge.core.ids import IndexSpace, Rank, Role
+from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
-from kvbridge.engine.views import PoolViews
 from tests.gpu.test_cuda_daemons import all_free, on_devices
 from tests.helpers.adopted_tensors import decode_into_own, engine_memory
 from tests.helpers.cluster import DaemonProcess, eventually
@@ -124,11 +123,3 @@ def test_an_engine_that_brought_its_tensors_is_killed_while_copies_into_them_are
 
 def running_end(daemon: DaemonProcess, room: int) -> str:
     return str(daemon.get(f"/v1/requests/{room}?wait=15")["state"])
-
-
-def test_views_of_adopted_tensors_are_the_tensors(device: int) -> None:
-    regions, tensors = engine_memory(SETTING.source_form.pages, device, frozenset())
-    views = PoolViews(TINY, regions[Rank(pp=0, tp=0)])
-    for page in (page for homes in views._homes.values() for view in homes.values() for page in view._pages):
-        page.fill_(5)
-    assert all(bool((tensor[:, :-64] == 5).all()) and not bool(tensor[:, -64:].any()) for tensor in tensors)

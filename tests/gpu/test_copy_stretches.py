@@ -52,8 +52,7 @@ def lengths_of(kind: str) -> np.ndarray:
     return np.concatenate([rng.integers(1, 9, 20), rng.integers(1, 100_000, 20), [1 << 20, 3_000_001, 65_536, 4_096]])
 
 
-@pytest.mark.parametrize("alignment", [1, 4, 8, 16])
-@pytest.mark.parametrize("kind", ["every", "pages", "mixed"])
+@pytest.mark.parametrize(("kind", "alignment"), [("every", 1), ("pages", 8), ("pages", 16), ("mixed", 4)])
 @pytest.mark.parametrize("way", WAYS, ids="_to_".join)
 def test_copies_what_the_reference_copies(device: int, stream, way: tuple[str, str], kind: str, alignment: int):
     lengths = lengths_of(kind)
@@ -62,22 +61,6 @@ def test_copies_what_the_reference_copies(device: int, stream, way: tuple[str, s
     with Bytes(way[0], source, device) as here, Bytes(way[1], target, device) as there, StretchCopier(device) as copier:
         submitted = operations((source_at, destination_at), lengths, [here.address, there.address])
         copier.submit(submitted, stream=stream.handle)
-        found = there.read()
-    plain = operations((source_at, destination_at), lengths, [source.ctypes.data, target.ctypes.data])
-    copy_operations(plain.source, plain.destination, plain.length)
-    assert np.array_equal(found, target)
-
-
-@pytest.mark.parametrize("blocks", [1, 7, 500])
-def test_any_number_of_blocks(device: int, stream, blocks: int):
-    lengths = lengths_of("pages")
-    source_at, destination_at, size = scattered(lengths, 3, 8)
-    source, target = random_bytes(size, 1), random_bytes(size, 2)
-    with Bytes(DEVICE, source, device) as here, Bytes(HOST, target, device) as there:
-        with StretchCopier(device, blocks=blocks) as copier:
-            copier.submit(
-                operations((source_at, destination_at), lengths, [here.address, there.address]), stream=stream.handle
-            )
         found = there.read()
     plain = operations((source_at, destination_at), lengths, [source.ctypes.data, target.ctypes.data])
     copy_operations(plain.source, plain.destination, plain.length)
@@ -108,9 +91,3 @@ def test_many_submissions_at_once_keep_their_own_arrays(device: int, stream):
                 )
             found = there.read().reshape(pages, page_bytes)
             assert np.array_equal(found[moved], source.reshape(pages, page_bytes))
-
-
-def test_nothing_is_nothing(device: int, stream):
-    with StretchCopier(device) as copier:
-        copier.submit(Operations(*np.empty((3, 0), dtype=np.uint64)), stream=stream.handle)
-        stream.synchronize()

@@ -172,15 +172,6 @@ def test_pages_are_used_again_only_when_the_decode_engines_gpu_is_done_with_them
     eventually("the release", lambda: (reader.events(), free_pages(running.decode) == before)[1])
 
 
-def test_an_engine_that_leaves_has_released_what_it_said(running: Cluster, sender: PrefillEngine, device: int) -> None:
-    with DecodeEngine.attach(running.decode.runtime_dir) as reader:
-        claimed = cross(running, sender, reader, Case(300))
-        torch.cuda._sleep(SLEEP_CYCLES)
-        reader.release(claimed.room)
-    report = running.decode.get(f"/v1/requests/{claimed.room}")
-    assert report["state"] == "completed"
-
-
 def kill_worker(daemon: DaemonProcess) -> None:
     rank = daemon.get("/status")["ranks"][0]
     os.kill(rank["pid"], signal.SIGKILL)

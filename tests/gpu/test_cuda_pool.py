@@ -143,17 +143,6 @@ def test_memory_of_a_process_that_has_ended(device: int) -> None:
         MappedRegions(shared)
 
 
-def test_what_has_been_closed_can_be_opened_again(device: int) -> None:
-    with child(own_pool, device) as worker:
-        shared = worker.hear()
-        for _ in range(3):
-            with MappedRegions(shared) as mapped, MappedRegions(shared) as again:
-                assert [one.extent_addresses for one in mapped.regions] == [
-                    one.extent_addresses for one in again.regions
-                ]
-                assert wrong_rows(PoolViews(TINY, mapped.regions), 1) == []
-
-
 def test_a_tensor_lies_in_an_allocation_that_can_be_shared(device: int) -> None:
     whole = torch.zeros(3 << 20, dtype=torch.uint8, device=f"cuda:{device}")
     inner = whole[1 << 20 :]

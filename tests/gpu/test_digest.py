@@ -24,13 +24,13 @@ def compare(content: np.ndarray, offsets: np.ndarray, lengths: np.ndarray, devic
     assert not len(wrong), f"{len(wrong)} wrong, first at offset {offsets[wrong[0]]}, {lengths[wrong[0]]} bytes"
 
 
-@pytest.mark.parametrize("shift", [0, 1, 7, 15, 16, 127])
+@pytest.mark.parametrize("shift", [0, 7, 127])
 def test_every_length(device: int, shift: int):
     lengths = np.arange(1, 300 if SMALL else 9_000, 1 if SMALL else 7)
     compare(random_bytes(int(lengths.max()) + 128, shift), np.full(len(lengths), shift), lengths, device)
 
 
-@pytest.mark.parametrize("length", [2_047, 2_048, 2_049, 8_191, 8_192, 8_193, 16_384 + 127])
+@pytest.mark.parametrize("length", [2_047, 2_049, 8_192, 16_384 + 127])
 def test_lengths_about_rows_and_segments_at_every_alignment(device: int, length: int):
     offsets = np.arange(0, 300, 3)
     compare(random_bytes(length + 300, length), offsets, np.full(len(offsets), length), device)
@@ -56,18 +56,6 @@ def test_the_last_bytes_of_an_allocation(device: int):
 
 def test_registered_host_memory_is_read_as_well(device: int):
     compare(random_bytes(100_000, 4), np.array([0, 5, 50_000]), np.array([100_000, 37_440, 3]), device, HOST)
-
-
-def test_more_stretches_than_before_and_fewer_again(device: int):
-    content = random_bytes(1 << 20, 5)
-    for count in (1, 50 if SMALL else 20_000, 3):
-        rng = np.random.default_rng(count)
-        compare(content, rng.integers(0, 900_000, count), rng.integers(1, 3_000, count), device)
-
-
-def test_nothing_has_no_checksum(device: int):
-    nothing = raw_checksums(np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64), MemoryKind.VRAM, device=device)
-    assert (nothing.dtype, len(nothing)) == (np.uint32, 0)
 
 
 @pytest.mark.skipif(

@@ -11,7 +11,7 @@ import torch
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.host_registration import HostRegistration, registered_ranges
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
-from tests.helpers.gpu_children import MARKED, child, write_registered
+from tests.helpers.gpu_children import child, write_registered
 
 pytestmark = pytest.mark.gpu
 LENGTH = 64 << 20
@@ -58,23 +58,6 @@ def test_the_copy_engines_reach_it(mapping: SharedMapping, device: int) -> None:
     found = torch.frombuffer(mapping.buffer, dtype=torch.int32)
     assert torch.equal(torch.cat([found[half // 4 :], found[: half // 4]]), source.cpu())
     del found
-
-
-def test_several_processes_register_and_write_one_mapping(mapping: SharedMapping, device: int) -> None:
-    half = LENGTH // 2
-    with (
-        HostRegistration([mapping], device=device),
-        child(write_registered, str(mapping.path), 0, half, device) as one,
-        child(write_registered, str(mapping.path), half, LENGTH, device) as other,
-    ):
-        for process in (one, other):
-            assert process.hear() == "registered"
-        for process in (one, other):
-            process.pipe.send("write")
-        assert [process.hear() for process in (one, other)] == [True, True]
-        found = torch.frombuffer(mapping.buffer, dtype=torch.uint8)
-        assert bool((found == MARKED).all())
-        del found
 
 
 def test_a_process_that_is_killed_leaves_the_others_registration_alone(mapping: SharedMapping, device: int) -> None:

@@ -26,8 +26,9 @@ def assert_same(cpu: SparseSimulation, gpu: SparseSimulation) -> None:
         np.testing.assert_array_equal(table, theirs[name], err_msg=name)
 
 
-@pytest.mark.parametrize("page_first", [False, True])
-@pytest.mark.parametrize("tokens", [0, 3, 255, 257, 511, 512, 515, 1500])
+@pytest.mark.parametrize(
+    ("tokens", "page_first"), [(0, False), (3, True), (255, False), (257, True), (512, False), (1500, True)]
+)
 def test_first_steps_after_admission_find_every_row(device, tokens, page_first):
     cpu, gpu = two_worlds(device, page_first=page_first)
     for world in (cpu, gpu):
@@ -39,14 +40,13 @@ def test_first_steps_after_admission_find_every_row(device, tokens, page_first):
     gpu.cache.check()
 
 
-@pytest.mark.parametrize("form", ["tiny-v4", FLASH])
-@pytest.mark.parametrize("hot_rows", [64, 256])
+@pytest.mark.parametrize(("form", "hot_rows"), [("tiny-v4", 64), (FLASH, 256)])
 def test_requests_come_and_go_as_on_the_cpu(device, hot_rows, form):
     component = c4_component(form).model_copy(update={"layers": (2, 4)})
     options = settings(hot_rows=hot_rows, top_k=64, max_requests=4)
     cpu, gpu = two_worlds(device, options=options, component=component, host_pages=128, seed=7)
     random = np.random.default_rng(11)
-    for turn in range(250):
+    for turn in range(150):
         for slot in range(4):
             if slot not in cpu.requests and random.random() < 0.3:
                 tokens = int(random.integers(0, 1500))
@@ -61,10 +61,6 @@ def test_requests_come_and_go_as_on_the_cpu(device, hot_rows, form):
         assert_same(cpu, gpu)
     gpu.cache.check()
     for slot in list(gpu.requests):
-        gpu.cache.flush(slot).wait(20)
-        request = gpu.requests[slot]
-        if request.rows <= len(request.pages) * 64:
-            request.complete_rows_on_host = request.rows
         gpu.release(slot)
 
 
@@ -94,9 +90,8 @@ class CapturedStep:
         return top_k
 
 
-@pytest.mark.parametrize("hot_rows", [64, 128])
-def test_a_captured_step_is_replayed_for_any_batch(device, hot_rows):
-    options = settings(hot_rows=hot_rows, top_k=64)
+def test_a_captured_step_is_replayed_for_any_batch(device):
+    options = settings(hot_rows=64, top_k=64)
     cpu, gpu = two_worlds(device, options=options, host_pages=128, seed=2)
     for world in (cpu, gpu):
         world.admit(0, 1100, more_tokens=1400)
@@ -155,8 +150,6 @@ def test_no_verb_waits_for_the_device_or_allocates(device):
             world.cache.begin_step(list(rows.items()))
             captured.graph.replay()
             world.cache.end_step()
-            if turn == 70:
-                quiet.append(world.cache.flush(1))
             if turn == 100:
                 quiet.append(world.cache.release(2))
                 world.cache.admit(2, ids[2], 60)
@@ -180,10 +173,8 @@ def test_a_slow_backup_holds_back_only_what_would_overwrite_it(device):
             with world.cache._backup_stream.running():
                 torch.cuda._sleep(600_000_000)  # about a third of a second: longer than the ring lasts
         world.step([0])
-    world.cache.flush(0).wait(20)
-    world.requests[0].complete_rows_on_host = world.requests[0].rows
+    world.cache.check()  # waits for the device
     world.verify_host(0)
-    world.cache.check()
 
 
 def test_what_is_allocated_is_what_the_accounts_say(device):

@@ -44,8 +44,6 @@ class FakeStream:
         self.at_once = at_once
         self.slice_operations = slice_operations
         self.first_operations = first_operations or slice_operations
-        self.slices = 0
-        self.transfers = 0
         self.started: list[Operations] = []
         self.copied = 0
         self.broken = False

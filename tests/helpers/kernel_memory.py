@@ -5,12 +5,10 @@ Without torch and importable without CUDA. Streams are kvbridge's own.
 
 from __future__ import annotations
 
-import importlib
 import mmap
-from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -103,35 +101,7 @@ def random_bytes(length: int, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, length, dtype=np.uint8)
 
 
-def id_pairs(memory: Bytes | np.ndarray, count: int, *, count_address: int = 0) -> IdPairs:
-    """Ids that lie one list after the other: all sources, then all destinations; `count` is the most there can be."""
+def id_pairs(memory: Bytes | np.ndarray, count: int) -> IdPairs:
+    """Ids that lie one list after the other: all sources, then all destinations."""
     address = memory.address if isinstance(memory, Bytes) else memory.ctypes.data
-    return IdPairs(address, address + 4 * count, count, count_address)
-
-
-class Graph:
-    """What `enqueue` submits to a stream, captured; `replay` launches it."""
-
-    def __init__(self, device: int, stream: int, enqueue: Callable[[], None]) -> None:
-        self._library = importlib.import_module("cuda.bindings.runtime")
-        self._device, self._stream = device, stream
-        runtime.use(device)
-        self._call(
-            "cudaStreamBeginCapture", stream, self._library.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-        )
-        enqueue()
-        self._graph = self._call("cudaStreamEndCapture", stream)
-        self._ready = self._call("cudaGraphInstantiate", self._graph, 0)
-
-    def replay(self) -> None:
-        runtime.use(self._device)
-        self._call("cudaGraphLaunch", self._ready, self._stream)
-
-    def close(self) -> None:
-        self._call("cudaGraphExecDestroy", self._ready)
-        self._call("cudaGraphDestroy", self._graph)
-
-    def _call(self, name: str, *arguments: Any) -> Any:
-        code, *values = getattr(self._library, name)(*arguments)
-        assert int(code) == 0, f"{name}: {code}"
-        return values[0] if values else None
+    return IdPairs(address, address + 4 * count, count)

@@ -102,23 +102,6 @@ def zipf(rows: int, k: int, steps: int, exponent: float, seed: int = 0) -> list[
     return [names[random.choice(rows, k, replace=False, p=weights / weights.sum())] for _ in range(steps)]
 
 
-def sliding(rows: int, k: int, steps: int, *, width: int, speed: int, noise: float, seed: int = 0) -> list[np.ndarray]:
-    """A neighbourhood that moves through the context, and some rows from anywhere."""
-    random = np.random.default_rng(seed)
-    near = int(k * (1 - noise))
-    return [
-        np.unique(
-            np.concatenate(
-                [
-                    number * speed % (rows - width) + random.choice(width, near, replace=False),
-                    random.integers(0, rows, k - near),
-                ]
-            )
-        )
-        for number in range(steps)
-    ]
-
-
 def drifting(rows: int, k: int, steps: int, *, keep: float, seed: int = 0) -> list[np.ndarray]:
     """Each step keeps a share of the last one's rows."""
     random = np.random.default_rng(seed)

@@ -28,8 +28,8 @@ from kvbridge.transport.base import (
     TransferStatus,
     Transport,
 )
-from kvbridge.worker.loop import RankWorker, WorkerLimits
-from kvbridge.worker.transports import Background, RankIdentity
+from kvbridge.worker.loop import RankWorker
+from kvbridge.worker.transports import Background, RankIdentity, WorkerLimits
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, manifest
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.core.geometry.components import ComponentKind, Encoding, ModelGeometry
-from kvbridge.core.geometry.families import GroupedLayers, RowForm, grouped_geometry
+from kvbridge.core.geometry.families import RowForm, grouped_geometry
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace
 from tests.helpers.matrices import kept, one_in
@@ -97,7 +97,9 @@ def test_latents_arrive_byte_for_byte(link: Crossing, case: Case) -> None:
 def grouped(heads: int) -> ModelGeometry:
     return grouped_geometry(
         f"grouped-{heads}",
-        GroupedLayers(full=(0, 2, 3, 5), sliding=(1, 4), window=100),
+        6,
+        sliding=(1, 4),
+        window=100,
         row=RowForm(encoding=Encoding.BF16, parts=(2 * 128 * 2,), lanes=heads),
         tokens_per_page=64,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -15,7 +14,7 @@ SLOTS = 3
 
 
 class EngineAtWork(RuleBasedStateMachine):
-    """Requests come, step in any batch, grow, are flushed and go, in any order."""
+    """Requests come, step in any batch, grow and go, in any order."""
 
     @initialize(
         hot_pages=st.integers(2, 4),
@@ -61,18 +60,6 @@ class EngineAtWork(RuleBasedStateMachine):
         slot = data.draw(st.sampled_from(sorted(self.world.requests)))
         if len(self.world.requests[slot].reserved):
             self.world.extend(slot)
-
-    @precondition(lambda self: self.world.requests)
-    @rule(data=st.data())
-    def flush(self, data):
-        slot = data.draw(st.sampled_from(sorted(self.world.requests)))
-        request = self.world.requests[slot]
-        if request.rows <= len(request.pages) * 64:
-            self.world.cache.flush(slot).wait(5)
-            found = self.world.pool.get(request.pages, 0, np.arange(request.rows))
-            assert len(np.unique(found, axis=0)) == request.rows
-            request.complete_rows_on_host = request.rows
-            self.world.verify_host(slot)
 
     @precondition(lambda self: self.world.requests)
     @rule(data=st.data())

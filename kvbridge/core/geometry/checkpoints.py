@@ -1,7 +1,5 @@
 """Where a prefill engine can go on with a prefix, and what has to be kept of windows and states for that.
 
-Owns: which models allow it, the form of a checkpoint, where one is wanted. Must not know: who keeps it, which pages there are.
-
 Rows of growing components stay as they are. Windows and states do not: those at a page's end are there only if an engine stood
 exactly at that end and wrote them down. Such a *checkpoint* is the pages of `swa` that hold live rows there.
 """

@@ -1,8 +1,5 @@
 """Whether a rank's manifest can be true: the check that every manifest from outside passes.
 
-Owns: the comparison of regions with the model's geometry, and the proof that no two pages share a byte.
-Must not know: who sent the manifest, what will be done with it.
-
 A manifest comes from another process and is not trusted: the work done here follows from its length, whatever it says.
 """
 

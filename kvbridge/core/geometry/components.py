@@ -1,8 +1,5 @@
 """What a model keeps for each request, as data.
 
-Owns: the closed list of component kinds, the form of a page and the rule that says which rows of a request are live.
-Must not know: addresses, ranks, memory kinds, transports.
-
 One idea carries all of it. Every component numbers its *rows* along the request: row `r` of a growing component covers
 tokens `[r * tokens_per_row, (r + 1) * tokens_per_row)`; row `r` of a window or a ring is token position `r`. A request
 of L tokens has one live interval of rows, `live_rows(L)`, and every row has one place: logical page

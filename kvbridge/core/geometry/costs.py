@@ -1,7 +1,5 @@
 """What a request costs on a decode node, in bytes and in pages, and how many fit.
 
-Owns: that arithmetic, and which resource runs out first. Must not know: pools, configuration files, who asks.
-
 These are the costs of the whole life of a request: everything is reserved at admission. With sparse decode that is also one slot
 of the hot buffer, whose bytes do not depend on the request.
 """

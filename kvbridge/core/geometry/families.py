@@ -1,8 +1,4 @@
-"""How the dimensions of a model family become components.
-
-Owns: the rules of each family: DeepSeek-V4, latent attention (MLA), grouped-query attention. Must not know: where the
-dimensions come from, addresses, ranks.
-"""
+"""How the dimensions of a model family become components."""
 
 from __future__ import annotations
 
@@ -115,51 +111,6 @@ class V4Dimensions(FrozenModel):
     tokens_per_page: Positive
 
 
-class V4Rows(FrozenModel):
-    """How a DeepSeek-V4 model's rows are stored."""
-
-    kv: RowForm
-    index: RowForm
-    state_encoding: Encoding
-    state_value_bytes: Positive
-
-    def state(self, values: int) -> RowForm:
-        """Rows of compressor states, of so many values."""
-        return RowForm(encoding=self.state_encoding, parts=(values * self.state_value_bytes,))
-
-
-def v4_fp8_rows(dimensions: V4Dimensions) -> V4Rows:
-    """Return the production form: fp8 values with scales apart, fp8 indexer keys, fp32 compressor states.
-
-    With head_dim 512 and rope_dim 64 a row is 576 + 8 bytes. Raises UnsupportedError when the dimensions are not whole
-    numbers of scaled groups.
-    """
-    plain = dimensions.head_dim - dimensions.rope_dim
-    if plain <= 0 or plain % FP8_SCALED_VALUES:
-        raise UnsupportedError(
-            f"fp8_v4 scales groups of {FP8_SCALED_VALUES} values, but head_dim {dimensions.head_dim} - rope "
-            f"{dimensions.rope_dim} leaves {plain}; use the native encoding"
-        )
-    value_bytes = plain + 2 * dimensions.rope_dim
-    scale_bytes = -(-(plain // FP8_SCALED_VALUES) // FP8_SCALE_ROW_BYTES) * FP8_SCALE_ROW_BYTES
-    return V4Rows(
-        kv=RowForm(encoding=Encoding.FP8_V4, parts=(value_bytes, scale_bytes), page_alignment_bytes=value_bytes),
-        index=fp8_indexer_row(dimensions.index_head_dim),
-        state_encoding=Encoding.FP32,
-        state_value_bytes=4,
-    )
-
-
-def v4_native_rows(dimensions: V4Dimensions, dtype_bytes: int) -> V4Rows:
-    """Return the form in which the model itself computes: plain rows of `dtype_bytes` a value, nothing padded."""
-    return V4Rows(
-        kv=RowForm(encoding=Encoding.NATIVE, parts=(dimensions.head_dim * dtype_bytes,)),
-        index=RowForm(encoding=Encoding.NATIVE, parts=(dimensions.index_head_dim * dtype_bytes,)),
-        state_encoding=Encoding.NATIVE,
-        state_value_bytes=dtype_bytes,
-    )
-
-
 def fp8_indexer_row(index_head_dim: int) -> RowForm:
     """Return the form of fp8 indexer keys: their values, then one fp32 scale for each 128 of them."""
     if index_head_dim % FP8_INDEXER_SCALED_VALUES:
@@ -172,68 +123,69 @@ def fp8_indexer_row(index_head_dim: int) -> RowForm:
     )
 
 
-def v4_geometry(name: str, dimensions: V4Dimensions, *, rows: V4Rows) -> ModelGeometry:
+def v4_geometry(
+    name: str, dimensions: V4Dimensions, *, encoding: Encoding, native_dtype_bytes: int = 4
+) -> ModelGeometry:
     """Return the geometry of a DeepSeek-V4 model.
 
-    Raises UnsupportedError when a compression rate does not divide the page.
+    `fp8_v4` is the production form: fp8 values with scales apart, fp8 indexer keys, fp32 compressor states. `native` is the form in
+    which the model itself computes: plain rows of `native_dtype_bytes` a value, nothing padded. Raises UnsupportedError for another
+    encoding, for dimensions that are not whole numbers of scaled groups, and for a compression rate that does not divide the page.
     """
-    page = dimensions.tokens_per_page
-    components = [*_v4_sparse(dimensions, rows), *_v4_heavy(dimensions, rows)]
-    components.append(
-        _window(tuple(range(dimensions.layer_count)), rows.kv, window=dimensions.window, tokens_per_page=page)
-    )
+    value_bytes, state_encoding = native_dtype_bytes, encoding
+    match encoding:
+        case Encoding.NATIVE:
+            row = RowForm(encoding=encoding, parts=(dimensions.head_dim * value_bytes,))
+            index = RowForm(encoding=encoding, parts=(dimensions.index_head_dim * value_bytes,))
+        case Encoding.FP8_V4:
+            row, index = _fp8_row(dimensions), fp8_indexer_row(dimensions.index_head_dim)
+            value_bytes, state_encoding = 4, Encoding.FP32
+        case _:
+            raise UnsupportedError(f"encoding '{encoding}' does not exist for DeepSeek-V4: use native or fp8_v4")
+
+    def state(kind: ComponentKind, layers: Layers, values: int, **fields: Any) -> Component:  # noqa: ANN401
+        form = RowForm(encoding=state_encoding, parts=(values * value_bytes,))
+        return form.component(kind, layers, liveness=Liveness.TAIL, **fields)
+
+    page, sparse, heavy = dimensions.tokens_per_page, dimensions.sparse_layers, dimensions.heavy_layers
+    rate, components = dimensions.sparse_rate, []
+    if sparse:
+        # An entry is pooled from its own block and the one before it, each with its own half of the features, so a state row is
+        # [kv a | kv b | score a | score b].
+        ring: dict[str, Any] = {"space": IndexSpace.SWA, "block": rate, "overlap": 1}
+        ring |= {"slots_per_page": min(2 * rate, page), "rows_per_logical_page": page}
+        components += [
+            # Decode reads only the entries that the indexer picks, so these alone can be far away.
+            _growing(ComponentKind.C4_KV, sparse, row, tokens_per_page=page, tokens_per_row=rate, host_capable=True),
+            _growing(ComponentKind.C4_INDEXER, sparse, index, tokens_per_page=page, tokens_per_row=rate),
+            state(ComponentKind.C4_STATE, sparse, 4 * dimensions.head_dim, **ring),
+            state(ComponentKind.C4_INDEXER_STATE, sparse, 4 * dimensions.index_head_dim, **ring),
+        ]
+    rate = dimensions.heavy_rate
+    if heavy:
+        # Blocks do not overlap, so a state row is [kv | score].
+        slot: dict[str, Any] = {"space": IndexSpace.REQUEST, "block": rate}
+        slot |= {"slots_per_page": rate, "rows_per_logical_page": rate * ENDLESS_PAGES}
+        components += [
+            _growing(ComponentKind.C128_KV, heavy, row, tokens_per_page=page, tokens_per_row=rate),
+            state(ComponentKind.C128_STATE, heavy, 2 * dimensions.head_dim, **slot),
+        ]
+    everywhere = tuple(range(dimensions.layer_count))
+    components.append(_window(everywhere, row, window=dimensions.window, tokens_per_page=page))
     return _geometry(name, dimensions.layer_count, page, components)
 
 
-def _v4_sparse(dimensions: V4Dimensions, rows: V4Rows) -> list[Component]:
-    """Entries and indexer keys of the sparse layers, and the states of the two compressors that make them."""
-    layers, rate, page = dimensions.sparse_layers, dimensions.sparse_rate, dimensions.tokens_per_page
-    if not layers:
-        return []
-
-    def state(kind: ComponentKind, dim: int) -> Component:
-        # An entry is pooled from its own block and the one before it, each with its own half of the features, so a
-        # state row is [kv a | kv b | score a | score b].
-        return rows.state(4 * dim).component(
-            kind,
-            layers,
-            space=IndexSpace.SWA,
-            liveness=Liveness.TAIL,
-            block=rate,
-            overlap=1,
-            slots_per_page=min(2 * rate, page),
-            rows_per_logical_page=page,
+def _fp8_row(dimensions: V4Dimensions) -> RowForm:
+    """With head_dim 512 and rope_dim 64 a row is 576 + 8 bytes."""
+    plain = dimensions.head_dim - dimensions.rope_dim
+    if plain <= 0 or plain % FP8_SCALED_VALUES:
+        raise UnsupportedError(
+            f"fp8_v4 scales groups of {FP8_SCALED_VALUES} values, but head_dim {dimensions.head_dim} - rope "
+            f"{dimensions.rope_dim} leaves {plain}; use the native encoding"
         )
-
-    return [
-        # Decode reads only the entries that the indexer picks, so these alone can be far away.
-        _growing(ComponentKind.C4_KV, layers, rows.kv, tokens_per_page=page, tokens_per_row=rate, host_capable=True),
-        _growing(ComponentKind.C4_INDEXER, layers, rows.index, tokens_per_page=page, tokens_per_row=rate),
-        state(ComponentKind.C4_STATE, dimensions.head_dim),
-        state(ComponentKind.C4_INDEXER_STATE, dimensions.index_head_dim),
-    ]
-
-
-def _v4_heavy(dimensions: V4Dimensions, rows: V4Rows) -> list[Component]:
-    """Entries of the heavy layers, and the state of the compressor that makes them."""
-    layers, rate = dimensions.heavy_layers, dimensions.heavy_rate
-    if not layers:
-        return []
-    return [
-        _growing(
-            ComponentKind.C128_KV, layers, rows.kv, tokens_per_page=dimensions.tokens_per_page, tokens_per_row=rate
-        ),
-        # Blocks do not overlap, so a state row is [kv | score].
-        rows.state(2 * dimensions.head_dim).component(
-            ComponentKind.C128_STATE,
-            layers,
-            space=IndexSpace.REQUEST,
-            liveness=Liveness.TAIL,
-            block=rate,
-            slots_per_page=rate,
-            rows_per_logical_page=rate * ENDLESS_PAGES,
-        ),
-    ]
+    value_bytes = plain + 2 * dimensions.rope_dim
+    scale_bytes = -(-(plain // FP8_SCALED_VALUES) // FP8_SCALE_ROW_BYTES) * FP8_SCALE_ROW_BYTES
+    return RowForm(encoding=Encoding.FP8_V4, parts=(value_bytes, scale_bytes), page_alignment_bytes=value_bytes)
 
 
 # ---------------------------------------------------------------------------------------------- others
@@ -253,19 +205,15 @@ def latent_geometry(
     return _geometry(name, layer_count, tokens_per_page, components)
 
 
-class GroupedLayers(FrozenModel):
-    """Which layers of a grouped-query model keep everything, and which only their last `window` tokens."""
+def grouped_geometry(
+    name: str, layer_count: int, *, sliding: Layers, window: int, row: RowForm, tokens_per_page: int
+) -> ModelGeometry:
+    """Return the geometry of a model whose KV is sharded by head: one lane a KV head, `row` is K then V of one head.
 
-    full: Layers
-    sliding: Layers = ()
-    window: NonNegative = 0
-
-
-def grouped_geometry(name: str, layers: GroupedLayers, *, row: RowForm, tokens_per_page: int) -> ModelGeometry:
-    """Return the geometry of a model whose KV is sharded by head: one lane a KV head, `row` is K then V of one head."""
-    components = []
-    if layers.full:
-        components.append(_growing(ComponentKind.MHA_KV, layers.full, row, tokens_per_page=tokens_per_page))
-    if layers.sliding:
-        components.append(_window(layers.sliding, row, window=layers.window, tokens_per_page=tokens_per_page))
-    return _geometry(name, len(layers.full) + len(layers.sliding), tokens_per_page, components)
+    `sliding`: the layers that keep only their last `window` tokens.
+    """
+    full = tuple(sorted(set(range(layer_count)) - set(sliding)))
+    components = [_growing(ComponentKind.MHA_KV, full, row, tokens_per_page=tokens_per_page)] if full else []
+    if sliding:
+        components.append(_window(sliding, row, window=window, tokens_per_page=tokens_per_page))
+    return _geometry(name, layer_count, tokens_per_page, components)

@@ -1,7 +1,4 @@
-"""How large the device memory of sparse decode is, as data.
-
-Owns: the settings of the hot buffer, and the bytes that follow from them for a component. Must not know: tensors, who uses it.
-"""
+"""How large the device memory of sparse decode is, as data."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Geometry of any model that its Hugging Face `config.json` describes well enough.
 
-Owns: the keys of `config.json` and what they mean for the cache. Must not know: transformers, files, tensors.
-
 A model that keeps something which cannot be expressed here exactly is refused by the key that says so. Guessing would
 show as wrong answers, not as an error.
 """
@@ -14,17 +12,13 @@ from typing import Any
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import Encoding, ModelGeometry
 from kvbridge.core.geometry.families import (
-    GroupedLayers,
     Layers,
     RowForm,
     V4Dimensions,
-    V4Rows,
     fp8_indexer_row,
     grouped_geometry,
     latent_geometry,
-    v4_fp8_rows,
     v4_geometry,
-    v4_native_rows,
 )
 
 SLIDING, SPARSE, HEAVY, FULL, INDEXED = (
@@ -105,7 +99,7 @@ def geometry_from_config(
     form = encoding or Encoding.NATIVE
     if reader.model_type == "deepseek_v4":
         dimensions = _v4_dimensions(reader, tokens_per_page)
-        return v4_geometry(called, dimensions, rows=_v4_rows(dimensions, form, native_dtype_bytes))
+        return v4_geometry(called, dimensions, encoding=form, native_dtype_bytes=native_dtype_bytes)
     if form not in ENCODING_BYTES and form is not Encoding.NATIVE:
         raise UnsupportedError(f"encoding '{form}' does not exist for model_type '{reader.model_type}'")
     value_bytes = ENCODING_BYTES.get(form, native_dtype_bytes)
@@ -229,16 +223,6 @@ def _v4_rope_dim(config: _Config, head_dim: int) -> int:
     return max(1, int(head_dim * factor))
 
 
-def _v4_rows(dimensions: V4Dimensions, encoding: Encoding, native_dtype_bytes: int) -> V4Rows:
-    match encoding:
-        case Encoding.NATIVE:
-            return v4_native_rows(dimensions, native_dtype_bytes)
-        case Encoding.FP8_V4:
-            return v4_fp8_rows(dimensions)
-        case _:
-            raise UnsupportedError(f"encoding '{encoding}' does not exist for DeepSeek-V4: use native or fp8_v4")
-
-
 # ---------------------------------------------------------------------------------------------- latent attention
 
 
@@ -277,7 +261,10 @@ def _grouped(config: _Config, name: str, *, form: Encoding, value_bytes: int, to
         parts=(2 * _grouped_head_dim(config, query_heads) * value_bytes,),
         lanes=config.positive("num_key_value_heads", query_heads),
     )
-    return grouped_geometry(name, _grouped_layers(config), row=row, tokens_per_page=tokens_per_page)
+    count = config.positive("num_hidden_layers")
+    sliding = _sliding_layers(config, count)
+    window = config.positive("sliding_window") if sliding else 0
+    return grouped_geometry(name, count, sliding=sliding, window=window, row=row, tokens_per_page=tokens_per_page)
 
 
 def _grouped_head_dim(config: _Config, query_heads: int) -> int:
@@ -292,22 +279,10 @@ def _grouped_head_dim(config: _Config, query_heads: int) -> int:
     return hidden // query_heads
 
 
-def _grouped_layers(config: _Config) -> GroupedLayers:
-    count = config.positive("num_hidden_layers")
+def _sliding_layers(config: _Config, count: int) -> Layers:
     named = config.names("layer_types", count, allowed=frozenset({FULL, SLIDING}))
-    if named is None:
-        sliding = _sliding_by_rule(config, count)
-    else:
-        sliding = tuple(layer for layer, kind in enumerate(named) if kind == SLIDING)
-    return GroupedLayers(
-        full=tuple(sorted(set(range(count)) - set(sliding))),
-        sliding=sliding,
-        window=config.positive("sliding_window") if sliding else 0,
-    )
-
-
-def _sliding_by_rule(config: _Config, count: int) -> Layers:
-    """Which layers slide when the config does not list them."""
+    if named is not None:
+        return tuple(layer for layer, kind in enumerate(named) if kind == SLIDING)
     window = config.get("sliding_window")
     switched = config.get("use_sliding_window")
     if window is None or switched is False or (switched is None and config.model_type.startswith("qwen")):

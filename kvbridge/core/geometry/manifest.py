@@ -1,8 +1,5 @@
 """Where the components of one rank lie in memory: what two ranks tell each other when they meet.
 
-Owns: `Region`, `RankManifest`, the fingerprint and the comparison that names the first difference.
-Must not know: how memory was made, which transport will read it.
-
 A region's pages lie in one or several *extents* (registered stretches of memory); no operation may cross the border of
 two extents, since a network card holds a key for each. Page `p` begins at
 `extent_addresses[p // pages_per_extent] + (p % pages_per_extent) * page_stride_bytes`. `layer_first` and `page_first`

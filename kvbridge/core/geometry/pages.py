@@ -1,8 +1,5 @@
 """How many pages a request needs in each index space, and which logical pages its windows touch.
 
-Owns: page counts, the ring of window pages, the check that tables cover a request.
-Must not know: which pages are free, who holds them.
-
 Window pages form a ring. A request reserves `pages_needed(...)[SWA]` physical pages at admission and never more:
 logical page `j` lives in entry `(j - first) % n` of the `n` reserved ones, where `first` is the first logical page that
 was live at the end of the prompt. A page whose rows have slid out is so used again for a page to come.

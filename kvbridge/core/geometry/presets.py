@@ -1,7 +1,5 @@
 """Geometries by name: the models that people serve, and small ones for tests.
 
-Owns: what the `config.json` of each named model says about its cache. Must not know: how that becomes components.
-
 Sources: the published `config.json` of each model (DeepSeek-V4's `compress_ratios`: 0 for a layer that sees its window only, 4 for
 a sparse one, 128 for a heavy one). DeepSeek-V3.2 has its latents in bf16, its indexer keys in fp8, and pages of 64 tokens.
 """

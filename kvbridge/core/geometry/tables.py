@@ -1,7 +1,4 @@
-"""From booked page ids to the tables of a request and from the wire, in one place for both sides.
-
-Owns: how tables are built, compared and checked for form. Must not know: who books pages, which side it is on.
-"""
+"""From booked page ids to the tables of a request and from the wire, in one place for both sides."""
 
 from __future__ import annotations
 

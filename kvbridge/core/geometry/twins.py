@@ -1,8 +1,5 @@
 """What a host page keeps of a device page, so that the device page can be given up and filled again.
 
-Owns: which components have such *twins*, which bytes of a device page a twin keeps, where in the twin they lie. Must not know:
-addresses, layouts, who copies, when.
-
 A twin of a page in `full` keeps all of it. Pages in `swa` are worth keeping as checkpoints only, that is as they are when a request
 stands exactly at the page's end; a twin keeps the rows that are live then, one lane after another, each as its *pieces*.
 """

@@ -1,8 +1,5 @@
 """What a commit is decided by: which of a request's rows each writer owes a decode node, and whether that is all of them.
 
-Owns: the demand of a node, the share of each writer, the sentence about the first difference. Must not know: who reported, what
-follows.
-
 Rows are counted, not bytes or operations: those depend on how a request was cut into chunks. A writer's share follows from its
 place in its instance alone (`pairing.replica_share`), and shares have no row of a place in common: they are everything exactly when
 they add up to the demand.

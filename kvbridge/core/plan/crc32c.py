@@ -1,7 +1,5 @@
 """Arithmetic of CRC-32C (Castagnoli) as polynomials over GF(2), for many checksums at once.
 
-Owns: products and powers modulo the generator. Must not know: memory, pages, how the checksum of bytes is computed.
-
 The *raw* checksum of bytes (register 0 at the start, no inversion at the end) is their polynomial times x^32, modulo
 the generator. So it is linear: the raw checksum of a whole is the exclusive or of those of its parts, each times
 x^(8n) for the n bytes that follow the part. Zeros in front change nothing, which is why only bytes at fixed places

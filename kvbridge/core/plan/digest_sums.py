@@ -1,7 +1,4 @@
-"""The digests of one request, or of a part of it: added up from many sides, cut into messages, compared.
-
-Owns: the arrays, one for each component and lanes. Must not know: memory, who reported what.
-"""
+"""The digests of one request, or of a part of it: added up from many sides, cut into messages, compared."""
 
 from __future__ import annotations
 

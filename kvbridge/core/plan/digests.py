@@ -1,8 +1,5 @@
 """Which bytes of a page its digest is about, and where they lie on the side that computes it.
 
-Owns: what a digest is, the pieces of memory that it is computed from, its form on the wire. Must not know: how bytes
-are read, who compares.
-
 The digest of a page is the raw CRC-32C of the page as the destination keeps it, without its padding and with zeros
 where the request has no live row; of what several writers compute from their own rows it is the exclusive or.
 
@@ -13,7 +10,7 @@ keep the same lanes keep the same bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Annotated, NamedTuple
 
@@ -22,11 +19,10 @@ from pydantic import Field
 
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive, Tables
-from kvbridge.core.plan.lookup import PageLookup
 from kvbridge.core.plan.operations import AddressArray, Section
 from kvbridge.core.plan.pairing import LayerGroup, Pairing
-from kvbridge.core.plan.planner import pages_to_send
-from kvbridge.core.plan.runs import IndexArray, PageSplit
+from kvbridge.core.plan.planner import Part, pages_to_send
+from kvbridge.core.plan.runs import IndexArray
 
 MAX_PART_BYTES = 512 * 1024
 """Digests that one message carries. More pages than that of one layer do not fit into a page table."""
@@ -118,30 +114,27 @@ def digest_pieces(
     The source is the side that computes: what a receiver holds has it as both sides (`held_groups`). Raises what
     `plan` raises for tables that do not fit.
     """
-    lookup = PageLookup(source, destination)
-    for group, split in pages_to_send(groups, section, lookup):
-        page, offset, length = _layer_pieces(group, split)
+    for part in pages_to_send(groups, section, source, destination):
+        page, offset, length = _layer_pieces(part)
         if len(page):
-            yield from _all_layers(group, lookup, split, (page, offset, length))
+            yield from _all_layers(part, page, offset, length)
 
 
-def _layer_pieces(group: LayerGroup, split: PageSplit) -> tuple[IndexArray, IndexArray, IndexArray]:
+def _layer_pieces(part: Part) -> tuple[IndexArray, IndexArray, IndexArray]:
     """Return the logical page, the offset behind the first copied lane, and the length of each piece of one layer."""
-    full = np.arange(split.full.start, split.full.stop)
-    mine = group.stripe.pages(split.full)
+    group, pages = part.group, part.split.full
+    full = np.arange(pages.start, pages.stop)
+    mine = group.stripe.pages(pages)
     full = full if mine is None else full[mine]
-    stretches = [(page, *stretch) for page, found in group.partial_stretches(split) for stretch in found]
+    stretches = [(page, *stretch) for page, found in group.partial_stretches(part.split) for stretch in found]
     page, offset, length = np.array(stretches, dtype=np.int64).reshape(-1, 3).T
     whole = np.full(len(full), group.lanes * group.component.lane_block_bytes)
     return np.append(full, page), np.append(np.zeros(len(full), dtype=np.int64), offset), np.append(whole, length)
 
 
-def _all_layers(
-    group: LayerGroup, lookup: PageLookup, split: PageSplit, pieces: tuple[IndexArray, IndexArray, IndexArray]
-) -> Iterator[DigestPieces]:
-    page, offset, length = pieces
-    ids, _ = lookup.ids(group, split.touched)
-    places = group.source.places(ids[page - split.touched.start], offset)
+def _all_layers(part: Part, page: IndexArray, offset: IndexArray, length: IndexArray) -> Iterator[DigestPieces]:
+    group = part.group
+    ids = part.ids[0][page - part.split.touched.start]
     image_bytes = group.destination.form.lanes * group.component.lane_block_bytes
     behind = image_bytes - group.destination.lane_offset_bytes - offset - length
     layers = np.array(group.layers, dtype=np.int64)
@@ -149,7 +142,7 @@ def _all_layers(
     for first in range(0, len(layers), step):
         chosen = layers[first : first + step]
         address = np.empty((len(chosen), len(page)), dtype=np.uint64)
-        places.write(group.source.bases[first : first + step], address)
+        replace(group.source, bases=group.source.bases[first : first + step]).write(ids, offset, address)
         yield DigestPieces(
             key=key_of(group),
             memory=group.source.form.memory,

@@ -1,7 +1,4 @@
-"""What a plan is: arrays of (source address, destination address, length), and what they amount to.
-
-Owns: `Operations`, `Amount`, `Section`. Must not know: how they are computed, who will execute them.
-"""
+"""What a plan is: arrays of (source address, destination address, length), and what they amount to."""
 
 from __future__ import annotations
 
@@ -16,6 +13,10 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import FrozenModel, NonNegative
 
 AddressArray = npt.NDArray[np.uint64]
+IntegerArray = npt.NDArray[np.integer]
+
+CUT_ALIGNMENT_BYTES = 4_096
+"""Longer operations are cut at multiples of this from their beginning, where the limit allows."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,16 +57,31 @@ class Operations:
         return Operations(*(np.concatenate([column[:0], *(column[part] for part in parts)]) for column in columns))
 
     def cut(self, max_bytes: int) -> Operations:
-        """Return the same copies in operations of at most `max_bytes`."""
-        pieces = (self.length + np.uint64(max_bytes - 1)) // np.uint64(max_bytes)
-        if int(pieces.max(initial=1)) == 1:
+        """Return the same copies in operations of at most `max_bytes`.
+
+        What is too long is cut into the fewest pieces that alignment allows, all but the last of one size.
+        """
+        if int(self.length.max(initial=0)) <= max_bytes:
             return self
-        counts = pieces.astype(np.intp)
-        of = np.repeat(np.arange(len(self)), counts)
-        within = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
-        offset = within.astype(np.uint64) * np.uint64(max_bytes)
-        length = np.minimum(self.length[of] - offset, np.uint64(max_bytes))
+        parts, size = cut_sizes(self.length, max_bytes)
+        of = np.repeat(np.arange(len(self)), parts)
+        nth = np.arange(len(of)) - np.repeat(np.cumsum(parts) - parts, parts)
+        offset = (nth * size[of]).astype(np.uint64)
+        length = np.minimum(size[of].astype(np.uint64), self.length[of] - offset)
         return Operations(self.source[of] + offset, self.destination[of] + offset, length)
+
+
+def cut_sizes(length: IntegerArray, max_bytes: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Return into how many pieces copies of these lengths are cut, and how long the pieces of each are but for the last."""
+    whole = length.astype(np.int64)
+    if not len(whole) or whole.max() <= max_bytes:
+        return np.ones_like(whole), whole
+    alignment = CUT_ALIGNMENT_BYTES if max_bytes >= CUT_ALIGNMENT_BYTES else 1
+    limit = max_bytes - max_bytes % alignment
+    parts = np.where(whole > max_bytes, -(-whole // limit), 1)
+    aligned = -(-whole // (parts * alignment)) * alignment
+    size = np.where(parts > 1, aligned, whole)
+    return -(-whole // size), size
 
 
 class Amount(FrozenModel):

@@ -1,8 +1,5 @@
 """What one prefill rank writes to one decode rank: everything about it that does not depend on a request.
 
-Owns: the intersection of two manifests, who of several replicas sends what, the forms in which layers lie in memory.
-Must not know: requests, page tables, transports.
-
 Who sends what. A component of a layer goes from every source rank that has the layer to every destination rank that
 has it, as far as their lanes intersect. Source ranks of one stage that hold the same lanes are replicas and share the
 work: pages of space `full` go round by `STRIPE_PAGES`, and in the other spaces, where a request has a page or two but
@@ -23,8 +20,7 @@ from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeo
 from kvbridge.core.geometry.manifest import RankManifest, Region, lane_interval
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.plan.operations import AddressArray
-from kvbridge.core.plan.pieces import Places
-from kvbridge.core.plan.runs import NO_BORDERS, IndexArray, PageSplit, byte_intervals
+from kvbridge.core.plan.runs import IndexArray, PageSplit, byte_intervals
 
 if TYPE_CHECKING:
     from kvbridge.core.plan.neighbours import Band
@@ -32,8 +28,6 @@ if TYPE_CHECKING:
 STRIPE_PAGES = 4
 """Neighbouring logical pages that one replica sends before the next one's turn. Counted from the start of the request,
 so that it does not matter how the request is cut into chunks."""
-
-_NOTHING = np.zeros(1, dtype=np.int64)
 
 RegionsByLayer = dict[tuple[ComponentKind, int], Region]
 
@@ -95,15 +89,18 @@ class Side:
             bases = bases[:, :1]
         return cls(name, form, bases, lane_offset_bytes)
 
-    @property
-    def border_pages(self) -> int:
-        """Pages between two borders that no operation may cross, or NO_BORDERS."""
-        return self.form.pages_per_extent if len(self.form.extent_addresses) > 1 else NO_BORDERS
+    def write(self, ids: IndexArray, offset: IndexArray, out: AddressArray) -> None:
+        """Write the address `offset` bytes behind the first copied lane of each of these pages to `out`: (layers, pages).
 
-    def places(self, ids: IndexArray, offset: IndexArray = _NOTHING) -> Places:
-        """Return the places `offset` bytes behind the first copied lane of each of these pages. Ids have been checked."""
+        The ids have been checked.
+        """
         extent, within = (None, ids) if self.bases.shape[1] == 1 else np.divmod(ids, self.form.pages_per_extent)
-        return Places(extent, within * self.form.page_stride_bytes + (offset + self.lane_offset_bytes))
+        behind = (within * self.form.page_stride_bytes + (offset + self.lane_offset_bytes)).view(np.uint64)
+        if extent is None:
+            np.add(self.bases, behind, out=out)
+        else:
+            np.take(self.bases, extent, axis=1, out=out, mode="clip")
+            out += behind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -179,7 +176,7 @@ class Pairing:
     destination: Rank
     groups: tuple[LayerGroup, ...]
     neighbours: dict[tuple[LayerGroup, ...], tuple[Band, ...]] = field(default_factory=dict)
-    """What `known_neighbours` has found of some of the groups; as many entries as there are sets of groups that are sent alike."""
+    """What the planner has found of some of the groups; as many entries as there are sets of groups that are sent alike."""
 
     @classmethod
     def create(

@@ -1,8 +1,4 @@
-"""Which pages and slots an interval of rows touches, and where page ids follow each other on both sides.
-
-Owns: the way from rows to pages, the byte intervals of a partly sent page, the search for runs of pages.
-Must not know: addresses, regions, ranks.
-"""
+"""Which pages and slots an interval of rows touches, and where page ids follow each other on both sides."""
 
 from __future__ import annotations
 

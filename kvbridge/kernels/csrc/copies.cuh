@@ -2,7 +2,7 @@
 
 typedef unsigned long long Address;
 
-// One side of a pair; `kernels/cuda/buffers.py` writes it (SIDE).
+// One side of a pair; `kernels/page_copies.py` writes it (_SIDE).
 struct Side {
     Address first_extent;  // where page 0 begins
     Address extents;       // where the addresses of all extents lie, in device memory
@@ -11,7 +11,7 @@ struct Side {
     unsigned int page_count;
 };
 
-// Followed by uint64 done[flags] and uint32 flag[flags]; `kernels/cuda/buffers.py` makes it (State).
+// Followed by uint64 done[flags] and uint32 flag[flags]; `kernels/page_copies.py` makes it.
 struct State {
     unsigned int refused;
     unsigned int unused;
@@ -52,13 +52,6 @@ __device__ __forceinline__ void store_16(void *address, uint4 value) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(value.x), "r"(value.y), "r"(value.z),
                  "r"(value.w)
                  : "memory");
-}
-
-// The number of ids to copy: what the host said, or less when the device says so.
-__device__ __forceinline__ unsigned int present_count(long long most, const int *count) {
-    if (count == nullptr) return static_cast<unsigned int>(most);
-    const long long said = *count;
-    return static_cast<unsigned int>(said < 0 ? 0 : said < most ? said : most);
 }
 
 // The first segment of a warp. Neighbouring segments go to different blocks, so that little work still uses many.

@@ -126,21 +126,21 @@ __device__ void watch_groups(const PagePair *pairs, unsigned int pair_count, con
 // `groups`: how many flags there are, or 0 when nobody waits for them.
 extern "C" __global__ void __launch_bounds__(1024)
     copy_pages(const PagePair *pairs, unsigned long long pair_count, State *state, unsigned long long groups,
-               unsigned long long align_source,                                                                  //
-               const int *source_0, const int *destination_0, long long most_0, const int *count_0,              //
-               const int *source_1, const int *destination_1, long long most_1, const int *count_1,              //
-               const int *source_2, const int *destination_2, long long most_2, const int *count_2,              //
-               const int *source_3, const int *destination_3, long long most_3, const int *count_3) {
+               unsigned long long align_source,  //
+               const int *source_0, const int *destination_0, unsigned long long count_0,  //
+               const int *source_1, const int *destination_1, unsigned long long count_1,  //
+               const int *source_2, const int *destination_2, unsigned long long count_2,  //
+               const int *source_3, const int *destination_3, unsigned long long count_3) {
     extern __shared__ uint4 shared[];
     __shared__ Lists lists[4];
     static_assert(sizeof(PagePair) == 96 && MOST_TABLES == 4, "the host writes it so");
 
     for (unsigned int word = threadIdx.x; word < pair_count * (sizeof(PagePair) / 16); word += blockDim.x)
         shared[word] = reinterpret_cast<const uint4 *>(pairs)[word];
-    if (threadIdx.x == 0) lists[0] = {source_0, destination_0, present_count(most_0, count_0)};
-    if (threadIdx.x == 32) lists[1] = {source_1, destination_1, present_count(most_1, count_1)};
-    if (threadIdx.x == 64) lists[2] = {source_2, destination_2, present_count(most_2, count_2)};
-    if (threadIdx.x == 96) lists[3] = {source_3, destination_3, present_count(most_3, count_3)};
+    if (threadIdx.x == 0) lists[0] = {source_0, destination_0, static_cast<unsigned int>(count_0)};
+    if (threadIdx.x == 32) lists[1] = {source_1, destination_1, static_cast<unsigned int>(count_1)};
+    if (threadIdx.x == 64) lists[2] = {source_2, destination_2, static_cast<unsigned int>(count_2)};
+    if (threadIdx.x == 96) lists[3] = {source_3, destination_3, static_cast<unsigned int>(count_3)};
     __syncthreads();
 
     const PagePair *const held = reinterpret_cast<const PagePair *>(shared);

@@ -1,8 +1,4 @@
-"""The CUDA side of the kernels: the runtime's calls, programs compiled at run time, and their launches.
-
-Owns: everything that touches a GPU without torch. Must not know: whose memory it is. No other module of this package is imported
-by a process that has no device; `runtime.reason_without_device` says whether there is one.
-"""
+"""The CUDA side of the kernels: the runtime's calls, programs compiled at run time, and their launches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Device allocations by any address in them, and devices by their UUID: what sharing memory between processes needs.
-
-Owns: those questions to the CUDA driver. Must not know: pools, who shares what with whom.
-"""
+"""Device allocations by any address in them, and devices by their UUID: what sharing memory between processes needs."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Kernels from source to launch: compiled at run time, kept on disk, launched on the caller's stream.
 
-Owns: the compiler's options, the cache of compiled kernels, launches. Must not know: what a kernel does.
-
 Sources are `kernels/csrc/*.cu` (and `*.cuh`, which they include); each holds `extern "C"` kernels. NVRTC compiles one in
 about 0.1 s to machine code for the device at hand, so no compiler has to be installed. The result lies in
 `$KVBRIDGE_KERNEL_CACHE` (default: `~/.cache/kvbridge/kernels`) under a name that is a digest of everything it depends on; a

@@ -1,8 +1,5 @@
 """The calls of the CUDA runtime that kvbridge needs, with their errors in our words.
 
-Owns: the edge to `cuda.bindings.runtime`: memory, its export to other processes, host registration, streams, events.
-Must not know: pools, rooms, kernels. Keeps no state but the devices whose peer access is on.
-
 Addresses and handles of streams are plain integers, as torch gives them (`tensor.data_ptr()`,
 `torch.cuda.current_stream().cuda_stream`), so that a process without torch can use all of it. Each call makes its device
 the current one of its thread, and leaves it so.

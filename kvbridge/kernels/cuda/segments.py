@@ -1,7 +1,4 @@
-"""Stretches of memory on their way to a kernel: cut into segments, and the arrays in memory that the device reads.
-
-Owns: the arithmetic of segments, and staging that is reused when its launch is done. Must not know: what is done with the bytes.
-"""
+"""Stretches of memory on their way to a kernel: cut into segments, and the arrays in memory that the device reads."""
 
 from __future__ import annotations
 

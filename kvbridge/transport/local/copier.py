@@ -1,7 +1,4 @@
-"""What a local transport has the processor do: copies, and entering fresh mappings in this process's page table.
-
-Owns: slices of a copy, steps of populating. Must not know: files, peers, endpoints, the thread (`transport.pump`).
-"""
+"""What a local transport has the processor do: copies, and entering fresh mappings in this process's page table."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Transfers that a device makes, and the streams that they share.
-
-Owns: slices of a transfer in flight, its abort, deadline and end; all streams of a transport. Must not know: files,
-endpoints, how a stream copies.
+"""Transfers that a device makes: slices on a stream, and the streams of one transport.
 
 There is no thread: a device copies by itself, so a poll looks at what is done, starts the next slices and returns. A
 slice that was started cannot be taken back; after a failure nothing further is started, and the transfer is quiet when
@@ -16,23 +13,30 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda.runtime import Event
-from kvbridge.transport.base import Transfer, TransferState, TransferStatus
-from kvbridge.transport.local.access import DeviceAccess
+from kvbridge.transport.base import TransferState
+from kvbridge.transport.local.memory import DeviceAccess
 from kvbridge.transport.local.streams import STREAM_SLICES, CopyStream
 from kvbridge.transport.local.ways import Route
+from kvbridge.transport.windowed import (
+    DONE,
+    PENDING,
+    Check,
+    PartlyStartedError,
+    Progress,
+    Window,
+    WindowedTransfer,
+    WindowLimits,
+)
 
-POLL_BUDGET_S = 0.001
-"""A poll starts nothing further after so long."""
 CLOSE_PAUSE_S = 0.0002
+UNBOUNDED = 1 << 62
 
 _abandoned: list[object] = []
-"""Transfers that a device may still be working on although their transport is gone: kept until the process ends."""
+"""Copies that a device may still be working on although their transport is gone: kept until the process ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class CopyLimits:
 
 @dataclass(frozen=True, slots=True)
 class DeviceJob:
-    """What is to be copied on one stream, between addresses of this process."""
+    """Copies to make on one stream, between addresses of this process."""
 
     operations: Operations
     peer: str
@@ -58,145 +62,89 @@ class DeviceJob:
     """Whatever keeps both ends mapped."""
 
 
-class DeviceTransfer(Transfer):
-    """Copies on one stream. What keeps its memory mapped is dropped when nothing is on its way any more."""
+@dataclass(slots=True, eq=False)
+class _Slice:
+    mark: Event | None
+    """None when the device failed before there was one."""
+    operations: int
+    size_bytes: int
+    refused: str = ""
+    """Why it was refused; a part of it may have been taken all the same."""
 
-    def __init__(self, job: DeviceJob, stream: CopyStream, limits: CopyLimits, *, clock: Clock = monotonic) -> None:
-        self.keep_alive = job.keep_alive
+
+class DeviceWrites:
+    """The slices of one transfer. They keep their memory mapped until the device has passed the last one."""
+
+    def __init__(self, job: DeviceJob, stream: CopyStream, window: Window) -> None:
         self._operations = job.operations
-        self._ends_bytes = np.cumsum(job.operations.length, dtype=np.uint64)
-        self._stream = stream
-        self._limits = limits
-        self._peer = job.peer
+        self._keep_alive = job.keep_alive
         self._accesses = list(job.accesses)
-        self._clock = clock
-        self._deadline_s = job.deadline_s
-        self._ends_at_s = clock() + job.deadline_s
-        self._next = 0
-        self._done = 0
-        self._slices: deque[tuple[Event, int]] = deque()
-        """On their way: each with the operations that are done when it is."""
-        self._stop = ""
-        self._quiet_by_s = 0.0
-        """Once stopped: when the transfer counts as not quiet."""
-        self.broken = False
-        """Whether the device has failed, and will not finish anything any more."""
-        self._status = TransferStatus(TransferState.ACTIVE)
-        stream.transfers += 1
+        self._stream = stream
+        self._window = window
+        self._slices: deque[_Slice] = deque()
+        self.broken = ""
+        """How the device has failed, which then will not finish anything any more."""
 
-    def __repr__(self) -> str:
-        return f"<DeviceTransfer to {self._peer}: {self._status.state.value}, {self._how_far()}>"
-
-    @property
-    def active(self) -> bool:
-        """Whether it is not terminal."""
-        return not self._status.state.terminal
-
-    def poll(self) -> TransferStatus:
-        """See `Transfer.poll`."""
-        if self.active:
-            try:
-                self._collect()
-                self._go_on()
-            except BridgeError as error:  # the device itself has failed, and says so of every later call
-                self._stop = f"{self._stop}; then {error}" if self._stop else str(error)
-                self.broken = True
-                self._end(TransferState.FAILED_NOT_QUIET)
-        return self._status
-
-    def drained(self) -> bool:
-        """Whether nothing of it is on its way, for one that has ended without being quiet as well."""
-        if not self.active and not self.broken:
-            try:
-                self._collect()
-            except BridgeError:
-                self.broken = True
-        if not self.active and not self._slices:
-            self.keep_alive = None
-        return not self._slices
-
-    def abort(self, reason: str) -> None:
-        """See `Transfer.abort`."""
-        self._halt(f"aborted: {reason}")
-
-    def _collect(self) -> None:
-        while self._slices and self._slices[0][0].reached():
-            mark, self._done = self._slices.popleft()
-            self._stream.release(mark)
-            self._stream.slices -= 1
-
-    def _go_on(self) -> None:
-        now_s = self._clock()
-        if self._done == len(self._operations):
-            self._end(TransferState.DONE)
-            return
-        if now_s >= self._ends_at_s:
-            waits = next((access for access in self._accesses if not access.ready), None)
-            while_waiting = f" while it waited for {waits!r}" if waits is not None else ""
-            self._halt(f"deadline of {self._deadline_s:g} s passed{while_waiting}")
-        if not self._stop and self._accessible():
-            self._refill()
-        if self._stop and not self._slices:
-            self._end(TransferState.FAILED_QUIET)
-        elif self._stop and now_s >= self._quiet_by_s:
-            self._end(TransferState.FAILED_NOT_QUIET)
-
-    def _accessible(self) -> bool:
+    def waits_for(self) -> str:
+        """Say which memory the device may not use yet; empty when it may use all. Raises TransportError when it never will."""
         for access in self._accesses:
             if access.error:
-                self._halt(access.error)
+                raise TransportError(access.error)
         self._accesses = [access for access in self._accesses if not access.ready]
-        return not self._accesses
+        return repr(self._accesses[0]) if self._accesses else ""
 
-    def _refill(self) -> None:
-        share = max(1, STREAM_SLICES // self._stream.transfers)
-        pause_at_s = self._clock() + POLL_BUDGET_S
-        while (
-            not self._stop
-            and self._clock() < pause_at_s
-            and self._next < len(self._operations)
-            and len(self._slices) < share
-            and self._stream.slices < STREAM_SLICES
-        ):
-            self._start_slice()
-
-    def _start_slice(self) -> None:
-        stop = self._slice_stop()
+    def start(self, first: int, stop: int) -> _Slice:
+        """Give a slice to the device. One that is refused is waited for like any other."""
+        part = self._operations[first:stop]
+        made = _Slice(None, stop - first, part.total_bytes)
         try:
-            self._stream.start(self._operations[self._next : stop])
+            self._stream.start(part)
         except BridgeError as error:
-            self._halt(str(error))  # a part of it may be on its way, so it is waited for like any other
-        self._slices.append((self._stream.mark(), stop if not self._stop else self._done_so_far()))
-        self._stream.slices += 1
-        self._next = stop
+            made.refused = str(error)
+        self._slices.append(made)
+        try:
+            made.mark = self._stream.mark()
+        except BridgeError as error:
+            self.broken = str(error)
+        if made.refused or self.broken:
+            raise PartlyStartedError(made.refused or self.broken, made, stop)
+        return made
 
-    def _done_so_far(self) -> int:
-        return self._slices[-1][1] if self._slices else self._done
+    def check(self, handle: _Slice) -> Check:
+        """Ask the device. One that has failed says so of every later call, and nobody can say when its copies end."""
+        try:
+            if not self.broken and handle.mark is not None and not handle.mark.reached():
+                return PENDING
+        except BridgeError as error:
+            self.broken = str(error)
+        if self.broken or handle.mark is None:
+            return Check(Progress.LOST, self.broken)
+        self._slices.remove(handle)
+        self._stream.release(handle.mark)
+        return Check(Progress.FAILED, handle.refused) if handle.refused else DONE
 
-    def _slice_stop(self) -> int:
-        before = int(self._ends_bytes[self._next - 1]) if self._next else 0
-        limit = np.uint64(before + self._limits.slice_bytes)
-        by_bytes = int(np.searchsorted(self._ends_bytes, limit, side="right"))
-        most = self._stream.slice_operations if self._next else self._stream.first_operations
-        return max(self._next + 1, min(by_bytes, self._next + most))
+    def drained(self) -> bool:
+        """Return whether nothing of a transfer that has ended is on its way; its slices leave the window as they end."""
+        while self._slices:
+            oldest = self._slices[0]
+            if self.check(oldest).progress not in {Progress.DONE, Progress.FAILED}:
+                return False
+            self._window.give_back(oldest.operations, oldest.size_bytes)
+        self._keep_alive = None
+        return True
 
-    def _halt(self, reason: str) -> None:
-        """Start nothing further."""
-        if not self._stop:
-            self._stop = reason
-            self._quiet_by_s = self._clock() + self._limits.quiet_timeout_s
 
-    def _how_far(self) -> str:
-        return f"{self._done} of {len(self._operations)} operations done"
+class DeviceTransfer(WindowedTransfer[_Slice]):
+    """A transfer of `DeviceWrites`, which begins when the device may use all of its memory."""
 
-    def _end(self, state: TransferState) -> None:
-        error = ""
-        if state is not TransferState.DONE:
-            error = f"transfer to {self._peer}: {self._stop} ({self._how_far()})"
-        self._status = TransferStatus(state, error)
-        self._stream.transfers -= 1
-        if not self._slices:
-            self.keep_alive = None
+    def _waits_for(self) -> str:
+        return self._submitter.waits_for() if isinstance(self._submitter, DeviceWrites) else ""
+
+    def _end(self, state: TransferState, error: str = "") -> None:
+        writes = self._submitter
+        super()._end(state, error)
+        if isinstance(writes, DeviceWrites):
+            writes.drained()
 
 
 class DeviceCopier:
@@ -206,51 +154,67 @@ class DeviceCopier:
         self._make_stream = make_stream
         self._limits = limits
         self._streams: dict[Route, CopyStream] = {}
-        self._transfers: list[DeviceTransfer] = []
+        self._windows: dict[Route, Window] = {}
+        """What is on each stream, over all transfers."""
+        self._begun: list[tuple[DeviceTransfer, DeviceWrites]] = []
 
     def __repr__(self) -> str:
-        active = sum(transfer.active for transfer in self._transfers)
-        return f"<DeviceCopier: {active} transfers on {len(self._streams)} streams>"
+        return f"<DeviceCopier: {len(self._begun)} transfers on {len(self._streams)} streams>"
 
     def prepare(self, routes: Iterable[Route]) -> None:
         """Make streams now, which may compile a kernel and takes up to a second, instead of with the first transfer."""
         for route in routes:
             self._stream(route)
 
-    def begin(self, route: Route, job: DeviceJob, *, clock: Clock) -> DeviceTransfer:
+    def begin(self, route: Route, job: DeviceJob, *, clock: Clock = monotonic) -> DeviceTransfer:
         """Return a transfer; its first slices are started by its first poll."""
-        self._transfers = [transfer for transfer in self._transfers if transfer.active or not transfer.drained()]
-        made = DeviceTransfer(job, self._stream(route), self._limits, clock=clock)
-        self._transfers.append(made)
+        self._begun = [each for each in self._begun if not _has_ended(*each)]
+        stream = self._stream(route)
+        writes, window = DeviceWrites(job, stream, self._windows[route]), self._windows[route]
+        made = DeviceTransfer(job.operations, writes, window, peer=job.peer, deadline_s=job.deadline_s, clock=clock)
+        self._begun.append((made, writes))
         return made
 
     def close(self, *, timeout_s: float) -> None:
         """Start nothing further, wait for what was started, and end. Raises TransportError after `timeout_s`."""
         ends_at_s = time.monotonic() + timeout_s
-        for transfer in self._transfers:
+        for transfer, _ in self._begun:
             transfer.abort("the transport was closed")
-        left = self._left()
-        while left and time.monotonic() < ends_at_s and not all(transfer.broken for transfer in left):
+        while self._begun and time.monotonic() < ends_at_s:
+            for transfer, _ in self._begun:
+                transfer.poll()
+            self._begun = [each for each in self._begun if not _has_ended(*each)]
+            if self._begun and all(writes.broken for _, writes in self._begun):
+                break
             time.sleep(CLOSE_PAUSE_S)
-            left = self._left()
-        if left:
-            _abandoned.extend(left)
+        if self._begun:
+            _abandoned.extend(self._begun)
+            transfer, writes = self._begun[0]
             raise TransportError(
-                f"a device has not finished what {len(left)} transfers had started, and either has failed or takes longer than "
-                f"transports.local.close_timeout_s ({timeout_s:g} s): {left[0].poll().error or left[0]}. It may still write, so "
-                "the pages of these transfers must not be used again before this process has ended"
+                f"a device has not finished what {len(self._begun)} transfers had started, and either has failed or takes longer "
+                f"than transports.local.close_timeout_s ({timeout_s:g} s): {writes.broken or transfer.poll().error or transfer}. "
+                "It may still write, so the pages of these transfers must not be used again before this process has ended"
             )
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
-        self._transfers.clear()
-
-    def _left(self) -> list[DeviceTransfer]:
-        return [
-            transfer for transfer in self._transfers if not transfer.poll().state.terminal or not transfer.drained()
-        ]
 
     def _stream(self, route: Route) -> CopyStream:
         if route not in self._streams:
-            self._streams[route] = self._make_stream(route)
+            made = self._streams[route] = self._make_stream(route)
+            self._windows[route] = Window(
+                WindowLimits(
+                    UNBOUNDED,
+                    UNBOUNDED,
+                    self._limits.quiet_timeout_s,
+                    batch_operations=made.slice_operations,
+                    batch_bytes=self._limits.slice_bytes,
+                    batches=STREAM_SLICES,
+                    first_operations=made.first_operations,
+                )
+            )
         return self._streams[route]
+
+
+def _has_ended(transfer: DeviceTransfer, writes: DeviceWrites) -> bool:
+    return transfer.state.terminal and writes.drained()

@@ -1,8 +1,5 @@
 """Two processes and one host: the proof that they share it, and the locks by which one sees who can write to it.
 
-Owns: files as the kernel knows them, the proof's form and its check, presence under an epoch, lock files, descriptors of this
-process's shared files. Must not know: transfers, the transport's state.
-
 Proved, not guessed: two containers can have one address, and two hosts one path. A peer is believed when the
 kernel's boot id is the same, a secret that the peer wrote beside its shared memory reads back alike, the peer still
 holds the lock on that file (so it lives), and each shared file has the device, the inode and the owner that the

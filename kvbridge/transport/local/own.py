@@ -1,8 +1,4 @@
-"""The memory of this process that the local transport has registered, and what peers are told of it.
-
-Owns: registrations, the endpoint's content, the files whose locks show who can write here. Must not know: peers,
-transfers.
-"""
+"""The memory of this process that the local transport has registered, and what peers are told of it."""
 
 from __future__ import annotations
 
@@ -19,7 +15,6 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Extent, Progress
 from kvbridge.pool.memory.holding import HeldThings
 from kvbridge.pool.memory.host_registration import registered_ranges
-from kvbridge.transport.local.access import DeviceAccess, Undo
 from kvbridge.transport.local.host import (
     PROCESS_LOCK_FILES,
     FileIdentity,
@@ -29,7 +24,7 @@ from kvbridge.transport.local.host import (
     SharedFile,
     shared_file,
 )
-from kvbridge.transport.local.memory import HOST, ReachableExtent, ReachableExtents
+from kvbridge.transport.local.memory import HOST, DeviceAccess, ReachableExtent, ReachableExtents, Undo
 
 _registered: HeldThings[tuple[int, int], None] = HeldThings()
 """Private memory, by (address, bytes), that transports of this process have registered with CUDA."""

@@ -1,8 +1,5 @@
 """Streams on which one device copies, each in one way.
 
-Owns: a CUDA stream, its events, how slices are given to the device. Must not know: transfers, peers, why a slice
-has the size that it has.
-
 Four streams a device (engines and kernel, over the host link and between devices), so that what goes over NVLink does
 not wait for what goes over PCIe. How much may be on a stream is bounded, which bounds how long an aborted transfer takes
 to become quiet, how long a short transfer waits behind long ones, and what still arrives from a process that was killed.
@@ -37,10 +34,6 @@ class CopyStream:
         """The most that one slice may hold, so that starting it takes a fraction of a millisecond."""
         self.first_operations = FIRST_OPERATIONS[route.way]
         """The most that a transfer's first slice may hold."""
-        self.slices = 0
-        """On their way. Counted by the transfers that start them."""
-        self.transfers = 0
-        """That have something to copy on it."""
         self._route = route
         self._stream = runtime.Stream.create(route.device)
         self._free: list[runtime.Event] = []
@@ -49,9 +42,6 @@ class CopyStream:
             all_blocks = runtime.device_facts(route.device).multiprocessors
             self._kernel = StretchCopier(route.device, blocks=kernel_blocks if route.over_host_link else all_blocks)
             self._kernel.reserve(self.slice_operations, STREAM_SLICES)  # later it would stop an engine of this process
-
-    def __repr__(self) -> str:
-        return f"<CopyStream cuda:{self._route.device} by {self._route.way.value}: {self.slices} slices>"
 
     def start(self, operations: Operations) -> None:
         """Give operations to the device. After an error some of them may be on their way."""

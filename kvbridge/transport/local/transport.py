@@ -1,14 +1,12 @@
 """The transport within one host: copies from this process's memory into memory that peers share.
 
-Owns: what is registered here, the peers within reach, and which way a submission goes. Must not know: rooms, pages.
-
 Writing needs nothing of the peer: a frozen or dying one is written to like any other, since its memory stays mapped here. A copy is
 there or not, never on its way, so every failure is quiet, but for a device that does not finish what it was given.
 
 A peer is refused as a whole when some of its memory is private or out of reach (another IPC namespace, no path
 between the devices), because a pair of ranks that could exchange half its pages is of no use. Two things to know: a
 peer that shrinks a mapped file ends this process with the next copy into it (SIGBUS), and so does, for device copies,
-a peer that frees device memory before its writers are gone (`local.allocations`).
+a peer that frees device memory before its writers are gone (`local.peer`).
 """
 
 from __future__ import annotations
@@ -32,16 +30,14 @@ from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.backend import Backend, read_endpoint
 from kvbridge.transport.background import Call, take_turn
 from kvbridge.transport.base import Endpoint, Peer, Steps, Transfer, TransferState
-from kvbridge.transport.local.access import DeviceAccess
 from kvbridge.transport.local.copier import Populating, copy_transfer
-from kvbridge.transport.local.device_copier import CopyLimits, DeviceCopier, DeviceJob, DeviceTransfer
+from kvbridge.transport.local.device_copier import CopyLimits, DeviceCopier, DeviceJob
 from kvbridge.transport.local.host import Proof, writers_before
-from kvbridge.transport.local.joint import JointTransfer
-from kvbridge.transport.local.memory import HOST, IndexArray, ReachableExtents
+from kvbridge.transport.local.memory import HOST, DeviceAccess, IndexArray, ReachableExtents
 from kvbridge.transport.local.own import LocalEndpoint, OwnMemory
 from kvbridge.transport.local.peer import LocalPeer, PeerMemory
 from kvbridge.transport.local.streams import CopyStream
-from kvbridge.transport.local.ways import HostEnds, Route, Way, only_route, split
+from kvbridge.transport.local.ways import HostEnds, JointTransfer, Route, Way, only_route, split
 from kvbridge.transport.pump import Pump, PumpedTransfer
 
 NAME = "local"
@@ -213,7 +209,7 @@ class LocalTransport(Backend[PeerMemory]):
 
     def _by_device(
         self, route: Route, here: Operations, memory: PeerMemory, deadline_s: float, accesses: Sequence[DeviceAccess]
-    ) -> DeviceTransfer:
+    ) -> Transfer:
         job = DeviceJob(here, memory.label, deadline_s, accesses, keep_alive=memory)
         return self._devices.begin(route, job, clock=self._clock)
 

@@ -1,6 +1,4 @@
-"""Which way each operation of a submission goes, decided by where its ends are and how long it is.
-
-Owns: the decision and the split, both pure. Must not know: streams, threads, peers.
+"""The way that each operation of a submission goes, decided by where its ends are and how long it is.
 
 Between two host ends the processor copies. Everything else a device copies: its copy engines where operations are
 long, a kernel where they are short and many (37,440-byte pages to the host on one H200: engines 20 GB/s, kernel 49;
@@ -10,6 +8,7 @@ are ours and adjoin, so such an operation goes to the kernel, whatever its lengt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.plan.operations import AddressArray, Operations
+from kvbridge.transport.base import Transfer, TransferState, TransferStatus
 from kvbridge.transport.local.memory import HOST
 
 
@@ -93,3 +93,42 @@ def _route(key: int) -> Route:
     if device == 0:
         return Route(Way.PROCESSOR)
     return Route(Way.KERNEL if rest & 1 else Way.ENGINES, device - 1, over_host_link=bool(rest & 2))
+
+
+class JointTransfer(Transfer):
+    """Done when every part is. The first part that fails aborts the others, and gives the cause."""
+
+    def __init__(self, parts: Sequence[Transfer]) -> None:
+        self._parts = tuple(parts)
+        self._error = ""
+        self._status = TransferStatus(TransferState.ACTIVE)
+
+    def __repr__(self) -> str:
+        return f"<JointTransfer: {self._status.state.value}, {self._parts!r}>"
+
+    def poll(self) -> TransferStatus:
+        """See `Transfer.poll`. Not quiet as soon as one part is not, once all have ended."""
+        if self._status.state.terminal:
+            return self._status
+        statuses = [part.poll() for part in self._parts]
+        failed = [status for status in statuses if status.state.terminal and status.state is not TransferState.DONE]
+        if failed and not self._error:
+            self._error = failed[0].error
+            self.abort(f"another part of the transfer failed: {self._error}")
+            statuses = [part.poll() for part in self._parts]
+        if all(status.state.terminal for status in statuses):
+            self._status = self._joined(statuses)
+        return self._status
+
+    def abort(self, reason: str) -> None:
+        """See `Transfer.abort`."""
+        for part in self._parts:
+            part.abort(reason)
+
+    def _joined(self, statuses: Sequence[TransferStatus]) -> TransferStatus:
+        states = {status.state for status in statuses}
+        in_transit = any(status.in_transit for status in statuses)
+        for state in (TransferState.FAILED_NOT_QUIET, TransferState.FAILED_QUIET):
+            if state in states:
+                return TransferStatus(state, self._error, in_transit)
+        return TransferStatus(TransferState.DONE)

@@ -1,8 +1,5 @@
 """One mooncake engine, and the two ways of giving it the operations of a transfer.
 
-Owns: the only reference to the library's engine; what it is given, and what its answers mean. Must not know: peers, windows,
-registrations.
-
 Each operation by itself (`SingleWrites`). The library then says of each when it has ended, so a transfer that failed becomes
 quiet. Over TCP there is no other way: a batch that has failed leaves the rest of itself running for as long as the peer hangs, and
 more than about 2,050 operations are applied in part.

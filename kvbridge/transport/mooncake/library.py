@@ -1,8 +1,4 @@
-"""Loading mooncake-transfer-engine so that it does what it was asked to, or refusing.
-
-Owns: the library's environment (read once a process), and the check that the protocol is really there. Must not know: transfers,
-windows, registrations, peers.
-"""
+"""Loading mooncake-transfer-engine so that it does what it was asked to, or refusing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Calls of the mooncake library that wait for a peer, ended from outside when the peer does not answer.
 
-Owns: the thread of such a call, its deadline, and the end of its connections. Must not know: what the peer is asked.
-
 The library waits for up to 60 s for each part of a peer's answer and offers no way to give up; a peer that says nothing, or
 drips, would keep a thread for as long as it likes. But the call waits for a socket of this process. Once the peer has had its
 time, the connections that have come since the call began and lead to the peer's address and port are shut down, and the call

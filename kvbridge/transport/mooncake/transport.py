@@ -1,8 +1,5 @@
 """The transport over mooncake-transfer-engine: RDMA in production, TCP on a laptop and in CI.
 
-Owns: one engine in peer-to-peer mode (no metadata server), its registrations, and what its answers mean. Must not
-know: rooms, pages.
-
 What the library does and does not do (0.3.13, measured), and what follows for this module:
 
 - `initialize` answers success for a protocol that it cannot provide and then uses TCP: RDMA without an adapter is

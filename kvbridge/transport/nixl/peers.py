@@ -1,13 +1,12 @@
-"""How a nixl peer is met: what it says of itself, and the first contact with it.
-
-Owns: the endpoint's content, and how an agent takes it in. Must not know: transfers, our registrations, the check before it.
-"""
+"""The first contact with a nixl peer: what the peer says of itself, and how an agent takes that in."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, Self
 
 import numpy as np
+from crc32c import crc32c
 from pydantic import ConfigDict, Field
 
 from kvbridge.core.clock import Clock, monotonic
@@ -35,7 +34,32 @@ class NixlEndpoint(FrozenModel):
     agent: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,200}$")]
     metadata: bytes
     """What the library itself wants to be told; read by the library only."""
+    release: Annotated[str, Field(max_length=100)]
+    """Of the library that wrote the metadata."""
+    checksum: NonNegative
+    """CRC-32C of the metadata."""
     extents: tuple[NixlExtent, ...]
+
+    @classmethod
+    def of(cls, agent: NixlAgent, extents: Iterable[NixlExtent]) -> Self:
+        """Return what an agent says of itself."""
+        metadata = agent.metadata()
+        return cls(
+            agent=agent.name,
+            metadata=metadata,
+            release=agent.library_release,
+            checksum=crc32c(metadata),
+            extents=tuple(extents),
+        )
+
+    def require_readable(self, release: str) -> None:
+        """Raise TransportError unless the metadata is whole and of the library's own release."""
+        if self.release != release:
+            raise TransportError(
+                f"peer {self.agent} runs NIXL {self.release}, this process {release}; both sides must run the same NIXL release"
+            )
+        if crc32c(self.metadata) != self.checksum:
+            raise TransportError(f"what peer {self.agent} says of itself was damaged on the way; connect to it again")
 
 
 class ProbeTarget:

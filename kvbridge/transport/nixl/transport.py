@@ -1,7 +1,5 @@
 """The transport over NIXL and UCX: RDMA in production, TCP on a laptop and in CI.
 
-Owns: one agent, its registrations, the peers whose metadata it has loaded. Must not know: rooms, pages.
-
 What the library does and does not do (1.5.1, measured), and what follows for this module:
 
 - It checks a destination against the metadata that was loaded, on this side only: a peer that has deregistered
@@ -51,7 +49,7 @@ from kvbridge.transport import extents
 from kvbridge.transport.backend import Backend, labels, read_endpoint
 from kvbridge.transport.base import Endpoint, Peer, Steps, Transfer, TransferState
 from kvbridge.transport.nixl.agent import Descriptors, NixlAgent, Side, UnclearPostError
-from kvbridge.transport.nixl.check import hold_check, let_go_of_check
+from kvbridge.transport.nixl.check import CHECKS, PeerCheck
 from kvbridge.transport.nixl.peers import NixlEndpoint, NixlExtent, ProbeTarget, introduce
 from kvbridge.transport.pump import Pump, PumpedTransfer
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
@@ -166,7 +164,7 @@ class NixlTransport(Backend[NixlPeer]):
         self._pump = Pump(NAME)
         self._agent = NixlAgent(settings)
         self._probe_target = ProbeTarget(self._agent)
-        self._check = hold_check(settings)
+        self._check = CHECKS.hold(settings, lambda: PeerCheck(settings))
         self._closed = False
 
     def __repr__(self) -> str:
@@ -201,20 +199,17 @@ class NixlTransport(Backend[NixlPeer]):
 
     def endpoint(self) -> Endpoint:
         """See `Transport.endpoint`."""
-        content = NixlEndpoint(
-            agent=self._agent.name,
-            metadata=self._agent.metadata(),
-            extents=tuple(self._registered.values()),
-        )
+        content = NixlEndpoint.of(self._agent, self._registered.values())
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
     def _connect(self, endpoint: Endpoint) -> Steps[NixlPeer]:
-        """What a peer says of itself is read by a process apart first, once."""
+        """A process apart reads first what a peer says of itself."""
         content = read_endpoint(endpoint, NAME, NixlEndpoint)
         name = content.agent
         if name == self._agent.name:
             raise InvalidInputError("this is the transport's own endpoint; it cannot write to itself")
         self._agent.require_alive()
+        content.require_readable(self._agent.library_release)
         yield from self._check.check(content, self._agent.device, clock=self._clock)
         timeout_s = self._settings.connect_timeout_s
         self._connecting.append(name)
@@ -228,9 +223,6 @@ class NixlTransport(Backend[NixlPeer]):
                 known[0].window if known else Window(self._limits),
             )
             self._peers[peer] = peer
-        except TransportError:
-            self._check.forget(content)
-            raise
         finally:
             self._connecting.remove(name)
             self._forget_unused(name)
@@ -269,7 +261,7 @@ class NixlTransport(Backend[NixlPeer]):
         self._peers.clear()
         if not self._closed:
             self._closed = True
-            let_go_of_check(self._settings)
+            CHECKS.let_go(self._settings, PeerCheck.close)
 
     def _connections(self, agent: str) -> list[NixlPeer]:
         """More than one after a peer has registered more memory and was connected again."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,6 @@ PAGES = (8, 64, 512)
 SPARE_PAGES = 64
 CHECKPOINTS = 8
 BLOCKS = (1, 2, 4, 8, 16, 64)
-LOADS = (2, 4, 8)
 SWEEP_PAGES = 64
 RESTORED_PAGES = 128
 """32k tokens."""
@@ -227,8 +225,8 @@ def sweep(recorder: Recorder, made: Bed) -> None:
         ids = torch.from_numpy(np.stack(both)).cuda()
         nothing = IdPairs(0, 0, 0)
         lists = [IdPairs(ids.data_ptr(), ids[1].data_ptr(), SWEEP_PAGES), nothing]
-        for blocks, loads in product(BLOCKS, LOADS):
-            with CudaPageCopier(0, pairs, blocks=blocks, signals=True, loads=loads) as bare:
+        for blocks in BLOCKS:
+            with CudaPageCopier(0, pairs, blocks=blocks, signals=True) as bare:
                 copy = partial(bare.copy, lists, stream=made.main.handle)
                 copy()  # a kernel that is not loaded yet would wait for a stream that is held
                 made.main.synchronize()
@@ -238,7 +236,6 @@ def sweep(recorder: Recorder, made: Bed) -> None:
                 **made.facts(direction, CopyBackend.KERNEL),
                 pages=SWEEP_PAGES,
                 blocks=blocks,
-                loads=loads,
                 bytes=size,
                 us=us,
                 gb_s=size / us / 1e3,

@@ -26,7 +26,6 @@ PARTS = {
         Part(
             "twin_copies", "part_twin_copies", 120, "pages and their twins on the host: rates, layers, compute beside"
         ),
-        Part("copy_rows", "part_copy_rows", 45, "backup of single rows, 21 layers in one launch"),
         Part("digest", "part_digest", 40, "CRC-32C in device memory against reading it"),
         Part("transport", "part_transport", 100, "local transport: into a shared host pool, and device to device"),
         Part(

@@ -166,7 +166,7 @@ def _twin_copies(cases: Sequence[Case]) -> list[Table]:
         (
             case["way"],
             str(case["blocks"]),
-            str(case["loads"]),
+            str(case.get("loads", "")),
             number(case["gb_s"]),
             share(case["gb_s"], case["link_gb_s"]),
         )
@@ -191,7 +191,7 @@ def _twin_copies(cases: Sequence[Case]) -> list[Table]:
             number(case["load_us"]),
             number(case["both_us"]),
             share(case["both_us"], max(case["compute_us"], case["load_us"])),
-            str(case["loads"]),
+            str(case.get("loads", "")),
             share(case["beside_us"], case["compute_us"]),
         )
         for case in of("compute")

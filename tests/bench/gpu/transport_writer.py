@@ -27,7 +27,6 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState
-from kvbridge.transport.local.device_copier import CopyLimits
 from kvbridge.transport.local.streams import CopyStream
 from kvbridge.transport.local.transport import LocalTransport
 from kvbridge.worker.pause import Pauses
@@ -71,7 +70,7 @@ class Writer:
         self._plain: dict[str, int] = {}
         self._stream = runtime.Stream.create(device)
         self._timeline: CopyTimeline | None = None
-        self._limits: CopyLimits | None = None
+        self._slice_bytes = TransportSettings().local.device_slice_bytes
         self._blocks: dict[CopyStream, int] = {}
         self._pauses = Pauses(time.monotonic, with_gpu=True)
         self._pauses.sleep_precisely()
@@ -128,9 +127,8 @@ class Writer:
 
     def _tune(self, slice_mib: int, times_blocks: int) -> None:
         devices = self._transport._devices
-        if self._limits is None:
-            self._limits = devices._limits
-        devices._limits = replace(self._limits, slice_bytes=slice_mib << 20) if slice_mib else self._limits
+        for window in devices._windows.values():
+            window.limits = replace(window.limits, batch_bytes=slice_mib << 20 or self._slice_bytes)
         for stream in devices._streams.values():
             if stream._kernel is not None:
                 usual = self._blocks.setdefault(stream, stream._kernel._blocks)

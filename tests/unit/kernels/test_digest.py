@@ -22,11 +22,6 @@ def test_each_stretch_has_the_raw_checksum_of_its_own_bytes():
         assert value == crc32c(piece) ^ crc32c(bytes(length))
 
 
-def test_nothing_has_no_checksum():
-    nothing = raw_checksums(np.empty(0, dtype=np.uint64), np.empty(0, dtype=np.int64), MemoryKind.DRAM)
-    assert (nothing.dtype, len(nothing)) == (np.uint32, 0)
-
-
 def test_memory_that_cannot_be_read_here_is_refused_with_the_key_to_change(monkeypatch):
     monkeypatch.setattr(runtime, "reason_without_device", lambda: "the CUDA driver finds no device")
     one = np.array([4096], dtype=np.uint64)

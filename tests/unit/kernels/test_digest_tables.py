@@ -13,13 +13,6 @@ from kvbridge.kernels.digest_device import BATCH_ROWS, BIAS_BYTES, LEVELS, ROW_B
 THREADS = ROW_BYTES // THREAD_BYTES
 
 
-def test_every_byte_becomes_what_it_is_one_row_later():
-    advance = tables()[: THREAD_BYTES * 256].reshape(THREAD_BYTES, 256)
-    for byte, value in [(0, 1), (3, 200), (7, 255), (15, 128)]:
-        behind = ROW_BYTES - byte // 4 * 4
-        assert advance[byte][value] == product(value << 8 * (byte % 4), bytes_power(behind))
-
-
 @pytest.mark.parametrize("distance", [0, 1, 4095, 4096, 4097, 1 << 20, 123_456_789, (1 << 33) + 5])
 def test_powers_of_all_levels_make_any_distance(distance: int):
     powers = tables()[THREAD_BYTES * 256 :].reshape(LEVELS, 1024)

@@ -76,17 +76,6 @@ def one_layer(pages: int = 4, page_bytes: int = 32) -> tuple[np.ndarray, np.ndar
     return source, target, PagePair(places[0], places[1], page_bytes, group=5)
 
 
-@pytest.mark.parametrize(("said", "copied"), [(2, 2), (0, 0), (9, 3), (-4, 0)])
-def test_a_count_in_memory_limits_the_count(said: int, copied: int):
-    source, target, pair = one_layer()
-    ids = np.array([[0, 1, 2], [3, 2, 1]], dtype=np.int32)
-    count = np.array([said], dtype=np.int32)
-    ReferencePageCopier([pair]).copy([id_pairs(ids, 3, count_address=count.ctypes.data)])
-    rows, found = source.reshape(4, 32), target.reshape(4, 32)
-    for index, (a, b) in enumerate(ids.T):
-        np.testing.assert_array_equal(found[b], rows[a] if index < copied else 0)
-
-
 @pytest.mark.parametrize("ids", [(4, 0), (0, 4), (-2, 0)])
 def test_an_id_that_does_not_exist_is_refused_with_its_number(ids: tuple[int, int]):
     _, target, pair = one_layer()

@@ -7,9 +7,8 @@ from importlib import resources
 
 import pytest
 
-from kvbridge.kernels import digest_device, page_copies, row_copies, stretch_copies, swap_in_device
+from kvbridge.kernels import digest_device, page_copies, stretch_copies, swap_in_device
 from kvbridge.kernels.cuda.programs import KernelBuildError, Source, compile_for
-from kvbridge.kernels.places import PageMemory, RowPair
 from kvbridge.kernels.swap_in import SwapInShape
 
 ALONE = sorted(
@@ -17,13 +16,8 @@ ALONE = sorted(
     for item in resources.files("kvbridge.kernels").joinpath("csrc").iterdir()
     if item.name.endswith(".cu")
 )
-C4_PAGES = PageMemory.contiguous(4096, page_count=2, page_stride_bytes=37_440)
-DENSE_ROWS = PageMemory.contiguous(4096, page_count=2, page_stride_bytes=584)
 AS_USED = [
     page_copies.source(),
-    page_copies.source(loads=8),
-    row_copies.source([RowPair(C4_PAGES, C4_PAGES, (576, 8), 64, 64)]),
-    row_copies.source([RowPair(DENSE_ROWS, C4_PAGES, (576, 8), 1, 64)]),
     stretch_copies.source(),
     digest_device.source(),
     *(

@@ -91,15 +91,6 @@ def test_what_was_used_longest_ago_gives_way_first() -> None:
     assert resident == set(range(16)) | set(range(32, 80))
 
 
-def test_rows_of_one_step_never_give_way_to_each_other() -> None:
-    shape = SwapInShape(hot_rows=64, ring_rows=64, max_rows=1024, top_k=64)
-    world = SwapInSimulation(shape, layers=1, requests=1, device=CPU)
-    world.admit(0, 1024)
-    swap, random = _reference(world), np.random.default_rng(3)
-    for _ in range(20):
-        _ask(swap, world, 0, [0], [1024], random.choice(960, 64, replace=False)[None].astype(np.int32))
-
-
 @pytest.mark.parametrize("rows", [*range(63, 68), *range(127, 131), 256, 257])
 def test_the_newest_rows_come_from_the_ring(rows: int) -> None:
     shape = SwapInShape(hot_rows=64, ring_rows=128, max_rows=512, top_k=8)

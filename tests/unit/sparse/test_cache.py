@@ -20,8 +20,9 @@ from kvbridge.sparse.streams import Point
 from tests.helpers.sparse_simulation import HostPool, SparseSimulation, c4_component, settings
 
 
-@pytest.mark.parametrize("preload_rows", [None, 0, 64])
-@pytest.mark.parametrize("tokens", [0, 1, 3, 4, 255, 256, 257, 259, 260, 511, 512, 515, 1023, 1024, 1027, 1500])
+@pytest.mark.parametrize(
+    ("tokens", "preload_rows"), [(0, None), (3, 64), (256, 0), (259, None), (515, 64), (1024, 0), (1500, 64)]
+)
 def test_first_steps_after_admission_find_every_row(tokens, preload_rows):
     """The newest row included, whatever L mod 4 and the fill of the last page are."""
     world = SparseSimulation(settings(preload_rows=preload_rows))
@@ -34,18 +35,18 @@ def test_first_steps_after_admission_find_every_row(tokens, preload_rows):
 
 def test_a_long_decode_past_many_evictions_and_backups():
     world = SparseSimulation(settings(hot_rows=64, top_k=64, max_requests=1))
-    world.admit(0, 1000, more_tokens=2400)
-    for _ in range(2300):
+    world.admit(0, 1000, more_tokens=1200)
+    for _ in range(1100):
         world.step([0])
     world.cache.check()
     world.verify_host(0)
     counts = world.cache.counts(0)
     assert counts.resident == 64 * 2
-    assert counts.evicted > 1000
-    assert world.requests[0].complete_rows_on_host == 3300 // 4 // 64 * 64
+    assert counts.evicted > 500
+    assert world.requests[0].complete_rows_on_host == 2100 // 4 // 64 * 64
     told = world.release(0).rows()
-    assert (told.preloaded, told.hit + told.loaded > 1000) == (0, True)
-    assert told.backed_up == (3300 // 4 // 64 - 1000 // 4 // 64) * 64 * 2  # new pages that are complete, in two layers
+    assert (told.preloaded, told.hit + told.loaded > 500) == (0, True)
+    assert told.backed_up == (2100 // 4 // 64 - 1000 // 4 // 64) * 64 * 2  # new pages that are complete, in two layers
 
 
 def test_what_was_done_for_a_request_is_not_known_before_its_copies_have_ended():
@@ -58,12 +59,11 @@ def test_what_was_done_for_a_request_is_not_known_before_its_copies_have_ended()
     assert released.rows() == SparseRows(hit=2, loaded=2, preloaded=5)
 
 
-@pytest.mark.parametrize("ring_pages", [2, 3])
-@pytest.mark.parametrize("page_first", [False, True])
+@pytest.mark.parametrize(("ring_pages", "page_first"), [(2, False), (3, True)])
 def test_a_batch_of_requests_that_come_and_go(page_first, ring_pages):
     world = SparseSimulation(settings(ring_pages=ring_pages), page_first=page_first, seed=3)
     random = np.random.default_rng(5)
-    for turn in range(400):
+    for turn in range(150):
         for slot in range(3):
             if slot not in world.requests and random.random() < 0.2:
                 world.admit(slot, int(random.integers(0, 1400)), more_tokens=600)
@@ -77,38 +77,12 @@ def test_a_batch_of_requests_that_come_and_go(page_first, ring_pages):
         world.release(slot)
 
 
-def test_a_slot_is_used_again_without_a_trace_of_its_last_request():
-    world = SparseSimulation(settings(max_requests=1))
-    for tokens in (1200, 40, 700):
-        world.admit(0, tokens)
-        world.cache.check()
-        for _ in range(30):
-            world.step([0])
-        world.release(0)
-
-
-def test_selecting_one_row_many_times_loads_it_once():
-    world = SparseSimulation(settings(preload_rows=0))
-    world.admit(0, 1000)
-    world.step([0], choose=lambda slot, layer: np.full(48, 17, dtype=np.int32))
-    counts = world.cache.counts(0)
-    assert (counts.loaded, counts.hits, counts.resident, counts.evicted) == (2, 0, 2, 0)  # two layers
-    world.step([0], choose=lambda slot, layer: np.full(48, 17, dtype=np.int32))
-    assert world.cache.counts(0).hits == 2
-
-
 def test_a_short_request_is_loaded_whole_at_admission():
     world = SparseSimulation()
     world.admit(0, 4 * 128 - 1)
     assert world.cache.counts(0).preloaded == 64 * 2
     world.step([0], choose=lambda slot, layer: np.arange(48, dtype=np.int32))
     assert world.cache.counts(0).loaded == 0
-
-
-def test_a_longer_request_starts_empty():
-    world = SparseSimulation()
-    world.admit(0, 4 * 129)
-    assert world.cache.counts(0).resident == 0
 
 
 def test_a_request_grows_into_pages_that_it_is_given_later():
@@ -123,19 +97,6 @@ def test_a_request_grows_into_pages_that_it_is_given_later():
     world.verify_host(0)
 
 
-def test_flush_puts_the_rows_of_the_last_page_on_the_host():
-    world = SparseSimulation()
-    world.admit(0, 300)
-    for _ in range(100):
-        world.step([0])
-    world.cache.flush(0).wait(5)
-    world.requests[0].complete_rows_on_host = 100
-    world.verify_host(0)
-    for _ in range(200):  # and nothing of what follows suffers
-        world.step([0])
-    world.verify_host(0)
-
-
 def test_nothing_reaches_the_host_before_its_page_is_complete():
     world = SparseSimulation()
     world.admit(0, 256)
@@ -145,15 +106,6 @@ def test_nothing_reaches_the_host_before_its_page_is_complete():
     assert (world.pool.memory[:, page] == 0xEE).all()
     world.step([0])
     assert not (world.pool.memory[:, page] == 0xEE).all()
-
-
-def test_other_pages_of_the_host_are_left_alone():
-    world = SparseSimulation()
-    world.admit(0, 900, more_tokens=600)
-    untouched = [page for page in range(96) if page not in world.requests[0].pages]
-    for _ in range(500):
-        world.step([0])
-    assert (world.pool.memory[:, torch.tensor(untouched)] == 0xEE).all()
 
 
 def test_what_it_takes_is_what_the_accounts_say():
@@ -248,7 +200,6 @@ def test_verbs_in_the_wrong_order_are_refused():
     for call in (
         lambda: world.cache.begin_step([(0, 25)]),
         lambda: world.cache.release(0),
-        lambda: world.cache.flush(0),
         lambda: world.cache.extend(0, world.requests[0].pages),
     ):
         with pytest.raises(ConflictError):

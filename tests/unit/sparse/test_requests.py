@@ -62,30 +62,19 @@ def test_requests_without_a_new_row_have_no_place():
     assert [requests.get(slot).rows for slot in (2, 0)] == [10, 64]
 
 
-def test_free_slots_are_named_from_the_lowest():
-    requests = book()
-    for _ in range(3):
-        requests.admit(requests.free_slot(), pages(1), 0)
-    requests.release(1)
-    assert requests.free_slot() == 1
-    assert requests.slots() == (0, 2)
-
-
 @pytest.mark.parametrize("rows", [0, 1, 63, 64, 65, 127, 128, 129, 255])
 def test_nothing_is_ever_written_to_a_page_that_others_read(rows):
-    """Over steps, a longer page table and a flush: what goes to the host lies behind everything that was whole at admission."""
+    """Over steps and a longer page table: what goes to the host lies behind everything that was whole at admission."""
     requests = book()
     shared = rows // 64
     requests.admit(0, pages(max(1, -(-rows // 64))), rows, shared_pages=shared)
     written = []
     for after in range(rows + 1, 600):
-        partial = requests.partial_page(0)
-        written += [partial.page] if partial is not None else []
         requests.extend(0, pages(after // 64 + 1))
         written += [place.page for place in requests.begin_step([(0, after)]).completed]
         requests.end_step()
     assert sorted(set(written)) == list(range(shared, 10))[: len(set(written))]
-    assert len(set(written)) >= 9 - shared
+    assert len(written) >= 8 - shared
 
 
 def test_pages_that_are_not_complete_cannot_be_shared():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 import pytest
-import torch
 
 from kvbridge.core.errors import DeadlineError
 from kvbridge.sparse.streams import PendingCopies, Point, SideStream, Streams
@@ -155,12 +154,3 @@ def test_waiting_for_quiet_has_a_deadline():
     point.done = False
     with pytest.raises(DeadlineError, match=r"request slot 3: copies of its rows are still under way after 0.01 s"):
         PendingCopies(point, "request slot 3").wait(0.01)
-
-
-def test_the_cpu_is_in_order_by_itself():
-    streams = Streams.on(torch.device("cpu"))
-    point, backup = streams.point(), streams.side_stream()
-    backup.follow_compute()
-    backup.mark(point)
-    streams.wait(point)
-    assert point.reached()

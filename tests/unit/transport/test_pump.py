@@ -11,7 +11,7 @@ from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import TransferState
 from kvbridge.transport.pump import Pump, PumpedTransfer
-from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
+from kvbridge.transport.windowed import DONE, PENDING, Check, Window, WindowedTransfer, WindowLimits
 from tests.contract.harness import wait
 
 LIMIT_S = 20.0
@@ -85,12 +85,6 @@ def test_abort_waits_for_what_is_in_flight(pump: Pump) -> None:
     assert len(library.started) < 10
 
 
-def test_deadline_holds_without_a_poll_and_ends_not_quiet(pump: Pump) -> None:
-    transfer = pumped(Library(), Window(LIMITS), deadline_s=0.01)
-    pump.add(transfer)
-    assert wait(transfer, LIMIT_S).state is TransferState.FAILED_NOT_QUIET
-
-
 def test_close_returns_what_is_left(pump: Pump) -> None:
     library = Library()
     transfer = pumped(library, Window(LIMITS))
@@ -137,16 +131,6 @@ def test_a_defect_in_the_thread_ends_every_transfer_not_quiet() -> None:
     pump._thread.join(LIMIT_S)
     with pytest.raises(TransportError):
         pump.add(innocent)
-
-
-def test_failed_batches_end_quietly(pump: Pump) -> None:
-    library = Library(Check(Progress.FAILED, "the peer died"))
-    library.gate.set()
-    transfer = pumped(library, Window(WindowLimits(operations=4, bytes=1 << 20, quiet_timeout_s=30.0)))
-    pump.add(transfer)
-    status = wait(transfer, LIMIT_S)
-    assert status.state is TransferState.FAILED_QUIET
-    assert "the peer died" in status.error
 
 
 def test_a_thread_that_does_not_start_fails_what_was_to_be_pushed_alone(pump: Pump, monkeypatch) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from kvbridge.core.errors import BridgeError, InvalidInputError, TransportError
+from kvbridge.core.errors import TransportError
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import TWINS, IndexSpace, PageMoves, PageTable
 from kvbridge.core.wire.messages import to_wire
@@ -112,15 +112,6 @@ def test_an_order_is_cut_into_slices_and_answered_once(bench: Bench) -> None:
     assert not bench.copies.step()
 
 
-def test_orders_are_carried_out_one_after_another(bench: Bench) -> None:
-    for number in (1, 2, 3):
-        bench.copies.take(order(number, number))
-    assert len(bench.copies) == 3
-    bench.run()
-    assert [answer.order for answer in bench.said] == [1, 2, 3]
-    assert [answer.bytes for answer in bench.said] == [1_000, 2_000, 3_000]
-
-
 def test_spaces_are_copied_with_the_bytes_that_their_pages_have(bench: Bench) -> None:
     swa = move(table(IndexSpace.SWA, 3, 2), table(IndexSpace.SWA_TWIN, 0, 2))
     bench.copies.take(CopyPages(order=1, moves=(*order(1, 2).moves, swa)))
@@ -157,20 +148,6 @@ def test_slices_leave_the_rest_of_the_time_to_others(bench: Bench) -> None:
     assert bench.said[0].seconds == pytest.approx(0.010), "pauses are not counted"
 
 
-def test_the_share_holds_from_one_order_to_the_next(bench: Bench) -> None:
-    bench.copier.is_done = False
-    for number in (1, 2):
-        bench.copies.take(order(number, 4, link_share=0.5))
-    bench.copies.step()
-    bench.clock.now_s += 0.010
-    bench.copier.is_done = True
-    assert bench.copies.step()
-    assert not bench.copies.step(), "its time has not come"
-    bench.clock.now_s += 0.0101
-    assert bench.copies.step()
-    assert [answer.order for answer in bench.said] == [1, 2]
-
-
 def malformed() -> PageMove:
     good = order(1, 1).moves[0]
     return good.model_copy(update={"device": good.device.model_copy(update={"ids": b"abc"})})
@@ -193,17 +170,6 @@ def test_tables_that_do_not_belong_together_fail_their_order_alone(bench: Bench,
         ("invalid_input", True, 0),
         ("", True, 1_000),
     ]
-
-
-def test_what_fails_before_a_page_is_touched_is_quiet(bench: Bench) -> None:
-    bench.copier.refuse = InvalidInputError("page 99 of 'full' does not exist")
-    bench.copies.take(order(1, 1))
-    answer = bench.run()
-    assert (answer.error_code, answer.error, answer.quiet) == (
-        "invalid_input",
-        "page 99 of 'full' does not exist",
-        True,
-    )
 
 
 @pytest.mark.parametrize("when", ["refuse", "breaks"])
@@ -238,14 +204,6 @@ def test_a_device_that_cannot_be_asked_proves_nothing_and_is_told_of_once(bench:
         assert not bench.run().quiet
         assert [bench.copies.step() for _ in range(3)] == [False] * 3
     assert [line["reason"] for line in lines if line["event"] == "copies_not_quiet"] == ["an illegal address"]
-
-
-def test_a_defect_in_copying_does_not_end_the_rank(bench: Bench) -> None:
-    bench.copier.refuse = ZeroDivisionError()
-    bench.copies.take(order(1, 1))
-    answer = bench.run()
-    assert answer.error_code == BridgeError.code
-    assert "ZeroDivisionError" in answer.error
 
 
 def test_a_rank_that_cannot_copy_says_so_to_each_order() -> None:

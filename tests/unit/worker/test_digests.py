@@ -14,11 +14,9 @@ from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.worker_messages import (
-    CloseRoom,
     ConnectPeer,
     Digested,
     OpenRoom,
-    RoomClosed,
     Send,
     Sent,
     Verified,
@@ -28,8 +26,8 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.digest import raw_checksums
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.worker import digests as rank_digests
-from kvbridge.worker.loop import RankWorker, WorkerLimits
-from kvbridge.worker.transports import RankIdentity
+from kvbridge.worker.loop import RankWorker
+from kvbridge.worker.transports import RankIdentity, WorkerLimits
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, R0, manifest
 from tests.helpers.worker_bench import DONE, NOT_QUIET, QUIET, FakeTransport, Link, node_ranks
@@ -166,16 +164,6 @@ def test_an_order_is_reported_with_its_digests_once_both_are_there():
     assert values(digests) == bench.expected()
 
 
-def test_the_digests_of_chunks_add_up_to_those_of_the_whole():
-    bench = Bench()
-    bench.open()
-    for order, (start, stop) in enumerate([(0, 3), (3, PAGE + 1), (PAGE + 1, TOKENS)], 1):
-        bench.send(start, stop, order)
-    bench.end(steps=8)
-    assert len(bench.link.take(Sent)) == 3
-    assert values(bench.link.take(Digested)) == bench.expected()
-
-
 def test_long_work_is_cut_so_that_transfers_are_looked_after(monkeypatch):
     monkeypatch.setattr(rank_digests, "SLICE_BYTES", 1)
     bench = Bench()
@@ -213,17 +201,6 @@ def test_a_failed_order_has_no_digests(state, monkeypatch):
     assert not bench.link.take(Digested)
 
 
-def test_closing_a_room_ends_its_digests(monkeypatch):
-    monkeypatch.setattr(rank_digests, "SLICE_BYTES", 1)
-    bench = Bench()
-    bench.open()
-    bench.send()
-    bench.say(CloseRoom(room=1, generation=1))
-    bench.end(QUIET, steps=1)
-    assert bench.link.take(RoomClosed)
-    assert not bench.link.take(Digested)
-
-
 def test_what_has_arrived_is_read_and_reported():
     bench = Bench()
     bench.say(verify(), steps=2)
@@ -232,12 +209,6 @@ def test_what_has_arrived_is_read_and_reported():
     digests = bench.link.take(Digested)
     assert {message.order for message in digests} == {0}
     assert values(digests) == bench.expected()
-
-
-def test_rooms_are_verified_one_after_another():
-    bench = Bench()
-    bench.say(verify(1), verify(2), verify(3), steps=4)
-    assert [verified.room for verified in bench.link.take(Verified)] == [1, 2, 3]
 
 
 def test_a_table_that_does_not_fit_fails_its_room_alone():
@@ -280,17 +251,6 @@ def test_device_memory_is_read_by_its_device_with_the_same_result(monkeypatch):
         found.append([message.digests for message in bench.link.take(Digested)])
     assert found[0] == found[1] != []
     assert {(memory, device) for memory, device, _ in asked} == {(MemoryKind.VRAM, DEVICE), (MemoryKind.DRAM, 0)}
-
-
-def test_a_defect_fails_the_order_and_nobody_else(monkeypatch):
-    bench = Bench()
-    bench.open()
-    monkeypatch.setattr(rank_digests, "raw_checksums", lambda *_: 1 / 0)
-    bench.send()
-    bench.end(QUIET)
-    [sent] = bench.link.take(Sent)
-    assert "ZeroDivisionError" in sent.error
-    assert "please report it" in sent.error
 
 
 def test_the_share_of_the_host_pool_is_the_rank_s_own():

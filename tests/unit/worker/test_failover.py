@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -22,7 +20,6 @@ from kvbridge.core.wire.worker_messages import (
     WorkerReady,
 )
 from kvbridge.worker import peers as rank_peers
-from kvbridge.worker.failover import VERDICTS, Other, Verdict
 from tests.helpers.rooms import DECODE
 from tests.helpers.worker_bench import ACTIVE, DONE, NOT_QUIET, QUIET, Bench, node_ranks
 
@@ -45,11 +42,6 @@ def operations_of(bench: Bench, name: str, which: int = -1) -> set[tuple[int, in
 def triples(operations: Operations) -> set[tuple[int, int, int]]:
     columns = (operations.source, operations.destination, operations.length)
     return set(zip(*(column.tolist() for column in columns), strict=True))
-
-
-def test_there_is_a_verdict_for_every_case() -> None:
-    assert VERDICTS.keys() == set(itertools.product((True, False), Other))
-    assert {verdict for (wanted, _), verdict in VERDICTS.items() if not wanted} == {Verdict.LEAVE}
 
 
 def test_further_paths_are_connected_after_the_first_and_said() -> None:
@@ -168,20 +160,6 @@ def test_what_is_lost_waits_for_a_path_that_is_being_connected() -> None:
     bench.worker.step()
     bench.worker.step()
     assert operations_of(bench, "two") == operations_of(bench, "one")
-
-
-def test_what_is_lost_fails_when_that_path_cannot_be_connected() -> None:
-    bench = Bench("one", "two")
-    bench.transport("two").silent.add(b"peer0")
-    bench.connect(ranks=node_ranks("one", "two"), fails_over=True)
-    bench.open()
-    bench.order()
-    bench.end(QUIET)
-    bench.transport("two").refuse = TransportError("no route")
-    bench.transport("two").silent.clear()
-    bench.worker.step()
-    bench.worker.step()
-    assert bench.sent()[0].error == "one: cable"
 
 
 def test_a_room_that_is_closed_is_not_sent_again() -> None:

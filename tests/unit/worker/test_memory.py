@@ -136,13 +136,6 @@ def test_a_worker_lays_out_its_device_pool_as_it_is_told(cuda, host, stack):
     assert len({region.page_stride_bytes for region in made if region.space is IndexSpace.FULL}) == 1
 
 
-def test_without_a_gpu_nothing_of_cuda_is_touched(cuda, host, stack, tmp_path):
-    order = setup(host).model_copy(update={"host": (), "device": host.shared_regions()})
-    memory = bring(order, (), stack, on_progress=lambda *_: None)
-    assert (memory.made, cuda.registrations, cuda.memory) == ((), 0, {})
-    assert {type(piece.origin) for piece in memory.extents} == {FileOrigin}
-
-
 def test_an_engines_own_allocation_is_shared_with_the_offset_of_each_piece(cuda, host, stack):
     given = on_gpu(cuda)
     memory = bring(setup(host), given, stack, on_progress=lambda *_: None)

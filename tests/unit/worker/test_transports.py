@@ -146,17 +146,6 @@ def test_endpoints_that_cannot_be_renewed_work_on_and_are_tried_again(elsewhere)
     assert [ready.epoch for ready in bench.link.take(WorkerReady)] == [1]
 
 
-def test_a_defect_while_a_successor_is_built_is_a_failure_to_build_it(elsewhere):
-    bench = ready_bench(elsewhere)
-    bench.refuse_build = ZeroDivisionError("a defect")
-    bench.say(RenewEndpoints(epoch=1))
-    elsewhere.go_on()
-    bench.worker.step()
-    [told] = bench.link.take(TransportsNotBuilt)
-    assert "ZeroDivisionError" in told.error
-    assert sends_a_room(bench, bench.transport())
-
-
 def test_successors_are_taken_up_together_or_not_at_all(elsewhere, monkeypatch):
     """One that was built before another one failed is closed: its memory is not locked twice."""
     bench = ready_bench(elsewhere, "one", "two")
@@ -281,15 +270,6 @@ def test_a_node_that_is_gone_does_not_keep_transports_from_closing(elsewhere, cl
     monkeypatch.setattr(bench.link, "send", gone)
     bench.worker.close()
     assert bench.worker.closed
-
-
-def test_what_one_transport_fails_to_close_with_keeps_no_other_from_closing(monkeypatch):
-    bench = Bench("one", "two")
-    monkeypatch.setattr(bench.transport("two"), "close", refuse_to_close)
-    with pytest.raises(TransportError, match="did not return"):
-        bench.worker.close()
-    assert bench.transport().closed
-    assert not bench.worker.closed
 
 
 @pytest.mark.parametrize("ended", [True, False])

@@ -43,24 +43,6 @@ def test_adapter_is_required_in_the_topology() -> None:
             require_adapter(topology, "mlx5_7")
 
 
-def test_rdma_without_an_adapter_is_refused_although_the_library_says_yes() -> None:
-    import pathlib
-
-    if pathlib.Path("/sys/class/infiniband").exists():
-        pytest.skip("this host has InfiniBand devices")
-    settings = TransportSettings(mooncake=MooncakeSettings(protocol=MooncakeProtocol.RDMA))
-    code = f"""
-from kvbridge.config.transports import TransportSettings
-from kvbridge.transport.registry import create_transport
-from kvbridge.core.errors import TransportError
-try:
-    create_transport("mooncake", TransportSettings.model_validate_json({settings.model_dump_json()!r}))
-except TransportError as error:
-    print(error)
-"""
-    assert "no RDMA adapter" in python(code)
-
-
 def test_settings_that_the_library_reads_once_must_agree_and_reach_it() -> None:
     code = """
 import os

@@ -83,22 +83,6 @@ def test_a_peer_that_does_not_answer_is_given_its_time_and_no_more(silent: socke
         assert time.monotonic() < begun_s + LIMIT_S
 
 
-def test_connections_that_were_there_before_and_others_are_left_alone(silent: socket.socket) -> None:
-    """A peer may name a port that another connection of ours leads to."""
-    port = silent.getsockname()[1]
-    with socket.create_server(("127.0.0.1", 0)) as elsewhere, socket.create_connection(("127.0.0.1", port)) as older:
-        asker = Asker(port)
-        _, pending = ask(asker, 0.2)
-        with socket.create_connection(elsewhere.getsockname()) as other:
-            with pytest.raises(TransportError):
-                answer(pending)
-            for mine, server in ((older, silent), (other, elsewhere)):
-                theirs, _ = server.accept()
-                with theirs:
-                    theirs.sendall(b"x")
-                    assert mine.recv(1) == b"x"
-
-
 def test_another_host_with_a_process_at_the_same_port_is_left_alone(silent: socket.socket) -> None:
     """Ports are drawn from two thousand, so of a few dozen peers two share one."""
     asker = Asker(silent.getsockname()[1])

@@ -74,14 +74,6 @@ def test_at_least_one_token_is_computed_and_less_than_a_page_is_given_away(pages
     assert 1 <= prompt - most <= PAGE
 
 
-@pytest.mark.parametrize("behind", AROUND)
-@pytest.mark.parametrize("pages", [0, 1, 2, 7])
-def test_a_prompt_leaves_a_checkpoint_at_its_last_page_end(pages: int, behind: int) -> None:
-    prompt = pages * PAGE + behind
-    found = wanted_checkpoints(V4, prompt, computed_tokens=0, known_tokens=0)
-    assert found == ({pages * PAGE: CheckpointCause.PROMPT_END} if pages else {})
-
-
 @given(
     prompt=st.integers(1, 20 * PAGE),
     computed=st.integers(0, 20),

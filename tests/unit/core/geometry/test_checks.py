@@ -95,11 +95,6 @@ def test_true_manifests_pass(name):
     check_manifest(manifest_of(geometry, host=host), geometry)
 
 
-@pytest.mark.parametrize(("tp", "tp_size"), [(0, 2), (1, 2), (3, 4), (5, 8)])
-def test_true_manifests_of_sharded_ranks_pass(tp, tp_size):
-    check_manifest(manifest_of(GQA, tp=tp, tp_size=tp_size), GQA)
-
-
 def test_a_manifest_without_regions_is_true():
     check_manifest(manifest_of(TINY).model_copy(update={"regions": ()}), TINY)
 
@@ -149,19 +144,6 @@ def test_the_last_byte_of_the_address_space_may_be_used():
     check_manifest(with_region(manifest, index, extent_addresses=[2**64 - 5 * 6_720]), TINY)
 
 
-def test_lanes_of_another_rank():
-    manifest = manifest_of(GQA, tp=1, tp_size=2)
-    wrong = with_region(manifest, 0, lane_start=0, lane_stop=2)
-    with pytest.raises(InvalidInputError, match=r"holds lanes \[0, 2\), but rank 1 of 2 must hold \[2, 4\) of 4"):
-        check_manifest(wrong, GQA)
-
-
-def test_lanes_that_cannot_be_split():
-    manifest = manifest_of(GQA).model_copy(update={"tp_size": 3})
-    with pytest.raises(UnsupportedError, match=r"rank pp0\.tp0: mha_kv layer 0: .*4 lanes cannot be split evenly"):
-        check_manifest(manifest, GQA)
-
-
 def test_two_regions_that_share_a_byte():
     manifest = manifest_of(TINY)
     index = index_of(manifest, Kind.C4_INDEXER, 4)
@@ -172,32 +154,10 @@ def test_two_regions_that_share_a_byte():
         check_manifest(broken, TINY)
 
 
-@pytest.mark.parametrize("pages_per_extent", [1, 3, 4, 10])
-def test_page_first_layouts_are_legal(pages_per_extent):
-    regions = page_first(TINY, pages_per_extent=pages_per_extent, page_count=10)
-    check_disjoint(regions, rank=RANK)
-
-
 def test_large_pools_are_proved_without_counting_pages():
     flash = preset("deepseek-v4-flash")
     check_disjoint(page_first(flash, pages_per_extent=4_096, page_count=1_000_000), rank=RANK)
     check_disjoint(manifest_of(flash, page_count=1_000_000).regions, rank=RANK)
-
-
-def test_page_first_with_one_layer_a_byte_too_early():
-    regions = list(page_first(TINY, pages_per_extent=4, page_count=10))
-    moved = regions[5].model_copy(update={"extent_addresses": tuple(a - 1 for a in regions[5].extent_addresses)})
-    regions[5] = moved
-    with pytest.raises(InvalidInputError, match=f"pages of {regions[4].label} and of {moved.label} share memory"):
-        check_disjoint(regions, rank=RANK)
-
-
-@pytest.mark.parametrize("base", [0, BASE])
-def test_page_first_whose_last_layer_reaches_into_the_next_page(base):
-    regions = page_first(TINY, pages_per_extent=10, page_count=10, base=base)
-    wide = regions[-1].model_copy(update={"page_bytes": regions[-1].page_bytes + 1})
-    with pytest.raises(InvalidInputError, match=f"pages of {regions[0].label} and of {wide.label} share memory"):
-        check_disjoint([*regions[:-1], wide], rank=RANK)
 
 
 def plain(component, layer, *, base, stride, page_bytes, page_count, pages_per_extent=None):
@@ -295,25 +255,3 @@ def test_what_shares_a_byte_is_refused_and_what_is_apart_or_of_one_stride_is_not
         and sum(map(len, places)) == len(set().union(*places))
     ):
         check_disjoint(regions, rank=RANK)
-
-
-@given(st.data())
-def test_any_single_wrong_fact_is_found(data):
-    manifest = manifest_of(TINY)
-    index = data.draw(st.integers(0, len(manifest.regions) - 1))
-    region = manifest.regions[index]
-    changes = data.draw(
-        st.sampled_from(
-            [
-                {"page_bytes": region.page_bytes - 1},
-                {"page_bytes": region.page_bytes + 1, "page_stride_bytes": region.page_stride_bytes + 1},
-                {"layer": 1 if region.component is not Kind.SWA_KV else 6},
-                {"lane_start": 1, "lane_stop": 2},
-                {"space": "request" if region.space is not Space.REQUEST else "full"},
-                {"component": "mha_kv"},
-                {"extent_addresses": [manifest.regions[index - 1].extent_addresses[0] + 1]},
-            ]
-        )
-    )
-    with pytest.raises(InvalidInputError, match=r"rank pp0\.tp0"):
-        check_manifest(with_region(manifest, index, **changes), TINY)

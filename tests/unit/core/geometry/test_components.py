@@ -72,14 +72,6 @@ def test_a_prefix_longer_than_the_request():
         FLASH.component(Kind.C4_KV).live_rows(5, 6)
 
 
-@pytest.mark.parametrize(
-    ("tp_size", "expected"),
-    [(1, [(0, 4)]), (2, [(0, 2), (2, 4)]), (4, [(0, 1), (1, 2), (2, 3), (3, 4)])],
-)
-def test_lanes_are_split_over_the_ranks(tp_size, expected):
-    assert [lane_interval(GQA, tp, tp_size) for tp in range(tp_size)] == expected
-
-
 def test_more_ranks_than_lanes_share_them():
     assert [lane_interval(GQA, tp, 8)[0] for tp in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert {lane_interval(FLASH.component(Kind.C4_KV), tp, 8) for tp in range(8)} == {(0, 1)}

@@ -39,14 +39,6 @@ def test_a_slot_of_the_hot_buffer_by_hand():
     assert each.total == sum(each.model_dump().values())
 
 
-def test_what_is_on_the_host_is_not_on_the_device():
-    dense, split = (request_cost(plan, prompt_tokens=8192, max_new_tokens=100) for plan in (DENSE, ON_HOST))
-    assert dense.host_bytes == 0
-    assert split.host_bytes == dense.device[Kind.C4_KV]
-    assert split.device_bytes == dense.device_bytes - split.host_bytes
-    assert split.sparse is None
-
-
 def test_a_rank_pays_for_its_layers_and_its_lanes():
     half = DecodePlan(geometry=FLASH, host=HOST, sparse=SPARSE, layers=frozenset(range(21)))
     cost, whole = (request_cost(plan, prompt_tokens=1000, max_new_tokens=0) for plan in (half, PLAN))
@@ -130,8 +122,3 @@ def test_sizes_that_do_not_suit_the_component_are_refused():
         SparseSettings(max_requests=1, hot_rows=4000).check_component(component)
     with pytest.raises(InvalidInputError, match="cannot be decoded sparsely"):
         SparseSettings(max_requests=1).check_component(FLASH.component(Kind.SWA_KV))
-
-
-@pytest.mark.parametrize(("max_tokens", "rows"), [(1, 64), (256, 64), (259, 64), (260, 128), (131_072, 32_768)])
-def test_tables_are_made_for_whole_pages(max_tokens, rows):
-    assert SparseSettings(max_requests=1, max_tokens=max_tokens).max_rows(FLASH.component(Kind.C4_KV)) == rows

@@ -69,37 +69,6 @@ def test_flash_counts_at_every_length():
         assert window_pages(FLASH, tokens) == range(max(0, tokens - 128) // 256, -(-tokens // 256))
 
 
-def test_host_differs_from_full_exactly_after_a_border():
-    for tokens in range(1, 1_101):
-        needed = pages_needed(FLASH, tokens=tokens, host=C4_HOST)
-        assert needed[Space.FULL] - needed[Space.HOST] == (1 if tokens % 256 in {1, 2, 3} else 0)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        (1, (1, 0, 1)),
-        (3, (1, 0, 1)),
-        (4, (1, 1, 1)),
-        (127, (1, 1, 1)),
-        (128, (1, 1, 1)),
-        (256, (1, 1, 1)),
-        (257, (2, 1, 2)),
-        (259, (2, 1, 2)),
-        (260, (2, 2, 2)),
-        (383, (2, 2, 2)),
-        (384, (2, 2, 1)),
-        (512, (2, 2, 1)),
-        (513, (3, 2, 2)),
-        (1_048_576, (4_096, 4_096, 1)),
-    ],
-)
-def test_flash_counts_at_borders(tokens, expected):
-    needed = pages_needed(FLASH, tokens=tokens, host=C4_HOST)
-    assert tuple(needed[space] for space in (Space.FULL, Space.HOST, Space.SWA)) == expected
-    assert needed[Space.REQUEST] == 1
-
-
 def test_spaces_that_the_node_does_not_use_are_not_named():
     assert set(pages_needed(FLASH, tokens=10)) == {Space.FULL, Space.SWA, Space.REQUEST}
     assert pages_needed(preset("tiny-gqa"), tokens=257) == {Space.FULL: 2}
@@ -114,7 +83,7 @@ def test_a_decode_ring_is_bounded_by_what_a_window_touches():
     assert most_window_pages(FLASH) == 2
 
 
-@pytest.mark.parametrize(("window", "most"), [(1, 2), (2, 2), (256, 2), (257, 2), (258, 3), (513, 3), (514, 4)])
+@pytest.mark.parametrize(("window", "most"), [(1, 2), (257, 2), (258, 3), (514, 4)])
 def test_most_pages_a_window_touches(window, most):
     assert most_window_pages(window_geometry(window, 256)) == most
 
@@ -146,8 +115,7 @@ def live(part, tokens):
     return range(rows.start, rows.stop)
 
 
-@pytest.mark.parametrize("window", [1, 5, 16, 17, 18, 40])
-@pytest.mark.parametrize("rates", [(4, 16), (8, 16), (16, 8), (1, 1)])
+@pytest.mark.parametrize(("window", "rates"), [(1, (1, 1)), (16, (4, 16)), (17, (16, 8)), (40, (8, 16))])
 def test_a_ring_never_loses_a_row_that_is_needed(window, rates):
     """Decode token by token into the ring; whatever the next step reads is still there, for any prompt."""
     geometry = window_geometry(window, 16, rates)
@@ -164,23 +132,6 @@ def test_a_ring_never_loses_a_row_that_is_needed(window, rates):
                 ring.write(part, [tokens])
                 read = rows if part.liveness is Liveness.TAIL else rows[-part.window + 1 :] if part.window > 1 else []
                 assert not ring.lost(part, [*read, tokens])
-
-
-@pytest.mark.parametrize("window", [1, 16, 17, 18, 40])
-def test_the_view_of_a_ring_at_each_length(window):
-    geometry = window_geometry(window, 16, (4, 16))
-    for prompt in range(1, 70, 7):
-        ring = Ring(geometry, prompt, prompt + 45)
-        for tokens in range(prompt, prompt + 46):
-            pages = window_pages(geometry, tokens)
-            assert {row // 16 for part in ring.parts for row in live(part, tokens)} == set(pages)
-            view = rotate_window(ring.table, first_page=pages.start, page_count=len(pages))
-            assert len(set(view.ids.tolist())) == len(pages)
-            tables_cover(
-                {Space.SWA: view, Space.FULL: table(Space.FULL, range(9)), Space.REQUEST: table(Space.REQUEST, [0])},
-                geometry,
-                tokens=tokens,
-            )
 
 
 def test_rotation_wraps():
@@ -256,11 +207,6 @@ def test_exact_tables_cover_and_one_page_less_does_not(tokens):
                 tables_cover(short, FLASH, tokens=tokens, host=C4_HOST)
 
 
-def test_longer_tables_cover():
-    tables = flash_tables(700) | {Space.SWA: table(Space.SWA, range(3), 0)}
-    tables_cover(tables, FLASH, tokens=700, host=C4_HOST)
-
-
 def test_a_missing_table_is_named():
     tables = flash_tables(700)
     del tables[Space.HOST]
@@ -280,37 +226,3 @@ def test_a_table_filed_under_another_space_is_refused():
     tables = flash_tables(700) | {Space.HOST: table(Space.FULL, range(3))}
     with pytest.raises(InvalidInputError, match="space 'full' cannot index space 'host'"):
         tables_cover(tables, FLASH, tokens=700, host=C4_HOST)
-
-
-def request_bytes(geometry, tokens, prefix_tokens=0):
-    """Live bytes of one copy of a request, by component, without page padding."""
-    return {
-        part.kind: part.live_rows(tokens, prefix_tokens).count * part.row_bytes * part.lanes * len(part.layers)
-        for part in geometry.components
-    }
-
-
-def test_live_bytes_at_every_length():
-    """Each component's live rows, counted from what they mean rather than from the formula."""
-    for tokens in range(1, 1_101):
-        got = request_bytes(FLASH, tokens)
-        window = sum(1 for token in range(tokens) if token >= tokens - 128)
-        tail = tokens % 4 + (4 if tokens >= 4 else 0)
-        assert got == {
-            Kind.C4_KV: sum(1 for token in range(tokens) if token % 4 == 3) * 584 * 21,
-            Kind.C4_INDEXER: (tokens // 4) * 132 * 21,
-            Kind.C128_KV: (tokens // 128) * 584 * 20,
-            Kind.SWA_KV: window * 584 * 43,
-            Kind.C4_STATE: tail * 8_192 * 21,
-            Kind.C4_INDEXER_STATE: tail * 2_048 * 21,
-            Kind.C128_STATE: (tokens % 128) * 4_096 * 20,
-        }
-
-
-def test_live_bytes_count_lanes_and_leave_out_the_prefix():
-    gqa = preset("tiny-gqa")
-    assert request_bytes(gqa, 300) == {Kind.MHA_KV: 300 * 64 * 4 * 3}
-    assert request_bytes(gqa, 300, prefix_tokens=256) == {Kind.MHA_KV: 44 * 64 * 4 * 3}
-    whole, rest = request_bytes(FLASH, 1_000), request_bytes(FLASH, 1_000, 768)
-    assert rest[Kind.C4_KV] == whole[Kind.C4_KV] - request_bytes(FLASH, 768)[Kind.C4_KV]
-    assert rest[Kind.SWA_KV] == whole[Kind.SWA_KV]

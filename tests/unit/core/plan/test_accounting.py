@@ -40,18 +40,6 @@ def test_device_copies_count_for_each_rank_and_the_host_pool_once():
     }
 
 
-def test_stages_share_the_layers():
-    one, two = Instance(flash(), PAGES), Instance(flash(), PAGES, pp_size=2, boundaries=(17,))
-    assert expected(one, 1_000) == expected(two, 1_000)
-    hosted = expected(two.with_host(Kind.C4_KV), 1_000)
-    assert hosted == expected(two, 1_000), "one host copy is as much as one device copy"
-
-
-def test_sharded_heads_count_once_and_shared_ones_for_each_rank():
-    assert expected(Instance(gqa(), PAGES, tp_size=4), 100) == {Kind.MHA_KV: 3 * 4 * 100}
-    assert expected(Instance(gqa(), PAGES, tp_size=8), 100) == {Kind.MHA_KV: 3 * 8 * 100}
-
-
 def test_a_prefix_shortens_what_grows():
     found = expected(Instance(flash(), PAGES), 1_024, 768)
     assert (found[Kind.C4_KV], found[Kind.SWA_KV]) == (21 * 64, 43 * 128)

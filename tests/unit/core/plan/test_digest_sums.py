@@ -8,7 +8,6 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.digest_sums import DigestSums, Mismatch
 from kvbridge.core.plan.digests import MAX_PART_BYTES, DigestKey, PageDigests
-from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.codec import PEER, Envelope
 from kvbridge.core.wire.messages import Digests
 from tests.helpers.geometries import flash, gqa
@@ -41,31 +40,6 @@ def differ(left: DigestSums, right: DigestSums, layers=(0, 1, 2)) -> list[Mismat
     return list(left.mismatches(right, ALL, layers))
 
 
-def test_contributions_add_up_wherever_they_come_from():
-    whole, parts = room(), room()
-    put(whole, [0, 0, 2], [0, 2, 1], [5, 6, 7])
-    put(parts, [0, 2, 0, 0], [0, 1, 0, 2], [4, 7, 1, 6])
-    assert differ(whole, parts) == []
-    put(parts, [2], [1], [8])
-    assert differ(whole, parts) == [Mismatch(ALL, 2, 1, 7, 15)]
-
-
-def test_what_nobody_has_reported_counts_as_zero():
-    some = room()
-    assert differ(room(), room()) == []
-    put(some, [1], [2], [9])
-    assert differ(some, room()) == [Mismatch(ALL, 1, 2, 9, 0)]
-    assert differ(room(), some) == [Mismatch(ALL, 1, 2, 0, 9)]
-    assert differ(some, room(), layers=(0, 2)) == []
-
-
-def test_lanes_are_kept_apart():
-    left, right = room(), room()
-    put(left, [0], [0], [3], DigestKey(MHA, 0, 2))
-    put(right, [0], [0], [3], DigestKey(MHA, 2, 4))
-    assert len(list(left.mismatches(right, DigestKey(MHA, 0, 2), (0,)))) == 1
-
-
 def test_parts_carry_everything_and_only_the_layers_that_were_touched():
     sums, other = room(), room()
     put(sums, [2, 0], [1, 0], [7, 5])
@@ -74,19 +48,6 @@ def test_parts_carry_everything_and_only_the_layers_that_were_touched():
     other.merge([one])
     assert differ(sums, other) == []
     assert list(room().parts()) == []
-
-
-def test_a_section_names_its_own_pages_only():
-    section = Section(prompt_tokens=200, start_token=40, stop_token=60)
-    sums = DigestSums.of_section(GEOMETRY, section)
-    put(sums, [0, 0], [2, 3], [5, 6])
-    [[one]] = sums.parts()
-    assert (one.first_page, len(one.values)) == (2, 2 * 4)
-    whole = room(200)
-    whole.merge([one])
-    expected = room(200)
-    put(expected, [0, 0], [2, 3], [5, 6])
-    assert differ(whole, expected) == []
 
 
 def test_a_million_tokens_of_a_large_model_go_into_several_messages():

@@ -57,14 +57,15 @@ def test_components_of_one_space_go_together():
 def test_dead_bytes_go_along_where_they_are_few_enough():
     pairing = both(layouts=PAGE_FIRST, together=DEVICE)
     exact, near, whole = (planned(pairing, cost=cost) for cost in (0, 1_024, 1 << 20))
-    windows = [each.amounts[Kind.SWA_KV] for each in (exact, near, whole)]
-    assert [each.operations for each in windows[:2]] == [2 * 43, 43], (
-        "values and scales of a layer, with dead scales between"
-    )
-    assert windows[1].bytes == windows[0].bytes + 43 * 1_024
+    assert len(exact.operations) - len(near.operations) >= 43, "values and scales of a layer, with dead scales between"
+    assert near.operations.total_bytes - exact.operations.total_bytes >= 43 * 1_024
     assert len(whole.operations) == 2, "what grows, and what does not"
-    assert windows[2].lane_rows == windows[0].lane_rows
-    assert sum(each.bytes for each in whole.amounts.values()) == whole.operations.total_bytes
+    for planned_ in (exact, near, whole):
+        assert {kind: each.lane_rows for kind, each in planned_.amounts.items()} == {
+            kind: each.lane_rows for kind, each in exact.amounts.items()
+        }
+        assert sum(each.bytes for each in planned_.amounts.values()) == planned_.operations.total_bytes
+        assert sum(each.operations for each in planned_.amounts.values()) == len(planned_.operations)
 
 
 def test_only_the_last_section_takes_dead_bytes_along():
@@ -93,7 +94,7 @@ def test_blocks_that_touch_by_chance_are_not_neighbours():
         regions.append(low.model_copy(update={"regions": tuple(layers)}))
     pairing = Pairing.create(gqa(layers=4), *regions, destination_ordinal=0, destination_count=1)
     (band,) = find_neighbours(pairing.groups)
-    assert (len(band.source.bases), band.page_bytes) == (2, 2 * 4_096)
+    assert (band.rows, band.page_bytes) == (2, 2 * 4_096)
 
 
 def test_what_different_layouts_cost():

@@ -5,10 +5,9 @@ import pytest
 from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind as Kind
 from kvbridge.core.ids import IndexSpace as Space
-from kvbridge.core.plan.neighbours import find_neighbours
 from kvbridge.core.plan.pairing import Pairing
 from tests.helpers.geometries import flash, gqa
-from tests.helpers.manifests import Instance, Layout
+from tests.helpers.manifests import Instance
 
 PAGES = {Space.FULL: 16, Space.SWA: 4, Space.REQUEST: 2, Space.HOST: 16}
 
@@ -32,15 +31,6 @@ def test_stages_meet_in_the_layers_that_they_share():
     ]
 
 
-def test_layers_of_one_form_are_one_group():
-    pairing = create(*(Instance(flash(), PAGES, base=base).manifests()[0] for base in (1 << 40, 1 << 50)))
-    assert [group.component.kind for group in pairing.groups] == [part.kind for part in flash().components]
-    assert repr(pairing) == (
-        "Pairing(pp0.tp0 -> pp0.tp0: 167 buffers of c4_kv, c4_indexer, c4_state, c4_indexer_state, c128_kv, "
-        "c128_state, swa_kv)"
-    )
-
-
 def test_layers_of_different_forms_are_groups_of_their_own():
     source, destination = (Instance(gqa(), PAGES, base=base).manifests()[0] for base in (1 << 40, 1 << 50))
     odd = source.regions[1].model_copy(update={"page_stride_bytes": source.regions[1].page_stride_bytes * 2})
@@ -56,14 +46,6 @@ def test_the_host_copy_is_the_destination_where_both_are_listed():
     pairing = create(Instance(flash(), PAGES).manifests()[0], both)
     spaces = {group.component.kind: group.destination.form.space for group in pairing.groups}
     assert (spaces[Kind.C4_KV], spaces[Kind.C4_INDEXER]) == (Space.HOST, Space.FULL)
-
-
-def test_joined_layers_are_one_row_of_bases():
-    page_first = {Kind.MHA_KV: Layout(page_first=True)}
-    sides = [Instance(gqa(), PAGES, layouts=page_first, base=base).manifests()[0] for base in (1 << 40, 1 << 50)]
-    (group,) = Pairing.create(gqa(), *sides, destination_ordinal=0, destination_count=1).groups
-    (band,) = find_neighbours((group,))
-    assert (len(band.source.bases), band.page_bytes, band.joins_pages) == (1, 3 * group.page_bytes, True)
 
 
 def test_different_models_do_not_pair():

@@ -2,19 +2,16 @@
 
 import gc
 import weakref
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError
 from kvbridge.core.geometry.components import ComponentKind as Kind
-from kvbridge.core.geometry.components import Liveness
 from kvbridge.core.ids import IndexSpace as Space
 from kvbridge.core.ids import PageTable
-from kvbridge.core.plan import neighbours
 from kvbridge.core.plan.operations import Section
-from kvbridge.core.plan.pairing import STRIPE_PAGES, Pairing
+from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import plan
 from tests.helpers.geometries import flash, gqa
 from tests.helpers.manifests import Instance, Layout
@@ -66,18 +63,6 @@ def test_nothing_is_kept_of_peers_that_are_gone():
     assert not [each for each in addresses if each() is not None]
 
 
-def test_which_layers_touch_is_found_once_for_a_pair_of_ranks(monkeypatch):
-    """However many pairs there are: none takes the place of another."""
-    found: list[object] = []
-    find = neighbours.find_neighbours
-    monkeypatch.setattr(neighbours, "find_neighbours", lambda groups: (found.append(groups), find(groups))[1])
-    pairings = [flash_pair() for _ in range(3)]
-    for pairing in pairings * 2:
-        plan(pairing, whole(300), flash_tables(300), flash_tables(300), max_operation_bytes=NO_LIMIT)
-    assert found
-    assert len(found) == len(set(found))
-
-
 def gqa_pair(source: Layout | None = None, destination: Layout | None = None, **geometry) -> Pairing:
     model = gqa(**geometry)
     sides = [
@@ -121,56 +106,6 @@ def test_a_flash_request_of_whole_pages_moves_the_documented_bytes():
     assert amounts[Kind.SWA_KV].lane_rows == 43 * 128
 
 
-def test_the_state_of_the_heavy_layers_goes_only_inside_a_block():
-    source, destination = flash_tables(2_050), flash_tables(2_050, request=3)
-    amounts = plan(flash_pair(), whole(2_050), source, destination, max_operation_bytes=NO_LIMIT).amounts
-    assert amounts[Kind.C128_STATE].bytes == 20 * 2 * 4_096
-    assert amounts[Kind.C128_STATE].operations == 20
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 3])
-def test_a_page_without_a_complete_row_needs_no_host_page(tokens):
-    tokens += 256
-    destination = flash_tables(tokens) | table(Space.HOST, [7])
-    planned = plan(flash_pair(), whole(tokens), flash_tables(tokens), destination, max_operation_bytes=NO_LIMIT)
-    assert planned.amounts[Kind.C4_KV].lane_rows == 21 * 64
-
-
-def test_windows_and_states_wait_for_the_last_token():
-    early = plan(
-        flash_pair(), whole(512, stop_token=511), flash_tables(512), flash_tables(512), max_operation_bytes=NO_LIMIT
-    )
-    assert set(early.amounts) == {Kind.C4_KV, Kind.C4_INDEXER, Kind.C128_KV}
-    late = plan(
-        flash_pair(), whole(512, start_token=511), flash_tables(512), flash_tables(512), max_operation_bytes=NO_LIMIT
-    )
-    assert late.amounts[Kind.SWA_KV].lane_rows == 43 * 128
-    assert late.amounts[Kind.C4_KV].lane_rows == 21
-
-
-def test_a_section_names_its_layers():
-    planned = plan(
-        flash_pair(), whole(512, layers=(0, 2, 3)), flash_tables(512), flash_tables(512), max_operation_bytes=NO_LIMIT
-    )
-    assert {kind: amount.lane_rows for kind, amount in planned.amounts.items()} == {
-        Kind.C4_KV: 128,
-        Kind.C4_INDEXER: 128,
-        Kind.C128_KV: 4,
-        Kind.SWA_KV: 3 * 128,
-        Kind.C4_STATE: 4,
-        Kind.C4_INDEXER_STATE: 4,
-    }
-
-
-def test_the_rings_wrap():
-    """Rows 4 to 7 past a page border of 8-slot rings, and a window that starts in the page before."""
-    tokens = 512 + 3
-    source, destination = flash_tables(tokens), flash_tables(tokens, swa=4)
-    planned = plan(flash_pair(), whole(tokens), source, destination, max_operation_bytes=NO_LIMIT)
-    state = planned.amounts[Kind.C4_STATE]
-    assert (state.lane_rows, state.operations) == (21 * 7, 21 * 2), "rows 508..511 in one page, 512..514 in the next"
-
-
 # ------------------------------------------------------------------------------------------- how operations look
 
 
@@ -186,21 +121,6 @@ def test_runs_end_at_the_border_of_an_extent():
     assert planned.operations.length.tolist() == [3 * 4_096, 7 * 4_096] * 3, "pages 5..7, then 8..14"
 
 
-def test_extents_without_gaps_are_still_not_crossed():
-    planned = plan_gqa(gqa_pair(Layout(pages_per_extent=8, gap_bytes=0)), 160)
-    assert planned.operations.length.tolist() == [3 * 4_096, 7 * 4_096] * 3
-
-
-def test_padded_strides_are_copied_page_by_page():
-    planned = plan_gqa(gqa_pair(destination=Layout(stride_extra_bytes=64)), 160)
-    assert planned.operations.length.tolist() == [4_096] * 30
-
-
-def test_page_first_on_one_side_is_copied_page_by_page():
-    planned = plan_gqa(gqa_pair(destination=Layout(page_first=True)), 160)
-    assert planned.operations.length.tolist() == [4_096] * 30
-
-
 def test_page_first_on_both_sides_is_one_operation_for_all_layers():
     page_first = Layout(page_first=True)
     planned = plan_gqa(gqa_pair(page_first, page_first), 160)
@@ -209,25 +129,10 @@ def test_page_first_on_both_sides_is_one_operation_for_all_layers():
     assert planned.amounts[Kind.MHA_KV].lane_rows == 3 * 160 * 4
 
 
-@pytest.mark.parametrize("apart", [0, 1])
-def test_layers_that_touch_on_one_side_only_are_not_joined(apart):
-    layouts = [Layout(page_first=True), Layout(page_first=True)]
-    layouts[apart] = Layout(page_first=True, layer_gap_bytes=8)
-    planned = plan_gqa(gqa_pair(*layouts), 160)
-    assert planned.operations.length.tolist() == [4_096] * 30
-
-
 def test_page_first_joins_the_neighbours_among_the_layers_of_a_section():
     page_first = Layout(page_first=True)
     planned = plan_gqa(gqa_pair(page_first, page_first, layers=4), 32, layers=(0, 1, 3))
     assert sorted(planned.operations.length.tolist()) == [4_096] * 2 + [2 * 4_096] * 2
-
-
-def test_a_partial_page_goes_as_its_rows_only():
-    planned = plan_gqa(gqa_pair(layers=1, heads=2), 19)
-    assert planned.operations.length.tolist() == [2 * 16 * 64, 3 * 64, 3 * 64], "a full page, then three rows a head"
-    later = plan_gqa(gqa_pair(layers=1, heads=2), 32, start_token=19)
-    assert later.operations.length.tolist() == [13 * 64] * 2
 
 
 def test_long_operations_are_cut_into_equal_aligned_pieces():
@@ -245,66 +150,6 @@ def test_a_limit_below_the_alignment_still_cuts():
 
 
 # ------------------------------------------------------------------------------------------- who sends what
-
-
-def test_replicas_take_turns_by_pages_whatever_the_chunks():
-    """Four writers, one of them asked in two chunks: each logical page goes once."""
-    tokens = 256 * 10
-    source = Instance(flash(), PAGES, tp_size=4)
-    destination = Instance(flash(), PAGES, tp_size=2, base=1 << 50).with_host(Kind.C4_KV)
-    tables = flash_tables(tokens), flash_tables(tokens)
-    rows = []
-    for writer in range(4):
-        cuts = (0, 700, tokens) if writer == 1 else (0, tokens)
-        rows.append(0)
-        for start, stop in pairwise(cuts):
-            for reader in range(2):
-                planned = plan(
-                    pair(source, destination, writer=writer, reader=reader),
-                    whole(tokens, start_token=start, stop_token=stop),
-                    *tables,
-                    max_operation_bytes=NO_LIMIT,
-                )
-                rows[-1] += planned.amounts[Kind.C4_KV].lane_rows if Kind.C4_KV in planned.amounts else 0
-    assert rows == [21 * 64 * pages for pages in (STRIPE_PAGES, STRIPE_PAGES, 2, 0)]
-
-
-def test_the_host_pool_is_written_through_one_rank_of_the_node():
-    source = Instance(flash(), PAGES, tp_size=4)
-    destination = Instance(flash(), PAGES, tp_size=2, base=1 << 50).with_host(Kind.C4_KV)
-    through = {
-        (writer, reader)
-        for writer in range(4)
-        for reader in range(2)
-        if any(
-            group.component.kind is Kind.C4_KV
-            for group in pair(source, destination, writer=writer, reader=reader).groups
-        )
-    }
-    assert through == {(0, 0), (1, 1), (2, 0), (3, 1)}
-
-
-def test_window_layers_are_dealt_out_among_replicas():
-    source, destination = Instance(flash(), PAGES, tp_size=4), Instance(flash(), PAGES, base=1 << 50)
-    dealt = []
-    for writer in range(4):
-        groups = pair(source, destination, writer=writer).groups
-        dealt.append({layer for group in groups if group.component.kind is Kind.SWA_KV for layer in group.layers})
-    assert sorted(layer for layers in dealt for layer in layers) == list(range(43))
-    assert {len(layers) for layers in dealt} == {10, 11}
-
-
-def test_heads_are_cut_out_where_tensor_parallel_sizes_differ():
-    model = gqa(layers=1, heads=4)
-    source, destination = Instance(model, PAGES, tp_size=4), Instance(model, PAGES, tp_size=2, base=1 << 50)
-    tables = table(Space.FULL, [2, 3])
-    assert pair(source, destination, writer=2, reader=0).groups == ()
-    planned = plan(
-        pair(source, destination, writer=3, reader=1), whole(32), tables, tables, max_operation_bytes=NO_LIMIT
-    )
-    assert planned.operations.length.tolist() == [1_024] * 2
-    second_head = (1 << 50) + (1 << 44) + 1_024
-    assert planned.operations.destination.tolist() == [second_head + 2 * 2_048, second_head + 3 * 2_048]
 
 
 # ------------------------------------------------------------------------------------------- what is refused
@@ -372,13 +217,3 @@ def test_contradicting_sections_are_refused(changes):
 def test_an_empty_section_plans_nothing():
     planned = plan(flash_pair(), whole(512, start_token=512), {}, {}, max_operation_bytes=NO_LIMIT)
     assert (len(planned.operations), planned.amounts) == (0, {})
-
-
-def test_a_prefix_leaves_out_growing_rows_only():
-    planned = plan(
-        flash_pair(), whole(768, prefix_tokens=512), flash_tables(768), flash_tables(768), max_operation_bytes=NO_LIMIT
-    )
-    growing = {part.kind for part in flash().components if part.liveness is Liveness.GROWING}
-    rows = {kind: amount.lane_rows for kind, amount in planned.amounts.items() if kind in growing}
-    assert rows == {Kind.C4_KV: 21 * 64, Kind.C4_INDEXER: 21 * 64, Kind.C128_KV: 20 * 2}
-    assert planned.amounts[Kind.SWA_KV].lane_rows == 43 * 128

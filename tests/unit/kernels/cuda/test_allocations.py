@@ -56,12 +56,6 @@ def test_an_event_of_another_process_is_opened_on_its_own_device_alone(
     cuda_stand_in.sweep(os.getpid())
 
 
-def test_without_a_device_a_process_sees_none(cuda: cuda_stand_in.Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "device_count", lambda: 0)
-    with pytest.raises(UnsupportedError, match="it sees none"):
-        device_by_uuid(UUIDS[0])
-
-
 def test_a_driver_that_does_not_say_is_an_error_in_words(
     cuda: cuda_stand_in.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,11 +22,6 @@ def test_segments_begin_at_cache_lines_and_cover_every_byte(stretches):
         assert begin + (end - first) * 4096 >= address + length > begin + (end - first - 1) * 4096
 
 
-def test_nothing_has_no_segments():
-    nothing = np.empty(0, dtype=np.uint64)
-    assert Segments.of(nothing, nothing, 4096).count == 0
-
-
 def test_more_than_one_launch_can_number_is_refused():
     with pytest.raises(UnsupportedError, match="too many for one launch"):
         Segments.of(np.array([4096], dtype=np.uint64), np.array([1 << 45]), 4096)

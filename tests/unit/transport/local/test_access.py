@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from kvbridge.core.errors import RegistrationError
-from kvbridge.transport.local.access import DeviceAccess
+from kvbridge.transport.local.memory import DeviceAccess
 
 LIMIT_S = 10.0
 
@@ -67,15 +67,6 @@ def test_a_failure_is_kept_in_words() -> None:
     ended = threading.Event()
     access.close(then=ended.set)
     assert ended.wait(LIMIT_S)
-
-
-def test_a_defect_is_told_too() -> None:
-    def register(_):
-        raise RuntimeError
-
-    access = DeviceAccess(0x1000, 3, register, label="pool")
-    access.wait(LIMIT_S)
-    assert access.error == "RuntimeError()"
 
 
 def test_closing_meanwhile_ends_it_with_the_present_chunk() -> None:

@@ -15,7 +15,6 @@ from kvbridge.transport.local import copier as local_copier
 from kvbridge.transport.local.copier import POPULATE_STEP_BYTES, Populating, copy_transfer
 from kvbridge.transport.pump import Pump, PumpedTransfer
 from tests.contract.harness import wait
-from tests.helpers.manual_clock import ManualClock
 
 SLICE = 1 << 16
 LIMIT_S = 10.0
@@ -71,17 +70,6 @@ def test_slices_hold_as_many_operations_as_fit() -> None:
     assert (target == source).all()
 
 
-def test_operation_longer_than_a_slice_still_moves() -> None:
-    operations, source, target = blocks(2)
-    transfer = copying(operations, 1)
-    for _ in range(2):
-        transfer.push()
-        assert transfer.poll().state is TransferState.ACTIVE
-    transfer.push()
-    assert transfer.poll().state is TransferState.DONE
-    assert (target == source).all()
-
-
 def test_slices_are_bounded_by_operations_too() -> None:
     operations, _, target = blocks(local_copier.SLICE_OPERATIONS + 1, size=1)
     copying(operations).push()
@@ -109,46 +97,6 @@ def test_abort_takes_effect_before_the_next_slice_and_drops_the_mapping() -> Non
     assert "of 4" in status.error
     assert not target[SLICE:].any()
     assert seen() is None
-
-
-def test_deadline_by_the_clock_that_was_given() -> None:
-    clock = ManualClock()
-    transfer = copying(blocks(4)[0], clock=clock)
-    transfer.push()
-    clock.advance(4.9)
-    transfer.push()
-    assert transfer.poll().state is TransferState.ACTIVE
-    clock.advance(0.1)
-    transfer.push()
-    assert "deadline of 5 s" in transfer.poll().error
-
-
-def test_abort_after_the_last_byte_changes_nothing() -> None:
-    transfer = copying(blocks(1)[0])
-    transfer.push()
-    transfer.push()
-    transfer.abort("late")
-    transfer.push()
-    assert transfer.poll().state is TransferState.DONE
-
-
-def test_small_ones_do_not_wait_for_large_ones(pump: Pump, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, starts = local_copier.copy_operations, []
-
-    def recorded(source: np.ndarray, destination: np.ndarray, lengths: np.ndarray) -> None:
-        starts.append(int(source[0]))
-        original(source, destination, lengths)
-
-    monkeypatch.setattr(local_copier, "copy_operations", recorded)
-    (long, source, target), (short, short_source, _) = blocks(50), blocks(1)
-    first, second = copying(long), copying(short)
-    with pump._changed:  # both are queued before the thread takes its first slice
-        pump.add(first)
-        pump.add(second)
-    assert finish(first) is TransferState.DONE
-    assert finish(second) is TransferState.DONE
-    assert (target == source).all()
-    assert starts.index(int(short_source.ctypes.data)) <= 1
 
 
 def test_populating_keeps_the_bytes(pump: Pump) -> None:

@@ -1,8 +1,12 @@
-"""Transfers that a device makes: bounded slices, and silence only when the device has passed the last one."""
+"""Transfers that a device makes: bounded slices, and silence only when the device has passed the last one.
+
+Windows, deadlines and aborts are those of every transfer (`test_windowed.py`).
+"""
 
 from __future__ import annotations
 
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -10,8 +14,8 @@ import pytest
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import TransferState
-from kvbridge.transport.local.access import DeviceAccess
-from kvbridge.transport.local.device_copier import CopyLimits, DeviceCopier, DeviceJob, DeviceTransfer
+from kvbridge.transport.local.device_copier import CopyLimits, DeviceCopier, DeviceJob
+from kvbridge.transport.local.memory import DeviceAccess
 from kvbridge.transport.local.streams import STREAM_SLICES
 from kvbridge.transport.local.ways import Route, Way
 from tests.helpers.fake_streams import FakeStream
@@ -30,11 +34,6 @@ def keep():
     KEPT.clear()
 
 
-@pytest.fixture
-def clock() -> ManualClock:
-    return ManualClock()
-
-
 def blocks(count: int) -> tuple[Operations, np.ndarray, np.ndarray]:
     source = np.random.default_rng(0).integers(1, 256, count * SIZE, dtype=np.uint8)
     target = np.zeros_like(source)
@@ -48,16 +47,37 @@ def blocks(count: int) -> tuple[Operations, np.ndarray, np.ndarray]:
     )
 
 
-def begin(stream: FakeStream, operations: Operations, clock: ManualClock, **job: object) -> DeviceTransfer:
-    facts = {"operations": operations, "peer": "p", "deadline_s": 5.0, "keep_alive": object(), **job}
-    return DeviceTransfer(DeviceJob(**facts), stream, LIMITS, clock=clock)
+class Kept:
+    """What keeps memory mapped."""
 
 
-def test_slices_are_bounded_by_bytes_and_by_operations_and_the_stream_by_slices(clock: ManualClock) -> None:
-    stream = FakeStream()
+class World:
+    """A copier whose streams copy only when told to."""
+
+    def __init__(self, **stream: int) -> None:
+        self.streams: list[FakeStream] = []
+        self.copier = DeviceCopier(self.make, LIMITS)
+        self.clock = ManualClock()
+        self._facts = stream
+
+    @property
+    def stream(self) -> FakeStream:
+        return self.streams[0]
+
+    def make(self, route: Route) -> FakeStream:
+        self.streams.append(FakeStream(route, **self._facts))
+        return self.streams[-1]
+
+    def begin(self, operations: Operations, route: Route = ROUTE, deadline_s: float = 5.0, **job: object):
+        return self.copier.begin(route, DeviceJob(operations, "p", deadline_s, **job), clock=self.clock)
+
+
+def test_slices_are_bounded_by_bytes_and_by_operations_and_the_stream_by_slices() -> None:
+    world = World()
     operations, source, target = blocks(100)
-    transfer = begin(stream, operations, clock)
+    transfer = world.begin(operations)
     assert transfer.poll().state is TransferState.ACTIVE
+    stream = world.stream
     assert [len(part) for part in stream.started] == [4] * STREAM_SLICES
     stream.run(1)
     transfer.poll()
@@ -66,226 +86,185 @@ def test_slices_are_bounded_by_bytes_and_by_operations_and_the_stream_by_slices(
         stream.run()
     assert transfer.poll().state is TransferState.DONE
     assert (target == source).all()
-    assert stream.slices == stream.transfers == stream.marks == 0
-    assert transfer.keep_alive is None
-    narrow = FakeStream(slice_operations=3)
-    begin(narrow, operations, clock).poll()
-    assert {len(part) for part in narrow.started} == {3}
-    prompt = FakeStream(slice_operations=3, first_operations=1)
-    begin(prompt, operations, clock).poll()
-    assert [len(part) for part in prompt.started] == [1, 3, 3, 3], "few first, so that the device begins at once"
+    assert stream.marks == 0
+    prompt = World(slice_operations=3, first_operations=1)
+    prompt.begin(operations).poll()
+    assert [len(part) for part in prompt.stream.started] == [1, 3, 3, 3], "few first, so that the device begins at once"
 
 
-def test_an_operation_longer_than_a_slice_is_a_slice(clock: ManualClock) -> None:
-    stream = FakeStream()
+def test_an_operation_longer_than_a_slice_is_a_slice() -> None:
+    world = World()
     operations, source, target = blocks(10)
     one = Operations(operations.source[:1], operations.destination[:1], np.array([10 * SIZE], dtype=np.uint64))
-    transfer = begin(stream, one, clock)
+    transfer = world.begin(one)
     transfer.poll()
-    stream.run()
+    world.stream.run()
     assert transfer.poll().state is TransferState.DONE
     assert (target == source).all()
 
 
-def test_transfers_share_a_stream(clock: ManualClock) -> None:
-    stream = FakeStream()
-    first, second = (begin(stream, blocks(100)[0], clock) for _ in range(2))
-    first.poll()
-    second.poll()
-    assert len(stream.started) == STREAM_SLICES
-    assert (len(first._slices), len(second._slices)) == (STREAM_SLICES // 2, STREAM_SLICES // 2)
+def test_transfers_share_a_stream() -> None:
+    world = World()
+    for transfer in [world.begin(blocks(100)[0]) for _ in range(2)]:
+        transfer.poll()
+        assert transfer.progress[1] == 4 * STREAM_SLICES // 2
+    assert len(world.stream.started) == STREAM_SLICES
 
 
-def test_abort_starts_nothing_further_and_is_quiet_when_the_device_is(clock: ManualClock) -> None:
-    stream = FakeStream()
+def test_abort_starts_nothing_further_and_memory_is_kept_until_the_device_is_quiet() -> None:
+    world, kept = World(), Kept()
+    seen = weakref.ref(kept)
     operations, _, target = blocks(100)
-    transfer = begin(stream, operations, clock)
+    transfer = world.begin(operations, keep_alive=kept)
+    del kept
     transfer.poll()
     transfer.abort("first")
-    transfer.abort("second")
     assert transfer.poll().state is TransferState.ACTIVE  # the device may still read the source
-    stream.run(STREAM_SLICES - 1)
+    world.stream.run(STREAM_SLICES - 1)
     assert transfer.poll().state is TransferState.ACTIVE
-    assert transfer.keep_alive is not None
-    stream.run()
+    assert seen() is not None
+    world.stream.run()
     status = transfer.poll()
-    assert status.state is TransferState.FAILED_QUIET
-    assert f"aborted: first ({4 * STREAM_SLICES} of 100" in status.error
-    assert len(stream.started) == STREAM_SLICES
+    assert (status.state, status.in_transit) == (TransferState.FAILED_QUIET, False)
+    assert "aborted: first (0 of 100" in status.error
+    assert len(world.stream.started) == STREAM_SLICES
     assert not target[STREAM_SLICES * 4 * SIZE :].any()
-    assert transfer.keep_alive is None
+    assert seen() is None
 
 
-def test_abort_after_the_last_byte_changes_nothing(clock: ManualClock) -> None:
-    stream = FakeStream()
-    transfer = begin(stream, blocks(4)[0], clock)
-    transfer.poll()
-    transfer.abort("late")
-    stream.run()
-    assert transfer.poll().state is TransferState.DONE
-
-
-def test_deadline_by_the_clock_that_was_given(clock: ManualClock) -> None:
-    stream = FakeStream()
-    transfer = begin(stream, blocks(100)[0], clock)
-    transfer.poll()
-    clock.advance(5.0)
-    assert transfer.poll().state is TransferState.ACTIVE
-    stream.run()
-    status = transfer.poll()
-    assert status.state is TransferState.FAILED_QUIET
-    assert "deadline of 5 s" in status.error
-
-
-def test_a_device_that_does_not_finish_is_not_quiet_and_keeps_its_memory(clock: ManualClock) -> None:
-    stream = FakeStream()
-    transfer = begin(stream, blocks(100)[0], clock)
+def test_a_device_that_does_not_finish_is_not_quiet_and_keeps_its_memory() -> None:
+    world, kept = World(), Kept()
+    seen = weakref.ref(kept)
+    transfer = world.begin(blocks(100)[0], keep_alive=kept)
+    del kept
     transfer.poll()
     transfer.abort("enough")
-    transfer.poll()
-    clock.advance(2.0)
+    world.clock.advance(2.0)
     status = transfer.poll()
     assert status.state is TransferState.FAILED_NOT_QUIET
-    assert transfer.keep_alive is not None
-    assert not transfer.drained()
-    stream.run()
-    assert transfer.drained()
-    assert transfer.keep_alive is None
+    another = world.begin(blocks(4)[0])
+    another.poll()
+    assert seen() is not None
+    assert len(world.stream.started) == STREAM_SLICES, "what may be on its way counts"
+    world.stream.run()
+    world.begin(blocks(4)[0])
+    assert seen() is None
+    another.poll()
+    assert len(world.stream.started) == STREAM_SLICES + 1
     assert transfer.poll() == status
 
 
-def test_a_device_that_has_failed_is_not_quiet_at_once(clock: ManualClock) -> None:
-    stream = FakeStream()
-    transfer = begin(stream, blocks(100)[0], clock)
+def test_a_device_that_has_failed_is_not_quiet_at_once() -> None:
+    world = World()
+    transfer = world.begin(blocks(100)[0])
     transfer.poll()
-    stream.broken = True
+    world.stream.broken = True
     status = transfer.poll()
     assert status.state is TransferState.FAILED_NOT_QUIET
     assert "illegal memory access" in status.error
-    assert not transfer.drained()
 
 
-def test_a_slice_that_was_refused_is_waited_for(clock: ManualClock) -> None:
-    """Of a batch that an engine refuses, a part may have been taken."""
-    stream = FakeStream()
-    transfer = begin(stream, blocks(100)[0], clock)
-    stream.run()
-    stream.refusals.append("no such way")
+def test_a_device_that_fails_over_a_slice_is_not_quiet() -> None:
+    world = World()
+    transfer = world.begin(blocks(100)[0])
+    world.stream.broken = True
     transfer.poll()
-    assert stream.slices == 1
-    assert transfer.poll().state is TransferState.FAILED_QUIET
-    assert "no such way (0 of 100" in transfer.poll().error
-    again = begin(stream, blocks(100)[0], clock)
-    again.poll()
-    stream.refusals.append("only now")
-    stream.run(1)
-    again.poll()
-    assert again.poll().state is TransferState.ACTIVE
-    stream.run()
-    status = again.poll()
+    status = transfer.poll()
+    assert status.state is TransferState.FAILED_NOT_QUIET
+    assert "illegal memory access" in status.error
+
+
+def test_a_slice_that_was_refused_is_waited_for_and_not_confirmed() -> None:
+    """Of a batch that an engine refuses, a part may have been taken."""
+    world = World()
+    transfer = world.begin(blocks(100)[0])
+    transfer.poll()
+    world.stream.refusals.append("only now")
+    world.stream.run(1)
+    transfer.poll()
+    assert transfer.poll().state is TransferState.ACTIVE
+    world.stream.run()
+    status = transfer.poll()
     assert status.state is TransferState.FAILED_QUIET
-    assert f"only now ({4 * STREAM_SLICES} of 100" in status.error
+    assert "only now" in status.error
+    assert sorted(index for part in status.unconfirmed for index in range(100)[part]) == [*range(16, 100)]
 
 
-def test_nothing_is_started_before_the_memory_is_registered(clock: ManualClock) -> None:
-    gate = threading.Event()
+def test_nothing_is_started_before_the_memory_is_registered() -> None:
+    gate, world = threading.Event(), World()
 
     def register(_: object):
         assert gate.wait(10)
         return lambda: None
 
     access = DeviceAccess(1, 2, register, label="pool")
-    stream = FakeStream()
-    transfer = begin(stream, blocks(4)[0], clock, accesses=[access], deadline_s=50.0)
-    late = begin(stream, blocks(4)[0], clock, accesses=[access])
+    transfer = world.begin(blocks(4)[0], accesses=[access], deadline_s=50.0)
+    late = world.begin(blocks(4)[0], accesses=[access])
     assert transfer.poll().state is TransferState.ACTIVE
-    assert not stream.started
-    clock.advance(5.0)
+    assert not world.stream.started
+    world.clock.advance(5.0)
     status = late.poll()
     assert status.state is TransferState.FAILED_QUIET
     assert "while it waited for <DeviceAccess to pool: 0 of 2 bytes, being registered>" in status.error
     gate.set()
     access.wait(10)
     transfer.poll()
-    stream.run()
+    world.stream.run()
     assert transfer.poll().state is TransferState.DONE
 
 
-def test_memory_that_cannot_be_registered_fails_the_transfer(clock: ManualClock) -> None:
+def test_memory_that_cannot_be_registered_fails_the_transfer() -> None:
     def register(_: object):
         raise TransportError("raise the memlock limit")
 
     access = DeviceAccess(1, 2, register, label="pool")
     access.wait(10)
-    status = begin(FakeStream(), blocks(4)[0], clock, accesses=[access]).poll()
+    status = World().begin(blocks(4)[0], accesses=[access]).poll()
     assert status.state is TransferState.FAILED_QUIET
     assert "raise the memlock limit" in status.error
 
 
-class World:
-    """A copier whose streams copy only when told to."""
-
-    def __init__(self) -> None:
-        self.streams: list[FakeStream] = []
-        self.copier = DeviceCopier(self.make, LIMITS)
-
-    def make(self, route: Route) -> FakeStream:
-        self.streams.append(FakeStream(route))
-        return self.streams[-1]
-
-    def begin(self, clock: ManualClock, count: int = 4, route: Route = ROUTE):
-        job = DeviceJob(blocks(count)[0], "p", 5.0)
-        return self.copier.begin(route, job, clock=clock)
-
-
-def test_one_stream_a_route_made_once(clock: ManualClock) -> None:
+def test_one_stream_a_route_made_once() -> None:
     world = World()
     other = Route(Way.ENGINES, 0)
     world.copier.prepare([ROUTE, other])
-    world.begin(clock)
-    world.begin(clock, route=other)
+    for route in (ROUTE, other):
+        world.begin(blocks(4)[0], route)
     assert [stream.route for stream in world.streams] == [ROUTE, other]
 
 
-def test_closing_waits_for_what_was_started_and_ends_the_rest(clock: ManualClock) -> None:
+def test_closing_waits_for_what_was_started_and_ends_the_rest() -> None:
     world = World()
-    transfer = world.begin(clock, 100)
+    transfer = world.begin(blocks(100)[0])
     transfer.poll()
-    world.streams[0].at_once = True
+    world.stream.at_once = True
     world.copier.close(timeout_s=10.0)
     assert transfer.poll().state is TransferState.FAILED_QUIET
     assert "closed" in transfer.poll().error
-    assert world.streams[0].closed
+    assert world.stream.closed
     world.copier.close(timeout_s=10.0)
 
 
-def test_closing_says_so_when_a_device_does_not_finish(clock: ManualClock) -> None:
+def test_closing_says_so_when_a_device_does_not_finish() -> None:
+    """Also what a transfer had started that has ended without being quiet."""
     world = World()
-    transfer = world.begin(clock, 100)
-    transfer.poll()
-    with pytest.raises(TransportError, match="before this process has ended"):
-        world.copier.close(timeout_s=0.01)
-    assert not world.streams[0].closed
-    world.streams[0].run()
-    world.copier.close(timeout_s=10.0)
-    assert world.streams[0].closed
-
-
-def test_closing_does_not_forget_a_transfer_that_was_not_quiet(clock: ManualClock) -> None:
-    world = World()
-    transfer = world.begin(clock, 100)
+    transfer = world.begin(blocks(100)[0])
     transfer.poll()
     transfer.abort("enough")
-    clock.advance(2.0)
+    world.clock.advance(2.0)
     assert transfer.poll().state is TransferState.FAILED_NOT_QUIET
-    world.begin(clock)  # which forgets those that have ended
-    with pytest.raises(TransportError, match="1 transfers"):
+    world.begin(blocks(4)[0])  # which forgets those that have ended
+    with pytest.raises(TransportError, match=r"what \d transfers had started.* before this process has ended"):
         world.copier.close(timeout_s=0.01)
+    assert not world.stream.closed
+    world.stream.run()
+    world.copier.close(timeout_s=10.0)
+    assert world.stream.closed
 
 
-def test_closing_does_not_wait_for_a_device_that_has_failed(clock: ManualClock) -> None:
+def test_closing_does_not_wait_for_a_device_that_has_failed() -> None:
     world = World()
-    world.begin(clock, 100).poll()
-    world.streams[0].broken = True
+    world.begin(blocks(100)[0]).poll()
+    world.stream.broken = True
     with pytest.raises(TransportError, match="illegal memory access"):
         world.copier.close(timeout_s=1000.0)

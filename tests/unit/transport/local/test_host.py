@@ -11,7 +11,6 @@ import pytest
 from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.wire.shared_memory import FileOrigin
 from kvbridge.pool.memory.extent import Extent
-from kvbridge.transport.local.files import MappedFiles
 from kvbridge.transport.local.host import (
     FileIdentity,
     HostClaim,
@@ -21,6 +20,7 @@ from kvbridge.transport.local.host import (
     shared_file,
 )
 from kvbridge.transport.local.memory import ReachableExtents
+from kvbridge.transport.local.peer import MappedFiles
 
 
 @pytest.fixture

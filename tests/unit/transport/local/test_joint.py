@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvbridge.transport.base import Transfer, TransferState, TransferStatus
-from kvbridge.transport.local.joint import JointTransfer
+from kvbridge.transport.local.ways import JointTransfer
 
 ACTIVE, DONE = TransferStatus(TransferState.ACTIVE), TransferStatus(TransferState.DONE)
 QUIET = TransferStatus(TransferState.FAILED_QUIET, "the cause", in_transit=True)

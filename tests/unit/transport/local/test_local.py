@@ -106,18 +106,6 @@ def test_device_memory_without_a_device_is_refused(writer, monkeypatch) -> None:
         writer.register([Extent(address=4096, length_bytes=4096, kind=MemoryKind.VRAM)])
 
 
-def test_longest_operation_is_the_slice(reader, writer, tmp_path: Path) -> None:
-    small = LocalTransport(LocalSettings(slice_bytes=65536))
-    buffer = SharedBuffer(tmp_path / "pool", SIZE)
-    reader.register([buffer.memory()])
-    small.register([buffer.memory()])
-    peer = connect(small, reader.endpoint())
-    assert small.max_operation_bytes == 65536
-    with pytest.raises(InvalidInputError, match="cut it first"):
-        small.submit(peer, one(buffer.address, buffer.address + 131072, 65537), deadline_s=5.0)
-    small.close()
-
-
 def test_an_endpoint_is_revoked_once_nobody_has_it_mapped(writer, tmp_path: Path) -> None:
     buffer, source = SharedBuffer(tmp_path / "pool", SIZE), np.full(4096, 9, np.uint8)
     writer.register([private(source)])

@@ -25,9 +25,8 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.allocations import Allocation
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import TransferState
-from kvbridge.transport.local import allocations as local_allocations
-from kvbridge.transport.local import files as local_files
 from kvbridge.transport.local import own as local_own
+from kvbridge.transport.local import peer as local_peer
 from kvbridge.transport.local import transport as local
 from kvbridge.transport.local.transport import LocalTransport
 from kvbridge.transport.local.ways import Route, Way
@@ -119,10 +118,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
         return seen.streams[route]
 
     monkeypatch.setattr(runtime, "reason_without_device", lambda: "")
-    monkeypatch.setattr(local_allocations, "OpenedAllocation", open_it)
-    monkeypatch.setattr(local_allocations, "allocation_of", lambda device, at: Allocation(at, lengths[at]))
-    monkeypatch.setattr(local_allocations, "_require_reach", reach)
-    monkeypatch.setattr(local_files, "HostRegistration", Registration)
+    monkeypatch.setattr(local_peer, "OpenedAllocation", open_it)
+    monkeypatch.setattr(local_peer, "allocation_of", lambda device, at: Allocation(at, lengths[at]))
+    monkeypatch.setattr(local_peer, "_require_reach", reach)
+    monkeypatch.setattr(local_peer, "HostRegistration", Registration)
     monkeypatch.setattr(
         local_own.runtime, "register_host", lambda address, length, **_: seen.registered.append(address)
     )
@@ -221,7 +220,7 @@ def test_nothing_goes_to_host_memory_before_the_device_may_write_there(
         def close(self) -> None:
             pass
 
-    monkeypatch.setattr(local_files, "HostRegistration", Registration)
+    monkeypatch.setattr(local_peer, "HostRegistration", Registration)
     writer, reader = make(registration_wait_s=0.01), make()
     writer.register([source.memory()])
     reader.register([pool.memory()])
@@ -333,7 +332,7 @@ def test_a_submission_of_which_a_part_cannot_be_made_leaves_nothing_behind(
     with pytest.raises(TransportError, match="no more today"):
         writer.submit(peer, operations(*rows), deadline_s=5.0)
     assert not target.bytes.any()
-    assert {stream.transfers for stream in world.streams.values()} == {0}
+    assert {window.transfers for window in writer._devices._windows.values()} == {0}
     writer.disconnect(peer)
     eventually("the peer's memory is let go", lambda: world.closed == 1)
 

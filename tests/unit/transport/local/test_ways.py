@@ -31,25 +31,6 @@ def routes(*rows: tuple[int, int, int, int, int], base: int = BASE) -> dict[Rout
     return {route: indices.tolist() for route, indices in found.items()}
 
 
-def test_by_length_and_by_link() -> None:
-    assert routes(
-        (BASE, 0, BASE, HOST, BELOW),
-        (BASE, 0, BASE, HOST, BELOW - 1),
-        (BASE, 0, BASE, 0, BELOW),
-        (BASE, 0, BASE, 0, 1),
-        (BASE, HOST, BASE, HOST, BELOW),
-        (BASE, HOST, BASE, 3, BELOW),
-        (BASE, 0, BASE, HOST, 10 * BELOW),
-    ) == {
-        Route(Way.ENGINES, 0, over_host_link=True): [0, 6],
-        Route(Way.KERNEL, 0, over_host_link=True): [1],
-        Route(Way.ENGINES, 0): [2],
-        Route(Way.KERNEL, 0): [3],
-        Route(Way.PROCESSOR): [4],
-        Route(Way.ENGINES, 3, over_host_link=True): [5],
-    }
-
-
 def test_what_crosses_a_registration_goes_to_the_kernel() -> None:
     engines, kernel = Route(Way.ENGINES, 0, over_host_link=True), Route(Way.KERNEL, 0, over_host_link=True)
     edge = BASE + CHUNK
@@ -67,10 +48,6 @@ def test_the_only_route_is_the_one_that_each_takes(source: int, target: int, len
     if route is not None:
         each = [(BASE, source, BASE, target, length) for length in lengths]
         assert routes(*each) == {route: list(range(len(lengths)))}
-
-
-def test_nothing_takes_no_way() -> None:
-    assert routes() == {}
 
 
 @given(
