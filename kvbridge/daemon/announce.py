@@ -1,7 +1,4 @@
-"""How others find a daemon: its entry in the directory.
-
-Owns: that entry, and the loop of heartbeats. Must not know: rooms.
-"""
+"""How others find a daemon: its entry in the directory."""
 
 from __future__ import annotations
 
@@ -104,11 +101,6 @@ class Announcer:
                 async with asyncio.timeout(self._interval_s - self._pause_s):
                     await self._changed.wait()
             self._changed.clear()
-
-    def register_again(self) -> None:
-        """What the registration says has changed: tell the directory at once."""
-        self._outdated = True
-        self._changed.set()
 
     def changed(self) -> None:
         """The daemon became ready, or stopped being it: do not wait for the next interval."""

@@ -305,7 +305,7 @@ class RankWorker:
         if known is not None and known.ranks == message.ranks:
             self._failover.tell(name, known)
         else:
-            self._peers.begin(name, message.ranks, fails_over=message.fails_over)
+            self._peers.begin(name, message.ranks)
 
     def _disconnect(self, name: str) -> None:
         """End the orders that go to a peer, and let go of it when they have ended."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.core.errors import UnauthorizedError
-from kvbridge.node.handshake.names import ClaimedName, check_name
+from kvbridge.node.handshake.introduction import ClaimedName, check_name
 
 OLD, NEW = "old key", "new key"
 KNOWN = [ClaimedName("decode-0", "node-0", OLD)]
