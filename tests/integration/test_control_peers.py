@@ -15,8 +15,6 @@ import msgpack
 import pytest
 import pytest_asyncio
 import zmq
-from structlog.testing import capture_logs
-
 
 from kvbridge.control.keys import generate_keys
 from kvbridge.control.link import PeerCallbacks, PeerSettings
@@ -29,7 +27,6 @@ from kvbridge.core.errors import (
     ConflictError,
     InvalidInputError,
     NotFoundError,
-    UnauthorizedError,
 )
 from kvbridge.core.wire.codec import MAX_FRAME_BYTES, NOTHING, PEER, Acks, Envelope
 from kvbridge.core.wire.delivery import DeliverySettings
@@ -447,14 +444,6 @@ async def test_the_unauthenticated_are_refused_and_counted(stage, who):
     await at_client.until(lambda: at_client.refused)
     assert set(at_server.refused) == {"unauthenticated"}
     assert at_server.messages == []
-
-
-
-
-
-
-
-
 
 
 async def test_a_client_with_keys_wants_to_know_its_server(stage):

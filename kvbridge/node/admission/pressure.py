@@ -36,7 +36,8 @@ class _Rate:
         if self._begun_s is None or now_s <= self._begun_s or not self._weighted:
             return 0.0
         measured_s = WINDOW_S * -math.expm1((self._begun_s - now_s) / WINDOW_S)
-        return count * measured_s / (self._weighted * math.exp((self._at_s - now_s) / WINDOW_S))
+        weighted = self._weighted * math.exp((self._at_s - now_s) / WINDOW_S)
+        return count * measured_s / weighted if weighted else math.inf
 
 
 class ReleaseRates:

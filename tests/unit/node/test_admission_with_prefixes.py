@@ -6,16 +6,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping
 
-import numpy as np
 import pytest
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.config.admission import AdmissionConfig
-from kvbridge.core.errors import CapacityError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.admission.pressure import Reservation
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.tier.index import PrefixIndex
@@ -64,9 +61,6 @@ class Rooms:
     @property
     def in_use(self) -> Mapping[str, int]:
         return Counter({"": len(self.got)})
-
-    def not_begun(self, client: str | None = None) -> list[Reservation]:
-        return []
 
     def commit(self, room: int) -> None:
         got = self.got[room]
@@ -127,29 +121,12 @@ def bench():
     bench.cache.check_integrity()
 
 
-async def test_a_pool_full_of_what_nobody_reads_admits_is_ready_and_expects_all_of_it(bench):
-    bench.warm()
-    bench.admission.tick()
-    bench.clock.advance(60.0)
-    bench.admission.tick()
-    assert (bench.admission.problem(), bench.admission.starved_s()) == ("", 0.0)
-    assert bench.admission.expected_free(1.0) == {FULL: PAGES}
-    assert bench.now(1, "b", 5).own[FULL].size == 5
-    assert bench.admission.expected_free(1.0) == {FULL: PAGES - 5}
-    bench.now(2, "a", 3)
-    assert bench.book.available_pages() == {FULL: 0}
-    with pytest.raises(CapacityError) as caught:
-        bench.now(3, "c", 2)
-    assert caught.value.lacking == {FULL: 2}
-
-
 async def test_what_is_read_is_waited_for_and_the_end_of_its_last_reader_wakes_the_queue(bench):
     bench.warm(pages=6)
     for room in (1, 2):
         assert bench.now(room, "a", 6).prefix_pages == 6
     waiting = await bench.waits(3, "b", 4)
     assert (waiting.done(), bench.admission.waiting) == (False, 1)
-    assert bench.admission.expected_free(1.0) == {FULL: 2}
     bench.rooms.end(1)
     await turn()
     assert not waiting.done(), "somebody reads them still"
@@ -184,19 +161,6 @@ async def test_a_host_that_is_full_keeps_nobody_waiting_and_the_end_of_a_backup_
     bench.cache.check_integrity()
 
 
-async def test_the_end_of_readers_is_what_retry_after_goes_by(bench):
-    bench.warm()
-    for room in range(1, 5):
-        bench.now(room, "a", PAGES)
-        bench.clock.advance(2.0)
-        bench.rooms.end(room)
-    bench.now(5, "a", PAGES)
-    with pytest.raises(CapacityError) as caught:
-        bench.now(20, "b", PAGES)
-    assert caught.value.lacking == {FULL: PAGES}
-    assert 1.0 <= caught.value.retry_after_s <= 3.0
-
-
 async def test_a_prefix_that_is_gone_when_the_turn_comes_is_not_counted_on(bench):
     bench.warm(pages=4)
     bench.now(1, "a", 4)
@@ -209,28 +173,3 @@ async def test_a_prefix_that_is_gone_when_the_turn_comes_is_not_counted_on(bench
     bench.rooms.end(1)
     await asyncio.wait_for(waiting, 20)
     assert (bench.rooms.got[3].prefix_pages, bench.rooms.got[3].own[FULL].size) == (0, 6)
-
-
-async def test_a_prefix_that_has_come_while_a_request_waited_is_used_when_its_turn_comes(bench):
-    bench.now(1, "a", 4)
-    bench.now(2, "b", 4)
-    waiting = await bench.waits(3, "a", 6)
-    bench.rooms.commit(1)
-    bench.rooms.end(1)
-    bench.rooms.end(2)
-    await asyncio.wait_for(waiting, 20)
-    assert (bench.rooms.got[3].prefix_pages, bench.rooms.got[3].own[FULL].size) == (4, 2)
-
-
-async def test_those_who_wait_pin_nothing(bench):
-    bench.warm(pages=4)
-    bench.now(1, "b", 4)
-    waiting = [await bench.waits(2, "a", 8), await bench.waits(3, "a", 6)]
-    assert bench.book.available_pages() == {FULL: 4}
-    pages = bench.cache.evict({FULL: 4})
-    bench.book.uncache(pages)
-    assert np.sort(pages[FULL]).size == 4
-    for task in waiting:
-        task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
-    assert bench.admission.waiting == 0

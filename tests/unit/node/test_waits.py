@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 
 from kvbridge.api.rooms import AdmissionRequest, RoomQuery, RoomReport
-from kvbridge.core.errors import ConflictError
 from kvbridge.core.ids import IndexSpace, PageTable
-from kvbridge.core.session.receiver import ReceiverState
-from kvbridge.core.session.sender import SenderState
-from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.messages import Abort, Done, Drained, Offer, to_wire
+from kvbridge.core.wire.messages import Abort, Done, Offer, to_wire
 from kvbridge.telemetry.events import RoomEntered
 from tests.helpers.rooms import ADDRESS, DECODE, PAGE, PREFILL, R0, ReceiverBench, SenderBench, full_amounts
 
@@ -80,18 +75,6 @@ def test_decode_says_what_it_waits_for_from_its_admission_to_its_end() -> None:
     assert (report.peers, report.pages) == ((name,), {}), "a receipt still says who it came from"
 
 
-def test_decode_says_whose_proof_it_waits_for() -> None:
-    bench = ReceiverBench()
-    bench.nodes.know()
-    admit(bench)
-    (name,) = bench.service.book.report(1).peers
-    bench.service.driver.stop(bench.service.book.get(1), "no")
-    assert told(bench) == ("aborting", f"prefill nodes {name} to prove that they write nothing more")
-    bench.service.peers.hear(PREFILL, Drained(room=1, generation=1, in_transit=True))
-    assert told(bench) == ("aborting", "its writers to be shut out")
-    assert bench.service.book.report(1).quarantine == "writer_being_shut_out"
-
-
 def test_the_present_wait_counts_down() -> None:
     bench = SenderBench()
     admit(bench, begin_within_s=30.0)
@@ -99,30 +82,6 @@ def test_the_present_wait_counts_down() -> None:
     bench.clock.advance(10)
     after = bench.service.book.report(1)
     assert (before.expires_in_s, after.expires_in_s, after.limit) == (30.0, 20.0, "begin_within_s")
-
-
-@pytest.mark.parametrize("begun", [False, True])
-def test_a_reason_names_no_state_that_users_cannot_know(begun: bool) -> None:
-    bench = SenderBench()
-    offered(bench)
-    if begun:
-        bench.verbs.begin("engine", bench.ranks, 1, prompt_tokens=TOKENS, tables={})
-    bench.clock.advance(1_000)
-    bench.tick()
-    report = bench.service.book.report(1)
-    internal = {state.value for kind in (SenderState, ReceiverState) for state in kind} - set(RoomState)
-    assert report.reason
-    assert not [word for word in internal if word in report.reason]
-    if begun:
-        assert "waited too long for the prefill engine to publish and finish it (0 of" in report.reason
-        assert "(limit: timeouts.room_s)" in report.reason
-
-
-def test_a_conflict_names_the_state_that_users_see() -> None:
-    bench = SenderBench()
-    offered(bench)
-    with pytest.raises(ConflictError, match="state 'offered'"):
-        admit(bench)
 
 
 def test_rooms_are_listed_by_state_client_and_peer() -> None:
