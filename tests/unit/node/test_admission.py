@@ -25,8 +25,12 @@ from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.states import RoomState
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.telemetry.context import REQUEST_ID
+from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.prefix_cache import PrefixCache
+from kvbridge.tier.readers import Admitted
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import RecordedEvents
 
@@ -96,10 +100,10 @@ class Rooms:
 
 
 class Bench:
-    def __init__(self, **limits: object) -> None:
+    def __init__(self, book: PageBook | None = None, rooms: Rooms | None = None, **limits: object) -> None:
         self.clock = ManualClock(100.0)
-        self.book = PageBook({FULL: PAGES})
-        self.rooms = Rooms(self.book)
+        self.book = book or PageBook({FULL: PAGES})
+        self.rooms = rooms or Rooms(self.book)
         self.events = RecordedEvents()
         self.admission = AdmissionController(
             self.rooms,
@@ -514,3 +518,113 @@ async def test_a_room_that_waited_is_its_own_callers_when_somebody_elses_pages_c
     await waiting
     REQUEST_ID.reset(bound)
     assert seen == 2 * ["of-the-one-that-waits"], "when it came, and when there was room"
+
+
+# ------------------------------------------------------------------------------------------- prefixes that stay
+
+
+def prompt(name: str, pages: int) -> Keys:
+    return Keys.of([f"{name} {page}".encode().ljust(16) for page in range(pages)])
+
+
+class SharingRooms(Rooms):
+    """A client's name is the prompt of its rooms."""
+
+    def __init__(self, book: PageBook, cache: PrefixCache) -> None:
+        super().__init__(book)
+        self.cache = cache
+        self.got: dict[int, Admitted] = {}
+
+    def admit(self, request: AdmissionRequest, **_: object) -> RoomReport:
+        pages, room = request.prompt_tokens, request.room or 1_000
+        keys = prompt(request.client, pages)
+        self.got[room] = self.cache.admit(Owner(room, 1), keys, lambda shared: {FULL: pages - shared[FULL]})
+        self.clients[room] = request.client
+        self.used[request.client] += 1
+        return self.report(room)
+
+    def commit(self, room: int) -> None:
+        got = self.got[room]
+        pages = got.prefix_pages + len(got.own[FULL])
+        self.cache.keep(Owner(room, 1), prompt(self.clients[room], pages), got.prefix_pages, got.own)
+
+    def end(self, room: int) -> None:
+        self.cache.let_go(Owner(room, 1))
+        super().end(room)
+
+
+class SharingBench(Bench):
+    def __init__(self, *, twins: int = 0, **limits: object) -> None:
+        book = PageBook({FULL: PAGES} | ({IndexSpace.FULL_TWIN: twins} if twins else {}))
+        index = PrefixIndex((FULL,), PAGES + twins, has_twins=bool(twins))
+        self.cache = PrefixCache(book, index)
+        super().__init__(book, SharingRooms(book, self.cache), **limits)
+
+    def warm(self, name: str = "a", pages: int = PAGES) -> None:
+        """Fill the pool with a prompt that nobody reads."""
+        self.now(900, pages, name)
+        self.rooms.commit(900)
+        self.rooms.end(900)
+        assert self.book.counts()[FULL][PageState.CACHED] == pages
+
+
+@pytest.fixture
+def sharing():
+    bench = SharingBench(unready_after_s=30.0)
+    yield bench
+    bench.cache.check_integrity()
+
+
+async def test_what_is_read_is_waited_for_and_the_end_of_its_last_reader_wakes_the_queue(sharing):
+    sharing.warm(pages=6)
+    for room in (1, 2):
+        sharing.now(room, 6, "a")
+        assert sharing.rooms.got[room].prefix_pages == 6
+    waiting = await sharing.waits(3, 4, "b")
+    assert (waiting.done(), sharing.admission.waiting) == (False, 1)
+    sharing.rooms.end(1)
+    await turn()
+    assert not waiting.done(), "somebody reads them still"
+    sharing.rooms.end(2)
+    assert (await asyncio.wait_for(waiting, 20)).room == 3
+    assert sharing.rooms.got[3].own[FULL].size == 4
+    assert sharing.book.available_pages() == {FULL: PAGES - 4}
+
+
+async def test_a_pool_full_of_what_is_read_starves_and_says_so_until_a_reader_ends(sharing):
+    sharing.warm()
+    sharing.now(1, PAGES, "a")
+    sharing.admission.tick()
+    sharing.clock.advance(31.0)
+    assert "space 'full' has no available page of 8 (8 cached and read)" in sharing.admission.problem()
+    sharing.rooms.end(1)
+    assert (sharing.admission.problem(), sharing.admission.starved_s()) == ("", 0.0), "at once, without a tick"
+
+
+async def test_a_host_that_is_full_keeps_nobody_waiting_and_the_end_of_a_backup_wakes_those_who_wait():
+    bench = SharingBench(twins=2, unready_after_s=30.0)
+    bench.warm()
+    backup = bench.cache.twins.start_backup(Owner(NO_ROOM, 1), prompt("a", 2), at_most=2)
+    bench.admission.tick()
+    bench.clock.advance(60.0)
+    bench.admission.tick()
+    assert (bench.book.available_pages()[IndexSpace.FULL_TWIN], bench.admission.problem()) == (0, "")
+    waiting = await bench.waits(1, PAGES, "b")
+    assert not waiting.done(), "two pages are being copied"
+    bench.cache.twins.end_backup(backup, done=True)
+    assert (await asyncio.wait_for(waiting, 20)).room == 1
+    bench.cache.check_integrity()
+
+
+async def test_a_prefix_that_is_gone_when_the_turn_comes_is_not_counted_on(sharing):
+    sharing.warm(pages=4)
+    sharing.now(1, 4, "a")
+    sharing.now(2, 4, "b")
+    waiting = await sharing.waits(3, 6, "a")
+    sharing.cache.drop()
+    sharing.rooms.end(2)
+    await turn()
+    assert not waiting.done(), "two pages beside its prefix would be there, but that is gone"
+    sharing.rooms.end(1)
+    await asyncio.wait_for(waiting, 20)
+    assert (sharing.rooms.got[3].prefix_pages, sharing.rooms.got[3].own[FULL].size) == (0, 6)

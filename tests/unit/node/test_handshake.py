@@ -13,6 +13,7 @@ from kvbridge.core.errors import (
     FingerprintMismatchError,
     InvalidInputError,
     PeerError,
+    UnauthorizedError,
 )
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
@@ -34,7 +35,7 @@ from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, Path
 from kvbridge.node.handshake import inspections, prefill_nodes
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.handshake.inspections import Inspections
-from kvbridge.node.handshake.introduction import Self
+from kvbridge.node.handshake.introduction import ClaimedName, Self, check_name
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.telemetry.events import PeerAccepted, PeerFact, PeerLost, PeerRejected
 from kvbridge.telemetry.path_events import PathLost, PathsFound
@@ -691,3 +692,31 @@ def test_what_reaches_a_decode_node_is_shown_as_it_changes():
     assert found == PathsFound(peer=DECODE, rank=R0, transports=("local",), standby=("nixl",))
     assert fact == PathLost(peer=DECODE, rank=R0, transport="local", transports=("nixl",), reason="cable")
     side.nodes.paths_changed(lost.model_copy(update={"peer": "unknown"}))
+
+
+# ------------------------------------------------------------------------------------------- names
+
+OLD, NEW = "old key", "new key"
+KNOWN_NAMES = [ClaimedName("decode-0", "node-0", OLD)]
+ANY, DECODE_0, DECODE_1 = frozenset(), frozenset({"decode-0"}), frozenset({"decode-1"})
+
+
+@pytest.mark.parametrize(
+    ("key", "bound_to", "node", "refused"),
+    [
+        (OLD, ANY, "node-0", ""),
+        (OLD, DECODE_0, "node-0", ""),
+        (NEW, ANY, "node-1", ""),
+        (NEW, DECODE_0, "node-0", ""),
+        (NEW, ANY, "node-0", "known here under another key"),
+        (OLD, DECODE_1, "node-0", "speaks for instance decode-1, not for decode-0"),
+        (NEW, DECODE_1, "node-1", "speaks for instance decode-1, not for decode-0"),
+    ],
+)
+def test_a_name_belongs_to_its_key(key, bound_to, node, refused):
+    claim = ClaimedName("decode-0", node, key)
+    if not refused:
+        check_name(claim, bound_to=bound_to, present=KNOWN_NAMES)
+        return
+    with pytest.raises(UnauthorizedError, match=refused):
+        check_name(claim, bound_to=bound_to, present=KNOWN_NAMES)

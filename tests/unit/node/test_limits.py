@@ -1,8 +1,4 @@
-"""Reservations have limits: in each state a room says which and how long, and one that runs out gives all back.
-
-Both services behind the admission, and the admission over both: what is reserved is what was asked about, and clients' accounts
-are even in the end.
-"""
+"""What users are told of a room that waits, and limits: one that runs out gives all back, and clients' accounts are even."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.api.rooms import AdmissionRequest, RoomQuery, RoomReport
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.errors import ConflictError, NotReadyError
 from kvbridge.core.ids import IndexSpace, PageTable
@@ -19,12 +15,13 @@ from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import Admit, Attach, Refused
 from kvbridge.core.wire.features import Features
-from kvbridge.core.wire.messages import Drained, Failed, Offer, to_wire
+from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Offer, to_wire
 from kvbridge.core.wire.worker_messages import RoomClosed
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.engines import AttachedEngines
-from tests.helpers.rooms import ADDRESS, DECODE, PAGE, PREFILL, R0, ReceiverBench, SenderBench
+from kvbridge.telemetry.events import RoomEntered
+from tests.helpers.rooms import ADDRESS, DECODE, PAGE, PREFILL, R0, ReceiverBench, SenderBench, full_amounts
 
 TOKENS = 2 * PAGE
 TABLES = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([7, 8], dtype=np.int32))})
@@ -201,3 +198,97 @@ def test_a_room_in_use_has_no_limit():
     bench.service.book.get(1).state = ReceiverState.COMMITTED
     bench.verbs.claim("engine", 1)
     assert limit(bench) == ("", None)
+
+
+# ------------------------------------------------------------------------------------------- what users are told
+
+PEER = f"decode/{DECODE}"
+
+
+def told(bench: SenderBench | ReceiverBench) -> tuple[str, str]:
+    report = bench.service.book.report(1)
+    return report.state.value, report.waits_for
+
+
+def admit(bench: SenderBench | ReceiverBench, room: int = 1, **more: object) -> RoomReport:
+    prefill = (ADDRESS,) if isinstance(bench, ReceiverBench) else ()
+    return bench.service.requests.admit(AdmissionRequest(room=room, prompt_tokens=TOKENS, prefill=prefill, **more))
+
+
+def offer(bench: SenderBench) -> None:
+    tables = {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([7, 8], dtype=np.int32))}
+    bench.service.peers.hear(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=to_wire(tables)))
+
+
+def offered(bench: SenderBench) -> None:
+    admit(bench)
+    offer(bench)
+
+
+def test_prefill_says_what_it_waits_for_from_its_admission_to_its_end() -> None:
+    bench = SenderBench()
+    admit(bench)
+    assert told(bench) == ("admitted", "a prefill engine to begin it, and for the decode node to offer its pages")
+    offer(bench)
+    assert told(bench) == ("offered", "a prefill engine to begin it"), "nothing is transferred before there is anything"
+    bench.verbs.begin("engine", bench.ranks, 1, prompt_tokens=TOKENS, tables={})
+    bench.verbs.publish("engine", bench.ranks, 1, upto_token=PAGE, layers=None)
+    progress = f"({PAGE} of {TOKENS} tokens are published)"
+    assert told(bench) == ("transferring", f"the prefill engine to publish and finish it {progress}")
+    bench.verbs.publish("engine", bench.ranks, 1, upto_token=TOKENS, layers=None)
+    bench.verbs.finish("engine", bench.ranks, 1, metadata=b"")
+    assert told(bench) == ("transferring", "rank workers pp0.tp0 to send it")
+    report = bench.service.book.report(1)
+    assert (report.peers, report.pages) == ((PEER,), {IndexSpace.FULL: 2})
+    bench.service.peers.hear(DECODE, Abort(room=1, generation=1, code="aborted", message="no"))
+    assert told(bench) == ("aborting", "rank workers pp0.tp0 to be quiet")
+    states = [fact.state.value for fact in bench.events.of(RoomEntered)]
+    assert states == ["admitted", "offered", "transferring", "aborting"]
+
+
+def test_decode_says_what_it_waits_for_from_its_admission_to_its_end() -> None:
+    bench = ReceiverBench()
+    admit(bench)
+    assert told(bench) == ("admitted", f"prefill nodes {ADDRESS.endpoint} to answer")
+    bench.nodes.know()
+    bench.service.writers.nodes_changed()
+    (name,) = bench.service.book.report(1).peers
+    assert told(bench) == ("offered", f"prefill ranks pp0.tp0 of {name} to send everything")
+    bench.service.peers.hear(
+        PREFILL, Done(room=1, generation=1, writer=R0, amounts=full_amounts(TOKENS), phases_s={}, metadata=b"")
+    )
+    assert told(bench) == ("committed", "a decode engine to claim it")
+    bench.verbs.claim("engine", 1)
+    assert told(bench) == ("claimed", "engines engine to release it")
+    bench.verbs.release("engine", 1)
+    assert told(bench) == ("completed", "")
+    report = bench.service.book.report(1)
+    assert (report.peers, report.pages) == ((name,), {}), "a receipt still says who it came from"
+
+
+def test_the_present_wait_counts_down() -> None:
+    bench = SenderBench()
+    admit(bench, begin_within_s=30.0)
+    before = bench.service.book.report(1)
+    bench.clock.advance(10)
+    after = bench.service.book.report(1)
+    assert (before.expires_in_s, after.expires_in_s, after.limit) == (30.0, 20.0, "begin_within_s")
+
+
+def test_rooms_are_listed_by_state_client_and_peer() -> None:
+    bench = SenderBench()
+    offered(bench)
+    admit(bench, room=2, client="a")
+    admit(bench, room=3, client="b")
+
+    def rooms(**query: object) -> list[int]:
+        return [report.room for report in bench.service.book.page(RoomQuery(**query)).rooms]
+
+    assert rooms() == [1, 2, 3]
+    assert rooms(states={"admitted"}) == [2, 3]
+    assert rooms(client="a") == [2]
+    assert rooms(client="") == [1]
+    assert rooms(peer=PEER) == rooms(peer="decode") == [1]
+    assert rooms(peer="dec") == []
+    page = bench.service.book.page(RoomQuery(limit=2))
+    assert [report.room for report in bench.service.book.page(RoomQuery(after=page.next)).rooms] == [3]
