@@ -90,7 +90,7 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
 
 
 class PrefillPeers:
-    """What prefill nodes and rank workers say, and whom it concerns. Implements Peers, PrefillListener, WorkerListener."""
+    """What prefill nodes and rank workers say, and whom it concerns. Implements Peers and WorkerListener."""
 
     def __init__(
         self, parts: NodeParts, links: PrefillLinks, nodes: PrefillNodes, rooms: ReceiverRooms, fence: Fence
@@ -111,7 +111,7 @@ class PrefillPeers:
         return self._fence.epoch
 
     def open(self, identity: PeerIdentity) -> None:
-        """A decode node listens to nobody, it connects to the prefill nodes of its rooms."""
+        """Begin to connect to the prefill nodes of rooms; a decode node listens to nobody."""
         self._links.start(identity)
 
     async def close(self, timeout_s: float) -> None:
@@ -119,7 +119,7 @@ class PrefillPeers:
         await self._links.stop(timeout_s)
 
     def watch(self) -> None:
-        """And look for prefill nodes whose key is not accepted any more."""
+        """Send heartbeats; look for prefill nodes that are lost, or whose key is not accepted any more."""
         self._links.look()
         for address, reason in self._links.barred():
             self._nodes.lost(address, reason)
@@ -150,13 +150,13 @@ class PrefillPeers:
         return self._fence.status()
 
     def worker_ready(self, rank: Rank) -> None:
-        """Peers must know of new endpoints."""
+        """Tell peers and the fence of the endpoints of a rank worker that is ready."""
         if not self._parts.workers.missing():
             self._nodes.refresh()
         self._fence.ready(rank, self._parts.workers.epoch(rank))
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
-        """Perhaps with device memory that it made."""
+        """Fail what a rank worker that is gone had under way, perhaps with device memory that it made."""
         made = rank in self._parts.layout.orders
         self._rooms.workers.gone(rank, reason, memory_lost=made)
         self._parts.worker_gone(rank, reason)

@@ -108,7 +108,7 @@ def _introduction(parts: NodeParts) -> Self:
 
 
 class DecodePeers:
-    """What decode nodes and rank workers say, and whom it concerns. Implements Peers, DecodeListener and WorkerListener."""
+    """What decode nodes and rank workers say, and whom it concerns. Implements Peers and WorkerListener."""
 
     epoch = 0
 
@@ -133,7 +133,7 @@ class DecodePeers:
     # ------------------------------------------------------------------ for the daemon
 
     def open(self, identity: PeerIdentity) -> PeerAddress:
-        """Decode nodes connect here."""
+        """Listen for decode nodes."""
         return self._links.open(identity)
 
     async def close(self, timeout_s: float) -> None:
@@ -166,10 +166,10 @@ class DecodePeers:
         return sum(bool(node.connecting) for node in self.status())
 
     def fence(self) -> None:
-        """Nobody writes to a prefill node."""
+        """Show no fence: nobody writes to a prefill node."""
 
     def worker_ready(self, rank: Rank) -> None:
-        """It has to be connected to everybody."""
+        """Connect a rank worker that is ready to every decode node."""
         self._nodes.worker_ready(rank)
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
