@@ -32,7 +32,7 @@ from kvbridge.core.wire.messages import (
 )
 from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PathsChanged, PeerConnected
-from kvbridge.node.handshake import inspections, prefill_nodes
+from kvbridge.node.handshake import decode_nodes, inspections, prefill_nodes
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import ClaimedName, Self, check_name
@@ -614,7 +614,7 @@ LACKING = Features(has=("something_else",))
 DEMANDING = Features(requires=("later",))
 
 
-def test_an_older_decode_node_is_welcomed_with_what_both_have():
+def test_an_older_decode_node_is_welcomed_with_what_both_have(monkeypatch):
     side = PrefillSide()
     side.hello()
     side.connected(R0)
@@ -622,6 +622,9 @@ def test_an_older_decode_node_is_welcomed_with_what_both_have():
     [welcome] = pick(side.messages, Welcome, DECODE)
     assert welcome.features == PEER_FEATURES
     assert side.nodes.peers()[0].features == ()
+    monkeypatch.setattr(decode_nodes, "PEER_FEATURES", Features(has=("digests",)))
+    side.hello(features=Features(has=("digests", "later")))
+    assert side.nodes.peers()[0].features == ("digests",)
 
 
 @pytest.mark.parametrize("theirs", [LACKING, Features()])
@@ -720,3 +723,33 @@ def test_a_name_belongs_to_its_key(key, bound_to, node, refused):
         return
     with pytest.raises(UnauthorizedError, match=refused):
         check_name(claim, bound_to=bound_to, present=KNOWN_NAMES)
+
+
+def test_a_node_is_welcomed_once_every_worker_can_write_to_it():
+    side = PrefillSide()
+    side.hello()
+    assert len(pick(side.workers.messages, ConnectPeer)) == 2
+    side.connected(R0)
+    side.hello()
+    assert side.messages == []
+    assert side.nodes.peers()[0].connecting == ("pp0.tp1",)
+    side.connected(R1)
+    [welcome] = pick(side.messages, Welcome, DECODE)
+    assert (welcome.instance, welcome.node, welcome.incarnation, welcome.ranks) == ("prefill", "p0", PREFILL, (R0, R1))
+    assert (welcome.pp_size, welcome.tp_size, welcome.stage_boundaries) == (1, 2, ())
+    side.hello()
+    assert len(pick(side.messages, Welcome)) == 2
+    assert len(pick(side.workers.messages, ConnectPeer)) == 2
+    assert side.nodes.known() == {DECODE}
+    assert side.nodes.peers()[0].transports == {"pp0.tp0": ("local",), "pp0.tp1": ("local",)}
+
+
+def test_a_lost_node_is_forgotten_once_and_strangers_are_ignored():
+    side = PrefillSide()
+    side.introduce()
+    side.nodes.gone(DECODE, "silent")
+    side.nodes.gone(DECODE, "silent")
+    side.connected(R0)
+    side.connected(R0, peer="nobody")
+    assert side.gone == [(DECODE, "silent")]
+    assert len(pick(side.messages, Welcome)) == 1
