@@ -335,3 +335,37 @@ async def test_a_replica_that_does_not_answer_hands_over_to_the_next():
         assert announced.problem == ""
     finally:
         task.cancel()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("problem", [PeerError("away"), StaleError("another has your name")])
+async def test_a_problem_is_shown_until_it_is_over(problem: BridgeError) -> None:
+    directory = FakeDirectory()
+    announced = announcer(directory)
+    await announced.beat()
+    assert announced.problem == ""
+    directory.problem = problem
+    await announced.beat()
+    assert str(problem) in announced.problem
+    directory.problem = None
+    await announced.beat()
+    assert announced.problem == ""
+    assert directory.calls == ["register", "heartbeat", "heartbeat"]
+
+
+@pytest.mark.asyncio
+async def test_changes_waits_for_a_directory_that_is_away() -> None:
+    """It is asked again at the interval; a busy node must not make that a storm."""
+    directory, free = FakeDirectory(), [100]
+    announced = announcer(directory, interval_s=60, load=lambda: pages(full=free[0]))
+    await announced.beat()
+    directory.problem = NotReadyError("the directory's Redis is away")
+    await announced.beat()
+    free[0] = 50
+    announced.look()
+    assert not announced._changed.is_set()
+    directory.problem = None
+    await announced.beat()
+    free[0] = 80
+    announced.look()
+    assert announced._changed.is_set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -155,3 +156,20 @@ def test_twins_are_on_the_page_and_nobody_else_hears_of_them_or_waits_for_them()
     metrics = b"".join(node.overview.render_metrics()[0]).decode()
     assert 'kvbridge_pool_pages{space="full_twin",state="held"} 4.0' in metrics
     assert 'kvbridge_pool_bytes{space="full_twin",state="held"}' in metrics
+
+
+def test_the_page_of_a_node_shows_what_its_parts_are_in(prefill: NodeDaemon) -> None:
+    page = json.loads(prefill.overview.status().model_dump_json())
+    assert (page["role"], page["instance"], page["fence"]) == ("prefill", "i", None)
+    assert page["pools"]["full"]["free"] == 8
+    assert page["ranks"][0] | {"layers": 0} == {
+        "rank": "pp0.tp0",
+        "state": "absent",
+        "pid": 0,
+        "layers": 0,
+        "registered": 0.0,
+        "restarts": 0,
+        "error": "",
+        "transports": [],
+    }
+    assert page["ready"]["reasons"][0] == "memory is being created"

@@ -327,3 +327,15 @@ async def test_a_defect_while_pages_come_back_costs_pages_and_not_the_daemon(nod
     await after.written()
     assert len(after.found().pages) == 3
     after.journal.close()
+
+
+async def test_what_comes_to_the_host_is_written_once_it_was_read(node):
+    node.bench.warm("a", 5)
+    assert not node.prompts()
+    node.bench.back_up("a", 5)
+    await node.written()
+    assert node.prompts() == {keys("a", 5)[-1]: 5}
+    node.bench.warm("a", 7)
+    node.bench.back_up("a", 7)
+    await node.written()
+    assert node.prompts() == {keys("a", 7)[-1]: 7}

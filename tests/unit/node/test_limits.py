@@ -292,3 +292,15 @@ def test_rooms_are_listed_by_state_client_and_peer() -> None:
     assert rooms(peer="dec") == []
     page = bench.service.book.page(RoomQuery(limit=2))
     assert [report.room for report in bench.service.book.page(RoomQuery(after=page.next)).rooms] == [3]
+
+
+def test_decode_says_whose_proof_it_waits_for() -> None:
+    bench = ReceiverBench()
+    bench.nodes.know()
+    admit(bench)
+    (name,) = bench.service.book.report(1).peers
+    bench.service.driver.stop(bench.service.book.get(1), "no")
+    assert told(bench) == ("aborting", f"prefill nodes {name} to prove that they write nothing more")
+    bench.service.peers.hear(PREFILL, Drained(room=1, generation=1, in_transit=True))
+    assert told(bench) == ("aborting", "its writers to be shut out")
+    assert bench.service.book.report(1).quarantine == "writer_being_shut_out"

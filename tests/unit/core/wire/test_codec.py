@@ -6,7 +6,7 @@ import pytest
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import MAX_ROOM, IndexSpace, PageTable
-from kvbridge.core.wire.codec import PEER, Envelope, FrameError, FrameFault, MessageCodec
+from kvbridge.core.wire.codec import PEER, Acks, Envelope, FrameError, FrameFault, MessageCodec
 from kvbridge.core.wire.messages import PROTOCOL_VERSION, Offer, PeerMessage, to_wire
 
 
@@ -95,3 +95,7 @@ def test_limits_hold_on_both_ways():
     fault, text = refused(PEER.encode(envelope), small)
     assert fault is FrameFault.OVERSIZED
     assert "at most 10000" in text
+
+
+def test_acknowledgements_travel_alone():
+    assert PEER.decode(PEER.encode(Envelope("a", acks=Acks(9)))) == Envelope("a", acks=Acks(9))

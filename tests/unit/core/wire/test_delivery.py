@@ -73,3 +73,24 @@ def test_beyond_the_window_nothing_is_kept_nor_acknowledged():
     assert inbox.accept(4, "d", floor=1).verdict == "new"
     assert inbox.acks() == Acks(0, (4,))
     assert inbox.accept(10**9, "z", floor=10**9) == ("new", ["z"])
+
+
+def test_resends_back_off_from_50_ms_to_1_s():
+    box = outbox("a")
+    assert [sent.sequence for sent in box.take_new(0.0)] == [1]
+    times = []
+    for _ in range(8):
+        now_s = box.wake_at_s
+        times.append(round(now_s, 3))
+        assert box.take_due(now_s - 1e-6) == []
+        assert [sent.message for sent in box.take_due(now_s)] == ["a"]
+    assert times == [0.05, 0.15, 0.35, 0.75, 1.55, 2.55, 3.55, 4.55]
+
+
+def test_what_arrived_out_of_order_is_not_sent_again():
+    box = outbox(*"abc")
+    box.take_new(0.0)
+    box.acknowledge(Acks(0, (2,)), now_s=0.0)
+    assert [sent.sequence for sent in box.take_due(0.05)] == [1, 3]
+    box.acknowledge(Acks(3), now_s=0.0)
+    assert len(box) == 0
