@@ -762,3 +762,13 @@ def test_a_room_whose_writer_has_lost_what_is_no_transport_fails():
     path_lost(bench, transport="pigeon")
     assert bench.fence.paths == []
     assert bench.service.book.report(1).reason_code == "protocol"
+
+
+def test_an_engine_that_is_late_still_finds_the_room():
+    bench = committed("a", "b")
+    bench.verbs.claim("a", 1)
+    bench.verbs.release("a", 1)
+    assert bench.free == 14
+    bench.verbs.claim("b", 1)
+    bench.verbs.release("b", 1)
+    assert bench.free == 16

@@ -9,7 +9,7 @@ from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.wire.messages import Drained
 from kvbridge.core.wire.worker_messages import OpenRoom
 from kvbridge.pool.accounts.page_states import PageState
-from tests.helpers.prefix_bench import FULL, GQA, HISTORY, ids
+from tests.helpers.prefix_bench import FULL, GQA, HISTORY, PAGE, ids
 from tests.helpers.prefix_bench import PrefixBench as Bench
 from tests.helpers.rooms import R0, R1, pages_in, pick
 
@@ -224,3 +224,16 @@ def test_a_prefix_that_is_being_sent_is_kept() -> None:
     bench.offer(2, HISTORY[:1500])
     with pytest.raises(ConflictError, match="being sent"):
         bench.begin(2, HISTORY[:1500], at_most=0)
+
+
+@pytest.mark.parametrize("behind", [0, 1, 128])
+def test_the_same_prompt_again_computes_less_than_a_page(behind: int) -> None:
+    bench, tokens = Bench(), HISTORY[: 3 * PAGE + behind]
+    computed = [bench.cross(room, tokens).computed_tokens for room in (1, 2, 3)]
+    if behind:
+        assert computed == [0, 3 * PAGE, 3 * PAGE]
+    else:  # the first left one at the prompt's very end, the second where it left what it knew
+        assert computed == [0, 0, 2 * PAGE]
+    longer = bench.cross(4, HISTORY[: 5 * PAGE])
+    assert longer.computed_tokens == 3 * PAGE, "a whole prompt is a prefix, too"
+    bench.quiet()
