@@ -96,8 +96,6 @@ _NODE: dict[str, Any] = {
         "clients": [
             {"client": "chat", "rooms": 1, "waiting": 1, "head_waits_s": 0.4, "max_rooms": 0, "max_waiting": 0}
         ],
-        "released_pages_per_s": {"full": 12.5},
-        "usual_release_s": 0.8,
     },
 }
 PREFILL_STATUS: dict[str, Any] = _NODE | {
@@ -113,7 +111,7 @@ PREFILL_STATUS: dict[str, Any] = _NODE | {
             "transports": {"pp0.tp0": ["mooncake"]},
             "standby": {"pp0.tp0": ["nixl"]},
             "connecting": [],
-            "features": ["digests"],
+            "features": [],
         }
     ],
     "rooms": {"transferring": 1, "completed": 41},
@@ -192,7 +190,7 @@ DECODE_STATUS: dict[str, Any] = _NODE | {
             "node": "prefill-0/node-0",
             "incarnation": "9f1c3a5e7b2d4860",
             "ranks": ["pp0.tp0"],
-            "features": ["digests"],
+            "features": [],
         }
     ],
     "rooms": {"transferring": 1, "failed": 1},

@@ -145,15 +145,12 @@ class ClientStatus(FrozenModel):
 
 
 class AdmissionStatus(FrozenModel):
-    """The queue of admission, the clients with the most in it or in use, and what Retry-After is made of."""
+    """The queue of admission, and the clients with the most in it or in use."""
 
     waiting: int
     oldest_wait_s: float
     starved_s: float
     clients: tuple[ClientStatus, ...]
-    released_pages_per_s: dict[IndexSpace, float]
-    usual_release_s: float | None
-    """How long an ending room usually keeps its pages; null before the first one has given them back."""
 
 
 class ProblemStatus(FrozenModel):

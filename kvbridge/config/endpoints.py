@@ -36,10 +36,9 @@ class CurveConfig(FrozenModel):
     """Keys of the control sockets. All empty: no encryption and no authentication."""
 
     secret_key_file: Path | None = None
-    """File with our CURVE secret key, 40 characters of Z85, mode 0600; `kvbridge keys generate` makes one. Read again when it
-    has changed."""
+    """File with our CURVE secret key, 40 characters of Z85, mode 0600; `kvbridge keys generate` makes one."""
     public_key: CurveKey | None = None
-    """Our public key; null: derived from the secret key, as it has to be for a secret key that is changed."""
+    """Our public key; null: derived from the secret key."""
     allowed_public_keys: tuple[AllowedKey, ...] = ()
     """Public keys of peers, each alone or as "KEY INSTANCE"; our own pair's needs no entry. On a prefill node: who may
     connect. On a decode node: whom it lets write its memory; empty: whichever node a request names."""

@@ -1,7 +1,4 @@
-"""Who may connect: answers ZeroMQ's question about each CURVE handshake.
-
-Owns: the allow-list in force, the answer to ZAP (ZeroMQ RFC 27) requests. Must not know: messages, peers.
-"""
+"""Who may connect: answers ZeroMQ's question about each CURVE handshake."""
 
 from __future__ import annotations
 
@@ -22,13 +19,12 @@ class Gate:
     """Which keys may come in, and for which instances they may speak. Without keys of our own, anybody for any."""
 
     def __init__(self, keys: CurveKeys | None) -> None:
-        self.own = frozenset({keys.public if keys else ""})
-        """Our own public keys: two while one takes the place of the other."""
+        self._own = keys.public if keys else ""
         self._allowed: AllowList = keys.allowed if keys else {}
 
     def allows(self, key: str) -> bool:
         """Whether the holder of a key may come in, and go on speaking. `key` is empty where there are no keys."""
-        return key in self.own or key in self._allowed
+        return key == self._own or key in self._allowed
 
     def names_of(self, key: str) -> frozenset[str]:
         """The instances that a key may speak for; empty: any."""

@@ -1,7 +1,5 @@
 """How many connections a listening ZeroMQ socket may hold.
 
-Owns: cutting those beyond the limit, those included that have not said a word. Must not know: peers, messages.
-
 ZeroMQ accepts by itself, in its own thread, whatever comes: there is no option that bounds it, and taking the address away
 would end every connection that was accepted there. So its monitor tells us of each connection, with its descriptor, and
 those beyond the limit are shut down, upon which ZeroMQ closes them. A descriptor that ZeroMQ has closed meanwhile may be
@@ -15,7 +13,7 @@ import os
 import socket
 from collections.abc import Callable
 
-from kvbridge.control.monitor import ACCEPTED
+from kvbridge.control.sockets import ACCEPTED
 from kvbridge.core.addresses import parse_tcp
 
 
@@ -45,10 +43,6 @@ class ConnectionLimit:
         else:
             self._cut(descriptor)
             self._on_refused()
-
-    def all_gone(self) -> None:
-        """Take note that the address was taken away, which ends every connection without an event."""
-        self._open.clear()
 
     def close(self) -> None:
         """Give up the descriptors held in reserve."""

@@ -1,20 +1,14 @@
-"""A ZeroMQ socket that speaks in envelopes: what the asynchronous ends of both kinds of connection have in common.
-
-Owns: the socket and its monitor, decoding, what is refused before an envelope is there. Must not know: who is who, order.
-"""
+"""A ZeroMQ socket that speaks in envelopes: what the asynchronous ends of both kinds of connection have in common."""
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
 import zmq
 
 from kvbridge.control.addresses import bind_error
-from kvbridge.control.keys import CurveKeys
-from kvbridge.control.monitor import Monitor
-from kvbridge.control.sockets import LoopSocket, Parts
+from kvbridge.control.sockets import LoopSocket, Monitor, Parts
 from kvbridge.core.errors import ConfigError, ProtocolError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.core.wire.codec import Envelope, FrameError, MessageCodec
@@ -60,21 +54,6 @@ class EnvelopeSocket(Generic[InboundT]):
             raise bind_error(endpoint, error.errno or 0, str(error)) from error
         return str(self._raw.getsockopt_string(zmq.LAST_ENDPOINT))
 
-    def unbind(self, endpoint: str) -> None:
-        """Take an address away, and with it every connection that was accepted there. It is free a moment later."""
-        self._raw.unbind(endpoint)
-
-    def bind_again(self, endpoint: str, keys: CurveKeys) -> bool:
-        """Listen with other keys where `unbind` was called; False while the address is not free yet."""
-        self._raw.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-        try:
-            self._raw.bind(endpoint)
-        except zmq.ZMQError as error:
-            if error.errno == errno.EADDRINUSE:
-                return False
-            raise bind_error(endpoint, error.errno or 0, str(error)) from error
-        return True
-
     def connect(self, endpoint: str) -> None:
         """Begin to connect. Raises ConfigError for an endpoint that ZeroMQ does not take."""
         try:
@@ -85,11 +64,6 @@ class EnvelopeSocket(Generic[InboundT]):
     def send(self, *parts: bytes) -> bool:
         """Hand a frame to ZeroMQ, on a ROUTER behind its route; False when it was dropped (see `LoopSocket`)."""
         return self._socket.send(parts)
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._socket.closed
 
     def catch_up(self) -> None:
         """Handle the events that have already happened."""

@@ -1,8 +1,5 @@
 """CURVE keys: who may speak to whom, and in whose name.
 
-Owns: key pairs, their files, the list of allowed keys, and the rule that a secret is never printed. Must not know:
-sockets, peers.
-
 A key is 32 bytes, written as 40 characters of Z85. A key file is one line: the key; the secret's file is mode 0600.
 An entry of the allow-list is a public key, and after it, if the key is to be good for one instance only, the name of
 that instance. A key may have several entries, one for each instance that it speaks for.

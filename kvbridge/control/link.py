@@ -1,7 +1,4 @@
-"""One conversation between two incarnations: what `peers` does for each of its peers, on either side.
-
-Owns: an outbox and an inbox, the timers that drive them, and handing messages on. Must not know: sockets, routes, keys.
-"""
+"""One conversation between two incarnations: what `peers` does for each of its peers, on either side."""
 
 from __future__ import annotations
 
@@ -111,8 +108,6 @@ class Link:
         self.route = b""
         self.user = ""
         """The CURVE public key that the peer proved to own, empty without keys."""
-        self.other_user = ""
-        """Another key that the peer said is its own: the one that it is about to take, then the former one."""
         self.heard_at_s = -math.inf
         self.cut_at_s = math.inf
         """Since when no connection to the peer stands; infinity while one does, or the first is being made, as far as we know."""
@@ -167,10 +162,6 @@ class Link:
         self._send_new()
         self._hand_on(ready)
         self._owe()
-
-    def probe(self) -> bytes:
-        """Return a frame that says nothing: a server answers one that comes a new way."""
-        return self._frame(0, b"")
 
     def cut(self) -> None:
         """No connection to the peer stands."""
@@ -228,7 +219,7 @@ class Link:
             self._transmit(sequence, packed.body)
         self._arm()
 
-    def _frame(self, sequence: int, body: bytes) -> bytes:
+    def _transmit(self, sequence: int, body: bytes) -> None:
         envelope: Envelope[PeerMessage] = Envelope(
             sender=self._shared.incarnation,
             recipient=self.peer,
@@ -237,10 +228,7 @@ class Link:
             floor=self._outbox.floor,
             acks=self._inbox.acks(),
         )
-        return self._shared.codec.encode(envelope, body)
-
-    def _transmit(self, sequence: int, body: bytes) -> None:
-        if self._shared.put(self, self._frame(sequence, body)):
+        if self._shared.put(self, self._shared.codec.encode(envelope, body)):
             self.cut_at_s = math.inf
         elif self.peer:  # else the first connection is still being made
             self.cut()

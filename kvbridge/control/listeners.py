@@ -1,7 +1,4 @@
-"""Who listens on this machine's TCP ports, as /proc shows it.
-
-Owns: reading it. Must not know: what an endpoint is for.
-"""
+"""Who listens on this machine's TCP ports, as /proc shows it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The processes of one node talk: the daemon with its rank workers and engines, over Unix sockets.
 
-Owns: the runtime directory's rights, who is joined, one order of messages each way. Must not know: what a message
-means.
-
 Within one connection nothing is lost or reordered, so there are no resends here: messages are numbered, and a client
 whose numbers do not add up is dropped. A client joins with its first message and is gone when its connection is;
 there is no second chance on either side, because memory was handed over on that connection. Whoever can connect is trusted to
@@ -22,10 +19,9 @@ import zmq
 
 from kvbridge.control.envelopes import EnvelopeSocket
 from kvbridge.control.link import Refusal
-from kvbridge.control.monitor import ACCEPTED, DISCONNECTED, read_event
 from kvbridge.control.processes import PeerProcess
 from kvbridge.control.runtime_directory import open_socket, remove_socket, require_private_directory, require_unserved
-from kvbridge.control.sockets import NOBLOCK, SocketContext, frames_wait
+from kvbridge.control.sockets import ACCEPTED, DISCONNECTED, NOBLOCK, SocketContext, frames_wait, read_event
 from kvbridge.core.addresses import check_ipc_path
 from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, NotFoundError, NotReadyError, PeerError
 from kvbridge.core.ids import FrozenModel
@@ -109,9 +105,6 @@ class LocalServer(Generic[InboundT, OutboundT]):
             open_socket(path, lambda: self._socket.bind(f"ipc://{path}"), to_group=to_group)
             opened.callback(remove_socket, path, path.stat().st_ino)
             self._closing = opened.pop_all()
-
-    def __repr__(self) -> str:
-        return f"<LocalServer {self._name}: {len(self._by_name)} clients>"
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -276,10 +269,6 @@ class LocalClient(Generic[InboundT, OutboundT]):
         except BridgeError:
             self.close()
             raise
-
-    def __repr__(self) -> str:
-        state = self._gone or f"{self._sent} sent, {self._received} received"
-        return f"<LocalClient {self._name} at {self._path}: {state}>"
 
     @property
     def daemon_ended(self) -> bool:

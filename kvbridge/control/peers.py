@@ -1,7 +1,4 @@
-"""Daemons of different nodes talk: one connection a pair, messages both ways, each delivered once or reported.
-
-Owns: the sockets between nodes, who is who on them, and which frames are refused. Must not know: what a message means,
-when a silent peer counts as dead.
+"""Daemons of different nodes talk: one connection a pair, messages both ways, each delivered once or reported. The server's end.
 
 The client (a decode node) opens the connection, asks who answers there (link 0, which leaves no trace), and begins a numbered
 link; the server (a prefill node) learns the client's incarnation from its first frame of a link. An incarnation has one link to
@@ -14,42 +11,34 @@ link's negative number; the client then reports what is open as undelivered and 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from contextvars import Context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import structlog
 import zmq
 
 from kvbridge.control.authentication import ZAP_DOMAIN, Authenticator, Gate, user_of
-from kvbridge.control.client_connection import ClientConnection, ConnectionCallbacks
 from kvbridge.control.connections import ConnectionLimit
 from kvbridge.control.envelopes import EnvelopeSocket
-from kvbridge.control.keys import CurveKeys, check_key
+from kvbridge.control.keys import CurveKeys
 from kvbridge.control.link import Link, LinkContext, PeerCallbacks, PeerSettings, Refusal
-from kvbridge.control.monitor import (
+from kvbridge.control.sockets import (
     ACCEPTED,
     DISCONNECTED,
     HANDSHAKE_FAILED,
     HANDSHAKE_FAILED_AUTH,
+    SocketContext,
+    set_limits,
 )
-from kvbridge.control.sockets import SocketContext, set_limits
 from kvbridge.core.addresses import is_loopback, parse_tcp
 from kvbridge.core.clock import monotonic
-from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, UnauthorizedError
+from kvbridge.core.errors import ConfigError, NotFoundError
 from kvbridge.core.wire.codec import Envelope
 from kvbridge.core.wire.messages import PeerMessage
-
-log = structlog.get_logger(__name__)
 
 MAX_PEERS = 4_096
 """Peers that a server knows at once."""
 _FLUSH_POLL_S = 0.005
-_LISTEN_AGAIN_S = 0.002
-_DEAF_TOLD_EVERY_S = 5.0
-"""How often the log says that a server cannot listen where it did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +101,8 @@ class PeerServer:
             )
             opened.callback(self._socket.close)
             self.endpoint = self._socket.bind(endpoint)
-            self._listens, self._deaf_since_s = True, 0.0
             self._closing = opened.pop_all()
         self._connections.bound(self.endpoint)
-
-    def __repr__(self) -> str:
-        waiting = sum(link.unacknowledged for link in self._links.values())
-        return f"<PeerServer {self._identity.incarnation}: {len(self._links)} peers, {waiting} messages unacknowledged>"
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -146,50 +130,9 @@ class PeerServer:
         if link is not None:
             link.close()
 
-    def announces(self, peer: str, key: str) -> None:
-        """A known peer says that a key is its own too, as one that changes its key does. Raises UnauthorizedError."""
-        link = self.link(peer)
-        if key == link.user:
-            return
-        if not self.gate.allows(key):
-            raise UnauthorizedError(
-                f"{peer} is about to take the key {key}, which is not in the list of allowed keys; add it there, or its "
-                "connection goes on with the former one"
-            )
-        link.other_user = key
-
-    def change_keys(self, keys: CurveKeys) -> None:
-        """Listen with other keys from now on. Connections end, and peers that know the new key connect again: links go on."""
-        self._identity = replace(self._identity, keys=keys)
-        self.gate.own = frozenset({keys.public})
-        if not self._listens:
-            return  # it will, with these
-        self._socket.catch_up()
-        self._socket.unbind(self.endpoint)
-        self._connections.all_gone()
-        self._deaf_since_s = monotonic()
-        self._listen_again()
-
-    def _listen_again(self) -> None:
-        """ZeroMQ gives an address free in a thread of its own, milliseconds after it was told to; another process may get it."""
-        keys = self._identity.keys
-        if self._socket.closed or keys is None:
-            return
-        self._listens = self._socket.bind_again(self.endpoint, keys)
-        if not self._listens:
-            if monotonic() - self._deaf_since_s >= _DEAF_TOLD_EVERY_S:
-                self._deaf_since_s = monotonic()
-                log.error(
-                    "cannot_listen_again",
-                    endpoint=self.endpoint,
-                    effect="no peer can connect",
-                    cure="our key was changed, and another process has taken this address meanwhile: end it",
-                )
-            self._shared.loop.call_later(_LISTEN_AGAIN_S, self._listen_again, context=Context())
-
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
-        return await _flush(self._links.values, timeout_s)
+        return await flush_links(self._links.values, timeout_s)
 
     def close(self) -> None:
         """Stop listening; waits at most for the sockets' linger (0.2 s). Nothing is reported undelivered any more.
@@ -237,7 +180,7 @@ class PeerServer:
         if not self.gate.allows(user):
             self._refuse(Refusal.UNAUTHENTICATED, f"the key {user} of {sender} is not allowed any more")
             return None
-        if link is not None and user not in {link.user, link.other_user}:
+        if link is not None and user != link.user:
             self._refuse(Refusal.UNAUTHENTICATED, f"incarnation {sender} belongs to another key than {user}")
             return None
         known = link is not None and envelope.link == link.number
@@ -249,8 +192,6 @@ class PeerServer:
         if link is not None and link.route != route:
             came_back = link.route != b""
             link.route = route
-            if link.user != user:
-                link.user, link.other_user = user, link.user
             if came_back:
                 link.retry()
         return link
@@ -280,145 +221,8 @@ class PeerServer:
         self._socket.send(route, self._shared.codec.encode(answer))
 
 
-class PeerClient:
-    """The connection to one node's control socket: a DEALER that reconnects by itself. Built and used in one running loop.
-
-    Messages sent before the connection stands wait for it. `context` is shared by all clients of the process and is
-    closed by its owner after them.
-    """
-
-    def __init__(
-        self,
-        identity: PeerIdentity,
-        callbacks: PeerCallbacks,
-        endpoint: str,
-        *,
-        server_key: str = "",
-        context: SocketContext,
-        settings: PeerSettings | None = None,
-    ) -> None:
-        """Begin to connect; returns at once.
-
-        `server_key` is the server's public key in Z85, required when we have keys. Raises ConfigError on a malformed
-        endpoint or key, or when the connection would leave this machine in the clear.
-        """
-        self._identity = identity
-        self._callbacks = callbacks
-        self._endpoint = endpoint
-        self._check(server_key)
-        self.server = ""
-        """The incarnation that answers there; empty before it has said so."""
-        shared = self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings)
-        # Grows with every client of this incarnation, so that a server tells a new conversation from an old one.
-        self._link = Link(shared, time.monotonic_ns())
-        self.connection = ClientConnection(
-            context,
-            endpoint,
-            keys=identity.keys,
-            server_key=server_key,
-            handshake_s=shared.settings.handshake_s,
-            callbacks=ConnectionCallbacks(
-                on_envelope=self._on_envelope,
-                on_stands=self._on_stands,
-                on_lost=self._on_lost,
-                on_nobody=self._on_nobody,
-                on_refused=self._refuse,
-                on_handshake_failed=self._on_handshake_failed,
-                probe=lambda: self._link.probe() if self._link.peer else b"",
-            ),
-        )
-
-    def __repr__(self) -> str:
-        return f"<PeerClient to {self._endpoint}: {self._link!r}>"
-
-    @property
-    def link(self) -> Link:
-        """The present conversation with the server, to look at."""
-        return self._link
-
-    def send(self, message: PeerMessage) -> None:
-        """Deliver to the server. Raises CapacityError (it acknowledges nothing), InvalidInputError, ConflictError."""
-        if self._link.closed:
-            raise ConflictError(f"the connection to {self._endpoint} was closed")
-        self._link.send(message)
-
-    async def flush(self, timeout_s: float) -> bool:
-        """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
-        return await _flush(lambda: (self._link,), timeout_s)
-
-    def close(self) -> None:
-        """Close the connection. Nothing is reported undelivered any more."""
-        self._link.drop()
-        self.connection.close()
-
-    def _check(self, server_key: str) -> None:
-        endpoint = self._endpoint
-        if server_key:
-            check_key(server_key, f"public key of {endpoint}")
-        if server_key and self._identity.keys is None:
-            raise ConfigError(f"{endpoint} asks for CURVE, but this process has no keys; configure them")
-        if not server_key:
-            if self._identity.keys is not None and not self._identity.insecure:
-                raise ConfigError(f"no public key is known of {endpoint}; give it beside the endpoint")
-            self._identity.require_keys(endpoint, "connect to")
-
-    def _put(self, _link: Link, frame: bytes) -> bool:
-        """Send a frame, or the question who is there in its place: the link sends it again until it is acknowledged."""
-        return self.connection.send(frame if self.server else self._shared.codec.encode(self._question))
-
-    @property
-    def _question(self) -> Envelope[PeerMessage]:
-        return Envelope(sender=self._identity.incarnation, recipient="", link=0)
-
-    def _met(self, server: str) -> None:
-        self.server = server
-        self._callbacks.on_met(server)
-        if not self._link.closed:
-            self._link.retry()
-
-    def _refuse(self, kind: str, detail: str) -> None:
-        self._callbacks.on_refused(kind, f"{detail} (server {self._endpoint})")
-
-    def _on_stands(self) -> None:
-        self._link.retry()
-
-    def _on_lost(self) -> None:
-        if self._link.peer:  # else it is a handshake that fails, and said as that
-            self._link.cut()
-
-    def _on_nobody(self) -> None:
-        self._link.cut()
-
-    def _on_handshake_failed(self) -> None:
-        kind = Refusal.UNAUTHENTICATED if self._identity.keys else Refusal.HANDSHAKE
-        self._refuse(kind, "the handshake failed: our key is not allowed there, or its public key is another one")
-
-    def _on_envelope(self, envelope: Envelope[PeerMessage], _route: bytes, frame: zmq.Frame) -> None:
-        if self._accepts(envelope):
-            self._link.take(envelope, len(frame))
-
-    def _accepts(self, envelope: Envelope[PeerMessage]) -> bool:
-        """Whether an envelope belongs to the present link; begins the next one when the server does not know it."""
-        link = self._link
-        if envelope.link == 0 and envelope.recipient == self._identity.incarnation:
-            if not self.server:
-                self._met(envelope.sender)
-            return False
-        if envelope.recipient != self._identity.incarnation or abs(envelope.link) != link.number:
-            self._refuse(Refusal.STALE, f"link {envelope.link} to {envelope.recipient}, ours is {link.number}")
-            return False
-        if envelope.link > 0 and link.peer in {"", envelope.sender}:
-            link.peer = envelope.sender
-            return True
-        if link.peer:
-            self._link = Link(self._shared, link.number + 1)
-            link.close()
-            self.server = envelope.sender
-            self._callbacks.on_reset(envelope.sender)
-        return False
-
-
-async def _flush(links: Callable[[], Iterable[Link]], timeout_s: float) -> bool:
+async def flush_links(links: Callable[[], Iterable[Link]], timeout_s: float) -> bool:
+    """Wait until everything on these links is acknowledged, at most `timeout_s`; whether it is."""
     deadline_s = monotonic() + timeout_s
     while any(link.unacknowledged for link in links()):
         if monotonic() >= deadline_s:

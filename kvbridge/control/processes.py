@@ -1,8 +1,5 @@
 """The process at the other end of a Unix socket, followed until it has ended.
 
-Owns: whose word is taken for it (the kernel's, never the process's own), and the descriptor by which its end is seen.
-Must not know: what the process did, what is done when it has ended.
-
 The end of a connection is not the end of a process: a process that is being killed closes its sockets before its GPU
 contexts, and one that lives may close its sockets at any time. A pidfd becomes readable when every thread of the process
 has ended and all that the kernel did for it is undone.

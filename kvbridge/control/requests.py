@@ -1,8 +1,4 @@
-"""Questions and answers between commands of two hosts, and whether a control socket can be entered.
-
-Owns: one REQ and one REP socket with the same keys as the control sockets of daemons, and the handshake as a thing to try.
-Must not know: what is asked.
-"""
+"""Questions and answers between commands of two hosts, and whether a control socket can be entered."""
 
 from __future__ import annotations
 
@@ -16,9 +12,16 @@ import zmq
 from kvbridge.control.addresses import bind_error
 from kvbridge.control.authentication import ZAP_DOMAIN, Authenticator, Gate
 from kvbridge.control.keys import CurveKeys
-from kvbridge.control.monitor import HANDSHAKE_FAILED, HANDSHAKE_FAILED_AUTH, HANDSHAKE_SUCCEEDED, read_event
 from kvbridge.control.peers import PeerIdentity
-from kvbridge.control.sockets import LoopSocket, Parts, SocketContext
+from kvbridge.control.sockets import (
+    HANDSHAKE_FAILED,
+    HANDSHAKE_FAILED_AUTH,
+    HANDSHAKE_SUCCEEDED,
+    LoopSocket,
+    Parts,
+    SocketContext,
+    read_event,
+)
 from kvbridge.core.closing import Closing
 from kvbridge.core.errors import DeadlineError, PeerError, UnauthorizedError
 

@@ -1,7 +1,4 @@
-"""The directory of a daemon's sockets: only its user and a group that it names may enter it, and one process serves a socket in it.
-
-Owns: those two rules. Must not know: who talks.
-"""
+"""The directory of a daemon's sockets: its user and a group that it names may enter it, and one process serves a socket in it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """A ZeroMQ socket inside an asyncio loop.
 
-Owns: readiness, draining with a budget, sends that never block, bounded closing. Must not know: what frames mean.
-
 A ZeroMQ socket's file descriptor signals edges: it becomes readable when *something* changed, once, and any call on the
 socket may consume the signal. So after every wake and after every send we ask the socket itself whether frames wait.
 """
@@ -9,6 +7,7 @@ socket may consume the signal. So after every wake and after every send we ask t
 from __future__ import annotations
 
 import asyncio
+import struct
 import time
 from collections.abc import Callable, Sequence
 
@@ -29,6 +28,19 @@ NOBLOCK = int(zmq.NOBLOCK)
 _MORE_FOLLOWS = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 Parts = list[zmq.Frame]
+
+# Events of connections.
+HANDSHAKE_FAILED = int(
+    zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_PROTOCOL | zmq.Event.HANDSHAKE_FAILED_AUTH
+)
+HANDSHAKE_FAILED_AUTH = int(zmq.Event.HANDSHAKE_FAILED_AUTH)
+HANDSHAKE_SUCCEEDED = int(zmq.Event.HANDSHAKE_SUCCEEDED)
+ACCEPTED = int(zmq.Event.ACCEPTED)
+DISCONNECTED = int(zmq.Event.DISCONNECTED)
+REFUSED = int(zmq.Event.CLOSED)
+"""On a socket that connects: an attempt has failed, as a rule since nobody listens there. It is made again by itself."""
+
+_HEAD = struct.Struct("=HI")
 
 
 def set_limits(socket: zmq.Socket[bytes], endpoint: str, *, handshake_s: float) -> None:
@@ -153,3 +165,31 @@ class LoopSocket:
                 return True
             self._on_parts(_receive(self._socket))
         return False
+
+
+def read_event(head: bytes) -> tuple[int, int]:
+    """Return (event, value); the value of ACCEPTED and DISCONNECTED is the connection's file descriptor."""
+    event, value = _HEAD.unpack(head)
+    return event, value
+
+
+class Monitor:
+    """Calls `on_event(event, value)` for the chosen events of `socket`. Make it before the socket binds or connects."""
+
+    def __init__(self, socket: zmq.Socket[bytes], events: int, on_event: Callable[[int, int], None]) -> None:
+        self._watched = socket
+        self._on_event = on_event
+        self._socket = LoopSocket(socket.get_monitor_socket(events), self._on_parts)
+
+    def catch_up(self) -> None:
+        """Handle the events that have already happened."""
+        self._socket.drain()
+
+    def close(self) -> None:
+        """Stop watching; to be called before the watched socket is closed."""
+        if not self._socket.closed:
+            self._watched.disable_monitor()
+            self._socket.close()
+
+    def _on_parts(self, parts: Parts) -> None:
+        self._on_event(*read_event(parts[0].bytes))

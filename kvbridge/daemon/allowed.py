@@ -1,7 +1,4 @@
-"""The list of allowed keys of a running node: read at the start, and again whenever its file has changed.
-
-Owns: the list in force, what is logged of its changes. Must not know: sockets, what follows from a change.
-"""
+"""The list of allowed keys of a running node: read at the start, and again whenever its file has changed."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ class AllowedPeers:
 
     def __init__(self, curve: CurveConfig, keys: CurveKeys | None) -> None:
         """Raises ConfigError for a list that cannot be read."""
-        self.own = keys.public if keys else ""
-        """Our own public key."""
+        self._own = keys.public if keys else ""
         self._list = AllowedKeys(curve.allowed_public_keys, curve.allowed_keys_file) if keys else None
 
     @property
@@ -49,7 +45,7 @@ class AllowedPeers:
 
         An empty list leaves the choice to whoever may admit requests here: they name the node and its key.
         """
-        if self.current and address.public_key != self.own and address.public_key not in self.current:
+        if self.current and address.public_key != self._own and address.public_key not in self.current:
             raise UnauthorizedError(
                 f"the prefill node at {address.endpoint} has key {address.public_key or '(none)'}, which this decode node "
                 "does not accept: list it in control.curve.allowed_keys_file, or leave the list empty to accept every "

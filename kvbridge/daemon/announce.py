@@ -1,7 +1,4 @@
-"""How others find a daemon: its entry in the directory.
-
-Owns: that entry, and the loop of heartbeats. Must not know: rooms.
-"""
+"""How others find a daemon: its entry in the directory."""
 
 from __future__ import annotations
 
@@ -105,11 +102,6 @@ class Announcer:
                     await self._changed.wait()
             self._changed.clear()
 
-    def register_again(self) -> None:
-        """What the registration says has changed: tell the directory at once."""
-        self._outdated = True
-        self._changed.set()
-
     def changed(self) -> None:
         """The daemon became ready, or stopped being it: do not wait for the next interval."""
         self._changed.set()
@@ -130,11 +122,11 @@ class Announcer:
 
     async def _beat(self) -> None:
         entry = self._registration()
-        registers, self._outdated = self._outdated, False  # what changes during the call is told by the next one
+        registers = self._outdated
         try:
             if registers:
                 await self._client.register(entry)
-                self._registered, registers = True, False
+                self._registered, self._outdated = True, False
                 log.info("registered", url=self._client.base_url)
             else:
                 await self._client.heartbeat(entry.instance, entry.node, entry.heartbeat)
@@ -160,8 +152,6 @@ class Announcer:
         except BridgeError as error:
             self._replaced = False
             self._refused(str(error), error.code)
-        finally:
-            self._outdated |= registers  # it was not taken
 
     def _ask_another(self) -> None:
         """Turn to the next replica, at once as long as there is one that has not failed since the last answer."""

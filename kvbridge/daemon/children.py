@@ -1,7 +1,5 @@
 """A child process of this one: its log, its life, its end.
 
-Owns: one process and the file that its output goes to. Must not know: what the process does.
-
 Children get a session of their own, so that Ctrl-C reaches only the parent, which ends them in its own order.
 """
 

@@ -1,23 +1,16 @@
-"""The decode daemon: a node whose rooms are written to and then claimed.
-
-Owns: which parts it has, in which order they are made, and what a message of a prefill node means for them.
-"""
+"""The decode daemon: a node whose rooms are written to and then claimed."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextvars import Context
 
 from kvbridge.api.status import FenceStatus, PrefillNodeStatus
 from kvbridge.config.schema import DecodeConfig
-from kvbridge.control.keys import CurveKeys
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.geometry.tables import GROWING_SPACES
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.plan.digests import DigestKind
-from kvbridge.core.wire.features import PEER_FEATURES, Feature, Features
 from kvbridge.core.wire.messages import (
     Digests,
     Done,
@@ -52,7 +45,6 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
         describe=parts.description,
         links=links,
         events=parts.events,
-        features=_required(config.integrity.digest),
         names_of=links.names_of,
         soon=lambda do: asyncio.get_running_loop().call_soon(do, context=Context()),
     )
@@ -97,14 +89,8 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
     return NodeDaemon(parts, peers, rooms, admission, api)
 
 
-def _required(digest: DigestKind) -> Features:
-    """What this node has, and requires of the prefill nodes that write to it."""
-    requires = () if digest is DigestKind.NONE else (Feature.DIGESTS,)
-    return Features(has=PEER_FEATURES.has, requires=requires)
-
-
 class PrefillPeers:
-    """What prefill nodes and rank workers say, and whom it concerns. Implements Peers, PrefillListener, WorkerListener."""
+    """What prefill nodes and rank workers say, and whom it concerns. Implements Peers and WorkerListener."""
 
     def __init__(
         self, parts: NodeParts, links: PrefillLinks, nodes: PrefillNodes, rooms: ReceiverRooms, fence: Fence
@@ -115,66 +101,62 @@ class PrefillPeers:
         self._nodes = nodes
         self._rooms = rooms
         self._fence = fence
-        links.serve(self)
+        links.serve(self, nodes)
 
     # ------------------------------------------------------------------ for the daemon
 
     @property
     def epoch(self) -> int:
-        """See ShownPeers."""
+        """The epoch of the endpoints that rank workers give out."""
         return self._fence.epoch
 
     def open(self, identity: PeerIdentity) -> None:
-        """See Peers: a decode node listens to nobody, it connects to the prefill nodes of its rooms."""
+        """Begin to connect to the prefill nodes of rooms; a decode node listens to nobody."""
         self._links.start(identity)
 
-    def change_keys(self, keys: CurveKeys, _told: Callable[[PeerAddress], None]) -> None:
-        """See Peers."""
-        self._links.change_keys(keys)
-
     async def close(self, timeout_s: float) -> None:
-        """See Peers."""
+        """Close the ways to peers."""
         await self._links.stop(timeout_s)
 
     def watch(self) -> None:
-        """See Peers: and look for prefill nodes whose key is not accepted any more."""
+        """Send heartbeats; look for prefill nodes that are lost, or whose key is not accepted any more."""
         self._links.look()
         for address, reason in self._links.barred():
             self._nodes.lost(address, reason)
         self._links.heartbeats()
 
     def tick(self) -> None:
-        """See Peers."""
+        """Look at deadlines."""
         self._fence.tick()
         self._rooms.workers.checks.tick()
 
     def status(self) -> tuple[PrefillNodeStatus, ...]:
-        """See ShownPeers."""
+        """List the nodes of the other role."""
         return self._nodes.peers()
 
     def silences_s(self) -> dict[str, float]:
-        """See ShownPeers."""
+        """Return how long each node has been silent."""
         silences_s, found = self._links.silences_s(), dict[str, float]()
         for address, name in self._nodes.names().items():  # two incarnations of one node may be known for a while
             found[name] = max(found.get(name, 0.0), silences_s.get(address, 0.0))
         return found
 
     def connecting(self) -> int:
-        """See ShownPeers."""
+        """Count the nodes that are not connected yet."""
         return sum(not node.incarnation for node in self.status())
 
     def fence(self) -> FenceStatus:
-        """See ShownPeers."""
+        """Show the fence."""
         return self._fence.status()
 
     def worker_ready(self, rank: Rank) -> None:
-        """See WorkerListener: peers must know of new endpoints."""
+        """Tell peers and the fence of the endpoints of a rank worker that is ready."""
         if not self._parts.workers.missing():
             self._nodes.refresh()
         self._fence.ready(rank, self._parts.workers.epoch(rank))
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
-        """See WorkerListener: perhaps with device memory that it made."""
+        """Fail what a rank worker that is gone had under way, perhaps with device memory that it made."""
         made = rank in self._parts.layout.orders
         self._rooms.workers.gone(rank, reason, memory_lost=made)
         self._parts.worker_gone(rank, reason)
@@ -182,7 +164,7 @@ class PrefillPeers:
     # ------------------------------------------------------------------ prefill nodes
 
     def received(self, address: PeerAddress, peer: str, message: PeerMessage) -> None:
-        """See PrefillListener."""
+        """Take what a node says."""
         match message:
             case Welcome() if message.incarnation == peer:
                 self._nodes.welcome(address, message)
@@ -196,28 +178,16 @@ class PrefillPeers:
             case Digests() | Done() | PathLost() | Failed() | Drained():
                 self._rooms.peers.hear(peer, message)
             case Heartbeat():
-                self._nodes.goes_on_with(address, message.public_key)
+                pass
             case _:
                 text = f"{message.type} from {peer}: a decode daemon does not take it"
                 self._events.frame_refused("wrong_direction", text)
 
-    def lost(self, address: PeerAddress, reason: str) -> None:
-        """See PrefillListener."""
-        self._nodes.lost(address, reason)
-
     def undelivered(self, address: PeerAddress, message: PeerMessage, age_s: float) -> None:
-        """See PrefillListener."""
+        """Give a node up that acknowledges nothing."""
         self._events.emit(MessageUndelivered(peer=address.endpoint, message=message.type, age_s=age_s))
         # A younger message fell with its link, which the node has forgotten: `restarted` introduces us anew.
         limit_s = self._parts.config.timeouts.control_delivery_s
         if address in self._links and age_s >= limit_s:
             why = f"a {message.type} of {age_s:.1f} s ago was never acknowledged (limit: timeouts.control_delivery_s)"
             self._nodes.lost(address, why)
-
-    def restarted(self, address: PeerAddress) -> None:
-        """See PrefillListener."""
-        self._nodes.restarted(address)
-
-    def same(self, address: PeerAddress, other: PeerAddress) -> None:
-        """See PrefillListener."""
-        self._nodes.same(address, other)

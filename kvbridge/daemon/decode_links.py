@@ -1,18 +1,12 @@
-"""A prefill node's control socket: decode nodes connect to it, and are heard, watched and given up here.
-
-Owns: the socket, the list of allowed keys, heartbeats. Must not know: what a message means.
-"""
+"""A prefill node's control socket: decode nodes connect to it, and are heard, watched and given up here."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import structlog
 
 from kvbridge.config.schema import PrefillConfig
-from kvbridge.control.keys import CurveKeys
 from kvbridge.control.link import PeerCallbacks
 from kvbridge.control.peers import PeerIdentity, PeerServer
 from kvbridge.core.addresses import PeerAddress
@@ -20,35 +14,11 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 from kvbridge.daemon.allowed import AllowedPeers
 from kvbridge.daemon.peer_setup import peer_settings, why_lost
+from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.telemetry.events import MessageUndelivered
 from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
-
-TELL_HEARTBEATS = 2
-"""After how many heartbeats decode nodes know of another key."""
-
-
-@dataclass
-class _Changing:
-    """Keys that are to be taken, and how far that has come."""
-
-    keys: CurveKeys
-    told: Callable[[PeerAddress], None]
-    heartbeats: int = 0
-
-
-class DecodeListener(Protocol):
-    """Who hears what decode nodes say, and what becomes of them."""
-
-    def received(self, peer: str, message: PeerMessage) -> None:
-        """A decode node says something."""
-
-    def known(self, peer: str) -> bool:
-        """Whether a decode node has been accepted."""
-
-    def gone(self, peer: str, reason: str) -> None:
-        """A decode node is lost, or begins anew: what was agreed with it is void. Harmless for one that is not known."""
 
 
 class DecodeLinks:
@@ -59,68 +29,28 @@ class DecodeLinks:
         self._events = events
         self._server: PeerServer | None = None
         self._allowed: AllowedPeers
-        self._address = PeerAddress(endpoint="ipc:///")
-        self._changing: _Changing | None = None
-        self._listener: DecodeListener
+        self._received: Callable[[str, PeerMessage], None]
+        self._nodes: DecodeNodes
 
-    def serve(self, listener: DecodeListener) -> None:
-        """Say who hears; before `open`."""
-        self._listener = listener
+    def serve(self, received: Callable[[str, PeerMessage], None], nodes: DecodeNodes) -> None:
+        """Say who hears what decode nodes say, and who knows them; before `open`."""
+        self._received, self._nodes = received, nodes
 
     def open(self, identity: PeerIdentity) -> PeerAddress:
         """Listen, and return the address to tell others. Raises ConfigError, ConflictError for a taken address."""
         callbacks = PeerCallbacks(
-            self._listener.received,
+            self._received,
             on_undelivered=self._on_undelivered,
             on_refused=self._events.frame_refused,
             on_resent=self._events.messages_resent,
             # It may have given the pages of our rooms to others meanwhile.
-            on_reset=lambda peer: self._listener.gone(peer, "it had given this node up, and begins anew"),
+            on_reset=lambda peer: self._nodes.gone(peer, "it had given this node up, and begins anew"),
         )
         self._allowed = AllowedPeers(self._config.control.curve, identity.keys)
         control, keys = self._config.control, identity.keys
         self._server = PeerServer(identity, callbacks, control.bind, settings=peer_settings(self._config))
         endpoint = control.advertised(self._server.endpoint)
-        self._address = PeerAddress(endpoint=endpoint, public_key=keys.public if keys else "")
-        return self._address
-
-    def change_keys(self, keys: CurveKeys, told: Callable[[PeerAddress], None]) -> None:
-        """Listen with other keys in a few heartbeats, which tell decode nodes before, so that they come back at once.
-
-        `told(address)` is called one heartbeat before, when all of them know: those that come new wait until we listen.
-        """
-        if self._server is None or keys.public == self._goes_on_with:
-            return
-        self._changing = _Changing(keys, told)
-        self._server.gate.own |= {keys.public}
-        self._heartbeat(self._server)
-
-    @property
-    def _goes_on_with(self) -> str:
-        return self._changing.keys.public if self._changing else self._address.public_key
-
-    def _heartbeat(self, server: PeerServer) -> None:
-        for peer in server.peers:
-            self.send(peer, Heartbeat(public_key=self._goes_on_with))
-
-    def _change(self, server: PeerServer) -> None:
-        """Do what a change of keys has come to by this heartbeat."""
-        change = self._changing
-        if change is None:
-            return
-        change.heartbeats += 1
-        if change.heartbeats == TELL_HEARTBEATS:
-            self._address = self._address.model_copy(update={"public_key": change.keys.public})
-            change.told(self._address)
-        elif change.heartbeats > TELL_HEARTBEATS:
-            self._changing = None
-            server.change_keys(change.keys)
-            log.info("curve_key_changed", public_key=change.keys.public)
-
-    def announces(self, peer: str, key: str) -> None:
-        """A connected peer says that a key is its own too. Raises UnauthorizedError for one that is not allowed."""
-        if self._server is not None:
-            self._server.announces(peer, key)
+        return PeerAddress(endpoint=endpoint, public_key=keys.public if keys else "")
 
     def names_of(self, key: str) -> frozenset[str]:
         """The instances that the holder of a key may speak for; empty: any."""
@@ -152,8 +82,8 @@ class DecodeLinks:
             lost = why_lost(self._config.timeouts, server.link(peer), connects=False)
             if lost:
                 self._lose(peer, lost)
-        self._heartbeat(server)
-        self._change(server)
+        for peer in server.peers:
+            self.send(peer, Heartbeat())
 
     def silences_s(self) -> dict[str, float]:
         """Seconds since each connected decode node was heard of, by its incarnation."""
@@ -169,12 +99,12 @@ class DecodeLinks:
 
     def _on_undelivered(self, peer: str, message: PeerMessage, age_s: float) -> None:
         self._events.emit(MessageUndelivered(peer=peer, message=message.type, age_s=age_s))
-        if self._listener.known(peer):
+        if peer in self._nodes.known():
             # Its link is forgotten too: a node that is there after all is told so, and introduces itself again.
             why = f"a {message.type} was not acknowledged for {age_s:.1f} s (limit: timeouts.control_delivery_s)"
             self._lose(peer, why)
 
     def _lose(self, peer: str, reason: str) -> None:
-        self._listener.gone(peer, reason)
+        self._nodes.gone(peer, reason)
         if self._server is not None:
             self._server.forget(peer)

@@ -1,7 +1,4 @@
-"""How many files a daemon may open, and how many connections it can afford by that.
-
-Owns: the limit of this process, the share of each endpoint. Must not know: who connects.
-"""
+"""How many files a daemon may open, and how many connections it can afford by that."""
 
 from __future__ import annotations
 

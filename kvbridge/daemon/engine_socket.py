@@ -1,8 +1,4 @@
-"""The socket that a node's engines come to.
-
-Owns: it, that an engine which does not read is reported, and when the process of one that is gone has ended. Must not know:
-what engines ask for.
-"""
+"""The socket that a node's engines come to."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The host tier of a node: how much memory it takes, and how that is laid out.
-
-Owns: what the section `tier.host` comes to for this model on this node, and what of it is refused. Must not know: who makes the
-memory, what is moved into it, when.
-"""
+"""The host tier of a node: how much memory it takes, and how that is laid out."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A thread on which a node checks what its peers say of themselves, one after another.
-
-Owns: the thread. Must not know: what is checked.
-"""
+"""A thread on which a node checks what its peers say of themselves, one after another."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A daemon's life, the same for every role: start, serve until a signal, drain with a limit, close.
-
-Owns: signals and that order. Must not know: what the daemon does.
-"""
+"""A daemon's life, the same for every role: start, serve until a signal, drain with a limit, close."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The memory of a node: which pools it has, created and shared.
-
-Owns: the device pools of the node's ranks, its host pool and its twins of device pages, and how big they are. What lies on a GPU is
-only laid out here: the rank worker makes it, and this process never touches CUDA. Must not know: rooms, workers' processes,
-transports.
-"""
+"""The memory of a node: which pools it has, created and shared."""
 
 from __future__ import annotations
 

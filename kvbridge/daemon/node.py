@@ -1,8 +1,5 @@
 """A prefill or decode daemon from its start to its end.
 
-Owns: the order in which the parts of a node open and close, its background tasks. Must not know: the tables of either side, what
-a part does (`prefill` and `decode` say which parts there are), what is shown of it (`node_status`).
-
 HTTP and sockets open first, memory is made after: `/ready` can say how far that has come while a large pool is still being made.
 """
 
@@ -11,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -21,7 +18,6 @@ import structlog
 
 from kvbridge.api.endpoint_file import DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.config.loading import read_token
-from kvbridge.control.keys import CurveKeys
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.runtime_directory import group_number, prepare_runtime_directory
 from kvbridge.core.addresses import PeerAddress
@@ -66,9 +62,6 @@ class Peers(ShownPeers, Protocol):
 
     def open(self, identity: PeerIdentity) -> PeerAddress | None:
         """Open the ways to peers; returns the address to tell others, of a role that listens."""
-
-    def change_keys(self, keys: CurveKeys, told: Callable[[PeerAddress], None]) -> None:
-        """Go over to other keys, links and all. `told`: by a role that listens, with its address from then on."""
 
     async def close(self, timeout_s: float) -> None:
         """Let the last messages out and close the ways to peers. Harmless when closed."""
@@ -242,11 +235,9 @@ class NodeDaemon:
 
     def _open_peers(self) -> None:
         config = self.parts.config
-        curve = config.control.curve
-        keys = self._secrets.add("control.curve.secret_key_file", (curve.secret_key_file,), lambda: curve_keys(curve))
-        identity = PeerIdentity(self.parts.identity.incarnation, keys.current, insecure=config.insecure)
+        keys = curve_keys(config.control.curve)
+        identity = PeerIdentity(self.parts.identity.incarnation, keys, insecure=config.insecure)
         self.overview.control = self.peers.open(identity)
-        keys.on_change = lambda fresh: self.peers.change_keys(fresh, self._readdressed) if fresh else None
 
     def _app(self, settings: AppSettings) -> Application:
         app = create_daemon_app(
@@ -296,13 +287,6 @@ class NodeDaemon:
             await self._journal.finish(self._closing_part_s)
 
     # ------------------------------------------------------------------ the directory
-
-    def _readdressed(self, control: PeerAddress) -> None:
-        self.overview.control = control
-        if self._http is not None:
-            self._write_endpoint(self._http.url)
-        if self.overview.announcer is not None:
-            self.overview.announcer.register_again()
 
     def _write_endpoint(self, url: str) -> None:
         identity = self.parts.identity

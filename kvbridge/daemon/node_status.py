@@ -44,7 +44,6 @@ from kvbridge.telemetry.metrics import (
     DIRECTORY_REGISTRATION,
     ENGINES,
     EPOCH,
-    EXPECTED_FREE,
     OLDEST_WAIT,
     PEER_SILENCE,
     PEERS,
@@ -264,14 +263,6 @@ class NodeOverview:
                 (space, state): count * self._page_bytes[IndexSpace(space)]
                 for (space, state), count in pages.items()
                 if IndexSpace(space) in self._page_bytes
-            },
-        )
-        metrics.replace(
-            EXPECTED_FREE,
-            {
-                (space.value, f"{within_s}s"): count
-                for within_s in (1, 10, 60)
-                for space, count in self._admission.expected_free(within_s).items()
             },
         )
 

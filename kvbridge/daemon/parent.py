@@ -1,8 +1,4 @@
-"""A daemon that another program has started for itself, and that ends when that program does.
-
-Owns: the two ways in which such a daemon hears of it: the kernel's signal, and the end of its standard input. Must not know: which
-program it is.
-"""
+"""A daemon that another program has started for itself, and that ends when that program does."""
 
 from __future__ import annotations
 

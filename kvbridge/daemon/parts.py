@@ -1,7 +1,4 @@
-"""What both roles are built on: made in one order, before anything is opened.
-
-Owns: that order, and reading the configuration for it. Must not know: rooms, peers, HTTP.
-"""
+"""What both roles are built on: made in one order, before anything is opened."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a node's configuration says of its peers: keys, how patiently messages are sent, when one counts as lost.
-
-Owns: reading those sections. Must not know: sockets, roles.
-"""
+"""What a node's configuration says of its peers: keys, how patiently messages are sent, when one counts as lost."""
 
 from __future__ import annotations
 

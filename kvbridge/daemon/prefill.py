@@ -1,15 +1,9 @@
-"""The prefill daemon: a node whose rooms are sent.
-
-Owns: which parts it has, in which order they are made, and what a message of a decode node means for them.
-"""
+"""The prefill daemon: a node whose rooms are sent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from kvbridge.api.status import DecodeNodeStatus
 from kvbridge.config.schema import PrefillConfig
-from kvbridge.control.keys import CurveKeys
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, ConfigError, NotReadyError
@@ -80,7 +74,7 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
             adopted=parts.adopted,
         ),
     )
-    nodes.watch(rooms.peers)
+    nodes.watch(rooms.peers.peer_gone)
     peers = DecodePeers(parts, links, nodes, rooms, inspections, inspector)
     inspections.deliver_to(peers.deliver)
     parts.worker_host.serve(
@@ -114,7 +108,7 @@ def _introduction(parts: NodeParts) -> Self:
 
 
 class DecodePeers:
-    """What decode nodes and rank workers say, and whom it concerns. Implements Peers, DecodeListener and WorkerListener."""
+    """What decode nodes and rank workers say, and whom it concerns. Implements Peers and WorkerListener."""
 
     epoch = 0
 
@@ -134,20 +128,16 @@ class DecodePeers:
         self._rooms = rooms
         self._inspections = inspections
         self._inspector = inspector
-        links.serve(self)
+        links.serve(self.received, nodes)
 
     # ------------------------------------------------------------------ for the daemon
 
     def open(self, identity: PeerIdentity) -> PeerAddress:
-        """See Peers: decode nodes connect here."""
+        """Listen for decode nodes."""
         return self._links.open(identity)
 
-    def change_keys(self, keys: CurveKeys, told: Callable[[PeerAddress], None]) -> None:
-        """See Peers."""
-        self._links.change_keys(keys, told)
-
     async def close(self, timeout_s: float) -> None:
-        """See Peers."""
+        """Close the ways to peers."""
         try:
             await self._links.close(timeout_s)
         finally:
@@ -155,47 +145,39 @@ class DecodePeers:
             await self._inspector.close()
 
     def watch(self) -> None:
-        """See Peers."""
+        """Send heartbeats and look for silent peers."""
         self._links.watch()
 
     def tick(self) -> None:
-        """See Peers."""
+        """Look at deadlines."""
         self._rooms.peers.tick()
 
     def status(self) -> tuple[DecodeNodeStatus, ...]:
-        """See ShownPeers."""
+        """List the nodes of the other role."""
         return self._nodes.peers()
 
     def silences_s(self) -> dict[str, float]:
-        """See ShownPeers."""
+        """Return how long each node has been silent."""
         silences_s = self._links.silences_s()
         return {self._nodes.name(peer): silences_s.get(peer, 0.0) for peer in self._nodes.known()}
 
     def connecting(self) -> int:
-        """See ShownPeers."""
+        """Count the nodes that are not connected yet."""
         return sum(bool(node.connecting) for node in self.status())
 
     def fence(self) -> None:
-        """See ShownPeers: nobody writes to a prefill node."""
+        """Show no fence: nobody writes to a prefill node."""
 
     def worker_ready(self, rank: Rank) -> None:
-        """See WorkerListener: it has to be connected to everybody."""
+        """Connect a rank worker that is ready to every decode node."""
         self._nodes.worker_ready(rank)
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
-        """See WorkerListener."""
+        """Fail what a rank worker that is gone had under way."""
         self._rooms.workers.gone(rank, reason)
         self._parts.worker_gone(rank, reason)
 
     # ------------------------------------------------------------------ decode nodes
-
-    def known(self, peer: str) -> bool:
-        """See DecodeListener."""
-        return peer in self._nodes.known()
-
-    def gone(self, peer: str, reason: str) -> None:
-        """See DecodeListener."""
-        self._nodes.gone(peer, reason)
 
     def deliver(self, peer: str, message: PeerMessage) -> None:
         """Take what had to wait until the introduction of its peer was checked. Never raises."""
@@ -205,35 +187,28 @@ class DecodePeers:
             self._events.frame_refused(error.code, str(error))
 
     def received(self, peer: str, message: PeerMessage) -> None:
-        """See DecodeListener."""
+        """Take what a decode node says."""
         if self._nodes.holds(peer, message):
             return
         match message:
             case Hello():
                 self._nodes.hello(peer, message, key=self._links.key_of(peer))
-            case Intend() | Offer() if not self.known(peer):
+            case Intend() | Offer() if peer not in self._nodes.known():
                 self._refuse_unknown(peer, message)
             case Intend() | Offer():
                 self._rooms.peers.hear(peer, message)
             case Abort():
-                if not self.known(peer):
+                if peer not in self._nodes.known():
                     text = f"an abort of room {message.room} from {peer}, which is not welcome here"
                     self._events.frame_refused("unmet", text)
                 self._rooms.peers.hear(peer, message)  # it ends the peer's own rooms only
             case Failed():
                 self._rooms.peers.hear(peer, message)
             case Heartbeat():
-                self._goes_on_with(peer, message.public_key)
+                pass
             case _:
                 text = f"{message.type} from {peer}: a prefill daemon does not take it"
                 self._events.frame_refused("wrong_direction", text)
-
-    def _goes_on_with(self, peer: str, key: str) -> None:
-        """A decode node says which key it goes on with. Raises UnauthorizedError for one that is not its own to take."""
-        if key and key != self._links.key_of(peer):
-            self._nodes.check_key(peer, key)
-            self._links.announces(peer, key)
-            self._nodes.change_key(peer, key)
 
     def _refuse_unknown(self, peer: str, offer: Asking) -> None:
         """Nobody writes to memory that was never introduced, or whose owner we have given up."""

@@ -1,7 +1,5 @@
 """The links of a decode node to prefill nodes: one client for each address that it talks to.
 
-Owns: the clients, how many there may be, whose keys are accepted. Must not know: who was met behind an address, rooms.
-
 `PrefillNodes` opens a link with its greeting and closes it when it gives the address up, so there is one for each address that
 it knows, and no other.
 """
@@ -11,23 +9,27 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from contextvars import Context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 
 from kvbridge.config.schema import DecodeConfig
-from kvbridge.control.keys import CurveKeys
 from kvbridge.control.link import PeerCallbacks, PeerSettings
-from kvbridge.control.peers import PeerClient, PeerIdentity
+from kvbridge.control.peer_client import PeerClient
+from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.sockets import SocketContext
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, CapacityError, NotReadyError
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 from kvbridge.daemon.allowed import AllowedPeers
 from kvbridge.daemon.peer_setup import peer_settings, why_lost
+from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.telemetry.stream import EventStream
+
+if TYPE_CHECKING:
+    from kvbridge.daemon.decode import PrefillPeers
 
 log = structlog.get_logger(__name__)
 
@@ -38,29 +40,10 @@ KEPT_SHARE = 4
 
 @dataclass(eq=False)
 class _Opened:
-    """A link, and the address that it is known by: another one once the node has changed its key."""
+    """A link, and the address that it leads to."""
 
     address: PeerAddress
     client: PeerClient = field(init=False)
-
-
-class PrefillListener(Protocol):
-    """Who hears what prefill nodes say, and what becomes of the links to them."""
-
-    def received(self, address: PeerAddress, peer: str, message: PeerMessage) -> None:
-        """A message of the incarnation `peer`, which answers at `address`."""
-
-    def undelivered(self, address: PeerAddress, message: PeerMessage, age_s: float) -> None:
-        """A message was given up unacknowledged."""
-
-    def lost(self, address: PeerAddress, reason: str) -> None:
-        """The link leads nowhere (any more)."""
-
-    def restarted(self, address: PeerAddress) -> None:
-        """Another incarnation answers there, or the same one has forgotten us."""
-
-    def same(self, address: PeerAddress, other: PeerAddress) -> None:
-        """The incarnation that answers there is the one to which the link of another address leads."""
 
 
 class PrefillLinks:
@@ -75,14 +58,13 @@ class PrefillLinks:
         """Addresses that have answered, those that were heard of last at the end."""
         self._identity: PeerIdentity
         self._allowed: AllowedPeers
-        self._listener: PrefillListener
-        self._changing = False
-        """Whether a node may still know us by our former key."""
+        self._peers: PrefillPeers
+        self._nodes: PrefillNodes
         self.settings = PeerSettings()
 
-    def serve(self, listener: PrefillListener) -> None:
-        """Say who hears; before `start`."""
-        self._listener = listener
+    def serve(self, peers: PrefillPeers, nodes: PrefillNodes) -> None:
+        """Say who hears what prefill nodes say, and who knows them; before `start`."""
+        self._peers, self._nodes = peers, nodes
 
     def start(self, identity: PeerIdentity) -> None:
         """Say as whom links are opened."""
@@ -91,33 +73,10 @@ class PrefillLinks:
         self.settings = peer_settings(self._config)
         self._context = SocketContext()
 
-    def change_keys(self, keys: CurveKeys) -> None:
-        """Take other keys: for new links at once, for each that stands when its node accepts them. Harmless when closed."""
-        if self._context is None or keys.public == self._allowed.own:
-            return
-        self._identity = replace(self._identity, keys=keys)
-        self._allowed.own = keys.public
-        self._changing = True
-        for opened in self._opened.values():
-            opened.client.connection.change_keys(keys)
-
     def heartbeats(self) -> None:
-        """Show that we live, and with which key we go on: a node that knows of it takes a connection with that key."""
-        own = self._allowed.own
-        for address, opened in list(self._opened.items()):
-            self.send(address, Heartbeat(public_key=own))
-            opened.client.connection.ask_again()
-        if self._changing and all(opened.client.connection.own_key == own for opened in self._opened.values()):
-            self._changing = False
-            log.info("curve_key_changed", public_key=own)
-
-    def rename(self, address: PeerAddress, fresh: PeerAddress) -> None:
-        """The node behind an address goes over to another key. Raises UnauthorizedError for one that is not accepted."""
-        self._allowed.check_server(fresh)
-        opened = self._opened[fresh] = self._opened.pop(address)
-        opened.address = fresh
-        self._meet(fresh)
-        opened.client.connection.expect_server_key(fresh.public_key)
+        """Show that we live."""
+        for address in list(self._opened):
+            self.send(address, Heartbeat())
 
     def names_of(self, key: str) -> frozenset[str]:
         """The instances that the holder of a key may speak for; empty: any."""
@@ -160,7 +119,7 @@ class PrefillLinks:
     def _callbacks(self, opened: _Opened) -> PeerCallbacks:
         return PeerCallbacks(
             lambda peer, message: self._received(opened, peer, message),
-            on_undelivered=lambda _peer, message, age_s: self._listener.undelivered(opened.address, message, age_s),
+            on_undelivered=lambda _peer, message, age_s: self._peers.undelivered(opened.address, message, age_s),
             on_refused=self._events.frame_refused,
             on_resent=self._events.messages_resent,
             on_reset=lambda incarnation: self._reset(opened, incarnation),
@@ -170,7 +129,7 @@ class PrefillLinks:
 
     def _received(self, opened: _Opened, peer: str, message: PeerMessage) -> None:
         self._meet(opened.address)
-        self._listener.received(opened.address, peer, message)
+        self._peers.received(opened.address, peer, message)
 
     def _meet(self, address: PeerAddress) -> None:
         self._met[address] = None
@@ -180,14 +139,14 @@ class PrefillLinks:
 
     def _reset(self, opened: _Opened, incarnation: str) -> None:
         if not self._is_same(opened, incarnation):
-            self._listener.restarted(opened.address)
+            self._nodes.restarted(opened.address)
 
     def _is_same(self, opened: _Opened, incarnation: str) -> bool:
         """Return whether a link leads to that incarnation already, by another address; who has another key is another node."""
         key = opened.address.public_key
         for address, other in self._opened.items():
             if other is not opened and other.client.server == incarnation and address.public_key == key:
-                self._listener.same(opened.address, address)
+                self._nodes.same(opened.address, address)
                 return True
         return False
 
@@ -200,7 +159,7 @@ class PrefillLinks:
         if self._opened.get(opened.address) is not opened:
             return
         if reason := why_lost(self._config.timeouts, opened.client.link, connects=True):
-            self._listener.lost(opened.address, reason)
+            self._nodes.lost(opened.address, reason)
 
     def send(self, address: PeerAddress, message: PeerMessage) -> None:
         """Queue a message; one that cannot be queued is logged. Dropped where there is no link."""

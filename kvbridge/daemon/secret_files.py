@@ -1,7 +1,4 @@
-"""Secrets of a running daemon that lie in files: read at the start, and again whenever a file has changed.
-
-Owns: when they are read again, and that one that cannot be read leaves the former in force. Must not know: what they are for.
-"""
+"""Secrets of a running daemon that lie in files: read at the start, and again whenever a file has changed."""
 
 from __future__ import annotations
 

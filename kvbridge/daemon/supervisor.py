@@ -1,7 +1,4 @@
-"""Keeps the rank workers' processes running.
-
-Owns: the processes, when they are started again. Must not know: what they do; it reports starts and ends.
-"""
+"""Keeps the rank workers' processes running."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Traces of a daemon, from its configuration to their end.
-
-Owns: whether there are any, and whether what they need is installed. Must not know: which spans there are, how they are sent.
-"""
+"""Traces of a daemon, from its configuration to their end."""
 
 from __future__ import annotations
 

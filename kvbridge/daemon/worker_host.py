@@ -1,8 +1,4 @@
-"""Where a node's rank workers live: their socket, their processes, their setup, and the watch over them.
-
-Owns: all of these, which worker came too early for its memory, and which engine's worker is gone while its process may still
-have endpoints. Must not know: rooms and peers; it reports to the node.
-"""
+"""Where a node's rank workers live: their socket, their processes, their setup, and the watch over them."""
 
 from __future__ import annotations
 

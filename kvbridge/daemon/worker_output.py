@@ -1,7 +1,5 @@
 """What a rank worker's process writes, as lines of this daemon's log.
 
-Owns: its two pipes, the level of what libraries write. Must not know: what a worker does.
-
 A worker writes its log into a pipe of its own, as JSON whatever form the daemon's has, and the daemon writes it again in its own.
 The libraries below the worker write to standard error, without level or owner, also in the moment in which they end the process:
 whatever such a line looks like, it is no record of the worker's log.

@@ -1,8 +1,5 @@
 """Backups of a node on their way: what its rank workers are told to copy, and what follows from their answers.
 
-Owns: the order that is under way, and twins that a rank may still write though its order has failed. Must not know: which pages are
-to go down (`tier/controller.py`), how they are copied, rooms.
-
 An order is done when every rank has said that its copy is proved. When one says that it has failed, ends, or says nothing within
 `timeouts.copy_s`, the twins that were reserved for the order go back, and nothing else changes: the pages are on the device as
 before. What a rank may still write is quarantined until it has answered or its process has ended; until then nothing is begun.
@@ -199,9 +196,6 @@ class Backups:
     def pages_in_flight(self) -> int:
         """How many pages rank workers are copying."""
         return 0 if self._order is None else self._order.pages
-
-    def __repr__(self) -> str:
-        return f"<Backups: {self.pages_in_flight} pages under way, {len(self._late)} orders not quiet>"
 
 
 def _merged(backups: Sequence[Backup]) -> tuple[PageMove, ...]:

@@ -1,7 +1,4 @@
-"""How a room of either side moves forward: an event is looked up, its actions are carried out, the facts amount to the next event.
-
-Owns: that loop, and the deadlines of rooms. Must not know: which side it is on, what an action is, sockets, HTTP.
-"""
+"""The state machine of a room on either side: look an event up, carry its actions out, derive the next event from the facts."""
 
 from __future__ import annotations
 
@@ -118,6 +115,6 @@ class Deadlines(Generic[RoomT]):
             limit = room.late(now_s)
             if limit:
                 if limit == room.begin_limit:
-                    self.rooms.drop_begin_limit(room)
+                    room.begin_by_s = None
                 self.driver.rules.late(self.driver, room, limit)
         self.rooms.sweep()

@@ -1,7 +1,4 @@
-"""Rooms that engines admit themselves: one message says what a router and several calls say of other rooms.
-
-Owns: in which order that is carried out, and that a refusal leaves no room behind. Must not know: sockets, what each call does.
-"""
+"""Rooms that engines admit themselves: one message says what a router and several calls say of other rooms."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """The API of engines: calls are carried out on the node's rooms and answered.
 
-Owns: who may call what, and the form of the answer. Must not know: sockets, who else is attached (`engines`), what a call does
-(the verbs of either side).
-
 The rooms of an engine fail when its connection ends. Its pages come back when it has said that it is through with them (Detach), or
 when its process has ended: while a process is being killed its connection ends first, and its GPU writes on for a while.
 """

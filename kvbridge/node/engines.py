@@ -1,8 +1,5 @@
 """Which engine processes are attached to a node, for which ranks, and how they are told of rooms.
 
-Owns: the list of attached engines, and of those that are gone and whose processes have not ended. Must not know: sockets (it is
-handed a way to send), the verbs, rooms.
-
 An engine that dies is noticed through its connection, not through silence: a synchronous engine may compute for
 minutes without a word.
 """

@@ -1,8 +1,4 @@
-"""The one door for what peers and rank workers say of rooms.
-
-Owns: looking a message up in its side's literal before anybody acts on it, and refusing and counting what is not listed there.
-Must not know: which side it is on, what a message leads to.
-"""
+"""The one door for what peers and rank workers say of rooms."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Page keys at a node's door: those that a request names, and those of the engines that work on it.
 
-Owns: what must be equal, and what is said when it is not. Must not know: tokens, which pages have which keys, sockets.
-
 Whoever names a key gets its page, and the keys of a request come from a router. So engines say the keys of the tokens that they
 really have, and a room goes on only with equal ones. What is said of a difference names pages, never tokens or keys.
 

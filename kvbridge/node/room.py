@@ -1,8 +1,4 @@
-"""A room, as both sides keep it.
-
-Owns: `Room` (the facts common to both sides), why pages are quarantined. Must not know: which side it is on, messages, what a fact
-leads to.
-"""
+"""A room, as both sides keep it."""
 
 from __future__ import annotations
 
@@ -123,10 +119,9 @@ class Room(Generic[StateT]):
     deadline_name: str = ""
     """The configuration key of that wait."""
     note_limit: Callable[[Any, float], None] = field(default=lambda _room, _limit_s: None, repr=False)
-    """Told when another limit ends the room; set by the book, which knows who ends first."""
+    """Told when another limit ends the room; set by the book, which keeps limits in their order."""
     begin_by_s: float | None = None
-    """Until then a prefill engine has to begin the room, on the service's clock; None once that does not matter any more.
-    Set by the book, which knows who ends first."""
+    """Until then a prefill engine has to begin the room, on the service's clock; None once that does not matter any more."""
     begin_limit: str = ""
     """Who set that limit: a configuration key, or a field of the admission."""
     missed: str = ""
@@ -228,7 +223,7 @@ class Room(Generic[StateT]):
     def late(self, now_s: float) -> str:
         """Return the name of the limit that has passed, empty when none has.
 
-        A deadline is named once, `begin_limit` until the book drops it.
+        A deadline is named once, `begin_limit` until it does not matter any more.
         """
         limit_s, name = self.next_limit
         if limit_s is None or now_s < limit_s:

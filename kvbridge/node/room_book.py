@@ -1,8 +1,5 @@
 """Every room of a daemon by its id, who waits for it, and the receipts of ended ones.
 
-Owns: these, and in which order rooms end that no prefill engine begins. Must not know: which side it is on, messages, pages of
-memory.
-
 One room id names one attempt at a time. A second admission of an id that is still in flight is a conflict; after it
 ended, the same id may be used again with a higher generation only, so that late messages of the first attempt can be
 told apart. An attempt that has ended for users may still wait for the proof that nobody touches its pages: it is kept
@@ -13,18 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 from kvbridge.api.rooms import RoomPage, RoomQuery, RoomReport
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import ConflictError, StaleError, UnknownRoomError
 from kvbridge.core.ids import ROOM_BITS, Role
 from kvbridge.core.session.states import RoomState
-from kvbridge.node.admission.pressure import Reservation
 from kvbridge.node.room import Quarantine, Room
 
 RoomT = TypeVar("RoomT", bound=Room[Any])
@@ -70,14 +66,9 @@ class RoomBook(Generic[RoomT]):
         """Newest receipts whose time is over, by room: an earlier attempt has pages, and would answer for them."""
         self._ended: deque[tuple[float, RoomT, RoomState]] = deque()
         self._ended_states: Counter[RoomState] = Counter()
-        self._begin_limits: dict[str | None, list[tuple[float, int]]] = {}
-        """When rooms end that nobody has begun, and their numbers, in this order: of all (None) and of each client."""
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
         self.in_use: Counter[str] = Counter()
         """Rooms that have not ended, or have not given everything back, by client."""
-
-    def __repr__(self) -> str:
-        return f"<RoomBook {self.states()}>"
 
     def __len__(self) -> int:
         return len(self._numbered)
@@ -170,7 +161,7 @@ class RoomBook(Generic[RoomT]):
 
     def ended(self, room: RoomT) -> None:
         """Keep the room's receipt for a while. Called once, when nothing of the room is left to be done."""
-        self.drop_begin_limit(room)
+        room.begin_by_s = None
         self.in_use[room.client] -= 1
         if not self.in_use[room.client]:
             del self.in_use[room.client]
@@ -267,20 +258,6 @@ class RoomBook(Generic[RoomT]):
         if limit is not None:
             room.begin_by_s, room.begin_limit = room.created_s + limit[0], limit[1]
             self._note_limit(room, room.begin_by_s)
-            for client in (None, room.client):
-                insort(self._begin_limits.setdefault(client, []), (room.begin_by_s, room.number))
-
-    def drop_begin_limit(self, room: RoomT) -> None:
-        """That a prefill engine begins the room does not matter any more. Harmless when it did not."""
-        if room.begin_by_s is None:
-            return
-        limit = (room.begin_by_s, room.number)
-        room.begin_by_s = None
-        for client in (None, room.client):
-            limits = self._begin_limits[client]
-            del limits[bisect_left(limits, limit)]
-            if not limits:
-                del self._begin_limits[client]
 
     def _note_limit(self, room: RoomT, limit_s: float) -> None:
         heappush(self._limits, (limit_s, room.number))
@@ -297,13 +274,6 @@ class RoomBook(Generic[RoomT]):
             if room is not None and room in self._live:
                 found.append(room)
         return found
-
-    def not_begun(self, client: str | None = None) -> Sequence[Reservation]:
-        """Return what rooms (of a client, or all) have that end unless a prefill engine begins them; those that end first in front.
-
-        To be used before the rooms change: every refusal asks, so what it does not look at is not made.
-        """
-        return _NotBegun(self._begin_limits.get(client, []), self._numbered, self._clock())
 
     async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
         """Return the report once the state is in `until` or final, or whatever it is after `timeout_s`."""
@@ -343,29 +313,3 @@ class RoomBook(Generic[RoomT]):
         counts = Counter(self._ended_states)
         counts.update(map(self._describe_state, self))
         return {state.value: count for state, count in counts.items() if count}
-
-
-class _NotBegun(Sequence[Reservation]):
-    """Of the rooms with these limits, each as (when, number)."""
-
-    def __init__(self, limits: list[tuple[float, int]], rooms: Mapping[int, Room[Any]], now_s: float) -> None:
-        self._limits = limits
-        self._rooms = rooms
-        self._now_s = now_s
-
-    def __len__(self) -> int:
-        return len(self._limits)
-
-    @overload
-    def __getitem__(self, index: int) -> Reservation: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Reservation]: ...
-
-    def __getitem__(self, index: int | slice) -> Reservation | Sequence[Reservation]:
-        if isinstance(index, slice):
-            return _NotBegun(self._limits[index], self._rooms, self._now_s)
-        by_s, number = self._limits[index]
-        room = self._rooms[number]
-        pages = {space: len(table) - room.shared_pages.get(space, 0) for space, table in room.tables.items()}
-        return Reservation(by_s - self._now_s, pages, room.client)

@@ -1,7 +1,4 @@
-"""What others are told of a node's rooms: facts for metrics and logs, events for engines, and whoever waits for a room.
-
-Owns: when and in which words. Must not know: which side it is on, what a fact leads to.
-"""
+"""What others are told of a node's rooms: facts for metrics and logs, events for engines, and whoever waits for a room."""
 
 from __future__ import annotations
 

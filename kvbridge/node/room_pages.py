@@ -1,8 +1,5 @@
 """The pages of a node's rooms: how many a room needs, which it shares, who may touch them, and when they go back.
 
-Owns: every change to what the page book and the prefix cache keep for a room. Must not know: which side it is on, messages, what a
-fact leads to.
-
 A room with page keys reads cached pages that hold the beginning of its prompt, in front of pages of its own. Only those are leased
 and quarantined; it lets go of what it reads when its own go back, on whatever way it ended.
 """

@@ -1,14 +1,11 @@
 """What users and engines may do to the rooms of a node, where both sides do it alike.
 
-Owns: admitting and cancelling a room, and what the end of an engine means for rooms. Must not know: which side it is on, sockets,
-HTTP.
-
 An engine names a room without its generation. It means the attempt that it uses, else the newest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, Protocol
@@ -25,29 +22,17 @@ from kvbridge.node.prompt_keys import keys_of
 from kvbridge.node.room import AdmittingEngine
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
+from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.telemetry.context import TRACE, bound_ids
 from kvbridge.telemetry.events import PrefixesDropped
 from kvbridge.telemetry.stream import EventStream
-from kvbridge.tier.keys import Keys, Link
+from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 
 EngineCalls = Mapping[type[Call], Callable[[AttachedEngine, Any], Pages | Restorable | None]]
 """Who carries out each call of an engine; what is not listed, a node of this role does not know. No answer is Accepted."""
-
-
-class PrefixStore(Protocol):
-    """The store below host memory."""
-
-    async def prefetch(self, keys: Keys) -> None:
-        """Bring to this node what it has of the pages of these keys, within a time of its own."""
-
-    async def drop(self) -> DroppedObjects:
-        """Drop all that it has of this node's model. To be called when the cache has been dropped."""
-
-    def forget(self, links: Sequence[Link]) -> None:
-        """Drop the pages of these links, as soon as it can. To be called when the cache has dropped them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +45,7 @@ class RoomPorts:
     events: EventStream
     prefixes: PrefixCache | None = None
     """None: the node shares nothing."""
-    store: PrefixStore | None = None
+    store: StoredPrefixes | None = None
     """None: it has no store below host memory."""
 
 
@@ -86,7 +71,7 @@ class RoomRequests(Generic[RoomT]):
     workers: WorkerSet
     side: AdmittingSide[RoomT]
     clock: Clock
-    store: PrefixStore | None = None
+    store: StoredPrefixes | None = None
     """None: nothing is stored."""
 
     def missing(self) -> str:

@@ -1,29 +1,23 @@
 """Prefixes of a node in the store below its host memory: written once they are on the host, fetched before a request is admitted.
 
-Owns: what waits to be written, what is being fetched, pages that the store may still write. Must not know: which store it is, how
-it moves bytes, rooms, engines.
-
-Both go by way of host pages. What is written is pinned there until the store has let go of it. What is fetched goes to pages that
-are reserved for it, all or nothing, and enters the index only when the store's process has compared every byte. A request waits for
-that at most `tier.prefetch_s` and goes on with what has come. Pages of a get that has not ended by then belong to nobody until it
-has, by the store's word or by the end of its process; those of a put stay pinned likewise. Whatever the store does, a request finds
-what is cached or computes it.
+What is fetched goes to host pages that are reserved for it, all or nothing, and enters the index only when the store's process has
+compared every byte. A request waits for that at most `tier.prefetch_s` and goes on with what has come. Pages of a get that has not
+ended by then belong to nobody until it has, by the store's word or by the end of its process. Whatever the store does, a request
+finds what is cached or computes it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import count, pairwise, takewhile
 
 import numpy as np
-import numpy.typing as npt
 import structlog
 
-from kvbridge.api.rooms import DroppedObjects
 from kvbridge.api.status import PrefixStoreStatus
 from kvbridge.config.tier import TierConfig
 from kvbridge.core.clock import Clock, monotonic
@@ -31,37 +25,24 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.pages import window_pages
-from kvbridge.core.ids import IndexSpace, PageIdArray
+from kvbridge.core.ids import IndexSpace
 from kvbridge.core.wire.shared_memory import SharedRegion
+from kvbridge.node.store_writes import CHECKPOINTS, ORDER_PAGES, PAGES, StoreWrites
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.holdings import Pages
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
-from kvbridge.tier.keys import Keys, Link
-from kvbridge.tier.looks import PathPages
+from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.stores.base import BATCH_LIMIT, Outcome
-from kvbridge.tier.stores.breaker import BreakerState
 from kvbridge.tier.stores.client import Operation, StoreClient
-from kvbridge.tier.stores.objects import linked, of_links, part_keys
+from kvbridge.tier.stores.objects import linked, part_keys
 from kvbridge.tier.twins import Twins
 
 log = structlog.get_logger(__name__)
 
-PAGES, CHECKPOINTS = 0, 1
-"""Forms of objects, by their number: what a page of a prompt consists of, and windows and states at the end of one."""
-ORDER_PAGES = 16
-"""Objects of one order to the store."""
 ORDERS = 2
 """Gets of one prompt that are under way at once. A store that is too slow for a prompt fails so many in a row, which alone does not
 open its breaker."""
-MOST_WAITING = 4_096
-"""Prompts that wait to be written; the one that has waited longest is forgotten then."""
-PAUSE_S = 1.0
-"""After a put that has failed."""
-MOST_FORGOTTEN = 65_536
-"""Pages that wait to be dropped."""
-JUST_THE_END = 1 << 30
-"""Stands for the first page to be written where none is, only a checkpoint."""
 
 
 @dataclass(eq=False)
@@ -118,20 +99,11 @@ class StoredPrefixes:
         self._numbers = count(1)
         self._fetching: dict[bytes, asyncio.Task[None]] = {}
         """By the first key that is fetched and the one before it: a key alone is not one namespace's."""
-        self._waiting: dict[bytes, int] = {}
-        """Prompts to be written, by the keys of their last pages: from which page on."""
-        self._to_forget: dict[bytes, None] = {}
-        """Pages to be dropped, by the keys under which they are kept; nobody fetches them meanwhile. A set in order."""
-        self._forgets = 0
-        """How often pages were to be dropped: what was asked for before may be such a page, and is not kept."""
-        self._woken = asyncio.Event()
-        self._inserting = False
-        self._drops = self._dropping = 0
-        """Beginnings and ends of drops, and how many are under way: what was begun before is neither kept nor written on."""
-        self._writing = asyncio.Lock()
+        self.writes = StoreWrites(cache, settings, clock)
+        self.drop, self.forget = self.writes.drop, self.writes.forget
         self._tasks: list[asyncio.Task[None]] = []
         self.sums = FetchSums()
-        twins.watch(self)
+        twins.watch(self.writes)
 
     def open(self, twins: Sequence[SharedRegion], host: Sequence[SharedRegion], *, log_level: str = "info") -> None:
         """The memory is there: start the store's process. `host`: pages that prefixes have on the host anyway.
@@ -148,7 +120,8 @@ class StoredPrefixes:
         self._has_checkpoints = bool(ends)
         self._spaces = tuple(tuple(sorted({shared.region.space for shared in form})) for form in forms)
         self.client.start()
-        self._tasks = [asyncio.create_task(self._write_out(), name="write prefixes to the store")]
+        self.writes.open(self.client, self._spaces)
+        self._tasks = [asyncio.create_task(self.writes.run(), name="write prefixes to the store")]
 
     async def failed(self) -> None:
         """Raise when what works here has ended by a defect. Not to be called before `open`."""
@@ -166,7 +139,7 @@ class StoredPrefixes:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self.client is not None:
             await self.client.close(timeout_s)
-        self._tell_not_forgotten(len(self._to_forget))
+        self.writes.close()
 
     def status(self) -> PrefixStoreStatus:
         """What operators are shown."""
@@ -183,64 +156,9 @@ class StoredPrefixes:
             objects=objects,
             fetched_pages=self.sums.pages,
             prefetches=dict(self.sums.requests),
-            waiting_prompts=len(self._waiting),
+            waiting_prompts=len(self.writes.waiting),
             unsettled=0 if client is None else len(client.unsettled),
         )
-
-    async def drop(self) -> DroppedObjects:
-        """Drop all objects of this node's model, whoever has put them there. To be called when the cache has been dropped.
-
-        What is being written has ended before, and what was fetched before the end is not kept.
-        """
-        self._waiting.clear()
-        if self.client is None:
-            return DroppedObjects(outcome="failed", reason="the store's process is not ready: its memory is being made")
-        self._drops += 1
-        self._dropping += 1
-        try:
-            return await self._drop_all(self.client)
-        finally:
-            self._drops += 1
-            self._dropping -= 1
-
-    def forget(self, links: Sequence[Link]) -> None:
-        """See PrefixStore. What is being written or fetched meanwhile is dropped, too; checkpoints are not."""
-        self._to_forget |= dict.fromkeys(of_links(links))
-        self._forgets += 1
-        late = len(self._to_forget) - MOST_FORGOTTEN
-        for name in list(self._to_forget)[: max(0, late)]:
-            del self._to_forget[name]
-        self._tell_not_forgotten(late)
-        self._woken.set()
-
-    @staticmethod
-    def _tell_not_forgotten(pages: int) -> None:
-        if pages > 0:
-            why = "engines say different tokens of them, and they could not be dropped from the store; drop all of it"
-            log.error("stored_pages_not_forgotten", pages=pages, reason=why)
-
-    async def _drop_all(self, client: StoreClient) -> DroppedObjects:
-        until_s = self._clock() + self._settings.store_limits.drop_s
-        try:
-            async with asyncio.timeout(until_s - self._clock()):
-                await self._writing.acquire()
-        except TimeoutError:
-            return DroppedObjects(
-                outcome="failed", reason="the store did not end what was being written (store_limits.drop_s)"
-            )
-        try:
-            answers = [
-                await client.clear(form, timeout_s=max(0.0, until_s - self._clock()))
-                for form in range(len(self._spaces))
-            ]
-        finally:
-            self._writing.release()
-        reason = "; ".join(
-            answer.detail or answer.outcomes[0].value for answer in answers if answer.outcomes[0] is not Outcome.DROPPED
-        )
-        dropped = sum(answer.cleared for answer in answers)
-        log.info("stored_prefixes_dropped", objects=dropped, reason=reason)
-        return DroppedObjects(outcome="failed" if reason else "dropped", objects=dropped, reason=reason)
 
     # ------------------------------------------------------------------ from the store
 
@@ -275,7 +193,7 @@ class StoredPrefixes:
         return self._cache.looks.restorable(keys) if self._has_checkpoints else self._cache.known(keys)
 
     async def _fetch(self, keys: Keys, have: int) -> None:
-        begun_s, current = self._clock(), (self._drops, self._forgets)
+        begun_s, current = self._clock(), (self.writes.drops, self.writes.forgets)
         until_s = begun_s + self._settings.prefetch_s
         stop, came, is_defect = have, 0, False
         try:
@@ -313,8 +231,8 @@ class StoredPrefixes:
             await self._get_all(gets, until_s)
         finally:
             try:
-                is_current = current == (self._drops, self._forgets)
-                came = self._keep(gets, keys, is_wanted=is_current and not self._dropping)
+                is_current = current == (self.writes.drops, self.writes.forgets)
+                came = self._keep(gets, keys, is_wanted=is_current and not self.writes.dropping)
             finally:
                 self._cache.looks.end(pinned)
         return came
@@ -342,7 +260,7 @@ class StoredPrefixes:
             return []
         answer = await self.client.has(form, keys, timeout_s=left_s)
         return [
-            outcome is Outcome.PRESENT and not (form == PAGES and key in self._to_forget)
+            outcome is Outcome.PRESENT and not (form == PAGES and key in self.writes.to_forget)
             for outcome, key in zip(answer.outcomes, keys, strict=True)
         ]
 
@@ -397,8 +315,8 @@ class StoredPrefixes:
             quiet = [get for get in gets if self._let_go(get)]
             for get in quiet:
                 back.callback(self._book.free, get.owner)
-            self._inserting = True
-            back.callback(setattr, self, "_inserting", False)
+            self.writes.is_inserting = True
+            back.callback(setattr, self.writes, "is_inserting", False)
             for get in sorted(gets, key=lambda get: get.form):  # a checkpoint is at the end of pages
                 is_whole = get in quiet and get.hits == len(get.keys)
                 if get.form == PAGES and get in quiet and is_behind and get.hits:
@@ -421,95 +339,3 @@ class StoredPrefixes:
         self._book.quarantine(get.owner, why)
         operation.settled.add_done_callback(lambda _: self._book.release_quarantined(get.owner))
         return False
-
-    # ------------------------------------------------------------------ to the store
-
-    def added(self, keys: Keys, start: int, pages: Pages) -> None:
-        """See TwinWatcher."""
-        del pages
-        self._wait(keys[-1], start)
-
-    def checkpoint_added(self, key: bytes, pages: PageIdArray) -> None:
-        """See TwinWatcher."""
-        del pages
-        self._wait(key, JUST_THE_END)
-
-    def removed(self, pages: Pages) -> None:
-        """See TwinWatcher."""
-
-    def _wait(self, key: bytes, start: int) -> None:
-        if self._inserting:  # it comes from there
-            return
-        self._waiting[key] = min(start, self._waiting.get(key, start))
-        if len(self._waiting) > MOST_WAITING:
-            del self._waiting[next(iter(self._waiting))]
-        self._woken.set()
-
-    async def _write_out(self) -> None:
-        """Drop and write what waits, one order after the other: whoever fetches finds the store's process free."""
-        while True:
-            if not (self._waiting or self._to_forget):
-                self._woken.clear()
-                await self._woken.wait()
-            if self._to_forget and not await self._forget_some():
-                await asyncio.sleep(PAUSE_S)
-            if not self._waiting:
-                continue
-            key = next(iter(self._waiting))
-            start = self._waiting.pop(key)
-            drops = self._drops
-            async with self._writing:
-                asked = await self._write(self._cache.looks.prompt_of(key), start)
-            if not asked and drops == self._drops:
-                self._waiting.setdefault(key, start)
-                await asyncio.sleep(PAUSE_S)
-
-    async def _forget_some(self) -> bool:
-        """Drop pages that engines say different tokens of. Returns whether the store has dropped all that it was asked to."""
-        assert self.client is not None
-        names = list(self._to_forget)[:BATCH_LIMIT]
-        async with self._writing:
-            answer = await self.client.drop(PAGES, Keys(b"".join(names)), timeout_s=self._settings.store_limits.put_s)
-        for name, outcome in zip(names, answer.outcomes, strict=True):
-            if outcome is Outcome.DROPPED:
-                self._to_forget.pop(name, None)
-        return all(outcome is Outcome.DROPPED for outcome in answer.outcomes)
-
-    async def _write(self, keys: Keys, start: int) -> bool:
-        """Write the pages of a prompt from `start` on, and checkpoints. Returns whether the store took the question."""
-        looking = self._cache.looks.begin_on_host(keys)
-        settled: list[asyncio.Future[None]] = []
-        asked = True
-        drops = self._drops
-        for form, some, ids in self._objects(looking, keys, start):
-            if drops != self._drops:
-                break
-            assert self.client is not None
-            put_s = self._settings.store_limits.put_s
-            there = self.client.has(form, some, timeout_s=put_s)
-            answer = await there
-            lacking = [at for at, outcome in enumerate(answer.outcomes) if outcome is Outcome.ABSENT]
-            if lacking and not answer.failed:
-                put = self.client.put(form, Keys(b"".join(some[at] for at in lacking)), ids[lacking], timeout_s=put_s)
-                settled.append(put.settled)
-                answer = await put
-            if answer.failed:
-                asked = (
-                    self.client.process.capabilities is not None and self.client.breaker.state is BreakerState.CLOSED
-                )
-                break
-        # Not in case of failure: whoever cancels this ends the store's process.
-        for future in settled:
-            await asyncio.shield(future)
-        self._cache.looks.end(looking)
-        return asked
-
-    def _objects(self, looking: PathPages, keys: Keys, start: int) -> Iterator[tuple[int, Keys, npt.NDArray[np.int32]]]:
-        """Yield forms, page keys and pages of what is to be written, an order at a time."""
-        end, links = len(looking.path), linked(keys)
-        for at in range(start, end, ORDER_PAGES):
-            some = slice(at, min(end, at + ORDER_PAGES))
-            yield PAGES, links[some], np.stack([looking.pages[space][some] for space in self._spaces[PAGES]], axis=1)
-        for page_count, twins in looking.checkpoints.items():
-            if page_count > start or page_count == end:
-                yield CHECKPOINTS, part_keys(keys[page_count - 1], len(twins)), twins.reshape(-1, 1)

@@ -1,8 +1,4 @@
-"""The rank workers of a node, as the node sees them.
-
-Owns: which rank's worker is there, in which incarnation, with what memory; and the words for what is missing. Must not know:
-how a worker is started or restarted (the daemon's supervisor), what rooms do with it.
-"""
+"""The rank workers of a node, as the node sees them."""
 
 from __future__ import annotations
 
@@ -226,6 +222,3 @@ class WorkerSet:
             )
             for worker in self._workers.values()
         )
-
-    def __repr__(self) -> str:
-        return f"<WorkerSet {', '.join(f'{worker.rank} {worker.state}' for worker in self._workers.values())}>"

@@ -274,14 +274,6 @@ METRICS: tuple[MetricSpec, ...] = (
         ("space",),
         "Pages that a request can have now: free ones, and cached ones that nobody reads.",
     ),
-    EXPECTED_FREE := MetricSpec(
-        "kvbridge_pages_expected_free",
-        _GAUGE,
-        ("space", "within"),
-        "Pages that are available now or will probably be within 1s, 10s and 60s: those of rooms that are ending, and the rest at "
-        "the rate of the last releases. The same estimate as Retry-After.",
-        values={"within": ("1s", "10s", "60s")},
-    ),
     QUARANTINED := MetricSpec(
         "kvbridge_rooms_quarantined",
         _GAUGE,

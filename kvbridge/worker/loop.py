@@ -268,7 +268,7 @@ class RankWorker:
         if known is not None and known.ranks == message.ranks:
             self._failover.tell(name, known)
         else:
-            self._peers.begin(name, message.ranks, fails_over=message.fails_over)
+            self._peers.begin(name, message.ranks)
 
     def _disconnect(self, message: DisconnectPeer) -> None:
         """End the orders that go to a peer, and let go of it when they have ended."""

@@ -33,7 +33,6 @@ class ConnectedPeer:
     name: str
     ranks: tuple[bytes, ...]
     """Packed, to see later which of them have changed."""
-    fails_over: bool = False
     paths: dict[int, list[Target]] = field(default_factory=dict)
     """By the ordinal of the rank in `ranks`; those of a rank in order of preference, at least one."""
     wanted: dict[tuple[int, str], float] = field(default_factory=dict)

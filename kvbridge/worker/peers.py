@@ -1,8 +1,8 @@
 """The nodes that one rank writes to: which of their ranks, by which transports.
 
 A rank is reached by a *path*: a transport that both sides have. The first of them in our order that works is used, and a peer
-counts as connected as soon as each rank has one. Where its node can go on with a room whose path was lost (`fails_over`), the
-others are connected after that, beside everything else. A path that was lost is tried again every `RETRY_S`, and used as soon as
+counts as connected as soon as each rank has one. The others
+are connected after that, beside everything else. A path that was lost is tried again every `RETRY_S`, and used as soon as
 it is there: one that connects and is lost again costs one room its second in so long, not each room.
 """
 
@@ -87,7 +87,7 @@ class RankPeers:
         """Whether an attempt to connect a peer has not ended."""
         return name in self._attempts
 
-    def begin(self, name: str, ranks: tuple[bytes, ...], *, ordered: bool = True, fails_over: bool = False) -> None:
+    def begin(self, name: str, ranks: tuple[bytes, ...], *, ordered: bool = True) -> None:
         """Get ready to write to every rank of a node, in place of what was known of it. `tend` says how it ends.
 
         Paths that have not changed since the node was last connected are kept.
@@ -97,7 +97,7 @@ class RankPeers:
         former = next((peer for peer in reversed(self._retired) if peer.name == name), None)
         if former is not None and len(former.ranks) != len(ranks):
             former = None
-        peer = ConnectedPeer(name, ranks, fails_over)
+        peer = ConnectedPeer(name, ranks)
         if former is not None:
             peer.recovering |= former.recovering
         pending = {}
@@ -160,13 +160,13 @@ class RankPeers:
         self.restart()
         for peer in list(self._peers.values()):
             if any(target.transport is transport for target in peer.all_paths()):
-                self.begin(peer.name, peer.ranks, ordered=False, fails_over=peer.fails_over)
+                self.begin(peer.name, peer.ranks, ordered=False)
 
     def restart(self) -> None:
         """Begin every attempt anew: it may have to do with an agent that has been replaced."""
         for name, attempt in list(self._attempts.items()):
             peer = attempt.peer
-            self.begin(name, peer.ranks, ordered=attempt.ordered, fails_over=peer.fails_over)
+            self.begin(name, peer.ranks, ordered=attempt.ordered)
 
     def lose(self, transport: Transport) -> None:
         """Forget the paths of retired peers that went through an agent that has been closed."""
@@ -221,8 +221,6 @@ class RankPeers:
             peer.wanted[key] = peer.recovering.setdefault(key, self._clock() + RETRY_S)
 
     def _want_standby(self, peer: ConnectedPeer) -> None:
-        if not peer.fails_over:
-            return
         for ordinal, paths in peer.paths.items():
             there = {target.transport.name for target in paths}
             others = ((ordinal, name) for name in self._identity.transports if name not in there)

@@ -22,7 +22,8 @@ from kvbridge.config.tier import HostTier, TierConfig
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.geometry.twins import twin_components
 from kvbridge.core.ids import IndexSpace, Rank
-from kvbridge.node.stored_prefixes import ORDER_PAGES, StoredPrefixes
+from kvbridge.node.store_writes import ORDER_PAGES
+from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.pool.memory.layout import RankPart, twin_placement
@@ -172,7 +173,7 @@ class Node:
         stored = self.stored
         self.until(
             "everything is written",
-            lambda: not (stored._waiting or stored._to_forget or client.unsettled) and self.idle,
+            lambda: not (stored.writes.waiting or stored.writes.to_forget or client.unsettled) and self.idle,
         )
 
     @property
@@ -442,7 +443,7 @@ def test_what_is_being_written_and_fetched_when_all_is_dropped_does_not_stay(nod
     node.computed(others)
 
     async def drop_while_it_is_written() -> Any:
-        await seen(node.stored._writing.locked)
+        await seen(node.stored.writes._writing.locked)
         node.cache.drop()
         return await node.stored.drop()
 
@@ -461,13 +462,13 @@ def test_what_a_request_fetches_while_all_is_dropped_does_not_stay(node: Node):
 
     async def drop_and_fetch() -> Any:
         dropping = asyncio.create_task(node.stored.drop())
-        await seen(lambda: node.stored._dropping)
+        await seen(lambda: node.stored.writes.dropping)
         await node.stored.prefetch(keys)
         return await dropping
 
     assert node.run(drop_and_fetch()).outcome == "dropped"
     assert node.held(keys) == []
-    assert not node.stored._dropping
+    assert not node.stored.writes.dropping
 
 
 def test_a_store_that_does_not_answer_is_said_to_keep_what_it_has():

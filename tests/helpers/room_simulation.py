@@ -160,7 +160,7 @@ class PrefillNode:
             events=EventStream(),
             send=lambda peer, message: world.to_decode(message),
         )
-        self.nodes.watch(self.service.peers)
+        self.nodes.watch(self.service.peers.peer_gone)
 
     @property
     def layers(self) -> dict[Rank, tuple[int, ...]]:

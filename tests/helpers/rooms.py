@@ -44,9 +44,9 @@ from kvbridge.node.receiver.rooms import ReceiverRooms, receiver_rooms
 from kvbridge.node.receiver.verification import growing_kinds
 from kvbridge.node.room import Room
 from kvbridge.node.room_pages import RoomSettings
-from kvbridge.node.rooms import PrefixStore
 from kvbridge.node.sender.room import SenderPorts
 from kvbridge.node.sender.rooms import SenderRooms, sender_rooms
+from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import (
@@ -424,7 +424,7 @@ class ReceiverBench:
     """Slots of a hot buffer, which the model itself does not need."""
     twins: int = 0
     """Pages of the host tier."""
-    store: PrefixStore | None = None
+    store: StoredPrefixes | None = None
     clock: ManualClock = field(default_factory=ManualClock)
     nodes: FakeNodes = field(default_factory=FakeNodes)
     fence: FakeFence = field(default_factory=FakeFence)

@@ -36,7 +36,7 @@ ROOT = str(Path(__file__).resolve().parents[2])
 ROLES = ("bootstrap", "prefill", "decode", "router")
 _DAEMONS = ("cli.main", "cli.daemons", "daemon.bootstrap", "daemon.decode", "daemon.prefill", "daemon.router")
 PRELOADED = {
-    "daemons": [f"kvbridge.{module}" for module in (*_DAEMONS, "worker.main", "tier.stores.files")],
+    "daemons": [f"kvbridge.{module}" for module in (*_DAEMONS, "worker.lifecycle", "tier.stores.files")],
     "engines": ["torch", "kvbridge.engine", "kvbridge.testbed.engines.messages"],
 }
 """Neither Mooncake nor NIXL: they start threads and read their settings once a process."""

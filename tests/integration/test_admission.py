@@ -308,10 +308,8 @@ def test_retry_after_is_close_to_when_slots_come_free(live: LiveCluster, daemon:
     assert answer.status_code == 503
     told_s = answer.json()["retry_after_s"]
     assert answer.headers["Retry-After"] == str(math.ceil(told_s))
-    shown = status(daemon)["admission"]["released_pages_per_s"]["request"]
     most_s = (time.monotonic() - begun_s) / times
     assert 0.5 * least_s < told_s < 2.5 * most_s, f"told {told_s} s, a slot comes free every {least_s} to {most_s} s"
-    assert 0.4 / most_s < shown < 2.5 / least_s
     end(daemon, *held)
 
 

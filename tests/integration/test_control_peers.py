@@ -15,12 +15,11 @@ import msgpack
 import pytest
 import pytest_asyncio
 import zmq
-from structlog.testing import capture_logs
 
-from kvbridge.control import peers
 from kvbridge.control.keys import generate_keys
 from kvbridge.control.link import PeerCallbacks, PeerSettings
-from kvbridge.control.peers import PeerClient, PeerIdentity, PeerServer
+from kvbridge.control.peer_client import PeerClient
+from kvbridge.control.peers import PeerIdentity, PeerServer
 from kvbridge.control.sockets import LoopSocket, SocketContext
 from kvbridge.core.errors import (
     CapacityError,
@@ -28,7 +27,6 @@ from kvbridge.core.errors import (
     ConflictError,
     InvalidInputError,
     NotFoundError,
-    UnauthorizedError,
 )
 from kvbridge.core.wire.codec import MAX_FRAME_BYTES, NOTHING, PEER, Acks, Envelope
 from kvbridge.core.wire.delivery import DeliverySettings
@@ -161,7 +159,6 @@ async def test_messages_go_both_ways_in_order(stage):
     assert server.link(CLIENT).silent_s < WAIT_S
     assert client.link.silent_s < WAIT_S
     assert at_server.undelivered == at_client.undelivered == []
-    assert "1 peers, 0 messages" in repr(server)
 
 
 async def test_two_clients_and_a_second_conversation_of_one(stage):
@@ -448,103 +445,6 @@ async def test_the_unauthenticated_are_refused_and_counted(stage, who):
     assert at_server.messages == []
 
 
-async def test_a_server_changes_its_key_and_what_is_under_way_arrives(stage):
-    client_keys = generate_keys()
-    keys, fresh = generate_keys(allowed=[client_keys.public]), generate_keys()
-    settings = PeerSettings(delivery=FAST)
-    server, at_server, endpoint = stage.server(keys=keys, settings=settings)
-    clients = [
-        stage.client(endpoint, name * 16, keys=client_keys, server_key=keys.public, settings=settings) for name in "ab"
-    ]
-    for client, _ in clients:
-        client.send(drained(1))
-    await at_server.until(lambda: at_server.rooms == [1, 1])
-    for change, (taken, key) in enumerate(((fresh, fresh), (keys, keys), (fresh, fresh)), start=1):
-        for client, _ in clients:
-            client.connection.expect_server_key(key.public)
-        server.change_keys(taken)
-        for name, (client, _) in zip("ab", clients, strict=True):
-            client.send(drained(2 * change))
-            server.send(name * 16, drained(2 * change + 1))
-        await at_server.until(lambda change=change: at_server.rooms.count(2 * change) == 2)
-        for _, at_client in clients:
-            await at_client.until(lambda at_client=at_client, change=change: at_client.rooms[-1:] == [2 * change + 1])
-    assert at_server.rooms == [1, 1, 2, 2, 4, 4, 6, 6]
-    assert at_server.undelivered == at_server.resets == []
-    assert all(at_client.undelivered == at_client.resets == [] for _, at_client in clients)
-    late, _ = stage.client(endpoint, "d" * 16, keys=client_keys, server_key=fresh.public, settings=settings)
-    late.send(drained(9))
-    await at_server.until(lambda: 9 in at_server.rooms)
-
-
-async def test_a_server_changes_its_key_again_before_it_listens_again(stage):
-    client_keys = generate_keys()
-    keys, between, last = generate_keys(allowed=[client_keys.public]), generate_keys(), generate_keys()
-    server, at_server, endpoint = stage.server(keys=keys)
-    client, _ = stage.client(endpoint, keys=client_keys, server_key=keys.public)
-    client.send(drained(1))
-    await at_server.until(lambda: at_server.rooms == [1])
-    client.connection.expect_server_key(last.public)
-    for taken in (between, keys, between, last):
-        server.change_keys(taken)
-    client.send(drained(2))
-    await at_server.until(lambda: at_server.rooms == [1, 2])
-    late, _ = stage.client(endpoint, "d" * 16, keys=client_keys, server_key=last.public)
-    late.send(drained(3))
-    await at_server.until(lambda: at_server.rooms == [1, 2, 3])
-
-
-async def test_a_server_that_cannot_listen_again_says_so_and_goes_on_trying(stage, monkeypatch):
-    client_keys = generate_keys()
-    keys, fresh = generate_keys(allowed=[client_keys.public]), generate_keys()
-    server, at_server, endpoint = stage.server(keys=keys)
-    monkeypatch.setattr(peers, "_DEAF_TOLD_EVERY_S", 0.0)
-    is_taken = [True, True]
-    bind_again = server._socket.bind_again
-    monkeypatch.setattr(
-        server._socket, "bind_again", lambda *given: not (is_taken and is_taken.pop()) and bind_again(*given)
-    )
-    with capture_logs() as lines:
-        server.change_keys(fresh)
-        client, _ = stage.client(endpoint, keys=client_keys, server_key=fresh.public)
-        client.send(drained(1))
-        await at_server.until(lambda: at_server.rooms == [1])
-    told = [line for line in lines if line["event"] == "cannot_listen_again"]
-    assert len(told) >= 2
-    assert told[0]["endpoint"] == endpoint
-
-
-async def test_a_client_changes_its_key_when_the_server_accepts_it(stage):
-    former, fresh = generate_keys(), generate_keys()
-    keys = generate_keys(allowed=[former.public])
-    server, at_server, endpoint = stage.server(keys=keys)
-    client, at_client = stage.client(endpoint, keys=former, server_key=keys.public)
-    client.send(drained(1))
-    await at_server.until(lambda: at_server.rooms == [1])
-    await poll(lambda: client.link.peer)  # before there is a conversation, nothing keeps it to its former key
-    with pytest.raises(UnauthorizedError, match="not in the list of allowed keys"):
-        server.announces(CLIENT, fresh.public)
-    client.connection.change_keys(fresh)
-    await at_client.until(lambda: at_client.refused == ["unauthenticated"])
-    server.gate.replace({former.public: frozenset(), fresh.public: frozenset()})
-    client.connection.ask_again()  # gets in, and is not believed to be the one that it says
-    refused = len(at_server.refused)
-    await at_server.until(lambda: len(at_server.refused) > refused)
-    client.send(drained(2))
-    await at_server.until(lambda: at_server.rooms == [1, 2])
-    assert client.connection.own_key == former.public
-    server.announces(CLIENT, fresh.public)
-    await poll(lambda: client.connection.own_key == fresh.public, client.connection.ask_again)
-    client.send(drained(3))
-    server.send(CLIENT, drained(4))
-    await at_server.until(lambda: at_server.rooms == [1, 2, 3])
-    await at_client.until(lambda: at_client.rooms == [4])
-    assert server.link(CLIENT).user == fresh.public
-    server.gate.replace({fresh.public: frozenset()})
-    assert server.barred() == ()
-    assert at_server.undelivered == at_client.undelivered == at_server.resets == at_client.resets == []
-
-
 async def test_a_client_with_keys_wants_to_know_its_server(stage):
     with pytest.raises(ConfigError, match="no public key is known"):
         stage.client("tcp://127.0.0.1:9", keys=generate_keys())
@@ -745,10 +645,10 @@ async def test_a_connection_that_is_back_is_known_at_once_on_both_sides(stage):
     client, at_client = stage.client(endpoint)
     client.send(drained(1))
     await poll(lambda: client.link.peer)
-    client.connection._socket._raw.disconnect(endpoint)
+    client._socket._raw.disconnect(endpoint)
     await poll(lambda: client.link.cut_s, lambda: client.send(Heartbeat()))
     await poll(lambda: server.link(CLIENT).cut_s, lambda: server.send(CLIENT, Heartbeat()))
-    client.connection._socket._raw.connect(endpoint)
+    client._socket._raw.connect(endpoint)
     await poll(lambda: not server.link(CLIENT).cut_s and not client.link.cut_s)
     assert (at_server.resets, at_client.resets) == ([], [])
 

@@ -183,7 +183,6 @@ def test_what_is_now_is_what_an_operator_would_say(run: dict[str, Any]) -> None:
         assert total(page, "kvbridge_directory_registration", state="registered") == 1
         assert total(page, "kvbridge_directory_registration") == 1
         assert total(page, "kvbridge_pool_bytes", state="free") > 0
-        assert total(page, "kvbridge_pages_expected_free", within="60s") == total(page, "kvbridge_pool_pages")
     for role in ("prefill", "decode"):
         assert total(bootstrap, "kvbridge_instances", role=role, state="ready") == 1
         assert 0 <= total(bootstrap, "kvbridge_heartbeat_age_seconds", role=role, daemon=f"{role}-0/node-0") < 10

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvbridge.core.wire.codec import PEER
-from kvbridge.core.wire.features import PEER_FEATURES, Feature, Features
+from kvbridge.core.wire.features import PEER_FEATURES, Features
 from kvbridge.core.wire.messages import Abort, Drained, Failed, Hello, NodeDescription, Offer, Rejected, Welcome
 from tests.helpers.later_release import LaterCodec
 from tests.helpers.live_rooms import LiveCluster, ends, http, live_cluster
@@ -17,7 +17,7 @@ from tests.integration.test_endpoints_control import offered_to
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveCluster]:
-    """A decode daemon that requires digests of the prefill nodes that write to it."""
+    """A decode daemon that wants digests of the prefill nodes that write to it."""
     with live_cluster(decode={"integrity": {"digest": "crc32c"}}) as running:
         yield running
 
@@ -75,19 +75,10 @@ def test_a_decode_node_that_requires_what_this_prefill_node_lacks_is_rejected_by
     assert "upgrade prefill instance" in rejected.message
 
 
-def test_a_prefill_node_without_a_required_feature_is_refused_by_name(live: LiveCluster, writer: RawPrefill) -> None:
-    room = offered_to(live, writer)
-    assert writer.take(Hello).features.requires == (Feature.DIGESTS,)
-    writer.send(welcome(writer, Features(has=("later",))))
-    reason = ends(live.decode, room, "failed", "feature_missing")
-    assert "'digests'" in reason
-    assert "upgrade the prefill node raw/n" in reason
-
-
-def test_a_later_prefill_node_that_has_it_is_offered_the_room(live: LiveCluster, writer: RawPrefill) -> None:
+def test_a_later_prefill_node_is_offered_the_room(live: LiveCluster, writer: RawPrefill) -> None:
     room = offered_to(live, writer)
     writer.take(Hello)
-    writer.send(welcome(writer, Features(has=(Feature.DIGESTS, "later"))))
+    writer.send(welcome(writer, Features(has=("later",))))
     assert writer.take(Offer, room).digest == "crc32c"
     writer.send(Failed(room=room, generation=1, code="aborted", message="enough"))
     writer.send(Drained(room=room, generation=1))

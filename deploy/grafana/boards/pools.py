@@ -44,11 +44,6 @@ BOARD = Board(
                     ),
                     unit="percentunit",
                 ),
-                lines(
-                    "Pages available soon",
-                    "Pages that are available or probably will be within 1, 10 and 60 seconds: the estimate behind Retry-After.",
-                    Query(now("pages_expected_free", "space, within"), "{{space}} within {{within}}"),
-                ),
             ),
         ),
         Row(

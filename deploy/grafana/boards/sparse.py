@@ -49,12 +49,6 @@ BOARD = Board(
                     stacked=True,
                     width=12,
                 ),
-                lines(
-                    "Host pages available soon",
-                    "Pages that are available or will probably be within 1, 10 and 60 seconds.",
-                    Query(now("pages_expected_free", "within", where=HOST), "within {{within}}"),
-                    width=12,
-                ),
             ),
         ),
         Row(

@@ -1,7 +1,5 @@
 """The meaning of a message about a room, looked up by the state of the room and by who speaks.
 
-Owns: looking up, and the words for what a message means. Must not know: which side it serves, what a message holds.
-
 The literals are `RECEIVER_HEARS` and `SENDER_HEARS`. A message is looked up before any handler runs, and no handler looks at the
 state of a room again: what a literal does not list changes nothing.
 """

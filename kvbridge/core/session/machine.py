@@ -1,8 +1,5 @@
 """How a transition table is read.
 
-Owns: looking up (state, event), refusing what the table does not list, checking that a table is whole.
-Must not know: which side it drives, time, messages, pages.
-
 The tables themselves are in `sender` and `receiver`; everything that affects a room's state is a row there. A machine
 returns *actions*, which are names: the service that owns the room carries them out.
 """

@@ -1,8 +1,4 @@
-"""How far one prefill rank has come with one room: what was published, what may be sent next.
-
-Owns: the counts for each layer, and the rule that progress only goes forward and never past the prompt. Must not
-know: who sends, or where to.
-"""
+"""How far one prefill rank has come with one room: what was published, what may be sent next."""
 
 from __future__ import annotations
 

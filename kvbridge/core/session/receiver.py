@@ -1,8 +1,5 @@
 """A room on a decode node: from its reservation until its pages are given back.
 
-Owns: the states, events and actions of the receiving side, the table, and what may be said of such a room. Must not know: I/O,
-pages, time.
-
 A page that has been offered is *leased* until there is proof that nobody writes any more: Done of every writer, or Drained from
 every prefill node, or the end of that node's incarnation (raised by the service as DRAINED too). Nothing else leads out of ABORTING
 and FAILING, and no timer does. Pages of a claimed room go back when every engine that claimed it has let go of it or is dead.

@@ -1,8 +1,5 @@
 """A room on a prefill node: from its admission until the last byte has arrived or the last writer is quiet.
 
-Owns: the states, events and actions of the sending side, the table, and what may be said of such a room. Must not know: I/O,
-pages, time.
-
 How far each rank has published and sent is counted by the service, which raises ALL_SENT once every rank has sent everything. A
 failure or an abort never frees pages by itself: ABORTING and FAILING wait for DRAINED, which the service raises once every rank
 worker has proved that nothing of the room is in flight.

@@ -1,7 +1,4 @@
-"""Where a room stands, as users see it.
-
-Owns: one vocabulary for both sides; the tables have finer states of their own. Must not know: either table.
-"""
+"""Where a room stands, as users see it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Frames to messages and back: msgpack outside, pydantic inside, limits before either.
 
-Owns: the envelope, the limits of a frame, and the words for what was wrong with one. Must not know: sockets, peers,
-retries.
-
 A frame is one msgpack array: version, sender, recipient, link, sequence, floor, acks, body. Everything about a frame
 is checked before anything is returned; whatever is wrong with it is a `FrameError`, never another exception. Its text
 names the field and never repeats what the sender put there.

@@ -1,7 +1,5 @@
 """Reliable delivery over a channel that loses, doubles, delays and reorders.
 
-Owns: sequence numbers, resends, give-up, duplicate suppression, order. Must not know: sockets, encoding, wall clocks.
-
 One `Outbox` and one `Inbox` are one direction's two ends; both live as long as their link and are thrown away with
 it. The promise: every posted message is delivered exactly once and in order, or reported undelivered. "Undelivered"
 means that no acknowledgement came in time; the message may nevertheless have arrived. The sender gives up, not the

@@ -1,7 +1,5 @@
 """What an engine rank and its node say to each other.
 
-Owns: the calls of the verbs, their answers and the events that the node pushes. Must not know: sockets, torch, how engines compute.
-
 Every call carries a number that its answer repeats. Calls are answered at once: what takes long is told later by a `RoomEvent`.
 """
 
@@ -89,11 +87,9 @@ class Hold(Call):
     tables: tuple[WireTable, ...] | None = None
     """The pages so far, as in Begin; none: not begun yet."""
     computed_tokens: NonNegative = 0
-    """As in Begin."""
     published_tokens: NonNegative = 0
     """As in Publish; the whole prompt: finished, too."""
     metadata: Metadata = b""
-    """As in Finish."""
 
 
 PrefillNodes = Annotated[tuple[PeerAddress, ...], Field(min_length=1, max_length=MAX_INSTANCE_NODES)]

@@ -1,7 +1,5 @@
 """Features: how two releases of kvbridge agree on what they both can do.
 
-Owns: the names of features, and the decision whether two sides can work together. Must not know: messages, who is asked.
-
 Each side says what it has and what it requires of the other, in the first message of a conversation. Both sides decide, since an
 older release does not know what a later one requires of it. A feature that is agreed is one that both have.
 """
@@ -25,12 +23,6 @@ FeatureNames = Annotated[tuple[FeatureName, ...], Field(max_length=MAX_FEATURES)
 class Feature(StrEnum):
     """The features of this release. Names on the wire are texts: a later release has others."""
 
-    DIGESTS = "digests"
-    """Between nodes: a writer computes digests of what it sends when an offer asks for them (`Offer.digest`)."""
-    INTENTS = "intents"
-    """Between nodes: a prefill node holds a room without a limit for the decode node that says it will come (`Intend`)."""
-    PATHS = "paths"
-    """Between nodes: a room goes on over another transport when one is lost, and decode shuts the lost one first (`PathLost`)."""
     LOAD_BACK = "load_back"
     """Of an engine: it copies what a room shares out of host memory into the room's pages (`Pages.load`)."""
 
@@ -43,7 +35,7 @@ class Features(FrozenModel):
     """What the other side must have."""
 
 
-PEER_FEATURES = Features(has=(Feature.DIGESTS, Feature.INTENTS, Feature.PATHS))
+PEER_FEATURES = Features()
 ENGINE_FEATURES = Features(has=(Feature.LOAD_BACK,))
 DIRECTORY_FEATURES = Features()
 """What this release has and requires in each conversation."""

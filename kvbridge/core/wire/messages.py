@@ -1,7 +1,5 @@
 """What nodes say to each other, typed; and the types that every conversation shares.
 
-Owns: names, fields, limits. Must not know: sockets, encoding, who is connected to whom.
-
 There are three conversations. *Peers* (decode node <-> prefill node, here) meet, offer, send and drain. *Workers* (node <->
 its rank workers, `worker_messages`) execute. *Engines* (node <-> engine ranks, `engine_messages`) begin, publish, claim. A
 closed union for each direction; what is not in the union is refused as it arrives.
@@ -297,8 +295,6 @@ class Heartbeat(FrozenModel):
     """Either side: this incarnation lives."""
 
     type: Literal["heartbeat"] = "heartbeat"
-    public_key: Annotated[str, Field(max_length=40)] = ""
-    """Between nodes: the CURVE key that the sender goes on with, its own or the one that it is about to take."""
 
 
 PeerMessage = Annotated[

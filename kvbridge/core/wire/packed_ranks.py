@@ -1,7 +1,5 @@
 """What a peer must know of a rank, packed into bytes: small on the wire, small to keep, opened only by whoever needs it.
 
-Owns: the packed form and its limits. Must not know: who sends it, whether what it says is true.
-
 Regions of one component mostly differ in their layer and their addresses only. So they travel as groups: the form once, the layers,
 and eight bytes for each extent. What it costs to open a packed rank follows from its length.
 """

@@ -1,7 +1,4 @@
-"""How processes of one host name memory, and points in a GPU's work, to each other.
-
-Owns: those names. Must not know: how anything is opened, who owns it.
-"""
+"""How processes of one host name memory, and points in a GPU's work, to each other."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a node and its rank workers say to each other, typed.
-
-Owns: names, fields, limits of the orders and of what is reported. Must not know: sockets, encoding, how an order is carried out.
-"""
+"""What a node and its rank workers say to each other, typed."""
 
 from __future__ import annotations
 
@@ -104,8 +101,6 @@ class ConnectPeer(FrozenModel):
     peer: Name
     """The peer node's incarnation."""
     ranks: Annotated[tuple[PackedRank, ...], Field(max_length=MAX_NODE_RANKS)]
-    fails_over: bool = False
-    """Whether the node understands that a path was lost: further transports are connected then, and used when one is lost."""
 
 
 class WorkerFailed(FrozenModel):

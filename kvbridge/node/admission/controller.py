@@ -1,8 +1,5 @@
 """Admission: every request for a room, by HTTP or by an engine, is admitted, made to wait, or refused here.
 
-Owns: caps of clients, the wait for pages, what a refused caller is told of when to come back. Must not know: what a
-room is on either side, HTTP, who comes next (`admission_queue`), how release is estimated (`pressure`).
-
 A request is admitted at once, refused at once, or waits (`wait_s`) and is looked at again whenever pages have become
 available: free, or cached and not read any more. It waits for all that it can need; which part of its prompt is cached is
 asked when its turn comes. While somebody waits, one that does not wait gets only pages that nobody who waits needs. Rooms
@@ -28,15 +25,13 @@ from kvbridge.api.status import AdmissionStatus, ClientStatus
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, ClientLimitError, InvalidInputError, NotReadyError
-from kvbridge.core.ids import IndexSpace
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
-from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter, first_end
+from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter
 from kvbridge.node.admission.queue import AdmissionQueue, Waiting
 from kvbridge.node.admission.starvation import Starvation
 from kvbridge.node.room import AdmittingEngine
 from kvbridge.node.rooms import RoomRequests
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.context import TRACE
 from kvbridge.telemetry.events import RequestAnswered, RequestRefused, RequestWaited, WaitOutcome
 from kvbridge.telemetry.stream import EventStream
@@ -201,8 +196,7 @@ class AdmissionController:
         if self._rooms_left() <= 0:
             raise self._too_many_rooms(0.0)
         report = self._requests.admit(request, engine=engine)
-        if self._starvation.starving:
-            self._starvation.over()
+        self._starvation.since_s = None
         return report
 
     def _rooms_left(self) -> int:
@@ -268,13 +262,10 @@ class AdmissionController:
 
     def _over_cap(self, client: str, having: str, key: str, most: int) -> ClientLimitError:
         in_use = self._rooms.in_use
-        own = self._rooms.not_begun(client)
-        seconds = self._rates.seconds_until_a_room_ends(
-            of=in_use.get(client, 0), rooms=sum(in_use.values()), reserved=own
-        )
+        seconds = self._rates.seconds_until_a_room_ends(of=in_use.get(client, 0), rooms=sum(in_use.values()))
         return ClientLimitError(
             f"client '{client}' has {having} on this daemon, as many as it may ({key} is {most}); a room counts until its pages "
-            f"are back{first_end(own)}",
+            "are back",
             retry_after_s=self._retry_after(seconds),
         )
 
@@ -308,11 +299,9 @@ class AdmissionController:
         )
 
     def _refused(self, client: str, error: BridgeError, kind: str = "") -> None:
-        """Count a refusal, and put into it what will be free when, and when to come back."""
+        """Count a refusal, and put into it when to come back."""
         if isinstance(error, CapacityError):
             error.retry_after_s = self.retry_after_s(error)
-            if error.lacking:
-                error.args = (f"{error}{first_end(self._rooms.not_begun())}",)
         self._events.emit(RequestRefused(code=kind or error.code, client=client))
 
     def retry_after_s(self, error: CapacityError) -> float:
@@ -320,13 +309,13 @@ class AdmissionController:
         if not error.lacking:
             return error.retry_after_s
         soon = self._book.pages_being_released()
-        return self._retry_after(self._rates.seconds_until(error.lacking, soon, self._rooms.not_begun()))
+        return self._retry_after(self._rates.seconds_until(error.lacking, soon))
 
     # ------------------------------------------------------------------ what becomes of pages
 
     def _pages_freed(self) -> None:
         """Those who wait are served after the call that made pages available, not inside it."""
-        if self._starvation.starving:
+        if self._starvation.since_s is not None:
             self._starvation.look()
         if self._queue and not self._serving_soon:
             self._serving_soon = True
@@ -368,22 +357,6 @@ class AdmissionController:
         """For how long nothing could be admitted."""
         return self._starvation.seconds()
 
-    def expected_free(self, within_s: float) -> dict[IndexSpace, int]:
-        """Estimate how many pages of each space are available in `within_s` seconds if nobody takes any, quarantined ones never."""
-        soon, not_begun = self._book.pages_being_released(), self._rooms.not_begun()
-        found, available = {}, self._book.available_pages()
-        for space, states in self._book.counts().items():
-            ending = soon.get(space, 0) + sum(
-                room.pages.get(space, 0) for room in not_begun if room.ends_in_s <= within_s
-            )
-            coming = max(
-                ending if within_s >= (self._rates.usual_release_s or 0.0) else 0,
-                int(self._rates.pages_per_s().get(space, 0.0) * within_s),
-            )
-            never = states[PageState.QUARANTINED]
-            found[space] = available[space] + min(coming, sum(states.values()) - never - available[space])
-        return found
-
     def status(self) -> AdmissionStatus:
         """For `/status`."""
         return AdmissionStatus(
@@ -391,8 +364,6 @@ class AdmissionController:
             oldest_wait_s=round(self.oldest_wait_s(), 3),
             starved_s=round(self.starved_s(), 3),
             clients=self._clients(),
-            released_pages_per_s={space: round(rate, 3) for space, rate in self._rates.pages_per_s().items()},
-            usual_release_s=self._rates.usual_release_s,
         )
 
     def _clients(self) -> tuple[ClientStatus, ...]:
@@ -413,6 +384,3 @@ class AdmissionController:
             )
             for client in shown[:SHOWN_CLIENTS]
         )
-
-    def __repr__(self) -> str:
-        return f"<AdmissionController {self._queue!r}, starved for {self.starved_s():.1f} s>"

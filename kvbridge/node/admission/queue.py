@@ -1,8 +1,5 @@
 """Who of those that wait for pages comes next: a pure policy.
 
-Owns: the requests that wait, their order, the bounds on their number. Must not know: time, loops, who asked and how;
-whether a request fits is arithmetic on the available pages that it is given.
-
 The rule. Every client waits in a line of its own, first in, first out. The first of each line is a *head*; its *turn*
 began when it became one. Of the heads that fit, the one whose client has the fewest rooms in use is admitted; of
 equals the one whose turn began first, so that equals go round in a ring.
@@ -153,10 +150,6 @@ class AdmissionQueue(Generic[EntryT]):
         self._count += sign
         for space, count in entry.demand.items():
             self._demand[space] = self._demand.get(space, 0) + sign * count
-
-    def __repr__(self) -> str:
-        firm = sum(self.is_firm(line[0]) for line in self._lines.values())
-        return f"<admission queue: {self._count} waiting of {len(self._lines)} clients, {firm} heads firm>"
 
 
 def _fits(demand: Pages, left: Pages) -> bool:

@@ -1,10 +1,4 @@
-"""How long nothing at all could be admitted, and what has the pages.
-
-Owns: since when, and the sentence for `/ready`. Must not know: who asked, who waits.
-
-"Nothing at all": not even the smallest request would fit, one page of each space that this node gives out. What is
-admitted in between ends that, however soon the pools are full again.
-"""
+"""How long nothing at all could be admitted, not even one page of each space, and what has the pages: for `/ready`."""
 
 from __future__ import annotations
 
@@ -24,51 +18,35 @@ class Starvation:
         self._spaces = tuple(space for space in book.owned_spaces() if space in REQUEST_SPACES)
         self._unready_after_s = unready_after_s
         self._clock = clock
-        self._since_s: float | None = None
+        self.since_s: float | None = None
+        """Since when nothing fits; None while something does. What is admitted in between ends it."""
 
     def look(self) -> None:
         """Take note of what is available now."""
         available = self._book.available_pages()
         if all(available[space] for space in self._spaces):
-            self.over()
-        elif self._since_s is None:
-            self._since_s = self._clock()
-
-    def over(self) -> None:
-        """Something fits, or was admitted."""
-        self._since_s = None
-
-    @property
-    def starving(self) -> bool:
-        """Whether nothing fitted at the last look."""
-        return self._since_s is not None
+            self.since_s = None
+        elif self.since_s is None:
+            self.since_s = self._clock()
 
     def seconds(self) -> float:
         """For how long nothing could be admitted; 0 while something can."""
-        return 0.0 if self._since_s is None else self._clock() - self._since_s
+        return 0.0 if self.since_s is None else self._clock() - self.since_s
 
     def problem(self) -> str:
         """Why this node is not ready; empty unless it has lasted for `admission.unready_after_s`."""
         if self.seconds() < self._unready_after_s:
             return ""
-        available = self._book.available_pages()
-        full = [self._describe_space(space) for space in self._spaces if not available[space]]
-        return (
-            f"nothing could be admitted for {self.seconds():.0f} s (limit: admission.unready_after_s): "
-            f"{'; '.join(full)}{self._describe_quarantine()}"
-        )
+        available, reasons = self._book.available_pages(), list(self._book.quarantine_reasons())
+        full = "; ".join(self._describe(space) for space in self._spaces if not available[space])
+        more = f" and {len(reasons) - SHOWN_REASONS} more" if len(reasons) > SHOWN_REASONS else ""
+        quarantined = f"; quarantined for: {'; '.join(reasons[:SHOWN_REASONS])}{more}" if reasons else ""
+        return f"nothing could be admitted for {self.seconds():.0f} s (limit: admission.unready_after_s): {full}{quarantined}"
 
-    def _describe_space(self, space: IndexSpace) -> str:
+    def _describe(self, space: IndexSpace) -> str:
         states = self._book.counts()[space]
         names = {state: str(state) for state in states if state is not PageState.FREE} | {
             PageState.CACHED: "cached and read"
         }
         used = ", ".join(f"{states[state]} {name}" for state, name in names.items() if states[state])
         return f"space '{space}' has no available page of {sum(states.values())} ({used})"
-
-    def _describe_quarantine(self) -> str:
-        reasons = list(self._book.quarantine_reasons())
-        if not reasons:
-            return ""
-        more = f" and {len(reasons) - SHOWN_REASONS} more" if len(reasons) > SHOWN_REASONS else ""
-        return f"; quarantined for: {'; '.join(reasons[:SHOWN_REASONS])}{more}"

@@ -1,8 +1,5 @@
 """The decode nodes that a prefill node writes to: from their Hello until they are gone.
 
-Owns: which decode nodes are known, in which incarnation, and whether every rank worker can write to them. Must not know: sockets
-(control delivers and sends), rooms (a listener hears when a node is gone).
-
 A fingerprint is compared here, once, and the first difference is named in the rejection. A peer's manifests are checked in full
 before any worker sees them, so that no address is ever computed from something unchecked; that is done off the event loop, and
 of what a peer has said only the packed bytes are kept.
@@ -11,21 +8,19 @@ of what a peer has said only the packed bytes are kept.
 from __future__ import annotations
 
 from collections.abc import Callable, KeysView
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import structlog
 
 from kvbridge.api.status import DecodeNodeStatus
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.core.wire.features import PEER_FEATURES, Feature, Features, agree
+from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
 from kvbridge.core.wire.messages import REASON_CHARS, Hello, NodeDescription, PeerMessage, Rejected
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PathsChanged, PeerConnected
 from kvbridge.node.handshake.inspections import Inspections
-from kvbridge.node.handshake.introduction import Self, check_introduction
-from kvbridge.node.handshake.names import ClaimedName, check_name
+from kvbridge.node.handshake.introduction import ClaimedName, Self, check_introduction, check_name
 from kvbridge.node.workers import WorkerSet
 from kvbridge.telemetry.events import PeerAccepted, PeerLost, PeerRejected
 from kvbridge.telemetry.path_events import PathLost, PathsFound
@@ -59,13 +54,6 @@ class _KnownDecode:
         return [rank for rank, orders in self.connecting.items() if orders]
 
 
-class DecodeNodesListener(Protocol):
-    """Who hears of decode nodes that are gone. Never raises."""
-
-    def peer_gone(self, peer: str, reason: str) -> None:
-        """An incarnation has ended, or cannot be written to any more."""
-
-
 class DecodeNodes:
     """The decode nodes that a prefill node writes to."""
 
@@ -88,11 +76,11 @@ class DecodeNodes:
         self._events = events
         self._names_of = names_of
         self._known: dict[str, _KnownDecode] = {}
-        self._listener: DecodeNodesListener
+        self._peer_gone: Callable[[str, str], None]
 
-    def watch(self, listener: DecodeNodesListener) -> None:
-        """Say who hears; before anybody says hello."""
-        self._listener = listener
+    def watch(self, peer_gone: Callable[[str, str], None]) -> None:
+        """Have `peer_gone(incarnation, reason)` hear of nodes that cannot be written to any more; before anybody says hello."""
+        self._peer_gone = peer_gone
 
     def name(self, peer: str) -> str:
         """Return what a decode node is called, as INSTANCE/NODE; its incarnation when it is not known."""
@@ -154,7 +142,6 @@ class DecodeNodes:
             if old != peer and other.name.node_name == (node.instance, node.node):
                 self.gone(old, f"it was restarted (now {peer})")
         known = self._known.get(peer)
-        key = key if known is None else known.name.key
         connecting = dict.fromkeys(self._workers.layers, 0) if known is None else known.connecting
         known = self._known[peer] = _KnownDecode(ClaimedName(node.instance, node.node, key), node.ranks, connecting)
         known.features = self._agree(node, hello.features)
@@ -163,8 +150,7 @@ class DecodeNodes:
             self._connect_rank(rank, peer, known)
 
     def _connect_rank(self, rank: Rank, peer: str, known: _KnownDecode) -> None:
-        fails_over = Feature.PATHS in known.features
-        self._workers.send(rank, ConnectPeer(peer=peer, ranks=known.ranks, fails_over=fails_over))
+        self._workers.send(rank, ConnectPeer(peer=peer, ranks=known.ranks))
 
     def _check_name(self, peer: str, node: NodeDescription, key: str) -> None:
         present = [other.name for one, other in self._known.items() if one != peer]
@@ -173,18 +159,6 @@ class DecodeNodes:
             raise InvalidInputError(
                 f"hello must come from a decode node in its own name, got role {node.role} as {node.incarnation}"
             )
-
-    def check_key(self, peer: str, key: str) -> None:
-        """Raise UnauthorizedError for a key that is bound to other instances than a decode node's own."""
-        known = self._known.get(peer)
-        if known is not None:
-            check_name(replace(known.name, key=key), bound_to=self._names_of(key), present=())
-
-    def change_key(self, peer: str, key: str) -> None:
-        """A decode node goes on with another key."""
-        known = self._known.get(peer)
-        if known is not None:
-            known.name = replace(known.name, key=key)
 
     def _reject(self, peer: str, code: str, reason: str) -> None:
         """Say that we cannot work together (any more); what was under way between us ends first."""
@@ -243,7 +217,7 @@ class DecodeNodes:
             return
         for rank in self._workers.layers:
             self._workers.send(rank, DisconnectPeer(peer=peer))
-        self._listener.peer_gone(peer, reason)
+        self._peer_gone(peer, reason)
 
     def transport(self, peer: str, rank: Rank) -> str:
         """Name what a rank of ours reaches a peer over; several, where its ranks differ, are joined by '+'."""

@@ -1,8 +1,5 @@
 """Checks of introductions that take too long for the event loop, and the order of what a peer says meanwhile.
 
-Owns: which peers are being inspected, the messages that wait for that, how much of both. Must not know: what is inspected, which
-thread does it.
-
 A check runs elsewhere, and its end is heard on the loop. What its peer says until then waits, so that everything is dealt with in
 the order in which it was said: an offer that follows changed memory is never checked against the old one.
 """

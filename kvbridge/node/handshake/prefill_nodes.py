@@ -1,15 +1,11 @@
-"""The prefill nodes that write to a decode node: from our Hello until they are gone.
-
-Owns: which prefill addresses are known, and which incarnation answers there. Must not know: sockets (control delivers and sends),
-rooms (they ask `known_node`; a listener hears when something changed).
-"""
+"""The prefill nodes that write to a decode node: from our Hello until they are gone."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from kvbridge.api.status import PrefillNodeStatus
 from kvbridge.core.addresses import PeerAddress
@@ -19,7 +15,6 @@ from kvbridge.core.errors import (
     FingerprintMismatchError,
     InvalidInputError,
     PeerError,
-    UnauthorizedError,
     errors_by_code,
 )
 from kvbridge.core.ids import Rank
@@ -28,6 +23,9 @@ from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
 from kvbridge.core.wire.messages import MAX_PACKED_NODE_BYTES, Hello, NodeDescription, PeerMessage, Rejected, Welcome
 from kvbridge.telemetry.events import PeerAccepted, PeerLost, PeerRejected
 from kvbridge.telemetry.stream import EventStream
+
+if TYPE_CHECKING:
+    from kvbridge.node.receiver.peers import RoomWriters
 
 FORMER_KEPT = 1_024
 """Addresses of which the incarnation is remembered that answered there last."""
@@ -84,7 +82,7 @@ class _KnownPrefill:
 
 
 class Links(Protocol):
-    """The connections to prefill nodes, by address. Only `open` and `rename` raise."""
+    """The connections to prefill nodes, by address. Only `open` raises."""
 
     def open(self, address: PeerAddress) -> None:
         """Connect to an address that is not connected to."""
@@ -94,19 +92,6 @@ class Links(Protocol):
 
     def close(self, address: PeerAddress) -> None:
         """End the connection; nothing more comes from it."""
-
-    def rename(self, address: PeerAddress, fresh: PeerAddress) -> None:
-        """Know the connection by another address. Raises UnauthorizedError for a key that is not accepted."""
-
-
-class PrefillNodesListener(Protocol):
-    """Who hears what happens to known prefill nodes. Never raises."""
-
-    def nodes_changed(self) -> None:
-        """A node has answered, or does not answer any more."""
-
-    def peer_gone(self, peer: str, reason: str) -> None:
-        """An incarnation is out of reach."""
 
 
 class PrefillNodes:
@@ -142,15 +127,13 @@ class PrefillNodes:
         self._known: dict[PeerAddress, _KnownPrefill] = {}
         self._former: OrderedDict[PeerAddress, str] = OrderedDict()
         """The incarnation that answered last behind an address, as long as it does not now."""
-        self._renamed: OrderedDict[PeerAddress, PeerAddress] = OrderedDict()
-        """What nodes that have changed their key are known by now, by their former address: requests under way have that."""
         self._by_peer: dict[str, _KnownPrefill] = {}
         """Those that have welcomed us, by their incarnation."""
         self._same: dict[PeerAddress, _KnownPrefill] = {}
         """Further addresses of nodes, as long as those answer: there is one link to an incarnation."""
-        self._listener: PrefillNodesListener
+        self._listener: RoomWriters
 
-    def watch(self, listener: PrefillNodesListener) -> None:
+    def watch(self, listener: RoomWriters) -> None:
         """Say who hears of nodes that have answered or are gone; before anybody is asked for."""
         self._listener = listener
 
@@ -159,8 +142,7 @@ class PrefillNodes:
 
         Raises PeerError or FingerprintMismatchError when it has rejected us since the last attempt.
         """
-        fresh = self._renamed.get(address, address)
-        known = self._known.get(address) or self._known.get(fresh) or self._same.get(address)
+        known = self._known.get(address) or self._same.get(address)
         if known is None:
             self._introduce(address)
             return None
@@ -257,29 +239,6 @@ class PrefillNodes:
     def _reject(self, known: _KnownPrefill, error: BridgeError) -> None:
         self._events.emit(PeerRejected(peer=known.peer, code=error.code, reason=str(error)))
         self._fail(known, error, str(error))
-
-    def goes_on_with(self, address: PeerAddress, key: str) -> None:
-        """A prefill node says which key it goes on with. Raises UnauthorizedError for one that is not its own to take."""
-        known = self._known.get(address)
-        fresh = PeerAddress(endpoint=address.endpoint, public_key=key)
-        if known is None or known.node is None or not key or fresh in self._known:
-            return
-        names = self._names_of(key)
-        if names and known.node.instance not in names:
-            raise UnauthorizedError(
-                f"the prefill node {known.node.name} is about to take a key that speaks for instance "
-                f"{', '.join(sorted(names))}: correct the key's entry in control.curve.allowed_keys_file here"
-            )
-        self._links.rename(address, fresh)
-        del self._known[address]
-        known.address, self._known[fresh] = fresh, known
-        if address in self._former:
-            self._former[fresh] = self._former.pop(address)
-        self._renamed = OrderedDict((old, fresh if new == address else new) for old, new in self._renamed.items())
-        self._renamed.pop(fresh, None)
-        self._renamed[address] = fresh
-        if len(self._renamed) > FORMER_KEPT:
-            self._renamed.popitem(last=False)
 
     def lost(self, address: PeerAddress, reason: str) -> None:
         """A prefill node does not answer any more; the next room says hello again."""

@@ -1,8 +1,5 @@
 """How a decode node shuts out writers that give no proof of having stopped.
 
-Owns: the epoch of the node's endpoints, and the rounds that end an epoch. Must not know: rooms (they ask, and are told),
-transports, time but by its clock.
-
 What a writer has sent may still lie in a buffer on the way, the kernel of this machine included, and no library can take it back:
 it ends where the endpoint that it goes to is closed. A round is:
 
@@ -20,9 +17,9 @@ is ended by its node, and its successor answers in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from enum import StrEnum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -34,8 +31,10 @@ from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.telemetry.path_events import FenceBegan, WritersShutOut
 from kvbridge.telemetry.stream import EventStream
 
-log = structlog.get_logger(__name__)
+if TYPE_CHECKING:
+    from kvbridge.node.receiver.peers import RoomWriters
 
+log = structlog.get_logger(__name__)
 
 ALL: frozenset[str] = frozenset()
 """Every transport."""
@@ -48,16 +47,6 @@ class FencePhase(StrEnum):
     RENEWING = "renewing"
     WAITING = "waiting"
     REVOKING = "revoking"
-
-
-class FencedRooms(Protocol):
-    """The rooms of the node, as the fence needs them."""
-
-    def open_offers(self) -> set[Owner]:
-        """Rooms that are being written to."""
-
-    def shut(self, owners: Mapping[Owner, frozenset[str]]) -> None:
-        """A round has ended: whoever wrote to these rooms cannot reach this node any more by these transports; empty: by any."""
 
 
 class Fence:
@@ -74,7 +63,7 @@ class Fence:
     ) -> None:
         self._ranks = frozenset(ranks)
         self._send = send
-        self._rooms: FencedRooms
+        self._rooms: RoomWriters
         self._events = events
         self._fence_s = fence_s
         self._clock = clock
@@ -94,10 +83,7 @@ class Fence:
         """Rooms that may write by the old endpoints until they end or `_until_s` has come."""
         self._until_s = 0.0
 
-    def __repr__(self) -> str:
-        return f"<Fence epoch {self.epoch}: {self.phase}, {len(self._served)} rooms served, {len(self._next)} wait>"
-
-    def watch(self, rooms: FencedRooms) -> None:
+    def watch(self, rooms: RoomWriters) -> None:
         """Say whose writers are shut out; before anybody asks."""
         self._rooms = rooms
 

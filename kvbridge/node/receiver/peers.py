@@ -1,7 +1,4 @@
-"""What prefill nodes say about the rooms of a decode node, who writes each of them, and who cannot any more.
-
-Owns: what it means for a room. Must not know: sockets, how a node becomes known, what a transition leads to.
-"""
+"""What prefill nodes say about the rooms of a decode node, who writes each of them, and who cannot any more."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from kvbridge.node.hearing import RoomHearing
 from kvbridge.node.prompt_keys import end_differs
 from kvbridge.node.receiver.fence import ALL, Fence
 from kvbridge.node.receiver.room import ASKED, FromPrefill, ReceiverRoom, WriterNode
-from kvbridge.node.receiver.withdrawals import Withdrawals, holds_rooms
+from kvbridge.node.receiver.withdrawals import Withdrawals
 from kvbridge.node.receiver.writers import WriterSets
 from kvbridge.node.room import slowest
 from kvbridge.node.room_book import RoomBook
@@ -58,12 +55,8 @@ class RoomWriters:
             nodes = [node for node in found if node is not None]
             if len(nodes) < len(found):
                 return
-            if room.state is ReceiverState.AWAITING_PAGES and not all(map(holds_rooms, nodes)):
-                if room.admitted_by:
-                    room.wait_until(None)
-            else:
-                room.writers = self.sets.writers(nodes, self.workers.manifests())
-                room.peers = tuple(node.name for node in nodes)
+            room.writers = self.sets.writers(nodes, self.workers.manifests())
+            room.peers = tuple(node.name for node in nodes)
         except BridgeError as error:
             self.driver.fail(room, error.code, str(error))
         else:
@@ -151,7 +144,7 @@ class ReceiverPeers:
 
     def _done(self, room: ReceiverRoom, writer: WriterNode, message: Done) -> None:
         """A writer has sent everything that was its to send."""
-        self.driver.facts.rooms.drop_begin_limit(room)
+        room.begin_by_s = None
         room.amounts = add_amounts(room.amounts, message.amounts)
         room.metadata[str(message.writer)] = message.metadata
         metadata_bytes = sum(map(len, room.metadata.values()))

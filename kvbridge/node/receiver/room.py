@@ -1,7 +1,4 @@
-"""A room on a decode node.
-
-Owns: the facts about one room on this side, who writes it, who reads it, the ports. Must not know: what is done with them.
-"""
+"""A room on a decode node."""
 
 from __future__ import annotations
 
@@ -130,12 +127,12 @@ class ReceiverRoom(Room[ReceiverState]):
 
     @property
     def first_peer(self) -> str:
-        """See Room."""
+        """Return the incarnation of the first node at the other end."""
         return next(iter(self.writers), self.former_peer)
 
     @property
     def waits_for(self) -> str:
-        """See Room."""
+        """Say what has to happen next."""
         match self.state:
             case ReceiverState.OFFERED:
                 return self._waits_for_bytes()
@@ -161,7 +158,7 @@ class ReceiverRoom(Room[ReceiverState]):
 
     @property
     def users(self) -> set[str]:
-        """See Room: engines that have claimed it and not released it."""
+        """Engines that have claimed it and not released it."""
         return self.claimed_by - self.released_by
 
     @property
@@ -170,12 +167,12 @@ class ReceiverRoom(Room[ReceiverState]):
         return {engine for engine, ranks in self.expected.items() if not ranks <= self.claimed_ranks}
 
     def lose(self, engine: str) -> bool:
-        """See Room. One that was only expected is not waited for any more."""
+        """One that was only expected is not waited for any more."""
         self.expected.pop(engine, None)
         return engine in self.users or (engine == self.admitted_by and self.state in BEFORE_COMMIT)
 
     def let_go(self, engine: str) -> None:
-        """See Room."""
+        """Note that an engine does not use the pages any more."""
         if engine in self.users:
             self.released_by.add(engine)
 

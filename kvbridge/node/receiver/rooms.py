@@ -1,7 +1,4 @@
-"""The rooms of a decode node, whose pages prefill nodes write and an engine then reads.
-
-Owns: of which parts they are made, in which order, and what a request means here.
-"""
+"""The rooms of a decode node, whose pages prefill nodes write and an engine then reads."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class ReceiverAdmission:
     checks: PrefixChecks
 
     def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
-        """See AdmittingSide."""
+        """Count the pages that a request takes."""
         if not request.prefill:
             raise InvalidInputError(
                 "a decode daemon needs `prefill`: the control addresses of the prefill nodes that will write"
@@ -48,7 +45,7 @@ class ReceiverAdmission:
         return self.pages.needed(request.prompt_tokens + request.max_new_tokens, request.prompt_tokens)
 
     def admitted(self, room: ReceiverRoom, request: AdmissionRequest) -> None:
-        """See AdmittingSide."""
+        """Begin the first wait of a room."""
         settings = self.pages.settings
         room.peers = tuple(address.endpoint for address in request.prefill)
         room.addresses, room.reserved_tokens = request.prefill, request.prompt_tokens + request.max_new_tokens

@@ -1,7 +1,4 @@
-"""What a decode node makes of its table: the actions are carried out here, the facts amount to events here.
-
-Owns: what the states of `RECEIVER_TABLE` mean for time, pages, writers and digests. Must not know: who raised an event.
-"""
+"""What a decode node makes of its table: the actions are carried out here, the facts amount to events here."""
 
 from __future__ import annotations
 
@@ -62,10 +59,8 @@ class ReceiverRules:
     clock: Clock
 
     def next_event(self, room: ReceiverRoom) -> ReceiverEvent | None:
-        """See RoomRules."""
-        if room.state is ReceiverState.RESERVED and room.writers:
-            return ReceiverEvent.WRITERS_KNOWN
-        if room.state is ReceiverState.AWAITING_PAGES and room.writers:
+        """Look at the facts."""
+        if room.state in {ReceiverState.RESERVED, ReceiverState.AWAITING_PAGES} and room.writers:
             return ReceiverEvent.WRITERS_KNOWN
         if room.state is ReceiverState.COMMITTED and self.pages.settings.hands_over:
             return ReceiverEvent.HANDED_OVER
@@ -76,10 +71,10 @@ class ReceiverRules:
         return ReceiverEvent.RELEASE if room.released else None
 
     def entered(self, room: ReceiverRoom) -> None:
-        """See RoomRules."""
+        """Begin the wait of a new state."""
         now_s, limits = self.clock(), self.pages.settings.limits
         if room.state not in {ReceiverState.INTENDED, ReceiverState.RESERVED, ReceiverState.OFFERED}:
-            self.facts.rooms.drop_begin_limit(room)
+            room.begin_by_s = None
         if room.state is ReceiverState.COMMITTED:
             self._committed(room, now_s)
         limit = _LIMITS.get(room.state)
@@ -106,7 +101,7 @@ class ReceiverRules:
         self.facts.phases_ended(room, own_s)
 
     def act(self, room: ReceiverRoom, action: StrEnum) -> None:
-        """See RoomRules."""
+        """Carry an action of the table out."""
         match action:
             case ReceiverAction.INTEND | ReceiverAction.OFFER:
                 self._ask(room, action)

@@ -1,8 +1,4 @@
-"""The verbs of decode engines: provide, claim, extend, release.
-
-Owns: what an engine may say about a room of a decode node, and in which order it makes sense. Must not know: sockets, what a
-transition leads to.
-"""
+"""The verbs of decode engines: provide, claim, extend, release."""
 
 from __future__ import annotations
 

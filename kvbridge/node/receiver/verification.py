@@ -1,8 +1,4 @@
-"""Digests of one room on a decode node: what the writers say that they sent, what our ranks find, and the difference.
-
-Owns: both sums, which ranks are still to answer, what differs. Must not know: the states of a room,
-how messages travel.
-"""
+"""Digests of one room on a decode node: what the writers say that they sent, what our ranks find, and the difference."""
 
 from __future__ import annotations
 

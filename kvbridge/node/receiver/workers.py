@@ -1,7 +1,4 @@
-"""What the rank workers of a decode node say about its rooms: what they find in their memory, and that they are gone.
-
-Owns: whether a room may commit by its digests. Must not know: memory, how digests are computed, what a transition leads to.
-"""
+"""What the rank workers of a decode node say about its rooms: what they find in their memory, and that they are gone."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Who writes a room, and how much each of them owes it.
 
-Owns: whether the prefill nodes that a request names are one instance, the whole of it. Must not know: how they became known,
-what they report.
-
 Nodes of different instances may have ranks with different names and shares that add up, and still leave pages unwritten: what a
 rank sends follows from the sizes of its instance. So nodes are taken for one instance only if they agree on its name, its sizes and
 its stages, and if their ranks are all that such an instance has.

@@ -1,8 +1,5 @@
 """Windows and states at page ends on a prefill node: where a room's engine goes on, which it is to leave behind, and what stays.
 
-Owns: the pages of wanted checkpoints, and what of a room enters the cache when it is over. Must not know: engines, messages, when a
-room is over.
-
 A checkpoint is worth its pages only to requests to come: one that does not fit is left out, and the room goes on without it.
 """
 

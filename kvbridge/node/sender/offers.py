@@ -1,12 +1,8 @@
-"""What decode nodes offer: whether an offer can be right, and where it waits when it came before its room was admitted.
-
-Owns: the form of an offer, the waiting ones, how many may wait and for how long. Must not know: how an offer is taken
-or refused.
-"""
+"""What decode nodes offer: whether an offer can be right, and where it waits when it came before its room was admitted."""
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from dataclasses import dataclass
 
 from kvbridge.core.clock import Clock
@@ -17,8 +13,9 @@ from kvbridge.core.ids import REQUEST_SPACES
 from kvbridge.core.wire.messages import Intend, Offer
 
 MOST_OFFERS = 4_096
+MOST_PEER_BYTES = 8 << 20
 MOST_BYTES = 64 << 20
-"""Offers that wait at once, and the bytes that they take; when there are more, one of them is turned away."""
+"""Offers that wait at once, and the bytes that those of one peer and of all take; one too many is turned away."""
 HELD_WAIT_S = 0.5
 """How long an offer for a room waits of which decode was told that it is there: as long as the message that admits it may take from
 the engine to its node, which may have been sent before that, and read after."""
@@ -83,70 +80,60 @@ class EarlyOffer:
 class EarlyOffers:
     """At most one offer for each attempt; the first one counts, but that an offer follows the intent of its peer.
 
-    In the order in which they came.
-
-    When there are too many, the peer whose offers take the most loses its oldest: nobody crowds the others out.
+    A peer has so much room of its own, so nobody crowds the others out.
     """
 
     def __init__(self, *, wait_s: float, clock: Clock) -> None:
         """`wait_s`: `timeouts.early_offer_s`."""
         self._wait_s = wait_s
         self._clock = clock
-        self._waiting: OrderedDict[tuple[int, int], EarlyOffer] = OrderedDict()
-        self._peers: Counter[str] = Counter()
-        self._bytes = 0
+        self._waiting: dict[tuple[int, int], EarlyOffer] = {}
+        """In the order in which they came."""
+        self._bytes: Counter[str] = Counter()
+        """What the offers of each peer take."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, peer: str, message: Asking) -> EarlyOffer | None:
-        """Keep an offer. Returns the one that is turned away for it: this one, or the oldest of too many."""
+    def put(self, peer: str, message: Asking) -> bool:
+        """Keep an offer; whether there was room for it."""
         key = message.room, message.generation
         known = self._waiting.get(key)
+        if known is not None and known.peer != peer:
+            return False
+        if known is not None and (isinstance(known.offer, Offer) or isinstance(message, Intend)):
+            return True
         wait_s = min(HELD_WAIT_S, self._wait_s) if message.held else self._wait_s
         newcomer = EarlyOffer(peer, message, self._clock() + wait_s)
-        if known is not None and known.peer != peer:
-            return newcomer
-        if known is not None and (isinstance(known.offer, Offer) or isinstance(message, Intend)):
-            return None
-        if newcomer.size_bytes > MOST_BYTES // 2:
-            return newcomer
-        self._forget(key)
+        self.take(*key)
+        size_bytes = newcomer.size_bytes
+        is_too_much = self._bytes[peer] + size_bytes > MOST_PEER_BYTES or self._bytes.total() + size_bytes > MOST_BYTES
+        if is_too_much or len(self._waiting) >= MOST_OFFERS:
+            return False
         self._waiting[key] = newcomer
-        self._peers[peer] += newcomer.size_bytes
-        self._bytes += newcomer.size_bytes
-        return self._turn_away() if len(self._waiting) > MOST_OFFERS or self._bytes > MOST_BYTES else None
-
-    def _turn_away(self) -> EarlyOffer | None:
-        most = self._peers.most_common(1)[0][0]
-        return self._forget(next(key for key, waiting in self._waiting.items() if waiting.peer == most))
-
-    def _forget(self, key: tuple[int, int]) -> EarlyOffer | None:
-        found = self._waiting.pop(key, None)
-        if found is not None:
-            self._bytes -= found.size_bytes
-            self._peers[found.peer] -= found.size_bytes
-            if not self._peers[found.peer]:
-                del self._peers[found.peer]
-        return found
+        self._bytes[peer] += size_bytes
+        return True
 
     def take(self, room: int, generation: int) -> EarlyOffer | None:
         """Return and forget the offer for an attempt."""
-        return self._forget((room, generation))
+        found = self._waiting.pop((room, generation), None)
+        if found is not None:
+            self._bytes[found.peer] -= found.size_bytes
+        return found
 
     def withdraw(self, peer: str, room: int, generation: int) -> None:
         """Forget the offer that this peer made for an attempt."""
         known = self._waiting.get((room, generation))
         if known is not None and known.peer == peer:
-            self._forget((room, generation))
+            self.take(room, generation)
 
     def forget_peer(self, peer: str) -> None:
         """Forget every offer of a peer."""
-        for key in [key for key, known in self._waiting.items() if known.peer == peer]:
-            self._forget(key)
+        self._waiting = {key: known for key, known in self._waiting.items() if known.peer != peer}
+        del self._bytes[peer]
 
     def expired(self) -> list[EarlyOffer]:
         """Return and forget the offers that have waited long enough."""
         now_s = self._clock()
         late = [key for key, waiting in self._waiting.items() if waiting.expires_s <= now_s]
-        return [offer for key in late if (offer := self._forget(key)) is not None]
+        return [offer for key in late if (offer := self.take(*key)) is not None]

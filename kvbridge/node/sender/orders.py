@@ -1,7 +1,4 @@
-"""What engines publish on a prefill node, and what rank workers are told to send of it.
-
-Owns: the numbers of orders. Must not know: the table, sockets.
-"""
+"""What engines publish on a prefill node, and what rank workers are told to send of it."""
 
 from __future__ import annotations
 

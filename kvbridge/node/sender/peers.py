@@ -1,7 +1,4 @@
-"""What decode nodes say about the rooms of a prefill node.
-
-Owns: whether it is believed, and what it means for a room. Must not know: sockets, addresses, what a transition leads to.
-"""
+"""What decode nodes say about the rooms of a prefill node."""
 
 from __future__ import annotations
 
@@ -71,14 +68,9 @@ class SenderPeers:
             stale = f"generation {message.generation} of the room is older than {newest}, which prefill works on"
             self._refuse(peer, message, StaleError.code, stale)
             return
-        turned_away = self.early.put(peer, message)
-        if turned_away is not None:
-            self._refuse(
-                turned_away.peer,
-                turned_away.offer,
-                UnknownRoomError.code,
-                "the room is not admitted on the prefill side, and another offer has taken this one's place",
-            )
+        if not self.early.put(peer, message):
+            why = "the room is not admitted on the prefill side, and other offers have taken this one's place"
+            self._refuse(peer, message, UnknownRoomError.code, why)
 
     def _take(self, room: SenderRoom, peer: str, message: Asking) -> None:
         """A decode node names the destination of a room, or says that it will."""

@@ -1,7 +1,4 @@
-"""A room on a prefill node.
-
-Owns: the facts about one room on this side, the ports. Must not know: what is done with them.
-"""
+"""A room on a prefill node."""
 
 from __future__ import annotations
 
@@ -126,7 +123,7 @@ class SenderRoom(Room[SenderState]):
 
     @property
     def first_peer(self) -> str:
-        """See Room."""
+        """Return the incarnation of the first node at the other end."""
         return self.peer
 
     @property
@@ -141,7 +138,7 @@ class SenderRoom(Room[SenderState]):
 
     @property
     def waits_for(self) -> str:
-        """See Room."""
+        """Say what has to happen next."""
         begin = "" if self.begun else "a prefill engine to begin it, and for "
         match self.state:
             case SenderState.ADMITTED | SenderState.AWAITED:
@@ -161,16 +158,16 @@ class SenderRoom(Room[SenderState]):
 
     @property
     def users(self) -> set[str]:
-        """See Room."""
+        """Return the engines that may use its pages."""
         return self.writing
 
     def lose(self, engine: str) -> bool:
-        """See Room. What it has begun and not finished nobody else will finish."""
+        """What it has begun and not finished nobody else will finish."""
         unfinished = any(work.engine == engine and not work.finished for work in self.ranks.values())
         return unfinished or engine in self.writing or engine == self.admitted_by
 
     def let_go(self, engine: str) -> None:
-        """See Room."""
+        """Note that an engine does not use the pages any more."""
         self.writing.discard(engine)
 
     @property

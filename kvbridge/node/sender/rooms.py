@@ -1,7 +1,4 @@
-"""The rooms of a prefill node, whose pages an engine fills and rank workers send.
-
-Owns: of which parts they are made, in which order, and what a request means here.
-"""
+"""The rooms of a prefill node, whose pages an engine fills and rank workers send."""
 
 from __future__ import annotations
 
@@ -42,13 +39,13 @@ class SenderAdmission:
     peers: SenderPeers
 
     def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
-        """See AdmittingSide."""
+        """Count the pages that a request takes."""
         if request.prefill:
             raise InvalidInputError("`prefill` is for the decode daemon; a prefill daemon sends to whoever offers it")
         return self.pages.needed(request.prompt_tokens, request.prompt_tokens)
 
     def admitted(self, room: SenderRoom, request: AdmissionRequest) -> None:
-        """See AdmittingSide."""
+        """Begin the first wait of a room."""
         limits = self.pages.settings.limits
         for rank, layers in self.workers.layers.items():
             progress = RankProgress(layers, prompt_tokens=room.prompt_tokens, computed_tokens=room.published_tokens)

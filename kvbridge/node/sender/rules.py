@@ -1,7 +1,5 @@
 """What a prefill node makes of its table: the actions are carried out here, the facts amount to events here.
 
-Owns: what the states of `SENDER_TABLE` mean for time, pages and the decode node. Must not know: who raised an event.
-
 Source pages go back when two things are true: the table says that nothing of the room is in flight (FREE_SOURCE), and
 no engine that has begun the room still writes pages of ours (it said finish or abort, or its process has ended).
 """
@@ -46,7 +44,7 @@ class SenderRules:
 
     @staticmethod
     def next_event(room: SenderRoom) -> SenderEvent | None:
-        """See RoomRules."""
+        """Look at the facts."""
         if room.state is SenderState.SENDING and room.ranks and all(work.done for work in room.ranks.values()):
             return SenderEvent.ALL_SENT
         if room.stopping and not room.open_ranks:  # every worker has proved that nothing of it is in flight
@@ -54,10 +52,10 @@ class SenderRules:
         return None
 
     def entered(self, room: SenderRoom) -> None:
-        """See RoomRules."""
+        """Begin the wait of a new state."""
         now_s, limits = self.clock(), self.pages.settings.limits
         if room.state not in {SenderState.AWAITED, SenderState.SENDING}:
-            self.facts.rooms.drop_begin_limit(room)
+            room.begin_by_s = None
         match room.state:
             case SenderState.SENDING:
                 room.wait_until(now_s + limits.room_s, "timeouts.room_s")
@@ -76,7 +74,7 @@ class SenderRules:
                 room.wait_until(None)
 
     def act(self, room: SenderRoom, action: StrEnum) -> None:
-        """See RoomRules."""
+        """Carry an action of the table out."""
         match action:
             case SenderAction.OPEN_ROOM:
                 self.orders.open(room)

@@ -1,8 +1,4 @@
-"""The verbs of prefill engines: begin, finish, release (`orders` has publish).
-
-Owns: what an engine may say about a room of a prefill node, and in which order it makes sense. Must not know: sockets, how bytes
-move, what a transition leads to.
-"""
+"""The verbs of prefill engines: begin, finish, release (`orders` has publish)."""
 
 from __future__ import annotations
 
@@ -83,7 +79,7 @@ class SenderVerbs:
         if not self.pages.settings.adopted:
             room.writing.add(engine.name)
         room.phases_s.setdefault("admit_to_begin", self.clock() - room.created_s)
-        self.rooms.drop_begin_limit(room)
+        room.begin_by_s = None
         self.driver.facts.events.emit(RoomBegun(**room.identity, engine=engine.name))
         self.driver.facts.show(room)
         self.orders.open(room)

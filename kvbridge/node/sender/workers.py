@@ -1,8 +1,4 @@
-"""What the rank workers of a prefill node say about its rooms.
-
-Owns: what it means for a room, and when a rank is done. Must not know: processes, what workers are told (`orders`), what a
-transition leads to.
-"""
+"""What the rank workers of a prefill node say about its rooms."""
 
 from __future__ import annotations
 

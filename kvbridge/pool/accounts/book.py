@@ -216,8 +216,6 @@ class PageBook:
         if holding.state is not _Q:
             self._holdings.shift(owner, _Q)
             self._ending.discard(owner)
-            for watcher in self._watchers:
-                watcher.quarantined(owner)
         holding.reasons.add(reason)
 
     def release_quarantined(self, owner: Owner) -> None:
@@ -229,8 +227,6 @@ class PageBook:
         """Say that an owner is ending: its pages count in `pages_being_released` until they are free or quarantined."""
         if self._holdings.of(owner).state is not _Q and owner not in self._ending:
             self._ending.add(owner)
-            for watcher in self._watchers:
-                watcher.ending(owner)
 
     # ------------------------------------------------------------------------------------- asking
 

@@ -68,12 +68,6 @@ class Owner(NamedTuple):
 class PageWatcher(Protocol):
     """Told what becomes of pages, in the middle of the call that does it: takes note, and calls nothing back."""
 
-    def ending(self, owner: Owner) -> None:
-        """The owner's pages are expected to become free without anybody's asking."""
-
-    def quarantined(self, owner: Owner) -> None:
-        """When the owner's pages become free is not known (any more)."""
-
     def freed(self, pages: Mapping[IndexSpace, int]) -> None:
         """So many pages of each space have become available: free, or cached and not read by anybody any more."""
 

@@ -51,14 +51,6 @@ def test_a_connection_that_ended_does_not_count(connected, limited):
     assert not cut
 
 
-def test_connections_that_ended_with_the_address_do_not_count(connected, limited):
-    (accepted, _), (limit, cut) = connected, limited
-    limit.on_event(ACCEPTED, NEVER)
-    limit.all_gone()
-    limit.on_event(ACCEPTED, accepted.fileno())
-    assert not cut
-
-
 def test_a_descriptor_that_became_another_connection_is_left_alone(connected, limited):
     limit, cut = limited
     with closing(socket.create_server(("127.0.0.1", 0))) as other:

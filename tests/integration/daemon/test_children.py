@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -56,25 +53,12 @@ def test_hurry_sends_the_signal_again(child):
     assert asked_twice.process.returncode == 5
 
 
-def test_a_stopped_process_still_ends(child):
-    frozen = child(f"import time; {READY}; time.sleep(60)")
-    frozen.kill(signal.SIGSTOP)
-    assert frozen.stop() == -signal.SIGTERM
-
-
 def test_several_end_together(child):
     several = [child(STUBBORN) for _ in range(3)]
     begun_s = time.monotonic()
     stop_all(several, timeout_s=5.0)
     assert time.monotonic() - begun_s < 14.5, "one after another takes 15 s"
     assert not any(each.running for each in several)
-
-
-def test_the_end_is_told_with_the_log(child):
-    ended = child(f"import sys; {READY}; print('the reason'); sys.exit(3)")
-    ended.process.wait(20)
-    with pytest.raises(PeerError, match=r"(?s)child 0 ended \(exit code 3\).*the reason"):
-        ended.check_running()
 
 
 def test_waiting_notices_an_end_before_its_deadline(child):
@@ -90,25 +74,3 @@ def test_settings_are_not_inherited(child, monkeypatch):
     monkeypatch.setenv("KVBRIDGE_HTTP__PORT", "1")
     seen = child(f"import os; print(sorted(k for k in os.environ if k.startswith('KVBRIDGE_'))); {READY}")
     assert seen.log().splitlines()[0] == "[]"
-
-
-def test_a_child_ends_with_its_parent(tmp_path):
-    code = (
-        "import sys, time; from pathlib import Path\n"
-        "from kvbridge.daemon.children import ChildProcess\n"
-        f"child = ChildProcess('child', Path({str(tmp_path / 'log')!r}), ends_with_us=True)\n"
-        "print(child.launch([sys.executable, '-c', 'import time; time.sleep(60)']).pid, flush=True)\n"
-        "time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
-        pid = int(parent.stdout.readline())
-        parent.kill()
-    wait_for("the end of the child", lambda: _is_gone(pid), timeout_s=20)
-
-
-def _is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"

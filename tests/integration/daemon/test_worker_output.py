@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbridge.core.ids import Rank
-from kvbridge.daemon.worker_output import LINES, LONGEST_LINE_BYTES, WorkerOutput, level_of
+from kvbridge.daemon.worker_output import LONGEST_LINE_BYTES, WorkerOutput
 from kvbridge.telemetry.logs import Seldom
 
 pytestmark = pytest.mark.asyncio
@@ -92,14 +92,3 @@ async def test_last_words_without_an_end_and_lines_without_an_end_are_seen():
 async def test_a_process_that_ends_badly_is_heard_to_the_end():
     code = "import faulthandler, os, signal; faulthandler.enable(); os.kill(os.getpid(), signal.SIGSEGV)"
     assert any("Segmentation fault" in line["text"] for line in await written(code=code))
-
-
-async def test_a_library_that_repeats_itself_does_not_fill_the_disk():
-    left_out: list[str] = []
-    seldom = Seldom(left_out.append, every_s=60.0)  # longer than a busy machine takes to read them
-    assert len(await written(b"again\n" * 500, seldom=seldom)) == LINES
-    assert left_out == ["library_output"] * (500 - LINES)
-
-
-async def test_a_line_that_says_nothing_of_its_level_is_a_warning():
-    assert level_of("something") == 30

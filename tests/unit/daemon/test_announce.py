@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 
 import pytest
 
 from kvbridge.api.directory import Load, NodeRegistration
-from kvbridge.api.endpoint_file import ENDPOINT_FILE, DaemonEndpoint, read_endpoint, write_endpoint
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import (
     BridgeError,
-    ConfigError,
     ConflictError,
     NotFoundError,
     NotReadyError,
@@ -105,76 +102,6 @@ async def test_it_registers_once_and_beats() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_directory_that_forgot_is_told_at_once() -> None:
-    directory = FakeDirectory()
-    announced = announcer(directory, interval_s=60)
-    await announced.beat()
-    directory.problem = NotFoundError("who?")
-    task = asyncio.create_task(announced.run())
-    await directory.until(2)
-    directory.problem = None
-    await directory.until(3)
-    task.cancel()
-    assert directory.calls == ["register", "heartbeat", "register"]
-
-
-@pytest.mark.asyncio
-async def test_a_registration_that_has_changed_is_told_at_once_and_the_node_stays_known() -> None:
-    directory = FakeDirectory()
-    announced = announcer(directory, interval_s=60)
-    task = asyncio.create_task(announced.run())
-    await directory.until(1)
-    announced.register_again()
-    assert announced.obstacle == ""
-    await directory.until(2)
-    await announced.beat()
-    task.cancel()
-    assert directory.calls == ["register", "register", "heartbeat"]
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize(
-    "problem", [PeerError("away"), NotReadyError("the store is away"), UnauthorizedError("which token?")]
-)
-async def test_a_registration_that_has_changed_is_told_until_the_directory_has_it(problem: BridgeError) -> None:
-    """A directory that keeps the former keys of a node sends decode nodes to where nobody listens with them."""
-    directory = FakeDirectory()
-    announced = announcer(directory, interval_s=60)
-    await announced.beat()
-    announced.register_again()
-    for directory.problem in (problem, None, None):
-        await announced.beat()
-    assert directory.calls == ["register", "register", "register", "heartbeat"]
-
-
-@pytest.mark.asyncio
-async def test_a_change_during_a_registration_is_told_by_another_one() -> None:
-    directory = FakeDirectory()
-    directory.hold = asyncio.Event()
-    announced = announcer(directory, interval_s=60)
-    beat = asyncio.create_task(announced.beat())
-    await directory.until(1)
-    announced.register_again()
-    directory.hold.set()
-    await beat
-    await announced.beat()
-    assert directory.calls == ["register", "register"]
-
-
-@pytest.mark.asyncio
-async def test_a_node_that_was_known_is_no_less_ready_after_a_restart_of_bootstrap() -> None:
-    """A load balancer that looks in that moment would take all nodes out at once."""
-    directory = FakeDirectory()
-    announced = announcer(directory, interval_s=60)
-    obstacles = []
-    for directory.problem in (None, PeerError("away"), NotFoundError("who?"), PeerError("away again"), None):
-        await announced.beat()
-        obstacles.append(announced.obstacle)
-    assert obstacles == [""] * 5
-    assert directory.calls == ["register", "heartbeat", "heartbeat", "register", "register"]
-
-
-@pytest.mark.asyncio
 async def test_a_bootstrap_that_will_not_register_a_node_again_makes_it_unready() -> None:
     directory = FakeDirectory()
     announced = announcer(directory, interval_s=60)
@@ -212,22 +139,6 @@ async def test_an_address_that_is_no_bootstrap_is_said_to_be_none() -> None:
     assert announced.state == "refused"
     assert "http://bootstrap.test is no bootstrap (bootstrap.url)" in announced.obstacle
     assert not announced._changed.is_set()  # another look at once would find the same
-
-
-@pytest.mark.asyncio
-@pytest.mark.parametrize("problem", [PeerError("away"), StaleError("another has your name")])
-async def test_a_problem_is_shown_until_it_is_over(problem: BridgeError) -> None:
-    directory = FakeDirectory()
-    announced = announcer(directory)
-    await announced.beat()
-    assert announced.problem == ""
-    directory.problem = problem
-    await announced.beat()
-    assert str(problem) in announced.problem
-    directory.problem = None
-    await announced.beat()
-    assert announced.problem == ""
-    assert directory.calls == ["register", "heartbeat", "heartbeat"]
 
 
 @pytest.mark.asyncio
@@ -383,24 +294,6 @@ async def test_changes_is_not_told_more_often_than_the_pause_allows() -> None:
     assert directory.calls == ["register"]
 
 
-@pytest.mark.asyncio
-async def test_changes_waits_for_a_directory_that_is_away() -> None:
-    """It is asked again at the interval; a busy node must not make that a storm."""
-    directory, free = FakeDirectory(), [100]
-    announced = announcer(directory, interval_s=60, load=lambda: pages(full=free[0]))
-    await announced.beat()
-    directory.problem = NotReadyError("the directory's Redis is away")
-    await announced.beat()
-    free[0] = 50
-    announced.look()
-    assert not announced._changed.is_set()
-    directory.problem = None
-    await announced.beat()
-    free[0] = 80
-    announced.look()
-    assert announced._changed.is_set()
-
-
 def test_an_engine_cannot_attach_to_memory_that_is_not_there_yet() -> None:
     config = PrefillConfig(instance="i", model={"preset": "tiny-gqa"}, pools={"device": {"full": 8}})
     node = prefill_daemon(config)
@@ -445,25 +338,34 @@ async def test_a_replica_that_does_not_answer_hands_over_to_the_next():
 
 
 @pytest.mark.asyncio
-async def test_a_replica_that_refuses_is_not_left():
-    first, second = FakeDirectory(), FakeDirectory()
-    announced = announcer(first, second)
-    first.problem = StaleError("another one has the name")
-    task = asyncio.create_task(announced.run())
-    try:
-        await first.until(3)
-        assert second.calls == []
-    finally:
-        task.cancel()
+@pytest.mark.parametrize("problem", [PeerError("away"), StaleError("another has your name")])
+async def test_a_problem_is_shown_until_it_is_over(problem: BridgeError) -> None:
+    directory = FakeDirectory()
+    announced = announcer(directory)
+    await announced.beat()
+    assert announced.problem == ""
+    directory.problem = problem
+    await announced.beat()
+    assert str(problem) in announced.problem
+    directory.problem = None
+    await announced.beat()
+    assert announced.problem == ""
+    assert directory.calls == ["register", "heartbeat", "heartbeat"]
 
 
-def test_an_endpoint_file_of_another_user_is_refused_and_half_of_one_is_none_yet(tmp_path, monkeypatch):
-    assert read_endpoint(tmp_path) is None
-    write_endpoint(tmp_path, DaemonEndpoint(role="prefill", incarnation="i", pid=1, http_url="http://127.0.0.1:1"))
-    assert read_endpoint(tmp_path) is not None
-    monkeypatch.setattr("kvbridge.api.endpoint_file.os.geteuid", lambda: os.getuid() + 1)
-    with pytest.raises(ConfigError, match=f"was written by user {os.getuid()}, not by user {os.getuid() + 1}"):
-        read_endpoint(tmp_path)
-    monkeypatch.undo()
-    (tmp_path / ENDPOINT_FILE).write_text("{")
-    assert read_endpoint(tmp_path) is None
+@pytest.mark.asyncio
+async def test_changes_waits_for_a_directory_that_is_away() -> None:
+    """It is asked again at the interval; a busy node must not make that a storm."""
+    directory, free = FakeDirectory(), [100]
+    announced = announcer(directory, interval_s=60, load=lambda: pages(full=free[0]))
+    await announced.beat()
+    directory.problem = NotReadyError("the directory's Redis is away")
+    await announced.beat()
+    free[0] = 50
+    announced.look()
+    assert not announced._changed.is_set()
+    directory.problem = None
+    await announced.beat()
+    free[0] = 80
+    announced.look()
+    assert announced._changed.is_set()

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
-from kvbridge.config.pools import DeviceLayout
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.geometry.presets import preset
@@ -47,15 +45,6 @@ def planned(config: PrefillConfig | DecodeConfig) -> NodeLayout:
     return plan_memory(config, preset(config.model.preset))
 
 
-def test_without_it_nothing_is_made():
-    config = PrefillConfig.model_validate(
-        {"instance": "p", "model": {"preset": "tiny-v4"}, "pools": {"device": DEVICE}}
-    )
-    layout = planned(config)
-    assert layout.twins is None
-    assert set(layout.owned) == {IndexSpace.FULL, IndexSpace.SWA, IndexSpace.REQUEST}
-
-
 def test_prefill_has_twins_of_everything_that_a_prefix_takes():
     layout = planned(prefill({"pages": 30, "checkpoint_pages": 5}))
     assert {space: layout.owned[space] for space in (FULL_TWIN, SWA_TWIN)} == {FULL_TWIN: 30, SWA_TWIN: 5}
@@ -71,13 +60,6 @@ def test_prefill_has_twins_of_everything_that_a_prefix_takes():
 
 def without(config: PrefillConfig) -> PrefillConfig:
     return config.model_copy(update={"tier": config.tier.model_copy(update={"host": None})})
-
-
-def test_decode_has_twins_of_what_is_not_in_the_host_pool():
-    layout = planned(decode({"pages": 30}))
-    assert layout.owned[FULL_TWIN] == 30
-    assert SWA_TWIN not in layout.owned
-    assert layout.page_bytes(FLASH)[FULL_TWIN] == 998_208 - 786_240
 
 
 def test_a_size_in_bytes_counts_checkpoints():
@@ -127,39 +109,6 @@ def test_what_makes_no_sense_is_refused(config, reason):
         planned(config)
 
 
-@pytest.mark.parametrize(
-    ("host", "reason"),
-    [
-        ({}, "exactly one of pages and size_bytes"),
-        ({"pages": 1, "size_bytes": "1GiB"}, "exactly one of pages and size_bytes"),
-    ],
-)
-def test_it_has_one_size(host, reason):
-    with pytest.raises(ValidationError, match=reason):
-        prefill(host)
-
-
-def test_it_needs_prefixes_that_stay():
-    with pytest.raises(ValidationError, match="host is set but nothing stays: set enabled to true, or host to null"):
-        PrefillConfig.model_validate(
-            {
-                "instance": "p",
-                "model": {"preset": "tiny-v4"},
-                "tier": {"host": {"pages": 1}},
-                "pools": {"device": DEVICE},
-            }
-        )
-
-
-def test_pages_of_adopted_memory_lie_as_the_engine_has_them():
-    with pytest.raises(ValidationError, match="leave device_layout at layer_first"):
-        prefill({"pages": 1}, memory="adopted", device={}, device_layout="page_first")
-    pools = {"memory": "adopted"}
-    config = PrefillConfig.model_validate({"instance": "p", "model": {"preset": "tiny-v4"}, "pools": pools})
-    assert config.pools.device_layout is DeviceLayout.LAYER_FIRST, "whatever the default of owned memory is"
-    assert PrefillConfig.model_validate(config.model_dump()) == config
-
-
 def test_a_node_makes_them_beside_its_pools_and_removes_them(tmp_path: Path):
     layout = planned(decode({"pages": 3, "layout": "page_first"}, model="tiny-v4"))
     assert layout.twins is not None
@@ -176,16 +125,3 @@ def test_a_node_makes_them_beside_its_pools_and_removes_them(tmp_path: Path):
     finally:
         memory.close()
     assert (memory.twins, list(tmp_path.iterdir())) == ((), [])
-
-
-@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
-def test_device_pools_are_laid_out_as_asked(layout: str):
-    config = prefill({"pages": 3, "checkpoint_pages": 1}, device_layout=layout)
-    (placement,) = planned(config).device.values()
-    full = [region for region in placement.regions if region.space is IndexSpace.FULL]
-    strides = {region.page_stride_bytes for region in full}
-    assert strides == ({786_240, 211_968} if layout == "page_first" else {region.page_bytes for region in full})
-    ordered = planned(
-        config.model_copy(update={"parallelism": config.parallelism.model_copy(update={"device": "cuda"})})
-    )
-    assert {order.page_first for order in ordered.orders.values()} == {layout == "page_first"}

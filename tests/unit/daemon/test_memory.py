@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.config.schema import DecodeConfig
 from kvbridge.core.errors import ConfigError, DeadlineError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
@@ -95,32 +95,6 @@ def test_device_memory_on_gpus_is_ordered_from_the_workers(no_cuda, tmp_path: Pa
         assert told[-1] == (layout.node_bytes, layout.node_bytes)
     finally:
         memory.close()
-
-
-def test_each_rank_may_have_a_device_of_its_own_kind(no_cuda):
-    ranks = [{"pp": 0, "tp": 0, "device": "cpu"}, {"pp": 0, "tp": 1, "device": "cuda:3"}]
-    layout = plan_memory(decode(tp_size=2, ranks=ranks), TINY)
-    assert (set(layout.shared_device()), set(layout.orders)) == ({R0}, {R1})
-    assert layout.orders[R1].device == 3
-    assert layout.parts[R0].memory is MemoryKind.DRAM
-
-
-def test_without_gpus_everything_is_the_nodes():
-    layout = plan_memory(decode(), TINY)
-    assert (layout.orders, layout.node_bytes) == ({}, layout.total_bytes)
-
-
-def test_memory_that_engines_bring_is_nobodys_to_make(no_cuda):
-    config = PrefillConfig.model_validate(
-        {
-            "instance": "p",
-            "model": {"preset": "tiny-v4"},
-            "parallelism": {"device": "cuda"},
-            "pools": {"memory": "adopted"},
-        }
-    )
-    layout = plan_memory(config, TINY)
-    assert (layout.orders, layout.device, layout.total_bytes) == ({}, {}, 0)
 
 
 @pytest.mark.parametrize("reports_before", [1, 2, 3])

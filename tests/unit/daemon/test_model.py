@@ -8,18 +8,7 @@ import pytest
 
 from kvbridge.config.pools import ModelConfig
 from kvbridge.core.errors import ConfigError
-from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.geometry.presets import PRESETS, preset
 from kvbridge.daemon.model import load_geometry
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_geometry_in_a_file_is_the_one_that_was_written(tmp_path: Path, name: str) -> None:
-    written = preset(name).model_copy(update={"facts": {"attention_backend": "FLASH_ATTN", "kv_dtype": "bfloat16"}})
-    (file := tmp_path / "geometry.json").write_text(written.model_dump_json())
-    read = load_geometry(ModelConfig(geometry=file))
-    assert read == written
-    assert fingerprint(read) == fingerprint(written)
 
 
 @pytest.mark.parametrize(

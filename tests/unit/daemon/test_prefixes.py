@@ -38,11 +38,6 @@ def test_a_page_of_a_prompt_is_one_in_each_space_that_grows():
     assert made.spaces == (FULL, HOST)
 
 
-def test_nodes_that_are_not_to_or_whose_engines_bring_the_memory_keep_none():
-    assert parts(tier={}).prefixes is None
-    assert parts(memory="adopted", host={"pages": 4}).prefixes is None
-
-
 def test_a_model_with_a_state_that_has_no_checkpoint_keeps_prefixes_on_decode_alone(monkeypatch):
     model = preset("tiny-gqa")
     state = Component(

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from kvbridge.config.endpoints import TracesConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.daemon.traces import Traces
-from kvbridge.telemetry.context import pass_on
 from kvbridge.telemetry.events import PairingEnded
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.stream import EventStream
@@ -26,18 +23,6 @@ def opened(config: TracesConfig, secrets: SecretFiles | None = None) -> Traces:
     names = {"role": "bootstrap", "incarnation": "abc"}
     traces.open(config, names=names, metrics=Metrics(role="bootstrap"), secrets=secrets or SecretFiles())
     return traces
-
-
-@pytest.mark.outside
-def test_without_an_endpoint_nothing_is_read_nor_loaded():
-    traces, stream = opened(TracesConfig()), EventStream()
-    traces.read(stream)
-    assert traces.begin is pass_on
-    assert not stream._readers
-    asyncio.run(traces.close(1.0))
-    program = "import sys, kvbridge.daemon.node, kvbridge.daemon.bootstrap; print('opentelemetry.sdk' in sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=100)
-    assert loaded.stdout.strip() == "False"
 
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch):
@@ -67,23 +52,3 @@ def test_headers_come_from_their_file_and_change_with_it(tmp_path: Path):
         assert collector.headers[0]["x-key"] == "another"
     with pytest.raises(ConfigError, match=r"telemetry\.traces\.headers_file: cannot read"):
         opened(TracesConfig(endpoint="http://127.0.0.1:4318", headers_file=tmp_path / "none"))
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "url"),
-    [
-        ("http://c:4318", "http://c:4318/v1/traces"),
-        ("http://c:4318/", "http://c:4318/v1/traces"),
-        ("https://c/otlp/v1/traces", "https://c/otlp/v1/traces"),
-    ],
-)
-def test_an_endpoint_without_a_path_gets_the_usual_one(endpoint, url):
-    assert TracesConfig(endpoint=endpoint).url == url
-
-
-@pytest.mark.parametrize(
-    "endpoint", ["c:4318", "grpc://c:4317", "http://user:secret@c:4318", "http://c/?key=1", "http://"]
-)
-def test_what_is_no_endpoint_is_refused(endpoint):
-    with pytest.raises(ValidationError):
-        TracesConfig(endpoint=endpoint)

@@ -18,7 +18,6 @@ from kvbridge.daemon.kept_pools import Restored
 from kvbridge.daemon.restored_twins import RestoredTwins
 from kvbridge.daemon.twin_journal import TwinJournal
 from kvbridge.tier.journal import NO_PAGE, Contents, EntryKind, KeptHeader, gone, read_header, replay
-from kvbridge.tier.keys import Keys
 from tests.unit.tier.test_twins import Bench, keys
 
 pytestmark = pytest.mark.asyncio
@@ -103,18 +102,6 @@ async def restored(node: Node, spaces=(FULL,)) -> tuple[Node, RestoredTwins]:
     return after, made
 
 
-async def test_what_comes_to_the_host_is_written_once_it_was_read(node):
-    node.bench.warm("a", 5)
-    assert not node.prompts()
-    node.bench.back_up("a", 5)
-    await node.written()
-    assert node.prompts() == {keys("a", 5)[-1]: 5}
-    node.bench.warm("a", 7)
-    node.bench.back_up("a", 7)
-    await node.written()
-    assert node.prompts() == {keys("a", 7)[-1]: 7}
-
-
 async def test_what_goes_is_written_before_its_page_is_anybody_elses(node):
     node.bench.warm("a", 4)
     node.bench.back_up("a", 4)
@@ -131,20 +118,6 @@ async def test_what_goes_while_it_is_being_read_is_never_written(node):
     node.bench.cache.drop()
     await node.written()
     assert not node.found().pages
-
-
-async def test_what_is_dropped_is_out_at_once_though_somebody_reads_it(node):
-    node.bench.warm("a", 4, checkpoint=True)
-    node.bench.back_up("a", 4)
-    await node.written()
-    assert (len(node.found().pages), len(node.found().checkpoints)) == (4, 1)
-    node.bench.push_out()
-    owner, got = node.bench.admit("a", 6, from_checkpoint=True)
-    assert (got.prefix_pages, got.device_pages) == (4, 0)
-    node.bench.cache.drop()
-    assert not node.found().pages
-    assert not node.found().checkpoints
-    node.bench.end(owner)
 
 
 async def test_the_next_process_goes_on_with_prompts_and_checkpoints(node):
@@ -332,27 +305,6 @@ async def test_of_two_pages_in_one_home_the_later_one_counts(tmp_path, memory):
         one.journal.close()
 
 
-async def test_a_prompt_that_contradicts_a_cached_one_comes_back_as_far_as_it_does_not(node):
-    """The daemon serves while pages come back, and somebody may cache the key of one under another parent."""
-    for name in ("a", "b"):
-        node.bench.warm(name, 2)
-        node.bench.back_up(name, 2)
-    await node.written()
-    found = node.found()
-    after = Node(node.path, node.memory, found)
-    bench, lost = after.bench, after.journal.removed
-    made = RestoredTwins(bench.book, bench.twins, after.memory, found, Restored(), lost=lost)
-    owner = (98, 1)
-    other = Keys.of([keys("c", 1)[0], keys("a", 2)[1]])
-    assert bench.twins.insert(owner, other, 0, bench.book.reserve(owner, {FULL_TWIN: 2})) == 2
-    await made.run()
-    bench.cache.check_integrity()
-    assert (made.found.pages, made.found.lost) == (3, 1)
-    assert [bench.where(name, 2)[1] for name in ("a", "b")] == [1, 2]
-    assert bench.book.available_pages()[FULL_TWIN] == bench.total[FULL_TWIN]
-    after.journal.close()
-
-
 async def test_a_defect_while_pages_come_back_costs_pages_and_not_the_daemon(node, monkeypatch):
     """What has come back so far was compared and stays, all other pages are free, and the status says why."""
     for name in ("a", "b"):
@@ -375,3 +327,15 @@ async def test_a_defect_while_pages_come_back_costs_pages_and_not_the_daemon(nod
     await after.written()
     assert len(after.found().pages) == 3
     after.journal.close()
+
+
+async def test_what_comes_to_the_host_is_written_once_it_was_read(node):
+    node.bench.warm("a", 5)
+    assert not node.prompts()
+    node.bench.back_up("a", 5)
+    await node.written()
+    assert node.prompts() == {keys("a", 5)[-1]: 5}
+    node.bench.warm("a", 7)
+    node.bench.back_up("a", 7)
+    await node.written()
+    assert node.prompts() == {keys("a", 7)[-1]: 7}

@@ -108,9 +108,7 @@ NODE_PAGE = NodeStatus(
     engines=(),
     peers=(),
     rooms={"admitted": 1},
-    admission=AdmissionStatus(
-        waiting=0, oldest_wait_s=0, starved_s=0, clients=(), released_pages_per_s={}, usual_release_s=None
-    ),
+    admission=AdmissionStatus(waiting=0, oldest_wait_s=0, starved_s=0, clients=()),
     pools={IndexSpace.FULL: {PageState.FREE: 8}},
     available_pages={IndexSpace.FULL: 8},
     quarantine={},

@@ -17,7 +17,6 @@ from kvbridge.core.errors import (
     CapacityError,
     ClientLimitError,
     ConflictError,
-    InvalidInputError,
     NamespaceError,
     NotReadyError,
 )
@@ -25,10 +24,13 @@ from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.states import RoomState
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.admission.pressure import Reservation
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.telemetry.context import REQUEST_ID
+from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.prefix_cache import PrefixCache
+from kvbridge.tier.readers import Admitted
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import RecordedEvents
 
@@ -49,7 +51,6 @@ class Rooms:
         self.clients: dict[int, str] = {}
         self.lacking = ""
         self.admitted: list[int] = []
-        self.reserved: list[Reservation] = []
         self.store: object = None
         self.fetched: list[int | None] = []
 
@@ -83,9 +84,6 @@ class Rooms:
     def in_use(self) -> Counter[str]:
         return self.used
 
-    def not_begun(self, client: str | None = None) -> list[Reservation]:
-        return self.reserved if client is None else [one for one in self.reserved if one.client == client]
-
     def end(self, room: int) -> None:
         self.used[self.clients.pop(room)] -= 1
         self.book.free(Owner(room, 1))
@@ -102,10 +100,10 @@ class Rooms:
 
 
 class Bench:
-    def __init__(self, **limits: object) -> None:
+    def __init__(self, book: PageBook | None = None, rooms: Rooms | None = None, **limits: object) -> None:
         self.clock = ManualClock(100.0)
-        self.book = PageBook({FULL: PAGES})
-        self.rooms = Rooms(self.book)
+        self.book = book or PageBook({FULL: PAGES})
+        self.rooms = rooms or Rooms(self.book)
         self.events = RecordedEvents()
         self.admission = AdmissionController(
             self.rooms,
@@ -224,20 +222,6 @@ async def test_pages_are_given_after_the_call_that_freed_them(made):
     assert bench.rooms.admitted == [1, 2]
 
 
-async def test_clients_are_admitted_in_fair_order(made):
-    bench = made()
-    for room in range(1, PAGES + 1):
-        bench.now(room, client="greedy")
-    for room in (11, 12, 13):
-        await bench.waits(room, client="greedy")
-    for room in (21, 22):
-        await bench.waits(room, client="modest")
-    for room in range(1, 6):
-        bench.rooms.end(room)
-        await turn()
-    assert bench.rooms.admitted[PAGES:] == [21, 22, 11, 12, 13]
-
-
 async def test_who_waits_too_long_is_refused_with_the_limit(made):
     bench = made()
     bench.now(1, 6)
@@ -261,19 +245,6 @@ async def test_a_request_that_does_not_wait_does_not_pass(made):
     await turn()
     bench.now(3, 1)
     assert bench.rooms.admitted == [1, 2, 3]
-
-
-async def test_a_small_one_that_waits_may_pass_only_so_often(made):
-    bench = made(max_overtakes=2)
-    bench.now(1, 4)
-    large = await bench.waits(2, PAGES, client="large")
-    small = [await bench.waits(room, client="small") for room in (3, 4, 5)]
-    assert [task.done() for task in small] == [True, True, False]
-    for room in (3, 4, 1):
-        bench.rooms.end(room)
-        await turn()
-    assert large.done()
-    assert not small[2].done()
 
 
 async def test_who_waited_and_leaves_makes_way(made):
@@ -434,94 +405,6 @@ async def test_a_refusal_says_when_the_pages_will_be_there(made):
     assert caught.value.retry_after_s == pytest.approx(5.0, rel=0.1), "four more have to come free for who waits"
 
 
-async def test_a_client_is_told_when_one_of_its_rooms_will_end(made):
-    bench = made(client_max_rooms=PAGES)
-    for room in range(100, 100 + PAGES):
-        bench.now(room)
-    churn(bench, every_s=0.5, times=100)
-    with pytest.raises(ClientLimitError) as caught:
-        bench.now(1)
-    assert caught.value.retry_after_s == pytest.approx(0.5, rel=0.1)
-
-
-def not_begun(*ends_in_s: float, client: str = "") -> list[Reservation]:
-    return [Reservation(seconds, {FULL: 1}, client) for seconds in ends_in_s]
-
-
-@pytest.mark.parametrize(
-    ("pages", "full_for_s", "expected_s"),
-    [(1, 15.0, 7.0), (2, 15.0, 9.0), (1, 3.0, 3.0), (3, 15.0, 15.0)],
-    ids=["the first ends", "two end", "others may end sooner", "not enough of them"],
-)
-async def test_a_refusal_names_the_rooms_that_nobody_has_begun_and_their_end(made, pages, full_for_s, expected_s):
-    bench = made()
-    bench.now(1, PAGES)
-    with pytest.raises(CapacityError):
-        bench.now(2)  # from here on it is known that nothing is released
-    bench.clock.advance(full_for_s)
-    bench.rooms.reserved = not_begun(7.0, 9.0)
-    with pytest.raises(CapacityError) as caught:
-        bench.now(2, pages)
-    assert caught.value.retry_after_s == pytest.approx(expected_s)
-    assert "2 rooms there have been begun by no prefill engine, the first ends in 7.0 s" in str(caught.value)
-
-
-class LookedAt(list[Reservation]):
-    """Counts how many of them were looked at."""
-
-    looks = 0
-
-    def __getitem__(self, index):
-        self.looks += 1
-        return super().__getitem__(index)
-
-    def __iter__(self):
-        return (self[index] for index in range(len(self)))
-
-
-async def test_what_a_refusal_takes_does_not_grow_with_the_rooms(made):
-    """A node that is full refuses more than it admits: what it spends on that is taken from the rooms that it has."""
-    bench = made()
-    for room in range(100, 100 + PAGES):
-        bench.now(room)
-    churn(bench, every_s=0.5, times=100)
-    bench.rooms.reserved = rooms = LookedAt(not_begun(*range(7, 1_007)))
-    with pytest.raises(CapacityError, match="1000 rooms there have been begun by no prefill engine") as caught:
-        bench.now(2)
-    assert caught.value.retry_after_s == pytest.approx(0.5, rel=0.1)
-    assert rooms.looks <= 2
-
-
-async def test_a_client_at_its_cap_is_told_when_its_own_room_ends(made):
-    bench = made(client_max_rooms=1)
-    bench.now(1, client="a")
-    with pytest.raises(ClientLimitError):
-        bench.now(2, client="a")
-    bench.clock.advance(25)
-    bench.rooms.reserved = [*not_begun(3.0, client="b"), *not_begun(7.0, client="a")]
-    with pytest.raises(ClientLimitError, match=r"1 rooms there have been begun by no .* ends in 7\.0 s") as caught:
-        bench.now(2, client="a")
-    assert caught.value.retry_after_s == pytest.approx(7.0)
-
-
-async def test_pages_of_an_ending_room_come_soon_and_quarantined_ones_do_not(made):
-    bench = made()
-    bench.now(9)
-    bench.book.expect_free(Owner(9, 1))
-    bench.clock.advance(0.25)
-    bench.rooms.end(9)
-    bench.now(1, PAGES)
-    bench.clock.advance(20)
-    bench.book.expect_free(Owner(1, 1))
-    with pytest.raises(CapacityError) as caught:
-        bench.now(2)
-    assert caught.value.retry_after_s == pytest.approx(0.25)
-    bench.book.quarantine(Owner(1, 1), "a worker that does not answer")
-    with pytest.raises(CapacityError, match="8 quarantined") as caught:
-        bench.now(2)
-    assert caught.value.retry_after_s == pytest.approx(20)
-
-
 # ------------------------------------------------------------------------------------------- starvation
 
 
@@ -575,9 +458,6 @@ async def test_what_operators_see(made):
         {"client": "b", "rooms": 0, "waiting": 2, "head_waits_s": 1.5, "max_rooms": 5, "max_waiting": 0},
         {"client": "a", "rooms": 1, "waiting": 0, "head_waits_s": 0.0, "max_rooms": 5, "max_waiting": 0},
     ]
-    assert repr(bench.admission) == (
-        "<AdmissionController <admission queue: 2 waiting of 1 clients, 0 heads firm>, starved for 0.0 s>"
-    )
 
 
 async def test_status_is_bounded(made):
@@ -587,13 +467,6 @@ async def test_status_is_bounded(made):
         await bench.waits(room, client=f"client{room}")
     assert len(bench.admission.status().clients) == 20
     assert bench.admission.waiting == 60
-
-
-async def test_input_errors_are_counted_and_keep_their_kind(made):
-    bench = made()
-    with pytest.raises(InvalidInputError):
-        bench.now(1, PAGES + 1)
-    assert bench.events.refusals == {"invalid_input": 1}
 
 
 async def test_rooms_are_bounded_even_where_they_take_no_pages_of_ours():
@@ -631,25 +504,6 @@ async def test_requests_that_wait_are_not_refused_when_only_the_number_of_rooms_
     assert bench.events.refusals == {"capacity": 2}
 
 
-async def test_what_will_be_free_is_what_is_ending_and_what_was_released_lately(made):
-    bench = made()
-    for room in range(1, 7):
-        bench.now(room)
-    assert bench.admission.expected_free(60.0) == {FULL: 2}, "nothing is known of the others"
-    bench.rooms.reserved = [Reservation(5.0, {FULL: 1}, "")]
-    assert [bench.admission.expected_free(within_s) for within_s in (1.0, 10.0)] == [{FULL: 2}, {FULL: 3}]
-    bench.book.expect_free(Owner(1, 1))
-    assert bench.admission.expected_free(1.0) == {FULL: 3}
-    for room in (2, 3):
-        bench.rooms.end(room)
-        bench.clock.advance(1.0)
-    assert bench.admission.expected_free(60.0) == {FULL: PAGES}, (
-        "two in two seconds: the others follow, and no more than that"
-    )
-    bench.book.quarantine(Owner(4, 1), "worker pp0.tp0 is silent")
-    assert bench.admission.expected_free(60.0) == {FULL: PAGES - 1}, "nobody knows when"
-
-
 async def test_a_room_that_waited_is_its_own_callers_when_somebody_elses_pages_come(made):
     bench = made()
     bench.now(1, pages=PAGES)
@@ -664,3 +518,113 @@ async def test_a_room_that_waited_is_its_own_callers_when_somebody_elses_pages_c
     await waiting
     REQUEST_ID.reset(bound)
     assert seen == 2 * ["of-the-one-that-waits"], "when it came, and when there was room"
+
+
+# ------------------------------------------------------------------------------------------- prefixes that stay
+
+
+def prompt(name: str, pages: int) -> Keys:
+    return Keys.of([f"{name} {page}".encode().ljust(16) for page in range(pages)])
+
+
+class SharingRooms(Rooms):
+    """A client's name is the prompt of its rooms."""
+
+    def __init__(self, book: PageBook, cache: PrefixCache) -> None:
+        super().__init__(book)
+        self.cache = cache
+        self.got: dict[int, Admitted] = {}
+
+    def admit(self, request: AdmissionRequest, **_: object) -> RoomReport:
+        pages, room = request.prompt_tokens, request.room or 1_000
+        keys = prompt(request.client, pages)
+        self.got[room] = self.cache.admit(Owner(room, 1), keys, lambda shared: {FULL: pages - shared[FULL]})
+        self.clients[room] = request.client
+        self.used[request.client] += 1
+        return self.report(room)
+
+    def commit(self, room: int) -> None:
+        got = self.got[room]
+        pages = got.prefix_pages + len(got.own[FULL])
+        self.cache.keep(Owner(room, 1), prompt(self.clients[room], pages), got.prefix_pages, got.own)
+
+    def end(self, room: int) -> None:
+        self.cache.let_go(Owner(room, 1))
+        super().end(room)
+
+
+class SharingBench(Bench):
+    def __init__(self, *, twins: int = 0, **limits: object) -> None:
+        book = PageBook({FULL: PAGES} | ({IndexSpace.FULL_TWIN: twins} if twins else {}))
+        index = PrefixIndex((FULL,), PAGES + twins, has_twins=bool(twins))
+        self.cache = PrefixCache(book, index)
+        super().__init__(book, SharingRooms(book, self.cache), **limits)
+
+    def warm(self, name: str = "a", pages: int = PAGES) -> None:
+        """Fill the pool with a prompt that nobody reads."""
+        self.now(900, pages, name)
+        self.rooms.commit(900)
+        self.rooms.end(900)
+        assert self.book.counts()[FULL][PageState.CACHED] == pages
+
+
+@pytest.fixture
+def sharing():
+    bench = SharingBench(unready_after_s=30.0)
+    yield bench
+    bench.cache.check_integrity()
+
+
+async def test_what_is_read_is_waited_for_and_the_end_of_its_last_reader_wakes_the_queue(sharing):
+    sharing.warm(pages=6)
+    for room in (1, 2):
+        sharing.now(room, 6, "a")
+        assert sharing.rooms.got[room].prefix_pages == 6
+    waiting = await sharing.waits(3, 4, "b")
+    assert (waiting.done(), sharing.admission.waiting) == (False, 1)
+    sharing.rooms.end(1)
+    await turn()
+    assert not waiting.done(), "somebody reads them still"
+    sharing.rooms.end(2)
+    assert (await asyncio.wait_for(waiting, 20)).room == 3
+    assert sharing.rooms.got[3].own[FULL].size == 4
+    assert sharing.book.available_pages() == {FULL: PAGES - 4}
+
+
+async def test_a_pool_full_of_what_is_read_starves_and_says_so_until_a_reader_ends(sharing):
+    sharing.warm()
+    sharing.now(1, PAGES, "a")
+    sharing.admission.tick()
+    sharing.clock.advance(31.0)
+    assert "space 'full' has no available page of 8 (8 cached and read)" in sharing.admission.problem()
+    sharing.rooms.end(1)
+    assert (sharing.admission.problem(), sharing.admission.starved_s()) == ("", 0.0), "at once, without a tick"
+
+
+async def test_a_host_that_is_full_keeps_nobody_waiting_and_the_end_of_a_backup_wakes_those_who_wait():
+    bench = SharingBench(twins=2, unready_after_s=30.0)
+    bench.warm()
+    backup = bench.cache.twins.start_backup(Owner(NO_ROOM, 1), prompt("a", 2), at_most=2)
+    bench.admission.tick()
+    bench.clock.advance(60.0)
+    bench.admission.tick()
+    assert (bench.book.available_pages()[IndexSpace.FULL_TWIN], bench.admission.problem()) == (0, "")
+    waiting = await bench.waits(1, PAGES, "b")
+    assert not waiting.done(), "two pages are being copied"
+    bench.cache.twins.end_backup(backup, done=True)
+    assert (await asyncio.wait_for(waiting, 20)).room == 1
+    bench.cache.check_integrity()
+
+
+async def test_a_prefix_that_is_gone_when_the_turn_comes_is_not_counted_on(sharing):
+    sharing.warm(pages=4)
+    sharing.now(1, 4, "a")
+    sharing.now(2, 4, "b")
+    waiting = await sharing.waits(3, 6, "a")
+    sharing.cache.drop()
+    sharing.rooms.end(2)
+    await turn()
+    assert not waiting.done(), "two pages beside its prefix would be there, but that is gone"
+    sharing.rooms.end(1)
+    await asyncio.wait_for(waiting, 20)
+    assert (sharing.rooms.got[3].prefix_pages, sharing.rooms.got[3].own[FULL].size) == (0, 6)

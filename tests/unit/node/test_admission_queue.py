@@ -33,50 +33,6 @@ def order(line: AdmissionQueue[Waiting], free: int, in_use: dict[str, int] | Non
     return admitted
 
 
-def test_one_client_is_served_in_order():
-    line = queue()
-    entries = [join(line) for _ in range(4)]
-    assert order(line, 3) == entries[:3]
-    assert len(line) == 1
-
-
-def test_a_client_with_fewer_rooms_goes_first():
-    line = queue()
-    rich, poor = join(line, "rich"), join(line, "poor")
-    assert order(line, 2, {"rich": 5, "poor": 1}) == [poor, rich]
-
-
-def test_equals_go_round():
-    line = queue()
-    a = [join(line, "a") for _ in range(3)]
-    b = [join(line, "b") for _ in range(2)]
-    assert order(line, 5) == [a[0], b[0], a[1], b[1], a[2]]
-
-
-def test_equals_go_round_when_rooms_end_at_once():
-    line = queue()
-    flood = [join(line, "flood") for _ in range(3)]
-    light = join(line, "light")
-    first = line.next({FULL: 1}, NOBODY)
-    line.granted(first)
-    assert first is flood[0]
-    assert line.next({FULL: 1}, NOBODY) is light
-
-
-def test_a_small_request_passes_a_large_one_that_does_not_fit():
-    line = queue()
-    large, small = join(line, "a", 8), join(line, "b", 2)
-    assert order(line, 4) == [small]
-    assert line.next({FULL: 8}, NOBODY) is large
-
-
-def test_inside_a_line_nobody_passes():
-    line = queue()
-    join(line, "a", 8)
-    join(line, "a", 1)
-    assert order(line, 4) == []
-
-
 def test_a_head_that_was_passed_often_enough_keeps_its_pages():
     line = queue(max_overtakes=2)
     large = join(line, "large", 8)
@@ -88,33 +44,12 @@ def test_a_head_that_was_passed_often_enough_keeps_its_pages():
     assert line.next({FULL: 9}, {"large": 99}) is large
 
 
-def test_what_a_firm_head_does_not_need_is_free_for_others():
-    line = queue(max_overtakes=0)
-    join(line, "large", 8)
-    small = join(line, "small", 0, host=1)
-    assert line.next({FULL: 7, HOST: 1}, NOBODY) is small
-    assert line.next({FULL: 7, HOST: 0}, NOBODY) is None
-
-
 def test_a_claim_is_on_pages_that_are_free_already_too():
     line = queue(max_overtakes=0)
     join(line, "large", 2, host=5)
     join(line, "small", 1)
     assert line.next({FULL: 2, HOST: 0}, NOBODY) is None, "the large one lacks host pages, its full pages stay its own"
     assert line.next({FULL: 3, HOST: 0}, NOBODY) is not None
-
-
-def test_firm_heads_go_by_their_turns_and_the_next_of_a_line_begins_anew():
-    line = queue(max_overtakes=1)
-    first, second = join(line, "a", 4), join(line, "a", 4)
-    other = join(line, "b", 4)
-    line.granted(join(line, "c"))
-    assert line.is_firm(first)
-    assert line.is_firm(other)
-    assert line.next({FULL: 4}, {"a": 9}) is first
-    line.granted(first)
-    assert not line.is_firm(second)
-    assert line.next({FULL: 4}, NOBODY) is other
 
 
 def test_who_leaves_holds_nothing_back():
@@ -154,4 +89,3 @@ def test_what_operators_see():
         line.join(Waiting(client, {FULL: 2}, since_s), {})
     assert line.oldest_since_s() == 3.0
     assert line.by_client() == {"a": (2, 3.0), "b": (1, 5.0)}
-    assert repr(line) == "<admission queue: 3 waiting of 2 clients, 0 heads firm>"

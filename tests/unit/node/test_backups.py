@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvbridge.core.errors import CapacityError
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.wire.worker_messages import CopyPages, PagesCopied
@@ -18,7 +17,6 @@ from kvbridge.telemetry.host_tier import CopyEnded
 from tests.helpers.rooms import R0, R1, RecordedEvents
 from tests.unit.node.test_workers import Bench as WorkerBench
 from tests.unit.tier.test_controller import Bench as CacheBench
-from tests.unit.tier.test_controller import keys
 
 FULL, TWIN = IndexSpace.FULL, IndexSpace.FULL_TWIN
 COPY_S = 30.0
@@ -100,72 +98,6 @@ def test_every_rank_gets_one_order_and_the_pages_are_there_when_all_have_answere
     assert (fact.direction, fact.pages, fact.bytes, fact.busy_s, fact.code) == ("backup", 4, 250, 0.2, "")
 
 
-def test_one_order_is_under_way_at_a_time_and_the_next_follows_at_once(bench):
-    first = bench.begin("a")
-    bench.tier.room("b", 3)
-    bench.tick()
-    assert len(bench.orders) == 2
-    bench.answer(first, R0)
-    bench.answer(first, R1)
-    assert len(bench.orders) == 4, "without waiting for a tick"
-    assert bench.orders[-1].order != first.order
-    assert len(tables_from_wire((bench.orders[-1].moves[0].device,))[FULL]) == 3
-
-
-def test_what_is_evicted_before_the_next_tick_has_been_copied():
-    bench = Bench(device=8, host=32)
-    for name in "abc":
-        bench.tier.room(name, 6)  # evicts the one before
-        [order, _] = bench.orders[-2:]
-        for rank in (R0, R1):
-            bench.answer(order, rank)
-    assert [bench.tier.on_host(name, 6) for name in "abc"] == [6, 6, 6]
-    assert len(bench.orders) == 6
-
-
-def test_what_a_room_reads_waits_until_it_lets_go_or_for_the_next_tick(bench):
-    owner, got = bench.tier.admit("a", 6)
-    bench.tier.cache.keep(owner, keys("a", 6), 0, {FULL: got.own[FULL]})
-    assert bench.orders == [], "nothing can be evicted that it reads"
-    bench.tick()
-    [order, _] = bench.orders
-    for rank in (R0, R1):
-        bench.answer(order, rank)
-    bench.tier.end(owner)
-    assert len(bench.orders) == 2, "all of it is on the host"
-    assert bench.tier.on_host("a", 6) == 6
-
-
-@pytest.mark.parametrize("ends", ["copied", "failed", "late"])
-def test_a_request_that_needs_the_very_pages_that_are_copied_waits_for_the_end_of_that_order(ends):
-    bench = Bench(device=8, host=32, order_pages=4)
-    freed: list[int] = []
-
-    class Watcher:
-        freed = staticmethod(lambda pages: freed.append(pages.get(FULL, 0)))
-        gone = ending = quarantined = staticmethod(lambda owner: None)
-
-    bench.tier.book.watch(Watcher())
-    order = bench.begin("a", 4)
-    other, _ = bench.tier.admit("b", 4)
-    bench.tier.end(other)
-    freed.clear()
-    with pytest.raises(CapacityError, match="lacks 1 pages"):
-        bench.tier.admit("c", 5)
-    if ends == "late":
-        while not bench.ended:  # no rank says anything
-            bench.tick(0.05)
-    else:
-        failed = {"error_code": "transport_failed", "error": "a test"} if ends == "failed" else {}
-        for rank in (R0, R1):
-            bench.answer(order, rank, **failed)
-    assert sum(freed) == 4, "whoever waits for pages is told"
-    bench.tier.admit("c", 5)
-    [fact] = bench.ended
-    assert fact.pages == 4
-    assert fact.seconds <= COPY_S + 0.06, "and a tick"
-
-
 def test_what_several_prompts_need_is_one_order(bench):
     first = bench.begin("c", 1)
     bench.tier.room("a", 4)
@@ -175,19 +107,6 @@ def test_what_several_prompts_need_is_one_order(bench):
     [order, _] = bench.orders[2:]
     [move] = order.moves
     assert len(np.unique(tables_from_wire((move.twins,))[TWIN].ids)) == 7
-
-
-def test_a_rank_that_fails_fails_the_order_once_the_others_have_answered(bench):
-    order = bench.begin()
-    bench.answer(order, R0, error_code="invalid_input", error="page 99 does not exist")
-    assert bench.twins() == {PageState.FREE: 28, PageState.LEASED: 4}, "the other rank is still writing"
-    bench.answer(order, R1)
-    assert bench.twins() == {PageState.FREE: 32}
-    [fact] = bench.ended
-    assert (fact.code, fact.reason) == ("invalid_input", f"rank worker {R0}: page 99 does not exist")
-    assert bench.tier.cache.known(keys("a", 4)) == 4, "the pages are on the device as before"
-    bench.tick(1.0)
-    assert len(bench.orders) == 4, "and tried again"
 
 
 def test_what_a_rank_may_still_write_is_quarantined_until_its_process_has_ended(bench):
@@ -220,21 +139,6 @@ def test_a_rank_that_says_nothing_in_time_is_waited_for_no_longer(bench):
     assert bench.backups.pages_in_flight == 0
     bench.tick(60)
     assert len(bench.orders) == 2
-
-
-def test_a_late_answer_ends_the_quarantine_and_nothing_else(bench):
-    order = bench.begin()
-    bench.answer(order, R0)
-    bench.tick(COPY_S)
-    bench.answer(order, R1)
-    assert bench.twins() == {PageState.FREE: 32}, "the twins hold the pages, but the order has failed"
-    assert len(bench.ended) == 1
-    bench.tick(1.0)
-    again = bench.orders[-1]
-    assert again.order != order.order
-    bench.answer(again, R0)
-    bench.answer(again, R1)
-    assert bench.tier.on_host("a", 4) == 4
 
 
 @pytest.mark.parametrize("others_owe", [True, False])
@@ -288,18 +192,6 @@ def test_the_end_of_a_worker_that_had_answered_changes_nothing(bench):
     assert bench.tier.on_host("a", 4) == 4
 
 
-def test_answers_that_come_twice_or_to_nothing_change_nothing(bench):
-    order = bench.begin()
-    bench.answer(order, R0, bytes=10)
-    bench.answer(order, R0, bytes=10)
-    bench.backups.copied(PagesCopied(rank=R1, order=order.order + 17))
-    assert bench.tier.on_host("a", 4) == 0
-    bench.answer(order, R1, bytes=10)
-    bench.answer(order, R1, bytes=10)
-    assert bench.tier.on_host("a", 4) == 4
-    assert [fact.bytes for fact in bench.ended] == [20]
-
-
 def test_nothing_begins_before_every_rank_is_there():
     bench = Bench(host=32)
     bench.workers.gone(R0, "a test")
@@ -307,20 +199,3 @@ def test_nothing_begins_before_every_rank_is_there():
     bench.tick()
     assert bench.orders == []
     assert bench.tier.twins_held() == 0
-
-
-def test_a_host_that_is_full_of_what_is_read_refuses_and_requests_go_on():
-    bench = Bench(device=16, host=4)
-    order = bench.begin("a", 4)
-    for rank in (R0, R1):
-        bench.answer(order, rank)
-    bench.tier.room("b", 6)
-    for _ in range(10):
-        bench.tick()
-        for sent in bench.orders[2:]:
-            for rank in (R0, R1):
-                bench.answer(sent, rank)
-    assert bench.tier.controller.refused == 1
-    assert bench.tier.twins_held() == 0
-    bench.tier.room("c", 8)
-    bench.tier.cache.check_integrity()

@@ -22,7 +22,6 @@ from kvbridge.core.wire.engine_messages import (
     Detached,
     Extend,
     Fetch,
-    Finish,
     Hold,
     Pages,
     Provide,
@@ -33,7 +32,7 @@ from kvbridge.core.wire.engine_messages import (
     SparseRows,
 )
 from kvbridge.core.wire.features import ENGINE_FEATURES, Feature, Features
-from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Heartbeat, Intend, Offer, WireTable, to_wire
+from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Heartbeat, Intend, Offer, to_wire
 from kvbridge.core.wire.worker_messages import RoomClosed, Send, Sent
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_api import EngineApi
@@ -128,23 +127,6 @@ def test_an_engine_holds_what_it_has_computed_in_one_message():
     assert api.bench.free == 16
 
 
-def test_an_engine_holds_a_room_before_it_has_pages_for_it_and_no_limit_ends_that_but_decodes():
-    api = prefill(adopted=True)
-    api.attach()
-    api.call(Hold(call=2, **PROMPT))
-    report = api.bench.service.book.report(1)
-    assert (report.state, report.limit) == (RoomState.ADMITTED, "timeouts.offer_s")
-    api.bench.service.peers.hear(DECODE, Intend(room=1, generation=1, prompt_tokens=2 * PAGE))
-    api.bench.clock.advance(1_000)
-    api.bench.tick()
-    assert api.bench.service.book.report(1).limit == ""
-    api.call(Begin(call=3, **PROMPT, tables=names(4)))
-    assert isinstance(api.call(Publish(call=4, room=1, upto_token=PAGE)), Accepted)
-    api.call(Publish(call=5, room=1, upto_token=2 * PAGE, tables=names(5, first=1)))
-    assert isinstance(api.call(Finish(call=6, room=1)), Accepted)
-    assert api.bench.service.book.report(1).state is RoomState.ADMITTED
-
-
 def test_decode_that_waits_for_a_room_hears_at_once_that_it_is_not_admitted():
     api = prefill(adopted=True)
     api.attach()
@@ -154,21 +136,6 @@ def test_decode_that_waits_for_a_room_hears_at_once_that_it_is_not_admitted():
     failed, drained = (message for _, message in api.bench.peers.messages)
     assert (failed.room, failed.code, type(drained)) == (1, "invalid_input", Drained)
     assert "prefill did not admit the room" in failed.message
-
-
-def test_what_an_engine_has_published_of_a_prompt_others_may_name_as_well():
-    api = prefill(adopted=True)
-    api.attach()
-    for room in (1, 2):
-        begun = Hold(call=2, room=room, prompt_tokens=2 * PAGE, tables=())
-        published = Publish(call=3, room=room, upto_token=PAGE, tables=names(4))
-        assert [type(api.call(message)) for message in (begun, published)] == [Accepted, Accepted]
-    api.call(AbortRoom(call=4, room=1, reason="enough"))
-    assert api.bench.free == 15
-    api.call(Hold(call=5, room=3, prompt_tokens=2 * PAGE, tables=()))
-    layer = Publish(call=6, room=3, upto_token=PAGE, tables=names(4), layers=(0,))
-    assert "still belongs to room 2" in api.call(layer).message  # it may be written yet
-    assert isinstance(api.call(layer.model_copy(update={"tables": names(5)})), Accepted)
 
 
 def test_a_room_that_is_computed_again_fails_as_withdrawn_and_its_next_generation_is_held():
@@ -220,16 +187,6 @@ def test_an_engine_fetches_a_room_when_it_hears_of_it_and_names_its_pages_later(
     assert pick(api.bench.nodes.messages, Offer)[0].prefix_tokens == PAGE
 
 
-def test_an_engine_that_has_its_pages_fetches_a_room_in_one_message():
-    api = decode(adopted=True)
-    api.attach()
-    api.call(Fetch(call=2, **PROMPT, prefill=PLACES, tables=TABLES))
-    assert [type(message) for _, message in api.bench.nodes.messages] == [Intend, Offer]
-    done = Done(room=1, generation=1, writer=R0, amounts=full_amounts(2 * PAGE), phases_s={}, metadata=b"m")
-    api.bench.service.peers.hear(PREFILL, done)
-    assert [event.kind for event in api.bench.engines.events] == ["committed"]
-
-
 def test_a_room_of_another_prompt_is_refused_and_held_for_whoever_it_is_for():
     api = prefill(adopted=True)
     api.attach()
@@ -248,13 +205,6 @@ def test_a_room_of_another_prompt_is_refused_and_held_for_whoever_it_is_for():
     assert api.bench.service.book.report(1).state is RoomState.ADMITTED
     api.bench.service.peers.hear(DECODE, Offer(**asked, prompt_digest=b"of this one", tables=names(7, 8)))
     assert len(pick(api.bench.workers.messages, Send)) == 1
-
-
-def test_a_decode_node_says_of_what_the_room_is_that_it_fetches():
-    api = decode(adopted=True)
-    api.attach()
-    api.call(Fetch(call=2, **PROMPT, prefill=PLACES, tables=TABLES, prompt_digest=b"of this one"))
-    assert [message.prompt_digest for _, message in api.bench.nodes.messages] == [b"of this one"] * 2
 
 
 def test_a_fetch_that_is_refused_gives_the_room_up():
@@ -301,14 +251,6 @@ def test_an_attach_that_does_not_fit_is_refused(fields, text):
     assert api.engines.serving() == {}
 
 
-def test_a_daemon_that_is_not_ready_says_when_to_come_again():
-    api = prefill()
-    api.ready = False
-    refused = api.attach()
-    assert (refused.code, refused.retry_after_s) == ("not_ready", 7)
-    assert api.engines.serving() == {}
-
-
 def test_an_engine_of_no_rank_attaches_when_the_engines_that_bring_memory_are_served():
     api = prefill(adopted=True)
     api.bench.workers.lacking = "pp0.tp0 is starting"
@@ -343,23 +285,6 @@ def test_calls_before_attach_unknown_calls_and_heartbeats():
     other = decode()
     other.attach()
     assert "does not know the call 'Begin'" in other.call(Begin(call=5, room=1, prompt_tokens=1)).message
-
-
-def test_the_prefill_verbs():
-    api = prefill()
-    api.attach()
-    assert api.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE)) == Accepted(call=2)
-    pages = api.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
-    assert isinstance(pages, Pages)
-    assert pages.tables == to_wire(api.bench.service.book.get(1).tables)
-    api.bench.service.peers.hear(DECODE, Offer(room=1, generation=1, prompt_tokens=2 * PAGE, tables=TABLES))
-    assert api.call(Publish(call=4, room=1, upto_token=2 * PAGE)) == Accepted(call=4)
-    assert api.call(Finish(call=5, room=1, metadata=b"m")) == Accepted(call=5)
-    assert api.call(AbortRoom(call=6, room=1, reason="x" * 4_000)) == Accepted(call=6)
-    assert api.bench.service.book.report(1).state is RoomState.ABORTING
-    refused = api.call(Publish(call=7, room=1, upto_token=2 * PAGE))
-    assert (refused.call, refused.code) == (7, "conflict")
-    assert len(refused.message) <= 4_000
 
 
 def test_the_decode_verbs():
@@ -416,16 +341,6 @@ def test_a_call_that_fails_by_a_defect_is_refused_and_leaves_no_room_behind(fail
     assert (line["room"], line["exc_info"]) == (1, True)
     assert all(room.is_over for room in api.bench.service.book)
     assert api.bench.free == 16
-
-
-def test_malformed_tables_are_refused():
-    api = decode(adopted=True)
-    api.attach()
-    api.bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
-    bad = WireTable(space=IndexSpace.FULL, ids=b"abc")
-    refused = api.call(Provide(call=2, room=1, tables=(bad,)))
-    assert (refused.code, "malformed" in refused.message) == ("invalid_input", True)
-    assert api.call(Provide(call=3, room=1, tables=TABLES)) == Accepted(call=3)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -497,10 +412,6 @@ def pick_events(api: Api):
     return [(engine, message) for engine, message in api.messages if isinstance(message, RoomEvent)]
 
 
-def test_pick_is_not_confused_by_other_messages():
-    assert pick([("a", Heartbeat()), ("b", 3)], Heartbeat, "a") == [Heartbeat()]
-
-
 def test_engines_of_a_rank_whose_memory_is_gone_may_only_let_go_until_they_attach_again():
     api = prefill(ranks=(R0, R1))
     api.attach("of both")
@@ -547,13 +458,3 @@ def test_an_engine_that_lacks_what_the_node_requires_is_refused_by_name():
     assert "requires feature 'load_back'" in refused.message
     assert api.engines.serving() == {}
     assert isinstance(api.call(Attach(call=1, role=Role.PREFILL, features=ENGINE_FEATURES), "engine"), Attached)
-
-
-def test_an_engine_that_requires_what_this_node_lacks_is_refused_by_name():
-    api = prefill()
-    refused = api.call(Attach(call=1, role=Role.PREFILL, features=Features(requires=("later",))), "engine")
-    assert isinstance(refused, Refused)
-    assert refused.code == "feature_missing"
-    assert "requires feature 'later'" in refused.message
-    assert "upgrade this node" in refused.message
-    assert api.engines.serving() == {}

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,
@@ -34,10 +32,10 @@ from kvbridge.core.wire.messages import (
 )
 from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PathsChanged, PeerConnected
-from kvbridge.node.handshake import inspections, prefill_nodes
+from kvbridge.node.handshake import decode_nodes, inspections, prefill_nodes
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.handshake.inspections import Inspections
-from kvbridge.node.handshake.introduction import Self
+from kvbridge.node.handshake.introduction import ClaimedName, Self, check_name
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.telemetry.events import PeerAccepted, PeerFact, PeerLost, PeerRejected
 from kvbridge.telemetry.path_events import PathLost, PathsFound
@@ -94,7 +92,7 @@ class PrefillSide:
             events=self.events,
             send=lambda peer, message: self.messages.append((peer, message)),
         )
-        self.nodes.watch(self)
+        self.nodes.watch(self.peer_gone)
 
     def peer_gone(self, peer: str, reason: str) -> None:
         self.gone.append((peer, reason))
@@ -116,25 +114,6 @@ class PrefillSide:
         self.hello()
         self.connected(R0)
         self.connected(R1)
-
-
-def test_a_node_is_welcomed_once_every_worker_can_write_to_it():
-    side = PrefillSide()
-    side.hello()
-    assert len(pick(side.workers.messages, ConnectPeer)) == 2
-    side.connected(R0)
-    side.hello()
-    assert side.messages == []
-    assert side.nodes.peers()[0].connecting == ("pp0.tp1",)
-    side.connected(R1)
-    [welcome] = pick(side.messages, Welcome, DECODE)
-    assert (welcome.instance, welcome.node, welcome.incarnation, welcome.ranks) == ("prefill", "p0", PREFILL, (R0, R1))
-    assert (welcome.pp_size, welcome.tp_size, welcome.stage_boundaries) == (1, 2, ())
-    side.hello()
-    assert len(pick(side.messages, Welcome)) == 2
-    assert len(pick(side.workers.messages, ConnectPeer)) == 2
-    assert side.nodes.known() == {DECODE}
-    assert side.nodes.peers()[0].transports == {"pp0.tp0": ("local",), "pp0.tp1": ("local",)}
 
 
 @pytest.mark.parametrize(
@@ -213,15 +192,6 @@ def test_a_worker_that_is_back_is_connected_to_everybody():
     assert pick(side.messages, Rejected)
 
 
-def test_a_worker_that_died_while_it_connected_is_asked_again():
-    side = PrefillSide()
-    side.hello()
-    side.connected(R0)
-    side.nodes.worker_ready(R1)
-    side.connected(R1)
-    assert len(pick(side.messages, Welcome)) == 1
-
-
 def test_a_new_life_of_a_worker_owes_no_answers_of_the_old_one():
     side = PrefillSide()
     side.hello()
@@ -230,17 +200,6 @@ def test_a_new_life_of_a_worker_owes_no_answers_of_the_old_one():
     side.connected(R0)
     side.nodes.worker_ready(R1)
     side.connected(R1)
-    assert len(pick(side.messages, Welcome)) == 1
-
-
-def test_a_lost_node_is_forgotten_once_and_strangers_are_ignored():
-    side = PrefillSide()
-    side.introduce()
-    side.nodes.gone(DECODE, "silent")
-    side.nodes.gone(DECODE, "silent")
-    side.connected(R0)
-    side.connected(R0, peer="nobody")
-    assert side.gone == [(DECODE, "silent")]
     assert len(pick(side.messages, Welcome)) == 1
 
 
@@ -266,7 +225,7 @@ def test_a_decode_node_tells_of_its_handshakes_as_facts():
     side.welcome("aaaa000000000002")
     side.welcome("aaaa000000000003")
     accepted, lost, rejected, *others = handshakes(side.events)
-    assert accepted == PeerAccepted(peer=PREFILL, name="prefill/p0", features=("digests", "intents", "paths"))
+    assert accepted == PeerAccepted(peer=PREFILL, name="prefill/p0", features=())
     assert lost == PeerLost(peer=PREFILL, reason="silent")
     assert (rejected.peer, rejected.code) == (ADDRESS.endpoint, "fingerprint_mismatch")
     assert "rejected us: another model" in rejected.reason
@@ -454,7 +413,6 @@ class DecodeSide:
         self.messages: list[tuple[object, object]] = []
         self.changes = 0
         self.gone: list[str] = []
-        self.renamed: list[tuple[object, object]] = []
         self.error: BridgeError | None = None
         self.nodes = PrefillNodes(
             describe=partial(description, **about),
@@ -464,9 +422,6 @@ class DecodeSide:
         )
         self.nodes.watch(self)
         self.found_at_change: list[object] = []
-
-    def rename(self, address, fresh) -> None:
-        self.renamed.append((address, fresh))
 
     def open(self, address) -> None:
         if self.error is not None:
@@ -517,39 +472,6 @@ def test_a_node_is_greeted_once_and_then_known():
     assert len(pick(side.messages, Heartbeat, ADDRESS)) == 1
     assert side.nodes.addresses() == [ADDRESS]
     assert side.nodes.peers()[0].incarnation == PREFILL
-
-
-def test_a_node_that_changes_its_key_is_known_by_both_addresses_and_by_one_link():
-    side = DecodeSide()
-    side.nodes.known_node(ADDRESS)
-    fresh, third = (PeerAddress(endpoint=ADDRESS.endpoint, public_key=letter * 40) for letter in "ab")
-    side.nodes.goes_on_with(ADDRESS, fresh.public_key)
-    assert side.nodes.addresses() == [ADDRESS]  # nobody has welcomed us there
-    side.welcome()
-    known = side.nodes.known_node(ADDRESS)
-    side.nodes.goes_on_with(ADDRESS, fresh.public_key)
-    side.nodes.goes_on_with(fresh, fresh.public_key)
-    side.nodes.goes_on_with(fresh, third.public_key)
-    assert side.renamed == [(ADDRESS, fresh), (fresh, third)]
-    assert side.nodes.addresses() == [third]
-    assert all(side.nodes.known_node(address) is known for address in (ADDRESS, fresh, third))
-    side.nodes.goes_on_with(third, fresh.public_key)  # it was put back
-    assert all(side.nodes.known_node(address) is known for address in (ADDRESS, fresh, third))
-    assert (side.opened, side.closed, side.gone) == ([ADDRESS], [], [])
-    side.nodes.lost(fresh, "silent")
-    assert side.nodes.speaks(fresh, PREFILL)
-    assert side.nodes.known_node(fresh) is None
-    assert side.opened == [ADDRESS, fresh]
-
-
-def test_a_node_takes_no_key_of_another_instance():
-    side = DecodeSide()
-    side.nodes.known_node(ADDRESS)
-    side.welcome()
-    side.nodes._names_of = lambda _key: frozenset({"another"})
-    with pytest.raises(UnauthorizedError, match="speaks for instance another"):
-        side.nodes.goes_on_with(ADDRESS, "a" * 40)
-    assert side.nodes.addresses() == [ADDRESS]
 
 
 def test_a_node_that_takes_too_long_to_describe_says_so_to_the_room():
@@ -629,17 +551,6 @@ def test_nobody_speaks_in_the_name_of_a_node_behind_another_key():
     assert side.nodes.speaks(ADDRESS, PREFILL), "the proof that it is quiet may still come"
 
 
-def test_to_send_a_node_something_looks_at_no_other_node():
-    side = DecodeSide()
-    side.introduce()
-    known = side.nodes._known
-    side.nodes._known = SimpleNamespace(values=lambda: pytest.fail("all nodes were looked at"))
-    side.nodes.send(PREFILL, Heartbeat())
-    side.nodes.send("nobody", Heartbeat())
-    side.nodes._known = known
-    assert len(pick(side.messages, Heartbeat)) == 1
-
-
 def test_a_further_address_of_a_node_is_the_node_as_long_as_its_link_stands():
     side = DecodeSide()
     side.introduce()
@@ -703,17 +614,7 @@ LACKING = Features(has=("something_else",))
 DEMANDING = Features(requires=("later",))
 
 
-def test_a_decode_node_that_requires_what_we_lack_is_rejected_by_name():
-    side = PrefillSide()
-    side.hello(features=DEMANDING)
-    [rejected] = pick(side.messages, Rejected, DECODE)
-    assert rejected.code == "feature_missing"
-    assert "requires feature 'later'" in rejected.message
-    assert "upgrade prefill instance prefill" in rejected.message
-    assert not side.nodes.known()
-
-
-def test_an_older_decode_node_is_welcomed_with_what_both_have():
+def test_an_older_decode_node_is_welcomed_with_what_both_have(monkeypatch):
     side = PrefillSide()
     side.hello()
     side.connected(R0)
@@ -721,6 +622,7 @@ def test_an_older_decode_node_is_welcomed_with_what_both_have():
     [welcome] = pick(side.messages, Welcome, DECODE)
     assert welcome.features == PEER_FEATURES
     assert side.nodes.peers()[0].features == ()
+    monkeypatch.setattr(decode_nodes, "PEER_FEATURES", Features(has=("digests",)))
     side.hello(features=Features(has=("digests", "later")))
     assert side.nodes.peers()[0].features == ("digests",)
 
@@ -780,13 +682,6 @@ def test_a_decode_node_looks_for_itself_whose_pages_it_takes(ours, theirs, fits)
     assert side.closed == [ADDRESS]
 
 
-def test_a_worker_is_told_whether_a_decode_node_lets_rooms_go_on_over_another_path():
-    for has, expected in ((("paths",), True), ((), False)):
-        side = PrefillSide()
-        side.hello(features=Features(has=has))
-        assert {order.fails_over for order in pick(side.workers.messages, ConnectPeer)} == {expected}
-
-
 def test_what_reaches_a_decode_node_is_shown_as_it_changes():
     side = PrefillSide()
     side.introduce()
@@ -800,3 +695,61 @@ def test_what_reaches_a_decode_node_is_shown_as_it_changes():
     assert found == PathsFound(peer=DECODE, rank=R0, transports=("local",), standby=("nixl",))
     assert fact == PathLost(peer=DECODE, rank=R0, transport="local", transports=("nixl",), reason="cable")
     side.nodes.paths_changed(lost.model_copy(update={"peer": "unknown"}))
+
+
+# ------------------------------------------------------------------------------------------- names
+
+OLD, NEW = "old key", "new key"
+KNOWN_NAMES = [ClaimedName("decode-0", "node-0", OLD)]
+ANY, DECODE_0, DECODE_1 = frozenset(), frozenset({"decode-0"}), frozenset({"decode-1"})
+
+
+@pytest.mark.parametrize(
+    ("key", "bound_to", "node", "refused"),
+    [
+        (OLD, ANY, "node-0", ""),
+        (OLD, DECODE_0, "node-0", ""),
+        (NEW, ANY, "node-1", ""),
+        (NEW, DECODE_0, "node-0", ""),
+        (NEW, ANY, "node-0", "known here under another key"),
+        (OLD, DECODE_1, "node-0", "speaks for instance decode-1, not for decode-0"),
+        (NEW, DECODE_1, "node-1", "speaks for instance decode-1, not for decode-0"),
+    ],
+)
+def test_a_name_belongs_to_its_key(key, bound_to, node, refused):
+    claim = ClaimedName("decode-0", node, key)
+    if not refused:
+        check_name(claim, bound_to=bound_to, present=KNOWN_NAMES)
+        return
+    with pytest.raises(UnauthorizedError, match=refused):
+        check_name(claim, bound_to=bound_to, present=KNOWN_NAMES)
+
+
+def test_a_node_is_welcomed_once_every_worker_can_write_to_it():
+    side = PrefillSide()
+    side.hello()
+    assert len(pick(side.workers.messages, ConnectPeer)) == 2
+    side.connected(R0)
+    side.hello()
+    assert side.messages == []
+    assert side.nodes.peers()[0].connecting == ("pp0.tp1",)
+    side.connected(R1)
+    [welcome] = pick(side.messages, Welcome, DECODE)
+    assert (welcome.instance, welcome.node, welcome.incarnation, welcome.ranks) == ("prefill", "p0", PREFILL, (R0, R1))
+    assert (welcome.pp_size, welcome.tp_size, welcome.stage_boundaries) == (1, 2, ())
+    side.hello()
+    assert len(pick(side.messages, Welcome)) == 2
+    assert len(pick(side.workers.messages, ConnectPeer)) == 2
+    assert side.nodes.known() == {DECODE}
+    assert side.nodes.peers()[0].transports == {"pp0.tp0": ("local",), "pp0.tp1": ("local",)}
+
+
+def test_a_lost_node_is_forgotten_once_and_strangers_are_ignored():
+    side = PrefillSide()
+    side.introduce()
+    side.nodes.gone(DECODE, "silent")
+    side.nodes.gone(DECODE, "silent")
+    side.connected(R0)
+    side.connected(R0, peer="nobody")
+    assert side.gone == [(DECODE, "silent")]
+    assert len(pick(side.messages, Welcome)) == 1

@@ -10,14 +10,14 @@ from kvbridge.core.errors import ConflictError
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.messages import Abort, Offer
+from kvbridge.core.wire.messages import Abort
 from kvbridge.core.wire.shared_memory import StreamPoint
-from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
+from kvbridge.pool.accounts.page_states import NO_ROOM, Owner
 from kvbridge.telemetry.events import PrefixMatched
 from kvbridge.telemetry.host_tier import CopyEnded
 from kvbridge.tier.keys import Keys, page_keys
-from tests.helpers.prefix_bench import FULL, GQA, HISTORY, PAGE, SWA, PrefixBench, hashes, ids
-from tests.helpers.rooms import DECODE, PREFILL, R0, R1, pages_in, pick
+from tests.helpers.prefix_bench import FULL, HISTORY, PAGE, SWA, PrefixBench, hashes, ids
+from tests.helpers.rooms import DECODE, PREFILL, R0, R1
 from tests.unit.node.test_shared_prompts import IDENTITY as DECODE_IDENTITY
 from tests.unit.node.test_shared_prompts import TOKENS
 from tests.unit.node.test_shared_prompts import Bench as SharedBench
@@ -129,94 +129,6 @@ def test_a_page_that_is_being_loaded_is_read_by_no_transfer():
     assert sections[1:] == [(PAGE, 768, (POINT,))]
 
 
-def test_what_was_loaded_is_on_the_device_when_the_room_is_over_and_what_follows_it_too():
-    bench = Bench()
-    bench.on_host(1, HISTORY[:1000])
-    bench.admit(2, HISTORY[:1500])
-    bench.offer(2, HISTORY[:1500])
-    bench.after_load(2, HISTORY[:1500])
-    assert pages_in(bench.book, PageState.CACHED) == 3 + 1, "twins; nothing is on the device before the room is over"
-    told = [fact for fact in bench.events.facts if isinstance(fact, CopyEnded)]
-    assert [(fact.direction, fact.pages, fact.bytes, fact.busy_s) for fact in told] == [("load_back", 3, 100, 0.5)]
-    bench.sent(2)
-    third = bench.admit(3, HISTORY[:2000])
-    assert (third.computed_tokens, third.host_tokens, third.load) == (1280, 0, None)
-    bench.service.driver.stop(third, "enough")
-    bench.check()
-    again = bench.admit(4, [*HISTORY[:769], 5])
-    assert (again.computed_tokens, again.load) == (768, None), "its checkpoint is there, too"
-
-
-def test_two_rooms_that_load_the_same_prefix_leave_one_of_it():
-    bench = Bench()
-    bench.on_host(1, HISTORY[:1000])
-    for room in (2, 3):
-        bench.admit(room, HISTORY[:1500])
-        bench.offer(room, HISTORY[:1500])
-    for room in (2, 3):
-        bench.after_load(room, HISTORY[:1500])
-    for room in (2, 3):
-        bench.sent(room)
-        bench.check()
-    assert bench.book.counts()[FULL][PageState.CACHED] == 5
-    bench.quiet()
-
-
-@pytest.mark.parametrize(
-    "end", ["before begin", "while loading", "engine dies", "engine dies, unseen", "worker dies", "not quiet"]
-)
-def test_a_room_that_ends_in_the_middle_of_a_load_leaves_nothing_behind(end):
-    bench = Bench()
-    bench.on_host(1, HISTORY[:1000], leave=1)
-    room = bench.admit(2, HISTORY[:1500])
-    bench.offer(2, HISTORY[:1500])
-    bench.sent(2)
-    pinned = bench.book.counts()[FULL_TWIN][PageState.CACHED] - bench.book.available_pages()[FULL_TWIN] + 32 - 3
-    if end != "before begin":
-        bench.begin(2, HISTORY[:1500], by_gpu=True)
-    match end:
-        case "before begin":
-            bench.service.driver.stop(room, "enough")
-            bench.closed(2)
-        case "while loading":
-            bench.service.driver.stop(room, "enough")
-            bench.closed(2)
-            assert bench.cache.readers == 1, "its engine loads"
-            bench.verbs.abort("engine", 2, "as told")
-        case "engine dies" | "engine dies, unseen":
-            bench.service.engines.gone("engine", "killed", followed=end == "engine dies")
-            bench.closed(2)
-            assert bench.cache.readers == 1, "its GPU may still write and read"
-            bench.service.engines.ended("engine")
-        case "worker dies":
-            bench.service.workers.gone(R0, "killed")
-            assert bench.cache.readers == 1, "its engine loads"
-            bench.verbs.abort("engine", 2, "as told")
-        case "not quiet":
-            bench.service.driver.stop(room, "enough")
-            bench.closed(2, quiet=False)
-            bench.verbs.abort("engine", 2, "as told")
-            assert bench.cache.readers == 1, "a transport may still read"
-            bench.closed(2)
-    assert pinned
-    bench.quiet()
-    assert bench.book.counts()[FULL][PageState.CACHED] == 1, "nothing of it has come to the device"
-    found = bench.admit(3, HISTORY[:1500])
-    assert (found.computed_tokens, found.host_tokens) == (768, 512), "and nothing has left the host"
-
-
-def test_what_an_engine_has_not_finished_is_not_on_the_device_though_it_was_loaded():
-    bench = Bench()
-    bench.on_host(1, HISTORY[:1000])
-    room = bench.admit(2, HISTORY[:1500])
-    bench.begin(2, HISTORY[:1500])
-    bench.load(2)
-    bench.verbs.abort("engine", 2, "enough")
-    assert room.over
-    assert bench.book.counts()[FULL][PageState.CACHED] == 0
-    bench.quiet()
-
-
 def test_restorable_places_are_those_of_the_host_too_and_a_room_can_start_before_them():
     bench = Bench(part_of_instance=True)
     bench.on_host(1, HISTORY[: 2 * PAGE])
@@ -249,15 +161,6 @@ def test_a_room_can_start_where_nothing_is_to_be_loaded():
     bench.check()
     bench.verbs.abort("engine", 2, "enough")
     bench.quiet()
-
-
-def test_a_model_without_windows_loads_what_it_lacks():
-    bench = Bench(geometry=GQA)
-    bench.on_host(1, HISTORY[:1000], leave=2)
-    bench.admit(2, HISTORY[:1500])
-    begun = bench.begin(2, HISTORY[:1500])
-    assert {space: (first, len(twins)) for space, (first, twins) in load_of(begun).items()} == {FULL_TWIN: (2, 1)}
-    assert begun.restore is None
 
 
 def test_each_rank_loads_and_publishes_for_itself():
@@ -336,24 +239,6 @@ def decode():
     bench.prefixes.check_integrity()
 
 
-def test_decode_is_offered_for_what_neither_device_nor_host_holds(decode):
-    decode.on_host(1, 3 * PAGE + 7, leave=1)
-    room = decode.admit(2, 4 * PAGE)
-    assert (room.prefix_tokens, room.host_tokens) == (3 * PAGE, 2 * PAGE)
-    offer = pick(decode.nodes.messages, Offer)[-1]
-    table = tables_from_wire(offer.tables)[FULL]
-    assert (offer.prefix_tokens, table.first_page, table.ids.tolist()) == (
-        3 * PAGE,
-        3,
-        room.tables[FULL].ids[3:].tolist(),
-    )
-    decode.done(room)
-    pages = decode.claim_pages(room)
-    assert {space: (first, len(twins)) for space, (first, twins) in load_of(pages).items()} == {FULL_TWIN: (1, 2)}
-    assert pages.host_tokens == 2 * PAGE
-    assert decode.service.book.report(2).host_tokens == 2 * PAGE
-
-
 def test_what_decode_has_loaded_is_shared_at_once_and_so_is_what_follows(decode):
     decode.on_host(1, 3 * PAGE)
     room = decode.committed(2, 5 * PAGE)
@@ -425,45 +310,3 @@ def test_nothing_stays_behind_what_was_not_loaded(decode):
     decode.verbs.release("engine", 2, valid_tokens=4 * PAGE, page_hashes=keys_of(4 * PAGE).data)
     assert (room.over, decode.on_device(4 * PAGE)) == (True, 0)
     assert decode.admit(5, 4 * PAGE).prefix_tokens == 2 * PAGE
-
-
-@pytest.mark.parametrize("end", ["before the claim", "by a user", "by the engine", "engine dies", "worker dies"])
-def test_a_claimed_room_that_ends_in_the_middle_of_its_load_leaves_nothing_behind(decode, end):
-    decode.on_host(1, 3 * PAGE)
-    room = decode.committed(2, 4 * PAGE)
-    if end != "before the claim":
-        decode.claim(room)
-    match end:
-        case "before the claim":
-            decode.service.driver.stop(room, "enough")
-        case "by a user":
-            decode.service.driver.stop(room, "enough")
-            decode.verbs.loaded("engine", 2)
-            assert decode.prefixes.readers == 1, "its engine may still load"
-            decode.verbs.release("engine", 2)
-        case "by the engine":
-            decode.verbs.abort("engine", 2, "enough")
-        case "engine dies":
-            decode.service.engines.gone("engine", "killed")
-            assert decode.prefixes.readers == 1, "its GPU may still write and read"
-            decode.service.engines.ended("engine")
-        case "worker dies":
-            decode.service.workers.gone(R0, "killed", memory_lost=True)
-            assert decode.prefixes.readers == 1
-            decode.verbs.release("engine", 2)
-    assert room.over
-    assert not decode.prefixes.readers
-    assert decode.book.available_pages() == {FULL: 16, FULL_TWIN: 32}
-    assert decode.on_device(4 * PAGE) == 0
-    assert decode.admit(5, 4 * PAGE).prefix_tokens == 3 * PAGE, "and nothing has left the host"
-
-
-def test_a_prefix_that_is_dropped_while_it_is_loaded_does_not_come_back(decode):
-    decode.on_host(1, 3 * PAGE)
-    room = decode.committed(2, 4 * PAGE)
-    decode.claim(room)
-    decode.prefixes.drop()
-    decode.verbs.loaded("engine", 2)
-    decode.verbs.release("engine", 2)
-    assert decode.book.available_pages() == {FULL: 16, FULL_TWIN: 32}
-    assert decode.admit(3, 4 * PAGE).prefix_tokens == 0

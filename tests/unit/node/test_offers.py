@@ -3,8 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbridge.core.errors import ConflictError, InvalidInputError
-from kvbridge.core.geometry.tables import MOST_PAGES, check_demand, further_tables, joined_tables, tables_from_wire
+from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.wire.messages import Offer, WireTable, to_wire
 from kvbridge.node.sender import offers
@@ -45,30 +44,14 @@ def test_an_offer_that_cannot_be_right_is_named(fields, complaint):
 
 def test_the_first_offer_of_an_attempt_counts():
     early = EarlyOffers(wait_s=10, clock=ManualClock())
-    assert early.put("a", offer()) is None
-    assert early.put("a", offer()) is None
-    turned_away = early.put("b", offer())
-    assert turned_away is not None
-    assert turned_away.peer == "b"
+    assert early.put("a", offer())
+    assert early.put("a", offer())
+    assert not early.put("b", offer())
     early.withdraw("b", 1, 1)
     taken = early.take(1, 1)
     assert taken is not None
     assert taken.peer == "a"
     assert early.take(1, 1) is None
-
-
-def test_offers_wait_for_a_while_and_an_offer_sent_again_does_not_stop_the_others(monkeypatch):
-    clock = ManualClock()
-    early = EarlyOffers(wait_s=10, clock=clock)
-    early.put("a", offer(1))
-    clock.advance(5)
-    early.put("b", offer(2))
-    early.put("a", offer(1))
-    clock.advance(5)
-    assert [late.offer.room for late in early.expired()] == [1]
-    clock.advance(5)
-    assert [late.offer.room for late in early.expired()] == [2]
-    assert len(early) == 0
 
 
 def test_a_room_that_decode_was_told_is_held_is_not_waited_for_as_long():
@@ -83,25 +66,23 @@ def test_a_room_that_decode_was_told_is_held_is_not_waited_for_as_long():
     assert [late.offer.room for late in early.expired()] == [1]
 
 
-def test_the_oldest_makes_room(monkeypatch):
-    monkeypatch.setattr(offers, "MOST_OFFERS", 2)
+@pytest.mark.parametrize(
+    ("bound", "most", "kept"),
+    [
+        ("MOST_PEER_BYTES", 20 * offers.OFFER_BYTES + 999, 20),
+        ("MOST_BYTES", 20 * offers.OFFER_BYTES + 999, 19),
+        ("MOST_OFFERS", 20, 19),
+    ],
+)
+def test_nobody_crowds_the_others_out(monkeypatch, bound, most, kept):
+    monkeypatch.setattr(offers, bound, most)
     early = EarlyOffers(wait_s=10, clock=ManualClock())
-    assert [early.put("a", offer(room)) for room in (1, 2)] == [None, None]
-    pushed_out = early.put("a", offer(3))
-    assert pushed_out is not None
-    assert pushed_out.offer.room == 1
-    assert len(early) == 2
-
-
-def test_nobody_crowds_the_others_out(monkeypatch):
-    monkeypatch.setattr(offers, "MOST_BYTES", 20 * offers.OFFER_BYTES)
-    early = EarlyOffers(wait_s=10, clock=ManualClock())
-    assert early.put("modest", offer(1)) is None
-    turned_away = [early.put("greedy", offer(room)) for room in range(2, 100)]
-    assert {late.peer for late in turned_away if late} == {"greedy"}
-    assert len(early) <= 20
+    assert early.put("modest", offer(1))
+    assert sum(early.put("greedy", offer(room)) for room in range(2, 100)) == kept
     assert early.take(1, 1) is not None
-    assert sum(late is not None for late in turned_away) + len(early) == 98, "each is kept or turned away"
+    for room in range(2, 2 + kept):
+        early.withdraw("greedy", room, 1)
+    assert sum(early.put("greedy", offer(room)) for room in range(100, 200)) >= kept, "what has gone counts no more"
 
 
 def test_a_lost_peer_takes_its_offers_along():
@@ -112,38 +93,3 @@ def test_a_lost_peer_takes_its_offers_along():
     assert early.take(1, 1) is None
     early.withdraw("b", 2, 1)
     assert len(early) == 0
-
-
-def test_tables_are_compared_and_joined_by_what_they_name():
-    one = {IndexSpace.FULL: table(1, 2)}
-    for same in (
-        {},
-        {IndexSpace.FULL: table(1)},
-        {IndexSpace.FULL: table(1, 2)},
-        {IndexSpace.FULL: table(2, first_page=1)},
-    ):
-        assert not further_tables(one, same)
-    for other in (table(2, 1), table(1, 3, 4), table(4, first_page=3), table(1, 3, first_page=1)):
-        with pytest.raises(ConflictError, match="which are others or do not follow"):
-            further_tables(one, {IndexSpace.FULL: other})
-    behind = {IndexSpace.FULL: table(2, first_page=1)}
-    with pytest.raises(ConflictError):
-        further_tables(behind, one)
-    for named in (table(1, 2, 3), table(2, 3, first_page=1), table(3, first_page=2)):
-        further = further_tables(one, {IndexSpace.FULL: named})[IndexSpace.FULL]
-        assert (further.first_page, further.ids.tolist()) == (2, [3])
-    swa = {IndexSpace.SWA: table(1, space=IndexSpace.SWA, first_page=1)}
-    assert further_tables(one, swa) == swa
-    more = {IndexSpace.FULL: table(3), IndexSpace.SWA: table(9, space=IndexSpace.SWA, first_page=4)}
-    together = joined_tables(one, more)
-    assert together[IndexSpace.FULL].ids.tolist() == [1, 2, 3]
-    assert together[IndexSpace.SWA].first_page == 4
-    assert one[IndexSpace.FULL].ids.tolist() == [1, 2]
-
-
-def test_tables_survive_the_wire_and_a_request_must_fit_into_one():
-    tables = {IndexSpace.FULL: table(5, 6)}
-    assert tables_from_wire(to_wire(tables))[IndexSpace.FULL].ids.tolist() == [5, 6]
-    check_demand({IndexSpace.FULL: MOST_PAGES})
-    with pytest.raises(InvalidInputError, match="at most"):
-        check_demand({IndexSpace.FULL: MOST_PAGES + 1})

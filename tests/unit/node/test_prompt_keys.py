@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 
@@ -80,23 +78,6 @@ def report(bench):
 # ------------------------------------------------------------------------------------- admission
 
 
-@pytest.mark.parametrize("bench", [prefill, decode])
-def test_a_room_keeps_its_keys_and_its_namespace_until_it_ends(bench):
-    bench = bench()
-    room = bench.service.book.get(1)
-    assert (room.keys, room.namespace) == (Keys(KEYS), "acme")
-    bench.service.driver.stop(room, "enough")
-    bench.service.driver.advance(room)
-    assert room.over
-    assert (room.keys, report(bench).namespace) == (Keys(), "acme")
-
-
-def test_a_node_whose_tier_is_off_does_without_keys():
-    bench = prefill(shares_prefixes=False)
-    assert bench.service.book.get(1).keys == Keys()
-    assert begin(bench).tables
-
-
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("shares_prefixes", [True, False])
 def test_another_number_of_keys_than_the_prompt_has_whole_pages_is_refused(count, shares_prefixes):
@@ -106,28 +87,6 @@ def test_another_number_of_keys_than_the_prompt_has_whole_pages_is_refused(count
         bench.service.requests.admit(request(page_hashes=bytes(16 * count)))
     assert len(bench.service.book) == 0
     assert bench.free == 16
-
-
-def test_a_prompt_shorter_than_a_page_has_no_keys():
-    bench = SenderBench()
-    bench.service.requests.admit(request(prompt_tokens=PAGE - 1, page_hashes=b""))
-    assert bench.service.book.get(1).keys == Keys()
-    with pytest.raises(InvalidInputError, match="0 whole pages"):
-        bench.service.requests.admit(request(room=2, prompt_tokens=PAGE - 1, page_hashes=bytes(16)))
-
-
-@pytest.mark.asyncio
-async def test_wrong_keys_are_told_at_once_however_many_wait():
-    bench = SenderBench(pages=4)
-    admission = AdmissionController(bench.service.requests, bench.book, limits=AdmissionConfig(), events=bench.events)
-    await admission.admit(request())
-    waiting = asyncio.ensure_future(admission.admit(request(room=2, wait_s=20.0)))
-    await asyncio.sleep(0)
-    assert admission.waiting == 1
-    with pytest.raises(InvalidInputError, match="page_hashes has 16 bytes"):
-        await admission.admit(request(room=3, wait_s=20.0, page_hashes=bytes(16)))
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
 
 
 @pytest.mark.asyncio
@@ -145,12 +104,6 @@ async def test_a_namespace_that_may_not_be_named_is_a_counted_refusal(wait_s):
 
 
 # ------------------------------------------------------------------------------------- begin
-
-
-def test_an_engine_that_states_the_same_keys_begins():
-    bench = prefill(ranks=(R0, R1))
-    assert begin(bench, KEYS).computed_tokens == 0
-    assert begin(bench, KEYS, (R1,), "other").room == 1
 
 
 def test_an_engine_that_states_none_is_told_what_to_do_and_the_room_goes_on():
@@ -175,24 +128,6 @@ def test_other_tokens_fail_the_room_and_the_first_other_page_is_named(page):
     assert ("namespace" in str(error.value)) is (page == 0)
     assert not any(secret in str(error.value) for secret in ("1000", KEYS[:16].hex(), other_from(page)[:16].hex()))
     assert bench.free == 16
-
-
-def test_the_decode_side_is_told_whether_its_offer_came_before_or_comes_after():
-    for early in (True, False):
-        bench = prefill()
-        table = PageTable(IndexSpace.FULL, np.arange(4, dtype=np.int32))
-        offer = Offer(room=1, generation=1, prompt_tokens=PROMPT, tables=to_wire({IndexSpace.FULL: table}))
-        if early:
-            bench.service.peers.hear(DECODE, offer)
-        with pytest.raises(KeyMismatchError):
-            begin(bench, other_from(1))
-        if not early:
-            bench.service.peers.hear(DECODE, offer)
-        (told,) = pick(bench.peers.messages, Failed, DECODE)
-        assert (told.code, "page 1" in told.message) == ("key_mismatch", True)
-    other = decode(committed=False)
-    other.service.peers.hear(PREFILL, told)
-    assert report(other).reason_code == "key_mismatch"
 
 
 def test_the_second_engine_of_a_node_is_looked_at_too():
@@ -237,16 +172,6 @@ def test_nothing_stays_of_a_room_whose_engine_says_afterwards_that_it_has_anothe
     with pytest.raises(KeyMismatchError):
         begin(bench, other_from(1))
     assert (report(bench).state, bench.prefixes.known(Keys(KEYS).in_namespace(""))) == (RoomState.FAILED, 0)
-
-
-def test_what_engines_state_in_a_room_without_keys_is_left_alone():
-    bench = SenderBench()
-    bench.service.requests.admit(request(page_hashes=b""))
-    assert begin(bench, other_from(0)).tables
-    other = decode(shares_prefixes=False)
-    other.verbs.claim("engine", 1, b"nonsense")
-    other.verbs.release("engine", 1, valid_tokens=1, page_hashes=b"nonsense")
-    assert report(other).state is RoomState.COMPLETED
 
 
 # ------------------------------------------------------------------------------------- claim

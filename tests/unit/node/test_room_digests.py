@@ -10,7 +10,7 @@ from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.session.sender import SenderState
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Abort, Digests, Done, Drained, Failed, Offer, to_wire
-from kvbridge.core.wire.worker_messages import Digested, OpenRoom, Send, Sent, Verified, Verify
+from kvbridge.core.wire.worker_messages import Digested, Send, Sent, Verified, Verify
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from tests.helpers.rooms import (
     ADDRESS,
@@ -106,15 +106,6 @@ def test_a_room_commits_when_what_has_arrived_is_what_was_sent():
     assert not bench.events.mismatches
 
 
-def test_a_room_that_asks_for_no_digest_is_not_verified():
-    bench = offered(DigestKind.NONE)
-    expect(bench, 5)
-    assert bench.events.refusals["foreign_digests"] == 1
-    done(bench, parts=0)
-    assert state(bench) is ReceiverState.COMMITTED
-    assert not bench.ranks.messages
-
-
 @pytest.mark.parametrize(("sent", "found"), [(5, 4), (5, 0), (0, 5)])
 def test_a_page_that_differs_fails_the_room_by_name_on_both_sides(sent, found):
     bench = arrived(sent)
@@ -162,40 +153,12 @@ def test_digests_of_what_the_room_does_not_have_fail_it():
     assert "pages [0, 2)" in bench.service.book.report(1).reason
 
 
-def test_strangers_and_latecomers_change_nothing():
-    bench = offered()
-    expect(bench, 5, peer="eeee000000000001")
-    expect(bench, 5, writer=R1)
-    assert bench.events.refusals["foreign_digests"] == 2
-    find(bench, 1)
-    verified(bench)
-    assert state(bench) is ReceiverState.OFFERED
-    expect(bench, 5)
-    done(bench)
-    expect(bench, 7, part=1)
-    find(bench, 5)
-    verified(bench)
-    assert state(bench) is ReceiverState.COMMITTED
-    find(bench, 1)
-    verified(bench, error_code="unsupported", error="too late")
-    assert state(bench) is ReceiverState.COMMITTED
-    bench.service.peers.hear(PREFILL, Digests(room=9, generation=1, writer=R0, part=0, digests=()))
-    assert bench.events.refusals["stale_digests"] == 1
-
-
 def test_a_rank_that_cannot_look_fails_the_room():
     bench = arrived()
     verified(bench, error_code="unsupported", error="no kernel")
     report = bench.service.book.report(1)
     assert (report.state, report.reason_code) == (RoomState.FAILED, "unsupported")
     assert "rank worker pp0.tp0 could not verify what has arrived: no kernel" in report.reason
-    assert bench.free == 16
-
-
-def test_a_rank_that_dies_fails_the_room():
-    bench = arrived()
-    bench.service.workers.gone(R0, "killed")
-    assert bench.service.book.report(1).reason_code == "worker_gone"
     assert bench.free == 16
 
 
@@ -210,24 +173,6 @@ def test_verifying_has_a_deadline_of_its_own():
     assert (report.state, report.reason_code) == (RoomState.FAILED, "deadline")
     assert "timeouts.verify_s" in report.reason
     assert bench.free == 16
-
-
-def test_an_abort_ends_a_room_that_is_being_verified_at_once():
-    bench = arrived()
-    bench.service.driver.stop(bench.service.book.get(1), "by its client")
-    assert bench.service.book.report(1).state is RoomState.ABORTED
-    assert bench.free == 16
-    find(bench, 5)
-    verified(bench)
-    assert bench.service.book.report(1).state is RoomState.ABORTED
-
-
-def test_a_prefill_node_that_vanishes_while_its_room_is_verified_does_no_harm():
-    bench = arrived()
-    bench.service.writers.peer_gone(PREFILL, "silent")
-    find(bench, 5)
-    verified(bench)
-    assert state(bench) is ReceiverState.COMMITTED
 
 
 # ------------------------------------------------------------------------------------------- prefill
@@ -253,13 +198,6 @@ def answer(bench: SenderBench, order: Send, rank=R0, value: int | None = None) -
     bench.service.workers.hear(Sent(room=1, generation=1, rank=rank, order=order.order, seconds={"digest": 0.25}))
 
 
-def test_workers_are_told_what_decode_asks_for():
-    [opening] = pick(sending().workers.messages, OpenRoom)
-    assert opening.digest is DigestKind.CRC32C
-    [opening] = pick(sending(DigestKind.NONE).workers.messages, OpenRoom)
-    assert opening.digest is DigestKind.NONE
-
-
 def test_the_digests_of_all_orders_add_up_and_precede_done():
     bench = sending()
     first, second = pick(bench.workers.messages, Send)
@@ -281,15 +219,6 @@ def test_every_rank_reports_its_own():
             answer(bench, order, rank, value << 4 * number)
     found = {message.writer: message.digests[0].values[:4] for message in pick(bench.peers.messages, Digests)}
     assert found == {R0: (0x11).to_bytes(4, "little"), R1: (0x22).to_bytes(4, "little")}
-
-
-def test_nothing_is_said_of_digests_when_there_are_none():
-    bench = sending(DigestKind.NONE)
-    for order in pick(bench.workers.messages, Send):
-        answer(bench, order)
-    [done] = pick(bench.peers.messages, Done)
-    assert done.digest_parts == 0
-    assert not pick(bench.peers.messages, Digests)
 
 
 def test_late_digests_and_those_of_unknown_orders_count_for_nothing():

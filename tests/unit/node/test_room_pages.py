@@ -165,16 +165,6 @@ def test_a_room_that_does_not_fit_changes_nothing(bench):
     assert len(bench.cached()) == len(POOL)
 
 
-def test_the_second_arrival_of_a_page_stays_its_room_s_own(bench):
-    first, second = bench.room(2 * PAGE), bench.room(3 * PAGE)
-    assert bench.pages.keep(first, first.keys) == 2
-    assert bench.pages.keep(second, second.keys) == 1
-    assert len(bench.book.pages(second.owner)[FULL]) == 2
-    bench.pages.give_back(first)
-    bench.pages.give_back(second)
-    assert bench.book.available_pages() == POOL
-
-
 def test_keys_that_are_no_chain_keep_what_is_one_and_harm_nobody(bench):
     bench.warm(2 * PAGE)
     room = bench.room(3 * PAGE, "b")
@@ -183,13 +173,6 @@ def test_keys_that_are_no_chain_keep_what_is_one_and_harm_nobody(bench):
     bench.pages.give_back(room)
     assert bench.room(2 * PAGE).prefix_tokens == 2 * PAGE
     assert bench.room(2 * PAGE, "b").prefix_tokens == 2 * PAGE
-
-
-def test_a_room_without_keys_shares_nothing(bench):
-    bench.warm(2 * PAGE)
-    room = bench.room(2 * PAGE, keyed=False)
-    assert (room.prefix_tokens, bench.pages.keep(room, keys_of("a", 2))) == (0, 0)
-    bench.pages.give_back(room)
 
 
 def test_decode_loads_what_is_on_the_host_only_into_the_first_of_a_room_s_own_pages_and_others_read_it_then():
@@ -214,31 +197,6 @@ def test_decode_loads_what_is_on_the_host_only_into_the_first_of_a_room_s_own_pa
         bench.pages.give_back(one)
     bench.cache.check_integrity()
     assert bench.book.available_pages() == POOL | dict.fromkeys(TWINS.values(), 8)
-
-
-def test_prefill_starts_from_a_checkpoint_that_it_loads_into_pages_of_its_own():
-    bench = Bench(computes=True, twins=8)
-    room = bench.room(4 * PAGE)
-    bench.pages.keep(room, room.keys)
-    for pages in (1, 3):
-        assert bench.cache.keep_checkpoint(room.owner, pages, bench.book.grow(room.owner, {SWA: 1})[SWA])
-    bench.pages.give_back(room)
-    bench.only_on_host(4)
-    room = bench.room(4 * PAGE)
-    assert room.computed_tokens == 3 * PAGE
-    own, _ = room.load.moves[SWA]
-    assert room.checkpoint.tolist() == own.tolist()
-    assert not set(own.tolist()) & set(room.tables[SWA].ids.tolist())
-    bench.pages.shorten(room, PAGE)
-    assert (room.computed_tokens, room.load.first_page, len(room.load.moves[FULL][0])) == (PAGE, 0, 1)
-    assert np.array_equal(room.tables[FULL].ids, bench.book.pages(room.owner)[FULL])
-    assert bench.pages.restored(room) == 1
-    again = bench.room(2 * PAGE)
-    assert (again.computed_tokens, again.load) == (PAGE, None)
-    assert again.checkpoint.tolist() == room.checkpoint.tolist()
-    for one in (room, again):
-        bench.pages.give_back(one)
-    bench.cache.check_integrity()
 
 
 @pytest.mark.parametrize("left", [0, 1, 2, 3])

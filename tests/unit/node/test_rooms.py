@@ -1,26 +1,29 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from kvbridge.api.rooms import RoomQuery
 from kvbridge.core.errors import ConflictError, StaleError, UnknownRoomError
-from kvbridge.core.ids import IndexSpace, PageTable, Role
+from kvbridge.core.ids import IndexSpace, Role
+from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent, SenderState
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.node import room_book
-from kvbridge.node.driver import Deadlines
+from kvbridge.node.driver import RoomDriver
 from kvbridge.node.room import Quarantine, Room
 from kvbridge.node.room_book import RoomBook
+from kvbridge.node.room_facts import RoomFacts
 from kvbridge.node.room_pages import RoomPages, RoomSettings
+from kvbridge.node.sender.room import SenderRoom, user_state
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.telemetry.events import RoomEntered
 from tests.helpers.manual_clock import ManualClock
-from tests.helpers.rooms import GEOMETRY, SENDER_LIMITS, RecordedEvents
+from tests.helpers.rooms import GEOMETRY, SENDER_LIMITS, FakeEngines, RecordedEvents
 
 OWNER = Owner(1, 1)
 
@@ -123,22 +126,6 @@ def test_receipts_are_bounded_without_a_sweep():
     assert book.states() == {"completed": 3}
 
 
-def test_what_has_ended_is_not_looked_through():
-    clock = ManualClock()
-    book = make_book(clock)
-    done, late, running = make_room(1, state=RoomState.COMPLETED), make_room(2, state=RoomState.FAILED), make_room(3)
-    for room in (done, late, running):
-        book.add(room)
-    book.ended(done)
-    assert list(book) == [late, running]  # something is left to be done of a failed room that still holds pages
-    assert book.open() == [running]
-    assert len(book) == 3
-    assert book.states() == {"completed": 1, "failed": 1, "admitted": 1}
-    clock.advance(100)
-    book.sweep()
-    assert book.states() == {"failed": 1, "admitted": 1}
-
-
 def test_draw_avoids_known_ids_and_zero(monkeypatch):
     book = make_book()
     book.add(make_room(7))
@@ -166,39 +153,6 @@ def test_a_deadline_is_named_once():
     assert room.late(11) == ""
 
 
-def test_a_tick_looks_at_rooms_whose_limit_has_passed_and_at_no_other(monkeypatch):
-    """Ten thousand rooms that wait cost a tick nothing, twenty times a second."""
-    looked: list[int] = []
-    late = Room.late
-    monkeypatch.setattr(Room, "late", lambda room, now_s: (looked.append(room.room), late(room, now_s))[1])
-    clock, fates = ManualClock(), []
-    book = make_book(clock)
-    rules = SimpleNamespace(late=lambda _driver, room, limit: fates.append((room.room, limit)))
-    deadlines = Deadlines(book, SimpleNamespace(rules=rules), clock)
-    rooms = [make_room(number) for number in range(1, 101)]
-    for room in rooms:
-        book.add(room)
-        room.wait_until(50.0, "timeouts.room_s")
-    rooms[6].wait_until(5.0, "timeouts.offer_s")
-    rooms[7].wait_until(5.0, "timeouts.offer_s")
-    rooms[7].wait_until(60.0, "timeouts.room_s")
-    book.begin_within(rooms[8], 5.0)
-    deadlines.tick()
-    assert looked == []
-    clock.advance(5.0)
-    deadlines.tick()
-    deadlines.tick()
-    assert sorted(looked) == [7, 8, 9], "the eighth had been given more time"
-    assert sorted(fates) == [(7, "timeouts.offer_s"), (9, "begin_within_s")]
-    looked.clear()
-    clock.advance(45.0)
-    deadlines.tick()
-    assert sorted(room for room, _ in fates[2:]) == [*range(1, 7), *range(9, 101)]
-    clock.advance(10.0)
-    deadlines.tick()
-    assert fates[-1] == (8, "timeouts.room_s")
-
-
 def test_limits_that_nothing_hangs_on_any_more_are_let_go_of():
     clock = ManualClock()
     book = make_book(clock)
@@ -210,22 +164,6 @@ def test_limits_that_nothing_hangs_on_any_more_are_let_go_of():
     clock.advance(11_000)
     assert set(book.due(clock())) == {room}
     assert room.late(clock()) == "timeouts.room_s"
-
-
-def test_how_many_rooms_are_open_is_known_without_looking_at_them():
-    described: list[int] = []
-    book = RoomBook(
-        Role.DECODE, lambda room: (described.append(room.room), room.state)[1], clock=ManualClock(), keep_s=1
-    )
-    rooms = [make_room(number) for number in range(1, 101)]
-    for room in rooms:
-        book.add(room)
-    rooms[0].state = RoomState.FAILED
-    book.changed(rooms[0])
-    described.clear()
-    assert book.open_count == 99
-    assert described == []
-    assert book.open() == rooms[1:]
 
 
 def test_a_receipt_is_kept_while_an_earlier_attempt_could_answer_for_it():
@@ -251,32 +189,6 @@ def test_a_receipt_is_kept_while_an_earlier_attempt_could_answer_for_it():
     assert book.newest_generation(1) == 0
     assert len(book) == 0
     assert book.states() == {}
-
-
-def test_rooms_that_nobody_has_begun_are_told_in_the_order_in_which_they_end():
-    clock = ManualClock(5.0)
-    book = make_book(clock)
-    rooms = [make_room(number) for number in range(1, 5)]
-    for room, (within_s, client) in zip(rooms, ((30.0, "a"), (10.0, "b"), (20.0, "a"), (None, "a")), strict=True):
-        room.client = client
-        room.tables = {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.arange(room.room, dtype=np.int32))}
-        book.add(room)
-        book.begin_within(room, within_s)
-
-    def told(client: str | None = None) -> list[tuple[float, int]]:
-        return [(one.ends_in_s, one.pages[IndexSpace.FULL]) for one in book.not_begun(client)]
-
-    assert told() == [(5.0, 2), (15.0, 3), (25.0, 1)]
-    assert (told("a"), told("b"), told("c")) == ([(15.0, 3), (25.0, 1)], [(5.0, 2)], [])
-    assert [one.client for one in book.not_begun()[1:]] == ["a", "a"]
-    book.drop_begin_limit(rooms[2])
-    book.drop_begin_limit(rooms[2])
-    book.drop_begin_limit(rooms[3])
-    assert (told(), told("a")) == ([(5.0, 2), (25.0, 1)], [(25.0, 1)])
-    assert [room.begin_by_s for room in rooms] == [30.0, 10.0, None, None]
-    book.drop_begin_limit(rooms[0])
-    book.drop_begin_limit(rooms[1])
-    assert not book.not_begun()
 
 
 async def settled():
@@ -335,23 +247,6 @@ async def test_wait_ends_in_time_and_leaves_nothing_behind():
     assert not book._waiters
     with pytest.raises(UnknownRoomError):
         await book.wait(2, 1, frozenset())
-
-
-def test_to_give_quarantined_pages_back_looks_at_those_of_no_other_room():
-    """A worker may die with thousands of rooms: each comes back by its own name, whoever else is quarantined."""
-    book = PageBook({IndexSpace.FULL: 64})
-    owners = [Owner(room, 1) for room in range(1, 33)]
-    for owner in owners:
-        book.reserve(owner, {IndexSpace.FULL: 1})
-        book.quarantine(owner, "the same words")
-    book.quarantine_reasons = lambda: pytest.fail("the reasons of all rooms were looked at")
-    looked: list[Owner] = []
-    of = book._holdings.of
-    book._holdings.of = lambda owner: (looked.append(owner), of(owner))[1]
-    pages_of_rooms(book).give_back(make_room())
-    assert set(looked) <= {OWNER}
-    assert book.state(OWNER) is PageState.FREE
-    assert book.counts()[IndexSpace.FULL][PageState.QUARANTINED] == 31
 
 
 @pytest.mark.parametrize("state", [PageState.HELD, PageState.LEASED, PageState.QUARANTINED, PageState.FREE])
@@ -413,20 +308,6 @@ def test_rooms_are_listed_in_the_order_of_their_admission_a_page_at_a_time():
     assert listed(book, after=4) == ([], None)
 
 
-def test_what_is_forgotten_is_not_listed_and_a_page_goes_on_where_it_was():
-    clock = ManualClock()
-    book = make_book(clock)
-    for number in range(1, 6):
-        book.add(make_room(number, state=RoomState.COMPLETED))
-    _, following = listed(book, limit=3)
-    for number in (2, 3, 4):
-        book.ended(book.get(number))
-    clock.advance(100)
-    book.sweep()
-    assert listed(book) == ([1, 5], None)
-    assert listed(book, after=following) == ([5], None)
-
-
 def test_a_listing_looks_at_so_many_rooms_and_says_where_to_go_on(monkeypatch):
     monkeypatch.setattr(room_book, "LOOKED_AT", 3)
     book = make_book()
@@ -435,3 +316,77 @@ def test_a_listing_looks_at_so_many_rooms_and_says_where_to_go_on(monkeypatch):
     assert listed(book, state=RoomState.FAILED) == ([], 3)
     assert listed(book, after=3, state=RoomState.FAILED) == ([], 6)
     assert listed(book, after=6, state=RoomState.FAILED) == ([7], None)
+
+
+# ------------------------------------------------------------------------------------------- transitions
+
+
+class Scripted:
+    """Facts amount to what `script` says of a state; everything that is done is written down."""
+
+    table = SENDER_TABLE
+    ABORT, FAULT, OTHER_PROMPT = SenderEvent.ABORT, SenderEvent.FAULT, SenderEvent.FAULT
+
+    def __init__(self) -> None:
+        self.script = {SenderState.SENDING: SenderEvent.ALL_SENT, SenderState.ABORTING: SenderEvent.DRAINED}
+        self.done: list[object] = []
+        self.depths: list[int] = []
+
+    def next_event(self, room: Room) -> SenderEvent | None:
+        return self.script.get(room.state)
+
+    def entered(self, room: Room) -> None:
+        self.done.append(room.state)
+        self.depths.append(len(inspect.stack(0)))
+
+    def act(self, room: Room, action: SenderAction) -> None:
+        self.done.append(action)
+
+    def at_rest(self, room: Room) -> None:
+        self.done.append("rest")
+
+
+@pytest.fixture
+def rules() -> Scripted:
+    return Scripted()
+
+
+@pytest.fixture
+def events() -> RecordedEvents:
+    return RecordedEvents()
+
+
+@pytest.fixture
+def driver(rules, events) -> RoomDriver[Room]:
+    clock = ManualClock()
+    rooms = RoomBook(Role.PREFILL, user_state, clock=clock, keep_s=1)
+    return RoomDriver(rules, RoomFacts(rooms, FakeEngines(), events, {}, clock))
+
+
+@pytest.fixture
+def room() -> Room:
+    return SenderRoom(
+        room=1,
+        generation=1,
+        prompt_tokens=1,
+        prefix_tokens=0,
+        max_new_tokens=0,
+        client="",
+        state=SENDER_TABLE.start,
+        created_s=0.0,
+    )
+
+
+def test_facts_lead_on_from_an_event_until_nothing_follows(driver, rules, events, room):
+    driver.advance(room, SenderEvent.OFFER)
+    opened = SENDER_TABLE.step(SenderState.ADMITTED, SenderEvent.OFFER)[1]
+    sent = SENDER_TABLE.step(SenderState.SENDING, SenderEvent.ALL_SENT)[1]
+    assert rules.done == [SenderState.SENDING, *opened, SenderState.COMPLETED, *sent, "rest"]
+    assert len(set(rules.depths)) == 1, "one transition does not run inside another"
+    assert [fact.state.value for fact in events.of(RoomEntered)] == ["offered", "completed"]
+
+
+def test_an_event_that_is_not_possible_changes_nothing(driver, rules, room):
+    with pytest.raises(ConflictError, match="'drained' is not possible in state 'admitted'"):
+        driver.advance(room, SenderEvent.DRAINED)
+    assert (room.state, rules.done) == (SenderState.ADMITTED, [])

@@ -10,7 +10,6 @@ from kvbridge.core.errors import (
     ConflictError,
     InvalidInputError,
     NotReadyError,
-    StaleError,
     UnknownRoomError,
 )
 from kvbridge.core.ids import IndexSpace, PageTable, Role
@@ -161,37 +160,6 @@ def test_a_rank_tells_when_it_was_sending_in_a_bounded_number_of_stretches():
     assert told[-1] == (1_000.0 - 10 * (MAX_INTERVALS + 1), 1_000.0 - 10 * (MAX_INTERVALS + 1) - 1)
 
 
-def test_everything_published_and_finished_before_the_offer_is_sent_at_once():
-    bench = SenderBench()
-    admit(bench)
-    begin(bench)
-    publish(bench)
-    finish(bench)
-    bench.service.peers.hear(DECODE, offer())
-    assert [order.section.stop_token for order in orders(bench)] == [TOKENS]
-    answer(bench)
-    assert state(bench) is SenderState.COMPLETED
-
-
-def test_every_rank_reports_for_itself_and_the_room_ends_with_the_last():
-    bench = SenderBench(ranks=(R0, R1))
-    admit(bench)
-    bench.service.peers.hear(DECODE, offer())
-    for number, rank in enumerate(bench.ranks):
-        begin(bench, f"engine{number}", (rank,))
-        publish(bench, TOKENS, f"engine{number}", (rank,))
-    finish(bench, "engine0", (R0,))
-    answer(bench, R0)
-    answer(bench, R1)
-    assert [done.writer for done in pick(bench.peers.messages, Done)] == [R0]
-    assert state(bench) is SenderState.SENDING
-    assert bench.free == 14
-    finish(bench, "engine1", (R1,), metadata=b"other")
-    assert [done.metadata for done in pick(bench.peers.messages, Done)] == [b"meta", b"other"]
-    assert state(bench) is SenderState.COMPLETED
-    assert bench.free == 16
-
-
 def test_a_rank_without_layers_has_nothing_to_send_and_says_so():
     bench = SenderBench()
     bench.workers.layers = {R0: ()}
@@ -333,49 +301,6 @@ def awaited() -> SenderBench:
     return bench
 
 
-def test_a_room_for_which_a_decode_node_will_come_is_held_without_a_limit():
-    bench = awaited()
-    bench.clock.advance(100_000)
-    bench.tick()
-    assert state(bench) is SenderState.AWAITED
-    report = bench.service.book.report(1)
-    assert (report.state, report.limit) == (RoomState.ADMITTED, "")
-    assert report.waits_for == f"the decode node decode/{DECODE} to offer its pages, as it said it will"
-    bench.service.peers.hear(DECODE, offer())
-    publish(bench)
-    finish(bench)
-    answer(bench)
-    assert state(bench) is SenderState.COMPLETED
-
-
-def test_an_engine_has_to_begin_a_room_in_time_whoever_will_come_for_it():
-    bench = SenderBench()
-    admit(bench)
-    intend(bench)
-    bench.clock.advance(81)
-    bench.tick()
-    assert bench.service.book.report(1).limit == ""
-    assert state(bench) is SenderState.FAILED
-    assert [type(message) for _, message in bench.peers.messages] == [Failed, Drained]
-
-
-@pytest.mark.parametrize("how", ["withdrawn", "gone", "by its engine"])
-def test_a_room_for_which_nobody_comes_after_all_is_free_at_once(how):
-    bench = awaited()
-    match how:
-        case "withdrawn":
-            bench.service.peers.hear(DECODE, abort())
-        case "gone":
-            bench.service.peers.peer_gone(DECODE, "silent")
-        case _:
-            bench.verbs.abort("engine", 1, "the request was aborted")
-    bench.verbs.abort("engine", 1, "its pages are not written any more")
-    assert bench.service.book.get(1).over
-    assert bench.free == 16
-    assert [type(message) for _, message in bench.peers.messages][:2] == [Failed, Drained]
-    assert not bench.workers.messages
-
-
 def test_a_room_is_held_for_the_one_who_said_it_would_come():
     bench = awaited()
     bench.service.peers.hear(STRANGER, offer())
@@ -394,29 +319,6 @@ def test_an_intent_of_another_length_fails_the_room_on_both_sides():
     intend(bench, prompt_tokens=TOKENS + 1)
     assert state(bench) is SenderState.FAILED
     assert [type(message) for _, message in bench.peers.messages] == [Failed, Drained]
-
-
-@pytest.mark.parametrize("offers", [False, True])
-def test_an_intent_that_comes_before_its_room_waits_for_it(offers):
-    bench = SenderBench()
-    intend(bench)
-    if offers:
-        bench.service.peers.hear(DECODE, offer())
-    intend(bench)
-    admit(bench)
-    assert state(bench) is (SenderState.SENDING if offers else SenderState.AWAITED)
-    assert not bench.peers.messages
-
-
-def test_an_intent_whose_room_never_comes_is_answered():
-    bench = SenderBench()
-    intend(bench)
-    bench.clock.advance(11)
-    bench.tick()
-    [failed] = pick(bench.peers.messages, Failed, DECODE)
-    assert failed.code == UnknownRoomError.code
-    admit(bench)
-    assert state(bench) is SenderState.ADMITTED
 
 
 def test_a_stale_offer_is_refused_and_one_for_the_next_generation_waits():
@@ -458,17 +360,6 @@ def test_an_offer_that_cannot_be_right_fails_the_room_on_both_sides(fields):
     assert bench.free == 16
 
 
-def test_an_offer_for_a_room_that_is_over_gets_its_reason():
-    bench = SenderBench()
-    admit(bench)
-    bench.verbs.abort("engine", 1, "out of memory")
-    bench.service.peers.hear(DECODE, offer())
-    [failed] = pick(bench.peers.messages, Failed)
-    assert failed.code == "aborted"
-    assert "out of memory" in failed.message
-    assert len(pick(bench.peers.messages, Drained)) == 1
-
-
 # ------------------------------------------------------------------------------------------- aborts
 
 
@@ -493,26 +384,6 @@ def test_an_abort_while_sending_frees_nothing_before_every_rank_is_quiet():
     bench.book.check_integrity()
 
 
-@pytest.mark.parametrize("who", ["engine", "user"])
-def test_an_abort_before_the_offer_ends_at_once(who):
-    bench = SenderBench()
-    admit(bench)
-    begin(bench)
-    if who == "engine":
-        bench.verbs.abort("engine", 1, "no")
-    else:
-        room = bench.service.book.get(1)
-        bench.service.driver.stop(room, "by its client")
-    assert state(bench) is SenderState.ABORTED
-    if who != "engine":
-        # The engine may be writing at this very moment: only its own word gives its pages to others.
-        assert bench.free == 14
-        with pytest.raises(ConflictError, match="is over"):
-            publish(bench)
-        bench.verbs.abort("engine", 1, "understood")
-    assert bench.free == 16
-
-
 def test_an_abort_that_crosses_the_last_done_gets_the_proof():
     bench = sending()
     publish(bench)
@@ -527,14 +398,6 @@ def test_an_abort_that_crosses_the_last_done_gets_the_proof():
     assert bench.service.book.report(1).reason_code == ""
 
 
-def test_an_abort_by_a_stranger_changes_nothing_and_is_answered():
-    bench = sending()
-    bench.service.peers.hear(STRANGER, abort())
-    bench.service.peers.hear(STRANGER, abort(room=99))
-    assert len(pick(bench.peers.messages, Drained, STRANGER)) == 2
-    assert state(bench) is SenderState.SENDING
-
-
 def test_an_abort_ends_no_room_that_has_taken_no_offer_of_its_peer():
     bench = SenderBench()
     admit(bench)
@@ -545,12 +408,6 @@ def test_an_abort_ends_no_room_that_has_taken_no_offer_of_its_peer():
     assert state(bench) is SenderState.SENDING
     bench.service.peers.hear(DECODE, abort())
     assert bench.service.book.report(1).state is not RoomState.TRANSFERRING
-
-
-def test_a_reason_of_any_length_fits_into_the_messages():
-    bench = sending()
-    bench.service.peers.hear(DECODE, Abort(room=1, generation=1, code="aborted", message="x" * 4_000))
-    assert pick(bench.peers.messages, Failed)
 
 
 # ------------------------------------------------------------------------------------------- engines
@@ -583,18 +440,6 @@ def test_finish_needs_everything_published_and_comes_once():
     for order in orders(bench):
         answer(bench, order=order)
     assert [done.metadata for done in pick(bench.peers.messages, Done)] == [b"meta"]
-
-
-def test_finish_of_a_room_that_is_over_lets_go_of_its_pages():
-    bench = sending()
-    publish(bench)
-    bench.service.peers.hear(DECODE, abort())
-    close(bench)
-    assert state(bench) is SenderState.ABORTED
-    assert bench.free == 14
-    with pytest.raises(ConflictError, match="is over: by the decode side"):
-        finish(bench)
-    assert bench.free == 16
 
 
 def test_an_engine_that_dies_fails_what_it_had_not_finished():
@@ -641,41 +486,7 @@ def test_pages_of_an_engine_whose_process_cannot_be_followed_are_quarantined_at_
     assert bench.free == 14
 
 
-def test_an_engine_that_dies_after_finish_does_no_harm():
-    bench = sending()
-    publish(bench)
-    finish(bench)
-    assert not bench.service.engines.gone("engine", "killed"), "no page waits for it"
-    assert state(bench) is SenderState.SENDING
-    for order in orders(bench):
-        answer(bench, order=order)
-    assert state(bench) is SenderState.COMPLETED
-    assert bench.free == 16
-
-
-def test_an_engine_that_dies_gives_back_the_pages_of_ended_rooms():
-    bench = SenderBench()
-    admit(bench)
-    begin(bench)
-    bench.service.driver.stop(bench.service.book.get(1), "by its client")
-    assert bench.free == 14
-    bench.service.engines.gone("engine", "killed")
-    assert (state(bench), bench.free) == (SenderState.ABORTED, 14)
-    bench.service.engines.ended("engine")
-    assert bench.free == 16
-
-
 # ------------------------------------------------------------------------------------------- workers
-
-
-def test_a_failed_order_fails_the_room():
-    bench = sending()
-    answer(bench, error_code="transport_failed", error="cable")
-    assert state(bench) is SenderState.FAILING
-    assert pick(bench.peers.messages, Failed)[0].message == "rank pp0.tp0: cable"
-    assert pick(bench.peers.messages, Drained) == []
-    close(bench)
-    assert len(pick(bench.peers.messages, Drained)) == 1
 
 
 def test_an_order_that_is_not_quiet_never_counts_as_sent():
@@ -698,51 +509,6 @@ def test_answers_count_once_and_only_for_orders_that_were_given():
     assert state(bench) is SenderState.SENDING
     answer(bench, amounts={})
     assert pick(bench.peers.messages, Done)[0].amounts == full_amounts(TOKENS)
-
-
-@pytest.mark.parametrize("stage", ["admitted", "sending", "aborting", "completed"])
-def test_a_dead_worker_ends_the_room_and_is_not_waited_for(stage):
-    bench = SenderBench(ranks=(R0, R1))
-    admit(bench)
-    if stage != "admitted":
-        bench.service.peers.hear(DECODE, offer())
-        begin(bench)
-        publish(bench)
-    if stage == "aborting":
-        bench.verbs.abort("engine", 1, "no")
-    if stage == "completed":
-        finish(bench)
-        answer(bench, R0)
-        answer(bench, R1)
-    bench.workers.messages.clear()
-    bench.service.workers.gone(R0, "killed by SIGKILL")
-    assert pick(bench.workers.messages, CloseRoom, R0) == []
-    if stage == "admitted":
-        assert state(bench) is SenderState.FAILED
-    if stage == "sending":
-        assert state(bench) is SenderState.FAILING
-        assert "rank worker pp0.tp0 of the prefill node died" in bench.service.book.report(1).reason
-        assert len(pick(bench.workers.messages, CloseRoom, R1)) == 1
-        bench.verbs.abort("engine", 1, "ok")
-        assert bench.free == 14
-    if stage in {"sending", "aborting"}:
-        assert pick(bench.peers.messages, Drained) == []
-        close(bench, R1)
-        assert len(pick(bench.peers.messages, Drained)) == 1
-    if stage == "completed":
-        assert state(bench) is SenderState.COMPLETED
-    assert bench.free == 16
-    bench.workers.messages.clear()
-    bench.service.workers.gone(R1, "as well")
-    assert bench.workers.messages == []
-
-
-def test_all_workers_dead_is_proof_enough():
-    bench = sending(ranks=(R0, R1))
-    bench.service.workers.gone(R0, "killed")
-    bench.service.workers.gone(R1, "killed")
-    assert state(bench) is SenderState.FAILED
-    assert len(pick(bench.peers.messages, Drained)) == 1
 
 
 # ------------------------------------------------------------------------------------------- peers that vanish
@@ -777,28 +543,6 @@ def test_each_wait_has_a_name():
     assert (report.state, report.reason_code) == (RoomState.FAILED, "deadline")
     assert "timeouts.offer_s" in report.reason
     assert bench.free == 16
-
-
-def test_a_room_that_is_not_sent_in_time_fails_and_one_that_is_not_quiet_in_time_is_quarantined():
-    bench = sending()
-    bench.clock.advance(600)
-    bench.tick()
-    bench.verbs.abort("engine", 1, "ok")
-    assert state(bench) is SenderState.FAILING
-    assert "timeouts.room_s" in bench.service.book.report(1).reason
-    for _ in range(3):
-        bench.clock.advance(50)
-        bench.tick()
-    assert bench.book.state(Owner(1, 1)) is PageState.QUARANTINED
-    [reason] = bench.book.quarantine_reasons()
-    assert "rank workers pp0.tp0" in reason
-    assert "timeouts.drain_s" in reason
-    assert pick(bench.peers.messages, Drained) == []
-    close(bench)
-    assert bench.free == 16
-    assert state(bench) is SenderState.FAILED
-    assert len(pick(bench.peers.messages, Drained)) == 1
-    bench.book.check_integrity()
 
 
 def test_pages_that_an_engine_does_not_let_go_of_are_quarantined_in_the_end():
@@ -846,33 +590,6 @@ def test_a_worker_that_dies_with_an_order_may_have_left_something_on_its_way(out
 
 
 # ------------------------------------------------------------------------------------------- generations
-
-
-def test_a_new_attempt_runs_beside_the_old_one_and_each_gets_its_own_messages():
-    bench = sending()
-    answer(bench, error_code="transport_failed", error="cable")
-    assert bench.free == 14
-    with pytest.raises(StaleError):
-        admit(bench)
-    admit(bench, generation=2)
-    assert bench.free == 12
-    bench.service.peers.hear(DECODE, offer(generation=2))
-    assert bench.service.book.report(1).generation == 2
-    # The engine has not heard of the failure: its words are about the attempt that it has begun.
-    with pytest.raises(ConflictError, match=r"is over: rank pp0\.tp0: cable"):
-        publish(bench)
-    bench.verbs.abort("engine", 1, "understood")
-    assert state(bench, 2) is SenderState.SENDING
-    close(bench, generation=1)
-    assert state(bench, 1) is SenderState.FAILED
-    assert bench.free == 14
-    begin(bench)
-    publish(bench)
-    finish(bench)
-    answer(bench)
-    assert state(bench, 2) is SenderState.COMPLETED
-    assert bench.free == 16
-    bench.book.check_integrity()
 
 
 def test_beginning_anew_lets_go_of_earlier_attempts():
@@ -981,26 +698,6 @@ def test_a_room_whose_pages_an_engine_still_writes_is_not_forgotten():
 # ------------------------------------------------------------------------------------------- adopted pools
 
 
-def test_adopted_pages_are_named_at_begin_and_the_room_opens_then():
-    bench = SenderBench(ranks=(R0, R1), adopted=True)
-    admit(bench)
-    bench.service.peers.hear(DECODE, offer())
-    assert state(bench) is SenderState.SENDING
-    assert bench.workers.messages == []
-    begin(bench, "engine0", (R0,), tables=tables(3, 4))
-    assert len(pick(bench.workers.messages, OpenRoom)) == 2
-    with pytest.raises(ConflictError, match="which are others or do not follow"):
-        begin(bench, "engine1", (R1,), tables=tables(3, 5))
-    begin(bench, "engine1", (R1,), tables=tables(3, 4))
-    assert len(pick(bench.workers.messages, OpenRoom)) == 2
-    for number, rank in enumerate(bench.ranks):
-        publish(bench, TOKENS, f"engine{number}", (rank,))
-        finish(bench, f"engine{number}", (rank,))
-        answer(bench, rank)
-    assert state(bench) is SenderState.COMPLETED
-    assert bench.free == 16
-
-
 def test_adopted_pages_must_cover_what_is_published_and_be_nobody_elses():
     bench = SenderBench(adopted=True)
     admit(bench)
@@ -1015,33 +712,6 @@ def test_adopted_pages_must_cover_what_is_published_and_be_nobody_elses():
         begin(bench, room=2, tables=tables(4, 5))
     begin(bench, room=2, tables=tables(5, 6))
     bench.book.check_integrity()
-
-
-def test_a_rooms_pages_grow_with_what_is_published_also_while_it_is_sent():
-    bench = SenderBench(ranks=(R0, R1), adopted=True)
-    admit(bench, tokens=3 * PAGE)
-    wide = {"prompt_tokens": 3 * PAGE, "tables": to_wire(tables(7, 8, 9))}
-    bench.service.peers.hear(DECODE, offer(**wide))
-    for number, rank in enumerate(bench.ranks):
-        begin(bench, f"engine{number}", (rank,), prompt_tokens=3 * PAGE)
-    assert not bench.workers.messages
-    publish(bench, PAGE, "engine0", (R0,), tables=tables(3))
-    opened = pick(bench.workers.messages, OpenRoom)
-    assert [message.source for message in opened] == [to_wire(tables(3))] * 2
-    publish(bench, 2 * PAGE - 1, "engine0", (R0,), tables=tables(4, first=1))
-    assert bench.book.state(Owner(1, 1)) is PageState.LEASED
-    with pytest.raises(ConflictError, match=r"has the 2 logical pages from 0 on; named are 1 from 1 on"):
-        publish(bench, 2 * PAGE, "engine1", (R1,), tables=tables(6, first=1))
-    with pytest.raises(ConflictError, match="do not follow"):
-        publish(bench, 2 * PAGE, "engine1", (R1,), tables=tables(6, first=3))
-    publish(bench, 3 * PAGE, "engine1", (R1,), tables=tables(3, 4, 5))
-    publish(bench, 3 * PAGE, "engine0", (R0,))
-    more = [to_wire(tables(4, first=1)), to_wire(tables(5, first=2))]
-    assert [order.source for order in orders(bench, R0)] == [(), *more]
-    assert [order.source for order in orders(bench, R1)] == [to_wire(tables(4, 5, first=1))]
-    assert bench.free == 16 - 3
-    # The others were final when they were named, so other rooms may name them too.
-    assert bench.book.pages(Owner(1, 1))[IndexSpace.FULL].tolist() == [4]
 
 
 def test_rooms_with_a_common_prefix_name_its_pages_at_once_and_nobody_writes_them():
@@ -1084,39 +754,6 @@ def test_what_is_computed_already_is_the_nodes_to_say_where_it_owns_the_pools():
         begin(bench, computed_tokens=PAGE)
 
 
-@pytest.mark.parametrize("offered", [False, True])
-def test_an_adopted_room_can_be_aborted_before_it_has_pages(offered):
-    bench = SenderBench(adopted=True)
-    admit(bench)
-    if offered:
-        bench.service.peers.hear(DECODE, offer())
-    bench.verbs.abort("engine", 1, "no")
-    assert state(bench) is SenderState.ABORTED
-    assert len(pick(bench.peers.messages, Drained)) == offered
-    with pytest.raises(ConflictError, match="is over"):
-        begin(bench, tables=tables(3, 4))
-
-
-def test_adopted_pages_are_the_engines_own_again_once_nothing_is_in_flight():
-    bench = SenderBench(adopted=True)
-    admit(bench)
-    bench.service.peers.hear(DECODE, offer())
-    begin(bench, tables=tables(3, 4))
-    publish(bench)
-    bench.service.peers.hear(DECODE, abort())
-    assert bench.free == 14
-    assert bench.engines.kinds == []
-    close(bench)
-    assert bench.engines.kinds == ["aborted"]
-    assert bench.free == 16
-
-
-def test_repr_counts():
-    bench = sending()
-    bench.service.peers.hear(DECODE, offer(room=9))
-    assert repr(bench.service.book) == "<RoomBook {'transferring': 1}>"
-
-
 # ------------------------------------------------------------------------------------------- points of an engine's GPU
 
 
@@ -1153,14 +790,6 @@ def test_points_beyond_what_an_order_carries_drop_the_oldest(monkeypatch):
     assert orders(bench)[0].after == (point(2), point(3))
 
 
-@pytest.mark.parametrize("tokens", [2**62, 1_000 * PAGE])
-def test_a_prompt_that_no_adopted_pool_could_hold_is_refused(tokens):
-    bench = SenderBench(adopted=True)
-    with pytest.raises(InvalidInputError, match=r"one page table names at most|the whole pool has"):
-        bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=tokens))
-    assert not bench.service.book.in_use
-
-
 def order_facts(bench: SenderBench) -> list[object]:
     return [fact for fact in bench.events.facts if isinstance(fact, OrderBegan | OrderEnded)]
 
@@ -1173,15 +802,6 @@ def test_an_order_is_a_fact_from_its_beginning_to_its_end_with_room_peer_rank_an
     [began, ended] = order_facts(bench)
     assert began == OrderBegan(**who)
     assert ended == OrderEnded(**who, amounts=full_amounts(TOKENS), seconds={"move": 1.0})
-
-
-def test_an_order_ends_with_its_worker():
-    bench = sending()
-    bench.service.workers.gone(R0, "killed")
-    assert [type(fact) for fact in order_facts(bench)] == [OrderBegan, OrderEnded]
-    assert order_facts(bench)[-1].amounts == {}
-    answer(bench)  # too late: it is forgotten
-    assert len(order_facts(bench)) == 2
 
 
 def rerouted(bench: SenderBench, *, in_transit: bool = True) -> None:
@@ -1206,23 +826,3 @@ def test_the_decode_node_hears_of_a_lost_path_by_which_something_may_arrive(in_t
     [drained] = pick(bench.peers.messages, Drained, DECODE)
     assert drained.in_transit is in_transit
     assert not pick(bench.peers.messages, PathLost, DECODE)[in_transit:]
-
-
-def test_done_names_every_transport_that_a_room_went_over():
-    bench = SenderBench()
-    admit(bench)
-    bench.service.peers.hear(DECODE, offer())
-    begin(bench)
-    publish(bench)
-    finish(bench)
-    rerouted(bench)
-    answer(bench)
-    assert [done.transport for done in pick(bench.peers.messages, Done)] == ["local+nixl"]
-
-
-def test_a_path_that_was_lost_under_a_room_that_is_forgotten_concerns_nobody():
-    bench = sending()
-    bench.service.workers.hear(
-        Rerouted(room=7, generation=1, rank=R0, lost="local", over="nixl", epoch=2, in_transit=True)
-    )
-    assert not pick(bench.peers.messages, PathLost)

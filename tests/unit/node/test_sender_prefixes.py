@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbridge.core.errors import CapacityError, ConflictError, InvalidInputError
-from kvbridge.core.wire.messages import Abort, Drained
-from kvbridge.core.wire.shared_memory import StreamPoint
+from kvbridge.core.errors import ConflictError, InvalidInputError
+from kvbridge.core.wire.messages import Drained
 from kvbridge.core.wire.worker_messages import OpenRoom
 from kvbridge.pool.accounts.page_states import PageState
-from tests.helpers.prefix_bench import FULL, GQA, HISTORY, PAGE, SWA, ids
+from tests.helpers.prefix_bench import FULL, GQA, HISTORY, PAGE, ids
 from tests.helpers.prefix_bench import PrefixBench as Bench
-from tests.helpers.rooms import DECODE, R0, R1, pages_in, pick
+from tests.helpers.rooms import R0, R1, pages_in, pick
 
 # ------------------------------------------------------------------------------------------- turns
 
@@ -47,85 +46,11 @@ def test_keys_of_another_namespace_find_neither_pages_nor_checkpoints() -> None:
     assert bench.admit(3, HISTORY[:1000]).computed_tokens == 768
 
 
-@pytest.mark.parametrize("behind", [0, 1, 2, 3, 4, 127, 128, 129, 255])
-def test_the_same_prompt_again_computes_less_than_a_page(behind: int) -> None:
-    bench, tokens = Bench(), HISTORY[: 3 * PAGE + behind]
-    computed = [bench.cross(room, tokens).computed_tokens for room in (1, 2, 3)]
-    if behind:
-        assert computed == [0, 3 * PAGE, 3 * PAGE]
-    else:  # the first left one at the prompt's very end, the second where it left what it knew
-        assert computed == [0, 0, 2 * PAGE]
-    longer = bench.cross(4, HISTORY[: 5 * PAGE])
-    assert longer.computed_tokens == 3 * PAGE, "a whole prompt is a prefix, too"
-    bench.quiet()
-
-
-def test_where_a_second_request_leaves_a_prefix_the_third_goes_on() -> None:
-    bench = Bench()
-    bench.cross(1, HISTORY[:1500])
-    second = bench.cross(2, [*HISTORY[:600], *range(900)])
-    assert second.computed_tokens == 0, "there is no checkpoint at its end"
-    assert [one.tokens for one in second.checkpoints] == [512, 1280]
-    third = bench.cross(3, [*HISTORY[:600], *range(5, 300)])
-    assert third.computed_tokens == 512
-    assert ids(third)[:2] == ids(bench.cross(4, [*HISTORY[:513], 1]))[:2]
-
-
-def test_a_checkpoint_every_so_many_tokens() -> None:
-    bench = Bench(interval=2 * PAGE)
-    first = bench.cross(1, HISTORY[: 7 * PAGE + 5])
-    assert [one.tokens // PAGE for one in first.checkpoints] == [2, 4, 6, 7]
-    assert bench.cross(2, [*HISTORY[: 5 * PAGE], 3]).computed_tokens == 4 * PAGE
-
-
-def test_a_model_without_windows_goes_on_at_every_pages_end() -> None:
-    bench = Bench(geometry=GQA)
-    tokens_per_page = GQA.tokens_per_page
-    assert tokens_per_page == PAGE
-    assert bench.cross(1, HISTORY[:1500]).checkpoints == ()
-    second = bench.cross(2, [*HISTORY[:600], 1, 2])
-    assert (second.computed_tokens, second.restore, second.checkpoints) == (512, None, ())
-    bench.quiet()
-
-
-def test_without_its_checkpoint_a_prefix_is_computed_again() -> None:
-    bench = Bench()
-    bench.cross(1, HISTORY[:1000], skip=True)
-    second = bench.cross(2, HISTORY[:1500])
-    assert second.computed_tokens == 0
-    assert [one.tokens for one in second.checkpoints] == [768, 1280], "and is asked for again"
-    assert bench.cross(3, HISTORY[:1500]).computed_tokens == 1280
-    bench.quiet()
-
-
-def test_a_checkpoint_that_has_been_evicted_leaves_the_one_before_it() -> None:
-    bench = Bench(windows=4)
-    bench.cross(1, HISTORY[:600])
-    bench.cross(2, HISTORY[:1000])
-    assert bench.cross(3, HISTORY[:1001]).computed_tokens == 768
-    evicted = bench.cache.evict({SWA: 1})  # that at 512 was used longest ago
-    bench.book.uncache(evicted)
-    assert bench.cross(4, HISTORY[:1002]).computed_tokens == 768
-    bench.book.uncache(bench.cache.evict({SWA: 1}))
-    found = bench.cross(5, HISTORY[:1003])
-    assert found.computed_tokens == 0
-    bench.quiet()
-
-
 def test_a_checkpoint_that_does_not_fit_is_left_out() -> None:
     bench = Bench(windows=1)
     assert bench.cross(1, HISTORY[:1000]).checkpoints == ()
     assert bench.cross(2, HISTORY[:1500]).computed_tokens == 0
     bench.quiet()
-
-
-def test_requests_without_keys_share_nothing() -> None:
-    bench = Bench()
-    bench.cross(1, HISTORY[:1000])
-    bench.admit(2, HISTORY[:1000], keyed=False)
-    begun = bench.begin(2, HISTORY[:1000])
-    assert (begun.computed_tokens, begun.checkpoints) == (0, ())
-    assert not set(ids(begun)) & set(bench.book.cached_pages()[FULL].tolist())
 
 
 # ------------------------------------------------------------------------------------------- sending
@@ -149,19 +74,6 @@ def test_rows_that_decode_lacks_are_sent_out_of_shared_pages_before_the_engine_b
     bench.sent(2)
     found = bench.service.book.report(2)
     assert (found.prefix_tokens, found.computed_tokens) == (held, 768)
-    bench.quiet()
-
-
-@pytest.mark.parametrize("held", [768, 1280])
-def test_nothing_is_ordered_of_what_both_hold(held: int) -> None:
-    bench = Bench()
-    bench.cross(1, HISTORY[:1000])
-    bench.admit(2, HISTORY[:1500])
-    bench.offer(2, HISTORY[:1500], held)
-    assert not bench.orders(2)
-    bench.compute(2, HISTORY[:1500])
-    assert [(order.section.start_token, order.section.stop_token) for order in bench.orders(2)] == [(0, 1500)]
-    bench.sent(2)
     bench.quiet()
 
 
@@ -194,37 +106,6 @@ def test_what_an_engine_has_not_finished_does_not_stay() -> None:
     bench.publish(1, HISTORY[:1000])
     bench.verbs.abort("engine", 1, "enough")
     assert pages_in(bench.book, PageState.CACHED) == 0
-    bench.quiet()
-
-
-def test_what_an_engine_has_finished_stays_after_an_abort() -> None:
-    bench = Bench()
-    bench.admit(1, HISTORY[:1000])
-    bench.offer(1, HISTORY[:1000])
-    bench.compute(1, HISTORY[:1000])
-    bench.service.peers.hear(DECODE, Abort(room=1, generation=1, code="aborted", message="enough"))
-    assert pages_in(bench.book, PageState.CACHED) == 0, "an order is under way"
-    bench.closed(1)
-    assert bench.admit(2, HISTORY[:1500]).computed_tokens == 768
-
-
-@pytest.mark.parametrize("released", [True, False])
-def test_what_a_gpu_has_yet_to_write_stays_when_it_says_so_itself(released: bool) -> None:
-    """An engine that dies in between may have written anything: only its own word counts."""
-    bench = Bench()
-    bench.admit(1, HISTORY[:1000])
-    begun = bench.begin(1, HISTORY[:1000], by_gpu=True)
-    bench.publish(1, HISTORY[:1000], after={str(R0): StreamPoint(ring="ring", handle=bytes(64), device_uuid="0" * 32)})
-    bench.finish(1, tuple(one.tokens for one in begun.checkpoints), by_gpu=True)
-    bench.service.peers.hear(DECODE, Abort(room=1, generation=1, code="aborted", message="not ours"))
-    bench.service.driver.stop(bench.service.book.get(1), "enough")
-    assert pages_in(bench.book, PageState.CACHED) == 0
-    if released:
-        bench.verbs.release("engine", 1, generation=1)
-    else:
-        bench.service.engines.gone("engine", "killed")
-        bench.service.engines.ended("engine")
-    assert pages_in(bench.book, PageState.CACHED) == (4 if released else 0)
     bench.quiet()
 
 
@@ -285,39 +166,6 @@ def test_a_prefix_is_pinned_until_nothing_of_the_room_is_in_flight() -> None:
     bench.quiet()
 
 
-def test_two_rooms_share_a_prefix_and_one_of_them_dies() -> None:
-    bench = Bench()
-    first = bench.cross(1, HISTORY[:1000])
-    for room in (2, 3):
-        bench.admit(room, HISTORY[: 1200 + room])
-        bench.offer(room, HISTORY[: 1200 + room])
-    shared = [ids(bench.begin(room, HISTORY[: 1200 + room]))[:3] for room in (2, 3)]
-    assert shared == [ids(first)[:3]] * 2
-    bench.service.driver.fail(bench.service.book.get(2), "worker_gone", "killed")
-    bench.closed(2)
-    bench.check()
-    bench.verbs.abort("engine", 2, "it has failed")
-    bench.check()
-    bench.publish(3, HISTORY[:1203])
-    bench.finish(3)
-    bench.sent(3)
-    assert bench.service.book.report(3).state == "completed"
-    assert bench.cross(4, HISTORY[:1001]).computed_tokens == 768
-    bench.quiet()
-
-
-def test_two_rooms_that_compute_the_same_at_once_keep_one() -> None:
-    bench = Bench()
-    for room in (1, 2):
-        bench.admit(room, HISTORY[:1000])
-        bench.offer(room, HISTORY[:1000])
-    for room in (1, 2):
-        bench.compute(room, HISTORY[:1000])
-        bench.sent(room)
-    assert pages_in(bench.book, PageState.CACHED) == 3 + 1
-    bench.quiet()
-
-
 # ------------------------------------------------------------------------------------------- several nodes of one instance
 
 
@@ -350,19 +198,6 @@ def test_nodes_of_one_instance_start_at_the_same_token() -> None:
         assert node.cross(10, HISTORY[:2001]).computed_tokens == 1792
 
 
-@pytest.mark.parametrize("at_most", [0, 100, 255])
-def test_an_engine_may_start_from_nothing(at_most: int) -> None:
-    bench = Bench(part_of_instance=True)
-    bench.cross(1, HISTORY[:1000])
-    bench.admit(2, HISTORY[:1500])
-    begun = bench.begin(2, HISTORY[:1500], at_most=at_most)
-    assert (begun.computed_tokens, begun.restore) == (0, None)
-    assert not set(ids(begun)) & set(bench.book.cached_pages()[FULL].tolist())
-    bench.check()
-    bench.offer(2, HISTORY[:1500])
-    assert not bench.orders(2)
-
-
 def test_a_model_without_windows_starts_at_any_pages_end() -> None:
     bench = Bench(geometry=GQA, part_of_instance=True)
     bench.cross(1, HISTORY[:1000])
@@ -370,19 +205,6 @@ def test_a_model_without_windows_starts_at_any_pages_end() -> None:
     assert bench.restorable(2) == (0, 256, 512, 768)
     assert bench.begin(2, HISTORY[:1500], at_most=600).computed_tokens == 512
     bench.check()
-
-
-def test_what_does_not_fit_leaves_the_room_as_it_was() -> None:
-    bench = Bench(pages=9, part_of_instance=True)
-    bench.cross(1, HISTORY[:1000])
-    bench.admit(2, HISTORY[:1500])
-    bench.admit(3, HISTORY[:1300])
-    before = bench.book.counts()
-    with pytest.raises(CapacityError):
-        bench.begin(2, HISTORY[:1500], at_most=0)
-    assert bench.book.counts() == before
-    bench.check()
-    assert bench.begin(2, HISTORY[:1500]).computed_tokens == 768
 
 
 def test_ranks_of_one_node_start_at_the_same_token() -> None:
@@ -404,16 +226,14 @@ def test_a_prefix_that_is_being_sent_is_kept() -> None:
         bench.begin(2, HISTORY[:1500], at_most=0)
 
 
-def test_a_room_whose_pages_cannot_be_kept_gives_them_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A defect in what is only to save later requests time leaves no page with a room that is over."""
-    bench = Bench()
-
-    def fail(*_: object, **__: object) -> int:
-        raise ConflictError("a defect")
-
-    monkeypatch.setattr(bench.cache, "keep_checkpoint", fail)
-    with pytest.raises(ConflictError, match="a defect"):
-        bench.cross(1, HISTORY[:1000])
-    assert bench.service.book.get(1).over
+@pytest.mark.parametrize("behind", [0, 1, 128])
+def test_the_same_prompt_again_computes_less_than_a_page(behind: int) -> None:
+    bench, tokens = Bench(), HISTORY[: 3 * PAGE + behind]
+    computed = [bench.cross(room, tokens).computed_tokens for room in (1, 2, 3)]
+    if behind:
+        assert computed == [0, 3 * PAGE, 3 * PAGE]
+    else:  # the first left one at the prompt's very end, the second where it left what it knew
+        assert computed == [0, 0, 2 * PAGE]
+    longer = bench.cross(4, HISTORY[: 5 * PAGE])
+    assert longer.computed_tokens == 3 * PAGE, "a whole prompt is a prefix, too"
     bench.quiet()
-    assert pages_in(bench.book, PageState.HELD) == pages_in(bench.book, PageState.LEASED) == 0

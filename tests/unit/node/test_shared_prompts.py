@@ -466,15 +466,6 @@ def test_device_memory_that_is_lost_takes_every_prefix_with_it(bench):
     assert bench.admit(3, 3 * PAGE).prefix_tokens == 0
 
 
-def test_pages_that_a_room_shares_are_not_expected_from_its_end(bench):
-    bench.whole(1, 3 * PAGE)
-    room = bench.admit(2, 4 * PAGE)
-    bench.service.book.begin_within(room, 10.0)
-    assert [found.pages for found in bench.service.book.not_begun()] == [{FULL: 3}], (
-        "one of the prompt, two for the answer"
-    )
-
-
 def test_a_node_that_keeps_nothing_says_so_when_it_is_to_drop_it():
     with pytest.raises(ConflictError, match=r"keeps no prefixes: tier\.enabled is false"):
         asyncio.run(Bench(shares_prefixes=False).service.requests.drop_prefixes())

@@ -24,10 +24,10 @@ from tests.helpers.rooms import DECODE
 from tests.helpers.worker_bench import ACTIVE, DONE, NOT_QUIET, QUIET, Bench, node_ranks
 
 
-def pair(*names: str, fails_over: bool = True, **ranks: object) -> Bench:
+def pair(*names: str, **ranks: object) -> Bench:
     """A peer that has all of these transports, each of them connected."""
     bench = Bench(*names)
-    bench.connect(ranks=node_ranks(*names, **ranks), fails_over=fails_over)
+    bench.connect(ranks=node_ranks(*names, **ranks))
     bench.worker.step()
     bench.worker.step()
     bench.open()
@@ -46,20 +46,12 @@ def triples(operations: Operations) -> set[tuple[int, int, int]]:
 
 def test_further_paths_are_connected_after_the_first_and_said() -> None:
     bench = Bench("one", "two", "three")
-    bench.connect(ranks=node_ranks("one", "two", "three"), fails_over=True)
+    bench.connect(ranks=node_ranks("one", "two", "three"))
     [connected] = bench.link.take(PeerConnected)
     assert connected.transports == ("one",)
     bench.worker.step()
     assert [len(bench.transport(name).peers) for name in ("one", "two", "three")] == [1, 1, 1]
     assert bench.link.take(PathsChanged)[-1].standby == ("three", "two")
-
-
-def test_a_node_that_does_not_fail_over_gets_one_path() -> None:
-    bench = pair("one", "two", fails_over=False)
-    assert bench.transport("two").peers == []
-    bench.order()
-    bench.end(QUIET)
-    assert bench.sent()[0].error == "one: cable"
 
 
 @pytest.mark.parametrize("in_transit", [True, False])
@@ -151,7 +143,7 @@ def test_with_every_path_lost_the_order_fails_with_all_causes() -> None:
 def test_what_is_lost_waits_for_a_path_that_is_being_connected() -> None:
     bench = Bench("one", "two")
     bench.transport("two").silent.add(b"peer0")
-    bench.connect(ranks=node_ranks("one", "two"), fails_over=True)
+    bench.connect(ranks=node_ranks("one", "two"))
     bench.open()
     bench.order()
     bench.end(QUIET)
@@ -194,7 +186,7 @@ def test_a_new_endpoint_of_one_transport_leaves_the_others_and_is_taken_when_its
     [first] = node_ranks("one", "two")
     moved = first.replace(b"peer0", b"next0", 1)
     assert moved != first
-    bench.say(ConnectPeer(peer=DECODE, ranks=(moved,), fails_over=True), steps=2)
+    bench.say(ConnectPeer(peer=DECODE, ranks=(moved,)), steps=2)
     assert bench.link.take(PeerConnected)[-1].transports == ("two",)
     assert bench.transport("two").peers == [kept]
     bench.end(DONE, "two")

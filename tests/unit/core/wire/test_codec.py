@@ -4,11 +4,10 @@ import msgpack
 import numpy as np
 import pytest
 
-from kvbridge.core.errors import InvalidInputError, ProtocolError
-from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import MAX_ROOM, IndexSpace, PageTable
 from kvbridge.core.wire.codec import PEER, Acks, Envelope, FrameError, FrameFault, MessageCodec
-from kvbridge.core.wire.messages import PROTOCOL_VERSION, Abort, Done, Heartbeat, Offer, PeerMessage, to_wire
+from kvbridge.core.wire.messages import PROTOCOL_VERSION, Offer, PeerMessage, to_wire
 
 
 def offer(pages=64):
@@ -24,24 +23,6 @@ def refused(data, codec=PEER):
     with pytest.raises(FrameError) as caught:
         codec.decode(data)
     return caught.value.fault, str(caught.value)
-
-
-def test_an_offer_comes_back_with_its_tables():
-    envelope = Envelope("a", "b", 5, 6, 4, Acks(2, (4, 5)), offer())
-    back = PEER.decode(PEER.encode(envelope))
-    assert back == envelope
-    table = tables_from_wire(back.body.tables)[IndexSpace.FULL]
-    assert table.first_page == 3
-    assert table.ids.tolist() == list(range(64))
-
-
-def test_a_body_encoded_before_gives_the_same_frame():
-    envelope = Envelope("a", "b", 5, 6, 4, Acks(2), offer())
-    assert PEER.encode(envelope._replace(body=None), PEER.encode_body(envelope.body)) == PEER.encode(envelope)
-
-
-def test_acknowledgements_travel_alone():
-    assert PEER.decode(PEER.encode(Envelope("a", acks=Acks(9)))) == Envelope("a", acks=Acks(9))
 
 
 @pytest.mark.parametrize(
@@ -106,11 +87,6 @@ def test_the_senders_text_is_not_repeated():
         assert "hunter2" not in refused(frame(body=body))[1]
 
 
-def test_a_frame_error_is_a_protocol_error():
-    assert issubclass(FrameError, ProtocolError)
-    assert FrameError(FrameFault.TYPE, "x").code == "protocol"
-
-
 def test_limits_hold_on_both_ways():
     small = MessageCodec(PeerMessage, "peer", max_frame_bytes=10_000)
     envelope = Envelope("a", body=offer(pages=4_096))
@@ -121,14 +97,5 @@ def test_limits_hold_on_both_ways():
     assert "at most 10000" in text
 
 
-def test_binary_fields_stay_bytes():
-    done = Done.model_validate(
-        {"room": 1, "generation": 1, "writer": {"pp": 0, "tp": 0}, "amounts": {}, "phases_s": {}, "metadata": b"\xff\0"}
-    )
-    assert PEER.decode(PEER.encode(Envelope("a", body=done))).body.metadata == b"\xff\0"
-
-
-def test_every_message_of_the_conversation_is_known():
-    assert PEER.decode(PEER.encode(Envelope("a", body=Heartbeat()))).body == Heartbeat()
-    abort = Abort(room=1, generation=1, code="cancelled", message="ü" * 4_000)
-    assert PEER.decode(PEER.encode(Envelope("a", body=abort))).body == abort
+def test_acknowledgements_travel_alone():
+    assert PEER.decode(PEER.encode(Envelope("a", acks=Acks(9)))) == Envelope("a", acks=Acks(9))

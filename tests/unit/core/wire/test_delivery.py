@@ -16,18 +16,6 @@ def outbox(*messages, now_s=0.0):
     return box
 
 
-def test_resends_back_off_from_50_ms_to_1_s():
-    box = outbox("a")
-    assert [sent.sequence for sent in box.take_new(0.0)] == [1]
-    times = []
-    for _ in range(8):
-        now_s = box.wake_at_s
-        times.append(round(now_s, 3))
-        assert box.take_due(now_s - 1e-6) == []
-        assert [sent.message for sent in box.take_due(now_s)] == ["a"]
-    assert times == [0.05, 0.15, 0.35, 0.75, 1.55, 2.55, 3.55, 4.55]
-
-
 def test_the_window_holds_back_and_opens_with_acks():
     box = outbox(*"abcdef")
     assert len(box.take_new(0.0)) == 4
@@ -39,15 +27,6 @@ def test_the_window_holds_back_and_opens_with_acks():
     box.acknowledge(Acks(6), now_s=0.0)
     assert len(box) == 0
     assert box.wake_at_s == float("inf")
-
-
-def test_what_arrived_out_of_order_is_not_sent_again():
-    box = outbox(*"abc")
-    box.take_new(0.0)
-    box.acknowledge(Acks(0, (2,)), now_s=0.0)
-    assert [sent.sequence for sent in box.take_due(0.05)] == [1, 3]
-    box.acknowledge(Acks(3), now_s=0.0)
-    assert len(box) == 0
 
 
 def test_giving_up_moves_the_floor_and_wakes_what_waits_behind():
@@ -79,14 +58,6 @@ def test_a_slow_peer_is_given_more_time():
     assert len(box.take_due(200.41)) == 1
 
 
-def test_hastening_makes_everything_due():
-    box = outbox("a", "b")
-    box.take_new(0.0)
-    box.resend_now(0.01)
-    assert len(box.take_due(0.01)) == 2
-    assert box.take_due(0.011) == []
-
-
 def test_acks_of_what_was_never_sent_are_refused_whole():
     box = outbox("a", "b")
     box.take_new(0.0)
@@ -96,28 +67,30 @@ def test_acks_of_what_was_never_sent_are_refused_whole():
     assert len(box) == 2
 
 
-def test_abandon_returns_everything_in_order():
-    box = outbox(*"abcdef")
-    box.take_new(0.0)
-    assert [item.message for item in box.abandon(2.0)] == list("abcdef")
-    assert len(box) == 0
-    box.check_integrity()
-
-
-def test_the_inbox_orders_and_drops_doubles():
-    inbox = Inbox(SETTINGS)
-    assert inbox.accept(2, "b", floor=1) == ("new", [])
-    assert inbox.accept(2, "b", floor=1) == ("duplicate", [])
-    assert inbox.accept(1, "a", floor=1) == ("new", ["a", "b"])
-    assert inbox.accept(1, "a", floor=1) == ("duplicate", [])
-    assert inbox.owed == 4
-    assert inbox.acks() == Acks(2)
-    assert inbox.owed == 0
-
-
 def test_beyond_the_window_nothing_is_kept_nor_acknowledged():
     inbox = Inbox(SETTINGS)
     assert inbox.accept(5, "e", floor=1).verdict == "beyond_window"
     assert inbox.accept(4, "d", floor=1).verdict == "new"
     assert inbox.acks() == Acks(0, (4,))
     assert inbox.accept(10**9, "z", floor=10**9) == ("new", ["z"])
+
+
+def test_resends_back_off_from_50_ms_to_1_s():
+    box = outbox("a")
+    assert [sent.sequence for sent in box.take_new(0.0)] == [1]
+    times = []
+    for _ in range(8):
+        now_s = box.wake_at_s
+        times.append(round(now_s, 3))
+        assert box.take_due(now_s - 1e-6) == []
+        assert [sent.message for sent in box.take_due(now_s)] == ["a"]
+    assert times == [0.05, 0.15, 0.35, 0.75, 1.55, 2.55, 3.55, 4.55]
+
+
+def test_what_arrived_out_of_order_is_not_sent_again():
+    box = outbox(*"abc")
+    box.take_new(0.0)
+    box.acknowledge(Acks(0, (2,)), now_s=0.0)
+    assert [sent.sequence for sent in box.take_due(0.05)] == [1, 3]
+    box.acknowledge(Acks(3), now_s=0.0)
+    assert len(box) == 0

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from kvbridge.core.errors import FeatureError, errors_by_code
 from kvbridge.core.wire.codec import Envelope
-from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
+from kvbridge.core.wire.features import Features, agree
 from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from tests.fuzz.decoders import DESCRIPTION, ME, MESSAGES, YOU
 from tests.helpers.later_release import LaterCodec
@@ -17,8 +17,8 @@ OLDER, LATER = Features(), Features(has=("digests", "traces"))
 
 
 def test_agreed_is_what_both_have():
-    assert agree(PEER_FEATURES, LATER, us="p", them="d") == ("digests",)
-    assert agree(PEER_FEATURES, OLDER, us="p", them="d") == ()
+    assert agree(Features(has=("b", "digests")), LATER, us="p", them="d") == ("digests",)
+    assert agree(LATER, OLDER, us="p", them="d") == ()
 
 
 @pytest.mark.parametrize(

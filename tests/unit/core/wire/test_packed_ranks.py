@@ -10,10 +10,9 @@ import pytest
 
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.checks import check_manifest
-from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import PRESETS, preset
 from kvbridge.core.ids import IndexSpace, Role
-from kvbridge.core.wire.codec import NODE_TO_WORKER, PEER, Envelope
+from kvbridge.core.wire.codec import PEER, Envelope
 from kvbridge.core.wire.messages import (
     MAX_NODE_RANKS,
     MAX_PACKED_NODE_BYTES,
@@ -24,7 +23,6 @@ from kvbridge.core.wire.messages import (
     TransportEndpoint,
 )
 from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
-from kvbridge.core.wire.worker_messages import ConnectPeer
 from tests.helpers.manifests import Instance, Layout
 
 PAGES = dict.fromkeys(IndexSpace, 4_000)
@@ -52,26 +50,6 @@ def test_nothing_is_lost(name):
             assert found.manifest.model_dump(exclude={"regions"}) == one.manifest.model_dump(exclude={"regions"})
             assert (by_place(found), found.endpoints) == (by_place(one), one.endpoints)
             check_manifest(found.manifest, preset(name))
-
-
-def test_both_places_of_a_layer_are_kept():
-    [one] = described("deepseek-v4-flash", host=frozenset({ComponentKind.C4_KV}))
-    assert by_place(unpack_rank(pack_rank(one))) == by_place(one)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_as_many_ranks_as_a_node_may_have_fit_into_one_frame(name):
-    """To peers, and to the workers that are to write to them."""
-    ranks = tuple(map(pack_rank, described(name, tp_size=4))) * (MAX_NODE_RANKS // 4)
-    assert len(ranks) == MAX_NODE_RANKS
-    assert sum(map(len, ranks)) < MAX_PACKED_NODE_BYTES
-    node = NodeDescription(
-        instance="decode-0", node="n", role=Role.DECODE, incarnation="d" * 16, geometry=preset(name), ranks=ranks
-    )
-    frame = PEER.encode(Envelope(sender="d" * 16, sequence=1, body=Hello(node=node)))
-    assert PEER.decode(frame).body == Hello(node=node)
-    order = ConnectPeer(peer="d" * 16, ranks=ranks)
-    assert NODE_TO_WORKER.decode(NODE_TO_WORKER.encode(Envelope(sender="n", sequence=1, body=order))).body == order
 
 
 def test_the_longest_description_of_a_node_fits_too():

@@ -1,33 +1,27 @@
-"""Reservations have limits: in each state a room says which and how long, and one that runs out gives all back.
-
-Both services behind the admission, and the admission over both: what is reserved is what was asked about, and clients' accounts
-are even in the end.
-"""
+"""What users are told of a room that waits, and limits: one that runs out gives all back, and clients' accounts are even."""
 
 from __future__ import annotations
 
-import asyncio
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.api.rooms import AdmissionRequest, RoomQuery, RoomReport
 from kvbridge.config.admission import AdmissionConfig
-from kvbridge.core.errors import CapacityError, ConflictError, InvalidInputError, NotReadyError
+from kvbridge.core.errors import ConflictError, NotReadyError
 from kvbridge.core.ids import IndexSpace, PageTable
-from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.engine_messages import Admit, Attach, Claim, Extend, Refused
+from kvbridge.core.wire.engine_messages import Admit, Attach, Refused
 from kvbridge.core.wire.features import Features
-from kvbridge.core.wire.messages import Done, Drained, Failed, Offer, to_wire
+from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Offer, to_wire
 from kvbridge.core.wire.worker_messages import RoomClosed
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.engines import AttachedEngines
-from kvbridge.pool.accounts.page_states import PageState
-from tests.helpers.rooms import ADDRESS, DECODE, PAGE, PREFILL, R0, R1, ReceiverBench, SenderBench
+from kvbridge.telemetry.events import RoomEntered
+from tests.helpers.rooms import ADDRESS, DECODE, PAGE, PREFILL, R0, ReceiverBench, SenderBench, full_amounts
 
 TOKENS = 2 * PAGE
 TABLES = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([7, 8], dtype=np.int32))})
@@ -35,12 +29,6 @@ TABLES = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([7, 8], d
 
 def request(**more: object) -> AdmissionRequest:
     return AdmissionRequest(**{"room": 1, "prompt_tokens": TOKENS, "client": "a", **more})  # type: ignore[arg-type]
-
-
-def sender() -> SenderBench:
-    bench = SenderBench()
-    bench.service.requests.admit(request())
-    return bench
 
 
 def receiver(*, known: bool = True, adopted: bool = False) -> ReceiverBench:
@@ -77,18 +65,6 @@ def all_is_back(bench: SenderBench | ReceiverBench) -> None:
 # ------------------------------------------------------------------------------------------- limits
 
 
-def test_prefill_a_room_that_nobody_offers():
-    bench = sender()
-    bench.clock.advance(10)
-    assert limit(bench) == ("timeouts.offer_s", 50)
-    assert dict(bench.service.book.in_use) == {"a": 1}
-    report = run_out(bench)
-    assert (report.state, report.reason_code) == (RoomState.FAILED, "deadline")
-    assert "timeouts.offer_s" in report.reason
-    assert (report.limit, report.expires_in_s) == ("", None)
-    all_is_back(bench)
-
-
 @pytest.mark.parametrize("offered", [False, True])
 def test_prefill_a_ticket_that_no_engine_uses(offered):
     bench = SenderBench()
@@ -97,11 +73,9 @@ def test_prefill_a_ticket_that_no_engine_uses(offered):
     if offered:
         bench.service.peers.hear(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
     assert limit(bench) == ("begin_within_s", 15)
-    assert [one.ends_in_s for one in bench.service.book.not_begun()] == [15]
     report = run_out(bench)
     why = "no prefill engine has begun it in time (limit: begin_within_s)"
     assert (report.state, report.reason_code, report.reason) == (RoomState.FAILED, "deadline", why)
-    assert not bench.service.book.not_begun()
     with pytest.raises(ConflictError, match="no prefill engine has begun it in time"):
         bench.verbs.begin("engine", (R0,), 1, prompt_tokens=TOKENS, tables={})
     if offered:
@@ -121,7 +95,6 @@ def test_prefill_a_ticket_that_an_engine_has_used_in_time_has_no_end(offered):
     bench.clock.advance(19)
     bench.verbs.begin("engine", (R0,), 1, prompt_tokens=TOKENS, tables={})
     assert limit(bench) == (("timeouts.room_s", 581) if offered else ("timeouts.offer_s", 41))
-    assert not bench.service.book.not_begun()
     bench.clock.advance(2)
     bench.tick()
     assert not bench.service.book.report(1).state.final
@@ -131,40 +104,6 @@ def test_a_ticket_does_not_outlast_the_limits_of_the_daemon():
     bench = SenderBench()
     bench.service.requests.admit(request(begin_within_s=1e300))
     assert limit(bench) == ("timeouts.offer_s", 60)
-
-
-def test_prefill_a_room_that_no_engine_begins():
-    bench = sender()
-    bench.service.peers.hear(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
-    assert limit(bench) == ("timeouts.begin_s", 80)
-    assert run_out(bench).state is RoomState.FAILED
-    assert bench.free < bench.pages, "the worker has been told of the pages"
-    bench.service.workers.gone(R0, "it ended")
-    all_is_back(bench)
-
-
-def test_prefill_an_engine_that_stops_publishing_holds_its_pages_until_it_lets_go():
-    bench = sender()
-    bench.service.peers.hear(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=TABLES))
-    bench.verbs.begin("engine", (R0,), 1, prompt_tokens=TOKENS, tables={})
-    bench.verbs.publish("engine", (R0,), 1, upto_token=PAGE, layers=None)
-    assert run_out(bench).state is RoomState.FAILED
-    assert limit(bench) == ("timeouts.drain_s", 50)
-    assert bench.book.pages_being_released()[IndexSpace.FULL] == 2
-    bench.service.workers.gone(R0, "it ended")
-    assert bench.free < bench.pages, "the engine may still write"
-    assert dict(bench.service.book.in_use) == {"a": 1}
-    bench.service.engines.gone("engine", "its connection has ended")
-    assert bench.free < bench.pages, "its GPU may still write"
-    bench.service.engines.ended("engine")
-    all_is_back(bench)
-
-
-def test_decode_a_room_whose_writers_are_never_met():
-    bench = receiver(known=False)
-    assert limit(bench) == ("timeouts.handshake_s", 20)
-    assert run_out(bench).state is RoomState.FAILED
-    all_is_back(bench)
 
 
 @pytest.mark.parametrize("adopted", [False, True])
@@ -182,11 +121,9 @@ def test_decode_prefill_says_whether_a_ticket_was_used():
     bench.nodes.know()
     bench.service.requests.admit(request(prefill=(ADDRESS,), begin_within_s=5.0))
     assert limit(bench) == ("begin_within_s", 5)
-    assert [one.ends_in_s for one in bench.service.book.not_begun()] == [5]
     bench.clock.advance(5)
     bench.tick()
     assert limit(bench) == ("timeouts.room_s", 595)
-    assert not bench.service.book.not_begun()
     why = "no prefill engine has begun it in time (limit: begin_within_s)"
     bench.service.peers.hear(PREFILL, Failed(room=1, generation=1, code="deadline", message=why))
     bench.service.peers.hear(PREFILL, Drained(room=1, generation=1))
@@ -196,61 +133,7 @@ def test_decode_prefill_says_whether_a_ticket_was_used():
     all_is_back(bench)
 
 
-def test_decode_a_done_of_one_rank_is_a_use_of_the_ticket():
-    bench = ReceiverBench()
-    bench.nodes.know(ranks=(R0, R1), tp_size=2)
-    bench.service.requests.admit(request(prefill=(ADDRESS,), begin_within_s=5.0))
-    rows = bench.service.book.get(1).writers[PREFILL].shares[R0].rows(prompt_tokens=TOKENS, prefix_tokens=0)
-    amounts = {kind: Amount(lane_rows=count, bytes=count) for kind, count in rows.items()}
-    bench.service.peers.hear(PREFILL, Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={}))
-    assert limit(bench) == ("timeouts.room_s", 600)
-
-
-def test_decode_adopted_pages_that_are_never_named():
-    bench = receiver(adopted=True)
-    assert limit(bench) == ("timeouts.pages_s", 10)
-    assert run_out(bench).state is RoomState.FAILED
-    all_is_back(bench)
-
-
-def test_decode_a_room_that_is_being_stopped_counts_as_being_released():
-    bench = receiver()
-    assert limit(bench) == ("timeouts.room_s", 600)
-    asyncio.run(bench.service.requests.cancel(1, "enough"))
-    assert limit(bench) == ("timeouts.drain_s", 50)
-    assert bench.book.pages_being_released()[IndexSpace.FULL] == 2
-    bench.clock.advance(50)
-    bench.tick()
-    assert bench.book.pages_being_released()[IndexSpace.FULL] == 0
-    assert bench.book.counts()[IndexSpace.FULL][PageState.QUARANTINED] == 2
-    assert dict(bench.service.book.in_use) == {"a": 1}, "a client's quarantined rooms still count as its own"
-
-
 # ------------------------------------------------------------------------------------------- what is asked about
-
-
-@pytest.mark.parametrize("bench", [SenderBench(pages=3), ReceiverBench(pages=3)], ids=["prefill", "decode"])
-def test_the_demand_is_what_is_reserved(bench):
-    more = {} if isinstance(bench, SenderBench) else {"prefill": (ADDRESS,), "max_new_tokens": PAGE}
-    asked = request(**more)
-    demand = bench.service.requests.demand(asked)
-    bench.service.requests.admit(asked)
-    assert demand == {IndexSpace.FULL: bench.pages - bench.free}
-    with pytest.raises(CapacityError) as caught:
-        bench.service.requests.admit(request(room=2, prompt_tokens=3 * PAGE, **(more | {"max_new_tokens": 0})))
-    assert caught.value.lacking == {IndexSpace.FULL: 3 - bench.free}
-    with pytest.raises(InvalidInputError, match="the whole pool has 3"):
-        bench.service.requests.demand(request(room=2, prompt_tokens=4 * PAGE, **more))
-
-
-def test_adopted_prefill_pools_ask_for_nothing():
-    bench = SenderBench(adopted=True)
-    assert bench.service.requests.demand(request()) == {}
-    admission = AdmissionController(
-        bench.service.requests, bench.book, limits=AdmissionConfig(), events=bench.events, clock=bench.clock
-    )
-    admission.tick()
-    assert admission.starved_s() == 0.0
 
 
 def test_a_daemon_that_lacks_workers_says_so_before_all_else():
@@ -295,13 +178,10 @@ class Api:
 def test_an_engine_is_told_when_to_come_back():
     api = Api(SenderBench(pages=2), client_max_rooms=2)
     api.call(Admit(call=2, room=1, prompt_tokens=TOKENS))
-    first = api.call(Admit(call=3, room=2, prompt_tokens=PAGE))
-    api.bench.clock.advance(7)
-    refused = api.call(Admit(call=4, room=2, prompt_tokens=PAGE))
-    assert isinstance(first, Refused)
+    refused = api.call(Admit(call=3, room=2, prompt_tokens=PAGE))
     assert isinstance(refused, Refused)
-    assert (refused.code, refused.retry_after_s) == ("capacity", 7.0), "as long again as nothing has been released"
-    assert api.bench.events.refusals == {"capacity": 2}
+    assert (refused.code, refused.retry_after_s) == ("capacity", 0.1), "nothing has been released yet: soon"
+    assert api.bench.events.refusals == {"capacity": 1}
 
 
 def test_engines_are_one_client_of_their_own():
@@ -313,23 +193,114 @@ def test_engines_are_one_client_of_their_own():
     assert "client 'engine' has 1 rooms" in refused.message
 
 
-def test_an_extension_that_lacks_pages_is_told_when_to_come_back():
-    bench = ReceiverBench(pages=4)
-    bench.nodes.know()
-    api = Api(bench)
-    for room in (1, 2):
-        bench.service.requests.admit(request(room=room, prefill=(ADDRESS,)))
-    bench.service.book.get(1).state = ReceiverState.COMMITTED
-    api.call(Claim(call=2, room=1))
-    for waited_s in (0.0, 9.0):
-        bench.clock.advance(waited_s)
-        refused = api.call(Extend(call=3, room=1, tokens=TOKENS + 1))
-    assert isinstance(refused, Refused)
-    assert (refused.code, refused.retry_after_s) == ("capacity", 9.0)
-
-
 def test_a_room_in_use_has_no_limit():
     bench = receiver()
     bench.service.book.get(1).state = ReceiverState.COMMITTED
     bench.verbs.claim("engine", 1)
     assert limit(bench) == ("", None)
+
+
+# ------------------------------------------------------------------------------------------- what users are told
+
+PEER = f"decode/{DECODE}"
+
+
+def told(bench: SenderBench | ReceiverBench) -> tuple[str, str]:
+    report = bench.service.book.report(1)
+    return report.state.value, report.waits_for
+
+
+def admit(bench: SenderBench | ReceiverBench, room: int = 1, **more: object) -> RoomReport:
+    prefill = (ADDRESS,) if isinstance(bench, ReceiverBench) else ()
+    return bench.service.requests.admit(AdmissionRequest(room=room, prompt_tokens=TOKENS, prefill=prefill, **more))
+
+
+def offer(bench: SenderBench) -> None:
+    tables = {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([7, 8], dtype=np.int32))}
+    bench.service.peers.hear(DECODE, Offer(room=1, generation=1, prompt_tokens=TOKENS, tables=to_wire(tables)))
+
+
+def offered(bench: SenderBench) -> None:
+    admit(bench)
+    offer(bench)
+
+
+def test_prefill_says_what_it_waits_for_from_its_admission_to_its_end() -> None:
+    bench = SenderBench()
+    admit(bench)
+    assert told(bench) == ("admitted", "a prefill engine to begin it, and for the decode node to offer its pages")
+    offer(bench)
+    assert told(bench) == ("offered", "a prefill engine to begin it"), "nothing is transferred before there is anything"
+    bench.verbs.begin("engine", bench.ranks, 1, prompt_tokens=TOKENS, tables={})
+    bench.verbs.publish("engine", bench.ranks, 1, upto_token=PAGE, layers=None)
+    progress = f"({PAGE} of {TOKENS} tokens are published)"
+    assert told(bench) == ("transferring", f"the prefill engine to publish and finish it {progress}")
+    bench.verbs.publish("engine", bench.ranks, 1, upto_token=TOKENS, layers=None)
+    bench.verbs.finish("engine", bench.ranks, 1, metadata=b"")
+    assert told(bench) == ("transferring", "rank workers pp0.tp0 to send it")
+    report = bench.service.book.report(1)
+    assert (report.peers, report.pages) == ((PEER,), {IndexSpace.FULL: 2})
+    bench.service.peers.hear(DECODE, Abort(room=1, generation=1, code="aborted", message="no"))
+    assert told(bench) == ("aborting", "rank workers pp0.tp0 to be quiet")
+    states = [fact.state.value for fact in bench.events.of(RoomEntered)]
+    assert states == ["admitted", "offered", "transferring", "aborting"]
+
+
+def test_decode_says_what_it_waits_for_from_its_admission_to_its_end() -> None:
+    bench = ReceiverBench()
+    admit(bench)
+    assert told(bench) == ("admitted", f"prefill nodes {ADDRESS.endpoint} to answer")
+    bench.nodes.know()
+    bench.service.writers.nodes_changed()
+    (name,) = bench.service.book.report(1).peers
+    assert told(bench) == ("offered", f"prefill ranks pp0.tp0 of {name} to send everything")
+    bench.service.peers.hear(
+        PREFILL, Done(room=1, generation=1, writer=R0, amounts=full_amounts(TOKENS), phases_s={}, metadata=b"")
+    )
+    assert told(bench) == ("committed", "a decode engine to claim it")
+    bench.verbs.claim("engine", 1)
+    assert told(bench) == ("claimed", "engines engine to release it")
+    bench.verbs.release("engine", 1)
+    assert told(bench) == ("completed", "")
+    report = bench.service.book.report(1)
+    assert (report.peers, report.pages) == ((name,), {}), "a receipt still says who it came from"
+
+
+def test_the_present_wait_counts_down() -> None:
+    bench = SenderBench()
+    admit(bench, begin_within_s=30.0)
+    before = bench.service.book.report(1)
+    bench.clock.advance(10)
+    after = bench.service.book.report(1)
+    assert (before.expires_in_s, after.expires_in_s, after.limit) == (30.0, 20.0, "begin_within_s")
+
+
+def test_rooms_are_listed_by_state_client_and_peer() -> None:
+    bench = SenderBench()
+    offered(bench)
+    admit(bench, room=2, client="a")
+    admit(bench, room=3, client="b")
+
+    def rooms(**query: object) -> list[int]:
+        return [report.room for report in bench.service.book.page(RoomQuery(**query)).rooms]
+
+    assert rooms() == [1, 2, 3]
+    assert rooms(states={"admitted"}) == [2, 3]
+    assert rooms(client="a") == [2]
+    assert rooms(client="") == [1]
+    assert rooms(peer=PEER) == rooms(peer="decode") == [1]
+    assert rooms(peer="dec") == []
+    page = bench.service.book.page(RoomQuery(limit=2))
+    assert [report.room for report in bench.service.book.page(RoomQuery(after=page.next)).rooms] == [3]
+
+
+def test_decode_says_whose_proof_it_waits_for() -> None:
+    bench = ReceiverBench()
+    bench.nodes.know()
+    admit(bench)
+    (name,) = bench.service.book.report(1).peers
+    bench.service.driver.stop(bench.service.book.get(1), "no")
+    assert told(bench) == ("aborting", f"prefill nodes {name} to prove that they write nothing more")
+    bench.service.peers.hear(PREFILL, Drained(room=1, generation=1, in_transit=True))
+    assert told(bench) == ("aborting", "its writers to be shut out")
+    assert bench.service.book.report(1).quarantine == "writer_being_shut_out"
