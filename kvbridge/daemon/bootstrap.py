@@ -13,7 +13,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -34,13 +34,10 @@ from kvbridge.config.schema import BootstrapConfig
 from kvbridge.core.errors import BridgeError, ConfigError, UnavailableError
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.lifecycle import ToldReadiness
-from kvbridge.daemon.live_view import bootstrap_snapshot
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.daemon.traces import Traces
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from kvbridge.http.client import DaemonClient
-from kvbridge.http.feed import Feed
-from kvbridge.http.live import events_router
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.memory.leftovers import remove_leftovers
@@ -100,7 +97,6 @@ class BootstrapDaemon:
         self._overview = _Overview()
         self._told = ToldReadiness()
         self._seldom = Seldom(self.metrics.line_left_out)
-        self._feed = Feed(lambda: bootstrap_snapshot(self.status()))
         self._http: HttpServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -139,15 +135,14 @@ class BootstrapDaemon:
         log.info("daemon_listens", http=self._http.url, store=repr(self._store))
 
     def _app(self, settings: AppSettings) -> Application:
-        app = create_bootstrap_app(
+        return create_bootstrap_app(
             directory=self.directory,
             pairing=self.pairing,
             status=self,
             settings=settings,
+            page=lambda: {"status": self.status()},
             begin_trace=self._traces.begin,
         )
-        app.include_router(events_router(self._feed))
-        return app
 
     async def failed(self) -> None:
         """Raise what ended the endpoint or one of the tasks."""
@@ -168,7 +163,6 @@ class BootstrapDaemon:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._feed.close()
         if self._http is not None:
             await self._http.stop()
         await self._daemons.close()
@@ -223,18 +217,6 @@ class BootstrapDaemon:
             instances=overview.listing,
             rooms=overview.rooms,
         )
-
-    def serves(self, route: str, methods: Sequence[str], code: int) -> None:
-        """See StatusPort."""
-        self.metrics.serves(route, methods, code)
-
-    def answered(self, route: str, method: str, code: int, seconds: float) -> None:
-        """See StatusPort."""
-        self.metrics.answered(route, method, code, seconds)
-
-    def traceparent_ignored(self) -> None:
-        """See StatusPort."""
-        self.metrics.traceparent_ignored()
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
         """Set what is only known now, and return the metrics page in pieces, in an accepted form, and its content type."""

@@ -70,7 +70,7 @@ def create_router_app(*, service: RouterPort, status: StatusPort[RouterStatus], 
             return openai_error(error)
         return Response(content, code, media_type="application/json")
 
-    return assemble_app("kvbridge router", [router], direct=None, status=status, kind=RouterStatus, settings=settings)
+    return assemble_app("kvbridge router", [router], (), status=status, kind=RouterStatus, settings=settings)
 
 
 def _passed_on(headers: Headers) -> dict[str, str]:
