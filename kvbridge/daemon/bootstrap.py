@@ -1,7 +1,5 @@
 """The bootstrap daemon: the directory and the pairing behind one HTTP API.
 
-Owns: how they and their store are put together, and the overview that operators are shown. Must not know: how a store keeps things.
-
 `/ready`, `/status` and `/metrics` are answered from an overview, so that they never wait for a store that hangs. It is taken every
 `OVERVIEW_S`, and less often where the fleet is so large that it would take more than a small part of the time.
 """
@@ -26,7 +24,7 @@ from kvbridge.api.endpoint_file import DaemonEndpoint, remove_endpoint, write_en
 from kvbridge.api.status import BootstrapStatus, Readiness, StoreStatus
 from kvbridge.bootstrap.directory import Directory, absences
 from kvbridge.bootstrap.pairing import PairingService
-from kvbridge.bootstrap.stores.base import NodeStore, PairingState, RoomStore, RoomTimes, StoreObserver
+from kvbridge.bootstrap.stores.base import NodeStore, PairingState, RoomStore, RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.config.directory import StoreKind
 from kvbridge.config.loading import read_secret, read_token
@@ -245,7 +243,7 @@ def _state_of(instance: InstanceView) -> str:
     return "ready" if instance.ready else "not_ready"
 
 
-def open_store(config: BootstrapConfig, observer: StoreObserver, files: SecretFiles) -> Store:
+def open_store(config: BootstrapConfig, observer: Metrics, files: SecretFiles) -> Store:
     """Return the store that the configuration names. Raises ConfigError when it cannot be used here."""
     directory, timeouts = config.directory, config.timeouts
     rooms = RoomTimes(

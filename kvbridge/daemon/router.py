@@ -1,7 +1,4 @@
-"""The router: servers, their health and the requests to them behind one HTTP API.
-
-Owns: how they are put together, the limit on requests, what is counted. Must not know: the OpenAI API.
-"""
+"""The router: servers, their health and the requests to them behind one HTTP API."""
 
 from __future__ import annotations
 

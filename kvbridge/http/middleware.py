@@ -1,10 +1,4 @@
-"""What happens to a request before and after its route.
-
-Owns: request ids and traces of callers, what is counted of requests, bearer token, body limit, the answer to errors that nobody
-foresaw. Must not know: services.
-
-Plain ASGI: a caller without the token is refused before a byte of its body is read.
-"""
+"""What happens to a request before and after its route. Plain ASGI: no body is read for a caller without a token."""
 
 from __future__ import annotations
 

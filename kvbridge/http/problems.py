@@ -1,9 +1,7 @@
 """RFC 9457 problem bodies, in both directions.
 
-Owns: the form of a problem, errors to problems, problems back to errors. Must not know: routes.
-
-`code` is the stable code of `kvbridge.core.errors` and what a program matches on; `type` is the same as a URN. A
-malformed request answers 400 `invalid_input` and names each fault; it never answers 422.
+`code` is the stable code of `kvbridge.core.errors` and what a program matches on; `type` is the same as a URN. A malformed request
+answers 400 `invalid_input` and names each fault; it never answers 422.
 """
 
 from __future__ import annotations

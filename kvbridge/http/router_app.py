@@ -1,8 +1,5 @@
 """The endpoint of the router: the OpenAI API, passed through.
 
-Owns: /v1/completions, /v1/chat/completions, /v1/models; the form of errors there; the end of a stream that broke; clients that
-leave. Must not know: how servers are chosen, what they are told.
-
 Errors of these routes have the form that OpenAI's clients read. What follows a stream's first byte can only be told inside of it:
 as an event with an error, and without the `[DONE]` that stands for a whole answer. Any other answer that breaks is cut off.
 """

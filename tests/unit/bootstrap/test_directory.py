@@ -239,7 +239,7 @@ async def test_instances_that_cannot_meet_say_so(world):
     decode, prefill = await directory.listing()
     remedy = "give all of them keys (control.curve.secret_key_file), or none (and `insecure`, beyond one machine)"
     assert (decode.ready, decode.meets_by) == (False, (LOCAL, PLAIN))
-    assert decode.reasons == (f"it meets others by local or plain, prefill instances of its model by curve: {remedy}",)
+    assert decode.reasons == (f"'d' meets others by local or plain, prefill instances of its model by curve: {remedy}",)
     assert (prefill.ready, prefill.meets_by) == (False, (CURVE,))
     assert len(absences((decode, prefill))) == 2
     await directory.register(node("e", Role.DECODE, meets_by=(CURVE,), control=None))
@@ -296,8 +296,10 @@ async def test_two_models_that_do_not_match_are_no_pair_and_say_so(world):
     directory = await world.directory(node("p", Role.PREFILL), node("d", Role.DECODE, model="tiny-gqa"))
     decode, prefill = await directory.listing()
     assert (decode.ready, prefill.ready) == (False, False)
-    assert "no decode instance holds its model 'tiny-v4'; between it (here) and 'd' (peer)" in prefill.reasons[0]
-    assert "no prefill instance holds its model 'tiny-gqa'" in decode.reasons[0]
+    assert (
+        "no decode instance holds the model 'tiny-v4' of 'p'; between 'p' (here) and 'd' (peer)" in prefill.reasons[0]
+    )
+    assert "no prefill instance holds the model 'tiny-gqa' of 'd'" in decode.reasons[0]
     assert len(absences((decode, prefill))) == 2
     await directory.register(node("e", Role.DECODE))
     assert {view.instance: view.ready for view in await directory.listing()} == {"p": True, "d": False, "e": True}
