@@ -42,12 +42,6 @@ async def test_a_node_is_listed_until_it_falls_silent(world):
         await directory.heartbeat("p", "node-0", beat("p-incarnation-1"))
 
 
-async def test_listing_alone_takes_silent_nodes_off(world):
-    directory = await world.directory(node("p", Role.PREFILL))
-    world.advance(EXPIRE_AFTER_S + 1)
-    assert await directory.instances() == ()
-
-
 async def test_a_heartbeat_keeps_a_node_and_brings_its_load(world):
     directory = await world.directory(node("p", Role.PREFILL))
     world.advance(EXPIRE_AFTER_S - 10)
@@ -155,25 +149,15 @@ async def test_nodes_of_an_instance_agree_on_the_model(world):
     [
         ({"pp_size": 2}, "its pp_size is 2"),
         ({"tp_size": 4}, "its tp_size is 4"),
+        ({"role": Role.DECODE}, "its role is decode, that of node 'node-0' is prefill"),
         ({"ranks": (Rank(pp=0, tp=0),)}, "rank pp0.tp0 already lives on node 'node-0' at http://p-0"),
     ],
 )
 async def test_nodes_of_an_instance_agree_on_their_places(world, changes, expected):
     directory = await world.directory(half("p", Role.PREFILL, 0))
+    registration = half("p", Role.PREFILL, 1).model_copy(update=changes)
     with pytest.raises(ConflictError, match=expected.replace(".", r"\.")):
-        await directory.register(half("p", Role.PREFILL, 1, **changes))
-
-
-async def test_nodes_of_an_instance_agree_on_their_stages(world):
-    directory = await world.directory(half("p", Role.PREFILL, 0, pp_size=2, stage_boundaries=(3,)))
-    with pytest.raises(ConflictError, match=r"its stage_boundaries is \(2,\), that of node 'node-0' is \(3,\)"):
-        await directory.register(half("p", Role.PREFILL, 1, pp_size=2, stage_boundaries=(2,)))
-
-
-async def test_nodes_of_an_instance_agree_on_the_role(world):
-    directory = await world.directory(half("p", Role.PREFILL, 0))
-    with pytest.raises(ConflictError, match="its role is decode, that of node 'node-0' is prefill"):
-        await directory.register(half("p", Role.DECODE, 1))
+        await directory.register(registration)
 
 
 @pytest.mark.parametrize(

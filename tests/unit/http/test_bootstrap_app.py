@@ -156,13 +156,6 @@ async def test_what_a_later_release_adds_to_a_registration_and_a_heartbeat_is_ig
     assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
 
 
-async def test_a_mistake_in_a_registration_is_still_named(http):
-    wrong = later(node("p", Role.PREFILL)) | {"pp_size": "one"}
-    answer = await http.put("/v1/instances/p/nodes/node-0", json=wrong)
-    assert answer.status_code == 400
-    assert "body.pp_size" in answer.json()["detail"]
-
-
 @pytest.mark.parametrize("key", ["http_url", "engine_url"])
 @pytest.mark.parametrize("url", ["http://h:99999999", "http://a..b", "http://b\u00fccher:80"])
 async def test_a_url_that_nobody_can_ask_is_refused_at_registration(http, key, url):

@@ -7,9 +7,7 @@ import base64
 import httpx
 import pytest
 
-from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.config.endpoints import HttpConfig
-from kvbridge.core.prefixes import Retention
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from tests.unit.http.services import BOOTSTRAP_PAGE, FakeRooms, FakeStatus, daemon_app, settings
 
@@ -42,14 +40,6 @@ async def test_keys_and_namespace_reach_the_rooms(rooms):
     assert [(one.namespace, one.page_hashes) for one in rooms.requests] == [("acme", KEYS)]
 
 
-async def test_retention_reaches_the_rooms(rooms):
-    async with daemon(rooms) as http:
-        asked = body("acme", retention={"priority": 2, "for_s": 600})
-        assert (await http.post("/v1/requests", json=asked)).status_code == 201
-        assert (await http.post("/v1/requests", json=body("acme"))).status_code == 201
-    assert [one.retention for one in rooms.requests] == [Retention(priority=2, for_s=600.0), None]
-
-
 @pytest.mark.parametrize(
     ("wrong", "where"),
     [
@@ -64,17 +54,6 @@ async def test_a_retention_outside_its_limits_is_refused_and_says_why(rooms, wro
     assert answer.status_code == 400
     assert where in answer.text
     assert not rooms.requests
-
-
-async def test_no_thread_is_needed_to_know_them(rooms, monkeypatch):
-    """Requests come by the hundred a second, and what a token may name is there already."""
-
-    def another_thread(*_, **__):
-        raise AssertionError("a request was handed to another thread")
-
-    monkeypatch.setattr("anyio.to_thread.run_sync", another_thread)
-    async with daemon(rooms) as http:
-        assert (await http.post("/v1/requests", json=body("acme"))).status_code == 201
 
 
 @pytest.mark.parametrize(
@@ -162,8 +141,3 @@ async def test_bootstrap_hands_on_what_its_caller_may_name():
             answer = await http.post("/v1/requests", json=body("globex"), headers={"Authorization": f"Bearer {token}"})
             assert (answer.status_code, answer.json()["code"]) == (403, "namespace_forbidden")
     assert pairing.asked == [("globex", False, True), ("globex", True, False)]
-
-
-async def test_a_request_is_written_without_what_it_does_not_say():
-    """A release that does not know page keys refuses a request that has them."""
-    assert AdmissionRequest(prompt_tokens=1).model_dump_json(exclude_defaults=True) == '{"prompt_tokens":1}'

@@ -18,7 +18,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from kvbridge.api.rooms import AdmissionRequest
-from kvbridge.core.errors import CapacityError, ConfigError, PeerError
+from kvbridge.core.errors import ConfigError, PeerError
 from kvbridge.http import connections
 from kvbridge.http.client import DaemonClient
 from kvbridge.http.server import HttpServer, TlsFiles
@@ -63,11 +63,6 @@ async def test_a_taken_port_is_named():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"http\.host 127\.0\.0\.1, http\.port {port}: cannot listen"):
             await serve(FakeRooms(), port=port)
-
-
-async def test_an_address_of_another_machine_is_refused():
-    with pytest.raises(ConfigError, match=r"http\.host 192\.0\.2\.1"):
-        await serve(FakeRooms(), host="192.0.2.1")
 
 
 async def test_signals_stay_the_daemons():
@@ -295,21 +290,6 @@ async def test_too_many_callers_are_turned_away_and_the_others_served():
         assert b"200 OK" in await held[0][0].readline()
     for _, each in held:
         each.close()
-    await server.stop()
-
-
-async def test_a_client_that_is_one_too_many_is_told_so_and_served_when_another_has_left():
-    server = await serve(FakeRooms(), limits=limits(request_s=3600.0, connections=1))
-    _, held = await connected(server)
-    request = AdmissionRequest(room=5, prompt_tokens=2)
-    async with asyncio.timeout(20), DaemonClient(token="t", timeout_s=20.0) as client:
-        with pytest.raises(CapacityError, match=r"http\.max_connections"):
-            await client.admit(server.url, request)
-        held.close()
-        while True:
-            with contextlib.suppress(CapacityError):  # until the server has seen the end of the other connection
-                assert (await client.admit(server.url, request)).room == 5
-                break
     await server.stop()
 
 
