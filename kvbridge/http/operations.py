@@ -23,9 +23,10 @@ from kvbridge.core.clock import monotonic
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.prefixes import TokenGrant
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
-from kvbridge.http.middleware import BearerToken, BodyLimit, Observed, UnhandledErrors
+from kvbridge.http.middleware import BearerToken, BodyLimit, Direct, Observed, UnhandledErrors
 from kvbridge.http.page import PAGE_PATHS, Document, page_router
 from kvbridge.http.problems import PROBLEM_TYPE, Problem, install_problem_handlers
+from kvbridge.http.requests import REQUESTS
 
 OPEN_PATHS = PAGE_PATHS | {"/health", "/ready"}
 TURN_S = 0.002
@@ -97,6 +98,7 @@ def assemble_app(  # noqa: PLR0913 - each is what applications differ in
         # FastAPI would tell providers that somebody has made global of each request, beside the spans that are made here.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     shown = [] if page is None else [page_router(page, asks_token=bool(settings.grants))]
     for router in [*routers, _operators_router(status, kind), *shown]:
         app.include_router(router)
@@ -107,6 +109,9 @@ def assemble_app(  # noqa: PLR0913 - each is what applications differ in
     _serve_description(app, tuple(bodies), open_paths, asks_token=bool(settings.grants))
     install_problem_handlers(app)
     # The last one added is the first to see a request.
+    for route in routes:
+        if route.path == REQUESTS and "POST" in route.methods:
+            app.add_middleware(Direct, route=route)
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(BearerToken, grants=settings.grants_now or (lambda: settings.grants), open_paths=open_paths)
     app.add_middleware(UnhandledErrors)
