@@ -15,7 +15,7 @@ from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
-from pydantic.json_schema import JsonSchemaMode, models_json_schema
+from pydantic.json_schema import models_json_schema
 
 from kvbridge import __version__
 from kvbridge.api.status import Readiness, StatusPort
@@ -110,7 +110,7 @@ def assemble_app(  # noqa: PLR0913 - each is what applications differ in
     install_problem_handlers(app)
     # The last one added is the first to see a request.
     for route in routes:
-        if route.path == REQUESTS and "POST" in route.methods:
+        if route.path == REQUESTS and "POST" in (route.methods or ()):
             app.add_middleware(Direct, route=route)
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(BearerToken, grants=settings.grants_now or (lambda: settings.grants), open_paths=open_paths)
@@ -180,8 +180,8 @@ def describe(
     """Return an application's description. `asks_token`: callers have to show one, except at the open paths."""
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
     components = schema.setdefault("components", {})
-    of_bodies: list[tuple[type[BaseModel], JsonSchemaMode]] = [(kind, "validation") for kind in (Problem, *bodies)]
-    _, own = models_json_schema(of_bodies, ref_template=f"{SCHEMAS}{{model}}")  # type: ignore[arg-type]  # a list is invariant
+    kinds: list[type[BaseModel]] = [Problem, *bodies]
+    _, own = models_json_schema([(kind, "validation") for kind in kinds], ref_template=f"{SCHEMAS}{{model}}")
     components["schemas"] = components.get("schemas", {}) | own["$defs"]
     components["securitySchemes"] = {"bearer": TOKEN_SCHEME}
     schema["security"] = [{"bearer": []}] if asks_token else [{}, {"bearer": []}]
