@@ -222,6 +222,15 @@ async def test_old_notes_take_no_memory():
 
 
 @pytest.mark.asyncio
+async def test_a_ticket_that_does_not_count_leaves_no_note(world):
+    old = await world.store.claim(1, generations=1)
+    world.advance(40)
+    await world.store.claim(1, generations=1)
+    assert not await world.store.settle(old, ticketed(old, "p1", "d1"), [A])
+    assert await world.store.noted([A]) == ({},)
+
+
+@pytest.mark.asyncio
 async def test_only_the_last_instances_are_remembered(world, monkeypatch):
     for store in (memory, redis):
         monkeypatch.setattr(store, "NOTE_INSTANCES", 4)
