@@ -11,8 +11,6 @@ ROOMS ?= 100000
 WORKERS ?=
 SEED ?=
 TESTS := $(BIN)/python -m tests.run $(if $(WORKERS),--workers $(WORKERS)) $(if $(SEED),--seed $(SEED))
-# Makes a client from what the HTTP APIs say of themselves, which a test then uses.
-CLIENT_GENERATOR := openapi-python-client==0.29.1 ruamel.yaml==0.19.1
 SYSTEM_LIBRARIES := libibverbs1 libnuma1 libcurl4
 # Real servers for the tests of the shared directory and of metrics; systemd-analyze, unshare, setpriv and openssl for those of deploying;
 # unshare, ip and curl for those of the documentation; curl also for the request that `kvbridge up` says to try.
@@ -75,8 +73,6 @@ $(READY): pyproject.toml constraints.txt | system
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(if $(TORCH),$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH))
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[cpu,transformers,redis,plot,traces,docs,dev]'
-	# It asks for an older typer than the one here, for a command line of its own that nobody calls.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(CLIENT_GENERATOR)
 	touch $@
 
 # Mooncake's wheel is linked against libraries that pip cannot bring.
@@ -144,7 +140,7 @@ constraints:
 	rm -rf $(VENV)
 	$(MAKE) setup CONSTRAINTS=
 	sed -i '/^[^#]/d' constraints.txt
-	$(BIN)/python -m pip freeze --exclude-editable | grep -v -e '^torch==' -e '^openapi-python-client==' -e '^ruamel' >>constraints.txt
+	$(BIN)/python -m pip freeze --exclude-editable | grep -v -e '^torch==' >>constraints.txt
 
 dashboards: $(READY)
 	$(BIN)/python -m deploy.grafana.build

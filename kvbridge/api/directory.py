@@ -1,27 +1,20 @@
-"""What bootstrap is told and asked: nodes, their load, pairs of instances, tickets.
-
-Owns: these requests and answers. Must not know: HTTP, how a pair is chosen, where records are kept.
-Field names here are the JSON names of the API.
-"""
+"""What bootstrap is told and asked. Field names are the JSON names of the API."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from kvbridge.api.examples import REGISTRATION
 from kvbridge.api.rooms import PageHashes
 from kvbridge.core.addresses import HTTP_URL, PeerAddress
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
-from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId, examples
+from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId
 from kvbridge.core.prefixes import ModelIdentity, Namespace, Retention
 from kvbridge.core.wire.features import Features
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
-
-
 HttpUrl = Annotated[str, Field(pattern=f"^{HTTP_URL}$", max_length=500)]
 EngineUrl = Annotated[str, Field(pattern=f"^({HTTP_URL})?$", max_length=500)]
 """Where a node's engine answers requests of the OpenAI API; empty: the node does not say."""
@@ -51,13 +44,15 @@ class ControlMode(StrEnum):
     """In the clear, but both are on one machine."""
 
 
+GROWS = ConfigDict(json_schema_extra={"additionalProperties": True})
+"""Of what a node sends by itself: fields that a later release adds are ignored."""
 Reasons = Annotated[tuple[Annotated[str, Field(max_length=2_000)], ...], Field(max_length=32)]
 
 
 class NodeRegistration(FrozenModel):
     """One daemon's entry in the directory. What a later release adds to it is ignored."""
 
-    model_config = examples(REGISTRATION, additionalProperties=True)
+    model_config = GROWS
 
     instance: Name
     node: Name
@@ -106,14 +101,7 @@ class NodeHeartbeat(FrozenModel):
     What a later release adds to it is ignored.
     """
 
-    model_config = examples(
-        {
-            "incarnation": "9f1c3a5e7b2d4860",
-            "ready": True,
-            "load": {"rooms": 3, "available_pages": {"full": 900}, "total_pages": {"full": 1024}},
-        },
-        additionalProperties=True,
-    )
+    model_config = GROWS
 
     incarnation: Name
     ready: bool
@@ -170,16 +158,6 @@ class InstanceView(FrozenModel):
 class PairRequest(FrozenModel):
     """Ask bootstrap for a pair of instances for one request."""
 
-    model_config = examples(
-        {"prompt_tokens": 4096, "max_new_tokens": 512, "client": "chat"},
-        {
-            "prompt_tokens": 700,
-            "namespace": "acme",
-            "page_hashes": "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=",
-            "retention": {"priority": 2, "for_s": 600},
-        },
-    )
-
     room: RoomId | None = None
     prompt_tokens: Positive
     max_new_tokens: NonNegative = 0
@@ -207,30 +185,8 @@ class TicketEnd(FrozenModel):
     """Of the engines, as far as their nodes have told them."""
 
 
-TICKET = {
-    "room": 77,
-    "generation": 1,
-    "prefill": {
-        "instance": "prefill-0",
-        "http_urls": ["http://10.0.0.7:7901"],
-        "engine_urls": [],
-    },
-    "decode": {
-        "instance": "decode-0",
-        "http_urls": ["http://10.0.0.8:7902"],
-        "engine_urls": [],
-    },
-    "expires_in_s": 60.0,
-    "prefix_tokens": 0,
-    "computed_tokens": 0,
-}
-"""An example."""
-
-
 class Ticket(FrozenModel):
     """A paired and, on both ends, reserved request. Both ends give it up unless it is used in time."""
-
-    model_config = examples(TICKET)
 
     room: RoomId
     generation: Positive

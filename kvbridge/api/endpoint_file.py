@@ -1,7 +1,4 @@
-"""What a daemon writes into its runtime directory, for whoever runs on the same host: that it listens, and where.
-
-Owns: that file. Must not know: who looks for it.
-"""
+"""The file by which a daemon tells whoever runs on the same host that it listens, and where."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ ENDPOINT_FILE = "daemon.json"
 
 
 class DaemonEndpoint(FrozenModel):
-    """What a daemon writes into its runtime directory once its endpoints are open."""
+    """The content of the file, written once the endpoints are open."""
 
     role: Role | str
     instance: str = ""

@@ -1,8 +1,4 @@
-"""What a daemon is asked about rooms, and what it answers.
-
-Owns: the requests and the answers. Must not know: HTTP, sockets, either side of a room.
-Field names here are the JSON names of the API.
-"""
+"""What a daemon is asked about rooms, and what it answers. Field names are the JSON names of the API."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, PlainSerializer, WithJsonSchema
 
 from kvbridge.core.addresses import PeerAddress
-from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role, RoomId, examples
+from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role, RoomId
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import Namespace, Retention
 from kvbridge.core.session.states import RoomState
@@ -36,6 +32,8 @@ def _from_base64(given: object) -> object:
     return data
 
 
+MAX_LISTED = 200
+"""Rooms on one page of a listing."""
 _MAX_TEXT = -(-MAX_PAGE_HASHES_BYTES // 3) * 4
 _THREE_KEYS, _TWO_KEYS, _ONE_KEY = (
     "[A-Za-z0-9+/]{64}",
@@ -62,23 +60,6 @@ PageHashes = Annotated[
 class AdmissionRequest(FrozenModel):
     """Admit one request. On decode, `prefill` names the nodes that will write; on prefill it is left out."""
 
-    model_config = examples(
-        {"prompt_tokens": 4096, "client": "chat"},
-        {
-            "room": 77,
-            "prompt_tokens": 4096,
-            "max_new_tokens": 512,
-            "prefill": [{"endpoint": "tcp://10.0.0.7:7911"}],
-            "wait_s": 5.0,
-        },
-        {
-            "prompt_tokens": 700,
-            "namespace": "acme",
-            "page_hashes": "AAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=",
-            "retention": {"priority": 2, "for_s": 600},
-        },
-    )
-
     room: RoomId | None = None
     """None lets the daemon draw one."""
     generation: Positive = 1
@@ -101,27 +82,8 @@ class AdmissionRequest(FrozenModel):
     effect where nothing is cached, and when its namespace, or all together, have as many as they may (`tier.retained_share`)."""
 
 
-_REPORT = {
-    "room": 77,
-    "generation": 1,
-    "role": "decode",
-    "state": "offered",
-    "client": "chat",
-    "peers": ["prefill-0/node-0"],
-    "prompt_tokens": 4096,
-    "pages": {"full": 18, "swa": 2, "request": 1},
-    "phases_s": {"admit_to_offer": 0.004},
-    "age_s": 1.5,
-    "waits_for": "prefill ranks pp0.tp0 of prefill-0/node-0 to send everything",
-    "expires_in_s": 58.5,
-    "limit": "begin_within_s",
-}
-
-
 class RoomReport(FrozenModel):
     """One room, as its daemon sees it now. For a final room this is its receipt."""
-
-    model_config = examples(_REPORT)
 
     room: RoomId
     generation: Positive
@@ -163,15 +125,14 @@ class RoomReport(FrozenModel):
 class RoomQuery(FrozenModel):
     """Which rooms to list."""
 
-    states: frozenset[RoomState] = frozenset()
-    """Empty: any."""
-    peer: str = ""
-    """A node at the other end, as INSTANCE/NODE, or any node of an INSTANCE; empty: any."""
-    client: str | None = None
-    """Null: any."""
-    after: NonNegative = 0
-    """Where to go on: `next` of the page before; 0: from the oldest."""
-    limit: Positive = 100
+    state: Annotated[frozenset[RoomState], Field(description="Only rooms in one of these states.")] = frozenset()
+    peer: Annotated[
+        str,
+        Field(max_length=400, description="Only rooms with this node at the other end: INSTANCE/NODE or INSTANCE."),
+    ] = ""
+    client: Annotated[str | None, Field(max_length=200, description="Only rooms of this client.")] = None
+    after: Annotated[NonNegative, Field(description="`next` of the page before; 0: from the oldest.")] = 0
+    limit: Annotated[int, Field(ge=1, le=MAX_LISTED, description="Rooms on a page at most.")] = 100
 
 
 class DroppedObjects(FrozenModel):
@@ -188,10 +149,6 @@ class DroppedObjects(FrozenModel):
 class DroppedPrefixes(FrozenModel):
     """What a daemon has forgotten. A page is one in each space that grows with the tokens."""
 
-    model_config = examples(
-        {"dropped_pages": 4_096, "read_pages": 512, "store": {"outcome": "dropped", "objects": 9_120, "reason": ""}}
-    )
-
     dropped_pages: NonNegative
     """Pages of prompts and answers that no request finds any more."""
     read_pages: NonNegative
@@ -203,9 +160,28 @@ class DroppedPrefixes(FrozenModel):
 class RoomPage(FrozenModel):
     """Some rooms of a daemon, in the order of their admission: those under way, and the receipts that it still has."""
 
-    model_config = examples({"rooms": [_REPORT], "next": 1041})
-
     rooms: tuple[RoomReport, ...]
     next: NonNegative | None
     """To be sent as `after` for the next page, which may be empty; null when there is none. A page looks at a bounded number of
     rooms, so it may be short although others follow."""
+
+
+class TimelineEntry(FrozenModel):
+    """Something that happened to a room."""
+
+    after_s: float
+    """Since the room was admitted."""
+    what: str
+    """The state that it came into, or what else happened, in words."""
+    state: RoomState | None = None
+    """The state that it came into, if it did."""
+    details: dict[str, str] = Field(default_factory=dict)
+
+
+class RoomTimeline(FrozenModel):
+    """What happened to one attempt at a room on one node, the first in front."""
+
+    room: RoomId
+    generation: Positive
+    age_s: float
+    entries: tuple[TimelineEntry, ...]

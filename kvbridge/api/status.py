@@ -1,30 +1,22 @@
-"""What operators ask of any daemon.
-
-Owns: readiness, the status pages, and the protocol behind `/ready`, `/status` and `/metrics`. Must not know: HTTP, how any of it
-comes about. Field names here are the JSON names of the API.
-"""
+"""What operators ask of any daemon. Field names are the JSON names of the API."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from pydantic import BaseModel, Field
 
 from kvbridge.api.directory import InstanceView
-from kvbridge.api.examples import BOOTSTRAP_STATUS, DECODE_STATUS, PREFILL_STATUS, ROUTER_STATUS
-from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role, examples
+from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role
 from kvbridge.core.prefixes import Evicted, ModelIdentity
 from kvbridge.pool.accounts.page_states import PageState
+from kvbridge.telemetry.registry import Metrics
 
 
 class Readiness(FrozenModel):
     """Whether new rooms can be admitted here, or paired by bootstrap, and every reason why not."""
-
-    model_config = examples(
-        {"ready": True, "reasons": []}, {"ready": False, "reasons": ["rank worker pp0.tp0 is starting"]}
-    )
 
     ready: bool
     reasons: tuple[str, ...] = ()
@@ -177,8 +169,6 @@ class TrafficStatus(FrozenModel):
 class NodeStatus(FrozenModel):
     """A prefill or decode daemon."""
 
-    model_config = examples(PREFILL_STATUS, DECODE_STATUS)
-
     role: Role
     instance: str
     node: str
@@ -330,8 +320,6 @@ class StoreStatus(FrozenModel):
 class BootstrapStatus(FrozenModel):
     """A bootstrap daemon."""
 
-    model_config = examples(BOOTSTRAP_STATUS)
-
     role: str = "bootstrap"
     incarnation: str
     version: str
@@ -361,8 +349,6 @@ class ServerStatus(FrozenModel):
 class RouterStatus(FrozenModel):
     """A router."""
 
-    model_config = examples(ROUTER_STATUS)
-
     role: str = "router"
     version: str
     uptime_s: float
@@ -383,6 +369,10 @@ StatusT_co = TypeVar("StatusT_co", bound=BaseModel, covariant=True)
 class StatusPort(Protocol[StatusT_co]):
     """What operators ask of any daemon."""
 
+    @property
+    def metrics(self) -> Metrics:
+        """What is counted; routes and requests are."""
+
     def readiness(self) -> Readiness:
         """Whether new rooms can be admitted, and every reason why not."""
 
@@ -391,12 +381,3 @@ class StatusPort(Protocol[StatusT_co]):
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
         """The metrics page in pieces, in the form that an Accept header asks for, and its content type."""
-
-    def serves(self, route: str, methods: Sequence[str], code: int) -> None:
-        """Requests for a route can come, whose answer is usually `code`."""
-
-    def answered(self, route: str, method: str, code: int, seconds: float) -> None:
-        """A request was answered, or its caller left before."""
-
-    def traceparent_ignored(self) -> None:
-        """A request had a `traceparent` that names no trace."""

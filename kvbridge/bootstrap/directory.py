@@ -1,8 +1,5 @@
 """Who is there: the nodes that announced themselves, and the instances that they make up.
 
-Owns: registration, succession of incarnations, the agreement of an instance's nodes, what the log says of them.
-Must not know: HTTP, how a pair is chosen, how and where records are kept.
-
 Every decision is made on what the store just said and takes effect only if that is still so. The worst that an old answer leads
 to is a refused reservation: the daemons decide.
 """
@@ -10,6 +7,7 @@ to is a refused reservation: the daemons decide.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import nlargest
 from typing import Protocol
@@ -58,11 +56,21 @@ class DaemonsPort(Protocol):
 class Directory:
     """The nodes that are alive, by instance. Every method raises NotReadyError when the store cannot be asked now."""
 
-    def __init__(self, store: NodeStore, daemons: DaemonsPort, *, probe_s: float = 1.0) -> None:
-        """`probe_s`: a daemon whose name another process claims has so long to say that it is still there."""
+    def __init__(
+        self, store: NodeStore, daemons: DaemonsPort, *, probe_s: float = 1.0, chance: random.Random | None = None
+    ) -> None:
+        """`probe_s`: a daemon whose name another process claims has so long to say that it is still there.
+
+        `chance` is what instances are drawn by.
+        """
         self._store = store
         self._daemons = daemons
         self._probe_s = probe_s
+        self._chance = chance or random.Random()  # noqa: S311 - spreads load, keeps no secret
+        # As of the last look at all, which the overview takes every quarter of a second, and of registrations here since.
+        self._keys: dict[str, list[NodeKey]] = {}
+        self._groups: dict[tuple[Role, str], list[str]] = {}
+        """Instances by role and fingerprint, and all of a role under the fingerprint ""."""
         self._freest: dict[str, list[str]] = {}
 
     async def register(self, registration: NodeRegistration) -> Registered:
@@ -99,6 +107,7 @@ class Directory:
                         epoch=entry.epoch,
                         url=registration.http_url,
                     )
+                self._learn(registration)
                 view = node_view(NodeRecord(entry, entry.beat, silent_s=0.0))
                 return Registered(**dict(view), features=DIRECTORY_FEATURES)
         raise NotReadyError(
@@ -137,7 +146,9 @@ class Directory:
 
     async def deregister(self, instance: str, node: str, incarnation: str) -> None:
         """Take a node off at its own wish. Raises NotFoundError and StaleError as `heartbeat` does."""
-        _owned(await self._store.remove((instance, node), incarnation), instance, node, incarnation)
+        if not await self._store.remove((instance, node), incarnation):
+            record = next(iter(await self._store.look([(instance, node)])), None)
+            _owned(record, instance, node, incarnation)
         log.info("node_left", peer_name=f"{instance}/{node}", incarnation=incarnation)
 
     async def expire(self) -> tuple[NodeKey, ...]:
@@ -150,12 +161,30 @@ class Directory:
     async def instances(self) -> tuple[Instance, ...]:
         """Return every instance with a live node, ordered by name, its nodes too."""
         instances = by_instance(await self._store.nodes())
-        self._freest = _freest(instances)
+        self._keys, self._groups, self._freest = {}, {}, _freest(instances)
+        for instance in instances:
+            for record in instance.nodes:
+                self._learn(record.registration)
         return instances
 
-    async def draw(self, count: int, fingerprint: str = "", names: Sequence[str] = ()) -> tuple[Instance, ...]:
-        """Return `count` instances of each role, drawn at random (of this fingerprint, where one is given), and those named."""
-        return by_instance(await self._store.draw(count, fingerprint, names))
+    def _learn(self, of: NodeRegistration) -> None:
+        key, known = (of.instance, of.node), self._keys.setdefault(of.instance, [])
+        if key not in known:
+            known.append(key)
+            if len(known) == 1:
+                for fingerprint in ("", of.fingerprint):
+                    self._groups.setdefault((of.role, fingerprint), []).append(of.instance)
+
+    async def draw(self, count: int, fingerprint: str = "", names: Iterable[str] = ()) -> tuple[Instance, ...]:
+        """Return `count` instances of each role, drawn at random (of this fingerprint, where one is given), and those named.
+
+        They are drawn among those that are known here, and read from the store: that costs what they are, not what the fleet is.
+        """
+        drawn = set(names)
+        for role in Role:
+            group = self._groups.get((role, fingerprint), [])
+            drawn.update(self._chance.sample(group, min(count, len(group))))
+        return by_instance(await self._store.look([key for name in drawn for key in self._keys.get(name, ())]))
 
     def freest(self, fingerprint: str = "") -> Sequence[str]:
         """Return who had the most free pages, of both roles, when all instances were looked at last, as the overview does."""

@@ -1,8 +1,4 @@
-"""What the daemons of a room are asked: to reserve one end, to report on it, to give it back.
-
-Owns: the deadline of each call, and what a wrong or missing answer is. Must not know: which pair, in which order, when a ticket
-counts.
-"""
+"""What the daemons of a room are asked: to reserve one end, to report on it, to give it back."""
 
 from __future__ import annotations
 

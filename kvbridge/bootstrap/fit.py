@@ -1,13 +1,10 @@
 """Which pair of instances suits a request: a pure choice.
 
-Owns: demand, fit, order of preference. Must not know: HTTP, reservations, time.
-
 An instance is *free* by the share of its scarcest pool that would be left after the request; a negative share says that it looks
 full. Cached pages that nobody reads count as left. One that is likely to hold the beginning of the prompt (`prefixes.py`) gets half
 of the share that it holds on top: to hold all of it is worth half a pool that is free, and never one that looks full. The best pair
-has the largest sum of both; equal ones go by fewer rooms, then by name, so that the same instances make the same choice. Each of
-these is a sum, or an order, of one part for each side: the best pair is the best prefill with the best decode instance, and nobody
-has to look at all pairs.
+has the largest sum of both; equal ones go by fewer rooms, then by name. Each of these is a sum, or an order, of one part for each
+side: the best pair is the best prefill with the best decode instance, and nobody has to look at all pairs.
 
 What the directory knows is as old as a heartbeat, and what was charged since is a guess. So a pair that looks full is offered too,
 after all others: the daemons decide.
@@ -21,13 +18,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvbridge.api.directory import Load, NodeRegistration, PairRequest
-from kvbridge.bootstrap.nodes import MODES_REMEDY, Instance, Way, modes_text
+from kvbridge.bootstrap.nodes import Instance, Way, mismatch
 from kvbridge.core.addresses import PeerAddress
-from kvbridge.core.errors import BridgeError, FingerprintMismatchError, InvalidInputError, NotReadyError
-from kvbridge.core.geometry.manifest import first_difference
+from kvbridge.core.errors import BridgeError, InvalidInputError, NotReadyError
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.ids import Role
-from kvbridge.core.prefixes import identity_conflict
 
 Pages = dict[str, int]
 """Pages by index space."""
@@ -191,42 +186,20 @@ def _ready(instances: tuple[Instance, ...], role: Role, request: PairRequest) ->
 
 
 def _no_pair(prefill: list[Instance], decode: list[Instance], request: PairRequest) -> BridgeError:
-    """Why no two instances that are ready are a pair for a request."""
-    ways = _ways(prefill) & _ways(decode)
-    if ways:
-        matching = [instance for instance in (*prefill, *decode) if _ways([instance]) & ways]
+    """Return why no two instances that are ready are a pair for a request."""
+    if ways := _ways(prefill) & _ways(decode):
+        matching = [instance for instance in (*prefill, *decode) if not ways.isdisjoint(instance.ways)]
         return InvalidInputError(
             f"a request of {request.prompt_tokens} prompt and {request.max_new_tokens} new tokens is larger than "
             f"the pools of every pair of instances ({_names(matching)}): enlarge pools.* or shorten the request"
         )
-    models = {instance.fingerprint for instance in prefill} & {instance.fingerprint for instance in decode}
-    if not models:
-        return _mismatch(prefill[0], decode[0])
-    prefill, decode = ([one for one in side if one.fingerprint in models] for side in (prefill, decode))
-    conflicts = [identity_conflict(a.first.model_identity, b.first.model_identity) for a in prefill for b in decode]
-    if all(conflicts):
-        return FingerprintMismatchError(
-            f"no prefill instance holds the weights of a decode instance; '{prefill[0].name}' and '{decode[0].name}': "
-            f"{conflicts[0]}"
-        )
-    return _no_common_mode([*prefill, *decode])
-
-
-def _mismatch(sender: Instance, receiver: Instance) -> FingerprintMismatchError:
-    difference = first_difference(sender.first.geometry, receiver.first.geometry)
-    return FingerprintMismatchError(
-        f"no prefill instance holds the same model as a decode instance; between '{sender.name}' (here) and "
-        f"'{receiver.name}' (peer) the first difference is: {difference}; give both the same model and encoding"
-    )
+    errors = [mismatch(instance, decode) for instance in prefill[:SHOWN]]
+    # Whoever only cannot meet is nearer to a pair than who holds something else.
+    return next((error for error in errors if isinstance(error, NotReadyError)), errors[0])
 
 
 def _ways(instances: Iterable[Instance]) -> set[Way]:
     return {way for instance in instances for way in instance.ways}
-
-
-def _no_common_mode(instances: list[Instance]) -> NotReadyError:
-    how = ", ".join(f"{one.role} '{one.name}' by {modes_text(one)}" for one in instances[:SHOWN])
-    return NotReadyError(f"no prefill instance can meet a decode instance of the same model: {how}; {MODES_REMEDY}")
 
 
 def _names(instances: list[Instance]) -> str:

@@ -1,7 +1,4 @@
-"""Among which instances a pair is chosen: a few, however large the fleet is.
-
-Owns: how many are drawn, when more are looked at, who comes too for the sake of a prompt. Must not know: reservations, HTTP, how
-well an instance suits a request.
+"""Candidate sampling: among which instances a pair is chosen, a few, however large the fleet is.
 
 A few instances of each role are drawn at random, and the best pair of those is as good as the best of all, or better: what is known
 is as old as a heartbeat, so that whoever takes the best of all sends everybody to the same ones, and a fleet that is filled quite

@@ -1,11 +1,8 @@
-"""What the directory knows of a node and of an instance, and when a registration contradicts itself or its neighbours.
-
-Owns: records, views and those checks; all of it is pure. Must not know: where records are kept, time, HTTP.
-"""
+"""What the directory knows of a node and of an instance, and when a registration contradicts itself or its neighbours."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count
@@ -19,10 +16,17 @@ from kvbridge.api.directory import (
     NodeRegistration,
     NodeView,
 )
-from kvbridge.core.errors import ConflictError, FingerprintMismatchError, InvalidInputError, StaleError
+from kvbridge.core.errors import (
+    BridgeError,
+    ConflictError,
+    FingerprintMismatchError,
+    InvalidInputError,
+    NotReadyError,
+    StaleError,
+)
 from kvbridge.core.geometry.manifest import fingerprint, first_difference
 from kvbridge.core.ids import FrozenModel, Positive, Rank, Role
-from kvbridge.core.prefixes import ModelIdentity, identity_conflict
+from kvbridge.core.prefixes import identity_conflict
 from kvbridge.pool.memory.layout import stage_layers
 
 REPLACED_KEPT = 16
@@ -238,49 +242,39 @@ def modes_text(of: Instance | NodeRegistration) -> str:
 
 
 def incompatible(instances: Iterable[Instance]) -> dict[str, str]:
-    """Return the instances that can be paired with none of the other role, though there are some; and why, by name.
-
-    Either nobody of the other role holds their model, or whoever does meets others in other ways.
-    """
-    instances = tuple(instances)
-    sides: dict[tuple[str, Role], list[Instance]] = {}
+    """Return the instances that can be paired with none of the other role, though there are some; and why, by name."""
+    sides: dict[Role, list[Instance]] = {role: [] for role in Role}
     for instance in instances:
-        sides.setdefault((instance.fingerprint, instance.role), []).append(instance)
-    found: dict[str, str] = {}
-    for (model, role), ours in sides.items():
-        others = [one for side in Role if side is not role for one in sides.get((model, side), [])]
-        if not others:
-            stranger = next((one for one in instances if one.role is not role), None)
-            if stranger is not None:
-                found |= dict.fromkeys((instance.name for instance in ours), _other_model(ours[0], stranger))
-            continue
-        modes = {mode for one in others for mode in one.meets_by}
-        held = {one.first.model_identity for one in others}
-        for instance in ours:
-            if conflict := _other_weights(instance, held):
-                found[instance.name] = conflict
-                continue
-            if not instance.meets_by & modes:
-                found[instance.name] = (
-                    f"it meets others by {modes_text(instance)}, {others[0].role} instances of its model by "
-                    f"{' or '.join(sorted(modes))}: {MODES_REMEDY}"
-                )
-    return found
+        sides[instance.role].append(instance)
+    ways = {role: {way for one in side for way in one.ways} for role, side in sides.items()}
+    others = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
+    return {
+        instance.name: str(mismatch(instance, sides[others[role]]))
+        for role, side in sides.items()
+        for instance in side
+        if sides[others[role]] and ways[others[role]].isdisjoint(instance.ways)
+    }
 
 
-def _other_weights(ours: Instance, held: Iterable[ModelIdentity | None]) -> str:
-    """Why an instance can be paired with nobody who holds one of these, by what they say; empty when it can."""
-    own = ours.first.model_identity
-    pairs = [(own, other) if ours.role is Role.PREFILL else (other, own) for other in held]
-    conflicts = [identity_conflict(prefill, decode) for prefill, decode in pairs]
-    return conflicts[0] if all(conflicts) else ""
-
-
-def _other_model(ours: Instance, stranger: Instance) -> str:
-    difference = first_difference(ours.first.geometry, stranger.first.geometry)
-    return (
-        f"no {stranger.role} instance holds its model '{ours.first.geometry.name}'; between it (here) and '{stranger.name}' (peer) "
-        f"the first difference is: {difference}; give both the same model and encoding"
+def mismatch(ours: Instance, others: Sequence[Instance]) -> BridgeError:
+    """Return why an instance can be paired with none of these, which are of the other role and at least one."""
+    role, name = others[0].role, f"'{ours.name}'"
+    of_model = [one for one in others if one.fingerprint == ours.fingerprint]
+    if not of_model:
+        difference = first_difference(ours.first.geometry, others[0].first.geometry)
+        return FingerprintMismatchError(
+            f"no {role} instance holds the model '{ours.first.geometry.name}' of {name}; between {name} (here) and "
+            f"'{others[0].name}' (peer) the first difference is: {difference}; give both the same model and encoding"
+        )
+    pairs = [(ours, one) if ours.role is Role.PREFILL else (one, ours) for one in of_model]
+    conflicts = [
+        identity_conflict(prefill.first.model_identity, decode.first.model_identity) for prefill, decode in pairs
+    ]
+    if all(conflicts):
+        return FingerprintMismatchError(f"no {role} instance holds the weights of {name}: {conflicts[0]}")
+    modes = " or ".join(sorted({mode for one in of_model for mode in one.meets_by}))
+    return NotReadyError(
+        f"{name} meets others by {modes_text(ours)}, {role} instances of its model by {modes}: {MODES_REMEDY}"
     )
 
 

@@ -1,8 +1,5 @@
 """From a request to a ticket: reserve both ends of the best pair, or leave nothing behind.
 
-Owns: the order of reservations, their undoing, what a ticket says. Must not know: HTTP, how and among whom a pair is chosen, how a
-daemon is asked, where rooms are kept.
-
 Prefill is reserved first. Until decode admits a room nobody has offered anything: giving a prefill reservation back is
 one local step, and an offer never arrives before its room. The other way round decode grants a lease on its pages and
 sends offers at once, so that taking it back needs the prefill side to answer Drained. What stays behind when bootstrap
@@ -12,9 +9,6 @@ may take over when pairing cannot be under way any more.
 Each attempt at a room has its own generation, so that a late answer to an earlier one is recognised as stale. The store hands
 generations out, so that they only rise whichever replica pairs the room. A ticket counts once it is in the store: a pairing that
 cannot keep its ticket gives both ends back.
-
-A request with `wait_s` that nobody can take at once waits at the best pair, in the queues of its two ends one after the other, each
-told what is left. Its ticket, and what both ends are told of it, is longer by as much, so that waiting takes nothing of it.
 """
 
 from __future__ import annotations

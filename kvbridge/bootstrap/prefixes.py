@@ -1,12 +1,8 @@
 """Which instances may hold the beginning of a prompt: what bootstrap remembers of its pairings, as far as nodes say that it lasts.
 
-Owns: under which keys of a prompt it is noted who got it, which notes are believed, and what is said of a guess afterwards.
-Must not know: stores, how full anybody is, HTTP.
-
 Nobody tells of single pages: a node of a million of them says in each heartbeat for how long what it was given stays, one number,
 and a note that is younger is believed. It is a guess all the same: rooms fail, engines die, and rooms that were admitted without
-bootstrap are not noted. So it only orders instances. What a node holds it says itself when it admits the room, and a wrong guess
-costs what a request without one does.
+bootstrap are not noted. So it only orders instances, and a wrong guess costs what a request without one does.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
@@ -82,11 +82,6 @@ class FrozenModel(BaseModel):
             if name in fields:
                 fields[name].setdefault("description", text)
         return schema
-
-
-def examples(*values: dict[str, Any], **extra: Any) -> ConfigDict:  # noqa: ANN401 - what a schema may say is JSON
-    """Return the configuration of a model that publishes examples of itself; `extra` is added to its schema."""
-    return ConfigDict(json_schema_extra=({"examples": list(values)} if values else {}) | extra)
 
 
 class Rank(FrozenModel):

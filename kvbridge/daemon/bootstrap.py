@@ -1,7 +1,5 @@
 """The bootstrap daemon: the directory and the pairing behind one HTTP API.
 
-Owns: how they and their store are put together, and the overview that operators are shown. Must not know: how a store keeps things.
-
 `/ready`, `/status` and `/metrics` are answered from an overview, so that they never wait for a store that hangs. It is taken every
 `OVERVIEW_S`, and less often where the fleet is so large that it would take more than a small part of the time.
 """
@@ -13,7 +11,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -23,11 +21,10 @@ import structlog
 from kvbridge import __version__
 from kvbridge.api.directory import InstanceView
 from kvbridge.api.endpoint_file import DaemonEndpoint, remove_endpoint, write_endpoint
-from kvbridge.api.live import Document
 from kvbridge.api.status import BootstrapStatus, Readiness, StoreStatus
 from kvbridge.bootstrap.directory import Directory, absences
 from kvbridge.bootstrap.pairing import PairingService
-from kvbridge.bootstrap.stores.base import NodeStore, PairingState, RoomStore, RoomTimes, StoreObserver
+from kvbridge.bootstrap.stores.base import NodeStore, PairingState, RoomStore, RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.config.directory import StoreKind
 from kvbridge.config.loading import read_secret, read_token
@@ -39,8 +36,6 @@ from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.daemon.traces import Traces
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from kvbridge.http.client import DaemonClient
-from kvbridge.http.feed import Feed
-from kvbridge.http.live import events_router
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.memory.leftovers import remove_leftovers
@@ -100,7 +95,6 @@ class BootstrapDaemon:
         self._overview = _Overview()
         self._told = ToldReadiness()
         self._seldom = Seldom(self.metrics.line_left_out)
-        self._feed = Feed(lambda: _snapshot(self.status()))
         self._http: HttpServer | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -139,15 +133,14 @@ class BootstrapDaemon:
         log.info("daemon_listens", http=self._http.url, store=repr(self._store))
 
     def _app(self, settings: AppSettings) -> Application:
-        app = create_bootstrap_app(
+        return create_bootstrap_app(
             directory=self.directory,
             pairing=self.pairing,
             status=self,
             settings=settings,
+            page=lambda: {"status": self.status()},
             begin_trace=self._traces.begin,
         )
-        app.include_router(events_router(self._feed))
-        return app
 
     async def failed(self) -> None:
         """Raise what ended the endpoint or one of the tasks."""
@@ -168,7 +161,6 @@ class BootstrapDaemon:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._feed.close()
         if self._http is not None:
             await self._http.stop()
         await self._daemons.close()
@@ -224,18 +216,6 @@ class BootstrapDaemon:
             rooms=overview.rooms,
         )
 
-    def serves(self, route: str, methods: Sequence[str], code: int) -> None:
-        """See StatusPort."""
-        self.metrics.serves(route, methods, code)
-
-    def answered(self, route: str, method: str, code: int, seconds: float) -> None:
-        """See StatusPort."""
-        self.metrics.answered(route, method, code, seconds)
-
-    def traceparent_ignored(self) -> None:
-        """See StatusPort."""
-        self.metrics.traceparent_ignored()
-
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
         """Set what is only known now, and return the metrics page in pieces, in an accepted form, and its content type."""
         rooms, listing = self._overview.rooms, self._overview.listing
@@ -263,7 +243,7 @@ def _state_of(instance: InstanceView) -> str:
     return "ready" if instance.ready else "not_ready"
 
 
-def open_store(config: BootstrapConfig, observer: StoreObserver, files: SecretFiles) -> Store:
+def open_store(config: BootstrapConfig, observer: Metrics, files: SecretFiles) -> Store:
     """Return the store that the configuration names. Raises ConfigError when it cannot be used here."""
     directory, timeouts = config.directory, config.timeouts
     rooms = RoomTimes(
@@ -290,28 +270,3 @@ def open_store(config: BootstrapConfig, observer: StoreObserver, files: SecretFi
         timeout_s=timeouts.store_s,
     )
     return RedisStore(settings, expire_after_s=directory.expire_after_s, rooms=rooms, observer=observer)
-
-
-def _snapshot(status: BootstrapStatus) -> Document:
-    """Everything that bootstrap's page shows now."""
-    now_s = time.monotonic()
-    shown = status.model_dump(mode="json", exclude={"uptime_s", "instances"})
-    return {
-        "now_s": round(now_s, 3),
-        "started_s": round(now_s - status.uptime_s),
-        "status": shown,
-        "instances": {
-            instance.instance: {
-                **instance.model_dump(mode="json", exclude={"instance", "nodes"}),
-                "nodes": {
-                    node.node: {
-                        **node.model_dump(mode="json", exclude={"node", "ranks", "silent_s"}),
-                        "ranks": len(node.ranks),
-                        "heard_s": round(now_s - node.silent_s, 1),
-                    }
-                    for node in instance.nodes
-                },
-            }
-            for instance in status.instances
-        },
-    }

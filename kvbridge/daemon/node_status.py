@@ -1,13 +1,10 @@
-"""A node as others see it: operators, Prometheus, and the directory.
-
-Owns: what is shown and under which names. Must not know: how any of it comes about; it only reads.
-"""
+"""A node as operators, Prometheus and the directory see it; all of this only reads."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from kvbridge import __version__
@@ -16,6 +13,8 @@ from kvbridge.api.status import (
     BootstrapLinkStatus,
     DecodeNodeStatus,
     FenceStatus,
+    HostTierStatus,
+    KeptPoolsStatus,
     ModelStatus,
     NodeStatus,
     PeerStatuses,
@@ -27,42 +26,22 @@ from kvbridge.api.status import (
 )
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.ids import REQUEST_SPACES, IndexSpace, Role
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.ids import REQUEST_SPACES
 from kvbridge.core.wire.features import DIRECTORY_FEATURES
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.daemon.announce import Announcer
+from kvbridge.daemon.node_gauges import set_gauges
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import control_modes
-from kvbridge.daemon.tier_status import host_tier_status, kept_pools_status, render_tiers
+from kvbridge.http.page import Document
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.room_book import RoomBook
-from kvbridge.telemetry.metrics import (
-    AVAILABLE,
-    CHECKPOINTS,
-    CHECKPOINTS_EVICTED,
-    DIRECTORY_REGISTRATION,
-    ENGINES,
-    EPOCH,
-    OLDEST_WAIT,
-    PEER_SILENCE,
-    PEERS,
-    POOL,
-    POOL_BYTES,
-    PREFIX_EVICTED,
-    PREFIX_PAGES,
-    PREFIX_RETAINED,
-    QUARANTINED,
-    READY,
-    RETENTION_REFUSED,
-    ROOMS,
-    STARVED,
-    WAITING,
-    WORKERS,
-)
+from kvbridge.telemetry.registry import Metrics
 
 SHOWN_LINKS = 64
 """Of one node: those that carried most."""
+ROOMS_OF_STATE = 25
+"""Rooms of each state that the status page shows; all are counted."""
 
 
 class ShownPeers(Protocol):
@@ -96,7 +75,7 @@ class NodeOverview:
         self._rooms = rooms
         self._admission = admission
         self._started_s = time.monotonic()
-        self._page_bytes = parts.layout.page_bytes(parts.geometry)
+        self.metrics: Metrics = parts.metrics
         self.http_url = ""
         """Where HTTP is served."""
         self.control: PeerAddress | None = None
@@ -108,8 +87,6 @@ class NodeOverview:
         """What keeps every room out, whatever is free: bootstrap need not ask. A node that is full it does ask, and is told."""
         candidates = (self._parts.memory.problem, self._parts.workers.missing(), self._admission.closed)
         return [reason for reason in candidates if reason]
-
-    # ------------------------------------------------------------------ StatusPort
 
     def readiness(self) -> Readiness:
         """Whether new rooms can be admitted, and every reason why not.
@@ -205,66 +182,30 @@ class NodeOverview:
             for peer, found in self._parts.recent.traffic().items()
         }
 
-    def serves(self, route: str, methods: Sequence[str], code: int) -> None:
-        """See StatusPort."""
-        self._parts.metrics.serves(route, methods, code)
-
-    def answered(self, route: str, method: str, code: int, seconds: float) -> None:
-        """See StatusPort."""
-        self._parts.metrics.answered(route, method, code, seconds)
-
-    def traceparent_ignored(self) -> None:
-        """See StatusPort."""
-        self._parts.metrics.traceparent_ignored()
-
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
         """Set what is only known now, and return the metrics page in pieces, in an accepted form, and its content type."""
-        metrics, rooms, peers = self._parts.metrics, self._rooms.states(), len(self._peers.status())
-        metrics.replace(ROOMS, {(state.value,): rooms.get(state.value, 0) for state in RoomState})
-        metrics.replace(QUARANTINED, {(reason,): count for reason, count in self._rooms.quarantined().items()})
-        connecting = self._peers.connecting()
-        metrics.replace(PEERS, {("connected",): peers - connecting, ("connecting",): connecting})
-        metrics.replace(PEER_SILENCE, {(name,): seconds for name, seconds in self._peers.silences_s().items()})
-        metrics.replace(ENGINES, {(state,): count for state, count in self._parts.engines.states().items()})
-        workers = Counter(state.value for state in self._parts.workers.states().values())
-        metrics.replace(WORKERS, {(state,): count for state, count in workers.items()})
-        metrics.replace(DIRECTORY_REGISTRATION, {(self._directory().state.value,): 1})
-        self._render_pools()
-        if (prefixes := self._prefixes()) is not None:
-            metrics.replace(PREFIX_PAGES, {("read",): prefixes.read_pages, ("unread",): prefixes.unread_pages})
-            for reason, count in prefixes.evicted_pages.items():
-                metrics.assign(PREFIX_EVICTED, count, reason.value)
-            metrics.assign(RETENTION_REFUSED, prefixes.retention_refused)
-        if self._parts.prefixes is not None:
-            metrics.assign(PREFIX_RETAINED, self._parts.prefixes.claims.retained().total())
-        if self._parts.prefixes is not None and self._parts.identity.role is Role.PREFILL:
-            metrics.assign(CHECKPOINTS, self._parts.prefixes.checkpoint_count)
-            metrics.assign(CHECKPOINTS_EVICTED, self._parts.prefixes.evicted_checkpoints)
-        render_tiers(self._parts)
-        if self._parts.identity.role is Role.DECODE:
-            metrics.assign(EPOCH, self._peers.epoch)
-        metrics.assign(WAITING, self._admission.waiting)
-        metrics.assign(OLDEST_WAIT, self._admission.oldest_wait_s())
-        metrics.assign(STARVED, self._admission.starved_s())
-        metrics.assign(READY, self.readiness().ready)
-        return metrics.render(accept)
-
-    def _render_pools(self) -> None:
-        metrics, counts = self._parts.metrics, self._parts.book.counts()
-        pages = {
-            (space.value, state.value): count for space, states in counts.items() for state, count in states.items()
-        }
-        metrics.replace(POOL, pages)
-        available = self._parts.book.available_pages()
-        metrics.replace(AVAILABLE, {(space.value,): count for space, count in available.items()})
-        metrics.replace(
-            POOL_BYTES,
-            {
-                (space, state): count * self._page_bytes[IndexSpace(space)]
-                for (space, state), count in pages.items()
-                if IndexSpace(space) in self._page_bytes
-            },
+        connecting, silences_s = self._peers.connecting(), self._peers.silences_s()
+        set_gauges(
+            self.status(), self._parts, self._rooms, self._admission, connecting=connecting, silences_s=silences_s
         )
+        return self.metrics.render(accept)
+
+    def page(self) -> Document:
+        """Return what the status page shows: the status, and the rooms that came into each state last."""
+        now_s, timelines = time.monotonic(), self._parts.timelines
+        rooms = [
+            {
+                "room": room,
+                "generation": generation,
+                "state": kept.entered.state,
+                "age_s": round(now_s - kept.admitted_s, 3),
+                "in_state_s": round(now_s - kept.entered_s, 3),
+                "peer": kept.peer,
+                "reason": kept.entered.reason,
+            }
+            for (room, generation), kept in timelines.shown(ROOMS_OF_STATE)
+        ]
+        return {"status": self.status(), "rooms": rooms, "ended": timelines.ended}
 
     # ------------------------------------------------------------------ the directory
 
@@ -315,3 +256,45 @@ class NodeOverview:
             available_pages={space.value: available[space] for space in available if space in REQUEST_SPACES},
             total_pages={space.value: totals[space] for space in totals if space in REQUEST_SPACES},
         )
+
+
+def host_tier_status(parts: NodeParts) -> HostTierStatus | None:
+    """Where pages of prefixes are, and what was copied between device and host; None without a host tier."""
+    prefixes, backups = parts.prefixes, parts.backups
+    if prefixes is None or backups is None:
+        return None
+    where, copied, loaded = prefixes.residency(), parts.copies.sums["backup"], parts.copies.sums["load_back"]
+    return HostTierStatus(
+        device_pages=where.device,
+        both_pages=where.both,
+        host_pages=where.host,
+        waiting_prompts=backups.controller.waiting,
+        in_flight_pages=backups.pages_in_flight,
+        backed_up_pages=copied.pages,
+        backed_up_bytes=copied.bytes,
+        failed_orders=copied.failed,
+        last_failure=copied.last_failure,
+        longest_order_s=round(copied.longest_s, 4),
+        refused_prompts=backups.controller.refused,
+        loaded_back_pages=loaded.pages,
+        failed_loads=loaded.failed,
+        last_failed_load=loaded.last_failure,
+        evicted_read_back_pages=where.evicted.read_back,
+        evicted_unused_pages=where.evicted.unused,
+    )
+
+
+def kept_pools_status(parts: NodeParts) -> KeptPoolsStatus | None:
+    """What was found of the pools of the daemon before; None where none are kept."""
+    found = parts.memory.restored
+    if found is None:
+        return None
+    return KeptPoolsStatus(
+        waiting_pages=found.waiting,
+        restored_pages=found.pages,
+        restored_bytes=found.bytes,
+        lost_pages=found.lost,
+        refused_pages=found.refused,
+        refused=found.why_not,
+        seconds=found.seconds,
+    )

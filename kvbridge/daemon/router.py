@@ -1,14 +1,11 @@
-"""The router: servers, their health and the requests to them behind one HTTP API.
-
-Owns: how they are put together, the limit on requests, what is counted. Must not know: the OpenAI API.
-"""
+"""The router: servers, their health and the requests to them behind one HTTP API."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import structlog
@@ -250,18 +247,6 @@ class RouterDaemon:
                 for one in self.servers.of(role)
             ),
         )
-
-    def serves(self, route: str, methods: Sequence[str], code: int) -> None:
-        """See StatusPort."""
-        self.metrics.serves(route, methods, code)
-
-    def answered(self, route: str, method: str, code: int, seconds: float) -> None:
-        """See StatusPort."""
-        self.metrics.answered(route, method, code, seconds)
-
-    def traceparent_ignored(self) -> None:
-        """See StatusPort."""
-        self.metrics.traceparent_ignored()
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
         """Set what is only known now, and return the metrics page in pieces, in an accepted form, and its content type."""

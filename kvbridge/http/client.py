@@ -1,14 +1,8 @@
 """Callers of the endpoints: a daemon's view of bootstrap, bootstrap's (and a router's) view of daemons, a command's of both.
 
-Owns: URLs, tokens, the way from a problem body back to its error.
-Must not know: when to try again; that is the caller's.
-
-Every call raises the error that the other side raised, DeadlineError when it does not answer in time, PeerError when it
-cannot be reached. Proxies from the environment are not used: these calls stay inside the cluster.
-
-Calls of an event loop go over aiohttp: bootstrap makes two for each room, and over httpx's own connections they cost two to
-five times the processor time, the more connections are open the more. They go to httpx's transport as they are: its client would
-look for redirects, cookies and credentials, of which there are none, for as long as the call itself takes.
+Every call raises the error that the other side raised, DeadlineError when it does not answer in time, PeerError when it cannot be
+reached. Calls of an event loop go over aiohttp, and to httpx's transport as they are: over httpx's own connections and client they
+cost two to five times the processor time.
 """
 
 from __future__ import annotations
@@ -103,10 +97,18 @@ class _Caller:
 class _Client(_Caller):
     """One pool of connections for the calls of an event loop."""
 
+    LIMIT = ""
+    """What errors call the limit, where nobody says otherwise."""
+
     def __init__(
-        self, *, token: str, timeout_s: float, timeout_key: str, transport: httpx.AsyncBaseTransport | None = None
+        self,
+        *,
+        timeout_s: float,
+        token: str = "",
+        timeout_key: str = "",
+        transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        super().__init__(token=token, timeout_s=timeout_s, timeout_key=timeout_key)
+        super().__init__(token=token, timeout_s=timeout_s, timeout_key=timeout_key or self.LIMIT)
         limits = httpx.Limits(max_connections=CONNECTIONS)
         self._transport = transport or AiohttpTransport(limits=limits, trust_env=False)
 
@@ -214,16 +216,8 @@ def _is_readiness(response: httpx.Response) -> bool:
 class DirectoryClient(_Client):
     """One bootstrap's endpoint."""
 
-    def __init__(
-        self,
-        base_url: str,
-        *,
-        token: str = "",
-        timeout_s: float,
-        timeout_key: str = "",
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        super().__init__(token=token, timeout_s=timeout_s, timeout_key=timeout_key, transport=transport)
+    def __init__(self, base_url: str, **more: Any) -> None:  # noqa: ANN401 - as of any client
+        super().__init__(**more)
         self.base_url = base_url.rstrip("/")
 
     def _node(self, instance: str, node: str) -> str:
@@ -265,15 +259,7 @@ class DirectoryClient(_Client):
 class DaemonClient(_Client):
     """The endpoints of any number of daemons that share a token; it is the `ReservePort` of bootstrap."""
 
-    def __init__(
-        self,
-        *,
-        token: str = "",
-        timeout_s: float,
-        timeout_key: str = "timeouts.reserve_s",
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        super().__init__(token=token, timeout_s=timeout_s, timeout_key=timeout_key, transport=transport)
+    LIMIT = "timeouts.reserve_s"
 
     async def _room(self, method: str, url: str, **options: Unpack[_Options]) -> RoomReport:
         try:

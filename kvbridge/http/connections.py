@@ -1,13 +1,9 @@
 """How long a caller may take over its request, how many callers there may be, and that their requests take turns.
 
-Owns: accepting connections, the limits on them that uvicorn does not have. Must not know: what is asked, who is next (`turns`).
-
 Both limits hold for whoever reaches the port, with or without a token: a connection that says nothing, sends a byte now and then,
 or takes nothing of its answer is closed, and one beyond the limit is answered 503 and closed at once, so that no caller takes the
 descriptors that the rest of the process needs. Where TLS is spoken it is closed without an answer: a handshake would cost more than
-what is refused. A connection counts from the moment that it is accepted to its end.
-
-A request for which too many wait is answered 503 unread, and its connection closed.
+what is refused. A request for which too many wait is answered 503 unread, and its connection closed.
 """
 
 from __future__ import annotations
@@ -93,13 +89,11 @@ class BoundedProtocol(H11Protocol):
     """Runs while the caller has to take something of what is ready for it."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See asyncio.Protocol."""
         super().connection_made(transport)
         self.ended = asyncio.Event()
         self._arm()
 
     def data_received(self, data: bytes) -> None:
-        """See asyncio.Protocol."""
         self._unset_keepalive_if_required()
         self._unread += data
         if len(self._unread) > HIGH_WATER_LIMIT:
@@ -168,7 +162,6 @@ class BoundedProtocol(H11Protocol):
         self._expect_end()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See asyncio.Protocol."""
         self._disarm()
         self._taken()
         super().connection_lost(exc)
@@ -177,23 +170,19 @@ class BoundedProtocol(H11Protocol):
     # Whoever reads none of its answers would keep its connection for ever otherwise: an end waits for what is written to be sent.
 
     def pause_writing(self) -> None:
-        """See asyncio.Protocol."""
         super().pause_writing()
         self._expect_taken()
 
     def resume_writing(self) -> None:
-        """See asyncio.Protocol."""
         self._taken()
         super().resume_writing()
         self._expect_end()
 
     def on_response_complete(self) -> None:
-        """See H11Protocol."""
         super().on_response_complete()
         self._expect_end()
 
     def timeout_keep_alive_handler(self) -> None:
-        """See H11Protocol."""
         super().timeout_keep_alive_handler()
         self._expect_end()
 

@@ -1,34 +1,30 @@
-"""The endpoint of a prefill or decode daemon.
-
-Owns: /v1/requests, /v1/prefixes. Must not know: which role is behind it.
-"""
+"""The endpoint of a prefill or decode daemon."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Path, Query, Request, Response
+from fastapi import APIRouter, FastAPI, Path, Query, Request
+from fastapi.responses import Response
+from pydantic import Field
 
-from kvbridge.api.rooms import AdmissionRequest, DroppedPrefixes, RoomPage, RoomQuery, RoomReport
-from kvbridge.api.status import NodeStatus, StatusPort
-from kvbridge.core.errors import (
-    CapacityError,
-    ClientLimitError,
-    ConflictError,
-    InvalidInputError,
-    NamespaceError,
-    NotReadyError,
-    StaleError,
-    UnknownRoomError,
+from kvbridge.api.rooms import (
+    AdmissionRequest,
+    DroppedPrefixes,
+    RoomPage,
+    RoomQuery,
+    RoomReport,
+    RoomTimeline,
 )
-from kvbridge.core.ids import MAX_ROOM, RoomId
+from kvbridge.api.status import NodeStatus, StatusPort
+from kvbridge.core.errors import InvalidInputError, StaleError
+from kvbridge.core.ids import MAX_ROOM, FrozenModel, Positive, RoomId
 from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.states import RoomState
-from kvbridge.http.callers import LEFT, MAY_NAME, while_connected
-from kvbridge.http.description import LOCATION, problems
-from kvbridge.http.direct import DirectRoute
-from kvbridge.http.numbers import DESCRIBED_QUERY, NUMBER, as_described
-from kvbridge.http.operations import AppSettings, assemble_app
+from kvbridge.http.operations import CREATED, AppSettings, assemble_app
+from kvbridge.http.page import Document
+from kvbridge.http.requests import LEFT, REQUESTS, create, describes, while_connected
 from kvbridge.telemetry.context import TRACE, BeginTrace, pass_on
 
 if TYPE_CHECKING:  # bootstrap's routes take paths and queries from here, and need no node
@@ -36,146 +32,130 @@ if TYPE_CHECKING:  # bootstrap's routes take paths and queries from here, and ne
     from kvbridge.node.room_book import RoomBook
     from kvbridge.node.rooms import RoomRequests
 
-REQUESTS = "/v1/requests"
-MAX_LISTED = 200
-"""Rooms on one page of a listing."""
+RoomPath = Annotated[RoomId, Path(description=f"The room's id, from 0 to {MAX_ROOM}.")]
 
-ADMISSION_ANSWERS = {
-    201: {"headers": LOCATION},
-    **problems(
-        *(InvalidInputError, ConflictError, StaleError, ClientLimitError, CapacityError, NotReadyError, NamespaceError),
-        body=True,
-    ),
-}
-
-RoomPath = Annotated[RoomId, NUMBER, Path(description=f"The room's id, from 0 to {MAX_ROOM}.")]
-StatesQuery = Annotated[tuple[RoomState, ...], Query(description="Only rooms in one of these states.")]
-PeerQuery = Annotated[
-    str, Query(max_length=400, description="Only rooms with this node at the other end: INSTANCE/NODE or INSTANCE.")
-]
-ClientQuery = Annotated[str | None, Query(max_length=200, description="Only rooms of this client.")]
-AfterQuery = Annotated[int, NUMBER, Query(ge=0, le=2**62, description="`next` of the page before; 0: from the oldest.")]
-LimitQuery = Annotated[int, NUMBER, Query(ge=1, le=MAX_LISTED, description="Rooms on a page at most.")]
-WaitQuery = Annotated[float, NUMBER, Query(ge=0, allow_inf_nan=False, description="Seconds to wait for a state.")]
-UntilQuery = Annotated[tuple[RoomState, ...], Query(description="States to wait for; none: a final one.")]
-GenerationQuery = Annotated[int | None, NUMBER, Query(ge=1, description="Cancel this generation only.")]
-StoreQuery = Annotated[Literal["drop", "keep"], Query(description="What to do about objects in the store.")]
-ReasonQuery = Annotated[str, Query(max_length=1_000, description="Told to everybody who asks why the room ended.")]
+GenerationQuery = Annotated[int | None, Query(ge=1, description="Of this attempt, not of the newest.")]
 
 
-def create_daemon_app(
+class Waiting(FrozenModel):
+    """How long a report may be waited for."""
+
+    wait: Annotated[float, Field(ge=0, allow_inf_nan=False, description="Seconds to wait for a state.")] = 0.0
+    until: Annotated[frozenset[RoomState], Field(description="States to wait for; none: a final one.")] = frozenset()
+
+
+class Cancellation(FrozenModel):
+    """What is cancelled, and why."""
+
+    reason: Annotated[str, Field(max_length=1_000, description="Told to everybody who asks why the room ended.")] = (
+        "cancelled by its client"
+    )
+    generation: Annotated[Positive | None, Field(description="Cancel this generation only.")] = None
+
+
+class Dropping(FrozenModel):
+    """What is dropped besides what is in memory."""
+
+    store: Annotated[Literal["drop", "keep"], Field(description="What to do about objects in the store.")] = "drop"
+
+
+def create_daemon_app(  # noqa: PLR0913 - each is a part of the node
     *,
     admission: AdmissionController,
     requests: RoomRequests[Any],
     rooms: RoomBook[Any],
     status: StatusPort[NodeStatus],
     settings: AppSettings,
+    timeline_of: Callable[[int, int | None], RoomTimeline],
+    page: Callable[[], Document],
     begin_trace: BeginTrace = pass_on,
 ) -> FastAPI:
-    """Build the application of a daemon; it holds no state of its own."""
+    """Build the application of a daemon; it holds no state of its own. `timeline_of` is given a room and a generation."""
 
     async def admit(request: AdmissionRequest, may_name: Namespaces) -> RoomReport:
         TRACE.set(begin_trace(TRACE.get()))
         return await admission.admit(request, may_name)
 
     routers = [
-        _admission_router(admission, requests, begin_trace),
-        _rooms_router(requests, rooms, settings),
+        _admission_router(admit, requests),
+        _rooms_router(requests, rooms, timeline_of, settings.max_wait_s),
         _prefixes_router(requests),
     ]
-    direct = DirectRoute(REQUESTS, AdmissionRequest, admit)
     title = f"kvbridge {rooms.role} daemon"
-    return assemble_app(title, routers, direct=direct, status=status, kind=NodeStatus, settings=settings)
+    bodies = (AdmissionRequest,)
+    return assemble_app(title, routers, bodies, status=status, kind=NodeStatus, settings=settings, page=page)
 
 
-def _router() -> APIRouter:
-    answers = problems(InvalidInputError)
-    return APIRouter(prefix=REQUESTS, tags=["requests"], responses=answers, dependencies=[DESCRIBED_QUERY])
+def _admission_router(admit: Any, requests: RoomRequests[Any]) -> APIRouter:  # noqa: ANN401 - a closure
+    router = APIRouter(prefix=REQUESTS, tags=["requests"])
 
-
-def _admission_router(
-    admission: AdmissionController, requests: RoomRequests[Any], begin_trace: BeginTrace
-) -> APIRouter:
-    router = _router()
-
-    @router.post("", status_code=201, dependencies=[as_described(AdmissionRequest)], responses=ADMISSION_ANSWERS)
-    async def admit_room(
-        request: AdmissionRequest, response: Response, connection: Request, may_name: Namespaces = MAY_NAME
-    ) -> RoomReport:
+    @router.post(
+        "", status_code=201, response_model=RoomReport, responses=CREATED, openapi_extra=describes(AdmissionRequest)
+    )
+    async def admit_room(request: Request) -> Response:
         """Reserve for a request, at once or within its `wait_s`.
 
         503 with Retry-After when it does not fit, 429 when its client has as much as it may, 403 for a namespace that its token
         may not name; nothing is kept then, nor when the caller closes the connection while it waits.
         """
-        TRACE.set(begin_trace(TRACE.get()))
-        if request.wait_s:
-            report = await while_connected(
-                connection, admission.admit(request, may_name), lambda late: requests.cancel(late.room, LEFT)
-            )
-        else:
-            report = await admission.admit(request, may_name)
-        response.headers["Location"] = f"{REQUESTS}/{report.room}"
-        return report
+        return await create(request, AdmissionRequest, admit, lambda late: requests.cancel(late.room, LEFT))
 
     return router
 
 
-def _rooms_router(requests: RoomRequests[Any], rooms: RoomBook[Any], settings: AppSettings) -> APIRouter:
-    router = _router()
+def _rooms_router(
+    requests: RoomRequests[Any],
+    rooms: RoomBook[Any],
+    timeline_of: Callable[[int, int | None], RoomTimeline],
+    max_wait_s: float,
+) -> APIRouter:
+    router = APIRouter(prefix=REQUESTS, tags=["requests"])
 
     @router.get("")
-    async def list_rooms(
-        state: StatesQuery = (),
-        peer: PeerQuery = "",
-        client: ClientQuery = None,
-        after: AfterQuery = 0,
-        limit: LimitQuery = 100,
-    ) -> RoomPage:
+    async def list_rooms(query: Annotated[RoomQuery, Query()]) -> RoomPage:
         """List rooms, the oldest first, a page at a time: those under way, and ended ones as long as they are remembered."""
-        query = RoomQuery(states=frozenset(state), peer=peer, client=client, after=after, limit=limit)
         return rooms.page(query)
 
-    @router.get("/{room}", responses=problems(UnknownRoomError))
-    async def get_room(
-        room: RoomPath, connection: Request, wait: WaitQuery = 0.0, until: UntilQuery = ()
-    ) -> RoomReport:
+    @router.get("/{room}")
+    async def get_room(room: RoomPath, waiting: Annotated[Waiting, Query()], connection: Request) -> RoomReport:
         """Return a room's report, at once or when it has reached a state; after `wait` seconds in any case."""
-        if wait > settings.max_wait_s:
+        if waiting.wait > max_wait_s:
             raise InvalidInputError(
-                f"wait is {wait:g} s, at most {settings.max_wait_s:g} s are served (http.max_wait_s)"
+                f"wait is {waiting.wait:g} s, at most {max_wait_s:g} s are served (http.max_wait_s)"
             )
-        if wait == 0:
+        if waiting.wait == 0:
             return rooms.report(room)
-        return await while_connected(connection, rooms.wait(room, wait, frozenset(until)))
+        return await while_connected(connection, rooms.wait(room, waiting.wait, waiting.until))
 
-    @router.delete("/{room}", responses=problems(UnknownRoomError, StaleError))
-    async def cancel_room(
-        room: RoomPath,
-        reason: ReasonQuery = "cancelled by its client",
-        generation: GenerationQuery = None,
-    ) -> RoomReport:
+    @router.delete("/{room}")
+    async def cancel_room(room: RoomPath, asked: Annotated[Cancellation, Query()]) -> RoomReport:
         """Abort a room; harmless on a final one. 409 `stale` when the room is there in another generation."""
         present = rooms.report(room)
-        if generation is not None and present.generation != generation:
+        if asked.generation is not None and present.generation != asked.generation:
             raise StaleError(
-                f"room {room} is in generation {present.generation}, not {generation}: it was not cancelled"
+                f"room {room} is in generation {present.generation}, not {asked.generation}: it was not cancelled"
             )
-        return await requests.cancel(room, reason)
+        return await requests.cancel(room, asked.reason)
+
+    @router.get("/{room}/timeline")
+    async def get_room_timeline(room: RoomPath, generation: GenerationQuery = None) -> RoomTimeline:
+        """Return what happened to a room on this node, while it is open and for a while after its end."""
+        return timeline_of(room, generation)
 
     return router
 
 
 def _prefixes_router(requests: RoomRequests[Any]) -> APIRouter:
-    router = APIRouter(prefix="/v1/prefixes", tags=["operations"], responses=problems(ConflictError, InvalidInputError))
+    router = APIRouter(prefix="/v1/prefixes", tags=["operations"])
 
     @router.delete("")
-    async def drop_prefixes(store: StoreQuery = "drop") -> DroppedPrefixes:
+    async def drop_prefixes(asked: Annotated[Dropping, Query()]) -> DroppedPrefixes:
         """Forget every cached prefix, of all namespaces: keys do not tell whose they are.
 
         Requests find none from now on; rooms under way keep the pages that they read. 409 where no prefixes are kept. What the
         store below host memory has of this model is dropped, too, also what other nodes have put there; `store` in the answer
         says whether that was done. What other nodes have in memory is theirs: ask each of them first.
         """
-        return await requests.drop_prefixes(stored=store == "drop")
+        return await requests.drop_prefixes(stored=asked.store == "drop")
 
     return router

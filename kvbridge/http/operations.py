@@ -1,22 +1,21 @@
 """What every daemon's endpoint offers, and how an application is put together.
 
-Owns: /health, /ready, /metrics, /version, /status, /openapi.json; the order of middleware.
-Must not know: rooms, instances, how an operation is described.
-
-/health and /ready need no token, since probes have none and learn little, nor do the files of the status page, which hold no
-data; /metrics needs it unless opened. Load balancers may ask /health and /ready by HEAD.
+/health and /ready need no token, since probes have none and learn little, nor do the files of the status page, which hold no data;
+/metrics needs it unless opened. Load balancers may ask /health and /ready by HEAD.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, FastAPI, Header
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
 from kvbridge import __version__
 from kvbridge.api.status import Readiness, StatusPort
@@ -24,11 +23,10 @@ from kvbridge.core.clock import monotonic
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.prefixes import TokenGrant
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
-from kvbridge.http.description import describe, operation_id, problems
-from kvbridge.http.direct import Direct, DirectRoute
-from kvbridge.http.middleware import BearerToken, BodyLimit, Observed, UnhandledErrors
-from kvbridge.http.page import PAGE_PATHS, page_router
-from kvbridge.http.problems import install_problem_handlers
+from kvbridge.http.middleware import BearerToken, BodyLimit, Direct, Observed, UnhandledErrors
+from kvbridge.http.page import PAGE_PATHS, Document, page_router
+from kvbridge.http.problems import PROBLEM_TYPE, Problem, install_problem_handlers
+from kvbridge.http.requests import REQUESTS
 
 OPEN_PATHS = PAGE_PATHS | {"/health", "/ready"}
 TURN_S = 0.002
@@ -37,6 +35,15 @@ METRICS_PAGE = {
     "description": "The metrics, as Prometheus reads them",
     "content": {"text/plain": {"schema": {"type": "string"}}},
 }
+SCHEMAS = "#/components/schemas/"
+PROBLEM = {
+    "description": "A problem (RFC 9457). `code` says which one; docs/http-api.md lists all codes.",
+    "content": {PROBLEM_TYPE: {"schema": {"$ref": f"{SCHEMAS}Problem"}}},
+}
+CREATED: dict[int | str, dict[str, Any]] = {
+    201: {"headers": {"Location": {"description": "The path of what was made.", "schema": {"type": "string"}}}}
+}
+TOKEN_SCHEME = {"type": "http", "scheme": "bearer", "description": "The line of `http.token_file`, where there is one."}
 
 
 class AppSettings(FrozenModel):
@@ -65,18 +72,19 @@ class Version(FrozenModel):
     protocol_version: NonNegative = PROTOCOL_VERSION
 
 
-def assemble_app(
+def assemble_app(  # noqa: PLR0913 - each is what applications differ in
     title: str,
-    routers: list[APIRouter],
+    routers: Sequence[APIRouter],
+    bodies: Iterable[type[BaseModel]],
     *,
-    direct: DirectRoute | None,
     status: StatusPort[BaseModel],
     kind: type[BaseModel],
     settings: AppSettings,
+    page: Callable[[], Document] | None = None,
 ) -> FastAPI:
-    """Build an application from its own routers and the operators' routes; `kind` is what its status page is.
+    """Build an application from its own routers and the operators' routes.
 
-    `direct`: the one of its routes that is asked for with each room; None: there are no rooms, nor a page that shows them.
+    `bodies` are what routes take by `requests.describes`, `kind` is what `/status` is, `page` what the status page shows.
     """
     app = FastAPI(
         title=title,
@@ -84,31 +92,37 @@ def assemble_app(
         openapi_url=None,
         docs_url=None,
         redoc_url=None,
-        generate_unique_id_function=operation_id,
+        responses={"default": PROBLEM},
+        separate_input_output_schemas=False,
+        generate_unique_id_function=lambda route: route.name,
         # FastAPI would tell providers that somebody has made global of each request, beside the spans that are made here.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
-    page = [] if direct is None else [page_router(asks_token=bool(settings.grants))]
-    for router in [*routers, _operators_router(status, kind), *page]:
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    shown = [] if page is None else [page_router(page, asks_token=bool(settings.grants))]
+    for router in [*routers, _operators_router(status, kind), *shown]:
         app.include_router(router)
         for route in router.routes:
             if isinstance(route, APIRoute):
-                status.serves(route.path, sorted(route.methods or ()), route.status_code or 200)
+                status.metrics.serves(route.path, sorted(route.methods or ()), route.status_code or 200)
     open_paths = OPEN_PATHS | ({"/metrics"} if settings.open_metrics else set())
-    _serve_description(app, token=bool(settings.grants), open_paths=open_paths)
+    _serve_description(app, tuple(bodies), open_paths, asks_token=bool(settings.grants))
     install_problem_handlers(app)
     # The last one added is the first to see a request.
-    if direct is not None:
-        app.add_middleware(Direct, route=direct)
+    for route in routes:
+        if route.path == REQUESTS and "POST" in (route.methods or ()):
+            app.add_middleware(Direct, route=route)
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(BearerToken, grants=settings.grants_now or (lambda: settings.grants), open_paths=open_paths)
     app.add_middleware(UnhandledErrors)
-    app.add_middleware(Observed, answered=status.answered, traceparent_ignored=status.traceparent_ignored)
+    app.add_middleware(
+        Observed, answered=status.metrics.answered, traceparent_ignored=status.metrics.traceparent_ignored
+    )
     return app
 
 
 def _operators_router(status: StatusPort[BaseModel], kind: type[BaseModel]) -> APIRouter:
-    router = APIRouter(tags=["operations"], responses=problems())
+    router = APIRouter(tags=["operations"])
 
     @router.head("/health", include_in_schema=False)
     @router.get("/health")
@@ -148,11 +162,30 @@ def _operators_router(status: StatusPort[BaseModel], kind: type[BaseModel]) -> A
     return router
 
 
-def _serve_description(app: FastAPI, *, token: bool, open_paths: frozenset[str]) -> None:
+def _serve_description(
+    app: FastAPI, bodies: Sequence[type[BaseModel]], open_paths: frozenset[str], *, asks_token: bool
+) -> None:
     """Serve the description behind the token; made when it is first asked for."""
 
     @app.get("/openapi.json", include_in_schema=False)
     async def get_description() -> dict[str, Any]:
         if app.openapi_schema is None:
-            app.openapi_schema = describe(app, token=token, open_paths=open_paths)
+            app.openapi_schema = describe(app, bodies, open_paths, asks_token=asks_token)
         return app.openapi_schema
+
+
+def describe(
+    app: FastAPI, bodies: Iterable[type[BaseModel]], open_paths: Iterable[str], *, asks_token: bool
+) -> dict[str, Any]:
+    """Return an application's description. `asks_token`: callers have to show one, except at the open paths."""
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    components = schema.setdefault("components", {})
+    kinds: list[type[BaseModel]] = [Problem, *bodies]
+    _, own = models_json_schema([(kind, "validation") for kind in kinds], ref_template=f"{SCHEMAS}{{model}}")
+    components["schemas"] = components.get("schemas", {}) | own["$defs"]
+    components["securitySchemes"] = {"bearer": TOKEN_SCHEME}
+    schema["security"] = [{"bearer": []}] if asks_token else [{}, {"bearer": []}]
+    for path in open_paths:
+        for operation in schema["paths"].get(path, {}).values():
+            operation["security"] = []
+    return schema

@@ -1,9 +1,7 @@
 """RFC 9457 problem bodies, in both directions.
 
-Owns: the form of a problem, errors to problems, problems back to errors. Must not know: routes.
-
-`code` is the stable code of `kvbridge.core.errors` and what a program matches on; `type` is the same as a URN. A
-malformed request answers 400 `invalid_input` and names each fault; it never answers 422.
+`code` is the stable code of `kvbridge.core.errors` and what a program matches on; `type` is the same as a URN. A malformed request
+answers 400 `invalid_input` and names each fault; it never answers 422.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ MAX_FAULTS = 20
 METHODS = ("DELETE", "GET", "HEAD", "POST", "PUT")
 LONGEST_RETRY_S = 1e6
 
+FORESEEN = (BridgeError, RequestValidationError, HTTPException)
 _STATUS_CODES = {
     400: InvalidInputError.code,
     404: "not_found",
@@ -84,27 +83,32 @@ def problem_response(problem: Problem, headers: Mapping[str, str] | None = None)
 
 def install_problem_handlers(app: FastAPI) -> None:
     """Make every foreseen error a problem; the others are the business of `UnhandledErrors`."""
-    app.add_exception_handler(BridgeError, answer_bridge_error)
-    app.add_exception_handler(RequestValidationError, _answer_validation_error)
-    app.add_exception_handler(HTTPException, _answer_http_error)
+    for kind in FORESEEN:
+        app.add_exception_handler(kind, answer_error)
 
 
-async def answer_bridge_error(request: Request, error: Exception) -> Response:
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Return the problem that a foreseen error is."""
+    if isinstance(error, BridgeError):
+        return _answer_bridge_error(request, error)
+    if isinstance(error, RequestValidationError):
+        return _answer_validation_error(request, error)
+    assert isinstance(error, HTTPException)
+    return _answer_http_error(request, error)
+
+
+def _answer_bridge_error(request: Request, error: BridgeError) -> Response:
     """Answer a deliberate error; one that nobody but this process can have caused is logged."""
-    assert isinstance(error, BridgeError)
     if error.http_status == HTTPStatus.INTERNAL_SERVER_ERROR:
         log.error("request_failed", path=request.url.path, code=error.code, exc_info=error)
     return problem_response(problem_of(error, request.url.path))
 
 
-async def _answer_validation_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
+def _answer_validation_error(request: Request, error: RequestValidationError) -> Response:
     faults = [_fault(found) for found in error.errors()]
     shown = "; ".join(faults[:MAX_FAULTS])
     if len(faults) > MAX_FAULTS:
         shown += f"; and {len(faults) - MAX_FAULTS} more"
-    if "json" not in request.headers.get("content-type", "") and request.method in {"POST", "PUT"}:
-        shown += "; send the body as JSON with Content-Type: application/json"
     problem = make_problem(InvalidInputError.code, InvalidInputError.http_status, shown, path=request.url.path)
     return problem_response(problem)
 
@@ -120,8 +124,7 @@ def _fault(found: Mapping[str, Any]) -> str:
     return f"{where}: {str(found['msg']).removeprefix('Value error, ')}{got}"
 
 
-async def _answer_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+def _answer_http_error(request: Request, error: HTTPException) -> Response:
     code = _STATUS_CODES.get(error.status_code, "http_error")
     detail = str(error.detail)
     if code == "not_found":

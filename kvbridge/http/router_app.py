@@ -1,8 +1,5 @@
 """The endpoint of the router: the OpenAI API, passed through.
 
-Owns: /v1/completions, /v1/chat/completions, /v1/models; the form of errors there; the end of a stream that broke; clients that
-leave. Must not know: how servers are chosen, what they are told.
-
 Errors of these routes have the form that OpenAI's clients read. What follows a stream's first byte can only be told inside of it:
 as an event with an error, and without the `[DONE]` that stands for a whole answer. Any other answer that breaks is cut off.
 """
@@ -70,7 +67,7 @@ def create_router_app(*, service: RouterPort, status: StatusPort[RouterStatus], 
             return openai_error(error)
         return Response(content, code, media_type="application/json")
 
-    return assemble_app("kvbridge router", [router], direct=None, status=status, kind=RouterStatus, settings=settings)
+    return assemble_app("kvbridge router", [router], (), status=status, kind=RouterStatus, settings=settings)
 
 
 def _passed_on(headers: Headers) -> dict[str, str]:

@@ -1,7 +1,4 @@
-"""An application on a socket, inside a loop that somebody else runs.
-
-Owns: the listening socket, uvicorn, the bounded end. Must not know: what it serves; signals are the daemon's.
-"""
+"""An application on a socket, inside a loop that somebody else runs."""
 
 from __future__ import annotations
 

@@ -1,12 +1,8 @@
 """Requests of many callers and the rest of a loop: who is read next, and who is not read any more.
 
-Owns: the order of requests that have arrived, the bound on how many wait. Must not know: connections, HTTP. Pure but for the
-clock and the loop's `call_soon` that it is given.
-
 A loop that serves every readable socket in turn gives a thousand callers a thousand times what it gives one engine: rooms that
 are there already come to a halt while new ones are refused. So one request is read, then the loop looks at all its sockets
-again, then the next one is read. What is on its way (engines, workers, other nodes, answers to requests of this process) waits
-for one request of each kind at most.
+again, then the next one is read. What is on its way waits for one request of each kind at most.
 """
 
 from __future__ import annotations

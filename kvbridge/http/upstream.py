@@ -1,7 +1,5 @@
 """Calls of OpenAI servers by the router.
 
-Owns: connections, deadlines of connecting, which headers of an answer are passed back. Must not know: who is asked, what for.
-
 A connection whose answer was not read to its end is closed, by which an engine knows that nobody wants the rest. One that was is
 kept for less time than servers keep theirs, so that none is used in the moment in which they close it.
 """

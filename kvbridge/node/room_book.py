@@ -247,7 +247,7 @@ class RoomBook(Generic[RoomT]):
 
     def _wanted(self, room: RoomT, query: RoomQuery) -> bool:
         return (
-            (not query.states or self._describe_state(room) in query.states)
+            (not query.state or self._describe_state(room) in query.state)
             and (query.client is None or room.client == query.client)
             and (not query.peer or any(query.peer in {peer, peer.partition("/")[0]} for peer in room.peers))
         )

@@ -1,8 +1,5 @@
 """What is sent to which server: bodies of the OpenAI API and `kv_transfer_params`.
 
-Owns: what prefill is asked for in place of what the client asked, which requests need no prefill server, rooms in parameters.
-Must not know: servers, HTTP.
-
 The client's own `kv_transfer_params` are never passed on: they name addresses, to which a decode server would connect.
 """
 

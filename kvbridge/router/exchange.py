@@ -1,7 +1,5 @@
 """One request's way through a prefill and a decode server, until the first bytes of its answer are there.
 
-Owns: the two orders, what is tried elsewhere after a failure, what a failure is. Must not know: sockets, who asked.
-
 Until a client has had a byte, a failure is an attempt that did not succeed: both requests of it are closed, which has the engines
 give up what they did for it, and then another server is tried, under another room. After that, whoever sends the bytes on tells it.
 

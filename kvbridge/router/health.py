@@ -1,7 +1,4 @@
-"""How the servers are, and which ones there are where a directory says so.
-
-Owns: the asking, and what the log says of it. Must not know: HTTP.
-"""
+"""How the servers are, and which ones there are where a directory says so."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Limits of requests under way, and of the bytes of their bodies.
 
-Owns: both counts. Must not know: who asks, what for.
-
 A request takes its place before its body is read. Bytes count as they arrive, and a body's first ones do not, since the number of
 requests bounds those: where long bodies have taken everything, short ones are still read.
 """

@@ -1,9 +1,7 @@
 """The prefill and decode servers: which are well, what they are doing, which one is next.
 
-Owns: both lists, the choice. Must not know: HTTP, what is sent.
-
 Load is counted in prompt tokens of requests under way, estimated: one long prompt keeps a prefill server busier than many short
-ones, and takes as much of a decode server's cache. All of it is pure, and used from the event loop's thread only.
+ones, and takes as much of a decode server's cache. All of it is pure.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ Three states take turns, in one run, so that whatever else the machine does fall
 - `blind`: daemons that count nothing, write nothing and make no facts (`blind.py`), and nobody looks;
 - `telling`: daemons as they are, and nobody looks;
 - `watched`: the same daemons, each scraped every second in the form that Prometheus asks for, and each with a status page open (its
-  stream of events, read by a process of its own, since the browser is not on the daemons' machine).
+  document, asked for by a process of its own, since the browser is not on the daemons' machine).
 
 The figure to go by is the daemons' processor time for each room; rooms a second are of everything on this machine, generator and
 engines included. `BUDGET` is the share of rooms a second that watching may take; where all share the cores, that is what it adds to
@@ -37,6 +37,7 @@ BUDGET = 0.05
 STATES = ("blind", "telling", "watched")
 DAEMONS = ("bootstrap", "prefill node", "decode node")
 OPEN_METRICS = "Accept: application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3,*/*;q=0.1"
+PAGES_OPEN = 'while sleep 2; do curl --silent --output /dev/null "$@"; done'
 SCRAPES = 'while sleep 1; do curl --silent --output /dev/null --header "$0" "$@"; done'
 
 
@@ -74,7 +75,7 @@ async def _watchers(generator: Load, wanted: bool) -> AsyncIterator[None]:
     cluster, quiet = generator.cluster, asyncio.subprocess.DEVNULL
     urls = [daemon.url for daemon in (cluster.bootstrap, cluster.prefill, cluster.decode)]
     commands = [
-        *(["curl", "--silent", "--no-buffer", f"{url}/v1/events"] for url in urls),
+        ["sh", "-c", PAGES_OPEN, "page", *(f"{url}/v1/page" for url in urls)],
         ["sh", "-c", SCRAPES, OPEN_METRICS, *(f"{url}/metrics" for url in urls)],
     ]
     watchers = [

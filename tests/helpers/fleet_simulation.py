@@ -13,7 +13,7 @@ import itertools
 import random
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, NodeView, PairRequest, Registered
@@ -145,8 +145,8 @@ class Outcome:
 class AllSeeing(Directory):
     """Keeps what every instance said and was charged since, and hands over the best of each role of all that are ready."""
 
-    def __init__(self, store: MemoryStore, daemons: Simulation) -> None:
-        super().__init__(store, daemons)
+    def __init__(self, store: MemoryStore, daemons: Simulation, *, chance: random.Random) -> None:
+        super().__init__(store, daemons, chance=chance)
         self._free: dict[Role, dict[str, int]] = {role: {} for role in Role}
 
     async def heartbeat(self, instance: str, node: str, heartbeat: NodeHeartbeat) -> NodeView:
@@ -176,7 +176,7 @@ class AllSeeing(Directory):
             self._free[instance.role][instance.name] -= counts["full"]
         await super().charge(pages)
 
-    async def draw(self, count: int, fingerprint: str = "", names: Sequence[str] = ()) -> tuple[Instance, ...]:
+    async def draw(self, count: int, fingerprint: str = "", names: Iterable[str] = ()) -> tuple[Instance, ...]:
         best = (heapq.nlargest(BEST, free, key=free.__getitem__) for free in self._free.values())
         return await super().draw(0, names=list(itertools.chain(*best)))
 
@@ -189,10 +189,8 @@ class Simulation:
         self.clock = ManualClock()
         self.outcome = Outcome()
         self._chance = random.Random(fleet.seed)
-        store = MemoryStore(
-            expire_after_s=EXPIRE_AFTER_S, rooms=TIMES, clock=self.clock, chance=random.Random(fleet.seed)
-        )
-        self.directory = (AllSeeing if all_seeing else Directory)(store, self)
+        store = MemoryStore(expire_after_s=EXPIRE_AFTER_S, rooms=TIMES, clock=self.clock)
+        self.directory = (AllSeeing if all_seeing else Directory)(store, self, chance=random.Random(fleet.seed))
         self.service = PairingService(
             self.directory, store, self, config=PairingConfig(), timeouts=BootstrapTimeouts(), clock=self.clock
         )

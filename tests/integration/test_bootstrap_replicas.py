@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+import pytest
 
 from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.core.errors import PeerError
@@ -77,6 +78,7 @@ def test_a_bootstrap_that_was_killed_is_filled_again_and_open_rooms_do_not_notic
         live.serves()
 
 
+@pytest.mark.thorough
 def test_a_daemon_that_was_killed_is_known_by_its_new_life_at_once() -> None:
     with live_cluster() as live:
         bootstrap, decode = live.cluster.bootstrap, live.decode
@@ -102,6 +104,7 @@ def _if(node: dict[str, Any], *, incarnation: str) -> dict[str, Any] | None:
     return node if node["incarnation"] != incarnation else None
 
 
+@pytest.mark.thorough
 def test_a_pair_that_was_full_is_taken_again_as_soon_as_its_pages_are_free() -> None:
     with live_cluster(pages={"full": 8, "swa": 4, "request": 4}, host_pages=8) as small:
         big = 8 * 256
@@ -205,6 +208,7 @@ def _give_back(live: LiveCluster, rooms: range) -> bool:
     )
 
 
+@pytest.mark.thorough
 def test_nodes_that_know_both_replicas_stay_known_when_one_dies() -> None:
     expire_after_s = 6.0
     with redis_server() as server, replicated(server, expire_after_s=expire_after_s) as (live, (first, second)):
@@ -224,6 +228,7 @@ def test_nodes_that_know_both_replicas_stay_known_when_one_dies() -> None:
         live.cross(TOKENS, paired(second)["room"])
 
 
+@pytest.mark.thorough
 def test_a_redis_that_is_away_stops_new_pairings_only_and_comes_back_filled() -> None:
     with redis_server() as server, replicated(server) as (live, replicas):
         room = paired(replicas[0])["room"]
@@ -250,6 +255,7 @@ def test_a_redis_that_is_away_stops_new_pairings_only_and_comes_back_filled() ->
         live.serves()
 
 
+@pytest.mark.thorough
 def test_a_shared_secret_is_in_no_log_and_on_no_page() -> None:
     with redis_server(password="hush-hush") as server:
         password_file = server.socket.parent / "password"
@@ -271,6 +277,7 @@ def test_a_shared_secret_is_in_no_log_and_on_no_page() -> None:
             assert "hush" not in " ".join(shown)
 
 
+@pytest.mark.thorough
 def test_a_redis_that_was_never_there_does_not_keep_bootstrap_from_starting() -> None:
     section = {"directory": {"store": "redis", "redis_url": "redis://127.0.0.1:1/0"}}
     with live_cluster(bootstrap=section, wait=False) as live:

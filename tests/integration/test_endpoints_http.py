@@ -111,14 +111,8 @@ def test_room_for_new_tokens_is_reserved_too(live: LiveCluster) -> None:
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
-        ({"prompt_tokens": 0}, "prompt_tokens"),
-        ({"prompt_tokens": "many"}, "prompt_tokens"),
         ({"room": MAX_ROOM + 1}, "room"),
-        ({"room": -1}, "room"),
-        ({"generation": 0}, "generation"),
-        ({"max_new_tokens": -1}, "max_new_tokens"),
         ({"surprise": 1}, "surprise"),
-        ({"client": "x" * 201}, "client"),
     ],
 )
 def test_a_wrong_request_costs_nothing(
@@ -134,8 +128,6 @@ def test_a_wrong_request_costs_nothing(
     ("side", "prefill", "fault"),
     [
         ("decode", [], "a decode daemon needs `prefill`"),
-        ("decode", [{"endpoint": "http://127.0.0.1:1"}], "endpoint"),
-        ("decode", [{"endpoint": "tcp://127.0.0.1:1", "public_key": "k" * 41}], "public_key"),
         ("prefill", [{"endpoint": "tcp://127.0.0.1:1"}], "`prefill` is for the decode daemon"),
     ],
 )
@@ -149,8 +141,6 @@ def test_writers_that_make_no_sense(live: LiveCluster, side: str, prefill: list[
 @pytest.mark.parametrize(
     ("address", "code"),
     [
-        ({"endpoint": "tcp://127.0.0.1"}, "config_invalid"),
-        ({"endpoint": "ipc://relative"}, "config_invalid"),
         ({"endpoint": "tcp://192.0.2.1:5"}, "config_invalid"),  # not in the clear over a network
         ({"endpoint": "tcp://127.0.0.1:5", "public_key": "k" * 40}, "config_invalid"),
     ],
@@ -161,13 +151,6 @@ def test_writers_that_cannot_be_reached_from_here_fail_the_room_only(
     answer = http("POST", live.decode, "/v1/requests", json={"prompt_tokens": TOKENS, "prefill": [address]})
     assert answer.status_code == 201
     ends(live.decode, int(answer.json()["room"]), "failed", code)
-    live.serves()
-
-
-def test_bodies_that_are_none(live: LiveCluster, daemon: DaemonProcess) -> None:
-    json_type = {"Content-Type": "application/json"}
-    for content, code in ((b"", 400), (b"{", 400), (b"[]", 400), (b"\xff\xfe", 400), (b" " * (1 << 21), 413)):
-        assert http("POST", daemon, "/v1/requests", content=content, headers=json_type).status_code == code
     live.serves()
 
 

@@ -1,7 +1,5 @@
 """What a store promises: nodes and rooms, each change a compare-and-set, time the store's own.
 
-Owns: the protocols and what passes through them. Must not know: how anything is kept, what a good registration is.
-
 Replicas share a store and nothing else, no clock either. Every method is one atomic step, so that a caller never has to hold
 anything between two of them; every method of a shared store raises NotReadyError when the store cannot be asked now.
 """
@@ -41,12 +39,8 @@ class NodeStore(Protocol):
     async def nodes(self) -> tuple[NodeRecord, ...]:
         """Return all nodes, in any order: a look that costs the more, the larger the fleet is."""
 
-    async def draw(self, count: int, fingerprint: str = "", names: Sequence[str] = ()) -> tuple[NodeRecord, ...]:
-        """Return the nodes of `count` instances of each role, drawn at random, and those of the instances that are named.
-
-        Drawn of all that are alive, and of this fingerprint where one is given; all of them where there are no more than `count`.
-        What it costs goes by `count` and `names`, not by the fleet. In any order, and no node twice.
-        """
+    async def look(self, keys: Sequence[NodeKey]) -> tuple[NodeRecord, ...]:
+        """Return those of these nodes that are alive, in any order; it costs what they are, whatever the fleet's size."""
 
     async def of_instance(self, instance: str) -> InstanceNodes:
         """Return the nodes of one instance."""
@@ -57,8 +51,8 @@ class NodeStore(Protocol):
     async def beat(self, key: NodeKey, heartbeat: NodeHeartbeat) -> NodeRecord | None:
         """Note that a node lives, if it is of the heartbeat's incarnation; return who holds the name now, if anybody."""
 
-    async def remove(self, key: NodeKey, incarnation: str) -> NodeRecord | None:
-        """Take a node off if it is of this incarnation; return who held the name before, if anybody."""
+    async def remove(self, key: NodeKey, incarnation: str) -> bool:
+        """Take a node off if it is of this incarnation; return whether it was."""
 
     async def charge(self, pages: Mapping[NodeKey, Mapping[str, int]]) -> None:
         """Count one room of so many pages (by node, by index space) against nodes until their next heartbeats."""
@@ -104,7 +98,7 @@ class RoomTimes:
     keep_s: float
     """A room is forgotten so long after it was last claimed."""
     max_rooms: int
-    """The oldest are forgotten first; a room that is being paired is not."""
+    """Cancelled ones are forgotten first, then the oldest; a room that is being paired is not."""
 
 
 class RoomStore(Protocol):
@@ -133,13 +127,3 @@ class RoomStore(Protocol):
 
     async def room_counts(self) -> dict[PairingState, int]:
         """Forget rooms older than they are kept; return how many are remembered, by what became of them."""
-
-
-class StoreObserver(Protocol):
-    """Hears what an operator wants counted."""
-
-    def store_value_refused(self, reason: str) -> None:
-        """A stored value was malformed and is treated as absent; `reason` is `node` or `room`."""
-
-    def store_failed(self, reason: str) -> None:
-        """The store could not be asked; `reason` is `timeout`, `connection` or `refused`."""

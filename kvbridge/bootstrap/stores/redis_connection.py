@@ -1,7 +1,4 @@
-"""The connection to the Redis that several bootstraps share.
-
-Owns: how it is reached, how long an answer may take, and what is said when there is none. Must not know: what is stored there.
-"""
+"""The connection to the Redis that several bootstraps share."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class RedisSettings:
 
 
 class RedisConnection:
-    """Runs scripts and calls, each within its limit. Close it."""
+    """Runs scripts and calls, each within its limit. Close `client`."""
 
     def __init__(
         self, settings: RedisSettings, scripts: Mapping[str, str], *, on_failure: Callable[[str], None]
@@ -52,13 +49,10 @@ class RedisConnection:
         self._timeout_s = settings.timeout_s
         self._on_failure = on_failure
         self.client = _client(settings)
-        self.where = _where(self.client)
+        options = self.client.connection_pool.connection_kwargs
+        self.where = str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
         """The address, without any secret."""
         self._scripts = {name: self.client.register_script(text) for name, text in scripts.items()}
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self.client.aclose()
 
     async def run(self, name: str, keys: Sequence[bytes], *arguments: bytes | str | int) -> Any:  # noqa: ANN401 - as Redis answers
         """Run a script and return its answer. Raises as `ask`."""
@@ -117,11 +111,3 @@ def _client(settings: RedisSettings) -> Redis:
         options = pool.connection_kwargs
         options["credential_provider"] = _Credentials(options.pop("username", None), settings.password)
     return Redis.from_pool(pool)
-
-
-def _where(client: Redis) -> str:
-    """Return where Redis is, without any secret."""
-    options = client.connection_pool.connection_kwargs
-    if path := options.get("path"):
-        return str(path)
-    return f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"

@@ -11,8 +11,30 @@ function fullest(available, all) {
   return shares.length ? Math.max(...shares) : null;
 }
 
+const NOTHING = {sent_bytes: 0, received_bytes: 0, rooms_completed: 0, rooms_failed: 0};
+
+// The peers of a node by incarnation, with what went to and from each.
+function peersOf({role, peers, traffic}) {
+  return Object.fromEntries(peers.map((peer) => {
+    const unanswered = role === "decode" && !peer.incarnation, connecting = peer.connecting || [];
+    const name = role === "prefill" ? `${peer.instance}/${peer.node}` : peer.node || peer.endpoint;
+    const problem = unanswered ? "it has not answered yet" : connecting.length ? `not connected yet: ${connecting.join(", ")}` : "";
+    return [peer.incarnation || peer.endpoint, {name, problem, ...(traffic[peer.incarnation] || NOTHING)}];
+  }));
+}
+
+const byName = (list, name) => Object.fromEntries(list.map((one) => [one[name], one]));
+
+// What came from the daemon, with what the page looks up by name.
+export function readable({status, rooms, ended}) {
+  if (!status.instances) return {status, rooms, ended, peers: peersOf(status)};
+  const instances = status.instances.map((instance) => ({...instance, nodes: byName(instance.nodes, "node")}));
+  return {status, instances: byName(instances, "instance")};
+}
+
 // One node: itself on its own side, its peers on the other.
-export function nodeModel({status, peers, rooms, ended, now_s: nowS}, rates) {
+export function nodeModel({status, peers, rooms, ended}, rates) {
+  const nowS = status.uptime_s;
   const sends = status.role === "prefill";
   const own = `${status.instance}/${status.node}`;
   const ends = [], links = [];
@@ -26,7 +48,7 @@ export function nodeModel({status, peers, rooms, ended, now_s: nowS}, rates) {
   for (const end of ends) if (alone(end.name)) end.brief = of(end.name);
   ends.sort((a, b) => a.name.localeCompare(b.name, "en", {numeric: true}));
   const all = Object.fromEntries(Object.entries(status.pools).map(([space, states]) => [space, sum(Object.values(states))]));
-  const open = Object.values(rooms).filter((room) => !["completed", "failed", "aborted"].includes(room.state));
+  const open = rooms.filter((room) => !["completed", "failed", "aborted"].includes(room.state));
   const openCount = sum(Object.entries(status.rooms).filter(([state]) => !["completed", "failed", "aborted"].includes(state)).map(([, n]) => n));
   const flow = links.length ? total(links.map((link) => link.rate)) : 0;
   const full = fullest(status.available_pages, all);
@@ -34,7 +56,7 @@ export function nodeModel({status, peers, rooms, ended, now_s: nowS}, rates) {
   const {completed = 0, failed = 0, aborted = 0} = ended, over = completed + failed + aborted;
   rates.add("completed", nowS, completed);
   const perSecond = rates.of("completed");
-  const oldest = open.length ? nowS - Math.min(...open.map((room) => room.admitted_since_s)) : null;
+  const oldest = open.length ? Math.max(...open.map((room) => room.age_s)) : null;
   const {waiting, oldest_wait_s: waitS} = status.admission;
   const engines = status.engines.filter((engine) => !engine.gone).length;
   return {
@@ -52,7 +74,7 @@ export function nodeModel({status, peers, rooms, ended, now_s: nowS}, rates) {
 }
 
 // Bootstrap: every instance. Only senders tell what went over a link, so it is counted once.
-export function bootstrapModel({status, instances, now_s: nowS}, rates) {
+export function bootstrapModel({status, instances}, rates) {
   const links = new Map(), ends = {prefill: [], decode: []};
   const inward = new Map(), outward = new Map();
   const list = Object.entries(instances).sort(([a], [b]) => a.localeCompare(b, "en", {numeric: true}));
@@ -60,7 +82,7 @@ export function bootstrapModel({status, instances, now_s: nowS}, rates) {
     for (const [nodeName, node] of Object.entries(instance.nodes)) {
       for (const [to, sent] of Object.entries(node.load.sent_bytes || {})) {
         const key = `${name}/${nodeName} ${to}`;
-        rates.add(key, node.heard_s, sent);
+        rates.add(key, status.uptime_s - node.silent_s, sent);
         const speed = rates.of(key), link = `${name} ${to}`;
         const former = links.get(link) || {from: name, to, rate: undefined};
         if (speed !== undefined) former.rate = (former.rate || 0) + speed;
@@ -86,7 +108,7 @@ export function bootstrapModel({status, instances, now_s: nowS}, rates) {
   const flow = total(drawn.map((link) => link.rate)) ?? 0;
   const fullestEnd = all.filter((end) => end.full !== null).sort((a, b) => b.full - a.full)[0];
   const open = sum(ends.decode.map((end) => end.rooms));
-  const silent = Object.values(instances).flatMap((instance) => Object.values(instance.nodes)).map((node) => nowS - node.heard_s);
+  const silent = Object.values(instances).flatMap((instance) => Object.values(instance.nodes)).map((node) => node.silent_s);
   const oldest = silent.length ? Math.max(...silent, 0) : null;
   return {
     left: ends.prefill, right: ends.decode, links: drawn,
@@ -135,7 +157,7 @@ export function selectedEnd(shown, model, id) {
   const pages = [];
   if (instance) {
     const nodes = Object.entries(instance.nodes);
-    facts.push(["Model", instance.model], ["Ranks", `${count(sum(nodes.map(([, node]) => node.ranks)))} of ${count(instance.pp_size * instance.tp_size)} (${instance.pp_size} stages × ${instance.tp_size})`],
+    facts.push(["Model", instance.model], ["Ranks", `${count(sum(nodes.map(([, node]) => node.ranks.length)))} of ${count(instance.pp_size * instance.tp_size)} (${instance.pp_size} stages × ${instance.tp_size})`],
       ["Rooms", count(end.rooms)]);
     for (const [name, node] of nodes) {
       const available = Object.entries(node.load.total_pages).map(([space, pool]) => `${count(node.load.available_pages[space] || 0)} of ${count(pool)} ${space}`);

@@ -1,25 +1,26 @@
-// The page: listens to the daemon and draws what it says. Everything that is shown comes in by `show(document)`.
+// The page: asks the daemon and draws what it says. Everything that is shown comes in by `show(document)`.
 
 import {age, bytes, count, el, keyed, Rates, rate, svg, text} from "./format.js";
 import {drawPools, drawPrefixes} from "./pools.js";
 import {NodeRoomDialog, PairRoomDialog, RoomList} from "./rooms.js";
-import {listen, Unauthorized} from "./stream.js";
-import {bootstrapModel, fleetPools, nodeModel, selectedEnd} from "./model.js";
+import {listen, Unauthorized} from "./poll.js";
+import {bootstrapModel, fleetPools, nodeModel, readable, selectedEnd} from "./model.js";
 import {Topology} from "./topology.js";
 
 const $ = (id) => document.getElementById(id);
 const TOKEN = "kvbridge.token";
 const rates = new Rates();
-const history = new Map(); // of each tile that has a curve: its values of the last minute
+const history = new Map(); // of each tile that has a curve: its values of the last two minutes
 const token = () => sessionStorage.getItem(TOKEN) || "";
 
 let shown = null, model = null, roomDialog = null;
 const topology = new Topology($("topology"), () => drawSelected());
 const roomList = new RoomList($("phases"), $("rooms"), (room, generation) => roomDialog.open(room, generation));
 
-function show(document_, fresh) {
-  if (fresh) rates.samples.clear();
-  shown = document_;
+function show(found) {
+  const incarnation = shown && shown.status.incarnation;
+  if (incarnation !== found.status.incarnation) rates.samples.clear();
+  shown = readable(found);
   const fleet = Boolean(shown.instances);
   document.body.classList.toggle("fleet", fleet);
   roomDialog ||= fleet ? new PairRoomDialog($("room"), token) : new NodeRoomDialog($("room"), token, (peer) => shown.peers[peer]?.name || peer);
@@ -38,7 +39,7 @@ function show(document_, fresh) {
   drawPrefixes($("prefixes"), shown.status);
   drawQuarantine(shown.status.quarantine || {});
   drawRooms(fleet);
-  drawProblems(fleet ? model.problems : shown.problems);
+  drawProblems(fleet ? model.problems : shown.status.problems);
 }
 
 function drawHead(fleet) {
@@ -47,7 +48,7 @@ function drawHead(fleet) {
   text($("name"), name);
   const title = `${name}${status.ready.ready ? "" : " (not ready)"} · kvbridge`;
   if (document.title !== title) document.title = title;
-  const facts = [fleet ? `directory in ${status.store.kind}` : `${status.role} · ${status.model.name}`, `kvbridge ${status.version}`, `up ${age(shown.now_s - shown.started_s)}`];
+  const facts = [fleet ? `directory in ${status.store.kind}` : `${status.role} · ${status.model.name}`, `kvbridge ${status.version}`, `up ${age(status.uptime_s)}`];
   text($("about"), facts.join(" · "));
   const pill = $("readiness"), {ready, reasons} = status.ready;
   pill.hidden = false;
@@ -108,7 +109,7 @@ function drawQuarantine(reasons) {
 function drawRooms(fleet) {
   if (!fleet) {
     const peers = Object.fromEntries(Object.entries(shown.peers).map(([key, peer]) => [key, peer.name]));
-    roomList.draw({counts: shown.status.rooms, rooms: Object.values(shown.rooms), nowS: shown.now_s, peers});
+    roomList.draw({counts: shown.status.rooms, rooms: shown.rooms, peers});
     return;
   }
   keyed($("phases"), Object.entries(model.roomCounts), {
@@ -122,12 +123,12 @@ function drawRooms(fleet) {
 }
 
 function drawProblems(problems) {
-  const items = problems.map((problem, index) => ({...problem, key: `${problem.at_s} ${problem.what} ${problem.whom} ${index}`})).reverse();
+  const items = problems.map((problem, index) => ({...problem, key: `${problem.what} ${problem.whom} ${problem.reason} ${index}`})).reverse();
   text($("problems-note"), items.length ? "" : "none lately");
   keyed($("problems"), items, {
     key: (item) => item.key,
     make: (item) => el("li", {}, el("p", {}, el("b", {}, item.what), " ", item.whom && el("code", {}, item.whom), el("span", {class: "when quiet"})), el("p", {class: "reason"}, item.reason)),
-    update: (row, item) => text(row.querySelector(".when"), item.at_s == null ? "now" : `${age(shown.now_s - item.at_s)} ago`),
+    update: (row, item) => text(row.querySelector(".when"), item.ago_s == null ? "now" : `${age(item.ago_s)} ago`),
   });
 }
 

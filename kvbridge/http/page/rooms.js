@@ -1,7 +1,7 @@
 // Rooms by phase, failing and slowest first, and what happened to one of them.
 
 import {age, bytes, count, el, keyed, short, svg, text} from "./format.js";
-import {call} from "./stream.js";
+import {call} from "./poll.js";
 
 export const PHASES = ["admitted", "offered", "transferring", "committed", "claimed", "aborting", "failed", "aborted", "completed"];
 const FINAL = new Set(["failed", "aborted", "completed"]);
@@ -23,12 +23,12 @@ export class RoomList {
     list.append(this.scroll, this.empty);
   }
 
-  // `counts`: all rooms by phase; `rooms`: those that are shown; `nowS`: on the daemon's clock; `peers`: names by incarnation.
-  draw({counts, rooms, nowS, peers}) {
-    this.last = {counts, rooms, nowS, peers};
+  // `counts`: all rooms by phase; `rooms`: those that are shown; `peers`: names by incarnation.
+  draw({counts, rooms, peers}) {
+    this.last = {counts, rooms, peers};
     const most = Math.max(...Object.values(counts), 1);
     const oldest = {};
-    for (const room of rooms) oldest[room.state] = Math.max(oldest[room.state] || 0, nowS - room.state_since_s);
+    for (const room of rooms) oldest[room.state] = Math.max(oldest[room.state] || 0, room.in_state_s);
     keyed(this.phases, PHASES.filter((phase) => counts[phase] || !["aborting", "aborted"].includes(phase)), {
       key: (phase) => phase,
       make: (phase) => el("button", {type: "button", class: `phase ${phase}`, onclick: () => this.#filter(phase)},
@@ -41,7 +41,7 @@ export class RoomList {
         text(old, !FINAL.has(phase) && oldest[phase] ? `max ${age(oldest[phase])}` : "");
       },
     });
-    const shown = rooms.filter((room) => !this.only || room.state === this.only).sort(order(nowS));
+    const shown = rooms.filter((room) => !this.only || room.state === this.only).sort(order);
     this.empty.hidden = shown.length > 0;
     this.scroll.hidden = shown.length === 0;
     text(this.empty, this.only ? `No room is ${this.only} now.` : "No room yet.");
@@ -58,8 +58,8 @@ export class RoomList {
         state.firstElementChild.className = `state ${room.state}`;
         text(state.firstElementChild, room.state);
         const ended = FINAL.has(room.state);
-        text(whole, age((ended ? room.state_since_s : nowS) - room.admitted_since_s));
-        text(phase, ended ? `${age(nowS - room.state_since_s)} ago` : age(nowS - room.state_since_s));
+        text(whole, age(ended ? room.age_s - room.in_state_s : room.age_s));
+        text(phase, ended ? `${age(room.in_state_s)} ago` : age(room.in_state_s));
         text(why, room.reason || (room.peer ? peers[room.peer] || short(room.peer) : "no peer yet"));
       },
     });
@@ -71,14 +71,15 @@ export class RoomList {
   }
 }
 
-function order(nowS) {
-  const group = (room) => {
-    if (room.state === "aborting") return 0;
-    if (room.state === "failed") return nowS - room.state_since_s < LATELY_S ? 0 : 2;
-    return {aborted: 3, completed: 4}[room.state] ?? 1;
-  };
-  return (a, b) => group(a) - group(b)
-    || (FINAL.has(a.state) ? b.state_since_s - a.state_since_s : a.admitted_since_s - b.admitted_since_s);
+function group(room) {
+  if (room.state === "aborting") return 0;
+  if (room.state === "failed") return room.in_state_s < LATELY_S ? 0 : 2;
+  return {aborted: 3, completed: 4}[room.state] ?? 1;
+}
+
+// Failing rooms first, then the slowest; of those that ended the latest.
+function order(a, b) {
+  return group(a) - group(b) || (FINAL.has(a.state) ? a.in_state_s - b.in_state_s : b.age_s - a.age_s);
 }
 
 // What one room has been through, in a dialog that follows it to its end.

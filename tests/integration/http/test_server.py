@@ -18,13 +18,12 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from kvbridge.api.rooms import AdmissionRequest
-from kvbridge.core.errors import CapacityError, ConfigError, PeerError
+from kvbridge.core.errors import ConfigError, PeerError
 from kvbridge.http import connections
 from kvbridge.http.client import DaemonClient
-from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.server import HttpServer, TlsFiles
 from tests.helpers.connection_limits import limits
-from tests.unit.http.services import FakeRooms, FakeStatus, settings
+from tests.unit.http.services import FakeRooms, daemon_app
 
 pytestmark = pytest.mark.asyncio
 
@@ -32,24 +31,17 @@ DATA = Path(__file__).parents[2] / "data"
 TLS = TlsFiles(certificate=DATA / "tls-certificate.pem", key=DATA / "tls-key.pem")
 
 
-def app(rooms: FakeRooms):
-    return create_daemon_app(
-        admission=rooms, requests=rooms, rooms=rooms, status=FakeStatus(), settings=settings(tokens=("t",))
-    )
-
-
 async def serve(
     rooms: FakeRooms, *, shutdown_s: float = 5.0, host: str = "127.0.0.1", port: int = 0, **more: object
 ) -> HttpServer:
     return await HttpServer.start(
-        app(rooms), host=host, port=port, shutdown_s=shutdown_s, **{"limits": limits(), **more}
+        daemon_app(rooms, tokens=("t",)), host=host, port=port, shutdown_s=shutdown_s, **{"limits": limits(), **more}
     )
 
 
 async def test_it_serves_on_a_free_port_and_ends():
     server = await serve(FakeRooms())
     assert server.url.startswith("http://127.0.0.1:")
-    assert repr(server) == f"HttpServer({server.url}, serving)"
     async with DaemonClient(token="t", timeout_s=20.0) as client:
         assert (await client.admit(server.url, AdmissionRequest(room=5, prompt_tokens=2))).room == 5
         await server.stop()
@@ -57,7 +49,6 @@ async def test_it_serves_on_a_free_port_and_ends():
             await client.report(server.url, 5)
     await server.wait_ended()
     await server.stop()
-    assert repr(server) == f"HttpServer({server.url}, ended)"
 
 
 async def test_small_answers_are_not_held_back():
@@ -72,11 +63,6 @@ async def test_a_taken_port_is_named():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"http\.host 127\.0\.0\.1, http\.port {port}: cannot listen"):
             await serve(FakeRooms(), port=port)
-
-
-async def test_an_address_of_another_machine_is_refused():
-    with pytest.raises(ConfigError, match=r"http\.host 192\.0\.2\.1"):
-        await serve(FakeRooms(), host="192.0.2.1")
 
 
 async def test_signals_stay_the_daemons():
@@ -125,7 +111,9 @@ async def test_a_proxy_from_the_environment_is_not_used(monkeypatch):
 async def test_wrong_tls_files_are_named(tmp_path):
     tls = TlsFiles(certificate=tmp_path / "none.pem", key=tmp_path / "none.key")
     with pytest.raises(ConfigError, match=r"http\.tls_certificate_file"):
-        await HttpServer.start(app(FakeRooms()), host="127.0.0.1", port=0, shutdown_s=1.0, limits=limits(), tls=tls)
+        await HttpServer.start(
+            daemon_app(FakeRooms()), host="127.0.0.1", port=0, shutdown_s=1.0, limits=limits(), tls=tls
+        )
 
 
 # ------------------------------------------------------------------------------------------- slow and many callers
@@ -302,21 +290,6 @@ async def test_too_many_callers_are_turned_away_and_the_others_served():
         assert b"200 OK" in await held[0][0].readline()
     for _, each in held:
         each.close()
-    await server.stop()
-
-
-async def test_a_client_that_is_one_too_many_is_told_so_and_served_when_another_has_left():
-    server = await serve(FakeRooms(), limits=limits(request_s=3600.0, connections=1))
-    _, held = await connected(server)
-    request = AdmissionRequest(room=5, prompt_tokens=2)
-    async with asyncio.timeout(20), DaemonClient(token="t", timeout_s=20.0) as client:
-        with pytest.raises(CapacityError, match=r"http\.max_connections"):
-            await client.admit(server.url, request)
-        held.close()
-        while True:
-            with contextlib.suppress(CapacityError):  # until the server has seen the end of the other connection
-                assert (await client.admit(server.url, request)).room == 5
-                break
     await server.stop()
 
 

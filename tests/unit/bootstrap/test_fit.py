@@ -193,5 +193,7 @@ def test_instances_meet_in_a_way_that_both_know():
 
 def test_instances_that_cannot_meet_are_not_paired():
     fleet = (node("p", Role.PREFILL, control=KEY, meets_by=CURVE), node("d", Role.DECODE, meets_by=LOCAL))
-    with pytest.raises(NotReadyError, match=r"prefill 'p' by curve, decode 'd' by local; give all of them keys"):
+    with pytest.raises(
+        NotReadyError, match="'p' meets others by curve, decode instances of its model by local: give all of them keys"
+    ):
         ranking(*fleet)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
 from kvbridge.api.directory import PairRequest
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.bootstrap.directory import absences
-from kvbridge.bootstrap.stores.base import Claim, PairingState
+from kvbridge.bootstrap.stores.base import PairingState
 from kvbridge.core.errors import (
     CapacityError,
     ClientLimitError,
@@ -240,13 +239,6 @@ async def test_no_more_are_paired_at_once_than_may_be(world):
     assert (await pairing.pair(REQUEST.model_copy(update={"room": 8}))).room == 8
 
 
-async def test_a_room_in_use_cannot_be_paired_again(world):
-    pairing = await world.pairing(FakeDaemons())
-    await pairing.pair(REQUEST)
-    with pytest.raises(ConflictError, match="room 7 is in use"):
-        await pairing.pair(REQUEST)
-
-
 async def test_a_room_that_is_being_paired_cannot_be_paired_again(world):
     port = FakeDaemons()
     port.hang.add("http://p1")
@@ -309,22 +301,6 @@ async def test_a_report_asks_both_ends(world):
         await pairing.report(8)
 
 
-async def test_rooms_are_forgotten_by_age_and_by_number(world):
-    world.limit(replace(TIMES, max_rooms=2))
-    pairing = await world.pairing(FakeDaemons())
-    for room in (1, 2, 3):
-        await pairing.pair(REQUEST.model_copy(update={"room": room}))
-        world.advance(0.01)
-    assert (await world.store.room_counts())[PairingState.PAIRED] == 2
-    with pytest.raises(UnknownRoomError):
-        await pairing.report(1)
-    assert (await pairing.report(2)).room == 2
-    world.advance(TIMES.keep_s)
-    with pytest.raises(UnknownRoomError):
-        await pairing.report(3)
-    assert set((await world.store.room_counts()).values()) == {0}
-
-
 async def test_a_room_that_is_paired_again_is_young_again(world):
     pairing = await world.pairing(FakeDaemons())
     await pairing.pair(REQUEST)
@@ -337,18 +313,6 @@ async def test_a_room_that_is_paired_again_is_young_again(world):
     assert (await pairing.report(7)).generation == 2
     with pytest.raises(UnknownRoomError):
         await pairing.report(8)
-
-
-async def test_a_claim_whose_replica_died_ends_by_its_age(world):
-    """Its generations stay used: an answer to the dead replica's calls is recognised as stale."""
-    pairing = await world.pairing(FakeDaemons())
-    assert isinstance(await world.store.claim(7, generations=3), Claim)
-    world.advance(TIMES.claim_s / 2)
-    with pytest.raises(ConflictError, match="room 7 is in use"):
-        await pairing.pair(REQUEST)
-    world.advance(TIMES.claim_s / 2 + 0.1)
-    await world.directory(*FLEET)
-    assert (await pairing.pair(REQUEST)).generation == 4
 
 
 async def test_a_pairing_whose_claim_was_taken_over_reserves_nothing(world):
@@ -494,21 +458,13 @@ async def test_nobody_waits_for_instances_that_are_not_ready(world):
 
 # ------------------------------------------------------------------------------------- page keys, namespaces, models
 
-KEYED = PairRequest(room=7, prompt_tokens=1000, namespace="acme", page_hashes=bytes(range(48)))
+MATTERS = Retention(priority=3, for_s=60)
+KEYED = PairRequest(room=7, prompt_tokens=1000, namespace="acme", page_hashes=bytes(range(48)), retention=MATTERS)
 ONE, TWO = ModelIdentity(name="v4", revision="1"), ModelIdentity(name="v4", revision="2")
 
 
-def named(pair: AdmissionRequest) -> tuple[str, bytes]:
-    return pair.namespace, pair.page_hashes
-
-
-async def test_retention_goes_with_the_keys_to_both_ends(world):
-    asked = KEYED.model_copy(update={"retention": Retention(priority=3, for_s=60)})
-    fleet = (node("p", Role.PREFILL, model_identity=ONE), node("d", Role.DECODE))
-    port = FakeDaemons()
-    await (await world.pairing(port, *fleet)).pair(asked)
-    assert port.admitted["http://p"][7].retention == Retention(priority=3, for_s=60)
-    assert port.admitted["http://d"][7].retention is None, "it shares nothing"
+def named(pair: AdmissionRequest) -> tuple[str, bytes, Retention | None]:
+    return pair.namespace, pair.page_hashes, pair.retention
 
 
 async def test_keys_and_namespace_go_to_instances_that_say_what_they_hold(world):
@@ -516,7 +472,7 @@ async def test_keys_and_namespace_go_to_instances_that_say_what_they_hold(world)
     port = FakeDaemons()
     await (await world.pairing(port, *fleet)).pair(KEYED)
     for url in ("http://p", "http://d"):
-        assert named(port.admitted[url][7]) == ("acme", bytes(range(48)))
+        assert named(port.admitted[url][7]) == ("acme", bytes(range(48)), MATTERS)
 
 
 async def test_an_instance_that_does_not_say_is_asked_as_before(world):
@@ -524,8 +480,8 @@ async def test_an_instance_that_does_not_say_is_asked_as_before(world):
     fleet = (node("p", Role.PREFILL, model_identity=ONE), node("d", Role.DECODE))
     port = FakeDaemons()
     await (await world.pairing(port, *fleet)).pair(KEYED)
-    assert named(port.admitted["http://p"][7]) == ("acme", bytes(range(48)))
-    assert named(port.admitted["http://d"][7]) == ("", b"")
+    assert named(port.admitted["http://p"][7]) == ("acme", bytes(range(48)), MATTERS)
+    assert named(port.admitted["http://d"][7]) == ("", b"", None)
 
 
 async def test_a_namespace_that_may_not_be_named_is_refused_before_anybody_is_asked(world):

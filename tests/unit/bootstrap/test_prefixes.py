@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -243,19 +242,6 @@ async def test_only_the_last_instances_are_remembered(world, monkeypatch):
 
 
 @pytest.mark.asyncio
-async def test_what_others_left_in_redis_is_no_note_and_is_replaced(redis_fleet):
-    with redis_fleet.server.client() as client:
-        key = f"{redis_fleet.namespace}:prefix:{A.hex()}"
-        client.set(key, b"not ours")
-        assert await redis_fleet.store.noted([A]) == ({},)
-        assert await give(redis_fleet, 1, "p1", "d1", [A])
-        client.zadd(key, {b"\xff\x00": math.inf, "old": -math.inf})
-        (found,) = await redis_fleet.store.noted([A])
-        assert {"p1", "d1"} < found.keys()
-        assert found["old"] == math.inf
-
-
-@pytest.mark.asyncio
 async def test_notes_take_bounded_memory_and_the_oldest_go_first(world, monkeypatch):
     """Whoever may pair can have notes made under any bytes, also by requests that are cancelled at once."""
     for store in (memory, redis):
@@ -280,17 +266,6 @@ async def test_redis_holds_no_key_for_a_note_that_was_forgotten(redis_fleet, mon
     assert keys() == 30 + 1
     redis_fleet.advance(NOTE_KEEP_S + 1)
     assert keys() == 0
-
-
-@pytest.mark.asyncio
-async def test_what_others_left_in_the_list_of_notes_harms_none(redis_fleet, monkeypatch):
-    monkeypatch.setattr(redis, "NOTES", 2)
-    with redis_fleet.server.client() as client:
-        client.set(f"{redis_fleet.namespace}:prefixes", b"not ours")
-        assert await give(redis_fleet, 1, "p1", "d1", [A, B])
-        client.zadd(f"{redis_fleet.namespace}:prefixes", {b"\xff\x00": -math.inf, "old": math.inf})
-        assert await give(redis_fleet, 2, "p1", "d1", [C])
-    assert {} not in await redis_fleet.store.noted([C])
 
 
 # ------------------------------------------------------------------------------------------- pairing
@@ -385,16 +360,6 @@ async def test_a_holder_that_refuses_or_is_gone_is_passed_over(world):
     assert guesses["decode", "passed_over"] == 1
     await world.store.remove(("d2", "node-0"), "d2-incarnation-1")
     assert names(await service.pair(request(SECOND))) == ("p2", "d1")
-
-
-@pytest.mark.asyncio
-async def test_another_replica_knows_it_too(redis_fleet):
-    port = Daemons()
-    service, _ = await pairing_of(redis_fleet, port)
-    await first_turn_on_second_pair(redis_fleet, port, service)
-    redis_fleet.store = redis_fleet.replica()
-    again, _ = await pairing_of(redis_fleet, port)
-    assert names(await again.pair(request(SECOND))) == ("p2", "d2")
 
 
 @pytest.mark.asyncio

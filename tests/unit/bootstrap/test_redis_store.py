@@ -137,7 +137,7 @@ async def test_everything_expires_by_itself(redis_fleet):
     with redis_fleet.server.client() as client:
         lasting = {key for key in client.keys(f"{redis_fleet.namespace}:*") if client.ttl(key) < 0}
     names = {key.decode().partition(":")[2] for key in lasting}
-    assert names <= {"nodes", "pairing", "paired", "cancelled"}  # sorted sets, pruned by whoever sweeps next
+    assert names <= {"pairing", "paired", "cancelled"}  # sorted sets, pruned by whoever sweeps next
 
 
 # ------------------------------------------------------------------------------- a Redis that goes away

@@ -48,10 +48,28 @@ async def test_a_heartbeat_of_another_life_changes_nothing(world):
 async def test_a_node_is_removed_by_its_own_life_only(world):
     store = world.store
     await world.directory(node("p", Role.PREFILL))
-    assert (await store.remove(("p", "node-0"), "another")).incarnation == "p-incarnation-1"
+    assert not await store.remove(("p", "node-0"), "another")
     assert len(await store.nodes()) == 1
-    assert (await store.remove(("p", "node-0"), "p-incarnation-1")).incarnation == "p-incarnation-1"
-    assert await store.remove(("p", "node-0"), "p-incarnation-1") is None
+    assert await store.remove(("p", "node-0"), "p-incarnation-1")
+    assert not await store.remove(("p", "node-0"), "p-incarnation-1")
+
+
+async def test_a_look_finds_those_that_are_asked_for_and_alive(world):
+    await world.directory(node("p", Role.PREFILL), half("d", Role.DECODE, 0), half("d", Role.DECODE, 1))
+    keys = [("d", "node-1"), ("p", "node-0"), ("p", "node-1"), ("x", "node-0")]
+    assert {record.key for record in await world.store.look(keys)} == {("d", "node-1"), ("p", "node-0")}
+    assert await world.store.look([]) == ()
+    world.advance(EXPIRE_AFTER_S + 1)
+    assert await world.store.look(keys) == ()
+
+
+async def test_who_fell_silent_is_told_once(world):
+    await world.directory(node("p", Role.PREFILL), node("d", Role.DECODE))
+    world.advance(EXPIRE_AFTER_S - 10)
+    await world.store.beat(("d", "node-0"), beat("d-incarnation-1"))
+    world.advance(11)
+    assert await world.store.expire() == (("p", "node-0"),)
+    assert await world.store.expire() == ()
 
 
 async def test_a_heartbeat_keeps_a_node_and_all_that_is_known_of_it(world):
@@ -126,6 +144,11 @@ async def test_the_oldest_settled_room_makes_place_and_one_being_paired_does_not
         assert await store.settle(claim, ticket_for(claim, 1))
         world.advance(0.01)
     assert [(await store.ticket(room)) is not None for room in (2, 3)] == [False, True]
+    await store.cancelled(3, 1)
+    world.advance(0.01)
+    claim = await store.claim(4, generations=1)
+    assert await store.settle(claim, ticket_for(claim, 1))
+    assert [(await store.ticket(room)) is not None for room in (3, 4)] == [False, True]
     assert (await store.room_counts())[PairingState.PAIRING] == 1
     assert await store.settle(pairing, ticket_for(pairing, 1))
 

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
+from fastapi import FastAPI
 from pydantic import BaseModel
 
-from kvbridge.api.rooms import AdmissionRequest, DroppedObjects, DroppedPrefixes, RoomPage, RoomQuery, RoomReport
+from kvbridge.api.rooms import (
+    AdmissionRequest,
+    DroppedObjects,
+    DroppedPrefixes,
+    RoomPage,
+    RoomQuery,
+    RoomReport,
+    RoomTimeline,
+)
 from kvbridge.api.status import (
     AdmissionStatus,
     BootstrapLinkStatus,
@@ -23,6 +32,7 @@ from kvbridge.core.errors import UnknownRoomError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces, TokenGrant
 from kvbridge.core.session.states import RoomState
+from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.operations import AppSettings
 from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.context import TRACE, TraceContext
@@ -87,6 +97,10 @@ class FakeRooms:
             self.waited.set()
         return self.report(room)
 
+    def timeline(self, room: int, generation: int | None) -> RoomTimeline:
+        report = self.report(room)
+        return RoomTimeline(room=room, generation=generation or report.generation, age_s=1.0, entries=())
+
     async def cancel(self, room: int, reason: str) -> RoomReport:
         self.rooms[room] = self.report(room).model_copy(update={"state": RoomState.ABORTED, "reason": reason})
         return self.rooms[room]
@@ -146,6 +160,11 @@ class FakeStatus:
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
         return iter((b"kvbridge_rooms 1 # ", accept.encode(), b"\n")), "text/plain; version=0.0.4"
 
+    @property
+    def metrics(self) -> Self:
+        """Routes and requests are noted here."""
+        return self
+
     def serves(self, route: str, methods: Sequence[str], code: int) -> None:
         self.served.append((route, *methods, code))
 
@@ -161,3 +180,19 @@ def settings(tokens: Sequence[str] = (), **changes: Any) -> AppSettings:
     """`tokens`: lines of a token file."""
     grants = tuple(TokenGrant.parse(token, key="http.token_file") for token in tokens)
     return AppSettings(**{"max_body_bytes": 4096, "max_wait_s": 5.0, "grants": grants, **changes})
+
+
+def daemon_app(
+    rooms: FakeRooms, status: FakeStatus | None = None, *, tokens: Sequence[str] = (), **more: Any
+) -> FastAPI:
+    """A daemon's application over `rooms`; its page shows how often it was made."""
+    made = iter(range(1, 1_000))
+    return create_daemon_app(
+        admission=rooms,
+        requests=rooms,
+        rooms=rooms,
+        status=status or FakeStatus(),
+        settings=settings(tokens, **more),
+        timeline_of=rooms.timeline,
+        page=lambda: {"status": NODE_PAGE, "made": next(made)},
+    )

@@ -1,7 +1,8 @@
-"""The files of the status page: who gets them, with which headers, and that nothing in them comes from elsewhere."""
+"""The files of the status page, their headers, and the document that it shows."""
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import AsyncIterator
 
@@ -9,20 +10,13 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from kvbridge.http.daemon_app import create_daemon_app
-from kvbridge.http.page import FILES, PAGE_PATHS
-from tests.unit.http.services import FakeRooms, FakeStatus, settings
+from kvbridge.http.page import FILES, KEPT_S, PAGE_PATHS, Shown
+from tests.helpers.manual_clock import ManualClock
+from tests.unit.http.services import FakeRooms, daemon_app
 
 
 def client(*tokens: str) -> httpx.AsyncClient:
-    app = create_daemon_app(
-        admission=FakeRooms(),
-        requests=FakeRooms(),
-        rooms=FakeRooms(),
-        status=FakeStatus(),
-        settings=settings(tokens=tokens),
-    )
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://d")
+    return httpx.AsyncClient(transport=httpx.ASGITransport(daemon_app(FakeRooms(), tokens=tokens)), base_url="http://d")
 
 
 @pytest_asyncio.fixture
@@ -32,17 +26,16 @@ async def http() -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("path", sorted(PAGE_PATHS))
-@pytest.mark.parametrize("method", ["GET", "HEAD"])
-async def test_every_file_is_open_and_runs_nothing_of_others(http: httpx.AsyncClient, path: str, method: str):
-    answer = await http.request(method, path)
-    assert answer.status_code == 200
-    policy = answer.headers["content-security-policy"]
-    assert "default-src 'none'" in policy
-    assert "unsafe" not in policy
-    assert "frame-ancestors 'none'" in policy
-    assert answer.headers["x-content-type-options"] == "nosniff"
-    assert answer.headers["referrer-policy"] == "no-referrer"
+async def test_every_file_is_open_and_runs_nothing_of_others(http: httpx.AsyncClient):
+    for method, path in itertools.product(("GET", "HEAD"), sorted(PAGE_PATHS)):
+        answer = await http.request(method, path)
+        assert answer.status_code == 200
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "frame-ancestors 'none'" in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert answer.headers["referrer-policy"] == "no-referrer"
 
 
 @pytest.mark.asyncio
@@ -75,12 +68,30 @@ async def test_the_page_knows_whether_it_has_to_ask_for_a_token(http: httpx.Asyn
         assert 'data-token="none"' in (await open_daemon.get("/")).text
 
 
-@pytest.mark.parametrize("name", sorted(FILES))
-def test_nothing_comes_from_elsewhere_and_nothing_is_inline(name: str):
-    content = FILES[name].read_text()
-    urls = set(re.findall(r"https?://[^\s\"'<>)]+", content)) - {"http://www.w3.org/2000/svg"}
-    assert urls == set()
-    if name.endswith(".html"):
-        assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|\sstyle=", content)
-    assert "innerHTML" not in content
-    assert "eval(" not in content
+@pytest.mark.asyncio
+async def test_the_document_is_made_once_for_all_who_look_and_behind_the_token(http: httpx.AsyncClient):
+    assert (await http.get("/v1/page", headers={"Authorization": ""})).status_code == 401
+    for _ in range(3):
+        answer = await http.get("/v1/page", headers={"Authorization": "Bearer t"})
+        assert (answer.json()["made"], answer.json()["status"]["role"]) == (1, "prefill")
+        assert answer.headers["cache-control"] == "no-store"
+
+
+def test_the_document_is_made_again_when_it_is_old():
+    clock, made = ManualClock(), itertools.count()
+    shown = Shown(lambda: {"made": next(made)}, clock)
+    seen = []
+    for _ in range(5):
+        seen.append(shown.content())
+        clock.advance(KEPT_S / 2)
+    assert seen == [b'{"made":0}', b'{"made":0}', b'{"made":1}', b'{"made":1}', b'{"made":2}']
+
+
+def test_nothing_comes_from_elsewhere_and_nothing_is_inline():
+    for name, file in FILES.items():
+        content = file.read_text()
+        urls = set(re.findall(r"https?://[^\s\"'<>)]+", content)) - {"http://www.w3.org/2000/svg"}
+        assert urls == set()
+        assert not name.endswith(".html") or not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|\sstyle=", content)
+        assert "innerHTML" not in content
+        assert "eval(" not in content

@@ -9,10 +9,10 @@ import pytest
 from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest
 from kvbridge.bootstrap.directory import FREEST, Directory
 from kvbridge.bootstrap.looks import DRAWN
-from kvbridge.bootstrap.nodes import NodeRecord
+from kvbridge.bootstrap.nodes import Instance
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.prefixes import HOLDERS, holders
-from kvbridge.core.errors import CapacityError, FingerprintMismatchError, NotFoundError, NotReadyError
+from kvbridge.core.errors import CapacityError, FingerprintMismatchError, NotReadyError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Role
@@ -30,8 +30,8 @@ def fleet(count: int, role: Role = Role.DECODE, **changes) -> list[NodeRegistrat
     return [node(f"{role}-{number}", role, **changes) for number in range(count)]
 
 
-def names(records: tuple[NodeRecord, ...]) -> Counter[str]:
-    return Counter(record.key[0] for record in records)
+def names(instances: tuple[Instance, ...]) -> Counter[str]:
+    return Counter({instance.name: len(instance.nodes) for instance in instances})
 
 
 def beat(of: NodeRegistration, **changes) -> NodeHeartbeat:
@@ -43,11 +43,11 @@ class Looks:
 
     def __init__(self, store) -> None:
         self.records, self.whole = 0, 0
-        self._draw, self._nodes = store.draw, store.nodes
-        store.draw, store.nodes = self.draw, self.nodes
+        self._look, self._nodes = store.look, store.nodes
+        store.look, store.nodes = self.look, self.nodes
 
-    async def draw(self, *arguments, **named):
-        found = await self._draw(*arguments, **named)
+    async def look(self, keys):
+        found = await self._look(keys)
         self.records += len(found)
         return found
 
@@ -56,39 +56,29 @@ class Looks:
         return await self._nodes()
 
 
-# ------------------------------------------------------------------------------------------- stores
-
-
-async def test_as_many_are_drawn_of_each_role_as_were_asked_for(world):
-    await world.directory(*fleet(20), *fleet(3, Role.PREFILL))
-    drawn = names(await world.store.draw(5))
-    assert Counter(name.split("-")[0] for name in drawn) == {"decode": 5, "prefill": 3}
-    assert set(drawn.values()) == {1}
-    assert names(await world.store.draw(0)) == {}
-
-
-async def test_everybody_is_drawn_now_and_then(world):
-    await world.directory(*fleet(20))
+async def test_as_many_are_drawn_of_each_role_as_were_asked_for_and_everybody_now_and_then(world):
+    directory = await world.directory(*fleet(20), *fleet(3, Role.PREFILL))
     found = Counter[str]()
-    for _ in range(200):
-        found += names(await world.store.draw(5))
-    assert len(found) == 20
-    assert min(found.values()) > 10, "50 each are expected"
+    for _ in range(60):
+        drawn = names(await directory.draw(5))
+        assert Counter(name.split("-")[0] for name in drawn) == {"decode": 5, "prefill": 3}
+        found += drawn
+    assert len(found) == 23
+    assert names(await directory.draw(0)) == {}
 
 
 async def test_whoever_is_named_comes_too_and_once(world):
-    await world.directory(*fleet(20), half("two", Role.DECODE, 0), half("two", Role.DECODE, 1))
-    drawn = names(await world.store.draw(5, names=["decode-7", "two", "unknown"]))
+    directory = await world.directory(*fleet(20), half("two", Role.DECODE, 0), half("two", Role.DECODE, 1))
+    drawn = names(await directory.draw(5, names=["decode-7", "two", "unknown"]))
     assert (drawn["decode-7"], drawn["two"]) == (1, 2), "all nodes of an instance, and each once"
     assert 6 <= sum(drawn.values()) <= 8, "five that were drawn, and those of the named that are not among them"
-    assert names(await world.store.draw(0, names=["decode-1"])) == {"decode-1": 1}
 
 
 async def test_only_instances_of_a_fingerprint_are_drawn_where_one_is_given(world):
-    await world.directory(*fleet(20), *fleet(3, Role.PREFILL, model="tiny-gqa"))
-    assert len(await world.store.draw(30)) == 23
-    assert {record.registration.fingerprint for record in await world.store.draw(30, GQA)} == {GQA}
-    assert await world.store.draw(30, "nobody's") == ()
+    directory = await world.directory(*fleet(20), *fleet(3, Role.PREFILL, model="tiny-gqa"))
+    assert len(await directory.draw(30)) == 23
+    assert {instance.fingerprint for instance in await directory.draw(30, GQA)} == {GQA}
+    assert await directory.draw(30, "nobody's") == ()
 
 
 async def test_who_left_or_died_is_not_drawn_and_who_came_back_is(world):
@@ -97,40 +87,21 @@ async def test_who_left_or_died_is_not_drawn_and_who_came_back_is(world):
     await directory.deregister("decode-0", "node-0", first.incarnation)
     world.advance(EXPIRE_AFTER_S - 10)
     await directory.heartbeat("decode-1", "node-0", beat(second))
-    assert names(await world.store.draw(3)) == {"decode-1": 1, "decode-2": 1}
+    assert names(await directory.draw(3)) == {"decode-1": 1, "decode-2": 1}
     world.advance(20)
-    assert names(await world.store.draw(3)) == {"decode-1": 1}
+    assert names(await directory.draw(3)) == {"decode-1": 1}
     await directory.register(third)
-    assert names(await world.store.draw(3)) == {"decode-1": 1, "decode-2": 1}
+    assert names(await directory.draw(3)) == {"decode-1": 1, "decode-2": 1}
 
 
-async def test_an_instance_that_comes_back_with_another_model_is_drawn_among_those(world):
-    old = node("d", Role.DECODE)
-    directory = await world.directory(old)
-    await directory.deregister("d", "node-0", old.incarnation)
-    await directory.register(node("d", Role.DECODE, model="tiny-gqa", incarnation="second"))
-    assert names(await world.store.draw(3, GQA)) == {"d": 1}
-
-
-@pytest.mark.parametrize("damaged", ["group:decode", "instance:decode-1"])
-@pytest.mark.parametrize("gone", [True, False])
-async def test_what_redis_lost_of_the_order_comes_back_with_the_heartbeats(redis_fleet, damaged, gone):
-    nodes = fleet(3)
-    directory = await redis_fleet.directory(*nodes)
-    with redis_fleet.server.client() as client:
-        client.delete(f"{redis_fleet.namespace}:{damaged}")
-        if not gone:
-            client.set(f"{redis_fleet.namespace}:{damaged}", "not ours")
-    assert "decode-1" not in names(await redis_fleet.store.draw(3))
-    for one in nodes:
-        try:
-            await directory.heartbeat(one.instance, one.node, beat(one))
-        except NotFoundError:
-            await directory.register(one)
-    assert len(names(await redis_fleet.replica().draw(3))) == 3
-
-
-# ------------------------------------------------------------------------------------------- pairing
+async def test_whoever_registered_with_another_replica_is_drawn_after_the_next_look_at_all(world):
+    directory, other = await world.directory(*fleet(2)), await world.directory()
+    assert await other.draw(5) == ()
+    await other.instances()
+    await directory.register(node("p", Role.PREFILL))
+    assert names(await other.draw(5)) == {"decode-0": 1, "decode-1": 1}
+    await other.instances()
+    assert names(await other.draw(5)) == {"decode-0": 1, "decode-1": 1, "p": 1}
 
 
 async def test_what_a_pairing_looks_at_does_not_grow_with_the_fleet(world):
