@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kvbridge.core.geometry.hot_buffer import SparseSettings
+from kvbridge.demo.reference import SelectedAttention
 from kvbridge.engine import DecodeRoom, PrefillRoom
 from kvbridge.engine.adapters.deepseek_v4 import (
     CacheCodec,
@@ -38,7 +39,6 @@ from kvbridge.engine.adapters.transformers import (
     prefill_chunks,
 )
 from kvbridge.sparse import SparseCache
-from kvbridge.testbed.demo.reference import SelectedAttention
 from kvbridge.tier.keys import NO_KEYS, Keys
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import LiveCluster, busy_pages, ends

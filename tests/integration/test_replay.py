@@ -22,7 +22,7 @@ SPOILER = """
 import sys
 if sys.argv[:1] and "kvbridge.testbed.replay" in " ".join(sys.orig_argv) and "prefill" in sys.orig_argv:
     from kvbridge.core.geometry.components import ComponentKind
-    from kvbridge.engine.adapters import synthetic
+    from tests.helpers import synthetic
     filled = synthetic.fill
     def fill(views, *, tables, section, **whose):
         written = filled(views, tables=tables, section=section, **whose)

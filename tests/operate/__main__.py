@@ -24,8 +24,8 @@ from rich.console import Console
 from kvbridge.api.endpoint_file import ENDPOINT_FILE
 from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.daemon.children import ChildProcess
-from kvbridge.testbed.progress import ShownProgress
 from tests.helpers.cluster import eventually
+from tests.helpers.progress import ShownProgress
 from tests.operate.faults import Fault
 from tests.operate.prometheus import prometheus
 from tests.operate.rules import rules, seconds, write_faster

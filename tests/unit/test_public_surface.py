@@ -36,8 +36,8 @@ def test_examples_use_public_names_only(example: Path) -> None:
         assert {name.name for name in node.names} <= set(importlib.import_module(node.module).__all__)
 
 
-def test_engines_of_the_testbed_use_public_names_and_adapters_only() -> None:
-    files = sorted((ROOT / "kvbridge" / "testbed").rglob("*.py"))
+def test_engines_of_the_demo_use_public_names_and_adapters_only() -> None:
+    files = sorted((ROOT / "kvbridge" / "demo").rglob("*.py"))
     found = {
         (node.module or "", name.name)
         for file in files

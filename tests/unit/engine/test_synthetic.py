@@ -6,9 +6,9 @@ import pytest
 from kvbridge.core.geometry.components import ComponentKind, Liveness
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters import synthetic
-from kvbridge.engine.adapters.synthetic import compare, expected_rows, fill
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
+from tests.helpers import synthetic
+from tests.helpers.synthetic import compare, expected_rows, fill
 from tests.helpers.torch_pools import Form, copy_request, make_pools
 
 TINY = preset("tiny-v4")

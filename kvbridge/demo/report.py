@@ -1,0 +1,264 @@
+"""What a demo found out: the comparison of logits, the verdict, and the table that a person reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.demo.messages import Logits, Pages, SparseFigures
+
+TEXT_WIDTH = 100
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One request: what came over the bridge against the model alone. There is no tolerance; `reference` says why."""
+
+    positions: int
+    """All that were compared: the prompt's last one and every decoded one."""
+    first_difference: int | None
+    """The first position with another logit; 0 is the prompt's."""
+    largest_difference: float
+    """Of all logits of all positions."""
+
+
+def compare(number: int, ours: Logits, alone: Logits) -> Comparison:
+    """Compare the logits of one request. Not-a-number equals nothing.
+
+    Raises InvalidInputError when the two sides have other shapes, or nothing in them.
+    """
+    if ours.shape != alone.shape or ours.ndim != 2 or not ours.size or ours.dtype != alone.dtype:
+        raise InvalidInputError(
+            f"request {number}: logits of {ours.dtype} {ours.shape} cannot be compared with {alone.dtype} {alone.shape}"
+        )
+    different = np.flatnonzero((ours != alone).any(axis=1))
+    with np.errstate(invalid="ignore"):
+        apart = np.where(ours == alone, 0.0, np.abs(ours - alone))
+    return Comparison(len(ours), int(different[0]) if len(different) else None, float(apart.max()))
+
+
+@dataclass(frozen=True)
+class RequestReport:
+    """One request that went over the bridge."""
+
+    number: int
+    conversation: int
+    turn: int
+    page_keys: bool
+    """Whether its pages could be shared."""
+    by_itself: bool
+    """Whether nothing else was running meanwhile."""
+    prompt_tokens: int
+    prefix_tokens: int
+    """What decode held already."""
+    computed_tokens: int
+    """What prefill held already; prefill computed the rest."""
+    prefix_host_tokens: int
+    computed_host_tokens: int
+    """Of these two, what came back from host memory."""
+    arrived_bytes: dict[str, int]
+    """By component."""
+    operations: int
+    spared_bytes: int
+    """What was not sent since decode held it."""
+    arrival_s: float
+    """From the router's request until decode had the cache and the first token."""
+    after_prefill_s: float
+    """From the end of the prompt's computation until the request could be claimed: what the bridge added."""
+    source_pages: Pages
+    destination_pages: Pages
+    comparison: Comparison
+    mean_kl: float | None
+    top1_agreement: float | None
+    share_of_rounding: float | None
+    sparse: SparseFigures | None
+
+    @property
+    def equal(self) -> bool:
+        """Whether every logit is the model's own."""
+        return self.comparison.first_difference is None
+
+
+@dataclass(frozen=True)
+class DemoReport:
+    """A whole demo."""
+
+    reference: str
+    """What the requests are compared with, in words."""
+    transport: str
+    device: str
+    encoding: str
+    prefill_stages: tuple[tuple[int, ...], ...]
+    """The layers of each."""
+    model: str
+    weights: str
+    versions: dict[str, str]
+    requests: tuple[RequestReport, ...]
+    most_in_flight: int
+    turns: int
+    """Of each conversation; 0: every prompt was one of its own."""
+    keep_answers: bool
+    host_tier: bool
+    """Whether the device pools were too small for what is kept, and host memory was below them."""
+    hot_rows: int
+    """Of a request, in each C4 layer on the device; 0: decode kept whole caches."""
+    pages_left: int
+    """Pages that were not free again at the end; 0 unless there is a defect."""
+    seconds: dict[str, float]
+
+    @property
+    def verdict(self) -> str:
+        """The one line that says how it ended."""
+        count, differing = len(self.requests), [each for each in self.requests if not each.equal]
+        if count and not differing:
+            return f"EQUAL: {count} of {count} requests gave the very logits of {self.reference}"
+        first = f" ({_difference(differing[0])})" if differing else ""
+        return f"DIFFERENT: {len(differing)} of {count} requests gave other logits than {self.reference}{first}"
+
+    @property
+    def reused(self) -> bool:
+        """Whether both sides have made use of what they held, and of host memory, if there was anything to use."""
+        held = ["prefix_tokens", "computed_tokens"]
+        if self.host_tier:
+            held += ["prefix_host_tokens", "computed_host_tokens"]
+        return not self.turns or all(any(getattr(each, name) for each in self.requests) for name in held)
+
+    @property
+    def good(self) -> bool:
+        """Whether the demo has shown what it is there to show."""
+        equal = bool(self.requests) and all(each.equal for each in self.requests)
+        return equal and self.reused and not self.pages_left
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as it is printed with `--json`."""
+        return {"verdict": self.verdict, "good": self.good, **asdict(self)}
+
+
+def _difference(request: RequestReport) -> str:
+    found = request.comparison
+    where = "the prompt's own logits" if found.first_difference == 0 else f"decode step {found.first_difference}"
+    return f"request {request.number}: first at {where}, logits by up to {found.largest_difference:.3g}"
+
+
+# ---------------------------------------------------------------------------------------------- for a person
+
+_Column = tuple[str, Callable[[RequestReport], str]]
+_NUMBER: _Column = ("#", lambda each: str(each.number))
+_TURN_COLUMNS: tuple[_Column, ...] = (
+    ("turn", lambda each: f"{each.turn} of {each.conversation}{'' if each.page_keys else ' cold'}"),
+    ("held", lambda each: f"{each.prefix_tokens:,}"),
+    ("computed", lambda each: f"{each.prompt_tokens - each.computed_tokens:,}"),
+    ("spared", lambda each: decimal(each.spared_bytes)),
+)
+_COLUMNS: tuple[_Column, ...] = (
+    ("tokens", lambda each: f"{each.prompt_tokens:,}"),
+    ("sent", lambda each: decimal(sum(each.arrived_bytes.values()))),
+    ("operations", lambda each: f"{each.operations:,}"),
+    ("tail ms", lambda each: f"{each.after_prefill_s * 1000:.1f}"),
+    ("all ms", lambda each: f"{each.arrival_s * 1000:,.0f}"),
+    ("equal", lambda each: "yes" if each.equal else "NO"),
+)
+_LEGEND = (
+    "Tail: from the end of the prompt's computation until decode could claim it. All: from the router's request until decode had "
+    "the cache and the first token, beside what else was running."
+)
+_TURN_LEGEND = (
+    "Held: tokens that decode had already, which were not sent; spared: their bytes. Computed: by prefill, which had the others. "
+    "Cold: without reuse."
+)
+
+
+def print_report(report: DemoReport, console: Console) -> None:
+    """Print the table and what it adds up to; the last line is the verdict."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    columns = (_NUMBER, *(_TURN_COLUMNS if report.turns else ()), *_COLUMNS)
+    for title, _ in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    for each in report.requests:
+        table.add_row(*(cell(each) for _, cell in columns), style="" if each.equal else "bold red")
+    console.print(table)
+    console.print()
+    for line in _notes(report):
+        console.print(Text(line), width=min(console.width, TEXT_WIDTH))
+    console.print()
+    console.print(Text(report.verdict, style="bold green" if report.good else "bold red"), soft_wrap=True)
+
+
+def _notes(report: DemoReport) -> list[str]:
+    stages = " + ".join(str(len(layers)) for layers in report.prefill_stages)
+    arrived: dict[str, int] = {}
+    for each in report.requests:
+        for kind, count in each.arrived_bytes.items():
+            arrived[kind] = arrived.get(kind, 0) + count
+    different = sum(each.source_pages["full"] != each.destination_pages["full"] for each in report.requests)
+    lines = [
+        _LEGEND,
+        (
+            f"Model {report.model}, random weights, {report.encoding} rows; prefill in stages of {stages} layers; transport "
+            f"{report.transport}; device {report.device}; up to {report.most_in_flight} requests in flight at once."
+        ),
+        f"Arrived: {', '.join(f'{kind} {decimal(count)}' for kind, count in sorted(arrived.items()))}.",
+        f"{different} of {len(report.requests)} requests lay in other pages on decode than on prefill.",
+    ]
+    if report.turns:
+        lines += [_TURN_LEGEND, *_turn_notes(report)]
+    if report.hot_rows:
+        lines.append(_sparse_note(report))
+    kl = [each.mean_kl for each in report.requests if each.mean_kl is not None]
+    agreed = [each.top1_agreement for each in report.requests if each.top1_agreement is not None]
+    if kl and agreed:
+        lines.append(
+            f"Against the model with whole, unquantised caches of its own: mean KL divergence {sum(kl) / len(kl):.2e} nats a step, "
+            f"same most likely token in {sum(agreed) / len(agreed):.1%} of the steps."
+        )
+    if report.pages_left:
+        lines.append(
+            f"{report.pages_left} pages were not given back in the end: a defect of kvbridge, please report it."
+        )
+    lines.append(f"Time: {', '.join(f'{stage} {seconds:.1f} s' for stage, seconds in report.seconds.items())}.")
+    return lines
+
+
+def _turn_notes(report: DemoReport) -> list[str]:
+    lines = []
+    if report.host_tier:
+        decode, prefill = (
+            sum(getattr(each, name) for each in report.requests)
+            for name in ("prefix_host_tokens", "computed_host_tokens")
+        )
+        lines.append(f"From host memory came {prefill:,} tokens of prefixes on prefill and {decode:,} on decode.")
+    if not report.reused:
+        what = "came back from host memory" if report.host_tier else "was reused"
+        lines.append(f"Nothing {what} on one of the two sides: this run has not shown what it is there to show.")
+    hits, colds = (
+        [each for each in report.requests if each.by_itself and each.page_keys is keys] for keys in (True, False)
+    )
+    if hits and colds:
+        hit_s, cold_s = (median(each.arrival_s for each in requests) for requests in (hits, colds))
+        lines.append(
+            f"What a hit is worth: a prompt of {hits[0].prompt_tokens:,} tokens, by itself, had its first token on decode after "
+            f"{cold_s * 1000:,.0f} ms without reuse and after {hit_s * 1000:,.0f} ms with it: {cold_s / hit_s:.1f} times as fast "
+            f"(medians of {len(hits)} each, in turns)."
+        )
+    return lines
+
+
+def _sparse_note(report: DemoReport) -> str:
+    figures = [each.sparse for each in report.requests if each.sparse is not None]
+    loaded, selected = sum(each.loaded for each in figures), sum(each.selected for each in figures)
+    share = max(each.share_of_rounding or 0.0 for each in report.requests)
+    return (
+        f"Sparse decode: {report.hot_rows} hot rows of up to {max(each.rows for each in figures):,} in each C4 layer; of "
+        f"{selected:,} selected rows {1 - loaded / max(1, selected):.1%} were on the device, {loaded:,} came from host memory. "
+        "In every step and C4 layer the sum over the selected rows is the dense model's over all rows, with at most "
+        f"{share:.1e} of the difference that rounding explains."
+    )
