@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -176,9 +176,10 @@ class ClusterRun(ABC):
         """Whether everything was done; what is left may be ended by force otherwise."""
         self.seconds: dict[str, float] = {}
         """How long each part took."""
+        self.silence_s = silence_s
+        self.waited_s = 0.0
+        """For how long a report has been waited for since the last one; whoever expects none may set it back."""
         self._keep_logs = keep_logs
-        self._silence_s = silence_s
-        self._told_s = self._heard_s = time.monotonic()
 
     @abstractmethod
     def handle(self, engine: EngineProcess, event: object) -> None:
@@ -251,17 +252,13 @@ class ClusterRun(ABC):
         """
         until_s = time.monotonic() + wait_s
         by_pipe = {engine.pipe: engine for engine in self.engines.values()}
-        while not (found := wait(list(by_pipe), max(0.0, min(LOOK_S, until_s - time.monotonic())))):
+        while not (found := self._wait(list(by_pipe), until_s)):
             self.cluster.check_running()
-            now_s = time.monotonic()
-            if now_s - self._heard_s > self._silence_s:
-                raise DeadlineError(f"no engine reported anything for {self._silence_s:g} s")
-            if now_s - max(self._heard_s, self._told_s) > QUIET_S:
-                self._told_s = now_s
-                self.say(f"no report for {now_s - self._heard_s:.0f} s; engines are at work")
-            if now_s >= until_s:
+            if self.waited_s > self.silence_s:
+                raise DeadlineError(f"no engine reported anything for {self.silence_s:g} s")
+            if time.monotonic() >= until_s:
                 return
-        self._heard_s = time.monotonic()
+        self.waited_s = 0.0
         for pipe in found:
             engine = by_pipe[pipe]  # type: ignore[index]  # these are connections only
             event = engine.receive()
@@ -269,6 +266,15 @@ class ClusterRun(ABC):
                 self.attached.add(engine.part)
             else:
                 self.handle(engine, event)
+
+    def _wait(self, pipes: list[Connection], until_s: float) -> Sequence[object]:
+        """Return the pipes that have something, after a moment at most, and count the time in vain."""
+        begun_s = time.monotonic()
+        found = wait(pipes, max(0.0, min(LOOK_S, until_s - begun_s)))
+        before_s, self.waited_s = self.waited_s, self.waited_s + time.monotonic() - begun_s
+        if not found and before_s // QUIET_S < self.waited_s // QUIET_S:
+            self.say(f"no report for {self.waited_s:.0f} s; engines are at work")
+        return found
 
     def wait_free(self) -> int:
         """Return how many pages are not available some time after the last release."""

@@ -4,6 +4,13 @@ Everything that an engine needs is importable from here, and sparse decode's par
 kvbridge's own.
 """
 
+from kvbridge.core.extras import NEEDS_TORCH
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(NEEDS_TORCH, name="torch") from missing
+
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import (
     BridgeError,
@@ -28,11 +35,11 @@ from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.prefixes import Retention
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adapters.encodings import RowCodec, row_codec
 from kvbridge.engine.adopted import adopted_region
 from kvbridge.engine.attachment import WorkerEnd
 from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
+from kvbridge.engine.encodings import RowCodec, row_codec
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from kvbridge.engine.rows import section_rows
 from kvbridge.engine.views import PoolViews, RegionView

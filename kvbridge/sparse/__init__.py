@@ -4,6 +4,13 @@ Owns: which row is where, what is loaded and what is evicted. Must not know: roo
 process, on the engine's stream.
 """
 
+from kvbridge.core.extras import NEEDS_TORCH
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(NEEDS_TORCH, name="torch") from missing
+
 from kvbridge.core.geometry.hot_buffer import SparseBytes, SparseSettings
 from kvbridge.core.wire.engine_messages import SparseRows
 from kvbridge.sparse.cache import SparseCache

@@ -28,7 +28,7 @@ from kvbridge.core.geometry.components import Component, ComponentKind, Encoding
 from kvbridge.core.geometry.pages import NO_HOST
 from kvbridge.core.ids import Tables
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters.encodings import RowCodec, row_codec
+from kvbridge.engine.encodings import RowCodec, row_codec
 from kvbridge.engine.rows import section_rows
 from kvbridge.engine.views import PoolViews
 

@@ -28,8 +28,8 @@ from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace, PageIdArray, Tables
 from kvbridge.engine.adapters.deepseek_v4 import SPARSE, CacheCodec, Placement, append, unpack
-from kvbridge.engine.adapters.encodings import RowCodec
 from kvbridge.engine.adapters.transformers import CACHE_ARGUMENT, decode_step
+from kvbridge.engine.encodings import RowCodec
 from kvbridge.sparse import ReleasedRequest, SparseCache
 
 _ENTRIES = "compressor"

@@ -107,7 +107,7 @@ class Replay(ClusterRun):
             for request in self._due(time.monotonic() - self._begun_s):
                 self._admit(request)
             if not self._in_flight():
-                self._heard_s = time.monotonic()  # the engines have nothing to say
+                self.waited_s = 0.0  # the engines have nothing to say
             self.next_report(min(LOOK_S, max(0.0, self._begun_s + self._next_due_s() - time.monotonic())))
 
     def _due(self, now_s: float) -> list[Request]:

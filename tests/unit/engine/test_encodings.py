@@ -6,7 +6,7 @@ import torch
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness
 from kvbridge.core.ids import IndexSpace
-from kvbridge.engine.adapters.encodings import Fp8IndexerCodec, Fp8V4Codec, PlainCodec, row_codec
+from kvbridge.engine.encodings import Fp8IndexerCodec, Fp8V4Codec, PlainCodec, row_codec
 
 V4 = Fp8V4Codec(width=512, rope=64, dtype=torch.float32)
 
