@@ -1,7 +1,5 @@
 """The model alone, in the arithmetic of sparse decode: whole caches, and attention over the selected entries only.
 
-Owns: this arithmetic, and the proof in every step that it is the dense model's. Must not know: hot buffers, rows, pages, files.
-
 Why logits are compared bit by bit. Two processes on one machine that do the same operations in the same order get the same
 bits, whatever the processor. With whole caches they do. Sparse decode differs from the dense model in one place: in a C4 layer
 the dense model sums over all entries, where a bias of -inf gives weight zero to those that the indexer did not select; sparse

@@ -1,8 +1,7 @@
-"""What a demo found out: the comparison of logits, the verdict, and the table that a person reads."""
+"""What a demo found out: the comparison of logits, the verdict, and what a person reads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.filesize import decimal
-from rich.table import Table
 from rich.text import Text
 
 from kvbridge.core.errors import InvalidInputError
@@ -67,7 +65,6 @@ class RequestReport:
     """Of these two, what came back from host memory."""
     arrived_bytes: dict[str, int]
     """By component."""
-    operations: int
     spared_bytes: int
     """What was not sent since decode held it."""
     arrival_s: float
@@ -151,41 +148,11 @@ def _difference(request: RequestReport) -> str:
 
 # ---------------------------------------------------------------------------------------------- for a person
 
-_Column = tuple[str, Callable[[RequestReport], str]]
-_NUMBER: _Column = ("#", lambda each: str(each.number))
-_TURN_COLUMNS: tuple[_Column, ...] = (
-    ("turn", lambda each: f"{each.turn} of {each.conversation}{'' if each.page_keys else ' cold'}"),
-    ("held", lambda each: f"{each.prefix_tokens:,}"),
-    ("computed", lambda each: f"{each.prompt_tokens - each.computed_tokens:,}"),
-    ("spared", lambda each: decimal(each.spared_bytes)),
-)
-_COLUMNS: tuple[_Column, ...] = (
-    ("tokens", lambda each: f"{each.prompt_tokens:,}"),
-    ("sent", lambda each: decimal(sum(each.arrived_bytes.values()))),
-    ("operations", lambda each: f"{each.operations:,}"),
-    ("tail ms", lambda each: f"{each.after_prefill_s * 1000:.1f}"),
-    ("all ms", lambda each: f"{each.arrival_s * 1000:,.0f}"),
-    ("equal", lambda each: "yes" if each.equal else "NO"),
-)
-_LEGEND = (
-    "Tail: from the end of the prompt's computation until decode could claim it. All: from the router's request until decode had "
-    "the cache and the first token, beside what else was running."
-)
-_TURN_LEGEND = (
-    "Held: tokens that decode had already, which were not sent; spared: their bytes. Computed: by prefill, which had the others. "
-    "Cold: without reuse."
-)
-
 
 def print_report(report: DemoReport, console: Console) -> None:
-    """Print the table and what it adds up to; the last line is the verdict."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
-    columns = (_NUMBER, *(_TURN_COLUMNS if report.turns else ()), *_COLUMNS)
-    for title, _ in columns:
-        table.add_column(title, justify="right", no_wrap=True)
+    """Print a line a request and what the demo adds up to; the last line is the verdict."""
     for each in report.requests:
-        table.add_row(*(cell(each) for _, cell in columns), style="" if each.equal else "bold red")
-    console.print(table)
+        console.print(Text(_line(each), style="" if each.equal else "bold red"), soft_wrap=True)
     console.print()
     for line in _notes(report):
         console.print(Text(line), width=min(console.width, TEXT_WIDTH))
@@ -193,24 +160,31 @@ def print_report(report: DemoReport, console: Console) -> None:
     console.print(Text(report.verdict, style="bold green" if report.good else "bold red"), soft_wrap=True)
 
 
+def _line(each: RequestReport) -> str:
+    turn = ""
+    if each.turn:
+        turn = (
+            f"turn {each.turn} of conversation {each.conversation}{'' if each.page_keys else ' without reuse'}, "
+            f"{each.computed_tokens:,} held by prefill, {each.prefix_tokens:,} by decode, "
+        )
+    return (
+        f"{each.number:3}: {each.prompt_tokens:5,} tokens, {turn}{decimal(sum(each.arrived_bytes.values()))} sent, on decode "
+        f"{each.after_prefill_s * 1000:.1f} ms after the prompt was computed, {'equal' if each.equal else 'DIFFERENT'}"
+    )
+
+
 def _notes(report: DemoReport) -> list[str]:
     stages = " + ".join(str(len(layers)) for layers in report.prefill_stages)
-    arrived: dict[str, int] = {}
-    for each in report.requests:
-        for kind, count in each.arrived_bytes.items():
-            arrived[kind] = arrived.get(kind, 0) + count
     different = sum(each.source_pages["full"] != each.destination_pages["full"] for each in report.requests)
     lines = [
-        _LEGEND,
         (
             f"Model {report.model}, random weights, {report.encoding} rows; prefill in stages of {stages} layers; transport "
-            f"{report.transport}; device {report.device}; up to {report.most_in_flight} requests in flight at once."
-        ),
-        f"Arrived: {', '.join(f'{kind} {decimal(count)}' for kind, count in sorted(arrived.items()))}.",
-        f"{different} of {len(report.requests)} requests lay in other pages on decode than on prefill.",
+            f"{report.transport}; device {report.device}; up to {report.most_in_flight} requests in flight at once; {different} of "
+            f"{len(report.requests)} lay in other pages on decode than on prefill."
+        )
     ]
     if report.turns:
-        lines += [_TURN_LEGEND, *_turn_notes(report)]
+        lines += _turn_notes(report)
     if report.hot_rows:
         lines.append(_sparse_note(report))
     kl = [each.mean_kl for each in report.requests if each.mean_kl is not None]

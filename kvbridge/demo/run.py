@@ -68,7 +68,6 @@ class DemoRequest:
             prefix_host_tokens=decoded.host_tokens,
             computed_host_tokens=prefilled.host_tokens,
             arrived_bytes={kind.value: amount.bytes for kind, amount in decoded.amounts.items()},
-            operations=sum(amount.operations for amount in decoded.amounts.values()),
             spared_bytes=spared_bytes(decoded.prefix_tokens),
             arrival_s=decoded.claimable_s - self.asked_s,
             after_prefill_s=max(0.0, decoded.claimable_s - prefilled.finished_s),

@@ -1,8 +1,5 @@
 """Hugging Face's own DeepSeek-V4, small and with random weights, as an engine that runs on a CPU or a GPU.
 
-Owns: a model that is the same in every process, its prefill in chunks, its greedy decode, and how far two runs differ.
-Must not know: pages, rows, rooms. `deepseek_v4` moves its cache.
-
 The same numbers come out of two processes when these are the same in both: config, seed, dtype, device, thread count,
 the library versions, and the chunks that the prompt was cut into (a matrix product of other shape rounds differently).
 """

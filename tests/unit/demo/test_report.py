@@ -56,7 +56,6 @@ def request(number: int = 1, **more) -> RequestReport:
         "prefix_host_tokens": 256,
         "computed_host_tokens": 256,
         "arrived_bytes": {"swa_kv": 4096},
-        "operations": 3,
         "spared_bytes": 100,
         "arrival_s": 0.5,
         "after_prefill_s": 0.01,
@@ -128,7 +127,8 @@ def test_a_person_is_told_of_both_sides_and_of_what_a_hit_is_worth():
     cold = request(2, by_itself=True, page_keys=False, arrival_s=1.0)
     print_report(report(request(by_itself=True), cold), Console(file=text, width=150))
     said = " ".join(text.getvalue().split())
-    assert "2 of 2 requests lay in other pages" in said
+    assert "2 of 2 lay in other pages" in said
+    assert "turn 2 of conversation 1 without reuse, 512 held by prefill, 512 by decode, 4.1 kB sent" in said
     assert "after 1,000 ms without reuse and after 500 ms with it: 2.0 times as fast" in said
     assert "From host memory came 512 tokens of prefixes on prefill and 512 on decode." in said
     assert said.endswith("EQUAL: 2 of 2 requests gave the very logits of the model alone")
