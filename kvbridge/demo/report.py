@@ -12,7 +12,8 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.demo.messages import Logits, Pages, SparseFigures
+from kvbridge.demo.messages import Computed, Decoded, Logits, Prefilled
+from kvbridge.demo.prompts import Request
 
 TEXT_WIDTH = 100
 
@@ -46,43 +47,64 @@ def compare(number: int, ours: Logits, alone: Logits) -> Comparison:
 
 @dataclass(frozen=True)
 class RequestReport:
-    """One request that went over the bridge."""
+    """One request that went over the bridge: what was planned, and what the three processes said of it."""
 
-    number: int
-    conversation: int
-    turn: int
-    page_keys: bool
-    """Whether its pages could be shared."""
-    by_itself: bool
-    """Whether nothing else was running meanwhile."""
-    prompt_tokens: int
-    prefix_tokens: int
-    """What decode held already."""
-    computed_tokens: int
-    """What prefill held already; prefill computed the rest."""
-    prefix_host_tokens: int
-    computed_host_tokens: int
-    """Of these two, what came back from host memory."""
-    arrived_bytes: dict[str, int]
-    """By component."""
+    planned: Request
+    asked_s: float
+    prefilled: Prefilled
+    decoded: Decoded
+    alone: Computed
+    comparison: Comparison
     spared_bytes: int
     """What was not sent since decode held it."""
-    arrival_s: float
-    """From the router's request until decode had the cache and the first token."""
-    after_prefill_s: float
-    """From the end of the prompt's computation until the request could be claimed: what the bridge added."""
-    source_pages: Pages
-    destination_pages: Pages
-    comparison: Comparison
-    mean_kl: float | None
-    top1_agreement: float | None
-    share_of_rounding: float | None
-    sparse: SparseFigures | None
 
     @property
     def equal(self) -> bool:
         """Whether every logit is the model's own."""
         return self.comparison.first_difference is None
+
+    @property
+    def arrival_s(self) -> float:
+        """From the router's request until decode had the cache and the first token."""
+        return self.decoded.claimable_s - self.asked_s
+
+    @property
+    def after_prefill_s(self) -> float:
+        """From the end of the prompt's computation until the request could be claimed: what the bridge added."""
+        return max(0.0, self.decoded.claimable_s - self.prefilled.finished_s)
+
+    @property
+    def held_tokens(self) -> dict[str, int]:
+        """What prefill and decode held of the prompt already, and what of that came back from host memory."""
+        return {
+            "computed_tokens": self.prefilled.computed_tokens,
+            "computed_host_tokens": self.prefilled.host_tokens,
+            "prefix_tokens": self.decoded.prefix_tokens,
+            "prefix_host_tokens": self.decoded.host_tokens,
+        }
+
+    @property
+    def arrived_bytes(self) -> dict[str, int]:
+        """By component."""
+        return {kind.value: amount.bytes for kind, amount in self.decoded.amounts.items()}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the request as it is printed with `--json`."""
+        planned, sparse = self.planned, self.decoded.sparse
+        return {
+            **{name: getattr(planned, name) for name in ("number", "conversation", "turn", "page_keys", "by_itself")},
+            "prompt_tokens": planned.tokens,
+            **self.held_tokens,
+            "arrived_bytes": self.arrived_bytes,
+            "spared_bytes": self.spared_bytes,
+            "arrival_s": self.arrival_s,
+            "after_prefill_s": self.after_prefill_s,
+            "source_pages": self.prefilled.pages,
+            "destination_pages": self.decoded.pages,
+            "comparison": asdict(self.comparison),
+            **{name: getattr(self.alone, name) for name in ("mean_kl", "top1_agreement", "share_of_rounding")},
+            "sparse": sparse and asdict(sparse),
+        }
 
 
 @dataclass(frozen=True)
@@ -127,7 +149,7 @@ class DemoReport:
         held = ["prefix_tokens", "computed_tokens"]
         if self.host_tier:
             held += ["prefix_host_tokens", "computed_host_tokens"]
-        return not self.turns or all(any(getattr(each, name) for each in self.requests) for name in held)
+        return not self.turns or all(any(each.held_tokens[name] for each in self.requests) for name in held)
 
     @property
     def good(self) -> bool:
@@ -137,13 +159,14 @@ class DemoReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as it is printed with `--json`."""
-        return {"verdict": self.verdict, "good": self.good, **asdict(self)}
+        requests = [each.as_dict() for each in self.requests]
+        return {"verdict": self.verdict, "good": self.good, **vars(self), "requests": requests}
 
 
 def _difference(request: RequestReport) -> str:
     found = request.comparison
     where = "the prompt's own logits" if found.first_difference == 0 else f"decode step {found.first_difference}"
-    return f"request {request.number}: first at {where}, logits by up to {found.largest_difference:.3g}"
+    return f"request {request.planned.number}: first at {where}, logits by up to {found.largest_difference:.3g}"
 
 
 # ---------------------------------------------------------------------------------------------- for a person
@@ -161,21 +184,21 @@ def print_report(report: DemoReport, console: Console) -> None:
 
 
 def _line(each: RequestReport) -> str:
-    turn = ""
-    if each.turn:
+    planned, turn = each.planned, ""
+    if planned.turn:
         turn = (
-            f"turn {each.turn} of conversation {each.conversation}{'' if each.page_keys else ' without reuse'}, "
-            f"{each.computed_tokens:,} held by prefill, {each.prefix_tokens:,} by decode, "
+            f"turn {planned.turn} of conversation {planned.conversation}{'' if planned.page_keys else ' without reuse'}, "
+            f"{each.prefilled.computed_tokens:,} held by prefill, {each.decoded.prefix_tokens:,} by decode, "
         )
     return (
-        f"{each.number:3}: {each.prompt_tokens:5,} tokens, {turn}{decimal(sum(each.arrived_bytes.values()))} sent, on decode "
+        f"{planned.number:3}: {planned.tokens:5,} tokens, {turn}{decimal(sum(each.arrived_bytes.values()))} sent, on decode "
         f"{each.after_prefill_s * 1000:.1f} ms after the prompt was computed, {'equal' if each.equal else 'DIFFERENT'}"
     )
 
 
 def _notes(report: DemoReport) -> list[str]:
     stages = " + ".join(str(len(layers)) for layers in report.prefill_stages)
-    different = sum(each.source_pages["full"] != each.destination_pages["full"] for each in report.requests)
+    different = sum(each.prefilled.pages["full"] != each.decoded.pages["full"] for each in report.requests)
     lines = [
         (
             f"Model {report.model}, random weights, {report.encoding} rows; prefill in stages of {stages} layers; transport "
@@ -187,8 +210,8 @@ def _notes(report: DemoReport) -> list[str]:
         lines += _turn_notes(report)
     if report.hot_rows:
         lines.append(_sparse_note(report))
-    kl = [each.mean_kl for each in report.requests if each.mean_kl is not None]
-    agreed = [each.top1_agreement for each in report.requests if each.top1_agreement is not None]
+    kl = [each.alone.mean_kl for each in report.requests if each.alone.mean_kl is not None]
+    agreed = [each.alone.top1_agreement for each in report.requests if each.alone.top1_agreement is not None]
     if kl and agreed:
         lines.append(
             f"Against the model with whole, unquantised caches of its own: mean KL divergence {sum(kl) / len(kl):.2e} nats a step, "
@@ -206,7 +229,7 @@ def _turn_notes(report: DemoReport) -> list[str]:
     lines = []
     if report.host_tier:
         decode, prefill = (
-            sum(getattr(each, name) for each in report.requests)
+            sum(each.held_tokens[name] for each in report.requests)
             for name in ("prefix_host_tokens", "computed_host_tokens")
         )
         lines.append(f"From host memory came {prefill:,} tokens of prefixes on prefill and {decode:,} on decode.")
@@ -214,12 +237,13 @@ def _turn_notes(report: DemoReport) -> list[str]:
         what = "came back from host memory" if report.host_tier else "was reused"
         lines.append(f"Nothing {what} on one of the two sides: this run has not shown what it is there to show.")
     hits, colds = (
-        [each for each in report.requests if each.by_itself and each.page_keys is keys] for keys in (True, False)
+        [each for each in report.requests if each.planned.by_itself and each.planned.page_keys is keys]
+        for keys in (True, False)
     )
     if hits and colds:
         hit_s, cold_s = (median(each.arrival_s for each in requests) for requests in (hits, colds))
         lines.append(
-            f"What a hit is worth: a prompt of {hits[0].prompt_tokens:,} tokens, by itself, had its first token on decode after "
+            f"What a hit is worth: a prompt of {hits[0].planned.tokens:,} tokens, by itself, had its first token on decode after "
             f"{cold_s * 1000:,.0f} ms without reuse and after {hit_s * 1000:,.0f} ms with it: {cold_s / hit_s:.1f} times as fast "
             f"(medians of {len(hits)} each, in turns)."
         )
@@ -227,9 +251,9 @@ def _turn_notes(report: DemoReport) -> list[str]:
 
 
 def _sparse_note(report: DemoReport) -> str:
-    figures = [each.sparse for each in report.requests if each.sparse is not None]
+    figures = [each.decoded.sparse for each in report.requests if each.decoded.sparse is not None]
     loaded, selected = sum(each.loaded for each in figures), sum(each.selected for each in figures)
-    share = max(each.share_of_rounding or 0.0 for each in report.requests)
+    share = max(each.alone.share_of_rounding or 0.0 for each in report.requests)
     return (
         f"Sparse decode: {report.hot_rows} hot rows of up to {max(each.rows for each in figures):,} in each C4 layer; of "
         f"{selected:,} selected rows {1 - loaded / max(1, selected):.1%} were on the device, {loaded:,} came from host memory. "

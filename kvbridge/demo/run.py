@@ -53,32 +53,12 @@ class DemoRequest:
 
     def report(self, spared_bytes: Callable[[int], int]) -> RequestReport:
         """Compare what came over the bridge with the model alone. `spared_bytes` is of a prefix of so many tokens."""
-        planned, prefilled, decoded, alone = self.planned, self.prefilled, self.decoded, self.alone
+        number, prefilled, decoded, alone = self.planned.number, self.prefilled, self.decoded, self.alone
         if not (prefilled and decoded and alone):
-            raise ConflictError(f"request {planned.number} is not through: {self}")
-        return RequestReport(
-            number=planned.number,
-            conversation=planned.conversation,
-            turn=planned.turn,
-            page_keys=planned.page_keys,
-            by_itself=planned.by_itself,
-            prompt_tokens=planned.tokens,
-            prefix_tokens=decoded.prefix_tokens,
-            computed_tokens=prefilled.computed_tokens,
-            prefix_host_tokens=decoded.host_tokens,
-            computed_host_tokens=prefilled.host_tokens,
-            arrived_bytes={kind.value: amount.bytes for kind, amount in decoded.amounts.items()},
-            spared_bytes=spared_bytes(decoded.prefix_tokens),
-            arrival_s=decoded.claimable_s - self.asked_s,
-            after_prefill_s=max(0.0, decoded.claimable_s - prefilled.finished_s),
-            source_pages=prefilled.pages,
-            destination_pages=decoded.pages,
-            comparison=compare(planned.number, np.concatenate([prefilled.logits, decoded.logits]), alone.logits),
-            mean_kl=alone.mean_kl,
-            top1_agreement=alone.top1_agreement,
-            share_of_rounding=alone.share_of_rounding,
-            sparse=decoded.sparse,
-        )
+            raise ConflictError(f"request {number} is not through: {self}")
+        found = compare(number, np.concatenate([prefilled.logits, decoded.logits]), alone.logits)
+        spared = spared_bytes(decoded.prefix_tokens)
+        return RequestReport(self.planned, self.asked_s, prefilled, decoded, alone, found, spared)
 
 
 class Demo(ClusterRun):

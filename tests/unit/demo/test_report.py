@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,13 @@ import pytest
 from rich.console import Console
 
 from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.plan.operations import Amount
+from kvbridge.demo.messages import Computed, Decoded, Prefilled
+from kvbridge.demo.prompts import Request
 from kvbridge.demo.report import Comparison, DemoReport, RequestReport, compare, print_report
+
+EQUAL = Comparison(5, None, 0.0)
 
 
 @pytest.fixture
@@ -44,30 +51,22 @@ def test_what_cannot_be_compared_is_refused(logits, other):
         compare(9, logits, other)
 
 
-def request(number: int = 1, **more) -> RequestReport:
-    facts = {
-        "conversation": 1,
-        "turn": 2,
-        "page_keys": True,
-        "by_itself": False,
-        "prompt_tokens": 600,
-        "prefix_tokens": 512,
-        "computed_tokens": 512,
-        "prefix_host_tokens": 256,
-        "computed_host_tokens": 256,
-        "arrived_bytes": {"swa_kv": 4096},
-        "spared_bytes": 100,
-        "arrival_s": 0.5,
-        "after_prefill_s": 0.01,
-        "source_pages": {"full": [1]},
-        "destination_pages": {"full": [2]},
-        "comparison": Comparison(5, None, 0.0),
-        "mean_kl": None,
-        "top1_agreement": None,
-        "share_of_rounding": None,
-        "sparse": None,
-    }
-    return RequestReport(number=number, **facts | more)
+def request(
+    number: int = 1,
+    *,
+    comparison=EQUAL,
+    prefix=(512, 256),
+    computed=(512, 256),
+    took_s=0.5,
+    **planned,
+) -> RequestReport:
+    """`prefix` and `computed`: tokens that decode and prefill held, and of them those from host memory."""
+    facts = Request(number, 600, (), conversation=1, turn=2, **{"page_keys": True} | planned)
+    logits = np.zeros((1, 1), np.float32)
+    prefilled = Prefilled(number, {"full": [1]}, *computed, finished_s=0.4, logits=logits)
+    amounts = {ComponentKind.SWA_KV: Amount(bytes=4096, operations=3)}
+    decoded = Decoded(number, {"full": [2]}, *prefix, amounts, took_s, tokens=(), logits=logits, sparse=None)
+    return RequestReport(facts, 0.0, prefilled, decoded, Computed(number, logits), comparison, 100)
 
 
 def report(*requests: RequestReport, **more) -> DemoReport:
@@ -108,10 +107,10 @@ def test_the_verdict_counts_and_names_the_first():
     ("lacking", "good"),
     [
         ({}, True),
-        ({"prefix_tokens": 0}, False),
-        ({"computed_tokens": 0}, False),
-        ({"prefix_host_tokens": 0}, False),
-        ({"computed_host_tokens": 0}, False),
+        ({"prefix": (0, 0)}, False),
+        ({"computed": (0, 0)}, False),
+        ({"prefix": (512, 0)}, False),
+        ({"computed": (512, 0)}, False),
         ({"comparison": Comparison(5, 1, 0.25)}, False),
     ],
 )
@@ -124,7 +123,7 @@ def test_a_run_is_good_when_it_has_shown_what_it_is_there_to_show(lacking, good)
 
 def test_a_person_is_told_of_both_sides_and_of_what_a_hit_is_worth():
     text = io.StringIO()
-    cold = request(2, by_itself=True, page_keys=False, arrival_s=1.0)
+    cold = request(2, by_itself=True, page_keys=False, took_s=1.0)
     print_report(report(request(by_itself=True), cold), Console(file=text, width=150))
     said = " ".join(text.getvalue().split())
     assert "2 of 2 lay in other pages" in said
@@ -132,3 +131,14 @@ def test_a_person_is_told_of_both_sides_and_of_what_a_hit_is_worth():
     assert "after 1,000 ms without reuse and after 500 ms with it: 2.0 times as fast" in said
     assert "From host memory came 512 tokens of prefixes on prefill and 512 on decode." in said
     assert said.endswith("EQUAL: 2 of 2 requests gave the very logits of the model alone")
+
+
+def test_a_report_is_json_without_what_is_large():
+    found = report(request())
+    printed = json.loads(json.dumps(found.as_dict()))
+    assert (printed["verdict"], printed["good"]) == (found.verdict, True)
+    (told,) = printed["requests"]
+    assert told["arrived_bytes"] == {"swa_kv": 4096}
+    assert told["comparison"] == {"positions": 5, "first_difference": None, "largest_difference": 0.0}
+    assert (told["source_pages"], told["destination_pages"]) == ({"full": [1]}, {"full": [2]})
+    assert told["after_prefill_s"] == pytest.approx(0.1)
