@@ -1,7 +1,4 @@
-"""How commands that have started processes end when they are told to.
-
-Owns: the signal handlers for that time. Must not know: what the command does.
-"""
+"""How commands that have started processes end when they are told to."""
 
 from __future__ import annotations
 

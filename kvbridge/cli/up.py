@@ -1,8 +1,4 @@
-"""`kvbridge up`: the cluster of a directory in the foreground, for trying.
-
-Owns: the command, the daemons' processes, what is shown of them, and the order in which they start and end. Must not know:
-engines, what is asked of the daemons.
-"""
+"""`kvbridge up`: the cluster of a directory in the foreground, for trying."""
 
 from __future__ import annotations
 
@@ -133,11 +129,6 @@ class ShownDaemon(ChildProcess):
         return code == 0 or (self.told_to_end and code in {None, -signal.SIGTERM})
 
     @property
-    def command(self) -> str:
-        """What starts it by hand."""
-        return f"kvbridge {self.configured.role} --config {self.configured.path}"
-
-    @property
     def limit_s(self) -> float:
         """How long it may take to end."""
         timeouts = self.configured.config.timeouts
@@ -249,16 +240,14 @@ class ForegroundCluster:
         for daemon in ended:
             if not daemon.told_to_end:
                 daemon.told_to_end = True
-                self._tell_end(daemon)
+                try:
+                    daemon.check_running()
+                except PeerError as error:
+                    self._console.print(str(error), style="bold red", markup=False)
+                if self._was_ready:
+                    command = f"kvbridge {daemon.configured.role} --config {daemon.configured.path}"
+                    self._console.print(f"the others go on; to have it again: {command}", style="bold", markup=False)
         return ended
-
-    def _tell_end(self, daemon: ShownDaemon) -> None:
-        try:
-            daemon.check_running()
-        except PeerError as error:
-            self._console.print(str(error), style="bold red", markup=False)
-        if self._was_ready:
-            self._console.print(f"the others go on; to have it again: {daemon.command}", style="bold", markup=False)
 
     def _ask(self) -> None:
         reasons = {

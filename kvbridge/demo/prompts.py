@@ -68,7 +68,7 @@ def single_prompts(count: int, *, sparse: bool, most_tokens: int) -> tuple[Reque
     if not lengths or (sparse and len(lengths) < len(listed)):
         raise InvalidInputError(f"need prompts of up to {max(listed)} tokens, the model takes {most_tokens}")
     numbered = enumerate(islice(cycle(lengths), count), start=1)
-    return tuple(Request(number, tokens, _text(tokens, number * _STRIDE)) for number, tokens in numbered)
+    return tuple(Request(number, tokens, prose(tokens, number * _STRIDE)) for number, tokens in numbered)
 
 
 def conversations(count: int, turns: int, *, steps: int, system_tokens: int) -> tuple[Request, ...]:
@@ -85,16 +85,16 @@ def conversations(count: int, turns: int, *, steps: int, system_tokens: int) -> 
                 made.append(_next_turn(number, made[-count], steps=steps))
                 continue
             shares = conversation % 2 == 1
-            system = _text(system_tokens, 0 if shares else number * _STRIDE + 1)
+            system = prose(system_tokens, 0 if shares else number * _STRIDE + 1)
             tokens = _prompt_tokens(number, system_tokens, steps=steps)
-            new = system + _text(tokens - system_tokens, number * _STRIDE)
+            new = system + prose(tokens - system_tokens, number * _STRIDE)
             # Whoever shares the system prompt comes when it is known.
             after = conversation - 2 if shares and conversation > 2 else 0
             made.append(Request(number, tokens, new, conversation, turn, after=after, page_keys=True))
     longest = max(made, key=lambda request: request.tokens)
     apart = replace(_next_turn(len(made) + 1, longest, steps=steps), by_itself=True)
     for number in range(apart.number, apart.number + 2 * PAIRS, 2):
-        hit = replace(apart, number=number, new=_text(len(apart.new), number * _STRIDE))
+        hit = replace(apart, number=number, new=prose(len(apart.new), number * _STRIDE))
         made += [hit, replace(hit, number=number + 1, page_keys=False)]
     return tuple(made)
 
@@ -103,7 +103,7 @@ def _next_turn(number: int, before: Request, *, steps: int) -> Request:
     """Return the request that continues another one and its answer."""
     begun = before.tokens + steps
     tokens = _prompt_tokens(number, begun, steps=steps)
-    new = _text(tokens - begun, number * _STRIDE)
+    new = prose(tokens - begun, number * _STRIDE)
     return Request(
         number, tokens, new, before.conversation, before.turn + 1, before.number, before.number, page_keys=True
     )
@@ -116,7 +116,7 @@ def _prompt_tokens(number: int, begun: int, *, steps: int) -> int:
     return least + (ending - least) % _PAGE
 
 
-def _text(tokens: int, offset: int) -> Text:
+def prose(tokens: int, offset: int) -> Text:
     """Return so many tokens of the prose that comes with kvbridge (a token is a byte), going round at its end."""
     text = resources.files("kvbridge").joinpath("engine/adapters/prompts.txt").read_bytes()
     return tuple(text[(offset + index) % len(text)] for index in range(tokens))

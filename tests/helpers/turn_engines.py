@@ -34,7 +34,6 @@ from kvbridge.engine.adapters.transformers import (
     divergence,
     follow,
     generate,
-    load_config,
     load_model,
     prefill_chunks,
 )
@@ -43,6 +42,7 @@ from kvbridge.tier.keys import NO_KEYS, Keys
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import LiveCluster, busy_pages, ends
 from tests.helpers.sparse_model import C4, host_region
+from tests.helpers.tiny_model import load_config
 
 PAGE = 256
 CLAIM_S, QUIET_S = 60.0, 10.0

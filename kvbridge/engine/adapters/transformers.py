@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 
-from kvbridge.core.errors import InvalidInputError, UnsupportedError
+from kvbridge.core.errors import InvalidInputError
 
 BYTE_VOCABULARY = 256
 """Prompts are tokenised by bytes: a token is a byte of UTF-8."""
@@ -62,20 +59,6 @@ class Divergence:
     """Kullback-Leibler divergence in nats, averaged over steps."""
     top1_agreement: float
     """Share of the steps whose most likely token is the same."""
-
-
-def load_config(path: Path | None = None) -> dict[str, Any]:
-    """Return a DeepSeek-V4 `config.json` as a dict; without a path, the small one that comes with kvbridge."""
-    if path is not None:
-        text = path.read_text(encoding="utf-8")
-    else:
-        text = resources.files("kvbridge.engine.adapters").joinpath("tiny_deepseek_v4.json").read_text(encoding="utf-8")
-    config: dict[str, Any] = json.loads(text)
-    if config.get("model_type") != "deepseek_v4":
-        raise UnsupportedError(
-            f"the transformers adapter runs 'deepseek_v4', got model_type {config.get('model_type')!r}"
-        )
-    return config
 
 
 def load_model(
@@ -177,12 +160,6 @@ def divergence(reference: Generated, other: Generated) -> Divergence:
     kl = (ours.exp() * (ours - theirs)).sum(dim=-1)
     agreed = reference.logits.argmax(dim=-1) == other.logits.argmax(dim=-1)
     return Divergence(mean_kl=float(kl.mean()), top1_agreement=float(agreed.double().mean()))
-
-
-def prompt_tokens(count: int, *, offset: int = 0) -> list[int]:
-    """Return `count` tokens of the prose that comes with kvbridge, from byte `offset` on, going round at its end."""
-    text = resources.files("kvbridge.engine.adapters").joinpath("prompts.txt").read_bytes()
-    return [text[(offset + index) % len(text)] for index in range(count)]
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ from importlib import resources
 import pytest
 
 from kvbridge.config.timeouts import DaemonTimeouts
-from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.errors import ConfigError, InvalidInputError
 from kvbridge.core.geometry.pages import pages_needed
 from kvbridge.core.ids import IndexSpace
 from kvbridge.demo.options import DemoOptions, Device, RowEncoding
@@ -86,6 +86,15 @@ def test_a_model_that_cannot_be_decoded_sparsely_is_refused(tmp_path, changed, s
     file.write_text(json.dumps(facts | changed))
     with pytest.raises(InvalidInputError, match=said):
         plan(sparse=True, hf_config=file)
+
+
+def test_a_model_of_another_family_is_refused(tmp_path):
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match="the demo runs model_type 'deepseek_v4', got 'llama'"):
+        plan(hf_config=file)
+    with pytest.raises(ConfigError, match="--hf-config"):
+        plan(hf_config=tmp_path / "nothing.json")
 
 
 @pytest.mark.parametrize(
