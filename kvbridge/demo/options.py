@@ -88,7 +88,7 @@ class DemoOptions:
             max=10_000,
             metavar="N",
             help="Tokens that are decoded for each.",
-            show_default="16; 256 with --sparse; 20 or 68 with --turns",
+            show_default="16; 96 with --sparse; 20 or 68 with --turns",
         ),
     ] = None
     as_json: Annotated[
