@@ -111,7 +111,7 @@ class DemoOptions:
     @property
     def step_count(self) -> int:
         """How many tokens are decoded for each."""
-        dense, sparse = (20, 68) if self.turns else (16, 256)
+        dense, sparse = (20, 68) if self.turns else (16, 96)
         return self.steps or (sparse if self.sparse else dense)
 
     @property

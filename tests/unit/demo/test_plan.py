@@ -60,6 +60,7 @@ def test_sparse_decode_is_made_for_its_requests(prompts, tmp_path):
     assert settings.hot_rows == settings.top_k == 64, "so rows give way in nearly every step"
     assert settings.max_tokens == max(made.lengths) + 320
     assert made.reserved_steps < 320, "requests grow"
+    assert plan(sparse=True).reserved_steps < plan(sparse=True).options.step_count, "also when nothing was chosen"
     assert plan().sparse is None
 
 
