@@ -30,7 +30,7 @@ from kvbridge.engine.adapters.deepseek_v4 import (
     unpack,
 )
 from kvbridge.engine.adapters.sparse_deepseek_v4 import reencoding_cache
-from kvbridge.engine.adapters.transformers import divergence, follow, generate, prefill_chunks
+from kvbridge.engine.adapters.transformers import generate, prefill_chunks
 from kvbridge.tier.keys import NO_KEYS, Keys
 
 IDLE_WAIT_S = 0.2
@@ -209,7 +209,7 @@ class _Alone:
         """The cache of each request after its answer."""
 
     def compute(self, order: Compute) -> Computed:
-        """Compute one request; a cache that loses something as rows is encoded and decoded once, and compared with itself."""
+        """Compute one request; a cache that loses something as rows is encoded and decoded once."""
         job, model = self._job, self._loaded.model
         result = prefill_chunks(model, order.prompt, chunk_tokens=job.chunk_tokens)
         as_it_is = job.encoding is Encoding.NATIVE and job.sparse is None and not order.kept_tokens
@@ -219,11 +219,7 @@ class _Alone:
             ours = generate(model, cache, first_token=result.first_token, steps=job.steps)
         self._after[order.number] = cache
         logits = _array(torch.cat([result.logits[None], ours.logits]))
-        if as_it_is:
-            return Computed(order.number, logits)
-        apart = divergence(follow(model, result.cache, tokens=ours.tokens), ours)
-        share = attention.share_of_rounding if job.sparse else None
-        return Computed(order.number, logits, apart.mean_kl, apart.top1_agreement, share)
+        return Computed(order.number, logits, attention.share_of_rounding if job.sparse else None)
 
     def _as_kept(self, cache: Any, order: Compute) -> Any:  # noqa: ANN401 - transformers is untyped
         """Return the cache as decode gets it out of rows: sparse decode's, and with the entries that it had kept."""

@@ -135,8 +135,5 @@ class Computed:
 
     number: int
     logits: Logits
-    mean_kl: float | None = None
-    """When rows are quantised, kept or summed sparsely: divergence from the model as it is, in nats a step."""
-    top1_agreement: float | None = None
     share_of_rounding: float | None = None
     """When decode is sparse: the largest difference from dense attention, as a share of what rounding explains."""

@@ -102,7 +102,7 @@ class RequestReport:
             "source_pages": self.prefilled.pages,
             "destination_pages": self.decoded.pages,
             "comparison": asdict(self.comparison),
-            **{name: getattr(self.alone, name) for name in ("mean_kl", "top1_agreement", "share_of_rounding")},
+            "share_of_rounding": self.alone.share_of_rounding,
             "sparse": sparse and asdict(sparse),
         }
 
@@ -210,13 +210,6 @@ def _notes(report: DemoReport) -> list[str]:
         lines += _turn_notes(report)
     if report.hot_rows:
         lines.append(_sparse_note(report))
-    kl = [each.alone.mean_kl for each in report.requests if each.alone.mean_kl is not None]
-    agreed = [each.alone.top1_agreement for each in report.requests if each.alone.top1_agreement is not None]
-    if kl and agreed:
-        lines.append(
-            f"Against the model with whole, unquantised caches of its own: mean KL divergence {sum(kl) / len(kl):.2e} nats a step, "
-            f"same most likely token in {sum(agreed) / len(agreed):.1%} of the steps."
-        )
     if report.pages_left:
         lines.append(
             f"{report.pages_left} pages were not given back in the end: a defect of kvbridge, please report it."

@@ -19,15 +19,8 @@ from kvbridge.engine.adapters.deepseek_v4 import (
     reencoded,
     unpack,
 )
-from kvbridge.engine.adapters.transformers import (
-    divergence,
-    follow,
-    generate,
-    load_model,
-    prefill_chunks,
-    weights_digest,
-)
-from tests.helpers.tiny_model import load_config, prompt_tokens
+from kvbridge.engine.adapters.transformers import generate, load_model, prefill_chunks, weights_digest
+from tests.helpers.tiny_model import divergence, follow, load_config, prompt_tokens
 
 STEPS = 8
 CHUNK = 100

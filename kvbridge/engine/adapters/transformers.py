@@ -51,16 +51,6 @@ class Generated:
     logits: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """How far one run's logits are from another's, over the same fed tokens."""
-
-    mean_kl: float
-    """Kullback-Leibler divergence in nats, averaged over steps."""
-    top1_agreement: float
-    """Share of the steps whose most likely token is the same."""
-
-
 def load_model(
     config: Mapping[str, Any],
     *,
@@ -143,23 +133,6 @@ def generate(model: Any, cache: DynamicCache, *, first_token: int, steps: int) -
         logits.append(decode_step(model, cache, token=token))
         token = int(logits[-1].argmax())
     return Generated(tokens=tuple(tokens), logits=torch.stack(logits))
-
-
-def follow(model: Any, cache: DynamicCache, *, tokens: Sequence[int]) -> Generated:  # noqa: ANN401
-    """Feed given tokens one by one: another run's, to compare the two step by step."""
-    logits = [decode_step(model, cache, token=token) for token in tokens]
-    return Generated(tokens=tuple(tokens), logits=torch.stack(logits))
-
-
-def divergence(reference: Generated, other: Generated) -> Divergence:
-    """Compare two runs that were fed the same tokens. Raises InvalidInputError when they were not."""
-    if reference.tokens != other.tokens:
-        raise InvalidInputError("two runs can be compared step by step only when they were fed the same tokens")
-    ours = torch.log_softmax(reference.logits.double(), dim=-1)
-    theirs = torch.log_softmax(other.logits.double(), dim=-1)
-    kl = (ours.exp() * (ours - theirs)).sum(dim=-1)
-    agreed = reference.logits.argmax(dim=-1) == other.logits.argmax(dim=-1)
-    return Divergence(mean_kl=float(kl.mean()), top1_agreement=float(agreed.double().mean()))
 
 
 @torch.no_grad()
