@@ -78,7 +78,7 @@ class DemoOptions:
             max=500,
             metavar="N",
             help="Requests, or conversations.",
-            show_default="24; 4 with --sparse or --turns",
+            show_default="16; 4 with --sparse or --turns",
         ),
     ] = None
     steps: Annotated[
@@ -106,7 +106,7 @@ class DemoOptions:
     @property
     def prompt_count(self) -> int:
         """How many requests are made, or how many conversations."""
-        return self.prompts or (4 if self.turns or self.sparse else 24)
+        return self.prompts or (4 if self.turns or self.sparse else 16)
 
     @property
     def step_count(self) -> int:
