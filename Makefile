@@ -6,6 +6,9 @@ BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
 CONSTRAINTS ?= constraints.txt
 READY := $(VENV)/.ready
+# The demo needs a part of what tests need: where those were not set up, that part is installed alone.
+DEMO_READY := $(or $(wildcard $(READY)),$(VENV)/.ready-for-demo)
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 ROOMS ?= 100000
 # Test files that run at once (as many as there are cores, up to 8, when empty), and the order in which they do (drawn when empty).
 WORKERS ?=
@@ -70,9 +73,14 @@ setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt | system
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(if $(TORCH),$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH))
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[cpu,transformers,redis,plot,traces,docs,dev]'
+	$(PIP_INSTALL) --upgrade pip
+	$(if $(TORCH),$(PIP_INSTALL) $(TORCH))
+	$(PIP_INSTALL) $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[demo,redis,plot,traces,docs,dev]'
+	touch $@
+
+$(VENV)/.ready-for-demo: pyproject.toml constraints.txt | system
+	$(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) $(addprefix --constraint ,$(CONSTRAINTS)) $(TORCH) --editable '.[demo]'
 	touch $@
 
 # Mooncake's wheel is linked against libraries that pip cannot bring.
@@ -87,7 +95,7 @@ servers:
 browser:
 	@bash docker/system-libraries.sh $(TEST_BROWSER)
 
-demo: $(READY)
+demo: $(DEMO_READY)
 	$(BIN)/kvbridge demo
 	$(BIN)/kvbridge demo --sparse
 

@@ -270,3 +270,10 @@ def check_workers(daemons: Iterable[DaemonProcess]) -> None:
         for rank in ranks:
             if rank["error"]:
                 raise PeerError(f"{daemon.name}: {rank['error']}")
+
+
+def used_pages(daemon: DaemonProcess) -> dict[str, int]:
+    """Return how many pages of each space are not available: what is cached and read by nobody is not used."""
+    status = daemon.get("/status")
+    pools, available = status["pools"], status["available_pages"]
+    return {space: sum(map(int, states.values())) - int(available[space]) for space, states in pools.items()}

@@ -21,7 +21,7 @@ COMMANDS = {
         "Write configurations for bootstrap, a prefill and a decode node that run together as they are.",
     ),
     "up": (
-        "kvbridge.testbed.up:up",
+        "kvbridge.cli.up:up",
         "Run the whole cluster of a directory that `kvbridge init` wrote, in the foreground.",
     ),
     "wait": (
@@ -49,12 +49,8 @@ COMMANDS = {
         "Print what requests of some lengths cost on a decode node, and how many of each fit, by its configuration.",
     ),
     "demo": (
-        "kvbridge.testbed.demo.command:demo",
+        "kvbridge.demo.command:demo",
         "Prefill in one process, decode in another, and compare every logit.",
-    ),
-    "replay": (
-        "kvbridge.testbed.replay.command:replay",
-        "Replay a request trace through real daemons and compare every byte.",
     ),
     "doctor": (
         "kvbridge.cli.doctor:doctor",

@@ -4,6 +4,13 @@ Everything that an engine needs is importable from here, and sparse decode's par
 kvbridge's own.
 """
 
+from kvbridge.core.extras import NEEDS_TORCH
+
+try:
+    import torch  # noqa: F401
+except ModuleNotFoundError as missing:
+    raise ModuleNotFoundError(NEEDS_TORCH, name="torch") from missing
+
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import (
     BridgeError,

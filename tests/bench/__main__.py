@@ -18,7 +18,6 @@ from typing import Any
 import structlog
 from rich.console import Console
 
-from kvbridge.testbed.progress import ShownProgress
 from tests.bench import (
     bench_digest,
     bench_directory,
@@ -41,6 +40,7 @@ from tests.bench import (
     bench_warm_restart,
     bench_watching,
 )
+from tests.helpers.progress import ShownProgress
 
 BENCHMARKS: dict[str, Any] = {
     "plan": bench_plan,

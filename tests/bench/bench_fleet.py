@@ -104,7 +104,7 @@ def table(found: dict[str, Any]) -> str:
 def main() -> None:
     """Print a table, or with --json the whole result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trace", type=Path, help="requests, as `kvbridge replay` takes them; made up without it")
+    parser.add_argument("--trace", type=Path, help="requests, as `tests.bench.replay` takes them; made up without it")
     parser.add_argument("--instances", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=SECONDS)
     parser.add_argument("--json", action="store_true")

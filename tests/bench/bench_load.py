@@ -27,8 +27,8 @@ from typing import Any
 
 import psutil
 
-from kvbridge.testbed.replay.report import percentile
 from tests.bench.load import WAYS, Life, Load, RefusedError, RoomLostError, Shape, load
+from tests.bench.replay.run import percentile
 from tests.helpers.cluster import Cluster, cluster
 
 MODEL = "tiny-gqa"

@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
+from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, cluster
 
 PROMPT_TOKENS = 256

@@ -22,9 +22,9 @@ from typing import Any
 
 from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
+from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, cluster, eventually
 from tests.helpers.cut_paths import CutSettings, cut_worker
 from tests.helpers.live_rooms import status

@@ -34,9 +34,9 @@ from kvbridge.control.peers import PeerIdentity, PeerServer
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import Heartbeat, Hello, PeerMessage, Welcome
-from kvbridge.testbed.replay.report import percentile
 from tests.bench.bench_load import MODEL, Tally, closed_loop
 from tests.bench.load import Load, Shape, load
+from tests.bench.replay.run import percentile
 from tests.helpers.cluster import Cluster, cluster
 from tests.helpers.live_rooms import CALL_S, http, metric
 from tests.helpers.mutated_daemon import mutated

@@ -25,11 +25,11 @@ import numpy as np
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters import synthetic
 from kvbridge.tier.keys import NO_KEYS, Keys, PrefixIdentity, page_keys
 from tests.bench.bench_load import Tally, closed_loop
 from tests.bench.load import Shape, load
 from tests.bench.shared_prompts import SHARED_TOKENS, prompt
+from tests.helpers import synthetic
 from tests.helpers.cluster import cluster
 from tests.helpers.live_rooms import LiveCluster, http
 

@@ -306,7 +306,7 @@ def main() -> None:
     """Print a table, or with --json the whole result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("backends", nargs="*", choices=[[], *LIBRARIES], default=[])
-    parser.add_argument("--trace", type=Path, help="requests, as `kvbridge replay` takes them; made up without it")
+    parser.add_argument("--trace", type=Path, help="requests, as `tests.bench.replay` takes them; made up without it")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()

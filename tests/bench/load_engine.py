@@ -20,12 +20,12 @@ import torch
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from kvbridge.tier.keys import NO_KEYS, Keys
 from tests.bench.shared_prompts import SHARED_TOKENS, prompt
+from tests.helpers import synthetic
 
 
 def tell(fact: dict[str, Any]) -> None:

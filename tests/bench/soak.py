@@ -32,15 +32,14 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from kvbridge.cli.local_cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
+from kvbridge.cli.local_cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster, used_pages
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
-from kvbridge.testbed.progress import ShownProgress
-from kvbridge.testbed.replay.report import percentile
-from kvbridge.testbed.run import used_pages
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.bench.load import Load, RefusedError, RoomLostError, Shape, load
+from tests.bench.replay.run import percentile
 from tests.bench.shared_prompts import SHARED_TOKENS, prompt
+from tests.helpers.progress import ShownProgress
 
 MODEL, REVISION, TOKENS = "tiny-v4", "1", 64
 CONCURRENCY = 16

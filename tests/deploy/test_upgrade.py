@@ -14,7 +14,7 @@ import pytest
 
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine import DecodeEngine, PrefillEngine
-from kvbridge.engine.adapters import synthetic
+from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, cluster, daemon_config, eventually
 from tests.helpers.live_rooms import http
 

@@ -27,7 +27,6 @@ from kvbridge.cli.local_cluster import (
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Role
 from kvbridge.daemon.memory import file_prefix
-from kvbridge.engine.adapters.synthetic import expected_rows
 from kvbridge.tier.keys import NO_KEYS
 from tests.faults.fault_cluster import TIMEOUTS, FaultCluster, Gpus, Settings
 from tests.helpers.cluster import eventually
@@ -37,6 +36,7 @@ from tests.helpers.live_rooms import all_free, http, status
 from tests.helpers.mutated_daemon import mutated
 from tests.helpers.obedient_engines import ObedientEngine
 from tests.helpers.prompts import TIER, Prompt
+from tests.helpers.synthetic import expected_rows
 
 MODEL = "tiny-gqa"
 PAGES = 192

@@ -21,9 +21,9 @@ from kvbridge.core.errors import BridgeError, ConflictError, DeadlineError, Deta
 from kvbridge.core.ids import Role, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine import DecodeEngine, DecodeRoom, PrefillEngine
-from kvbridge.engine.adapters import synthetic
 from kvbridge.tier.keys import NO_KEYS, Keys
 from tests.faults.load_prompts import TokenSequence
+from tests.helpers import synthetic
 from tests.helpers.obedient_engines import write_answer
 
 CALL_S = 10.0

@@ -23,11 +23,11 @@ from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier
+from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
 from tests.helpers.gpu_children import SLEEP_CYCLES
 from tests.helpers.live_rooms import status

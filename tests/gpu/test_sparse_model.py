@@ -79,7 +79,7 @@ def test_weights_are_the_same_on_every_device(device):
 
 def test_the_demo_decodes_sparsely_on_a_gpu(device):
     """The whole way: pools in device memory, C4 into the registered host pool, swap-in by the kernel."""
-    arguments = ("--sparse", "--device", "cuda", "--hot-rows", "64", "--prompts", "2", "--steps", "70", "--json")
+    arguments = ("--sparse", "--device", "cuda", "--prompts", "2", "--steps", "70", "--json")
     arguments += ("--encoding", "fp8_v4")
     command = [sys.executable, "-m", "kvbridge", "demo", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=DEMO_TIMEOUT_S, check=False)
@@ -88,5 +88,5 @@ def test_the_demo_decodes_sparsely_on_a_gpu(device):
     assert report["verdict"].startswith("EQUAL: 2 of 2 requests gave the very logits")
     assert report["device"] == "cuda"
     assert report["pages_left"] == 0
-    assert all(request["sparse"]["evicted"] > 0 for request in report["requests"])
+    assert all(request["sparse"]["loaded"] > 3 * 64 for request in report["requests"]), "rows gave way to others"
     assert all(request["comparison"]["positions"] == 1 + 70 for request in report["requests"])

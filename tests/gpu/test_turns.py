@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from kvbridge.testbed.demo.conversations import PAIRS
+from kvbridge.demo.prompts import PAIRS
 
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 

@@ -7,8 +7,8 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters.synthetic import compare, fill
 from kvbridge.engine.views import PoolViews
+from tests.helpers.synthetic import compare, fill
 from tests.helpers.torch_pools import make_pools
 
 pytestmark = pytest.mark.gpu

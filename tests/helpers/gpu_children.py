@@ -24,7 +24,6 @@ from kvbridge.core.geometry.tables import request_tables
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.shared_memory import SharedRegion
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
@@ -36,6 +35,7 @@ from kvbridge.pool.memory.placement import Placement
 from kvbridge.pool.memory.shared_mapping import SharedMapping
 from kvbridge.pool.memory.sharing import MappedRegions
 from kvbridge.pool.memory.stream_points import EventRing
+from tests.helpers import synthetic
 
 TINY = preset("tiny-v4")
 COUNTS = {IndexSpace.FULL: 12, IndexSpace.SWA: 6, IndexSpace.REQUEST: 4}

@@ -18,9 +18,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine
+from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, cluster, eventually
 
 CALL_S = 20.0

@@ -23,12 +23,12 @@ from kvbridge.core.geometry.components import Component, Liveness
 from kvbridge.core.ids import MemoryKind, Role, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from kvbridge.engine.views import PoolViews
 from kvbridge.tier.keys import NO_KEYS, Keys
+from tests.helpers import synthetic
 from tests.helpers.busy_pages import BusyPages, scribble, write_back
 from tests.helpers.prompts import Prompt
 

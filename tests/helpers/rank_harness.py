@@ -30,7 +30,7 @@ from kvbridge.core.plan.runs import split_rows
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.worker_messages import CloseRoom, ConnectPeer, OpenRoom, PeerConnected, RoomClosed, Send, Sent
-from kvbridge.engine.adapters import synthetic
+from tests.helpers import synthetic
 from tests.helpers.rank_pools import Form, NodePools, Ranks
 from tests.helpers.rank_threads import DestinationProcess, WorkerThread, stop_all
 from tests.helpers.rooms import all_rows, lane_rows

@@ -40,8 +40,9 @@ def load_selections(prompt_tokens: int) -> Selections:
 
 def record(prompt_tokens: int, *, steps: int = STEPS) -> Selections:
     """Decode greedily with the dense model and note what every indexer picks."""
-    from kvbridge.engine.adapters.transformers import generate, load_config, load_model, prefill_chunks
-    from kvbridge.engine.adapters.transformers import prompt_tokens as tokens_of
+    from kvbridge.engine.adapters.transformers import generate, load_model, prefill_chunks
+    from tests.helpers.tiny_model import load_config
+    from tests.helpers.tiny_model import prompt_tokens as tokens_of
 
     model = load_model(load_config())
     prompt = prefill_chunks(model, tokens_of(prompt_tokens), chunk_tokens=CHUNK_TOKENS)

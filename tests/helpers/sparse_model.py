@@ -14,22 +14,14 @@ from kvbridge.core.geometry.components import ComponentKind, Encoding
 from kvbridge.core.geometry.hot_buffer import SparseSettings
 from kvbridge.core.geometry.huggingface import geometry_from_config
 from kvbridge.core.ids import IndexSpace, PageTable, Tables
+from kvbridge.demo.reference import SelectedAttention
 from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker, reencoded
 from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder, SparseRequest, reencoding_cache
-from kvbridge.engine.adapters.transformers import (
-    Generated,
-    Prefill,
-    generate,
-    load_config,
-    load_model,
-    prefill_chunks,
-    prompt_tokens,
-)
+from kvbridge.engine.adapters.transformers import Generated, Prefill, generate, load_model, prefill_chunks
 from kvbridge.engine.views import PoolViews
 from kvbridge.sparse import SparseCache
-from kvbridge.testbed.demo.reference import SelectedAttention
-from kvbridge.testbed.demo.trace import Trace
-from kvbridge.testbed.demo.watch import CacheWatch
+from tests.helpers.cache_watch import CacheWatch, Trace
+from tests.helpers.tiny_model import load_config, prompt_tokens
 from tests.helpers.torch_pools import Form, Pools, make_pools
 
 C4 = ComponentKind.C4_KV

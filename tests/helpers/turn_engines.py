@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from kvbridge.core.geometry.hot_buffer import SparseSettings
+from kvbridge.demo.reference import SelectedAttention
 from kvbridge.engine import DecodeRoom, PrefillRoom
 from kvbridge.engine.adapters.deepseek_v4 import (
     CacheCodec,
@@ -26,23 +27,13 @@ from kvbridge.engine.adapters.deepseek_v4 import (
     unpack,
 )
 from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder
-from kvbridge.engine.adapters.transformers import (
-    Divergence,
-    Generated,
-    Prefill,
-    divergence,
-    follow,
-    generate,
-    load_config,
-    load_model,
-    prefill_chunks,
-)
+from kvbridge.engine.adapters.transformers import Generated, Prefill, generate, load_model, prefill_chunks
 from kvbridge.sparse import SparseCache
-from kvbridge.testbed.demo.reference import SelectedAttention
 from kvbridge.tier.keys import NO_KEYS, Keys
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import LiveCluster, busy_pages, ends
 from tests.helpers.sparse_model import C4, host_region
+from tests.helpers.tiny_model import Divergence, divergence, follow, load_config
 
 PAGE = 256
 CLAIM_S, QUIET_S = 60.0, 10.0

@@ -11,8 +11,8 @@ from typing import Any
 
 from kvbridge.core.ids import Tables
 from kvbridge.engine import DecodeEngine, PrefillEngine
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeRoom
+from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, cluster
 from tests.helpers.rank_harness import Case
 

@@ -37,14 +37,12 @@ ROLES = ("bootstrap", "prefill", "decode", "router")
 _DAEMONS = ("cli.main", "cli.daemons", "daemon.bootstrap", "daemon.decode", "daemon.prefill", "daemon.router")
 PRELOADED = {
     "daemons": [f"kvbridge.{module}" for module in (*_DAEMONS, "worker.lifecycle", "tier.stores.files")],
-    "engines": ["torch", "kvbridge.engine", "kvbridge.testbed.engines.messages"],
 }
 """Neither Mooncake nor NIXL: they start threads and read their settings once a process."""
 KINDS = {
     "kvbridge": "daemons",
     "kvbridge.worker.process": "daemons",
     "kvbridge.tier.stores.process": "daemons",
-    "kvbridge.testbed.engines": "engines",
 }
 FORKED = "# to be forked\n"
 """Code for `python -c` that begins so is run in a fork, too."""

@@ -22,12 +22,12 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.adopted import adopted_region
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.pool.memory.layout import RankPart
 from tests.contract.harness import BACKENDS, require_library
+from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, cluster, eventually, live_rows_only
 from tests.helpers.matrices import kept
 from tests.helpers.rank_harness import CANARY, Case, Setting, draw_tables

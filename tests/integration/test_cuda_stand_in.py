@@ -25,13 +25,13 @@ from kvbridge.core.ids import MemoryKind, Rank
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.shared_memory import StreamPoint
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.leftovers import PROOF_PREFIX
 from kvbridge.pool.memory.stream_points import EventRing, StreamPoints
+from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
 from tests.helpers.live_rooms import all_free, busy_pages, ends, http
 from tests.helpers.matrices import kept

@@ -14,12 +14,10 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 from kvbridge.core.errors import ConflictError
 from kvbridge.core.geometry.components import ComponentKind, Encoding
 from kvbridge.core.ids import IndexSpace, PageTable
+from kvbridge.demo import reference
+from kvbridge.demo.reference import rounding_bound
 from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder
-from kvbridge.testbed.demo import reference
-from kvbridge.testbed.demo.reference import rounding_bound
-from kvbridge.testbed.demo.trace import Trace
-from kvbridge.testbed.demo.verdict import Comparison, compare
-from kvbridge.testbed.demo.watch import CacheWatch
+from tests.helpers.cache_watch import CacheWatch, Trace, Verdict, compare_traced
 from tests.helpers.foreign_processor import foreign_processor
 from tests.helpers.sparse_model import C4, SparseModelPair, admitted
 
@@ -52,7 +50,7 @@ class Case:
         before = set().union(*self.selected[:step])
         return sorted(row for row in self.selected[step] - before if row < TOKENS // 4)
 
-    def over_pages(self, pools, *, host: PageTable | None = None, tamper=lambda store: None) -> Comparison:
+    def over_pages(self, pools, *, host: PageTable | None = None, tamper=lambda store: None) -> Verdict:
         """Decode from pages, and compare."""
         scene, logits, traces = self.scene, [], []
         with (
@@ -68,7 +66,7 @@ class Case:
         ours, alone = (
             torch.cat([self.prefill.logits[None], each]).numpy() for each in (torch.stack(logits), self.alone.logits)
         )
-        return compare(1, ours, alone, traces=(Trace.joined(traces), self.alone.trace))
+        return compare_traced(ours, alone, (Trace.joined(traces), self.alone.trace))
 
 
 @pytest.fixture(scope="module", params=[Encoding.NATIVE, Encoding.FP8_V4])
@@ -161,7 +159,7 @@ def test_every_position_is_compared_and_equal_on_any_processor(case, seed):
     with foreign_processor(case.scene.model, seed):
         foreign = Case(case.scene)
         found = foreign.over_pages(case.scene.pools(foreign.prefill, steps=STEPS))
-    assert found.equal, found.in_words()
+    assert found.equal, found
     assert found.positions == 1 + STEPS
     assert not torch.equal(foreign.prefill.logits, case.prefill.logits)
 

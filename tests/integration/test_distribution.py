@@ -113,7 +113,7 @@ def test_the_metadata_is_what_a_package_index_accepts(built: Distributions) -> N
     assert str(parsed.version) == __version__
     assert parsed.license_expression == "Apache-2.0"
     assert parsed.description_content_type == "text/markdown"
-    assert {"cpu", "cuda", "redis", "demo"} <= set(parsed.provides_extra or ())
+    assert {"engine", "cpu", "cuda", "redis", "demo"} <= set(parsed.provides_extra or ())
     assert parsed.classifiers
     assert set(parsed.classifiers) <= classifiers
     assert not parsed.project_urls, "no address is ours yet"

@@ -11,13 +11,13 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from kvbridge.core.geometry.presets import preset
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.telemetry.metrics import METRICS
 from kvbridge.telemetry.phases import PHASES
 from kvbridge.telemetry.specs import MetricKind
 from tests.contract.harness import BACKENDS, require_library
+from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, cluster, eventually, live_rows_only
 from tests.helpers.live_rooms import http
 from tests.helpers.rank_harness import Case

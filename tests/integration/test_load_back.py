@@ -21,8 +21,8 @@ from kvbridge.config.tier import BackupPolicy, CopyBackend
 from kvbridge.core.ids import TWINS
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine import DecodeRoom, Engine, PrefillRoom
-from kvbridge.engine.adapters import synthetic
 from kvbridge.tier.copies import LEGAL, Direction
+from tests.helpers import synthetic
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import LiveCluster, busy_pages, ends, http, live_cluster, metric, report, status
 from tests.helpers.matrices import kept

@@ -12,9 +12,9 @@ import pytest
 
 from kvbridge.core.errors import RoomFailedError
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.base import Engine
 from kvbridge.tier.keys import Keys
+from tests.helpers import synthetic
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import (
     LiveCluster,

@@ -15,10 +15,10 @@ import pytest
 
 from kvbridge.cli.local_cluster import DaemonProcess, daemon_config, wait_all_ready
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.tier.keys import Keys
+from tests.helpers import synthetic
 from tests.helpers.cluster import START_S, eventually
 from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, live_cluster, metric, status
 from tests.helpers.redis_server import redis_server

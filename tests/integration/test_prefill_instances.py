@@ -14,9 +14,9 @@ import pytest
 
 from kvbridge.core.errors import ConflictError, RoomFailedError
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
+from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, cluster, daemon_config
 from tests.helpers.live_rooms import all_free, ends, http
 

@@ -16,14 +16,8 @@ from tests.helpers.torch_pools import Form, Pools, make_pools
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
 from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker, append, unpack
-from kvbridge.engine.adapters.transformers import (
-    Prefill,
-    generate,
-    load_config,
-    load_model,
-    prefill_chunks,
-    prompt_tokens,
-)
+from kvbridge.engine.adapters.transformers import Prefill, generate, load_model, prefill_chunks
+from tests.helpers.tiny_model import load_config, prompt_tokens
 
 PAGE = 256
 CHUNK = 384

@@ -16,10 +16,10 @@ import pytest
 
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from kvbridge.tier.keys import Keys
+from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, cluster, daemon_config, eventually
 from tests.helpers.live_rooms import busy_pages, ends, http
 

@@ -18,7 +18,7 @@ from kvbridge.core.geometry.components import Component, ComponentKind, Encoding
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters import synthetic
+from tests.helpers import synthetic
 from tests.helpers.cluster import START_S, DaemonProcess, cluster, eventually
 from tests.helpers.live_rooms import LiveCluster, busy_pages, ends
 from tests.helpers.matrices import kept

@@ -14,8 +14,8 @@ import pytest
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.prefill import PrefillRoom
+from tests.helpers import synthetic
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import LiveCluster, busy_pages, ends, http, live_cluster, report
 

@@ -1,4 +1,4 @@
-"""`kvbridge replay` as a user runs it: real daemons, real engines, every byte compared; and its sudden end."""
+"""A replay of a trace as a person runs it: real daemons, real engines, every byte compared; and its sudden end."""
 
 from __future__ import annotations
 
@@ -19,18 +19,28 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 TIMEOUT_S = 90
 SPOILER = """
-import sys
-if sys.argv[:1] and "kvbridge.testbed.replay" in " ".join(sys.orig_argv) and "prefill" in sys.orig_argv:
-    from kvbridge.core.geometry.components import ComponentKind
-    from kvbridge.engine.adapters import synthetic
-    filled = synthetic.fill
-    def fill(views, *, tables, section, **whose):
-        written = filled(views, tables=tables, section=section, **whose)
-        if section.start_token == 0 and section.prompt_tokens == 1000:
-            view = views.home(ComponentKind.C4_KV, 2, tables=tables)
-            view.page(int(view.table(tables).ids[0]))[0] ^= 0x40
-        return written
-    synthetic.fill = fill
+import multiprocessing.process
+
+real_run = multiprocessing.process.BaseProcess.run
+
+def run(process):
+    if process.name == "the prefill engine":
+        from kvbridge.core.geometry.components import ComponentKind
+        from tests.helpers import synthetic
+
+        filled = synthetic.fill
+
+        def fill(views, *, tables, section, **whose):
+            written = filled(views, tables=tables, section=section, **whose)
+            if section.start_token == 0 and section.prompt_tokens == 1000:
+                view = views.home(ComponentKind.C4_KV, 2, tables=tables)
+                view.page(int(view.table(tables).ids[0]))[0] ^= 0x40
+            return written
+
+        synthetic.fill = fill
+    real_run(process)
+
+multiprocessing.process.BaseProcess.run = run
 """
 
 
@@ -52,19 +62,19 @@ def interrupts_heeded():
 
 def replay(trace: Path, *arguments: object) -> subprocess.Popen:
     given = ("--trace", trace, "--model", "tiny-v4", "--transport", "local", *arguments)
-    command = [sys.executable, "-m", "kvbridge", "replay", *map(str, given)]
+    command = [sys.executable, "-m", "tests.bench.replay", *map(str, given)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def test_a_trace_crosses_whole(scratch, tmp_path):
     """Unequal ranks, a pool so small that requests are sent away, and decode holding rooms for a while."""
-    logs, picture = tmp_path / "logs", tmp_path / "p.png"
+    logs = tmp_path / "logs"
     trace = write_trace(tmp_path / "trace.jsonl", 20)
     with replay(
         trace,
         *("--speed", "4", "--max-in-flight", "6", "--pool-tokens", "2560", "--decode-ms-per-token", "20"),
         *("--prefill-pp", "2", "--decode-tp", "2", "--chunk-tokens", "300"),
-        *("--json", "--report", tmp_path / "r.json", "--plot", picture, "--keep-logs", logs),
+        *("--json", "--report", tmp_path / "r.json", "--keep-logs", logs),
     ) as process:
         output, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, errors + output
@@ -78,12 +88,12 @@ def test_a_trace_crosses_whole(scratch, tmp_path):
     assert {"admission", "prefill", "move", "offer_to_commit", "check", "total"} <= report["phases"].keys()
     assert all(phase["count"] == 20 for phase in report["phases"].values())
     assert len(report["amounts"]) == 7
-    assert max(sample["in_flight"] for sample in report["occupancy"]) > 0
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert report["most_in_flight"] > 1
     assert not list(scratch.iterdir())
     assert not shared_memory_of((logs / "b" / "log.jsonl").read_text())
 
 
+@pytest.mark.thorough
 def test_one_wrong_byte_is_found_and_named(scratch, tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(SPOILER)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
@@ -95,6 +105,7 @@ def test_one_wrong_byte_is_found_and_named(scratch, tmp_path, monkeypatch):
     assert "c4_kv layer 2 lane 0 row 0" in output
 
 
+@pytest.mark.thorough
 def test_interrupting_leaves_a_report_and_nothing_else(scratch, tmp_path):
     logs = tmp_path / "logs"
     with replay(
@@ -110,7 +121,7 @@ def test_interrupting_leaves_a_report_and_nothing_else(scratch, tmp_path):
     report = json.loads((tmp_path / "r.json").read_text())
     assert report["ending"] == "interrupted"
     assert 0 < report["completed"] < 200
-    assert "INTERRUPTED, this report is of a part" in output.replace("\n", " ")
+    assert "INTERRUPTED, this report is of a part" in output
     assert not list(scratch.iterdir())
     assert not shared_memory_of((logs / "b" / "log.jsonl").read_text())
 
@@ -127,6 +138,7 @@ def conversations(path: Path, turns: int) -> Path:
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("answers", [False, True])
 def test_prompts_that_share_blocks_share_pages_and_only_the_rest_is_sent(scratch, tmp_path, answers):
     with replay(
@@ -158,6 +170,7 @@ def test_prompts_that_share_blocks_share_pages_and_only_the_rest_is_sent(scratch
     assert sent < 0.9 * report["whole_bytes"]
 
 
+@pytest.mark.thorough
 def test_without_prefixes_everything_is_sent(scratch, tmp_path):
     with replay(
         conversations(tmp_path / "trace.jsonl", 3), "--no-prefixes", "--json", "--speed", "0", "--decode-tp", "2"
@@ -169,6 +182,7 @@ def test_without_prefixes_everything_is_sent(scratch, tmp_path):
     assert sum(amount["bytes"] for amount in report["amounts"].values()) == report["whole_bytes"] > 0
 
 
+@pytest.mark.thorough
 def test_what_the_devices_cannot_hold_comes_back_from_the_host(scratch, tmp_path):
     """Pools for the longest request alone: every byte of what comes back is compared, on both sides."""
     with replay(

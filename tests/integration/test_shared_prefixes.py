@@ -16,10 +16,10 @@ import torch
 from kvbridge.core.geometry.components import Component, Liveness, ModelGeometry
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeRoom
 from kvbridge.engine.views import PoolViews
 from tests.contract.harness import BACKENDS, require_library
+from tests.helpers import synthetic
 from tests.helpers.cluster import eventually, live_rows_only
 from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, live_cluster, report, status
 from tests.helpers.matrices import kept

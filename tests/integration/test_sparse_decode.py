@@ -14,9 +14,10 @@ from kvbridge.core.geometry.components import Encoding
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.engine.adapters.deepseek_v4 import Placement
 from kvbridge.engine.adapters.sparse_deepseek_v4 import IndexerHooks, SparseDecoder, SparseLayer
-from kvbridge.engine.adapters.transformers import CACHE_ARGUMENT, follow, prefill_chunks, prompt_tokens
+from kvbridge.engine.adapters.transformers import CACHE_ARGUMENT, prefill_chunks
 from tests.helpers.matrices import kept
 from tests.helpers.sparse_model import C4, SparseModelPair, admitted, fed
+from tests.helpers.tiny_model import follow, prompt_tokens
 
 STEPS = 320
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvbridge.core.errors import ConflictError, InvalidInputError, UnsupportedError
+from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, Encoding
 from kvbridge.core.geometry.huggingface import geometry_from_config
 from tests.helpers.torch_pools import Form, Pools, copy_request, make_pools
@@ -19,16 +19,8 @@ from kvbridge.engine.adapters.deepseek_v4 import (
     reencoded,
     unpack,
 )
-from kvbridge.engine.adapters.transformers import (
-    divergence,
-    follow,
-    generate,
-    load_config,
-    load_model,
-    prefill_chunks,
-    prompt_tokens,
-    weights_digest,
-)
+from kvbridge.engine.adapters.transformers import generate, load_model, prefill_chunks, weights_digest
+from tests.helpers.tiny_model import divergence, follow, load_config, prompt_tokens
 
 STEPS = 8
 CHUNK = 100
@@ -237,10 +229,3 @@ def test_a_geometry_of_another_model_is_refused(tiny, small):
         CacheCodec(other_window, small.model.config)
     with pytest.raises(InvalidInputError, match="dtype"):
         CacheCodec(geometry_from_config(SMALL, native_dtype_bytes=2), small.model.config)
-
-
-def test_config_of_another_family_is_refused(tmp_path):
-    path = tmp_path / "config.json"
-    path.write_text('{"model_type": "llama"}')
-    with pytest.raises(UnsupportedError, match="llama"):
-        load_config(path)

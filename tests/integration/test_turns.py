@@ -20,11 +20,11 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 from kvbridge.core.geometry.components import Liveness
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.adapters.deepseek_v4 import PrefillPacker
-from kvbridge.engine.adapters.transformers import Divergence, prompt_tokens
 from tests.contract.harness import BACKENDS, require_library
 from tests.helpers.cluster import DaemonProcess, cluster
 from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, status
 from tests.helpers.matrices import kept
+from tests.helpers.tiny_model import Divergence, prompt_tokens
 from tests.helpers.turn_engines import PAGE, Answer, ModelAlone, Tokens, Turn, TurnEngines, turn_engines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -30,7 +30,7 @@ from tests.mutation.forked import LIMIT_S, preload, run_edited
 OUTPUT = ROOT / "out" / "mutation"
 MOST_TESTS = 60
 """Test functions that are run for one edit: behind so many, another one finds little."""
-LEFT_OUT = {"testbed", "__main__", "doctor", "cli"}
+LEFT_OUT = {"demo", "__main__", "doctor", "cli"}
 """Packages whose tests start processes; the fast suites say little about them."""
 
 

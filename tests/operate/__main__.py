@@ -1,6 +1,6 @@
 """`make test-operate`: alerts are quiet under load, and each of them fires in the fault that it is for.
 
-First MINUTES of `kvbridge replay` under a Prometheus with the rules as they are; no alert may fire. Then every fault of `faults.py`
+First MINUTES of a replay under a Prometheus with the rules as they are; no alert may fire. Then every fault of `faults.py`
 and `tier_faults.py` under a Prometheus whose rules are SPEED times as fast; each must set off its alerts in time, and no others. A
 table of what was seen is printed and written.
 """
@@ -24,8 +24,8 @@ from rich.console import Console
 from kvbridge.api.endpoint_file import ENDPOINT_FILE
 from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.daemon.children import ChildProcess
-from kvbridge.testbed.progress import ShownProgress
 from tests.helpers.cluster import eventually
+from tests.helpers.progress import ShownProgress
 from tests.operate.faults import Fault
 from tests.operate.prometheus import prometheus
 from tests.operate.rules import rules, seconds, write_faster
@@ -127,9 +127,9 @@ def load(minutes: float, progress: ShownProgress) -> dict[str, Any]:
         (folder / "trace.jsonl").write_text("".join(request(number) for number in range(count)))
         options = ["--trace", str(folder / "trace.jsonl"), "--model", "tiny-v4", "--transport", "local"]
         options += ["--report", str(folder / "report.json")]
-        replay = ChildProcess("kvbridge replay", folder / "replay.log", ends_with_us=True)
+        replay = ChildProcess("the replay", folder / "replay.log", ends_with_us=True)
         replay.launch(
-            [sys.executable, "-m", "kvbridge", "replay", *options],
+            [sys.executable, "-m", "tests.bench.replay", *options],
             environment={"TMPDIR": name},
         )
         try:

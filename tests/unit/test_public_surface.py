@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,16 @@ def test_examples_use_public_names_only(example: Path) -> None:
         assert {name.name for name in node.names} <= set(importlib.import_module(node.module).__all__)
 
 
-def test_engines_of_the_testbed_use_public_names_and_adapters_only() -> None:
-    files = sorted((ROOT / "kvbridge" / "testbed").rglob("*.py"))
+@pytest.mark.parametrize("package", PUBLIC)
+def test_without_torch_the_library_says_which_extra_brings_it(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.delitem(sys.modules, package, raising=False)
+    with pytest.raises(ModuleNotFoundError, match=r"in a checkout of kvbridge: pip install '\.\[engine\]'"):
+        importlib.import_module(package)
+
+
+def test_engines_of_the_demo_use_public_names_and_adapters_only() -> None:
+    files = sorted((ROOT / "kvbridge" / "demo").rglob("*.py"))
     found = {
         (node.module or "", name.name)
         for file in files

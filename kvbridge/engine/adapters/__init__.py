@@ -1,5 +1,5 @@
 """Engines that kvbridge knows well enough to fill and read their caches itself.
 
-`transformers`, `deepseek_v4` and `sparse_deepseek_v4` need the extra of the first one's name; `synthetic` needs nothing.
-`vllm` is loaded by vLLM, which brings what it needs.
+`transformers`, `deepseek_v4` and `sparse_deepseek_v4` need the extra of the first one's name. vLLM loads `vllm`, and brings
+what that needs.
 """

@@ -1,7 +1,5 @@
 """Hugging Face's DeepSeek-V4 cache as rows of components, and back.
 
-Owns: which tensor of which cache layer holds which row. Must not know: addresses, how a row is encoded, the model.
-
 What the cache keeps of L tokens, one request at a time, and where it goes:
 
 - `keys`: the last `sliding_window - 1` keys, `swa_kv`. The component's window is one row longer; that oldest row can

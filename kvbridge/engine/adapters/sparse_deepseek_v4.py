@@ -1,8 +1,5 @@
 """Hugging Face's DeepSeek-V4 decoding sparsely: its C4 layers hold no entries, they fetch the selected rows.
 
-Owns: the step from the model's cache to a hot buffer and back, and which request is where in it. Must not know: which rows are
-resident, how they are loaded, where pages come from.
-
 The model's own code runs unchanged. Its C4 layers do three things in a forward pass: they hand the new entry to the cache and
 get all entries, they let the indexer select some, and they give the attention all entries with a bias that shuts out what was
 not selected. Here the cache (`SparseLayer`) takes the new entry to the hot buffer and returns room for the selected ones; a

@@ -1,8 +1,5 @@
 """Hugging Face's own DeepSeek-V4, small and with random weights, as an engine that runs on a CPU or a GPU.
 
-Owns: a model that is the same in every process, its prefill in chunks, its greedy decode, and how far two runs differ.
-Must not know: pages, rows, rooms. `deepseek_v4` moves its cache.
-
 The same numbers come out of two processes when these are the same in both: config, seed, dtype, device, thread count,
 the library versions, and the chunks that the prompt was cut into (a matrix product of other shape rounds differently).
 """
@@ -11,17 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 
-from kvbridge.core.errors import InvalidInputError, UnsupportedError
+from kvbridge.core.errors import InvalidInputError
 
 BYTE_VOCABULARY = 256
 """Prompts are tokenised by bytes: a token is a byte of UTF-8."""
@@ -55,30 +49,6 @@ class Generated:
 
     tokens: tuple[int, ...]
     logits: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """How far one run's logits are from another's, over the same fed tokens."""
-
-    mean_kl: float
-    """Kullback-Leibler divergence in nats, averaged over steps."""
-    top1_agreement: float
-    """Share of the steps whose most likely token is the same."""
-
-
-def load_config(path: Path | None = None) -> dict[str, Any]:
-    """Return a DeepSeek-V4 `config.json` as a dict; without a path, the small one that comes with kvbridge."""
-    if path is not None:
-        text = path.read_text(encoding="utf-8")
-    else:
-        text = resources.files("kvbridge.engine.adapters").joinpath("tiny_deepseek_v4.json").read_text(encoding="utf-8")
-    config: dict[str, Any] = json.loads(text)
-    if config.get("model_type") != "deepseek_v4":
-        raise UnsupportedError(
-            f"the transformers adapter runs 'deepseek_v4', got model_type {config.get('model_type')!r}"
-        )
-    return config
 
 
 def load_model(
@@ -163,29 +133,6 @@ def generate(model: Any, cache: DynamicCache, *, first_token: int, steps: int) -
         logits.append(decode_step(model, cache, token=token))
         token = int(logits[-1].argmax())
     return Generated(tokens=tuple(tokens), logits=torch.stack(logits))
-
-
-def follow(model: Any, cache: DynamicCache, *, tokens: Sequence[int]) -> Generated:  # noqa: ANN401
-    """Feed given tokens one by one: another run's, to compare the two step by step."""
-    logits = [decode_step(model, cache, token=token) for token in tokens]
-    return Generated(tokens=tuple(tokens), logits=torch.stack(logits))
-
-
-def divergence(reference: Generated, other: Generated) -> Divergence:
-    """Compare two runs that were fed the same tokens. Raises InvalidInputError when they were not."""
-    if reference.tokens != other.tokens:
-        raise InvalidInputError("two runs can be compared step by step only when they were fed the same tokens")
-    ours = torch.log_softmax(reference.logits.double(), dim=-1)
-    theirs = torch.log_softmax(other.logits.double(), dim=-1)
-    kl = (ours.exp() * (ours - theirs)).sum(dim=-1)
-    agreed = reference.logits.argmax(dim=-1) == other.logits.argmax(dim=-1)
-    return Divergence(mean_kl=float(kl.mean()), top1_agreement=float(agreed.double().mean()))
-
-
-def prompt_tokens(count: int, *, offset: int = 0) -> list[int]:
-    """Return `count` tokens of the prose that comes with kvbridge, from byte `offset` on, going round at its end."""
-    text = resources.files("kvbridge.engine.adapters").joinpath("prompts.txt").read_bytes()
-    return [text[(offset + index) % len(text)] for index in range(count)]
 
 
 @torch.no_grad()

@@ -32,7 +32,6 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.kernels.cuda import runtime
@@ -42,6 +41,7 @@ from kvbridge.pool.memory.host_registration import HostRegistration
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
 from kvbridge.sparse import SparseCache, SparseSettings
 from tests.bench.gpu.recorder import Recorder
+from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, cluster
 
 LENGTHS = (8192, 32_768, 131_072)

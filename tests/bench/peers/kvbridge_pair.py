@@ -25,9 +25,9 @@ from kvbridge.config.pools import PrefillPools
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, Tables
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.adapters import synthetic
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine
+from tests.helpers import synthetic
 from tests.helpers.cluster import cluster
 
 MODEL = "deepseek-v4-flash"
