@@ -1,6 +1,6 @@
 """Backup of single C4 rows: device to host, 21 layers in one launch, beside one copy of as many bytes by a copy engine.
 
-Owns: the cases, under the conditions of `sglang_h200.json` (host footprint 0.8 GiB), and that each moved the right bytes.
+Conditions are those of `sglang_h200.json` (host footprint 0.8 GiB).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from tests.bench.gpu.memory import (
     row_words,
     tensor_at,
 )
-from tests.bench.gpu.recorder import Recorder
-from tests.bench.gpu.timing import graph_us, spread
+from tests.bench.gpu.timing import Record, graph_us
 
 LAYERS = 21
 LAYER_PAGES = 1024
@@ -30,7 +29,7 @@ COUNTS = (1, 64, 512, 4096)
 ORDERS = ("random", "contiguous")
 
 
-def run(recorder: Recorder, *, quick: bool) -> None:
+def run(record: Record, *, quick: bool) -> None:
     """Measure everything."""
     torch.cuda.set_device(0)
     size = LAYERS * LAYER_PAGES * PAGE_BYTES
@@ -44,11 +43,11 @@ def run(recorder: Recorder, *, quick: bool) -> None:
         with CudaRowCopier(0, pairs) as copier:
             for count in COUNTS[:2] if quick else COUNTS:
                 for order in ORDERS:
-                    case(recorder, copier, flush, device=device, host=mapping.address, count=count, order=order)
+                    case(record, copier, flush, device=device, host=mapping.address, count=count, order=order)
 
 
 def case(
-    recorder: Recorder, copier: CudaRowCopier, flush: CacheFlush, *, device: int, host: int, count: int, order: str
+    record: Record, copier: CudaRowCopier, flush: CacheFlush, *, device: int, host: int, count: int, order: str
 ) -> None:
     """Check and time one copy."""
     stream = torch.cuda.current_stream().cuda_stream
@@ -56,16 +55,15 @@ def case(
     rows = IdPairs(ids[0].data_ptr(), ids[1].data_ptr(), count)
     copier.copy(rows, stream=stream)
     wrong = _wrong_rows(device, host, ids)
-    took = graph_us(0, stream, lambda: copier.copy(rows, stream=stream), before=lambda _: flush.enqueue(stream))
+    us = graph_us(0, stream, lambda: copier.copy(rows, stream=stream), before=lambda _: flush.enqueue(stream))
     total = LAYERS * count * ROW_BYTES
-    link = graph_us(
+    link_us = graph_us(
         0,
         stream,
         lambda: runtime.copy(host, device, total, device=0, stream=stream),
         before=lambda _: flush.enqueue(stream),
     )
-    us, link_us = spread(took)["median"], spread(link)["median"]
-    recorder.case(
+    record(
         rows=count,
         layers=LAYERS,
         order=order,

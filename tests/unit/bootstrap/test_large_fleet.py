@@ -3,18 +3,49 @@
 from __future__ import annotations
 
 import logging
+import random
+from collections.abc import Sequence
 
 import pytest
 import structlog
 
 from kvbridge.bootstrap import looks
+from kvbridge.cli.trace import TraceRequest
 from kvbridge.core.ids import Role
-from tests.bench.bench_fleet import COPIES_PER_INSTANCE, made_up, overlaid
 from tests.helpers.fleet_simulation import Fleet, Outcome, Simulation
 
 pytestmark = pytest.mark.asyncio
 
 INSTANCES, SECONDS = 40, 12.0
+COPIES_PER_INSTANCE = 0.17
+"""Users of the trace for each instance; two thirds of decode's pages are then in use."""
+
+
+def overlaid(trace: Sequence[TraceRequest], *, copies: int, seconds: float) -> list[tuple[float, TraceRequest]]:
+    """The arrivals of so many users: each copy is `seconds` of the trace from another moment on, at the trace's own speed."""
+    whole_s = trace[-1].timestamp / 1e3
+    times_s = [one.timestamp / 1e3 for one in trace]
+    found: list[tuple[float, TraceRequest]] = []
+    for copy in range(copies):
+        begun_s = copy * (whole_s - seconds) / max(1, copies - 1)
+        found += [
+            (at_s - begun_s, one)
+            for at_s, one in zip(times_s, trace, strict=True)
+            if begun_s <= at_s < begun_s + seconds
+        ]
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def made_up(count: int = 4000) -> tuple[TraceRequest, ...]:
+    """Requests as a trace has them: three a second, most of them short, few of them very long."""
+    chance = random.Random(1)
+    now_ms, found = 0.0, []
+    for _ in range(count):
+        now_ms += chance.expovariate(1 / 300)
+        prompt = min(120_000, int(chance.lognormvariate(8.8, 1.1)) + 1)
+        output = int(chance.expovariate(1 / 350))
+        found.append(TraceRequest(timestamp=now_ms, input_length=prompt, output_length=output))
+    return tuple(found)
 
 
 @pytest.fixture(autouse=True)
