@@ -152,17 +152,6 @@ class PrefillPeers:
         """See ShownPeers."""
         return self._nodes.peers()
 
-    def silences_s(self) -> dict[str, float]:
-        """See ShownPeers."""
-        silences_s, found = self._links.silences_s(), dict[str, float]()
-        for address, name in self._nodes.names().items():  # two incarnations of one node may be known for a while
-            found[name] = max(found.get(name, 0.0), silences_s.get(address, 0.0))
-        return found
-
-    def connecting(self) -> int:
-        """See ShownPeers."""
-        return sum(not node.incarnation for node in self.status())
-
     def fence(self) -> FenceStatus:
         """See ShownPeers."""
         return self._fence.status()

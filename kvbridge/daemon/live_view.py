@@ -21,8 +21,7 @@ from kvbridge.core.plan.operations import Amount
 from kvbridge.daemon.node_status import NodeOverview
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.telemetry.events import RoomEntered, RoomFact
-from kvbridge.telemetry.recent import PeerTraffic
-from kvbridge.telemetry.timelines import RoomKey, Timeline
+from kvbridge.telemetry.recent import PeerTraffic, RoomKey, Timeline
 
 ROOMS_OF_STATE = 25
 """Rooms that are shown of each state; all are counted."""

@@ -27,7 +27,7 @@ from kvbridge.api.status import (
 )
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.ids import REQUEST_SPACES, IndexSpace, Role
+from kvbridge.core.ids import REQUEST_SPACES, Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.features import DIRECTORY_FEATURES
 from kvbridge.core.wire.messages import REASON_CHARS
@@ -39,20 +39,13 @@ from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.room_book import RoomBook
 from kvbridge.telemetry.metrics import (
     AVAILABLE,
-    CHECKPOINTS,
-    CHECKPOINTS_EVICTED,
     DIRECTORY_REGISTRATION,
     ENGINES,
     EPOCH,
     EXPECTED_FREE,
-    OLDEST_WAIT,
-    PEER_SILENCE,
-    PEERS,
     POOL,
-    POOL_BYTES,
     PREFIX_EVICTED,
     PREFIX_PAGES,
-    PREFIX_RETAINED,
     QUARANTINED,
     READY,
     RETENTION_REFUSED,
@@ -76,12 +69,6 @@ class ShownPeers(Protocol):
     def status(self) -> PeerStatuses:
         """The known peers."""
 
-    def silences_s(self) -> dict[str, float]:
-        """For how long nothing was heard of each peer that has introduced itself, by its name."""
-
-    def connecting(self) -> int:
-        """How many of the known peers no room can go to or from yet."""
-
     def fence(self) -> FenceStatus | None:
         """How far writers that gave no proof are shut out; None for a role that nobody writes to."""
 
@@ -97,7 +84,6 @@ class NodeOverview:
         self._rooms = rooms
         self._admission = admission
         self._started_s = time.monotonic()
-        self._page_bytes = parts.layout.page_bytes(parts.geometry)
         self.http_url = ""
         """Where HTTP is served."""
         self.control: PeerAddress | None = None
@@ -220,12 +206,9 @@ class NodeOverview:
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
         """Set what is only known now, and return the metrics page in pieces, in an accepted form, and its content type."""
-        metrics, rooms, peers = self._parts.metrics, self._rooms.states(), len(self._peers.status())
+        metrics, rooms = self._parts.metrics, self._rooms.states()
         metrics.replace(ROOMS, {(state.value,): rooms.get(state.value, 0) for state in RoomState})
         metrics.replace(QUARANTINED, {(reason,): count for reason, count in self._rooms.quarantined().items()})
-        connecting = self._peers.connecting()
-        metrics.replace(PEERS, {("connected",): peers - connecting, ("connecting",): connecting})
-        metrics.replace(PEER_SILENCE, {(name,): seconds for name, seconds in self._peers.silences_s().items()})
         metrics.replace(ENGINES, {(state,): count for state, count in self._parts.engines.states().items()})
         workers = Counter(state.value for state in self._parts.workers.states().values())
         metrics.replace(WORKERS, {(state,): count for state, count in workers.items()})
@@ -236,36 +219,22 @@ class NodeOverview:
             for reason, count in prefixes.evicted_pages.items():
                 metrics.assign(PREFIX_EVICTED, count, reason.value)
             metrics.assign(RETENTION_REFUSED, prefixes.retention_refused)
-        if self._parts.prefixes is not None:
-            metrics.assign(PREFIX_RETAINED, self._parts.prefixes.claims.retained().total())
-        if self._parts.prefixes is not None and self._parts.identity.role is Role.PREFILL:
-            metrics.assign(CHECKPOINTS, self._parts.prefixes.checkpoint_count)
-            metrics.assign(CHECKPOINTS_EVICTED, self._parts.prefixes.evicted_checkpoints)
         render_tiers(self._parts)
         if self._parts.identity.role is Role.DECODE:
             metrics.assign(EPOCH, self._peers.epoch)
         metrics.assign(WAITING, self._admission.waiting)
-        metrics.assign(OLDEST_WAIT, self._admission.oldest_wait_s())
         metrics.assign(STARVED, self._admission.starved_s())
         metrics.assign(READY, self.readiness().ready)
         return metrics.render(accept)
 
     def _render_pools(self) -> None:
         metrics, counts = self._parts.metrics, self._parts.book.counts()
-        pages = {
-            (space.value, state.value): count for space, states in counts.items() for state, count in states.items()
-        }
-        metrics.replace(POOL, pages)
+        metrics.replace(
+            POOL,
+            {(space.value, state.value): count for space, states in counts.items() for state, count in states.items()},
+        )
         available = self._parts.book.available_pages()
         metrics.replace(AVAILABLE, {(space.value,): count for space, count in available.items()})
-        metrics.replace(
-            POOL_BYTES,
-            {
-                (space, state): count * self._page_bytes[IndexSpace(space)]
-                for (space, state), count in pages.items()
-                if IndexSpace(space) in self._page_bytes
-            },
-        )
         metrics.replace(
             EXPECTED_FREE,
             {

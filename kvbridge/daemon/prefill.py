@@ -166,15 +166,6 @@ class DecodePeers:
         """See ShownPeers."""
         return self._nodes.peers()
 
-    def silences_s(self) -> dict[str, float]:
-        """See ShownPeers."""
-        silences_s = self._links.silences_s()
-        return {self._nodes.name(peer): silences_s.get(peer, 0.0) for peer in self._nodes.known()}
-
-    def connecting(self) -> int:
-        """See ShownPeers."""
-        return sum(bool(node.connecting) for node in self.status())
-
     def fence(self) -> None:
         """See ShownPeers: nobody writes to a prefill node."""
 

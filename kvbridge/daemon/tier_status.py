@@ -7,24 +7,14 @@ from __future__ import annotations
 
 from kvbridge.api.status import HostTierStatus, KeptPoolsStatus
 from kvbridge.daemon.parts import NodeParts
-from kvbridge.telemetry.tier_metrics import (
-    KEPT_PAGES,
-    STORE_BREAKER,
-    STORE_BREAKER_CHANGES,
+from kvbridge.telemetry.metrics import (
     STORE_BYTES,
     STORE_OBJECTS,
     STORE_PREFETCHES,
-    STORE_SECONDS,
     STORE_STARTS,
     STORE_STATE,
-    STORE_WAITING,
-    TIER_EVICTED,
-    TIER_IN_FLIGHT,
     TIER_PAGES,
-    TIER_REFUSED,
-    TIER_WAITING,
 )
-from kvbridge.tier.stores.breaker import BreakerState
 
 
 def host_tier_status(parts: NodeParts) -> HostTierStatus | None:
@@ -75,15 +65,6 @@ def render_tiers(parts: NodeParts) -> None:
     if (tier := host_tier_status(parts)) is not None:
         pages = {"device": tier.device_pages, "both": tier.both_pages, "host": tier.host_pages}
         metrics.replace(TIER_PAGES, {(residency,): count for residency, count in pages.items()})
-        metrics.assign(TIER_IN_FLIGHT, tier.in_flight_pages)
-        metrics.assign(TIER_WAITING, tier.waiting_prompts)
-        metrics.assign(TIER_REFUSED, tier.refused_prompts)
-        metrics.assign(TIER_EVICTED, tier.evicted_read_back_pages, "read_back")
-        metrics.assign(TIER_EVICTED, tier.evicted_unused_pages, "unused")
-    if (kept := kept_pools_status(parts)) is not None:
-        outcomes = {"waiting": kept.waiting_pages, "restored": kept.restored_pages}
-        outcomes |= {"lost": kept.lost_pages, "refused": kept.refused_pages}
-        metrics.replace(KEPT_PAGES, {(outcome,): pages for outcome, pages in outcomes.items()})
     _render_store(parts)
 
 
@@ -93,9 +74,6 @@ def _render_store(parts: NodeParts) -> None:
         return
     store = stored.status()
     metrics.replace(STORE_STATE, {(store.state,): 1})
-    metrics.assign(STORE_BREAKER, stored.client.breaker.state is not BreakerState.CLOSED)
-    for state, changes in stored.client.breaker_changes.items():
-        metrics.assign(STORE_BREAKER_CHANGES, changes, state.value)
     metrics.assign(STORE_STARTS, stored.client.process.starts)
     for verb, outcomes in store.objects.items():
         for outcome, objects in outcomes.items():
@@ -104,5 +82,3 @@ def _render_store(parts: NodeParts) -> None:
         metrics.assign(STORE_BYTES, moved_bytes, asked.value)
     for outcome, requests in store.prefetches.items():
         metrics.assign(STORE_PREFETCHES, requests, outcome)
-    metrics.assign(STORE_SECONDS, stored.sums.seconds)
-    metrics.assign(STORE_WAITING, store.waiting_prompts)

@@ -1,7 +1,5 @@
 """What becomes of facts: metrics and log lines (`telemetry/recent.py`: what `/status` shows of the recent past).
 
-Owns: which fact counts where, and how it reads in a log. Must not know: how facts come about, what is to be done.
-
 Each reader has a table from a fact's type to what it does with it; a fact that the table leaves out does not concern that reader.
 """
 
@@ -16,7 +14,6 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.busy import BusyTime
 from kvbridge.telemetry.events import (
     CachedPagesDiffer,
-    CheckpointKept,
     DisputedPagesDropped,
     EngineAttached,
     EngineEnded,
@@ -51,12 +48,10 @@ from kvbridge.telemetry.events import (
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import (
     ADMISSION_TO_CLAIM,
-    CHECKPOINTS_KEPT,
     CHECKPOINTS_USED,
     DIGEST_MISMATCHES,
     ENDED_BY_LIMIT,
     FRAMES_REFUSED,
-    HOST_TOKENS,
     MESSAGES_REFUSED,
     PEER_FAILURES,
     PHASE,
@@ -68,12 +63,11 @@ from kvbridge.telemetry.metrics import (
     RESENT,
     ROOMS_ENDED,
     SPARSE_ROWS,
-    SUCCESSORS_FAILED,
     UNDELIVERED,
     WAIT,
     WORKER_RESTARTS,
 )
-from kvbridge.telemetry.path_events import FenceBegan, PathLost, PathsFound, SuccessorsFailed, WritersShutOut
+from kvbridge.telemetry.path_events import FenceBegan, PathLost, PathsFound, WritersShutOut
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.specs import Direction
 from kvbridge.telemetry.stream import Reader
@@ -114,7 +108,7 @@ class MetricsReader:
         self._metrics = metrics
         self._names = names
         self._registered: dict[Rank, float] = {}
-        self._under_way: dict[int, tuple[BusyTime, ...]] = {}
+        self._under_way: dict[int, BusyTime] = {}
         """Orders, and where their time is counted."""
         self.table: Reader = {
             RoomEntered: self._room,
@@ -125,7 +119,6 @@ class MetricsReader:
             PagesDiffer: lambda _, fact: metrics.count(DIGEST_MISMATCHES, fact.component.value, by=fact.pages),
             PrefixMatched: self._prefix_matched,
             CachedPagesDiffer: self._cached_pages_differ,
-            CheckpointKept: lambda _, fact: metrics.count(CHECKPOINTS_KEPT, fact.cause),
             SparseDecoded: self._sparse_decoded,
             RequestRefused: lambda _, fact: metrics.count(REFUSED, fact.code),
             RoomMessageRefused: lambda _, fact: metrics.count(MESSAGES_REFUSED, fact.code),
@@ -138,7 +131,6 @@ class MetricsReader:
             MessageUndelivered: lambda _, __: metrics.count(UNDELIVERED),
             MemoryRegistered: self._memory_registered,
             WorkerLost: self._worker_lost,
-            SuccessorsFailed: self._successors_failed,
         }
 
     def _room(self, _now_s: float, fact: RoomEntered) -> None:
@@ -151,28 +143,25 @@ class MetricsReader:
             self._metrics.count(PEER_FAILURES, self._names.get(fact.peer), fact.code)
 
     def _order_began(self, now_s: float, fact: OrderBegan) -> None:
-        times = self._metrics.busy(Direction.SENT, fact.transport, self._names.get(fact.peer))
-        self._under_way[fact.order] = times
-        for time in times:
-            time.begin(now_s)
+        busy = self._metrics.busy(Direction.SENT, fact.transport, self._names.get(fact.peer))
+        self._under_way[fact.order] = busy
+        busy.begin(now_s)
 
     def _order_ended(self, now_s: float, fact: OrderEnded) -> None:
-        for time in self._under_way.pop(fact.order):
-            time.end(now_s)
+        self._under_way.pop(fact.order).end(now_s)
         if fact.amounts:
             self._metrics.transferred(fact.amounts, Direction.SENT, fact.transport, self._names.get(fact.peer))
 
     def _received(self, now_s: float, fact: RankReceived) -> None:
         way = Direction.RECEIVED, fact.transport or UNKNOWN, self._names.get(fact.peer)
         self._metrics.transferred(fact.amounts, *way)
-        for time in self._metrics.busy(*way):
-            for began_ago_s, ended_ago_s in fact.under_way_ago_s:
-                time.add(now_s - began_ago_s, now_s - ended_ago_s)
+        busy = self._metrics.busy(*way)
+        for began_ago_s, ended_ago_s in fact.under_way_ago_s:
+            busy.add(now_s - began_ago_s, now_s - ended_ago_s)
 
     def _prefix_matched(self, _now_s: float, fact: PrefixMatched) -> None:
         self._metrics.count(PREFIX_TOKENS, "hit", by=fact.hit_tokens)
         self._metrics.count(PREFIX_TOKENS, "miss", by=fact.miss_tokens)
-        self._metrics.count(HOST_TOKENS, by=fact.host_tokens)
         if fact.hit_bytes:  # a prefill node has no such metric
             self._metrics.count(PREFIX_BYTES, by=fact.hit_bytes)
         if fact.from_checkpoint:  # nor a decode node this
@@ -197,10 +186,6 @@ class MetricsReader:
         """A node is as far as the slowest of its ranks."""
         self._registered[fact.rank] = fact.share
         self._metrics.assign(REGISTRATION, min(self._registered.values()))
-
-    def _successors_failed(self, _now_s: float, fact: SuccessorsFailed) -> None:
-        for name in fact.transports:
-            self._metrics.count(SUCCESSORS_FAILED, name)
 
     def _worker_lost(self, _now_s: float, fact: WorkerLost) -> None:
         if fact.cause:

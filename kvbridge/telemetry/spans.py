@@ -28,8 +28,8 @@ from kvbridge.telemetry.events import (
     RoomFinished,
     RoomOffered,
 )
+from kvbridge.telemetry.recent import RoomKey
 from kvbridge.telemetry.stream import Reader
-from kvbridge.telemetry.timelines import RoomKey
 
 MAX_ORDERS = 32
 """Orders of a room that are spans of their own, the first ones; a long prompt on many ranks has thousands."""

@@ -140,7 +140,7 @@ def test_it_fires_in_its_situation_and_only_there(situation: dict[str, Any], tmp
     rule = ALERTS[alert]
     notes = {**rule["annotations"], "summary": situation["summary"]}
     fired = {
-        "exp_labels": DAEMONS.get(situation.get("on", ""), {}) | situation.get("labels", {}) | rule["labels"],
+        "exp_labels": DAEMONS.get(situation.get("about", ""), {}) | situation.get("labels", {}) | rule["labels"],
         "exp_annotations": {name: text.strip() for name, text in notes.items()},
     }
     assert rule["labels"]["severity"] in {"critical", "warning"}

@@ -171,9 +171,16 @@ BOARD = Board(
                     unit="s",
                 ),
                 lines(
+                    "Log lines left out",
+                    "Lines a second that were not written because there were too many of their kind.",
+                    Query(rate("log_lines_left_out_total", "event"), "{{event}}"),
+                    unit="ops",
+                ),
+                lines(
                     "Spans of traces",
-                    "Spans a second that the collector has taken, and those that were lost.",
+                    "Spans a second that the collector has taken, and those that were lost; requests whose traceparent is none.",
                     Query(rate("trace_spans_total", "outcome"), "{{outcome}}"),
+                    Query(rate("traceparents_ignored_total"), "traceparent ignored"),
                     unit="ops",
                 ),
                 table(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.grafana.expressions import CHOSEN, NAME, now, of_each, quantile, rate, rate_of_each
+from deploy.grafana.expressions import CHOSEN, NAME, gained, now, of_each, quantile, rate, rate_of_each
 from deploy.grafana.panels import Board, Query, Row, Variable, lines, number, table
 
 _HIT = 'outcome="hit"'
@@ -38,6 +38,11 @@ BOARD = Board(
                     ),
                     unit="percentunit",
                 ),
+                lines(
+                    "Pages available soon",
+                    "Pages that are available or probably will be within 1, 10 and 60 seconds: the estimate behind Retry-After.",
+                    Query(now("pages_expected_free", "space, within"), "{{space}} within {{within}}"),
+                ),
             ),
         ),
         Row(
@@ -53,6 +58,12 @@ BOARD = Board(
                         "{{daemon}}",
                     ),
                     unit="percentunit",
+                ),
+                lines(
+                    "Bytes that were not sent",
+                    "What decode held already, a second.",
+                    Query(rate_of_each("prefix_saved_bytes_total"), "{{daemon}}"),
+                    unit="Bps",
                 ),
                 lines(
                     "Cached pages",
@@ -105,6 +116,12 @@ BOARD = Board(
                     unit="Bps",
                 ),
                 lines(
+                    "Share of the time in which it is copied",
+                    "Of backups at most tier.host.backup.link_share; the rest is left to transfers and sparse decode.",
+                    Query(rate_of_each("host_tier_copy_seconds_total", "direction"), "{{daemon}} {{direction}}"),
+                    unit="percentunit",
+                ),
+                lines(
                     "Orders to copy",
                     "A second, by how they ended. Anything but `done` is in the log (`pages_not_copied`), with the reason.",
                     Query(rate("host_tier_copies_total", "direction, outcome"), "{{direction}} {{outcome}}"),
@@ -119,6 +136,12 @@ BOARD = Board(
                     "State of the store",
                     "Closed: it is asked. Open: it has failed too often and is left alone for a while; requests go on without it.",
                     Query(now("prefix_store_state", "state"), "{{state}}"),
+                ),
+                number(
+                    "Starts of store processes",
+                    "In the time that is shown, besides the daemons' own starts: one hung and was killed, died, or found no store.",
+                    gained("store_process_starts_total"),
+                    bad_above=1,
                 ),
                 lines(
                     "Objects",

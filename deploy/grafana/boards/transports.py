@@ -80,8 +80,9 @@ BOARD = Board(
             "Control messages",
             (
                 lines(
-                    "Messages given up",
-                    "Control messages a second that were never acknowledged.",
+                    "Sent again, given up",
+                    "Control messages a second that were not acknowledged in time, and those that never were.",
+                    Query(rate("control_resends_total"), "sent again"),
                     Query(rate("control_undelivered_total"), "given up"),
                     unit="ops",
                 ),
