@@ -1,7 +1,5 @@
 """Traces: the spans of a request, read from what has happened.
 
-Owns: which facts make a span, what it is called, what it says, whose part it is. Must not know: where spans go, who samples.
-
 A span is told of when it has ended. Moments are this process's monotonic seconds, as all facts have them. Of a rank worker the node
 knows when it was told, when it had ended, and how long each step took in between.
 """

@@ -6,16 +6,14 @@ import asyncio
 import contextlib
 import itertools
 import re
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from types import FrameType, SimpleNamespace
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
 
-from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.config.schema import DecodeConfig
 from kvbridge.control.link import PeerCallbacks, PeerSettings
 from kvbridge.control.peers import PeerIdentity, PeerServer
 from kvbridge.core.addresses import PeerAddress
@@ -23,11 +21,9 @@ from kvbridge.core.errors import BridgeError, CapacityError, FingerprintMismatch
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.messages import MAX_INSTANCE_NODES, Hello, PeerMessage, Rejected, Welcome
 from kvbridge.daemon.decode import PrefillPeers
-from kvbridge.daemon.decode_links import DecodeLinks
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill_links import PrefillLinks
 from kvbridge.node.handshake.prefill_nodes import LINKS_A_TURN, KnownNode, PrefillNodes
-from kvbridge.telemetry.stream import EventStream
 from tests.helpers.held_ports import held_ports
 
 pytestmark = pytest.mark.asyncio
@@ -240,68 +236,6 @@ async def test_two_addresses_that_are_asked_at_once_are_one_link(opened):
     assert prefill.resets == []
     assert len(node.nodes.addresses()) == 1
     prefill.server.close()
-
-
-def steps(call: Callable[[], object]) -> int:
-    """How many instructions of Python a call takes: its work, on whatever machine and beside whatever load."""
-    count = 0
-
-    def count_one(frame: FrameType, event: str, _argument: Any) -> Any:
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return count_one
-
-    before = sys.gettrace()
-    sys.settrace(count_one)
-    try:
-        call()
-    finally:
-        sys.settrace(before)
-    return count
-
-
-async def test_how_long_peers_are_silent_takes_one_look_at_each_link(opened):
-    node = opened(PeerSettings())
-    few, many = 4, 32
-    servers, took = [Prefill(number) for number in range(many)], {}
-    with contextlib.ExitStack() as stack:
-        for number, each in enumerate(servers, 1):
-            stack.callback(each.server.close)
-            each.welcomes = True
-            assert isinstance(await answer_of(node, each.address), KnownNode)
-            if number in (few, many):
-                took[number] = steps(node.peers.silences_s)
-        assert node.peers.silences_s().keys() == {"p/n"}
-        assert max(node.peers.silences_s().values()) < WAIT_S
-    assert took[many] < 1.2 * took[few] * many / few
-
-
-class Server:
-    """A control socket that was asked so many times for everybody whom it knows."""
-
-    def __init__(self, count: int) -> None:
-        self.listed = 0
-        self._links = {f"{number:016x}": SimpleNamespace(silent_s=float(number)) for number in range(count)}
-
-    @property
-    def peers(self) -> tuple[str, ...]:
-        self.listed += 1
-        return tuple(self._links)
-
-    def link(self, peer: str) -> Any:
-        return self._links[peer]
-
-
-async def test_how_long_decode_nodes_are_silent_is_asked_for_all_of_them_at_once():
-    config = PrefillConfig.model_validate(
-        {"instance": "p", "model": {"preset": "tiny-gqa"}, "pools": {"device": {"full": 4}}}
-    )
-    links, server = DecodeLinks(config, EventStream()), Server(32)
-    assert links.silences_s() == {}
-    links._server = server
-    assert links.silences_s() == {f"{number:016x}": float(number) for number in range(32)}
-    assert server.listed == 1
 
 
 async def test_a_node_that_is_lost_while_links_end_does_not_keep_the_others_open(opened):
