@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from structlog.testing import capture_logs
 
@@ -11,6 +13,7 @@ from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.events import (
     CachedPagesDiffer,
+    EngineAttached,
     Fact,
     FrameRefused,
     MemoryRegistered,
@@ -36,6 +39,8 @@ from kvbridge.telemetry.events import (
     WorkerLost,
 )
 from kvbridge.telemetry.logs import LINES, Seldom
+from kvbridge.telemetry.path_events import PathLost
+from kvbridge.telemetry.readers import LINES as LINES_OF_FACTS
 from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.stream import EventStream
@@ -252,6 +257,57 @@ def test_the_log_names_cached_pages_that_changed_and_who_reads_them() -> None:
         {"event": "cached_pages_differ", "log_level": "error", **about, "dropped_pages": 5, "read_by_rooms": (7,)},
         {"event": "prefixes_dropped", "log_level": "info", "pages": 12, "read_pages": 3},
     ]
+
+
+@pytest.mark.parametrize(
+    ("fact", "line"),
+    [
+        (
+            PathLost(peer="dddd", rank=R0, transport="mooncake", transports=("nixl",), reason="cable"),
+            {
+                "event": "path_lost",
+                "log_level": "warning",
+                "peer": "dddd",
+                "peer_name": "decode-0/node-0",
+                "rank": "pp0.tp0",
+                "transport": "mooncake",
+                "goes_on_over": ("nixl",),
+                "reason": "cable",
+            },
+        ),
+        (
+            RoomMessageRefused(**ROOM, code="stale"),
+            {
+                "event": "room_message_refused",
+                "log_level": "warning",
+                **ROOM,
+                "peer_name": "decode-0/node-0",
+                "code": "stale",
+            },
+        ),
+        (
+            EngineAttached(engine="e", pid=0, ranks=(R0, R1)),
+            {
+                "event": "engine_attached",
+                "log_level": "info",
+                "engine": "e",
+                "pid": 0,
+                "ranks": ["pp0.tp0", "pp0.tp1"],
+            },
+        ),
+    ],
+)
+def test_a_line_has_what_a_fact_says(fact: Fact, line: dict[str, object]) -> None:
+    logged = Logged()
+    with capture_logs() as lines:
+        logged.events.emit(fact)
+    assert lines == [line]
+
+
+@pytest.mark.parametrize("kind", LINES_OF_FACTS)
+def test_every_field_that_a_line_shows_is_one_of_its_fact(kind: type[Fact]) -> None:
+    fields = {field.name for field in dataclasses.fields(kind)}
+    assert {each.rpartition("=")[2] for each in LINES_OF_FACTS[kind][2].split()} <= fields
 
 
 def test_at_high_rates_the_log_says_how_many_rooms_it_left_out() -> None:
