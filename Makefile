@@ -38,7 +38,7 @@ GPU_PYTHON ?=
 GPU_READY := $(if $(GPU_PYTHON),,$(READY))
 GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 
-.PHONY: help setup system servers browser demo unit test test-all test-faults test-load mutate test-gpu test-operate constraints dashboards docs check format bench
+.PHONY: help setup system servers browser demo unit test test-all test-faults test-load mutate test-gpu constraints dashboards docs check format bench
 .PHONY: test-vllm bench-gpu bench-peers bench-vllm soak soak-shared fuzz fuzz-http clean
 
 help:
@@ -52,15 +52,13 @@ help:
 	@echo "             byte that is claimed is compared; results in out/load/"
 	@echo "make mutate  make EDITS small edits of the package, one at a time, and list those that the fast tests do not notice"
 	@echo "make test-gpu  run the tests that need a GPU, and the kernels under compute-sanitizer; results in out/test-gpu/"
-	@echo "make test-operate  MINUTES of load under Prometheus, when no alert may fire; then every alert in the fault it is for, with"
-	@echo "             times SPEED times as short as in the rules; results in out/operate/"
 	@echo "make test-vllm  real vLLM servers with kvbridge beside one alone, in 20 minutes; a first run installs vLLM in out/vllm/"
 	@echo "make constraints  take the newest versions of everything that tests need, into constraints.txt"
-	@echo "make dashboards  write Grafana's files from their descriptions"
+	@echo "make dashboards  write Grafana's files from their descriptions to out/grafana/"
 	@echo "make docs    build the documentation as a site in out/docs/; a broken link is an error"
 	@echo "make check   format, lint, types, import layers"
-	@echo "make bench   measure planning, transports, overhead and load; results in out/bench/"
-	@echo "make bench-gpu  measure kernels, transports and time to first token on this machine's GPUs; results in out/bench-gpu/"
+	@echo "make bench   measure planning, transports, overhead, paths, the directory, stores and load; results in out/bench/"
+	@echo "make bench-gpu  measure kernels and the local transport on this machine's GPUs; results in out/bench-gpu/"
 	@echo "make bench-vllm  measure vLLM with kvbridge beside vLLM with NixlConnector, on this processor; results in out/bench/"
 	@echo "make bench-peers  measure a request beside SGLang's own sender and receiver, on this processor; results in out/bench/"
 	@echo "make soak    100,000 rooms through one pair of daemons; red when memory or anything else grows"
@@ -115,7 +113,6 @@ test-gpu: $(GPU_READY)
 	$(GPU_RUN) -m tests.gpu --output out/test-gpu
 
 MINUTES ?= 60
-SPEED ?= 30
 
 LOAD_TRANSPORT ?= mooncake
 test-load: $(READY)
@@ -124,9 +121,6 @@ test-load: $(READY)
 EDITS ?= 400
 mutate: $(READY)
 	$(BIN)/python -m tests.mutation --count $(EDITS) --output out/mutation/edits.json
-
-test-operate: $(READY) | servers
-	$(BIN)/python -m tests.operate --minutes $(MINUTES) --speed $(SPEED) --output out/operate
 
 # pip says what vLLM's wheels of images and sounds ask of torch, and is right: they do not load, so they go. vLLM's own connector
 # imports nixl, which would bring libraries for every CUDA.
@@ -151,7 +145,7 @@ constraints:
 	$(BIN)/python -m pip freeze --exclude-editable | grep -v -e '^torch==' >>constraints.txt
 
 dashboards: $(READY)
-	$(BIN)/python -m deploy.grafana.build
+	$(BIN)/python -m deploy.grafana.build out/grafana
 
 docs: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvbridge.cli.pictures import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILLION, YELLOW
+GREY, ORANGE, SKY, GREEN = "#999999", "#E69F00", "#56B4E9", "#009E73"
+YELLOW, BLUE, VERMILLION, PURPLE = "#F0E442", "#0072B2", "#D55E00", "#CC79A7"
 
 COLOURS: Mapping[str, Mapping[str, str]] = {
     "{{state}}": {

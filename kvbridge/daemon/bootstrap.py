@@ -44,7 +44,7 @@ from kvbridge.telemetry.events import PairingEnded, PrefixGuessed
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import BUILD, READY, ROOMS
 from kvbridge.telemetry.registry import Metrics, library_versions
-from kvbridge.telemetry.service_metrics import HEARTBEAT_AGE, INSTANCES, PAIRING_DURATION, PAIRING_PREFIXES, PAIRINGS
+from kvbridge.telemetry.service_metrics import INSTANCES, PAIRING_DURATION, PAIRING_PREFIXES, PAIRINGS
 
 log = structlog.get_logger(__name__)
 
@@ -222,10 +222,6 @@ class BootstrapDaemon:
         self.metrics.replace(ROOMS, {(state.value,): rooms.get(state.value, 0) for state in PairingState})
         states = Counter((one.role.value, _state_of(one)) for one in listing)
         self.metrics.replace(INSTANCES, states)
-        ages_s = {
-            (one.role.value, f"{one.instance}/{node.node}"): node.silent_s for one in listing for node in one.nodes
-        }
-        self.metrics.replace(HEARTBEAT_AGE, ages_s)
         self.metrics.assign(READY, self.readiness().ready)
         return self.metrics.render(accept)
 

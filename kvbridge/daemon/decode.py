@@ -134,17 +134,6 @@ class PrefillPeers:
         """List the nodes of the other role."""
         return self._nodes.peers()
 
-    def silences_s(self) -> dict[str, float]:
-        """Return how long each node has been silent."""
-        silences_s, found = self._links.silences_s(), dict[str, float]()
-        for address, name in self._nodes.names().items():  # two incarnations of one node may be known for a while
-            found[name] = max(found.get(name, 0.0), silences_s.get(address, 0.0))
-        return found
-
-    def connecting(self) -> int:
-        """Count the nodes that are not connected yet."""
-        return sum(not node.incarnation for node in self.status())
-
     def fence(self) -> FenceStatus:
         """Show the fence."""
         return self._fence.status()

@@ -85,11 +85,6 @@ class DecodeLinks:
         for peer in server.peers:
             self.send(peer, Heartbeat())
 
-    def silences_s(self) -> dict[str, float]:
-        """Seconds since each connected decode node was heard of, by its incarnation."""
-        server = self._server
-        return {} if server is None else {peer: server.link(peer).silent_s for peer in server.peers}
-
     async def close(self, timeout_s: float) -> None:
         """Let the last messages out and stop listening. Harmless when closed."""
         server, self._server = self._server, None

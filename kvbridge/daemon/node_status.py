@@ -54,12 +54,6 @@ class ShownPeers(Protocol):
     def status(self) -> PeerStatuses:
         """The known peers."""
 
-    def silences_s(self) -> dict[str, float]:
-        """For how long nothing was heard of each peer that has introduced itself, by its name."""
-
-    def connecting(self) -> int:
-        """How many of the known peers no room can go to or from yet."""
-
     def fence(self) -> FenceStatus | None:
         """How far writers that gave no proof are shut out; None for a role that nobody writes to."""
 
@@ -184,10 +178,7 @@ class NodeOverview:
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
         """Set what is only known now, and return the metrics page in pieces, in an accepted form, and its content type."""
-        connecting, silences_s = self._peers.connecting(), self._peers.silences_s()
-        set_gauges(
-            self.status(), self._parts, self._rooms, self._admission, connecting=connecting, silences_s=silences_s
-        )
+        set_gauges(self.status(), self._parts, self._rooms, self._admission.starved_s())
         return self.metrics.render(accept)
 
     def page(self) -> Document:

@@ -35,11 +35,10 @@ from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import BUILD
 from kvbridge.telemetry.phases import PHASES
 from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames
-from kvbridge.telemetry.recent import StatusReader
+from kvbridge.telemetry.recent import RoomTimelines, StatusReader
 from kvbridge.telemetry.registry import Metrics, library_versions
 from kvbridge.telemetry.specs import Direction
 from kvbridge.telemetry.stream import EventStream
-from kvbridge.telemetry.timelines import RoomTimelines
 from kvbridge.tier.controller import BackupController
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.journal import KeptHeader

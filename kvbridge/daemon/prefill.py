@@ -156,15 +156,6 @@ class DecodePeers:
         """List the nodes of the other role."""
         return self._nodes.peers()
 
-    def silences_s(self) -> dict[str, float]:
-        """Return how long each node has been silent."""
-        silences_s = self._links.silences_s()
-        return {self._nodes.name(peer): silences_s.get(peer, 0.0) for peer in self._nodes.known()}
-
-    def connecting(self) -> int:
-        """Count the nodes that are not connected yet."""
-        return sum(bool(node.connecting) for node in self.status())
-
     def fence(self) -> None:
         """Show no fence: nobody writes to a prefill node."""
 

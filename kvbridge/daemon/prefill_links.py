@@ -179,11 +179,6 @@ class PrefillLinks:
         if opened is not None:
             opened.client.close()
 
-    def silences_s(self) -> dict[PeerAddress, float]:
-        """Seconds since each prefill node that has answered was heard of."""
-        links = {address: opened.client.link for address, opened in self._opened.items()}
-        return {address: link.silent_s for address, link in links.items() if link.peer}
-
     def look(self) -> None:
         """Report the links that lead nowhere (any more): to those, too, that are connected and silent."""
         for opened in list(self._opened.values()):

@@ -12,7 +12,7 @@ from kvbridge.api.rooms import RoomTimeline, TimelineEntry
 from kvbridge.core.errors import UnknownRoomError
 from kvbridge.core.plan.operations import Amount
 from kvbridge.telemetry.events import RoomEntered, RoomFact
-from kvbridge.telemetry.timelines import RoomTimelines
+from kvbridge.telemetry.recent import RoomTimelines
 
 _NOT_SHOWN = {field.name for field in fields(RoomFact)} | {"state", "trace"}
 """Beside what is shown of every fact, spans, whose trace is among the ids."""

@@ -35,7 +35,6 @@ from kvbridge.telemetry.service_metrics import (
     ATTEMPTS_FAILED,
     FIRST_BYTE,
     ROUTED,
-    ROUTER_OUTSTANDING,
     ROUTER_SERVERS,
 )
 
@@ -253,7 +252,5 @@ class RouterDaemon:
         servers = [one for role in Role for one in self.servers.of(role)]
         states = Counter((one.role.value, "out" if one.problem else "well") for one in servers)
         self.metrics.replace(ROUTER_SERVERS, states)
-        for role in Role:
-            self.metrics.assign(ROUTER_OUTSTANDING, sum(one.outstanding for one in self.servers.of(role)), role.value)
         self.metrics.assign(READY, self.readiness().ready)
         return self.metrics.render(accept)

@@ -1,7 +1,4 @@
-"""For how long at least one of several overlapping things was under way.
-
-Owns: the arithmetic, as things happen and afterwards. Must not know: what the things are.
-"""
+"""The length of the union of time intervals: for how long at least one of several things was under way."""
 
 from __future__ import annotations
 

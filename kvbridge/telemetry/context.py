@@ -1,8 +1,5 @@
 """On whose behalf something is being done: the ids that tie lines, samples, spans and processes together.
 
-Owns: the two context variables, the form of ids from outside, W3C's `traceparent`. Must not know: who sets them (HTTP), what is
-done with them, where spans go.
-
 Everything that is traced here has one moment at which it begins to be: a request that reaches a daemon. The context made there is
 that daemon's first span; the ids of its parts follow from it by their names, so that every process that knows a span can name its
 parts before they have ended.

@@ -1,7 +1,5 @@
 """What happens on a node: the facts that metrics, logs and `/status` are made of.
 
-Owns: the facts: who, which room, which peer, which rank. Must not know: how they reach anybody (`telemetry/stream.py`), what for.
-
 A fact is something that has happened and cannot be taken back. What *is* (rooms by state, free pages, who is connected) is
 not a fact: readers look it up when they are asked.
 """
@@ -155,13 +153,6 @@ class PrefixMatched(RoomFact):
     """Whether prefill goes on from windows and states that were kept."""
     host_tokens: int = 0
     """Of the hit tokens, those that were on the host alone."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CheckpointKept(RoomFact):
-    """Prefill: the windows and states at a page's end stay, from which later rooms can go on; `cause` is one of few words."""
-
-    cause: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

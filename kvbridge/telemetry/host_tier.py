@@ -1,7 +1,4 @@
-"""Copies between the device and host memory, as a fact, and what becomes of it.
-
-Owns: the fact, as what it is counted, how it reads in a log, sums for `/status`. Must not know: which pages are copied, or why.
-"""
+"""Copies between the device and host memory, as a fact, and what becomes of it."""
 
 from __future__ import annotations
 
@@ -11,9 +8,9 @@ import structlog
 
 from kvbridge.telemetry.events import Fact
 from kvbridge.telemetry.logs import Seldom
+from kvbridge.telemetry.metrics import DIRECTIONS, DONE, TIER_COPIED, TIER_COPIES, TIER_COPY_SECONDS
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.stream import Reader
-from kvbridge.telemetry.tier_metrics import DIRECTIONS, DONE, TIER_COPIED, TIER_COPIES, TIER_COPY_SECONDS
 
 log = structlog.get_logger(__name__)
 

@@ -1,7 +1,5 @@
 """Logs: one event a line, to standard error, for people or for machines.
 
-Owns: structlog's set-up, the bound names, the masking of secrets. Must not know: what happened.
-
 Events are short words; facts are keys. A room is always `room`, a peer's incarnation `peer`.
 """
 

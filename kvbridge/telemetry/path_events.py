@@ -1,7 +1,4 @@
-"""Facts about the ways between nodes: those that are lost, and those that are shut.
-
-Owns: these facts, as `telemetry/events.py` owns the others. Must not know: how they reach anybody, what for.
-"""
+"""Facts about the ways between nodes: those that are lost, and those that are shut."""
 
 from __future__ import annotations
 

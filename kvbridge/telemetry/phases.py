@@ -1,7 +1,4 @@
-"""The phases of a room and the limits that can end it, by the names that metrics, reports and logs use.
-
-Owns: the names and what they mean. Must not know: who measures them.
-"""
+"""The phases of a room and the limits that can end it, by the names that metrics, reports and logs use."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """What becomes of facts: metrics and log lines (`telemetry/recent.py`: what `/status` shows of the recent past).
 
-Owns: which fact counts where, and how it reads in a log. Must not know: how facts come about, what is to be done.
-
 Each reader has a table from a fact's type to what it does with it; a fact that the table leaves out does not concern that reader.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 import structlog
 
@@ -16,12 +15,12 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.busy import BusyTime
 from kvbridge.telemetry.events import (
     CachedPagesDiffer,
-    CheckpointKept,
     DisputedPagesDropped,
     EngineAttached,
     EngineEnded,
     EngineLeft,
     EngineLost,
+    Fact,
     FrameRefused,
     MemoryRegistered,
     MessagesResent,
@@ -30,6 +29,7 @@ from kvbridge.telemetry.events import (
     OrderEnded,
     PagesDiffer,
     PeerAccepted,
+    PeerFact,
     PeerLost,
     PeerRejected,
     PhasesEnded,
@@ -51,12 +51,10 @@ from kvbridge.telemetry.events import (
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import (
     ADMISSION_TO_CLAIM,
-    CHECKPOINTS_KEPT,
     CHECKPOINTS_USED,
     DIGEST_MISMATCHES,
     ENDED_BY_LIMIT,
     FRAMES_REFUSED,
-    HOST_TOKENS,
     MESSAGES_REFUSED,
     PEER_FAILURES,
     PHASE,
@@ -68,12 +66,11 @@ from kvbridge.telemetry.metrics import (
     RESENT,
     ROOMS_ENDED,
     SPARSE_ROWS,
-    SUCCESSORS_FAILED,
     UNDELIVERED,
     WAIT,
     WORKER_RESTARTS,
 )
-from kvbridge.telemetry.path_events import FenceBegan, PathLost, PathsFound, SuccessorsFailed, WritersShutOut
+from kvbridge.telemetry.path_events import FenceBegan, PathLost, PathsFound, WritersShutOut
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.specs import Direction
 from kvbridge.telemetry.stream import Reader
@@ -114,7 +111,7 @@ class MetricsReader:
         self._metrics = metrics
         self._names = names
         self._registered: dict[Rank, float] = {}
-        self._under_way: dict[int, tuple[BusyTime, ...]] = {}
+        self._under_way: dict[int, BusyTime] = {}
         """Orders, and where their time is counted."""
         self.table: Reader = {
             RoomEntered: self._room,
@@ -125,7 +122,6 @@ class MetricsReader:
             PagesDiffer: lambda _, fact: metrics.count(DIGEST_MISMATCHES, fact.component.value, by=fact.pages),
             PrefixMatched: self._prefix_matched,
             CachedPagesDiffer: self._cached_pages_differ,
-            CheckpointKept: lambda _, fact: metrics.count(CHECKPOINTS_KEPT, fact.cause),
             SparseDecoded: self._sparse_decoded,
             RequestRefused: lambda _, fact: metrics.count(REFUSED, fact.code),
             RoomMessageRefused: lambda _, fact: metrics.count(MESSAGES_REFUSED, fact.code),
@@ -138,7 +134,6 @@ class MetricsReader:
             MessageUndelivered: lambda _, __: metrics.count(UNDELIVERED),
             MemoryRegistered: self._memory_registered,
             WorkerLost: self._worker_lost,
-            SuccessorsFailed: self._successors_failed,
         }
 
     def _room(self, _now_s: float, fact: RoomEntered) -> None:
@@ -151,28 +146,25 @@ class MetricsReader:
             self._metrics.count(PEER_FAILURES, self._names.get(fact.peer), fact.code)
 
     def _order_began(self, now_s: float, fact: OrderBegan) -> None:
-        times = self._metrics.busy(Direction.SENT, fact.transport, self._names.get(fact.peer))
-        self._under_way[fact.order] = times
-        for time in times:
-            time.begin(now_s)
+        busy = self._metrics.busy(Direction.SENT, fact.transport, self._names.get(fact.peer))
+        self._under_way[fact.order] = busy
+        busy.begin(now_s)
 
     def _order_ended(self, now_s: float, fact: OrderEnded) -> None:
-        for time in self._under_way.pop(fact.order):
-            time.end(now_s)
+        self._under_way.pop(fact.order).end(now_s)
         if fact.amounts:
             self._metrics.transferred(fact.amounts, Direction.SENT, fact.transport, self._names.get(fact.peer))
 
     def _received(self, now_s: float, fact: RankReceived) -> None:
         way = Direction.RECEIVED, fact.transport or UNKNOWN, self._names.get(fact.peer)
         self._metrics.transferred(fact.amounts, *way)
-        for time in self._metrics.busy(*way):
-            for began_ago_s, ended_ago_s in fact.under_way_ago_s:
-                time.add(now_s - began_ago_s, now_s - ended_ago_s)
+        busy = self._metrics.busy(*way)
+        for began_ago_s, ended_ago_s in fact.under_way_ago_s:
+            busy.add(now_s - began_ago_s, now_s - ended_ago_s)
 
     def _prefix_matched(self, _now_s: float, fact: PrefixMatched) -> None:
         self._metrics.count(PREFIX_TOKENS, "hit", by=fact.hit_tokens)
         self._metrics.count(PREFIX_TOKENS, "miss", by=fact.miss_tokens)
-        self._metrics.count(HOST_TOKENS, by=fact.host_tokens)
         if fact.hit_bytes:  # a prefill node has no such metric
             self._metrics.count(PREFIX_BYTES, by=fact.hit_bytes)
         if fact.from_checkpoint:  # nor a decode node this
@@ -198,13 +190,40 @@ class MetricsReader:
         self._registered[fact.rank] = fact.share
         self._metrics.assign(REGISTRATION, min(self._registered.values()))
 
-    def _successors_failed(self, _now_s: float, fact: SuccessorsFailed) -> None:
-        for name in fact.transports:
-            self._metrics.count(SUCCESSORS_FAILED, name)
-
     def _worker_lost(self, _now_s: float, fact: WorkerLost) -> None:
         if fact.cause:
             self._metrics.count(WORKER_RESTARTS, fact.cause)
+
+
+LINES: Mapping[type[Fact], tuple[str, str, str]] = {
+    RoomRejected: ("warning", "room_rejected", "code reason"),
+    RoomQuarantined: ("error", "room_quarantined", "cause reason"),
+    CachedPagesDiffer: (
+        "error",
+        "cached_pages_differ",
+        "pages first dropped_pages=dropped read_by_rooms=readers",
+    ),
+    PromptNotKept: ("warning", "prefix_not_kept", "reason"),
+    DisputedPagesDropped: ("warning", "disputed_pages_dropped", "page dropped_pages=dropped read_pages=read"),
+    PrefixesDropped: ("info", "prefixes_dropped", "pages read_pages=read"),
+    PeerAccepted: ("info", "peer_accepted", "features"),
+    PeerRejected: ("warning", "peer_rejected", "code reason"),
+    PeerLost: ("warning", "peer_lost", "reason"),
+    PathLost: ("warning", "path_lost", "rank transport goes_on_over=transports reason"),
+    PathsFound: ("info", "paths_found", "rank transports standby"),
+    FrameRefused: ("warning", "frame_refused", "kind detail"),
+    RoomMessageRefused: ("warning", "room_message_refused", "rank code"),
+    WorkerStarted: ("info", "worker_ready", "rank pid"),
+    EngineAttached: ("info", "engine_attached", "engine pid ranks"),
+    EngineLost: ("warning", "engine_lost", "engine reason pages_wait"),
+    EngineLeft: ("info", "engine_left", "engine"),
+    EngineEnded: ("info", "engine_ended", "engine"),
+    FenceBegan: ("warning", "fence_began", "epoch rooms"),
+    WritersShutOut: ("info", "writers_shut_out", "epoch rooms"),
+}
+"""By fact: level, event, and the keys of the line, as `key=field` where the field has another name."""
+SELDOM = {PromptNotKept: "", FrameRefused: "kind", RoomMessageRefused: "code"}
+"""What happens often, or at a stranger's will, and the field that tells its kinds apart."""
 
 
 class LogReader:
@@ -218,67 +237,16 @@ class LogReader:
         self._seldom = seldom
         # A module's logger is made anew for each line, also for one that is not written; a room has many.
         self._rooms = log.bind()
-        self.table: Reader = {
-            RoomEntered: self._room,
-            RoomRejected: lambda _, fact: log.warning(
-                "room_rejected", **self._whose(fact), code=fact.code, reason=fact.reason
-            ),
-            RoomQuarantined: lambda _, fact: log.error(
-                "room_quarantined", **self._whose(fact), cause=fact.cause, reason=fact.reason
-            ),
-            CachedPagesDiffer: lambda _, fact: log.error(
-                "cached_pages_differ",
-                **self._whose(fact),
-                pages={kind.value: pages for kind, pages in fact.pages.items()},
-                first=fact.first,
-                dropped_pages=fact.dropped,
-                read_by_rooms=fact.readers,
-            ),
-            PromptNotKept: self._not_kept,
-            DisputedPagesDropped: lambda _, fact: log.warning(
-                "disputed_pages_dropped",
-                **self._whose(fact),
-                page=fact.page,
-                dropped_pages=fact.dropped,
-                read_pages=fact.read,
-            ),
-            PrefixesDropped: lambda _, fact: log.info("prefixes_dropped", pages=fact.pages, read_pages=fact.read),
-            PeerAccepted: lambda _, fact: log.info(
-                "peer_accepted", peer=fact.peer, peer_name=fact.name, features=fact.features
-            ),
-            PeerRejected: lambda _, fact: log.warning(
-                "peer_rejected", **self._peer(fact.peer), code=fact.code, reason=fact.reason
-            ),
-            PeerLost: lambda _, fact: log.warning("peer_lost", **self._peer(fact.peer), reason=fact.reason),
-            PathLost: lambda _, fact: log.warning(
-                "path_lost",
-                **self._peer(fact.peer),
-                rank=str(fact.rank),
-                transport=fact.transport,
-                goes_on_over=fact.transports,
-                reason=fact.reason,
-            ),
-            PathsFound: lambda _, fact: log.info(
-                "paths_found",
-                **self._peer(fact.peer),
-                rank=str(fact.rank),
-                transports=fact.transports,
-                standby=fact.standby,
-            ),
-            FrameRefused: self._frame_refused,
-            RoomMessageRefused: self._message_refused,
-            WorkerStarted: lambda _, fact: log.info("worker_ready", rank=str(fact.rank), pid=fact.pid),
-            EngineAttached: lambda _, fact: log.info(
-                "engine_attached", engine=fact.engine, pid=fact.pid, ranks=[str(rank) for rank in fact.ranks]
-            ),
-            EngineLost: lambda _, fact: log.warning(
-                "engine_lost", engine=fact.engine, reason=fact.reason, pages_wait=fact.pages_wait
-            ),
-            EngineLeft: lambda _, fact: log.info("engine_left", engine=fact.engine),
-            EngineEnded: lambda _, fact: log.info("engine_ended", engine=fact.engine),
-            FenceBegan: lambda _, fact: log.warning("fence_began", epoch=fact.epoch, rooms=fact.rooms),
-            WritersShutOut: lambda _, fact: log.info("writers_shut_out", epoch=fact.epoch, rooms=fact.rooms),
-        }
+        self.table: Reader = {RoomEntered: self._room, **dict.fromkeys(LINES, self._line)}
+
+    def _line(self, _now_s: float, fact: Fact) -> None:
+        kind = type(fact)
+        level, event, keys = LINES[kind]
+        if kind in SELDOM and not self._seldom.admits(event, getattr(fact, SELDOM[kind], "")):
+            return
+        named = {key: getattr(fact, field or key) for key, _, field in (each.partition("=") for each in keys.split())}
+        shown = {key: _shown(value) for key, value in named.items() if value != ""}
+        getattr(log, level)(event, **self._whose(fact), **shown)
 
     def _room(self, _now_s: float, fact: RoomEntered) -> None:
         if not fact.state.final:
@@ -303,21 +271,22 @@ class LogReader:
             limit = {"limit": fact.limit} if fact.limit else {}
             self._rooms.warning("room_ended", **facts, code=fact.code, reason=fact.reason, **limit)
 
-    def _not_kept(self, _now_s: float, fact: PromptNotKept) -> None:
-        if self._seldom.admits("prefix_not_kept"):
-            log.warning("prefix_not_kept", **self._whose(fact), reason=fact.reason)
+    def _whose(self, fact: Fact) -> dict[str, object]:
+        """Return the keys that say which room a line is about, and which peer."""
+        told: dict[str, object] = {}
+        if isinstance(fact, RoomFact):
+            told = {"room": fact.room, "generation": fact.generation}
+        if isinstance(fact, RoomFact | PeerFact) and fact.peer:
+            told |= {"peer": fact.peer, "peer_name": self._names.get(fact.peer)}
+        return told
 
-    def _frame_refused(self, _now_s: float, fact: FrameRefused) -> None:
-        if self._seldom.admits("frame_refused", fact.kind):
-            log.warning("frame_refused", kind=fact.kind, detail=fact.detail)
 
-    def _message_refused(self, _now_s: float, fact: RoomMessageRefused) -> None:
-        if self._seldom.admits("room_message_refused", fact.code):
-            rank = {"rank": fact.rank} if fact.rank else {}
-            log.warning("room_message_refused", **self._whose(fact), **rank, code=fact.code)
-
-    def _whose(self, fact: RoomFact) -> dict[str, object]:
-        return {"room": fact.room, "generation": fact.generation, **(self._peer(fact.peer) if fact.peer else {})}
-
-    def _peer(self, peer: str) -> dict[str, object]:
-        return {"peer": peer, "peer_name": self._names.get(peer)}
+def _shown(value: object) -> object:
+    """Return a fact's value as a line has it: ranks and components by their names."""
+    if isinstance(value, Rank):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {kind.value: pages for kind, pages in value.items()}
+    if isinstance(value, tuple) and any(isinstance(each, Rank) for each in value):
+        return list(map(str, value))
+    return value

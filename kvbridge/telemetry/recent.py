@@ -1,15 +1,14 @@
-"""What `/status` shows of the recent past: the last problems, and the traffic with each peer.
-
-Owns: what is kept of facts for that, and how much. Must not know: how facts come about, how it is shown.
-"""
+"""The recent past, for `/status` and the status page: problems, the traffic with each peer, what happened to each room."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 
 from kvbridge.core.plan.operations import Amounts
+from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.events import (
     CachedPagesDiffer,
     EngineLost,
@@ -19,6 +18,7 @@ from kvbridge.telemetry.events import (
     PrefixMatched,
     RankReceived,
     RoomEntered,
+    RoomFact,
     RoomQuarantined,
     RoomRejected,
     WorkerLost,
@@ -28,6 +28,13 @@ from kvbridge.telemetry.stream import Reader
 
 RECENT_PROBLEMS = 50
 RECENT_PEERS = 256
+KEPT_ENDED: Mapping[RoomState, int] = {RoomState.COMPLETED: 500, RoomState.ABORTED: 250, RoomState.FAILED: 250}
+"""Rooms that are remembered after their end, by how they ended; the oldest are forgotten first."""
+MAX_FACTS = 200
+"""Of one room: a peer can repeat messages that are refused, and each is a fact."""
+
+RoomKey = tuple[int, int]
+"""(room, generation)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,3 +138,65 @@ class StatusReader:
 
 def _bytes(amounts: Amounts) -> int:
     return sum(amount.bytes for amount in amounts.values())
+
+
+@dataclass(slots=True)
+class Timeline:
+    """One attempt at one room. Times are monotonic seconds."""
+
+    admitted_s: float
+    entered: RoomEntered
+    """How it came into its present state."""
+    entered_s: float
+    peer: str = ""
+    """The incarnation of the last node at its other end, also when that is gone."""
+    facts: list[tuple[float, RoomFact]] = field(default_factory=list)
+
+
+class RoomTimelines:
+    """A reader of facts that keeps those of each room. Used from the event loop's thread only.
+
+    A room that failed is kept longer than one that completed, which nobody asks about; all of it is bounded.
+    """
+
+    def __init__(self) -> None:
+        self._timelines: dict[RoomKey, Timeline] = {}
+        self._of_state: dict[RoomState, dict[RoomKey, Timeline]] = {state: {} for state in RoomState}
+        """In the order in which rooms came into the state."""
+        self.ended: Counter[RoomState] = Counter()
+        """Rooms that ended since the start, by how they did."""
+        self.table: Reader = {RoomFact: self._read}
+
+    def _read(self, now_s: float, fact: RoomFact) -> None:
+        key = (fact.room, fact.generation)
+        timeline = self._timelines.get(key)
+        if isinstance(fact, RoomEntered):
+            if timeline is None:
+                timeline = self._timelines[key] = Timeline(now_s, fact, now_s)
+            self._enter(key, timeline, now_s, fact)
+        if timeline is not None and len(timeline.facts) < MAX_FACTS:
+            timeline.facts.append((now_s, fact))
+
+    def _enter(self, key: RoomKey, timeline: Timeline, now_s: float, fact: RoomEntered) -> None:
+        self._of_state[timeline.entered.state].pop(key, None)
+        timeline.entered, timeline.entered_s = fact, now_s
+        timeline.peer = fact.peer or timeline.peer
+        if fact.state.final:
+            self.ended[fact.state] += 1
+        rooms = self._of_state[fact.state]
+        rooms[key] = timeline
+        if len(rooms) > KEPT_ENDED.get(fact.state, len(rooms)):
+            oldest = next(iter(rooms))
+            del rooms[oldest], self._timelines[oldest]
+
+    def of(self, room: int, generation: int | None = None) -> tuple[int, Timeline] | None:
+        """Return the generation and the timeline of one attempt, the newest when none is named; None for one not kept."""
+        if generation is None:
+            generation = max((key[1] for key in self._timelines if key[0] == room), default=0)
+        timeline = self._timelines.get((room, generation))
+        return None if timeline is None else (generation, timeline)
+
+    def shown(self, limit: int) -> Iterator[tuple[RoomKey, Timeline]]:
+        """Return so many rooms of each state: of an open one those longest in it, of a final one those that ended last."""
+        for state, rooms in self._of_state.items():
+            yield from islice(reversed(rooms.items()) if state.final else rooms.items(), limit)

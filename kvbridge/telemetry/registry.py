@@ -1,8 +1,5 @@
 """The values of a daemon's metrics, and the page that Prometheus scrapes.
 
-Owns: the values, which series there are, how many an open label may make. Must not know: what the metrics are about, when they
-change.
-
 A series whose labels are all of closed sets is there from the start, so that a rate over it sees the first event. `Metrics` is used
 by the thread of the daemon's loop only.
 """
@@ -29,15 +26,7 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.telemetry.busy import BusyTime
 from kvbridge.telemetry.context import TRACE, exemplar
-from kvbridge.telemetry.metrics import (
-    BUSY,
-    MAX_LABEL_VALUES,
-    METRICS,
-    OPERATION,
-    PEER_BUSY,
-    PEER_TRANSFERRED,
-    TRANSFERRED,
-)
+from kvbridge.telemetry.metrics import MAX_LABEL_VALUES, METRICS, PEER_BUSY, PEER_TRANSFERRED, TRANSFERRED
 from kvbridge.telemetry.service_metrics import (
     HTTP_DURATION,
     HTTP_REQUESTS,
@@ -69,11 +58,10 @@ class _Distribution:
         self._sum = 0.0
         self._exemplars: dict[int, Exemplar] = {}
 
-    def observe(self, size: float, count: int, trace_id: str) -> None:
-        """Count `count` things of one size, one of which is traced, if `trace_id` says so."""
+    def observe(self, size: float, trace_id: str) -> None:
         bucket = bisect_left(self._bounds, size)
-        self._counts[bucket] += count
-        self._sum += size * count
+        self._counts[bucket] += 1
+        self._sum += size
         if trace_id:
             self._exemplars[bucket] = Exemplar({"trace_id": trace_id}, size, time.time())
 
@@ -106,7 +94,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._clock = clock
-        self._busy: dict[tuple[MetricSpec, Labels], BusyTime] = {}
+        self._busy: dict[Labels, BusyTime] = {}
         self._values: dict[MetricSpec, dict[Labels, float]] = {}
         self._distributions: dict[MetricSpec, dict[Labels, _Distribution]] = {}
         self._words: dict[tuple[MetricSpec, str], set[str]] = {}
@@ -152,39 +140,25 @@ class Metrics:
             key = self._bounded(metric, labels)
             series[key] = max(series.get(key, 0.0), value)
 
-    def observe(self, metric: MetricSpec, size: float, *labels: str, count: int = 1, trace_id: str = "") -> None:
-        """Add `count` observations of one size to a histogram, with the trace that they belong to, if not the present one."""
+    def observe(self, metric: MetricSpec, size: float, *labels: str, trace_id: str = "") -> None:
+        """Add an observation to a histogram, with the trace that it belongs to, if not the present one."""
         series = self._distributions[metric]
         found = series.get(labels)
         if found is None:
             found = series.setdefault(self._bounded(metric, labels), _Distribution(metric.buckets))
-        found.observe(size, count, trace_id or exemplar(TRACE.get()))
+        found.observe(size, trace_id or exemplar(TRACE.get()))
 
     def transferred(self, amounts: Amounts, direction: Direction, transport: str, peer: str) -> None:
-        """Count what has arrived: bytes by component and by peer, and its operations at their mean size.
-
-        An operation that copies several components is counted with the one that it begins in, so some have bytes and no
-        operation: they make the operations of the others longer, each in proportion.
-        """
-        all_bytes = sum(amount.bytes for amount in amounts.values())
-        of_operations = sum(amount.bytes for amount in amounts.values() if amount.operations)
+        """Count bytes that have arrived, by component and by peer."""
         for kind, amount in amounts.items():
-            labels = (kind.value, direction.value, transport)
-            self.count(TRANSFERRED, *labels, by=amount.bytes)
-            if amount.operations:
-                # A peer may say that there was an operation of nothing.
-                size = amount.bytes / amount.operations * (all_bytes / (of_operations or 1))
-                self.observe(OPERATION, size, *labels, count=amount.operations)
-        self.count(PEER_TRANSFERRED, peer, direction.value, transport, by=all_bytes)
+            self.count(TRANSFERRED, kind.value, direction.value, transport, by=amount.bytes)
+        moved = sum(amount.bytes for amount in amounts.values())
+        self.count(PEER_TRANSFERRED, peer, direction.value, transport, by=moved)
 
-    def busy(self, direction: Direction, transport: str, peer: str) -> tuple[BusyTime, BusyTime]:
-        """Where the time of transfers is kept: that of a transport, and that of a peer."""
-        way = direction.value, transport
-        return self._busy_time(BUSY, way), self._busy_time(PEER_BUSY, (peer, *way))
-
-    def _busy_time(self, metric: MetricSpec, labels: Labels) -> BusyTime:
-        found = self._busy.get((metric, labels))
-        return found or self._busy.setdefault((metric, self._bounded(metric, labels)), BusyTime())
+    def busy(self, direction: Direction, transport: str, peer: str) -> BusyTime:
+        """Return where the time of transfers with a peer is kept."""
+        labels = peer, direction.value, transport
+        return self._busy.get(labels) or self._busy.setdefault(self._bounded(PEER_BUSY, labels), BusyTime())
 
     def serves(self, route: str, methods: Sequence[str], code: int) -> None:
         """Show the series of a route before its first request."""
@@ -207,11 +181,11 @@ class Metrics:
         self.count(LINES_LEFT_OUT, event)
 
     def store_value_refused(self, reason: str) -> None:
-        """See StoreObserver."""
+        """Count a value of the directory's store that was malformed."""
         self.count(STORE_REFUSED, reason)
 
     def store_failed(self, reason: str) -> None:
-        """See StoreObserver."""
+        """Count a call to the directory's store that failed."""
         self.count(STORE_FAILED, reason)
 
     def _bounded(self, metric: MetricSpec, labels: Labels) -> Labels:
@@ -245,10 +219,10 @@ class Metrics:
         return chain(pieces, [nothing]), content_type
 
     def collect(self) -> Iterator[Metric]:
-        """See prometheus_client's Collector."""
+        """Give Prometheus's library every family; the form in which it asks a collector."""
         now_s = self._clock()
-        for (metric, labels), busy in self._busy.items():
-            self._values[metric][labels] = busy.total_s(now_s)
+        for labels, busy in self._busy.items():
+            self._values[PEER_BUSY][labels] = busy.total_s(now_s)
         for metric, series in self._values.items():
             kind = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
             family = kind(metric.name, metric.help, labels=metric.labels)

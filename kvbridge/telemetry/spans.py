@@ -1,7 +1,5 @@
 """Traces: the spans of a request, read from what has happened.
 
-Owns: which facts make a span, what it is called, what it says, whose part it is. Must not know: where spans go, who samples.
-
 A span is told of when it has ended. Moments are this process's monotonic seconds, as all facts have them. Of a rank worker the node
 knows when it was told, when it had ended, and how long each step took in between.
 """
@@ -28,8 +26,8 @@ from kvbridge.telemetry.events import (
     RoomFinished,
     RoomOffered,
 )
+from kvbridge.telemetry.recent import RoomKey
 from kvbridge.telemetry.stream import Reader
-from kvbridge.telemetry.timelines import RoomKey
 
 MAX_ORDERS = 32
 """Orders of a room that are spans of their own, the first ones; a long prompt on many ranks has thousands."""

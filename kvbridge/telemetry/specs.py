@@ -1,13 +1,11 @@
-"""What a metric is, and the words that label values are made of.
-
-Owns: the form of a declaration. Must not know: which metrics there are (`telemetry/metrics.py`).
-"""
+"""The form of a metric, the words that label values are made of, and how a metric is declared."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
 from kvbridge.core.ids import Role
 
@@ -27,8 +25,7 @@ class MetricKind(StrEnum):
     HISTOGRAM = "histogram"
 
 
-PREFILL, DECODE, BOOTSTRAP = Role.PREFILL.value, Role.DECODE.value, "bootstrap"
-ROUTER = "router"
+PREFILL, DECODE, BOOTSTRAP, ROUTER = Role.PREFILL.value, Role.DECODE.value, "bootstrap", "router"
 NODES = (PREFILL, DECODE)
 EVERYBODY = (*NODES, BOOTSTRAP, ROUTER)
 PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -43,10 +40,35 @@ class MetricSpec:
     kind: MetricKind
     labels: tuple[str, ...]
     help: str
-    roles: tuple[str, ...] = NODES
+    roles: tuple[str, ...]
     """The daemons that have it."""
-    values: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    values: Mapping[str, tuple[str, ...]]
     """By label: all that it can be, where that is known here."""
-    series: tuple[tuple[str, ...], ...] = ()
+    series: tuple[tuple[str, ...], ...]
     """Label values that are shown from the start, where not every combination can come about."""
-    buckets: tuple[float, ...] = ()
+    buckets: tuple[float, ...]
+
+
+DECLARED: list[MetricSpec] = []
+"""Every metric whose module has been imported."""
+
+
+def _declare(  # noqa: PLR0913 - the parts of a declaration
+    kind: MetricKind,
+    name: str,
+    meaning: str,
+    labels: str = "",
+    *,
+    on: tuple[str, ...] = NODES,
+    series: tuple[tuple[str, ...], ...] = (),
+    buckets: tuple[float, ...] = (),
+    **values: tuple[str, ...],
+) -> MetricSpec:
+    """Declare a metric of the daemons `on`. `labels` are names; `values` are all that a label can be, where that is known."""
+    names = tuple(labels.split()) or tuple(values)
+    DECLARED.append(MetricSpec(name, kind, names, meaning, on, values, series, buckets))
+    return DECLARED[-1]
+
+
+counter, gauge = partial(_declare, MetricKind.COUNTER), partial(_declare, MetricKind.GAUGE)
+histogram = partial(_declare, MetricKind.HISTOGRAM)

@@ -1,8 +1,5 @@
 """Facts as one stream: the only way by which they reach metrics, logs and `/status`.
 
-Owns: the order of facts, and the time that each of them gets. Must not know: which kinds there are beside those that sockets
-report, who reads them, or what is done with them.
-
 Facts are emitted in the event loop's thread only; a reader is called at once, in the order in which readers were added, must
 not raise, and must not emit.
 """

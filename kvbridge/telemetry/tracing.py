@@ -1,7 +1,5 @@
 """The way of spans to a collector: OpenTelemetry, OTLP over HTTP.
 
-Owns: the only use of OpenTelemetry, the queue of spans, what is counted of them. Must not know: what a span is about.
-
 The extra `traces` has what is imported here, so this module is imported by who needs it only. A collector that is slow or away
 costs its spans: they wait in a bounded queue, a thread of its own sends them, and nobody waits for it but `close`, for so long as
 it is told. No provider of spans is made: what else asks OpenTelemetry for one, as FastAPI does, gets none from here.

@@ -4,13 +4,9 @@ Daemons are not there: they admit at once, in this process, so that what is meas
 `concurrent` keeps 16 pairings under way; `alone` one, so it is the time that one caller waits. Every room is cancelled again,
 outside of the measured time, and every node sends its heartbeat every so many pairings as it would.
 
-`heartbeats` is what a daemon spends on a fleet that only its heartbeats are of: processor time for each heartbeat over HTTP, and
-the share of a core that it takes, without any, to know what is there (the overview, what has expired).
-
 `page keys` are the same pairings of requests with page keys (conversations of some turns over one system prompt, at nodes that keep
 prefixes), in the same run and by turns with the others, so the quotient is what pairing by overlap costs. `cpu_us` is the time of
-this process for one of many pairings. `prefixes` is what the rest costs at a million pages: what each heartbeat says more, how
-long it takes to know it, and what a note takes in memory.
+this process for one of many pairings.
 """
 
 from __future__ import annotations
@@ -18,40 +14,29 @@ from __future__ import annotations
 import asyncio
 import secrets
 import statistics
-import sys
-import tempfile
 import time
-import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
-
-from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest, Ticket, TicketEnd
+from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
-from kvbridge.bootstrap.stores.base import Claim, RoomTimes
+from kvbridge.bootstrap.stores.base import RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.bootstrap.stores.redis import RedisStore
 from kvbridge.bootstrap.stores.redis_connection import RedisSettings
-from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.config.schema import PairingConfig
 from kvbridge.config.timeouts import BootstrapTimeouts
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
-from kvbridge.core.ids import IndexSpace, Rank, Role
+from kvbridge.core.ids import Rank, Role
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.session.states import RoomState
-from kvbridge.http.client import DirectoryClient
-from kvbridge.pool.accounts.book import PageBook
-from kvbridge.tier.index import PrefixIndex
-from kvbridge.tier.keys import KEY_BYTES, Keys
-from kvbridge.tier.prefix_cache import PrefixCache
+from kvbridge.tier.keys import KEY_BYTES
+from tests.bench.output import table as text
 from tests.helpers.redis_server import redis_server
 
 INSTANCES = (10, 1000)
@@ -63,7 +48,7 @@ CONCURRENT = 16
 BEAT_EVERY = 300
 PAGES = 100_000
 CONVERSATIONS = 16
-INDEX_PAGES, PATH_PAGES, NOTES = 1_000_000, 500, 20_000
+BUDGETS_PER_S = {"memory, 1000 instances": 5000, "redis, 1000 instances": 1500}
 TIMES = RoomTimes(claim_s=30.0, keep_s=600.0, max_rooms=100_000)
 LIMITS = {"config": PairingConfig(), "timeouts": BootstrapTimeouts()}
 
@@ -104,7 +89,7 @@ class Uncounted:
 
 def run(*, pairings: int = PAIRINGS) -> dict[str, Any]:
     """Return pairings a second and milliseconds, by store and number of instances."""
-    return asyncio.run(_run(pairings)) | {"prefixes": hint_costs(), "heartbeats": asyncio.run(heartbeat_costs())}
+    return asyncio.run(_run(pairings))
 
 
 async def _run(pairings: int) -> dict[str, Any]:
@@ -190,88 +175,6 @@ def _conversations() -> list[PairRequest]:
     return found
 
 
-def hint_costs() -> dict[str, float]:
-    """What a node of a million pages tells, how long it takes to know it, and what a note takes at bootstrap."""
-    index = PrefixIndex((IndexSpace.FULL,), INDEX_PAGES)
-    cache = PrefixCache(PageBook({IndexSpace.FULL: INDEX_PAGES}), index)
-    for start in range(0, INDEX_PAGES, PATH_PAGES):
-        keys = Keys(secrets.token_bytes(PATH_PAGES * KEY_BYTES))
-        ids = np.arange(start, start + PATH_PAGES, dtype=np.int32)
-        index.insert(keys, 0, {IndexSpace.FULL: ids}, now=float(start))
-    times = 1000
-    begun_s = time.perf_counter()
-    for _ in range(times):
-        cache.kept_s()
-    asked_us = (time.perf_counter() - begun_s) / times * 1e6
-    beat = NodeHeartbeat(incarnation="i", ready=True)
-    told = beat.model_copy(update={"load": Load(prefixes_kept_s=12345.678)})
-    return {
-        "index_pages": len(index),
-        "heartbeat_bytes": len(told.model_dump_json(exclude_defaults=True))
-        - len(beat.model_dump_json(exclude_defaults=True)),
-        "kept_s_us": asked_us,
-        "note_bytes": asyncio.run(_note_bytes()),
-    }
-
-
-async def heartbeat_costs(instances: int = INSTANCES[-1], rounds: int = 3, idle_s: float = 5.0) -> dict[str, float]:
-    """Processor time of a bootstrap process with so many nodes of one instance each."""
-    with tempfile.TemporaryDirectory(prefix="kvb-") as name:
-        folder = Path(name)
-        config = {"http": {"port": 0}, "directory": {"expire_after_s": 600.0}}
-        daemon = DaemonProcess("bootstrap", "bootstrap", folder, config, ends_with_us=True)
-        daemon.arguments = ("--endpoint-dir", str(daemon.runtime_dir))
-        daemon.start()
-        client = DirectoryClient(daemon.url, timeout_s=60.0)
-        try:
-            nodes = [_node(number) for number in range(instances)]
-            spent = _spent_s(daemon.process.pid)
-            for node in nodes:
-                await client.register(node)
-            registered_s = _spent_s(daemon.process.pid) - spent
-            begun_s, spent = time.monotonic(), _spent_s(daemon.process.pid)
-            await asyncio.sleep(idle_s)
-            idle = (_spent_s(daemon.process.pid) - spent) / (time.monotonic() - begun_s)
-            begun_s, spent = time.monotonic(), _spent_s(daemon.process.pid)
-            for node in nodes * rounds:
-                beat = NodeHeartbeat(incarnation=node.incarnation, ready=True, load=node.load)
-                await client.heartbeat(node.instance, node.node, beat)
-            told_s = _spent_s(daemon.process.pid) - spent - idle * (time.monotonic() - begun_s)
-        finally:
-            await client.close()
-            daemon.stop()
-    return {
-        "instances": instances,
-        "registration_us": registered_s / instances * 1e6,
-        "heartbeat_us": told_s / (instances * rounds) * 1e6,
-        "idle_cores": idle,
-    }
-
-
-def _spent_s(pid: int) -> float:
-    """Processor time of a process until now."""
-    spent = psutil.Process(pid).cpu_times()
-    return float(spent.user + spent.system)
-
-
-async def _note_bytes() -> float:
-    store, ends = MemoryStore(expire_after_s=600.0, rooms=TIMES), [_end(name) for name in ("prefill-0", "decode-0")]
-    claim = await store.claim(1, generations=1)
-    assert isinstance(claim, Claim)
-    ticket = Ticket(room=1, generation=1, prefill=ends[0], decode=ends[1], expires_in_s=60.0)
-    keys = [secrets.token_bytes(KEY_BYTES) for _ in range(NOTES)]
-    tracemalloc.start()
-    before = tracemalloc.get_traced_memory()[0]
-    await store.settle(claim, ticket, keys)
-    taken = tracemalloc.get_traced_memory()[0] - before
-    tracemalloc.stop()
-    return taken / NOTES + sys.getsizeof(keys[0])  # the keys were there before
-
-
-def _end(name: str) -> TicketEnd:
-    return TicketEnd(instance=name, http_urls=(f"http://{name}",))
-
-
 async def _beats(directory: Directory, nodes: list[NodeRegistration]) -> None:
     for node in nodes:
         beat = NodeHeartbeat(incarnation=node.incarnation, ready=True, load=node.load)
@@ -303,22 +206,6 @@ def _node(number: int) -> NodeRegistration:
 
 def table(results: dict[str, Any]) -> str:
     """Lay the figures out for reading."""
-    cases = {name: figures for name, figures in results.items() if name not in {"prefixes", "heartbeats"}}
-    lines = [f"{'store':<32} {'pairings/s':>11} {'alone, median ms':>17} {'p99 ms':>8} {'cpu us':>8}"]
-    lines += [
-        f"{name:<32} {figures['per_s']:>11.0f} {figures['alone_median_ms']:>17.2f} {figures['alone_p99_ms']:>8.2f} "
-        f"{figures['cpu_us']:>8.0f}"
-        for name, figures in cases.items()
-    ]
-    costs = results["prefixes"]
-    lines += [
-        f"a node of {costs['index_pages']:,} pages: {costs['heartbeat_bytes']} bytes a heartbeat",
-        f"known in {costs['kept_s_us']:.1f} us",
-        f"a note at bootstrap: {costs['note_bytes']:.0f} bytes",
-    ]
-    beats = results["heartbeats"]
-    lines.append(
-        f"{beats['instances']} nodes: {beats['registration_us']:.0f} us a registration, {beats['heartbeat_us']:.0f} us a heartbeat "
-        f"over HTTP, {beats['idle_cores']:.1%} of a core without any"
-    )
-    return "\n".join(lines)
+    names = ("per_s", "alone_median_ms", "alone_p99_ms", "cpu_us")
+    rows = [(name, *(case[each] for each in names), BUDGETS_PER_S.get(name)) for name, case in results.items()]
+    return text(("store", "pairings/s", "alone, median ms", "p99 ms", "cpu us", "budget/s"), rows)

@@ -8,15 +8,13 @@ Generator, engines, bootstrap, daemons and rank workers share the machine's core
 Closed loop: so many rooms at once, each followed by the next. Open loop: rooms arrive at twice the best rate, whether or not
 earlier ones are through; a refused room is not tried again.
 
-Run as `python -m tests.bench.bench_load [--seconds 5] [--ways bootstrap daemons engine] [--json]`.
+Run as `python -m tests.bench --only load`.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import itertools
-import json
 import os
 import re
 import time
@@ -28,7 +26,8 @@ from typing import Any
 import psutil
 
 from tests.bench.load import WAYS, Life, Load, RefusedError, RoomLostError, Shape, load
-from tests.bench.replay.run import percentile
+from tests.bench.output import percentile
+from tests.bench.output import table as text
 from tests.helpers.cluster import Cluster, cluster
 
 MODEL = "tiny-gqa"
@@ -90,9 +89,7 @@ class Tally:
         }
 
 
-def run(
-    *, seconds: float = 5.0, ways: Sequence[str] = WAYS, levels: Sequence[int] = LEVELS, transport: str = "local"
-) -> dict[str, Any]:
+def run(*, seconds: float = 5.0, ways: Sequence[str] = WAYS, transport: str = "local") -> dict[str, Any]:
     """Measure each way of admission: {"cores", "ways": {way: {"levels": [...], "best_rooms_s", "overload": {...}}}}."""
     found = {}
     for way in ways:
@@ -100,30 +97,29 @@ def run(
         pools = {"full": PAGES, "swa": 1, "request": 1}
         host = {"pools": {"device": pools, "host": {"components": []}}}
         with cluster({"preset": MODEL}, transport=transport, pages=pools, decode=host) as running:
-            found[way] = asyncio.run(_measure(running, way, seconds, levels))
+            found[way] = asyncio.run(_measure(running, way, seconds))
     return {"cores": len(os.sched_getaffinity(0)), "model": MODEL, "tokens": TOKENS, "pages": PAGES, "ways": found}
 
 
-async def _measure(running: Cluster, way: str, seconds: float, levels: Sequence[int]) -> dict[str, Any]:
+async def _measure(running: Cluster, way: str, seconds: float) -> dict[str, Any]:
     numbers = itertools.count(1)
     async with load(running, Shape(TOKENS)) as generator:
-        await closed_loop(
-            generator, way, 4, min(2.0, seconds), numbers
-        )  # connections, first meetings, code that runs first
+        # Connections, first meetings, code that runs first.
+        await _closed_loop(generator, way, 4, min(2.0, seconds), numbers)
         measured = [
-            {"concurrency": level, **await closed_loop(generator, way, level, seconds, numbers)} for level in levels
+            {"concurrency": level, **await _closed_loop(generator, way, level, seconds, numbers)} for level in LEVELS
         ]
         best = max(case["rooms_s"] for case in measured)
         overload = await _open(generator, way, OVERLOAD * best, 2 * seconds, numbers)
-        after = await closed_loop(generator, way, 16, min(2.0, seconds), numbers)
+        after = await _closed_loop(generator, way, 16, min(2.0, seconds), numbers)
     return {"levels": measured, "best_rooms_s": best, "overload": overload, "after_overload": after}
 
 
-async def closed_loop(
-    generator: Load, way: str, level: int, seconds: float, numbers: itertools.count[int], tally: Tally | None = None
+async def _closed_loop(
+    generator: Load, way: str, level: int, seconds: float, numbers: itertools.count[int]
 ) -> dict[str, Any]:
     """Keep `level` rooms under way: what came of them, and the `cpu` of each process as shares of a core."""
-    tally = tally or Tally()
+    tally = Tally()
     usage = _Usage(generator)
     begun_s = time.perf_counter()
 
@@ -201,63 +197,30 @@ def _cpu_s(process: psutil.Process) -> float:
 
 
 def _milliseconds(seconds: list[float]) -> dict[str, float]:
-    ordered = sorted(seconds)
-    return {"p50": percentile(ordered, 50) * 1e3, "p99": percentile(ordered, 99) * 1e3, "max": ordered[-1] * 1e3}
+    return {"p50": percentile(seconds, 50) * 1e3, "p99": percentile(seconds, 99) * 1e3, "max": max(seconds) * 1e3}
 
 
 def table(found: dict[str, Any]) -> str:
     """The figures for a reader."""
     lines = []
     for way, measured in found["ways"].items():
-        lines.append(f"admission by {way}: rooms/s, then median / 99th percentile in ms")
-        lines.append(
-            f"{'at once':>16} {'rooms/s':>8} {'refused':>8} {'admission':>15} {'offer_to_commit':>17} {'total':>17}"
-        )
-        lines += [_row(str(case["concurrency"]), case) for case in measured["levels"]]
         overload = measured["overload"]
-        lines.append(_row(f"open {overload['target_s']:.0f}/s", overload))
-        lines.append(_row("16 afterwards", measured["after_overload"]))
+        cases = [(str(case["concurrency"]), case) for case in measured["levels"]]
+        cases += [(f"open {overload['target_s']:.0f}/s", overload), ("16 afterwards", measured["after_overload"])]
+        title = f"admission by {way}: rooms/s (budget {BUDGET_ROOMS_S:.0f}), then median / 99th percentile in ms"
+        headings = ("at once", "rooms/s", "refused", "admission", "offer to commit", "total")
+        lines.append(text(headings, (_row(label, case) for label, case in cases), title))
         busiest = max(measured["levels"], key=lambda case: float(case["rooms_s"]))
-        shares = ", ".join(f"{name} {share:.2f}" for name, share in busiest["cpu"].items())
+        lines.append(f"cores at {measured['best_rooms_s']:.0f} rooms/s: {busiest['cpu']}")
         lines.append(
-            f"best {measured['best_rooms_s']:.0f} rooms/s (budget {BUDGET_ROOMS_S:.0f}); cores used there: {shares}"
+            f"overload: {overload['refused'] or 'no refusal'}; {overload['lost_later']} lost {overload['lost']}; "
+            f"{overload['outstanding']} under way at the end, gone after {overload['backlog_drained_s']:.1f} s; "
+            f"{overload['dropped']} not asked for, since {MOST_OUTSTANDING} were under way"
         )
-        answers = (
-            ", ".join(f"{count} x {answer}" for answer, count in sorted(overload["refused"].items())) or "no refusal"
-        )
-        lines.append(f"overload: {overload['rooms_s']:.0f} rooms/s served, {answers}, {overload['lost_later']} lost")
-        lines.append(
-            f"  {overload['outstanding']} under way at the end, gone after {overload['backlog_drained_s']:.1f} s; "
-            f"{overload['dropped']} not even asked for, since the generator had {MOST_OUTSTANDING} under way"
-        )
-        lines += [f"  lost: {count} x {why}" for why, count in overload["lost"].items()]
-        lines.append("")
-    return "\n".join(lines).rstrip()
+    return "\n".join(lines)
 
 
-def _row(label: str, case: dict[str, Any]) -> str:
-    def cell(name: str) -> str:
-        phase = case["phases_ms"].get(name)
-        return f"{phase['p50']:.1f} / {phase['p99']:.1f}" if phase else "-"
-
-    return (
-        f"{label:>16} {case['rooms_s']:>8.0f} {case['refused_share']:>8.1%} {cell('admission'):>15} "
-        f"{cell('offer_to_commit'):>17} {cell('total'):>17}"
-    )
-
-
-def main() -> None:
-    """Print a table, or with --json the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=5.0, help="for each level")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
-    parser.add_argument("--levels", nargs="+", type=int, default=list(LEVELS))
-    parser.add_argument("--transport", default="local")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    given = parser.parse_args()
-    found = run(seconds=given.seconds, ways=given.ways, levels=given.levels, transport=given.transport)
-    print(json.dumps(found, indent=1) if given.json else table(found))
-
-
-if __name__ == "__main__":
-    main()
+def _row(label: str, case: dict[str, Any]) -> tuple[str, ...]:
+    phases = [case["phases_ms"].get(name) for name in ("admission", "offer_to_commit", "total")]
+    cells = [f"{phase['p50']:.1f} / {phase['p99']:.1f}" if phase else "-" for phase in phases]
+    return (label, f"{case['rooms_s']:.0f}", f"{case['refused_share']:.1%}", *cells)

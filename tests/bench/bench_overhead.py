@@ -19,16 +19,20 @@ import httpx
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
+from tests.bench.output import percentile
+from tests.bench.output import table as text
 from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, cluster
 
 PROMPT_TOKENS = 256
 WARM_UP = 20
 REQUESTS = 200
+BUDGETS_MS = {"offer_to_first_byte_ms": 2.0}
+"""Of the median."""
 
 
 def run(*, requests: int = REQUESTS, transports: tuple[str, ...] = ("local", "mooncake", "nixl")) -> dict[str, Any]:
-    """Return milliseconds: median and 99th percentile of each figure, for each transport."""
+    """Return the milliseconds of each request by figure, for each transport."""
     return {transport: _measure(transport, requests) for transport in transports}
 
 
@@ -39,12 +43,12 @@ def _measure(transport: str, requests: int) -> dict[str, Any]:
         DecodeEngine.attach(running.decode.runtime_dir) as decode,
         httpx.Client(timeout=10) as client,
     ):
-        rooms = [request(running, client, prefill, decode, number) for number in range(1, WARM_UP + requests + 1)]
+        rooms = [_request(running, client, prefill, decode, number) for number in range(1, WARM_UP + requests + 1)]
     kept = rooms[WARM_UP:]
-    return {name: _summary([room[name] for room in kept]) for name in kept[0]}
+    return {name: [room[name] for room in kept] for name in kept[0]}
 
 
-def request(
+def _request(
     running: Cluster, client: httpx.Client, prefill: PrefillEngine, decode: DecodeEngine, room: int
 ) -> dict[str, float]:
     prefill.admit(room, prompt_tokens=PROMPT_TOKENS)
@@ -71,19 +75,11 @@ def request(
     }
 
 
-def _summary(values: list[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    return {"median": statistics.median(ordered), "p99": ordered[int(len(ordered) * 0.99) - 1]}
-
-
 def table(results: dict[str, Any]) -> str:
     """Lay the figures out for reading."""
-    lines = [f"{'transport':<10} {'figure':<22} {'median ms':>10} {'p99 ms':>10}  budget"]
-    for transport, figures in results.items():
-        for name, summary in figures.items():
-            budget = "2 ms median" if name == "offer_to_first_byte_ms" else ""
-            label = name.removesuffix("_ms")
-            lines.append(
-                f"{transport:<10} {label:<22} {summary['median']:>10.2f} {summary['p99']:>10.2f}  {budget}".rstrip()
-            )
-    return "\n".join(lines)
+    rows = [
+        (transport, name.removesuffix("_ms"), statistics.median(ms), percentile(ms, 99), BUDGETS_MS.get(name))
+        for transport, figures in results.items()
+        for name, ms in figures.items()
+    ]
+    return text(("transport", "figure", "median ms", "p99 ms", "budget ms"), rows)

@@ -1,6 +1,6 @@
 """A path that is lost in the middle of a request, against the same request undisturbed, through both daemons.
 
-Owns: the course and the figures. Run as `python -m tests.bench --only paths`.
+Run as `python -m tests.bench --only paths`.
 
 Each order of transports has daemons of its own. A request lies in consecutive pages and is published at once; the time is from
 there to the claim. With half of its operations confirmed, the kernel ends every connection of the prefill rank worker by the first
@@ -24,6 +24,8 @@ from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
+from tests.bench.output import spread
+from tests.bench.output import table as text
 from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, cluster, eventually
 from tests.helpers.cut_paths import CutSettings, cut_worker
@@ -140,22 +142,10 @@ def run(*, turns: int = TURNS) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures as Markdown."""
-    lines = [
-        f"{found['tokens']:,} tokens of {MODEL}; every byte of the disturbed requests was as written.",
-        "",
-        "| transports | undisturbed, ms | path lost in the middle, ms | added, ms | budget, ms |",
-        "|---|---|---|---|---|",
+    """The figures for a reader."""
+    rows = [
+        (order, spread(one["undisturbed_s"]), spread(one["disturbed_s"]), one["added_s"], found["budget_s"])
+        for order, one in found["orders"].items()
     ]
-    for order, one in found["orders"].items():
-        lines.append(
-            f"| {order} | {_range(one['undisturbed_s'])} | {_range(one['disturbed_s'])} | {one['added_s'] * 1e3:.0f} "
-            f"| {found['budget_s'] * 1e3:.0f} |"
-        )
-    return "\n".join(lines)
-
-
-def _range(seconds: list[float]) -> str:
-    """Median and range, in milliseconds."""
-    median, least, most = (value * 1e3 for value in (statistics.median(seconds), min(seconds), max(seconds)))
-    return f"{median:.0f} ({least:.0f} to {most:.0f})"
+    title = f"{found['tokens']:,} tokens of {MODEL}; every byte of the disturbed requests was as written"
+    return text(("transports", "undisturbed s", "path lost in the middle s", "added s", "budget s"), rows, title)

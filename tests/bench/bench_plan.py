@@ -1,11 +1,11 @@
 """How long it takes to plan one request, by length, model and state of the pools.
 
-Run it as `python -m tests.bench.bench_plan [--json]`. The budget of the design is for a 1M-token Flash request, all
+Run it as `python -m tests.bench --only plan`. The budget of the design is for a 1M-token Flash request, all
 of it new: 15 ms when no two pages follow each other on either side, 1 ms when all do.
 """
 
-import argparse
-import json
+from __future__ import annotations
+
 import statistics
 import time
 
@@ -17,6 +17,7 @@ from kvbridge.core.ids import IndexSpace, PageTable, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import plan
+from tests.bench.output import table as text
 from tests.helpers.geometries import flash, pro
 from tests.helpers.manifests import Instance, Layout
 
@@ -87,9 +88,8 @@ def measure(model: str, tokens: int, pool: str, *, repeats: int = 15) -> dict:
         "model": model,
         "tokens": tokens,
         "pool": pool,
-        "buffers": sum(len(group.layers) for group in pairing.groups if group.component.space is IndexSpace.FULL),
         "operations": len(planned.operations),
-        "bytes": planned.operations.total_bytes,
+        "gb": planned.operations.total_bytes / 1e9,
         "median_ms": statistics.median(times_s) * 1e3,
         "best_ms": min(times_s) * 1e3,
         "budget_ms": BUDGETS_MS.get((model, tokens, pool)),
@@ -100,7 +100,6 @@ def run() -> dict:
     """Measure every case; JSON-able."""
     cases = [measure(model, tokens, pool) for model in MODELS for tokens in LENGTHS for pool in POOLS]
     return {
-        "name": "plan",
         "cases": cases,
         "within_budget": all(case["median_ms"] <= case["budget_ms"] for case in cases if case["budget_ms"]),
     }
@@ -108,24 +107,6 @@ def run() -> dict:
 
 def table(figures: dict) -> str:
     """The figures of `run` for a reader."""
-    lines = [
-        f"{'model':<6} {'tokens':>9} {'pool':<11} {'operations':>10} {'GB':>7} {'median ms':>9} {'best ms':>8} budget"
-    ]
-    lines += [
-        f"{case['model']:<6} {case['tokens']:>9} {case['pool']:<11} {case['operations']:>10} "
-        f"{case['bytes'] / 1e9:>7.2f} {case['median_ms']:>9.3f} {case['best_ms']:>8.3f} {case['budget_ms'] or ''}"
-        for case in figures["cases"]
-    ]
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Print a table, or with --json the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    figures = run()
-    print(json.dumps(figures, indent=2) if parser.parse_args().json else table(figures))
-
-
-if __name__ == "__main__":
-    main()
+    headings = ("model", "tokens", "pool", "operations", "GB", "median ms", "best ms", "budget ms")
+    names = ("model", "tokens", "pool", "operations", "gb", "median_ms", "best_ms", "budget_ms")
+    return text(headings, ([case[name] for name in names] for case in figures["cases"]))

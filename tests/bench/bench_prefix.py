@@ -1,12 +1,10 @@
 """How long the index of cached prefixes takes for what admission and release ask of it, with 1M pages in it.
 
-Run it as `python -m tests.bench.bench_prefix [--json]`. Times are processor time, since the budgets are for a machine that does
+Run it as `python -m tests.bench --only prefix`. Times are processor time, since the budgets are for a machine that does
 nothing else: the best of many calls, and the median beside it. `scattered`: records have their numbers at random, which is worse
 than any use leaves them; the budgets are for an index as requests fill it.
 """
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -17,6 +15,7 @@ import numpy as np
 from kvbridge.core.ids import IndexSpace
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
+from tests.bench.output import table as text
 
 FULL, HOST = IndexSpace.FULL, IndexSpace.HOST
 PAGES = 1_000_000
@@ -91,7 +90,6 @@ def run() -> dict:
     found = [measure(scattered=scattered) for scattered in (False, True)]
     fresh, page_bytes = found[0]
     return {
-        "name": "prefix",
         "keys_of_1m_tokens": _times_ms(lambda _: page_keys(identity, tokens)),
         "indexes": [index for index, _ in found],
         "page_bytes": page_bytes,
@@ -103,25 +101,12 @@ def run() -> dict:
 
 def table(figures: dict) -> str:
     """The figures of `run` for a reader."""
+    rows = [
+        (index["numbers"], name, case["best_ms"], case["median_ms"], case["budget_ms"])
+        for index in figures["indexes"]
+        for name, case in index["cases"].items()
+    ]
     keys = figures["keys_of_1m_tokens"]
-    lines = [f"keys of 1M tokens: {keys['best_ms']:.1f} ms (median {keys['median_ms']:.1f})"]
-    lines.append(f"memory of a page: {figures['page_bytes']:.0f} B (budget {BUDGET_BYTES})")
-    lines.append(f"{'numbers':<10} {'what':<15} {'best ms':>8} {'median ms':>10} {'budget ms':>10}")
-    for index in figures["indexes"]:
-        lines += [
-            f"{index['numbers']:<10} {name:<15} {case['best_ms']:>8.3f} {case['median_ms']:>10.3f} {case['budget_ms']:>10}"
-            for name, case in index["cases"].items()
-        ]
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Print a table, or with --json the figures."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    figures = run()
-    print(json.dumps(figures, indent=2) if parser.parse_args().json else table(figures))
-
-
-if __name__ == "__main__":
-    main()
+    title = f"keys of 1M tokens: {keys['best_ms']:.1f} ms (median {keys['median_ms']:.1f}); "
+    title += f"memory of a page: {figures['page_bytes']:.0f} B (budget {BUDGET_BYTES})"
+    return text(("numbers", "what", "best ms", "median ms", "budget ms"), rows, title)

@@ -44,6 +44,7 @@ from kvbridge.tier.stores.files import FileStore
 from kvbridge.tier.stores.mooncake import MooncakeStore
 from kvbridge.tier.stores.objects import object_name
 from kvbridge.tier.stores.pages import PageStore
+from tests.bench.output import table as text
 from tests.helpers.mooncake_servers import MooncakeServers
 
 MODEL = "deepseek-v4-flash"
@@ -263,16 +264,14 @@ def _figures(seconds: dict[str, list[tuple[float, float]]], page_bytes: int) -> 
 
 def table(figures: dict[str, Any]) -> str:
     """The figures of `run` for a reader."""
-    what = f"{figures['batch']} objects of {figures['object_bytes']} bytes, medians of {figures['turns']} turns"
-    lines = [f"{what}, load before {figures['load']:.1f}"]
+    rows = []
     for case in figures["cases"]:
         for clock in ("wall", "processor"):
             found = case[clock]
+            ratios = [found[name] for name in ("put_of_bare", "get_of_bare", "get_of_without_digests")]
             rates = ", ".join(f"{way} {rate:.2f}" for way, rate in found["gb_s"].items())
-            lines += [
-                f"{case['kind']}, {clock} time: {rates} GB/s",
-                f"  of bare: put {found['put_of_bare']:.2f}, get {found['get_of_bare']:.2f} (budget {BUDGETS[case['kind']]})",
-                f"  get, of one without digests: {found['get_of_without_digests']:.2f} (budget {BUDGETS['digests']})",
-            ]
-        lines.append(f"  get by way of a process, of a direct one: {case['wall']['process_get_of_get']:.2f}")
-    return "\n".join(lines)
+            through = found.get("process_get_of_get")
+            rows.append((case["kind"], clock, *ratios, through, BUDGETS[case["kind"]], rates))
+    headings = ("store", "clock", "put of bare", "get of bare", "of no digests", "by a process", "budget", "GB/s")
+    title = f"{figures['batch']} objects of {figures['object_bytes']} bytes, {figures['turns']} turns, medians"
+    return text(headings, rows, f"{title}, load before {figures['load']:.1f}")

@@ -1,6 +1,6 @@
 """Bytes a second through a transport, against its bare library moving the same operations in the same run.
 
-Owns: the comparison. Run as `python -m tests.bench.bench_transport [backend ...]`; `run` gives the same as JSON-able data.
+Run as `python -m tests.bench --only transport`; `run` gives the same as JSON-able data.
 
 For each backend and size: a target process owns the destination, this process the source, and both ways take turns over
 the same operations (scattered on both sides), so the machine's moods meet both. The ratio of a turn is kvbridge's rate over that of
@@ -12,9 +12,7 @@ two processes of a host. Each backend has a process of its own, since UCX reads 
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import multiprocessing
 import os
 import statistics
@@ -32,11 +30,15 @@ import numpy as np
 from kvbridge.config.transports import LocalSettings, MooncakeSettings, NixlSettings, TransportSettings
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import Peer, TransferState, Transport
+from tests.bench.output import spread
+from tests.bench.output import table as text
 from tests.contract.harness import Backend, PeerProcess
 from tests.helpers.connecting import connect
 from tests.helpers.shared_buffer import SharedBuffer
 
 MIB = 1 << 20
+BUDGET = 0.95
+"""Of the rate of the bare library."""
 SIZES_BYTES = (37_440, 256 * 1024, MIB, 16 * MIB)
 POLL_PAUSE_S = 0.0001
 """As the rank worker does between two rounds in which nothing moved."""
@@ -56,7 +58,7 @@ Way = Callable[[Operations], None]
 
 
 @dataclass(frozen=True)
-class Bed:
+class _Bed:
     """A transport connected to a target process, with both buffers."""
 
     transport: Transport
@@ -92,13 +94,13 @@ def _run_backend(name: str, sizes_bytes: tuple[int, ...], total_bytes: int, turn
             transport = backend.create()
             try:
                 transport.register([source.memory()])
-                bed = Bed(transport, connect(transport, endpoint), source, target)
+                bed = _Bed(transport, connect(transport, endpoint), source, target)
                 return [{"backend": name} | _run_case(bed, size, total_bytes // size, turns) for size in sizes_bytes]
             finally:
                 transport.close()
 
 
-def _run_case(bed: Bed, size_bytes: int, count: int, turns: int) -> dict[str, Any]:
+def _run_case(bed: _Bed, size_bytes: int, count: int, turns: int) -> dict[str, Any]:
     rng = np.random.default_rng(size_bytes)
     orders = (rng.permutation(count).astype(np.uint64), rng.permutation(count).astype(np.uint64))
     step = np.uint64(size_bytes)
@@ -108,7 +110,7 @@ def _run_case(bed: Bed, size_bytes: int, count: int, turns: int) -> dict[str, An
         np.full(count, step, dtype=np.uint64),
     )
     cut = _cut(operations, size_bytes, bed.transport.max_operation_bytes)
-    ways: dict[str, Way] = {"kvbridge": lambda _: through_kvbridge(bed, cut), **BARE[bed.transport.name](bed)}
+    ways: dict[str, Way] = {"kvbridge": lambda _: _through_kvbridge(bed, cut), **BARE[bed.transport.name](bed)}
     rates: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(turns + 1):
         for way, move in ways.items():
@@ -125,7 +127,6 @@ def _run_case(bed: Bed, size_bytes: int, count: int, turns: int) -> dict[str, An
         "operation_bytes": size_bytes,
         "operations": count,
         "gb_s": rates,
-        "ratio": statistics.median(ratios),
         "ratios": ratios,
     }
 
@@ -143,7 +144,7 @@ def _cut(operations: Operations, size_bytes: int, longest_bytes: int) -> Operati
     )
 
 
-def _verify(bed: Bed, orders: tuple[np.ndarray, np.ndarray], size_bytes: int) -> None:
+def _verify(bed: _Bed, orders: tuple[np.ndarray, np.ndarray], size_bytes: int) -> None:
     """Compare one word of each operation's page of destination with the source's; every page was spoilt before."""
     used = len(orders[0]) * size_bytes
     source = bed.source.bytes[:used].reshape(-1, size_bytes)[orders[0], ::4096]
@@ -151,7 +152,7 @@ def _verify(bed: Bed, orders: tuple[np.ndarray, np.ndarray], size_bytes: int) ->
     assert np.array_equal(source, target), f"{bed.transport.name} did not deliver the bytes"
 
 
-def through_kvbridge(bed: Bed, operations: Operations) -> None:
+def _through_kvbridge(bed: _Bed, operations: Operations) -> None:
     transfer = bed.transport.submit(bed.peer, operations, deadline_s=LIMIT_S)
     while not (status := transfer.poll()).state.terminal:
         time.sleep(POLL_PAUSE_S)
@@ -161,7 +162,7 @@ def through_kvbridge(bed: Bed, operations: Operations) -> None:
 # ------------------------------------------------------------------------------------------- bare ways
 
 
-def _bare_mooncake(bed: Bed) -> dict[str, Way]:
+def _bare_mooncake(bed: _Bed) -> dict[str, Way]:
     engine = bed.transport._engine.library
     session = bed.peer.session
 
@@ -189,7 +190,7 @@ def _bare_mooncake(bed: Bed) -> dict[str, Way]:
     return {"batch_transfer_sync_write": batches, "transfer_submit_write": window}
 
 
-def _bare_nixl(bed: Bed) -> dict[str, Way]:
+def _bare_nixl(bed: _Bed) -> dict[str, Way]:
     wrapper = bed.transport._agent
     library, agent = wrapper._library, wrapper._agent
 
@@ -212,7 +213,7 @@ def _bare_nixl(bed: Bed) -> dict[str, Way]:
     return {"one_request": one_request}
 
 
-def _bare_local(bed: Bed) -> dict[str, Way]:
+def _bare_local(bed: _Bed) -> dict[str, Way]:
     shift = bed.target.buffer.address - bed.target.address
 
     def each(operations: Operations) -> None:
@@ -224,7 +225,7 @@ def _bare_local(bed: Bed) -> dict[str, Way]:
     return {"memmove": each}
 
 
-BARE: dict[str, Callable[[Bed], dict[str, Way]]] = {
+BARE: dict[str, Callable[[_Bed], dict[str, Way]]] = {
     "mooncake": _bare_mooncake,
     "nixl": _bare_nixl,
     "local": _bare_local,
@@ -233,35 +234,13 @@ BARE: dict[str, Callable[[Bed], dict[str, Way]]] = {
 
 def table(result: dict[str, Any]) -> str:
     """The result as plain text, a row for each case."""
-    lines = [f"{'backend':9} {'bytes':>9} {'operations':>10} {'kvbridge':>9} {'ratio':>6}  bare GB/s (medians)"]
+    rows = []
     for case in result["cases"]:
         medians = {way: statistics.median(rates) for way, rates in case["gb_s"].items()}
         mine = medians.pop("kvbridge")
         bare = ", ".join(f"{way} {rate:.2f}" for way, rate in medians.items())
-        lines.append(
-            f"{case['backend']:9} {case['operation_bytes']:9} {case['operations']:10} {mine:9.2f} {case['ratio']:6.2f}  {bare}"
+        rows.append(
+            (case["backend"], case["operation_bytes"], case["operations"], mine, spread(case["ratios"]), BUDGET, bare)
         )
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Print a table, or with --json the whole result."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("backends", nargs="*", choices=[[], *BACKENDS], default=[])
-    parser.add_argument("--mib", type=int, default=256)
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--bytes", type=int, nargs="+", default=list(SIZES_BYTES), help="sizes of an operation")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args()
-    backends = tuple(arguments.backends) or tuple(BACKENDS)
-    result = run(
-        backends=backends,
-        sizes_bytes=tuple(arguments.bytes),
-        total_bytes=arguments.mib * MIB,
-        turns=arguments.turns,
-    )
-    print(json.dumps(result, indent=1) if arguments.json else table(result))
-
-
-if __name__ == "__main__":
-    main()
+    headings = ("backend", "bytes", "operations", "GB/s", "ratio", "budget", "bare GB/s (medians)")
+    return text(headings, rows)

@@ -1,8 +1,5 @@
 """Many rooms through one pair of real daemons: the load generator of the load benchmark and the soak.
 
-Owns: a lean HTTP client, the two engine processes, the life of a room as a router and two engines see it. Must not know: how many
-rooms, how fast, what is made of the figures.
-
 A room may be admitted in three ways: `bootstrap` (one POST there, a ticket back, as most routers do it), `daemons` (the router
 knows the pair and names the same room to both), `engine` (decode by HTTP, then prefill's engine admits from its own process).
 """
@@ -128,8 +125,6 @@ class Shape:
     sample_every: int = 0
     keys: Callable[[int], Keys] | None = None
     """From a room to the page keys of its prompt of `shared_prompts`, which takes SHARED_TOKENS. None: rooms have none."""
-    all_shared: bool = False
-    """Of these prompts, only those that begin like others."""
 
 
 @dataclass
@@ -150,8 +145,6 @@ class Load:
         shape, begun_s = self.shape, time.perf_counter()
         body: dict[str, Any] = {"prompt_tokens": shape.tokens}
         room = (secrets.randbits(ROOM_BITS - 20) << 20) + number
-        if shape.all_shared:
-            room -= room % 10
         if shape.keys is not None:
             body |= {"room": room, "page_hashes": base64.b64encode(shape.keys(room).data).decode()}
         if way == "bootstrap":

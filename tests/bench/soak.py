@@ -30,16 +30,15 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
 
-from kvbridge.cli.local_cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster, used_pages
+from kvbridge.cli.local_cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.bench.load import Load, RefusedError, RoomLostError, Shape, load
-from tests.bench.replay.run import percentile
+from tests.bench.output import percentile
+from tests.bench.output import table as text
 from tests.bench.shared_prompts import SHARED_TOKENS, prompt
-from tests.helpers.progress import ShownProgress
 
 MODEL, REVISION, TOKENS = "tiny-v4", "1", 64
 CONCURRENCY = 16
@@ -138,7 +137,6 @@ def run(*, rooms: int, transport: str = "local", shared: bool = False, keep_s: f
             left = _busy_pages(running)
         finally:
             running.stop()
-    totals_s = sorted(course.totals_s)
     return {
         "findings": findings(course)
         + (["nothing was shared"] if shared and not course.held_tokens else [])
@@ -157,7 +155,7 @@ def run(*, rooms: int, transport: str = "local", shared: bool = False, keep_s: f
         "rooms_compared": course.checked,
         "refusals": course.refusals,
         "lost": course.lost[:20],
-        "total_ms": {str(p): round(percentile(totals_s, p) * 1e3, 2) for p in (50, 90, 99, 100)},
+        "total_ms": {str(p): round(percentile(course.totals_s, p) * 1e3, 2) for p in (50, 90, 99, 100)},
         "looks": [asdict(look) for look in course.looks],
     }
 
@@ -185,10 +183,8 @@ def _cluster(folder: Path, transport: str, *, shared: bool, keep_s: float) -> Cl
 async def _soak(running: Cluster, rooms: int, *, shared: bool, rest_s: float) -> Course:
     course = Course()
     shape = Shape(SHARED_TOKENS if shared else TOKENS, sample_every=SAMPLE_EVERY, keys=_keys if shared else None)
-    with ShownProgress(Console(stderr=True)) as progress:
-        progress.bars({"rooms": rooms})
-        async with load(running, shape) as generator:
-            await _course(generator, course, rooms, progress, rest_s)
+    async with load(running, shape) as generator:
+        await _course(generator, course, rooms, rest_s)
     return course
 
 
@@ -203,7 +199,7 @@ def _keys(room: int) -> Keys:
     return page_keys(identity, prompt(room, SHARED_TOKENS))
 
 
-async def _course(generator: Load, course: Course, rooms: int, progress: ShownProgress, rest_s: float) -> None:
+async def _course(generator: Load, course: Course, rooms: int, rest_s: float) -> None:
     numbers, begun_s = iter(range(1, rooms + 1)), time.monotonic()
     first = min(FIRST_LOOK_ROOMS, rooms)
     marks = [first, *(mark for step in range(1, LOOKS + 1) if (mark := rooms * step // LOOKS) > first)]
@@ -217,8 +213,7 @@ async def _course(generator: Load, course: Course, rooms: int, progress: ShownPr
         figures = {name: _look(process, log) for name, process, log in _processes(generator)}
         look = Look(course.done, round(time.monotonic() - begun_s, 1), round((mark - before) / took_s, 1), figures)
         course.looks.append(look)
-        progress.stage(_line(look))
-        progress.advance("rooms", mark - before)
+        print(_line(look), flush=True)
         if len(course.lost) > rooms // 100 + 10:
             break  # something is broken; the rest would only say so again
 
@@ -289,12 +284,21 @@ def _target(link: Path) -> str:
 
 
 def _busy_pages(running: Cluster) -> int:
+    """Return how many pages are not available within a while; what is cached and read by nobody is not busy."""
     deadline_s = time.monotonic() + 10.0
     while True:
-        left = sum(sum(used_pages(daemon).values()) for daemon in (running.prefill, running.decode))
+        left = sum(map(_used_pages, (running.prefill, running.decode)))
         if not left or time.monotonic() > deadline_s:
             return left
         time.sleep(0.1)
+
+
+def _used_pages(daemon: DaemonProcess) -> int:
+    status = daemon.get("/status")
+    return sum(
+        sum(map(int, states.values())) - int(status["available_pages"][space])
+        for space, states in status["pools"].items()
+    )
 
 
 # ------------------------------------------------------------------------------------------- output
@@ -308,19 +312,17 @@ def _line(look: Look) -> str:
 def table(found: dict[str, Any]) -> str:
     """The first look, the last one and the growth, for a reader."""
     first, last = found["looks"][0], found["looks"][-1]
-    names = [*SLACK, "log_bytes"]
-    lines = [
-        f"{found['rooms']} rooms in {found['seconds']:.0f} s, {found['rooms'] / found['seconds']:.0f} rooms/s, "
-        f"{found['payload_bytes'] / 1e9:.2f} GB, {found['rooms_compared']} compared byte for byte, {found['refusals']} refusals, "
-        f"{len(found['lost'])} lost, {found['held_tokens'] / found['tokens'] / found['rooms']:.0%} of prompts held by decode; "
-        f"total ms " + ", ".join(f"p{p} {ms:g}" for p, ms in found["total_ms"].items()),
-        f"{'process':<20}" + "".join(f"{name:>22}" for name in names),
-    ]
+    title = (
+        f"{found['rooms']} rooms in {found['seconds']:.0f} s, {found['payload_bytes'] / 1e9:.2f} GB, "
+        f"{found['rooms_compared']} compared byte for byte, {found['refusals']} refusals, {len(found['lost'])} lost, "
+        f"{found['held_tokens'] / found['tokens'] / found['rooms']:.0%} of prompts held by decode; total ms {found['total_ms']}; "
+        f"after {first['rooms']} rooms -> after {last['rooms']}:"
+    )
+    rows = []
     for process, before in first["processes"].items():
         after = last["processes"].get(process, before)
-        cells = (f"{before[name]:g} -> {after[name]:g}" for name in names)
-        lines.append(f"{process:<20}" + "".join(f"{cell:>22}" for cell in cells))
-    lines.append(f"(after {first['rooms']} rooms -> after {last['rooms']})")
+        rows.append((process, *(f"{before[name]:g} -> {after[name]:g}" for name in before)))
+    lines = [text(("process", *next(iter(first["processes"].values()))), rows, title)]
     lines += [f"RED: {finding}" for finding in found["findings"]]
     if not found["findings"]:
         growth = max(

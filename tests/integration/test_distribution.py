@@ -14,6 +14,7 @@ import readme_renderer.markdown
 from packaging.metadata import Metadata
 from trove_classifiers import classifiers
 
+from deploy.grafana.build import BOARDS
 from kvbridge import __version__
 from tests.helpers.distribution import ROOT, Installed, build, copy_checkout, install
 
@@ -32,7 +33,6 @@ DATA = {
     "configs": "configs/*.*",
     "prometheus": "deploy/prometheus/*.yaml",
     "docs": "docs/runbook.md",
-    "grafana": "deploy/grafana/dashboards/*.json",
 }
 """Each folder of `share/kvbridge` and what it has of the checkout."""
 
@@ -81,7 +81,8 @@ def test_the_wheel_has_every_file_of_the_package_and_what_is_used_beside_it(buil
     info, data = f"kvbridge-{__version__}.dist-info/", f"kvbridge-{__version__}.data/data/share/kvbridge/"
     assert {name for name in within if name.startswith("kvbridge/")} == sources()
     assert {name for name in within if name.startswith(data)} == {
-        f"{data}{folder}/{path.name}" for folder, pattern in DATA.items() for path in ROOT.glob(pattern)
+        *(f"{data}{folder}/{path.name}" for folder, pattern in DATA.items() for path in ROOT.glob(pattern)),
+        *(f"{data}grafana/{board.uid}.json" for board in BOARDS),
     }
     rest = {name for name in within if not name.startswith(("kvbridge/", data))}
     named = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt")

@@ -125,7 +125,6 @@ def test_bytes_are_those_that_the_oracle_counts(run: dict[str, Any]) -> None:
         assert everything == total(page, "kvbridge_transferred_bytes_total", **way)
         assert everything == total(page, "kvbridge_peer_transferred_bytes_total", peer=peer, **way)
         assert everything == total(page, "kvbridge_peer_transferred_bytes_total")
-        assert everything == pytest.approx(total(page, "kvbridge_operation_bytes_sum"), rel=1e-9)  # of means
 
 
 def test_busy_time_is_what_was_seen_from_outside(run: dict[str, Any]) -> None:
@@ -137,12 +136,9 @@ def test_busy_time_is_what_was_seen_from_outside(run: dict[str, Any]) -> None:
     )
     shown_s = {}
     for role, direction, peer in SIDES:
-        way = {"direction": direction, "transport": run["transport"]}
-        shown_s[role] = total(run["pages"][role], "kvbridge_transfer_busy_seconds_total", **way)
+        way = {"peer": peer, "direction": direction, "transport": run["transport"]}
+        shown_s[role] = total(run["pages"][role], "kvbridge_peer_busy_seconds_total", **way)
         assert least_s <= shown_s[role] <= most_s
-        assert total(run["pages"][role], "kvbridge_peer_busy_seconds_total", peer=peer, **way) == pytest.approx(
-            shown_s[role]
-        )
     assert shown_s["decode"] == pytest.approx(shown_s["prefill"], rel=0.05, abs=0.01)
 
 
@@ -175,17 +171,13 @@ def test_a_daemon_shows_everything_of_its_role_and_nothing_of_others(run: dict[s
 
 def test_what_is_now_is_what_an_operator_would_say(run: dict[str, Any]) -> None:
     prefill, decode, bootstrap = (run["pages"][role] for role in ("prefill", "decode", "bootstrap"))
-    for page, peer in ((prefill, "decode-0/node-0"), (decode, "prefill-0/node-0")):
-        assert total(page, "kvbridge_peers", state="connected") == 1
-        assert 0 <= total(page, "kvbridge_peer_silence_seconds", peer=peer) < 10
+    for page in (prefill, decode):
         assert total(page, "kvbridge_engines", state="attached") == 1
         assert total(page, "kvbridge_workers", state="ready") == 1
         assert total(page, "kvbridge_directory_registration", state="registered") == 1
         assert total(page, "kvbridge_directory_registration") == 1
-        assert total(page, "kvbridge_pool_bytes", state="free") > 0
     for role in ("prefill", "decode"):
         assert total(bootstrap, "kvbridge_instances", role=role, state="ready") == 1
-        assert 0 <= total(bootstrap, "kvbridge_heartbeat_age_seconds", role=role, daemon=f"{role}-0/node-0") < 10
     assert total(bootstrap, "kvbridge_pairings_total", outcome="paired") == len(CASES)
     assert total(bootstrap, "kvbridge_pairing_duration_seconds_count", outcome="paired") == len(CASES)
     asked = {"route": "/v1/requests", "method": "POST", "code": "201"}

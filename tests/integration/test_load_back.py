@@ -369,7 +369,7 @@ def test_many_conversations_at_once_whatever_is_evicted(tiers: Tiers) -> None:
     """Eight of them, three in flight at a time, in a device that holds two; every byte of every turn is looked at."""
     talks = [Conversation(tiers, 100 + number) for number in range(8)]
     before = dict(tiers.host_tokens)
-    counted = [metric(daemon, "kvbridge_prefix_host_tokens_total") for daemon in tiers.both]
+    counted = [status(daemon)["prefixes"]["host_tokens"] for daemon in tiers.both]
     earlier_rooms = [host_tokens(daemon).keys() for daemon in tiers.both]
     crossed: set[int] = set()
     for turn in range(4):
@@ -392,7 +392,7 @@ def test_many_conversations_at_once_whatever_is_evicted(tiers: Tiers) -> None:
         rooms = {room: tokens for room, tokens in host_tokens(daemon).items() if room not in others}
         assert sum(rooms[room] for room in crossed) == came
         # Rooms that the other side had no pages for were admitted here, and asked for once more.
-        assert metric(daemon, "kvbridge_prefix_host_tokens_total") - earlier == sum(rooms.values())
+        assert status(daemon)["prefixes"]["host_tokens"] - earlier == sum(rooms.values())
 
 
 def host_tokens(daemon: DaemonProcess) -> dict[int, int]:

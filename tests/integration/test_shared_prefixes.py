@@ -174,9 +174,7 @@ def test_what_is_retained_is_there_when_others_have_come_meanwhile(live: LiveClu
     forget(live)
     gone = status(live.decode)["prefixes"]["evicted_pages"]
     assert gone["retained"] >= 3, "nothing is kept from a request that needs all there is"
-    lines = http("GET", live.decode, "/metrics").text
-    assert 'kvbridge_prefix_evicted_pages_total{reason="retained"}' in lines
-    assert "kvbridge_prefix_retained_pages 0" in lines
+    assert 'kvbridge_prefix_evicted_pages_total{reason="retained"}' in http("GET", live.decode, "/metrics").text
 
 
 def test_an_abort_in_the_middle_leaves_the_prefix_and_a_sibling_that_reads_it(live: LiveCluster) -> None:

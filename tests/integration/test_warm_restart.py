@@ -18,7 +18,7 @@ from kvbridge.engine import DecodeRoom, PrefillRoom
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.tier.journal import Contents, read_header, replay
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import http, live_cluster, metric, status
+from tests.helpers.live_rooms import http, live_cluster, status
 from tests.helpers.matrices import kept
 from tests.integration.test_load_back import PAGE, Conversation, Setting, Tiers
 
@@ -128,7 +128,6 @@ def test_what_was_on_the_host_is_found_and_used(tiers: Tiers, how: signal.Signal
         assert not lines(daemon, "kept_pools_refused")
         [restored] = eventually("looked at", lambda daemon=daemon: lines(daemon, "prefixes_restored"))
         assert '"lost": 0' in restored
-        assert metric(daemon, "kvbridge_kept_pages", outcome="restored") == 4
         found = status(daemon)["kept_pools"]
         assert (found["restored_pages"], found["waiting_pages"], found["lost_pages"], found["refused"]) == (4, 0, 0, "")
         assert found["restored_bytes"] > 0
@@ -170,7 +169,7 @@ def test_a_pool_of_another_layout_is_refused_and_made_anew(tiers: Tiers) -> None
     for daemon in tiers.both:
         assert "its layout is" in lines(daemon, "kept_pools_refused")[0]
         assert "its layout is" in status(daemon)["kept_pools"]["refused"]
-        assert metric(daemon, "kvbridge_kept_pages", outcome="refused") == 3
+        assert status(daemon)["kept_pools"]["refused_pages"] == 3
         assert on_host(daemon) == 0
     begun, claimed = conversation.cross(3 * PAGE + 9)
     assert (begun.host_tokens, claimed.host_tokens) == (0, 0)

@@ -16,6 +16,7 @@ from kvbridge.cli.main import COMMANDS, load_command
 from kvbridge.engine import __all__ as engine_names
 from kvbridge.sparse import __all__ as sparse_names
 from kvbridge.telemetry.metrics import METRICS
+from kvbridge.telemetry.readers import LINES
 from tests.docs.pages import PAGES as ALL_PAGES
 from tests.docs.pages import blocks, spans
 from tests.helpers.config_keys import known_keys
@@ -84,8 +85,8 @@ def _code(page: Path) -> str:
 
 def test_log_events_that_the_runbook_names_are_written() -> None:
     source = "\n".join(path.read_text() for path in (ROOT / "kvbridge").rglob("*.py"))
-    written = set(re.findall(r"\blog\.\w+\(\s*\"([a-z_]+)\"|_rooms\.\w+\(\s*\"([a-z_]+)\"", source))
-    events = {event for pair in written for event in pair if event} | {"library_output"}
+    written = re.findall(r"\b(?:log|_rooms)\.\w+\(\s*\"([a-z_]+)\"", source)
+    events = {*written, *(event for _, event, _ in LINES.values()), "library_output"}
     named = set(
         re.findall(
             r"`((?:room|peer|worker|engine|daemon|frame|fence|store|bootstrap|request|accept|allowed|lines|writers|transport)_[a-z_]+)`",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.grafana.expressions import CHOSEN, NAME, now, of_each, quantile, rate, rate_of_each
+from deploy.grafana.expressions import CHOSEN, NAME, now, quantile, rate, rate_of_each
 from deploy.grafana.panels import Board, Query, Row, heat, lines, number, table
 
 REFUSED = 'outcome!="paired"'
@@ -27,13 +27,6 @@ BOARD = Board(
                     now("instances", where='role="decode", state="ready"', how="min"),
                 ),
                 number(
-                    "Oldest heartbeat",
-                    "Of all registered nodes. At directory.expire_after_s (8 s by default) a node is forgotten.",
-                    now("heartbeat_age_seconds", how="max"),
-                    unit="s",
-                    bad_above=6,
-                ),
-                number(
                     "Pairings a second",
                     "Requests that got a pair.",
                     rate("pairings_total", where='outcome="paired"'),
@@ -56,12 +49,6 @@ BOARD = Board(
                     "Instances by state",
                     "Ready: can be paired. Not ready: complete, but a node admits nothing. Incomplete: ranks are missing.",
                     Query(now("instances", "role, state", how="max"), "{{role}} {{state}}"),
-                ),
-                lines(
-                    "Heartbeat ages",
-                    "Since each registered node was last heard of.",
-                    Query(now("heartbeat_age_seconds", "daemon", how="max"), "{{daemon}}"),
-                    unit="s",
                 ),
                 lines(
                     "Where daemons stand with the directory",
@@ -124,9 +111,8 @@ BOARD = Board(
                 ),
                 lines(
                     "Servers",
-                    "Those that are well, and those that get no request, as each router sees them, and what is under way there.",
+                    "Those that are well, and those that get no request, as each router sees them.",
                     Query(now("router_servers", "role, state", how="max"), "{{role}} {{state}}"),
-                    Query(now("router_outstanding_requests", "role"), "under way: {{role}}"),
                     empty_unless=A_ROUTER,
                 ),
             ),
@@ -196,11 +182,6 @@ BOARD = Board(
                     Query(rate("trace_spans_total", "outcome"), "{{outcome}}"),
                     Query(rate("traceparents_ignored_total"), "traceparent ignored"),
                     unit="ops",
-                ),
-                lines(
-                    "Readiness",
-                    "1 while a daemon admits new rooms.",
-                    Query(of_each("ready"), "{{daemon}}"),
                 ),
                 table(
                     "What runs",

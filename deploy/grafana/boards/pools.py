@@ -6,6 +6,7 @@ from deploy.grafana.expressions import CHOSEN, NAME, gained, now, of_each, quant
 from deploy.grafana.panels import Board, Query, Row, Variable, lines, number, table
 
 _HIT = 'outcome="hit"'
+_HITS, _LOADED = (rate("sparse_rows_total", where=f'outcome="{outcome}"') for outcome in ("hit", "loaded"))
 _LEAST_RATE = 0.001
 """Tokens a second: without requests that have page keys the share is 0, and not nothing divided by nothing."""
 
@@ -26,13 +27,6 @@ BOARD = Board(
                     stacked=True,
                     width=24,
                     repeat="space",
-                ),
-                lines(
-                    "Pool memory",
-                    "The same in bytes, over all spaces.",
-                    Query(now("pool_bytes", "state"), "{{state}}"),
-                    unit="bytes",
-                    stacked=True,
                 ),
                 lines(
                     "Available share of each daemon",
@@ -80,24 +74,15 @@ BOARD = Board(
                     unit="ops",
                 ),
                 lines(
-                    "Retained pages",
-                    "Cached pages that are to go after others, as requests said, and the requests a second whose wish did not "
-                    "count since their namespace had its share (tier.retained_share).",
-                    Query(now("prefix_retained_pages", "job, instance") + f" * {NAME}", "{{daemon}}"),
-                    Query(rate_of_each("prefix_retention_refused_total"), "{{daemon}}: refused a second"),
+                    "Requests whose retention did not count",
+                    "A second: their namespace, or all together, had as many retained pages as they may (tier.retained_share).",
+                    Query(rate_of_each("prefix_retention_refused_total"), "{{daemon}}"),
+                    unit="ops",
                 ),
                 lines(
-                    "Checkpoints there are",
-                    "Prefill, models with windows: page ends at which an engine can go on now.",
-                    Query(now("prefix_checkpoints", "job, instance") + f" * {NAME}", "{{daemon}}"),
-                ),
-                lines(
-                    "Checkpoints kept, used, evicted",
-                    "A second. Kept, by where; used, by rooms that went on there; evicted. Many kept at prompts' ends and few used "
-                    "mean that the next turns come too late, or to other instances.",
-                    Query(rate_of_each("prefix_checkpoints_kept_total", "reason"), "kept: {{reason}}"),
-                    Query(rate_of_each("prefix_checkpoints_used_total"), "used"),
-                    Query(rate_of_each("prefix_checkpoints_evicted_total"), "evicted"),
+                    "Rooms that went on from a checkpoint",
+                    "A second, prefill, models with windows.",
+                    Query(rate_of_each("prefix_checkpoints_used_total"), "{{daemon}}"),
                     unit="ops",
                 ),
                 lines(
@@ -120,16 +105,6 @@ BOARD = Board(
                     stacked=True,
                 ),
                 lines(
-                    "Share of hits that came from host memory",
-                    "Of the cached prompt tokens of requests, those that were on the host alone and are loaded back to the device.",
-                    Query(
-                        f"{rate('prefix_host_tokens_total', 'job, instance')} / "
-                        f"clamp_min({rate('prefix_tokens_total', 'job, instance', where=_HIT)}, {_LEAST_RATE}) * {NAME}",
-                        "{{daemon}}",
-                    ),
-                    unit="percentunit",
-                ),
-                lines(
                     "Copied between device and host",
                     "Bytes a second, by direction.",
                     Query(rate("host_tier_copied_bytes_total", "direction"), "{{direction}}"),
@@ -147,34 +122,6 @@ BOARD = Board(
                     Query(rate("host_tier_copies_total", "direction, outcome"), "{{direction}} {{outcome}}"),
                     unit="ops",
                 ),
-                lines(
-                    "Prompts that wait to be copied",
-                    "They grow when pages come faster than they can be copied: raise link_share, or copy less (policy).",
-                    Query(of_each("host_tier_waiting_prompts"), "{{daemon}}"),
-                ),
-                lines(
-                    "Pages on their way",
-                    "At most tier.host.backup.order_pages a node.",
-                    Query(of_each("host_tier_in_flight_pages"), "{{daemon}}"),
-                ),
-                lines(
-                    "Prompts that found no place",
-                    "A second. Host memory is full of pages that are read: it is too small.",
-                    Query(rate_of_each("host_tier_refused_total"), "{{daemon}}"),
-                    unit="ops",
-                ),
-                lines(
-                    "Pages that left host memory",
-                    "A second, to make room. Read_back: they had come back to the device at least once. Unused: never; when nearly "
-                    "all are, host memory is too small for the time between two turns, or too much is copied (policy).",
-                    Query(rate_of_each("host_tier_evicted_pages_total", "use"), "{{daemon}}: {{use}}"),
-                    unit="ops",
-                ),
-                lines(
-                    "Pages of kept pools",
-                    "What the daemon before had left (pools.keep_s), by what became of it at the last start.",
-                    Query(of_each("kept_pages", "outcome"), "{{daemon}}: {{outcome}}"),
-                ),
             ),
         ),
         Row(
@@ -184,17 +131,6 @@ BOARD = Board(
                     "State of the store",
                     "Closed: it is asked. Open: it has failed too often and is left alone for a while; requests go on without it.",
                     Query(now("prefix_store_state", "state"), "{{state}}"),
-                ),
-                lines(
-                    "Stores that are left alone",
-                    "1 while a daemon does not ask its store, since it has failed too often; store_breaker in the log says why.",
-                    Query(of_each("store_breaker_open"), "{{daemon}}"),
-                ),
-                lines(
-                    "Stores given up and asked again",
-                    "A second. Open: it has failed too often, or a request has tried it again in vain. Closed: it works again.",
-                    Query(rate("store_breaker_changes_total", "state"), "{{state}}"),
-                    unit="ops",
                 ),
                 number(
                     "Starts of store processes",
@@ -222,21 +158,6 @@ BOARD = Board(
                     Query(rate("prefix_store_prefetches_total", "outcome"), "{{outcome}}"),
                     unit="ops",
                 ),
-                lines(
-                    "Time that a request waited for it",
-                    "On average; at most tier.prefetch_s.",
-                    Query(
-                        f"{rate('prefix_store_prefetch_seconds_total', 'job, instance')} / "
-                        f"clamp_min({rate('prefix_store_prefetches_total', 'job, instance')}, {_LEAST_RATE}) * {NAME}",
-                        "{{daemon}}",
-                    ),
-                    unit="s",
-                ),
-                lines(
-                    "Prompts that wait to be written",
-                    "They grow when pages come to the host faster than the store takes them.",
-                    Query(of_each("prefix_store_waiting_prompts"), "{{daemon}}"),
-                ),
             ),
         ),
         Row(
@@ -246,13 +167,6 @@ BOARD = Board(
                     "Waiting requests",
                     "Requests with `wait_s` that wait for pages now.",
                     now("admission_waiting_requests"),
-                ),
-                number(
-                    "Oldest wait",
-                    "How long the oldest of them waits.",
-                    now("admission_oldest_wait_seconds", how="max"),
-                    unit="s",
-                    bad_above=30,
                 ),
                 number(
                     "Starved for",
@@ -275,11 +189,26 @@ BOARD = Board(
                     unit="s",
                     width=12,
                 ),
+            ),
+        ),
+        Row(
+            "Sparse decode",
+            (
                 lines(
-                    "Starved daemons",
-                    "For how long not even the smallest request fits, each daemon.",
-                    Query(of_each("admission_starved_seconds"), "{{daemon}}"),
-                    unit="s",
+                    "Selected rows found in the hot buffer",
+                    "Share of hits. The rest was loaded from the host while attention waited: more hot rows help, "
+                    "if memory allows (`kvbridge fit`).",
+                    Query(f"{_HITS} / ({_HITS} + {_LOADED})", "hits"),
+                    unit="percentunit",
+                    width=12,
+                    empty_unless="an engine has told what its hot buffer did (`release(room, sparse=...)`)",
+                ),
+                lines(
+                    "Rows a second",
+                    "Over all layers. hit: was in the hot buffer; loaded: from the host, in a step; preloaded: likewise, at "
+                    "admission; backed_up: new ones, to the host.",
+                    Query(rate("sparse_rows_total", "outcome"), "{{outcome}}"),
+                    unit="ops",
                     width=12,
                 ),
             ),
@@ -287,11 +216,6 @@ BOARD = Board(
         Row(
             "Leases and quarantine",
             (
-                lines(
-                    "Leased pages",
-                    "Pages that a transfer may touch, by space. A lease ends by proof only, never by a timer.",
-                    Query(now("pool_pages", "space", where='state="leased"'), "{{space}}"),
-                ),
                 lines(
                     "Pages in quarantine",
                     "By daemon. They come back when what is missing is proved.",
@@ -320,12 +244,6 @@ BOARD = Board(
                     "Rank workers started again",
                     "A second, each daemon. Rooms that were on the worker fail.",
                     Query(rate_of_each("worker_restarts_total", "reason"), "{{daemon}} {{reason}}"),
-                    unit="ops",
-                ),
-                lines(
-                    "Transports that could not be built",
-                    "A second, each daemon, by transport. The rank goes on with those that it has, and tries again every 10 s.",
-                    Query(rate_of_each("transport_successors_failed_total", "transport"), "{{daemon}} {{transport}}"),
                     unit="ops",
                 ),
                 table(

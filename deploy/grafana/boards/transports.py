@@ -1,17 +1,17 @@
-"""Bytes: how many, how fast, by which transport, to whom, in pieces of what size."""
+"""Bytes: how many, how fast, by which transport, to whom."""
 
 from __future__ import annotations
 
-from deploy.grafana.expressions import CHOSEN, now, of_each, quantile, rate, rate_of_each
-from deploy.grafana.panels import Board, Query, Row, Variable, heat, lines, table
+from deploy.grafana.expressions import CHOSEN, of_each, rate
+from deploy.grafana.panels import Board, Query, Row, Variable, lines, table
 
 PEER = 'peer=~"$peer"'
 BY_TRANSPORT = "direction, transport"
 
 BOARD = Board(
     "kvbridge-transports",
-    "kvbridge / Transports by peer and size",
-    "Bytes by transport, component, peer and size of copies; which peer is slow, silent or failing.",
+    "kvbridge / Transports by peer",
+    "Bytes by transport, component and peer; which peer is slow or failing.",
     (
         Row(
             "Transports",
@@ -21,26 +21,6 @@ BOARD = Board(
                     "What arrives, by direction and transport.",
                     Query(rate("transferred_bytes_total", BY_TRANSPORT), "{{direction}} {{transport}}"),
                     unit="Bps",
-                ),
-                lines(
-                    "Rate while busy",
-                    "Bytes over the time in which at least one transfer was under way: what the wire gives. Compare it with "
-                    "what `kvbridge bench-peer` measures on an idle system.",
-                    Query(
-                        f"{rate('transferred_bytes_total', BY_TRANSPORT)} / "
-                        f"({rate('transfer_busy_seconds_total', BY_TRANSPORT)} > 0)",
-                        "{{direction}} {{transport}}",
-                    ),
-                    unit="Bps",
-                ),
-                lines(
-                    "Share of time busy",
-                    "Of each daemon. Near 1 the transport is the bottleneck.",
-                    Query(
-                        rate_of_each("transfer_busy_seconds_total", BY_TRANSPORT),
-                        "{{daemon}} {{direction}} {{transport}}",
-                    ),
-                    unit="percentunit",
                 ),
                 lines(
                     "Bytes by component",
@@ -60,37 +40,11 @@ BOARD = Board(
             ),
         ),
         Row(
-            "Sizes",
-            (
-                heat(
-                    "Sizes of copies",
-                    "Copies by size, each room's at their mean. Many small ones are bound by their count, not by bytes.",
-                    rate("operation_bytes_bucket", "le", where='direction="sent"'),
-                    unit="bytes",
-                ),
-                lines(
-                    "Copies a second",
-                    "By transport.",
-                    Query(rate("operation_bytes_count", "transport", where='direction="sent"'), "{{transport}}"),
-                    unit="ops",
-                    width=6,
-                ),
-                lines(
-                    "Size of a copy by component, median",
-                    "A component of small rows is sent in small copies; larger pages help.",
-                    Query(quantile(0.5, "operation_bytes", "component", where='direction="sent"'), "{{component}}"),
-                    unit="bytes",
-                    width=6,
-                ),
-            ),
-        ),
-        Row(
             "Peers",
             (
                 table(
                     "Every peer",
-                    "As the chosen daemons see them. Slow: a low rate while busy beside others of the same transport. Silent: the "
-                    "highest age. Failing: rooms and handshakes in the time shown.",
+                    "As the chosen daemons see them. Slow: a low rate while busy beside others of the same transport.",
                     {
                         "Bytes/s": Query(
                             rate("peer_transferred_bytes_total", "peer, direction, transport", where=PEER)
@@ -114,13 +68,6 @@ BOARD = Board(
                     unit="Bps",
                 ),
                 lines(
-                    "Silence",
-                    "Since a connected peer was last heard of. Heartbeats are 2 s apart unless configured otherwise; at "
-                    "timeouts.peer_silence_s it counts as lost.",
-                    Query(now("peer_silence_seconds", "peer", where=PEER, how="max"), "{{peer}}"),
-                    unit="s",
-                ),
-                lines(
                     "Failures by peer",
                     "Rooms that failed with a peer, refused handshakes, and losses (`lost`), a second.",
                     Query(rate("peer_failures_total", "peer, code", where=PEER), "{{peer}} {{code}}"),
@@ -132,11 +79,6 @@ BOARD = Board(
         Row(
             "Control messages",
             (
-                lines(
-                    "Peers",
-                    "Nodes of the other role, by state; rooms go to and from connected ones.",
-                    Query(now("peers", "state"), "{{state}}"),
-                ),
                 lines(
                     "Sent again, given up",
                     "Control messages a second that were not acknowledged in time, and those that never were.",

@@ -315,10 +315,6 @@ class PrefillNodes:
             for known in self._known.values()
         )
 
-    def names(self) -> dict[PeerAddress, str]:
-        """What the prefill node behind each address is called, of those that have welcomed us."""
-        return {address: known.node.name for address, known in self._known.items() if known.node is not None}
-
     def addresses(self) -> list[PeerAddress]:
         """Every address that we have said hello to."""
         return list(self._known)

@@ -17,7 +17,6 @@ from kvbridge.core.wire.messages import MAX_CHECKPOINTS, to_wire
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.sender.room import SenderRoom
 from kvbridge.pool.accounts.page_states import PageState
-from kvbridge.telemetry.events import CheckpointKept
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +123,7 @@ class RoomCheckpoints:
             whole = tokens // self.pages.settings.geometry.tokens_per_page
             if whole > prefixes.reads(room.owner):
                 continue  # what is before it has been dropped meanwhile
-            if prefixes.keep_checkpoint(room.owner, whole, room.checkpoints[tokens].ids):
-                cause = room.checkpoint_causes[tokens].value
-                self.pages.events.emit(CheckpointKept(**room.identity, cause=cause))
+            prefixes.keep_checkpoint(room.owner, whole, room.checkpoints[tokens].ids)
 
 
 def _on_wire(tokens: int, table: PageTable) -> Checkpoint:

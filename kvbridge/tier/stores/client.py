@@ -23,7 +23,7 @@ from kvbridge.config.stores import StoreLimits, StoreSettings
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores.base import REMEDIES, Answer, Outcome, Remedy, Verb
-from kvbridge.tier.stores.breaker import Breaker, BreakerState, FailedKeys
+from kvbridge.tier.stores.breaker import Breaker, FailedKeys
 from kvbridge.tier.stores.messages import StoreOrder, StoreReport, StoreSetup
 from kvbridge.tier.stores.objects import ObjectForm, PageIds, check_request, names_of, object_name
 from kvbridge.tier.stores.supervisor import StoreProcess
@@ -91,7 +91,6 @@ class StoreClient:
         self._number = 0
         self._failed = FailedKeys(self._limits.remember_s)
         self.breaker = Breaker(self._limits.failures)
-        self.breaker_changes: Counter[BreakerState] = Counter()
         """How often it came to be open, and closed again."""
         self.counts: Counter[tuple[Verb, Outcome]] = Counter()
         """Objects, by what was asked and how it ended."""
@@ -222,7 +221,6 @@ class StoreClient:
         elif not is_busy:  # what comes late behind others of ours says nothing against a store that answers those
             self.breaker.failure(now_s)
         if self.breaker.state is not before:
-            self.breaker_changes[self.breaker.state] += 1
             log.warning("store_breaker", state=self.breaker.state.value, before=before.value, reason=answer.detail)
         found = [(name, REMEDIES[outcome]) for name, outcome in zip(operation.names, answer.outcomes, strict=True)]
         if operation.verb in {Verb.GET, Verb.HAS}:

@@ -1,6 +1,6 @@
 """The bare kernels: what the benchmarks compare kvbridge's kernels with.
 
-Owns: their sources and launches. They are compiled by the same means as the product's kernels.
+They are compiled by the same means as the product's kernels.
 """
 
 from __future__ import annotations
@@ -32,11 +32,6 @@ SOURCE = BenchSource("bare_kernels")
 @cache
 def _kernel(name: str, device: int) -> Kernel:
     return kernel(SOURCE, name, device)
-
-
-def launch_nothing(device: int, stream: int, *, blocks: int = 132, threads: int = 256) -> None:
-    """Launch a kernel that returns at once."""
-    _kernel("nothing", device).launch((), grid=blocks, block=threads, stream=stream)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Memory for benchmarks: registered host memory, device memory, and both as torch tensors.
-
-Owns: what it allocates, until it is closed. Must not know: what is measured.
-"""
+"""Memory for benchmarks: registered host memory, device memory, and both as torch tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Whole C4 pages between device and host by kernel, scattered on both sides, beside one copy of as many bytes by a copy engine.
-
-Owns: the cases, and that each of them moved the right bytes.
-"""
+"""Whole C4 pages between device and host by kernel, scattered on both sides, beside one copy of as many bytes by a copy engine."""
 
 from __future__ import annotations
 
@@ -13,16 +10,12 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.page_copies import CudaPageCopier
 from kvbridge.kernels.places import IdPairs, PageMemory, PagePair
 from tests.bench.gpu.memory import PAGE_BYTES, CacheFlush, device_memory, fill_random, host_memory, tensor_at
-from tests.bench.gpu.recorder import Recorder
-from tests.bench.gpu.timing import graph_us, spread
+from tests.bench.gpu.timing import Record, graph_us
 
 LAYERS = 21
 LAYER_PAGES = 1024
 POOL_PAGES = LAYERS * LAYER_PAGES
 CASES = ((1, (1, 8, 64, 512, 8192)), (LAYERS, (1, 8, 64, 512)))
-BLOCKS = (2, 4, 8, 16, 32, 64, 132)
-BLOCKS_PAGES = 512
-"""How many pages of one layer are copied to compare numbers of blocks."""
 WAYS = ("d2h", "h2d")
 
 
@@ -41,7 +34,7 @@ class Beds:
         return (self.device, self.host) if way == "d2h" else (self.host, self.device)
 
 
-def run(recorder: Recorder, *, quick: bool) -> None:
+def run(record: Record, *, quick: bool) -> None:
     """Measure everything."""
     torch.cuda.set_device(0)
     size = POOL_PAGES * PAGE_BYTES
@@ -51,13 +44,11 @@ def run(recorder: Recorder, *, quick: bool) -> None:
         for way in WAYS:
             for layers, counts in CASES:
                 for pages in counts[:3] if quick else counts:
-                    case(recorder, beds, way, layers=layers, pages=pages, blocks=0)
-            for blocks in () if quick else BLOCKS:
-                case(recorder, beds, way, layers=1, pages=BLOCKS_PAGES, blocks=blocks)
+                    case(record, beds, way, layers=layers, pages=pages)
 
 
-def case(recorder: Recorder, beds: Beds, way: str, *, layers: int, pages: int, blocks: int) -> None:
-    """Check and time one copy; `blocks` 0 is the product's choice."""
+def case(record: Record, beds: Beds, way: str, *, layers: int, pages: int) -> None:
+    """Check and time one copy."""
     source, target = beds.sides(way)
     each = POOL_PAGES // layers
     ids = [torch.randperm(each, device="cuda", dtype=torch.int32)[:pages].contiguous() for _ in range(2)]
@@ -68,29 +59,27 @@ def case(recorder: Recorder, beds: Beds, way: str, *, layers: int, pages: int, b
     lists = [IdPairs(ids[0].data_ptr(), ids[1].data_ptr(), pages)]
     total = layers * pages * PAGE_BYTES
     fill_random(source, POOL_PAGES * PAGE_BYTES, 0, seed=pages)
-    with CudaPageCopier(0, pairs, blocks=blocks) as copier:
+    with CudaPageCopier(0, pairs) as copier:
         copier.copy(lists, stream=beds.stream)
         wrong = _wrong_pages(source, target, ids, layers=layers, each=each)
-        took = graph_us(
+        us = graph_us(
             0,
             beds.stream,
             lambda: copier.copy(lists, stream=beds.stream),
             replays=beds.replays,
             before=lambda _: beds.flush.enqueue(beds.stream),
         )
-    link = graph_us(
+    link_us = graph_us(
         0,
         beds.stream,
         lambda: runtime.copy(target, source, total, device=0, stream=beds.stream),
         replays=beds.replays,
         before=lambda _: beds.flush.enqueue(beds.stream),
     )
-    us, link_us = spread(took)["median"], spread(link)["median"]
-    recorder.case(
+    record(
         way=way,
         layers=layers,
         pages=pages,
-        blocks=blocks,
         bytes=total,
         us=us,
         gb_s=total / us / 1e3,

@@ -1,6 +1,6 @@
 """Swap-in under the conditions of `sglang_h200.json`, beside the bare gather of the same missing rows.
 
-Owns: the table's cases and how one is timed. Every case is checked byte by byte before it is timed.
+Every case is checked byte by byte before it is timed.
 
 Timing: one CUDA graph of [event, a call for each of 8 layers, event] (fewer layers for large calls), 21 replays, the median, over
 the number of calls. Before each replay, outside of the events: the state is restored, the next of three selections is
@@ -25,7 +25,6 @@ from tests.bench.gpu.memory import (
     host_memory,
     tensor_at,
 )
-from tests.bench.gpu.recorder import Recorder
 from tests.bench.gpu.swap_in_model import (
     MOST_BATCH,
     POOL_PAGES,
@@ -38,14 +37,14 @@ from tests.bench.gpu.swap_in_model import (
     wrong_bytes,
     wrong_state,
 )
-from tests.bench.gpu.timing import graph_us, spread
+from tests.bench.gpu.timing import Record, graph_us
 
 FULL = (((4096, (512, 1024, 2048)), (1024, (512,))), (1, 4, 16, 64, MOST_BATCH), (0, 2, 10, 50, 100))
 QUICK = (((4096, (512,)),), (1, 16, 64), (0, 2, 100))
 REPLAYS = 21
 
 
-def run(recorder: Recorder, *, quick: bool) -> None:
+def run(record: Record, *, quick: bool) -> None:
     """Measure the table."""
     torch.cuda.set_device(0)
     sizes, batches, shares = QUICK if quick else FULL
@@ -53,7 +52,7 @@ def run(recorder: Recorder, *, quick: bool) -> None:
     most_hot = max(hot_bytes(hot_rows) for hot_rows, _ in sizes)
     with host_memory(pool_bytes) as mapping, device_memory(most_hot) as hot, torch.cuda.stream(torch.cuda.Stream()):
         fill_random(mapping.address, pool_bytes, 0)
-        bench = SwapInBench(recorder, CacheFlush(0), 7 if quick else REPLAYS)
+        bench = SwapInBench(record, CacheFlush(0), 7 if quick else REPLAYS)
         for (hot_rows, top_ks), batch in itertools.product(sizes, batches):
             scene = SwapInModel(batch=batch, hot_rows=hot_rows, pool=mapping.address, hot=hot)
             for top_k in top_ks:
@@ -67,17 +66,15 @@ def run(recorder: Recorder, *, quick: bool) -> None:
 class SwapInBench:
     """Measures cases one after another on torch's current stream."""
 
-    def __init__(self, recorder: Recorder, flush: CacheFlush, replays: int) -> None:
+    def __init__(self, record: Record, flush: CacheFlush, replays: int) -> None:
         """`replays`: how often a case is timed; the median counts."""
-        self._recorder = recorder
+        self._record = record
         self._flush = flush
         self._replays = replays
         self._stream = torch.cuda.current_stream().cuda_stream
 
-    def case(
-        self, scene: SwapInModel, operation: CudaSwapIn, *, top_k: int, miss_percent: int, **facts: str | int
-    ) -> None:
-        """Check and time one case; `facts` are recorded with it."""
+    def case(self, scene: SwapInModel, operation: CudaSwapIn, *, top_k: int, miss_percent: int) -> None:
+        """Check and time one case."""
         misses = misses_of(top_k, miss_percent)
         layers = layers_for(scene.batch, misses)
         selections = scene.select(top_k=top_k, misses=misses, layers=layers)
@@ -100,25 +97,20 @@ class SwapInBench:
         swap_ins()
         torch.cuda.synchronize()
         wrong = self._check(scene, selections, out, misses)
-        took = graph_us(0, self._stream, swap_ins, replays=self._replays, calls=layers, before=before)
-        gathered = self._gathers(scene, selections, layers) if misses else {}
-        best = min(gathered.values()) if gathered else None
+        us = graph_us(0, self._stream, swap_ins, replays=self._replays, calls=layers, before=before)
+        gathered = self._gathers(scene, selections, layers) if misses else []
+        best = min(gathered) if gathered else None
         loaded = scene.batch * misses * ROW_BYTES
-        self._recorder.case(
-            **facts,
+        self._record(
             hot_rows=scene.hot_rows,
             top_k=top_k,
             batch=scene.batch,
             miss_percent=miss_percent,
             misses=misses,
             layers=layers,
-            us=spread(took)["median"],
-            least_us=took[0],
-            most_us=took[-1],
+            us=us,
             bare_gather_us=best,
-            bare_gathers_us=gathered,
-            gb_s=loaded / spread(took)["median"] / 1e3,
-            checked_rows=layers * scene.batch * top_k,
+            gb_s=loaded / us / 1e3,
             wrong=wrong,
         )
 
@@ -138,10 +130,10 @@ class SwapInBench:
                 return f"layer {layer}: {wrong}"
         return ""
 
-    def _gathers(self, scene: SwapInModel, selections: Selections, layers: int) -> dict[str, float]:
-        """Microseconds of the bare gather of the same rows, by its shape."""
+    def _gathers(self, scene: SwapInModel, selections: Selections, layers: int) -> list[float]:
+        """Return microseconds of the bare gather of the same rows, in each of its shapes."""
         now = torch.empty_like(selections.source_rows[0])
-        took = {}
+        took_us = []
         for shape in bare.GATHER_SHAPES:
 
             def gathers(shape: tuple[int, int] = shape) -> None:
@@ -154,6 +146,5 @@ class SwapInBench:
 
             before(0)
             gathers()
-            replayed = graph_us(0, self._stream, gathers, replays=self._replays, calls=layers, before=before)
-            took[f"{shape[0]}x{shape[1]}"] = spread(replayed)["median"]
-        return took
+            took_us.append(graph_us(0, self._stream, gathers, replays=self._replays, calls=layers, before=before))
+        return took_us

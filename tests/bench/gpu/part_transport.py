@@ -1,6 +1,6 @@
-"""The local transport with GPU memory: into a shared host pool, from one and several GPUs at once, and device to device.
+"""The local transport from GPU memory into a shared host pool, from one and from several GPUs at once.
 
-Owns: the target's memory in this process, the writers (a process a GPU), and that the bytes are right. What is moved is the C4
+The target's memory is in this process; each GPU has a writer, a process of its own. What is moved is the C4
 part of requests, 21 layers, pages scattered on both sides; beside it one plain copy of as many bytes by the copy engine.
 """
 
@@ -22,16 +22,14 @@ from typing import Any, Self
 import torch
 
 from kvbridge.config.transports import TransportSettings
-from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.shared_memory import FileOrigin
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.device_memory import export
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
 from kvbridge.transport.base import Transport
 from kvbridge.transport.registry import create_transport
-from tests.bench.gpu.memory import PAGE_BYTES, device_memory, tensor_at
-from tests.bench.gpu.recorder import Recorder
+from tests.bench.gpu.memory import PAGE_BYTES
+from tests.bench.gpu.timing import Record
 from tests.bench.gpu.transport_writer import weighted
 
 LAYERS = 21
@@ -76,16 +74,15 @@ class WriterProcess:
         return dict(found)
 
 
-def run(recorder: Recorder, *, quick: bool) -> None:
+def run(record: Record, *, quick: bool) -> None:
     """Measure everything that this machine's GPUs allow."""
     count = runtime.device_count()
     groups = [n for n in (1, 2, 4) if n <= count]
-    recorder_skips(recorder, count)
     with ExitStack() as stack:
         writers = [stack.enter_context(WriterProcess(device)) for device in range(max(groups))]
         for writer in writers:
             writer.answer()
-        bench = _Bench(recorder, turns=3 if quick else TURNS)
+        bench = _Bench(record, turns=3 if quick else TURNS)
         with host_target() as (endpoint, mapping):
             for writer in writers:
                 connect_to(writer, "host", endpoint, mapping.address)
@@ -93,20 +90,6 @@ def run(recorder: Recorder, *, quick: bool) -> None:
                 bench.to_host(writers[:group], mapping)
             for writer in writers:
                 disconnect_from(writer, "host")
-        where = 1 if count > 1 and runtime.can_reach(0, 1) else 0
-        with device_target(where) as (endpoint, address):
-            connect_to(writers[0], "device", endpoint, address)
-            bench.to_device(writers[0], where, address)
-            disconnect_from(writers[0], "device")
-
-
-def recorder_skips(recorder: Recorder, count: int) -> None:
-    """Say what needs more GPUs than there are."""
-    for needed in (2, 4):
-        if count < needed:
-            recorder.skip(f"{needed} GPUs striping one request: this machine has {count}")
-    if count < 2:
-        recorder.skip("device to device over NVLink: this machine has one GPU, so both processes use the same")
 
 
 @contextmanager
@@ -120,25 +103,6 @@ def host_target() -> Iterator[tuple[str, SharedMapping]]:
         )
         with _target(memory) as endpoint:
             yield endpoint, mapping
-
-
-@contextmanager
-def device_target(device: int) -> Iterator[tuple[str, int]]:
-    """Device memory behind a transport of this process; yields its endpoint and the address."""
-    with device_memory(LENGTH_BYTES, device) as address:
-        exported = export(device, address)
-        memory = Extent(
-            address=address,
-            length_bytes=LENGTH_BYTES,
-            kind=MemoryKind.VRAM,
-            device=device,
-            origin=exported.extent.origin,
-            offset_bytes=address - exported.allocation.address,
-            label="device pool",
-        )
-        with _target(memory) as endpoint:
-            yield endpoint, address
-        exported.forget()
 
 
 @contextmanager
@@ -164,8 +128,8 @@ def disconnect_from(writer: WriterProcess, target: str) -> None:
 class _Bench:
     """The cases."""
 
-    def __init__(self, recorder: Recorder, *, turns: int) -> None:
-        self._recorder = recorder
+    def __init__(self, record: Record, *, turns: int) -> None:
+        self._record = record
         self._turns = turns
 
     def to_host(self, writers: Sequence[WriterProcess], mapping: SharedMapping) -> None:
@@ -180,19 +144,9 @@ class _Bench:
         self._case(writers, "host", order, tokens=131_072, layout="page_first", wrong=wrong)
         del words  # it pins the mapping
 
-    def to_device(self, writer: WriterProcess, device: int, address: int) -> None:
-        """C4 of requests into another process's device memory, by CUDA IPC."""
-        words = tensor_at(address, LENGTH_BYTES // 8, torch.int64, device)
-        for tokens in (32_768, 131_072):
-            order = order_of(tokens)
-            wrong = self._wrong([writer], "device", order, words)
-            self._case([writer], "device", order, tokens=tokens, layout="layer_first", wrong=wrong, device=device)
-
     def _wrong(self, writers: Sequence[WriterProcess], target: str, order: dict[str, int], words: torch.Tensor) -> str:
         """Transfer once into zeroed memory and compare checksums of every operation."""
         words.zero_()
-        if words.is_cuda:
-            torch.cuda.synchronize(words.device)
         self._turn(writers, "transfer", target=target, order=order)
         wrong = total = 0
         for number, writer in enumerate(writers):
@@ -214,17 +168,15 @@ class _Bench:
         tokens: int,
         layout: str,
         wrong: str,
-        device: int = -1,
     ) -> None:
         total = order["layers"] * order["pages"] * order["operation_bytes"]
-        to = "host" if device < 0 else f"cuda:{device}"
         rates: dict[str, list[float]] = {"transfer": [], "copy": []}
         for _ in range(self._turns + 1):
             rates["transfer"].append(self._turn(writers, "transfer", target=target, order=order))
-            rates["copy"].append(self._turn(writers, "copy", to=to, bytes=total // len(writers)))
+            rates["copy"].append(self._turn(writers, "copy", bytes=total // len(writers)))
         moved, plain = (statistics.median(rates[way][1:]) for way in ("transfer", "copy"))
-        self._recorder.case(
-            to=to,
+        self._record(
+            to="host",
             gpus=len(writers),
             tokens=tokens,
             layout=layout,

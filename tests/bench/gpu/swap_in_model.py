@@ -1,11 +1,10 @@
 """The scene of the swap-in benchmark: requests after long decoding, their hot buffers, and a host pool of 4.57 GiB.
 
-Owns: the conditions that are the same for everybody who is compared: what is resident, what is selected, where host pages lie.
-Everything is made on the device by whole-tensor operations. Must not know: how it is timed.
+The conditions are the same for everybody who is compared: what is resident, what is selected, where host pages lie. Everything is
+made on the device by whole-tensor operations.
 
 A request has 32,768 rows on the host in 512 pages, scattered over its layer's region of batch x 512 pages. Layers use different
-regions until the pool is used up. Or pages lie as in a pool that is `page_first`: a page of every layer beside each other, so that
-the next page of one layer is a stride away.
+regions until the pool is used up.
 
 Of a request's hot slots each holds a random row; when it was used last is random, too. A selection is `misses` rows that are not
 resident and otherwise resident ones, shuffled. No row is in the ring.
@@ -71,15 +70,11 @@ class SwapInModel:
         hot_rows: int,
         pool: int,
         hot: int,
-        layers_together: int = 1,
         where: torch.device | None = None,
         seed: int = 1,
     ) -> None:
-        """`pool`: address of the host pool; `hot`: of memory for 8 layers (`hot_bytes`) on the device `where` (cuda:0).
-
-        `layers_together`: how many layers' pages lie beside each other on the host, at least 8 of them; 1 where layers lie apart.
-        """
-        self.batch, self.hot_rows, self._layers_together = batch, hot_rows, layers_together
+        """`pool`: address of the host pool; `hot`: of memory for 8 layers (`hot_bytes`) on the device `where` (cuda:0)."""
+        self.batch, self.hot_rows = batch, hot_rows
         self._where = where or torch.device("cuda", 0)
         self._random = torch.Generator(device=self._where).manual_seed(seed)
         self._make_pages()
@@ -89,9 +84,9 @@ class SwapInModel:
         hot_layer = batch * self.rows_each // SLOTS * PAGE_BYTES
         self.memory = [
             LayerMemory(
-                host_addresses=(pool + (layer % regions * region if layers_together == 1 else layer * PAGE_BYTES),),
+                host_addresses=(pool + layer % regions * region,),
                 pages_per_extent=batch * PAGES,
-                host_stride_bytes=PAGE_BYTES * layers_together,
+                host_stride_bytes=PAGE_BYTES,
                 hot_address=hot + layer * hot_layer,
                 hot_stride_bytes=PAGE_BYTES,
             )
@@ -104,12 +99,12 @@ class SwapInModel:
     @property
     def host_pages(self) -> torch.Tensor:
         """[batch, pages of a request], int64: where its pages begin, in pages after the layer's first one."""
-        return self.pages[:, :, 0].long() * self._layers_together
+        return self.pages[:, :, 0].long()
 
     @property
     def host_words(self) -> int:
         """Eight-byte words from a layer's first host page to the end of its last one."""
-        return ((self.batch * PAGES - 1) * self._layers_together + 1) * PAGE_BYTES // 8
+        return self.batch * PAGES * PAGE_BYTES // 8
 
     @property
     def rows_each(self) -> int:

@@ -1,7 +1,5 @@
 """How long work takes on the device: events inside CUDA graphs, or around calls that no graph can hold.
 
-Owns: capture, replay and the medians. Must not know: what is timed.
-
 Events outside of a graph would count the launch of the graph itself, some microseconds, which is more than a whole call of some
 kernels here.
 """
@@ -9,9 +7,7 @@ kernels here.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Self
 
 from cuda.bindings import runtime as library
@@ -19,6 +15,8 @@ from cuda.bindings import runtime as library
 from kvbridge.kernels.cuda import runtime
 
 Work = Callable[[], None]
+Record = Callable[..., None]
+"""Writes one case down: its facts by their names."""
 
 
 def checked(answer: tuple[Any, ...]) -> Any:
@@ -78,9 +76,9 @@ def graph_us(
     *,
     replays: int = 21,
     calls: int = 1,
-    before: Callable[[int], None] | None = None,
-) -> list[float]:
-    """Capture `work`, replay it, return microseconds a call of each replay, sorted.
+    before: Callable[[int], None],
+) -> float:
+    """Capture `work`, replay it, return microseconds a call: the median of all replays.
 
     `calls`: how many calls `work` holds. `before(replay)` enqueues what comes before each replay and is not counted. The
     first replay warms up and is left out.
@@ -88,33 +86,6 @@ def graph_us(
     with TimedGraph(device, stream, work) as graph:
         took_ms = []
         for replay in range(replays + 1):
-            if before is not None:
-                before(replay)
+            before(replay)
             took_ms.append(graph.run_ms())
-    return sorted(1e3 * one / calls for one in took_ms[1:])
-
-
-def wall_s(work: Work, *, turns: int = 7) -> list[float]:
-    """Seconds that a blocking call takes, sorted; the first turn warms up and is left out."""
-    took_s = []
-    for _ in range(turns + 1):
-        begun_s = time.perf_counter()
-        work()
-        took_s.append(time.perf_counter() - begun_s)
-    return sorted(took_s[1:])
-
-
-def spread(ordered: Sequence[float]) -> dict[str, float]:
-    """Median and extremes, as they go into the results."""
-    return {"median": statistics.median(ordered), "least": ordered[0], "most": ordered[-1]}
-
-
-@contextmanager
-def streams(devices: Sequence[int]) -> Iterator[list[runtime.Stream]]:
-    """A stream on each device."""
-    made = [runtime.Stream.create(device) for device in devices]
-    try:
-        yield made
-    finally:
-        for stream in made:
-            stream.close()
+    return statistics.median(took_ms[1:]) * 1e3 / calls

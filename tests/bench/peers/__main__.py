@@ -1,7 +1,5 @@
 """kvbridge against SGLang's own sender and receiver, in turns: `make bench-peers`, or `python -m tests.bench.peers`.
 
-Owns: which requests are compared, and what becomes of the figures. Must not know: how either side sends.
-
 Two processes of SGLang (`sglang_end.py`, an environment of its own) and kvbridge's daemons run beside each other on the same cores,
 both over Mooncake's TCP on loopback, both with the geometry of DeepSeek-V4-Flash; only one of the two has anything to do at a time.
 
@@ -13,21 +11,19 @@ both over Mooncake's TCP on loopback, both with the geometry of DeepSeek-V4-Flas
 
 SGLang sends a whole page of windows with every request. So does kvbridge from `page_first` pools; from `layer_first` ones it
 sends the rows that are live, 4 MB less, so times for each MB stand beside the times. Pages of long prompts are consecutive on
-both sides; in runs of 16 on both; or as pools that have been in use give them: runs of 8 on kvbridge's side (`bench_used_pools`
-finds 8 to 10), single ones on SGLang's, the worst case of an allocator that does not look for runs. The bytes of both are
+both sides; in runs of 16 on both; or as pools that have been in use give them: runs of 8 on kvbridge's side (as many as a
+trace leaves), single ones on SGLang's, the worst case of an allocator that does not look for runs. The bytes of both are
 compared before anything is measured.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 import statistics
 import sys
 import tempfile
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import metadata
@@ -37,8 +33,8 @@ from typing import Any
 import numpy as np
 import structlog
 
-from tests.bench.__main__ import environment
-from tests.bench.peers import bare
+from tests.bench.output import environment, spread, write
+from tests.bench.output import table as text
 from tests.bench.peers.kvbridge_pair import LAYOUT, PAGE_TOKENS, Crossed, KvbridgePair
 from tests.bench.peers.sglang_pair import ENVIRONMENT, Pages, SglangPair
 
@@ -94,16 +90,12 @@ def run(sglang: Path, *, turns: int, one_page_turns: int, layout: str = LAYOUT) 
         (other,) = {"layer_first", "page_first"} - {layout}
         with KvbridgePair(FEW_PAGES, FEW_ROOMS, other) as others:
             one_page = _one_page({layout: ours, other: others}, theirs, one_page_turns)
-        library = bare.run(
-            one_page[0]["bytes"]["kvbridge"], (*(case["operations"] for case in one_page), 30, 10), one_page_turns
-        )
         long = [case for shape in SHAPES for case in _long(ours, theirs, shape, turns)]
     return {
         "load": [*load, os.getloadavg()[0]],
         "turns": turns,
         "layout": layout,
         "one_page": one_page,
-        "library": library,
         "long": long,
     }
 
@@ -182,7 +174,6 @@ def _long(ours: KvbridgePair, theirs: SglangPair, shape: Shape, turns: int) -> l
                     "budget": shape.budget,
                 }
             )
-            print(row(cases[-1]), flush=True)
     return cases
 
 
@@ -209,38 +200,20 @@ def _compared(crossed: list[Crossed], taken_s: list[float], sglang_bytes: int) -
 def table(found: dict[str, Any]) -> str:
     """The result as plain text."""
     before, after = found["load"]
-    lines = [
-        f"{'':<22} {'tokens':>8} {'kvbridge ms':>24} {'SGLang ms':>24} {'MB':>15} {'ms/MB':>13} {'x as fast':>9} budget",
-        *map(row, [*found["one_page"], *found["long"]]),
-        *(f"{case['shape']}: {case['operations']} operations, ms: {_told(case)}" for case in found["one_page"]),
-        *(f"library, {case['operations']} operations: {_bare_told(case)}" for case in found["library"]),
-        f"load {before:.1f} before, {after:.1f} after",
-    ]
+    headings = ("", "tokens", "kvbridge ms", "SGLang ms", "MB of both", "ms a MB", "x as fast", "budget")
+    rows = map(_row, [*found["one_page"], *found["long"]])
+    lines = [text(headings, rows, f"load {before:.1f} before, {after:.1f} after")]
+    for case in found["one_page"]:
+        steps = ", ".join(f"{name} {statistics.median(ms):.2f}" for name, ms in case["steps_ms"].items())
+        lines.append(f"{case['shape']}: {case['operations']} operations, ms: {steps}")
     return "\n".join(lines)
 
 
-def _told(case: dict[str, Any]) -> str:
-    return ", ".join(f"{name} {statistics.median(ms):.2f}" for name, ms in case["steps_ms"].items())
-
-
-def _bare_told(case: dict[str, Any]) -> str:
-    return ", ".join(
-        f"{way} {statistics.median(ms):.1f} ms ({statistics.median(case['processor_ms'][way]):.1f} of processor time)"
-        for way, ms in case["ms"].items()
-    )
-
-
-def row(case: dict[str, Any]) -> str:
-    """One comparison."""
-    times = " ".join(
-        f"{statistics.median(each):>9.1f} ({min(each):.1f} - {max(each):.1f})".rjust(24) for each in case["ms"].values()
-    )
+def _row(case: dict[str, Any]) -> tuple[object, ...]:
     sizes = " / ".join(f"{each / 1e6:.2f}" for each in case["bytes"].values())
     rates = " / ".join(f"{each:.2f}" for each in case["ms_a_mb"].values())
-    return (
-        f"{case['shape']:<22} {case['tokens']:>8,} {times} {sizes:>15} {rates:>13} "
-        f"{case['sglang_over_kvbridge']:>9.2f} {case['budget']:g}"
-    )
+    times = map(spread, case["ms"].values())
+    return (case["shape"], case["tokens"], *times, sizes, rates, case["sglang_over_kvbridge"], case["budget"])
 
 
 def main() -> int:
@@ -257,16 +230,13 @@ def main() -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     found = run(given.sglang, turns=given.turns, one_page_turns=given.one_page_turns, layout=given.layout)
     print(table(found))
-    given.output.mkdir(parents=True, exist_ok=True)
-    path = given.output / f"peers-{time.strftime('%Y%m%d-%H%M%S')}.json"
     library = next((given.sglang / "lib").glob("python*/site-packages"))
     versions = {
         name: metadata.Distribution.at(each).version
         for name in ("sglang", "torch", "mooncake_transfer_engine_non_cuda")
         for each in library.glob(f"{name}-*.dist-info")
     }
-    path.write_text(json.dumps({"environment": environment(), "sglang": versions, "peers": found}, indent=2) + "\n")
-    print(f"written to {path}")
+    write(given.output, "peers", {"environment": environment(), "sglang": versions, "peers": found})
     return 0
 
 

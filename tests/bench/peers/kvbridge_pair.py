@@ -1,7 +1,5 @@
 """kvbridge's two daemons over Mooncake's TCP, with an engine attached to each: `KvbridgePair`.
 
-Owns: the cluster, the life of a measured room, pools that have been in use. Must not know: what they are compared with.
-
 Routers and engines are this process. What a router asks decode goes over one kept connection, as a router's does.
 """
 

@@ -1,8 +1,7 @@
 """One end of SGLang's own transfer, prefill or decode: its manager, sender and receiver over Mooncake, without a model.
 
-Owns: pools of the sizes and in the order that SGLang has for DeepSeek-V4-Flash, and what its scheduler calls for one request. Must
-not know: kvbridge, what is compared. It runs in an environment that has SGLang and not kvbridge (`make bench-peers`), so it imports
-nothing of this repository, and nothing of SGLang is copied here.
+Its pools have the sizes and the order that SGLang has for DeepSeek-V4-Flash. It runs in an environment that has SGLang and not
+kvbridge (`make bench-peers`), so it imports nothing of this repository, and nothing of SGLang is copied here.
 
 Started as `sglang_end.py ROLE BOOTSTRAP_PORT PAGES`. Every line of standard input is a command as JSON, every line of standard
 output its answer. What SGLang prints goes to standard error.
@@ -145,9 +144,6 @@ class End:
 
     def facts(self, _: dict) -> dict:
         return {"page_bytes": sum(KV_BYTES), "window_bytes": sum(WINDOW_BYTES), "aux_bytes": self.aux_bytes}
-
-    def processor_s(self, _: dict) -> dict:
-        return {"processor_s": time.process_time()}
 
 
 def until(endpoint: conn.MooncakeKVSender | conn.MooncakeKVReceiver, wanted: int) -> float:

@@ -1,7 +1,4 @@
-"""SGLang's own sender and receiver as a pair of processes: `SglangPair`.
-
-Owns: both processes and what is said to them. Must not know: what they do (`sglang_end.py`), what they are compared with.
-"""
+"""SGLang's own sender and receiver as a pair of processes: `SglangPair`."""
 
 from __future__ import annotations
 

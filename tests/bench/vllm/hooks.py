@@ -1,7 +1,4 @@
-"""What `timed_connectors` has written, read again.
-
-Owns: the files. Must not know: servers.
-"""
+"""What `timed_connectors` has written, read again."""
 
 from __future__ import annotations
 
@@ -11,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+
+from tests.bench.output import percentile
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,14 @@ class HookTimes:
     def requests_ms(self, spans: list[tuple[float, float]], usual_step_s: float) -> list[float]:
         """Return what all hooks of each request took: those that name it, and what its steps took beyond a step without work.
 
-        `spans`: when each was under way, alone. Those of which nothing was written (its server had to be killed) are left out.
+        `spans`: when each was under way, alone.
         """
         rows = self.rows()
         found = []
         for begun_s, ended_s in spans:
             by_kind: dict[bool, list[Row]] = defaultdict(list)
             for row in rows:
-                if begun_s <= row.at_s < ended_s and row.what not in {"load", "sent", "aborted"}:
+                if begun_s <= row.at_s < ended_s and row.what != "load":
                     by_kind[row.what == "step"].append(row)
             if by_kind:
                 steps = sum(max(0.0, row.seconds - usual_step_s) for row in by_kind[True])
@@ -65,16 +64,11 @@ def _rows(file: Path) -> Iterator[Row]:
         yield Row(*json.loads(line))
 
 
-def percentile(values: list[float], share: float) -> float:
-    """Return the value that so many are not above."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 def summary(values: list[float]) -> dict[str, float]:
     """Median, 99th percentile and range."""
     return {
         "median": median(values),
-        "p99": percentile(values, 0.99),
+        "p99": percentile(values, 99),
         "min": min(values),
         "max": max(values),
         "count": len(values),

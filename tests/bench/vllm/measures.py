@@ -1,32 +1,24 @@
 """What is measured of vLLM with kvbridge beside vLLM with NixlConnector: one function for each part.
 
-Owns: what is asked in which order. Must not know: how figures are shown. Connectors take turns within each repetition.
+Connectors take turns within each repetition.
 """
 
 from __future__ import annotations
 
-import http.client
-import itertools
-import json
 import random
-import signal
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import psutil
 
 from kvbridge.engine.adapters.vllm.requests import PARAMS_KEY
-from tests.bench.vllm.hooks import percentile, summary
-from tests.bench.vllm.pairs import CONNECTORS, Measured, Pairs, first_token_s, forget, token_times
-from tests.vllm.processes import end, send
+from tests.bench.vllm.hooks import summary
+from tests.bench.vllm.pairs import CONNECTORS, Measured, Pairs, first_token_s, forget
 from tests.vllm.prompts import fresh
-from tests.vllm.servers import HOLD, Pair, Server, together, wait_until
+from tests.vllm.servers import Server, together, wait_until
 
 LENGTHS_TOKENS = (512, 1_500)
 """33 and 100 MB of the fat model: whole blocks of 8 MB."""
@@ -37,8 +29,6 @@ SCATTERED_REQUESTS = 560
 HELD_ROOMS = 16
 HOOK_REQUESTS = 200
 """So many that the 99th percentile is not simply the worst."""
-POLICY_LIMIT_S = 40.0
-"""NixlConnector does not notice a frozen prefill at all: so long is looked."""
 
 
 def _turns(turn: int) -> tuple[str, ...]:
@@ -166,75 +156,6 @@ def _paired(measured: Measured, prompt: list[int]) -> tuple[float, float]:
     return handed_s, first_s
 
 
-# ------------------------------------------------------------------ what others feel
-
-
-def neighbours(pairs: Pairs, turns: int) -> dict[str, Any]:
-    """Tokens of a stream on decode while 100 MB arrive, and a prefill while 100 MB leave."""
-    gaps: dict[str, list[float]] = {name: [] for name in CONNECTORS}
-    quiet: dict[str, list[float]] = {name: [] for name in CONNECTORS}
-    next_prefill: dict[str, list[float]] = {name: [] for name in CONNECTORS}
-    alone: dict[str, list[float]] = {name: [] for name in CONNECTORS}
-    prompt = fresh(1_500)
-    for turn in range(turns):
-        for name in _turns(turn):
-            measured = pairs.by_name[name]
-            during, before = _gaps(measured, prompt)
-            gaps[name] += during
-            quiet[name] += before
-            alone[name].append(_prefill_s(measured.pair.prefill))
-            forget(measured.pair.decode)
-            told = measured.hand_over(prompt)
-            with ThreadPoolExecutor(1) as pool:
-                load = pool.submit(first_token_s, measured.pair.decode, prompt, told)
-                next_prefill[name].append(_prefill_s(measured.pair.prefill))
-                load.result()
-    return {
-        "turns": turns,
-        "token_ms": {name: summary(_ms(values)) for name, values in gaps.items()},
-        "quiet_token_ms": {name: summary(_ms(values)) for name, values in quiet.items()},
-        "prefill_ms": {name: _ms(values) for name, values in next_prefill.items()},
-        "prefill_alone_ms": {name: _ms(values) for name, values in alone.items()},
-    }
-
-
-def _prefill_s(server: Server) -> float:
-    prompt = fresh(512)
-    begun_s = time.monotonic()
-    assert not server.ask(prompt, 1).is_error
-    return time.monotonic() - begun_s
-
-
-def _gaps(measured: Measured, prompt: list[int]) -> tuple[list[float], list[float]]:
-    """Return gaps between tokens while a prompt is loaded three times, and before."""
-    times: list[float] = []
-    enough = threading.Event()
-
-    def stream() -> None:
-        for at_s in token_times(measured.pair.decode, fresh(40), 400):
-            times.append(at_s)
-            if len(times) > 60:
-                enough.set()
-
-    spans = []
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(stream)
-        assert enough.wait(60.0)
-        for _ in range(3):
-            told = measured.hand_over(prompt)  # of prefill's cache
-            begun_s = time.monotonic()
-            first_token_s(measured.pair.decode, [*prompt[:-1], prompt[-1]], told)
-            spans.append((begun_s, time.monotonic()))
-            if running.done():
-                break
-            # What was loaded is in decode's cache now: another beginning makes another prompt of it.
-            prompt = [3 + (prompt[0] + 1) % 500, *prompt[1:]]
-        running.result()
-    pairs_of = list(itertools.pairwise(times))
-    during = [b - a for a, b in pairs_of if any(begun < b and a < ended for begun, ended in spans)]
-    return during, [b - a for a, b in pairs_of[5:50]]
-
-
 # ------------------------------------------------------------------ hooks, idle processors
 
 
@@ -262,7 +183,7 @@ def read_hooks(pairs: Pairs, spans: dict[str, Any]) -> dict[str, Any]:
     for name, measured in pairs.by_name.items():
         for side, times in measured.hooks.items():
             steps = times.steps_ms(*spans[name]["idle"])
-            usual_s = percentile(steps, 0.5) / 1e3
+            usual_s = statistics.median(steps) / 1e3
             requests = times.requests_ms(spans[name]["requests"], usual_s)
             found.setdefault(name, {})[side] = {"step_ms": summary(steps), "request_ms": summary(requests)}
     return found
@@ -336,127 +257,3 @@ def read_short(pairs: Pairs, found: dict[str, Any]) -> None:
         name: _ms([row.seconds for span in spans[name] for row in decode_rows(pairs, name, span, "load")])
         for name in CONNECTORS
     }
-
-
-# ------------------------------------------------------------------ the end of things
-
-
-def endings(pairs: Pairs, turns: int) -> dict[str, Any]:
-    """Prefill's blocks after decode's client has left and after decode was killed; requests whose prefill was frozen or killed.
-
-    None: not in POLICY_LIMIT_S.
-    """
-    found: dict[str, Any] = {"limit_s": POLICY_LIMIT_S}
-    found["client_gone_s"], found["spans"] = {}, {}
-    for name, measured in pairs.by_name.items():
-        taken = [_client_leaves(measured) for _ in range(turns)]
-        found["client_gone_s"][name] = [took_s for took_s, _ in taken]
-        found["spans"][name] = [span for _, span in taken]
-    found["frozen_s"] = {name: _without_prefill(measured, kill=False) for name, measured in pairs.by_name.items()}
-    for measured in pairs.by_name.values():
-        wait_until(lambda pair=measured.pair: _hands_over(pair), "prefill serves decode again")
-    found["killed_s"] = {name: _without_prefill(measured, kill=True) for name, measured in pairs.by_name.items()}
-    pairs.restart("prefill")
-    found["decode_killed_s"] = {name: _decode_killed(measured) for name, measured in pairs.by_name.items()}
-    return found
-
-
-def read_endings(pairs: Pairs, found: dict[str, Any]) -> None:
-    """Put in how long prefill's blocks were kept after decode's abort, when the servers have ended."""
-    found["abort_s"] = {}
-    for name, spans in found.pop("spans").items():
-        hooks = pairs.by_name[name].hooks
-        taken = []
-        for span in spans:
-            aborted, sent = hooks["decode"].between(*span, "aborted"), hooks["prefill"].between(*span, "sent")
-            if aborted and sent:
-                taken.append(round(sent[-1].at_s - aborted[0].at_s, 4))
-        found["abort_s"][name] = taken
-
-
-@contextmanager
-def _waiting(measured: Measured) -> Iterator[Callable[[], None]]:
-    """A request that waits at decode for blocks, while prefill holds its own; yields what has its client leave."""
-    server = measured.pair.decode
-    prompt = fresh(1_000)
-    told = measured.hand_over(prompt)
-    occupant = _asked(server, fresh(1_200), 700)
-    wait_until(lambda: server.metric("vllm:num_requests_running") >= 1, "decode has little room left")
-    waiting = _asked(server, prompt, 2, told)
-    try:
-        wait_until(lambda: server.metric("vllm:num_requests_waiting") >= 1, "a request waits at decode")
-        assert measured.pair.prefill.used(), "prefill holds nothing"
-        yield waiting.close
-    finally:
-        waiting.close()
-        occupant.close()
-
-
-def _asked(
-    server: Server, prompt: list[int], tokens: int, transfer: dict[str, Any] | None = None
-) -> http.client.HTTPConnection:
-    """Ask for a stream, and read nothing of it."""
-    body = {"model": server.model, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "stream": True}
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=POLICY_LIMIT_S)
-    connection.request(
-        "POST",
-        "/v1/completions",
-        json.dumps(body | ({"kv_transfer_params": transfer} if transfer else {})),
-        {"Content-Type": "application/json"},
-    )
-    return connection
-
-
-def _client_leaves(measured: Measured) -> tuple[float | None, tuple[float, float]]:
-    with _waiting(measured) as leave:
-        begun_s = time.monotonic()
-        leave()
-        took_s = _until(lambda: not measured.pair.prefill.used(), POLICY_LIMIT_S)
-        span = begun_s, time.monotonic()
-    wait_until(lambda: not measured.pair.decode.used(), "decode is idle")
-    return took_s, span
-
-
-def _without_prefill(measured: Measured, *, kill: bool) -> float | None:
-    """Seconds until a request has ended whose prefill is frozen, or killed, while it is loaded."""
-    prompt = fresh(1_000)
-    told = measured.hand_over(prompt)
-    prefill = measured.pair.prefill
-    stopped = prefill.engine()
-    send(signal.SIGSTOP, stopped)
-    try:
-        begun_s = time.monotonic()
-        with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(measured.pair.decode.ask, prompt, 2, transfer=told, timeout_s=POLICY_LIMIT_S)
-            if kill:
-                wait_until(lambda: measured.pair.decode.loads() or asked.done(), "decode waits for a transfer")
-                begun_s = time.monotonic()
-                end(prefill.tree())
-            try:
-                asked.result()
-            except httpx.HTTPError:
-                return None
-            return round(time.monotonic() - begun_s, 3)
-    finally:
-        send(signal.SIGCONT, stopped)
-
-
-def _hands_over(pair: Pair) -> bool:
-    """Whether prefill holds what decode is to load: after it was frozen, its rank worker comes back."""
-    return bool(pair.prefill.ask(fresh(200), 1, transfer=HOLD).transfer)
-
-
-def _decode_killed(measured: Measured) -> float | None:
-    measured.pair.ask(fresh(200), 1)
-    with _waiting(measured):
-        end(measured.pair.decode.tree())
-        return _until(lambda: not measured.pair.prefill.used(), POLICY_LIMIT_S)
-
-
-def _until(true: Callable[[], object], limit_s: float) -> float | None:
-    begun_s = time.monotonic()
-    while not true():
-        if time.monotonic() - begun_s > limit_s:
-            return None
-        time.sleep(0.005)
-    return round(time.monotonic() - begun_s, 3)

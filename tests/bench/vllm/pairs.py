@@ -1,7 +1,5 @@
 """The servers that are measured: one prefill and one decode server for each connector, and how they are asked.
 
-Owns: how servers are configured for measuring, and a stream's clock. Must not know: which figures are made of it.
-
 Both pairs run at the same time on the same cores, and only one of them has anything to do. NixlConnector is eased (see
 `tests/vllm/eased`): as it comes, its progress thread alone takes a core of a machine that has two.
 """
@@ -12,7 +10,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -37,10 +35,6 @@ class Shape:
     """Of decode; prefill has 1 GiB."""
     chunk_tokens: int
     """Prefill computes so many tokens at a time."""
-    decode_blocks: int = 0
-    """0: as many as fit."""
-    block_tokens: int = 128
-    policy: str = "recompute"
 
 
 @dataclass
@@ -60,7 +54,7 @@ class Measured:
         return self.pair.prefill, self.pair.decode
 
     def hand_over(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """See Pair; remembers where prefill is."""
+        """Have prefill compute and hold a prompt; remembers where prefill is."""
         told = self.pair.hand_over(prompt)
         self.addresses = told.get("kvbridge", {}).get("prefill", [])
         return told
@@ -78,16 +72,16 @@ class Measured:
         )
 
 
-def plans(shape: Shape, work: Path, *, wipe: bool = True) -> list[tuple[str, str, Plan, HookTimes]]:
-    """Return connector, role, server and where its hook times go, of each server. `wipe`: those of former runs are removed."""
+def plans(shape: Shape, work: Path) -> list[tuple[str, str, Plan, HookTimes]]:
+    """Return connector, role, server and where its hook times go, of each server. Those of former runs are removed."""
     found = []
     for connector in CONNECTORS:
         for role, name in (("producer", "prefill"), ("consumer", "decode")):
             title = f"{connector}-{shape.model}-{name}"
             hooks = HookTimes(work / f"{title}.hooks")
-            for old in work.glob(f"{hooks.path.name}.*") if wipe else ():
+            for old in work.glob(f"{hooks.path.name}.*"):
                 old.unlink()
-            plan = _plan(connector, role, shape, title)
+            plan = _plan(connector, role, title)
             paths = [str(TIMED), str(ROOT), *filter(None, [plan.environment.get("PYTHONPATH")])]
             environment = {
                 **plan.environment,
@@ -115,10 +109,10 @@ def plans(shape: Shape, work: Path, *, wipe: bool = True) -> list[tuple[str, str
     return found
 
 
-def _plan(connector: str, role: str, shape: Shape, title: str) -> Plan:
+def _plan(connector: str, role: str, title: str) -> Plan:
     if connector == "nixl":
-        return nixl_plan(title, role, policy=shape.policy)
-    return Plan(title, kvbridge(role, policy=shape.policy, transports={"order": ["nixl"]}))
+        return nixl_plan(title, role)
+    return Plan(title, kvbridge(role, transports={"order": ["nixl"]}))
 
 
 class Pairs:
@@ -141,7 +135,7 @@ class Pairs:
     def _start(self) -> None:
         found: dict[str, dict[str, tuple[Server, HookTimes]]] = {}
         for connector, role, plan, hooks in plans(self._shape, self._setup.directory):
-            server = Server(self._setup, plan, blocks=self._blocks(role))
+            server = Server(self._setup, plan)
             self._servers.append(server)
             found.setdefault(connector, {})[role] = (server, hooks)
         for server in self._servers:
@@ -153,19 +147,6 @@ class Pairs:
                 {role: hooks for role, (_, hooks) in roles.items()},
             )
 
-    def restart(self, role: str) -> None:
-        """Start the servers of a role again that have been killed."""
-        planned = [one for one in plans(self._shape, self._setup.directory, wipe=False) if one[1] == role]
-        started = [(name, Server(self._setup, plan, blocks=self._blocks(role))) for name, _, plan, _ in planned]
-        for name, server in started:
-            self._servers.append(server)
-            setattr(self.by_name[name].pair, role, server)
-        for _, server in started:
-            server.wait_ready()
-
-    def _blocks(self, role: str) -> int:
-        return self._shape.decode_blocks if role == "decode" else 0
-
     def __exit__(self, *raised: object) -> None:
         self.end()
 
@@ -176,42 +157,29 @@ class Pairs:
             server.end()
 
 
-def post(server: Server, path: str) -> None:
-    """Tell a server something that needs no words (its development mode)."""
-    httpx.post(f"http://127.0.0.1:{server.port}{path}", timeout=ANSWER_S, trust_env=False).raise_for_status()
-
-
 def forget(server: Server) -> None:
-    """Have a server forget its prefix cache."""
-    post(server, "/reset_prefix_cache")
+    """Have a server forget its prefix cache (in its development mode)."""
+    url = f"http://127.0.0.1:{server.port}/reset_prefix_cache"
+    httpx.post(url, timeout=ANSWER_S, trust_env=False).raise_for_status()
 
 
-def token_times(
-    server: Server, prompt: Sequence[int], max_tokens: int, transfer: Mapping[str, Any] | None = None
-) -> Iterator[float]:
-    """Ask for a stream and yield when each token has come. Raises AssertionError when there is no answer."""
+def first_token_s(server: Server, prompt: Sequence[int], transfer: Mapping[str, Any] | None = None) -> float:
+    """Ask for a stream of one token and return how long it took. Raises AssertionError when there is no answer."""
     body = {
         "model": server.model,
         "prompt": list(prompt),
-        "max_tokens": max_tokens,
+        "max_tokens": 1,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
     } | ({"kv_transfer_params": dict(transfer)} if transfer is not None else {})
     url = f"http://127.0.0.1:{server.port}/v1/completions"
+    begun_s, times_s = time.monotonic(), []
     with httpx.stream("POST", url, json=body, timeout=ANSWER_S, trust_env=False) as answer:
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
             if line.startswith("data: ") and line != "data: [DONE]":
                 part = json.loads(line.removeprefix("data: "))
                 assert "error" not in part, part
-                yield time.monotonic()
-
-
-def first_token_s(
-    server: Server, prompt: Sequence[int], transfer: Mapping[str, Any] | None = None, max_tokens: int = 1
-) -> float:
-    """Ask for a stream and return how long its first token took."""
-    begun_s = time.monotonic()
-    times = list(token_times(server, prompt, max_tokens, transfer))
-    return times[0] - begun_s
+                times_s.append(time.monotonic())
+    return times_s[0] - begun_s

@@ -1,6 +1,8 @@
-"""What becomes of facts in metrics, in logs, and in what `/status` keeps of the recent past."""
+"""What becomes of facts in metrics and in logs."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import pytest
 from structlog.testing import capture_logs
@@ -11,8 +13,7 @@ from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.events import (
     CachedPagesDiffer,
-    CheckpointKept,
-    EngineLost,
+    EngineAttached,
     Fact,
     FrameRefused,
     MemoryRegistered,
@@ -32,16 +33,15 @@ from kvbridge.telemetry.events import (
     RequestWaited,
     RoomEntered,
     RoomMessageRefused,
-    RoomQuarantined,
     RoomRejected,
     SparseDecoded,
     WaitOutcome,
     WorkerLost,
 )
 from kvbridge.telemetry.logs import LINES, Seldom
-from kvbridge.telemetry.path_events import PathLost, SuccessorsFailed
+from kvbridge.telemetry.path_events import PathLost
+from kvbridge.telemetry.readers import LINES as LINES_OF_FACTS
 from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames
-from kvbridge.telemetry.recent import RECENT_PEERS, RECENT_PROBLEMS, StatusReader
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.stream import EventStream
 from tests.helpers.manual_clock import ManualClock
@@ -95,7 +95,6 @@ def test_overlapping_orders_count_the_time_once_and_every_byte(counted: Counted)
     counted.clock.advance(1)
     counted.events.emit(ended(2))
     counted.clock.advance(10)
-    assert counted.sample("kvbridge_transfer_busy_seconds_total", transport="mooncake") == 3
     assert counted.sample("kvbridge_transferred_bytes_total", direction="sent", transport="mooncake") == 584
     whose = {"peer": "decode-0/node-0", "direction": "sent", "transport": "mooncake"}
     assert counted.sample("kvbridge_peer_busy_seconds_total", **whose) == 3
@@ -108,7 +107,6 @@ def test_time_on_the_receiving_side_is_what_the_writers_tell(counted: Counted) -
         fact = RankReceived(**ROOM, rank=R0, amounts=AMOUNTS, transport="mooncake", under_way_ago_s=under_way_ago_s)
         counted.events.emit(fact)
     received = {"direction": "received", "transport": "mooncake"}
-    assert counted.sample("kvbridge_transfer_busy_seconds_total", **received) == 4.0
     assert counted.sample("kvbridge_peer_busy_seconds_total", peer="decode-0/node-0", **received) == 4.0
     assert counted.sample("kvbridge_transferred_bytes_total", **received) == 2 * 584
     assert counted.sample("kvbridge_peer_transferred_bytes_total", peer="decode-0/node-0", **received) == 2 * 584
@@ -173,12 +171,6 @@ def test_a_node_is_registered_as_far_as_its_slowest_rank(counted: Counted) -> No
         (RoomRejected(**ROOM, code="c", reason="r"), "kvbridge_rooms_ended_total", {}, 0),
         (WorkerLost(rank=R0, cause="killed", reason="killed by SIGKILL"), "kvbridge_worker_restarts_total", {}, 1),
         (WorkerLost(rank=R0, cause="", reason="its engine has closed it"), "kvbridge_worker_restarts_total", {}, 0),
-        (
-            SuccessorsFailed(rank=R0, transports=("nixl", "local"), reason="no memory can be locked"),
-            "kvbridge_transport_successors_failed_total",
-            {"transport": "nixl"},
-            1,
-        ),
     ],
 )
 def test_facts_count_in_their_metric(counted: Counted, fact: Fact, name: str, labels: dict[str, str], value: float):
@@ -205,26 +197,17 @@ def test_what_only_a_decode_node_counts(fact: Fact, line: bytes) -> None:
     assert line in b"".join(metrics.render()[0])
 
 
-def test_what_a_prefix_saves_is_counted_on_both_roles_and_its_bytes_where_they_are_saved() -> None:
+def test_what_was_cached_is_counted_and_what_that_saves_where_it_is_saved() -> None:
     for role, saved in (("prefill", 0), ("decode", 4096)):
         metrics, events = Metrics(role=role), EventStream()
         events.add_reader(MetricsReader(metrics, PeerNames()).table)
-        events.emit(PrefixMatched(**ROOM, hit_tokens=512, miss_tokens=88, hit_bytes=saved))
+        fact = PrefixMatched(**ROOM, hit_tokens=512, miss_tokens=88, hit_bytes=saved, from_checkpoint=not saved)
+        events.emit(fact)
         page = b"".join(metrics.render()[0])
         assert b'kvbridge_prefix_tokens_total{outcome="hit"} 512.0' in page
         assert b'kvbridge_prefix_tokens_total{outcome="miss"} 88.0' in page
+        assert (b"kvbridge_prefix_checkpoints_used_total 1.0" in page) == (not saved)
         assert (b"kvbridge_prefix_saved_bytes_total 4096.0" in page) == bool(saved)
-
-
-def test_what_only_a_prefill_node_counts() -> None:
-    metrics, events = Metrics(role="prefill"), EventStream()
-    events.add_reader(MetricsReader(metrics, PeerNames()).table)
-    events.emit(PrefixMatched(**ROOM, hit_tokens=512, miss_tokens=88, hit_bytes=0, from_checkpoint=True))
-    events.emit(CheckpointKept(**ROOM, cause="divergence"))
-    page = b"".join(metrics.render()[0])
-    assert b'kvbridge_prefix_checkpoints_kept_total{reason="divergence"} 1.0' in page
-    assert b'kvbridge_prefix_checkpoints_kept_total{reason="interval"} 0.0' in page
-    assert b"kvbridge_prefix_checkpoints_used_total 1.0" in page
 
 
 class Logged:
@@ -276,15 +259,55 @@ def test_the_log_names_cached_pages_that_changed_and_who_reads_them() -> None:
     ]
 
 
-def test_status_counts_hits_and_names_pages_that_changed() -> None:
-    stream, recent = EventStream(), StatusReader()
-    stream.add_reader(recent.table)
-    for _ in range(2):
-        stream.emit(PrefixMatched(**ROOM, hit_tokens=512, miss_tokens=88, hit_bytes=0))
-    stream.emit(CHANGED)
-    assert (recent.hit_tokens, recent.miss_tokens) == (1024, 176)
-    [problem] = recent.problems()
-    assert (problem.what, problem.reason) == ("cached pages differ", f"{CHANGED.first[0]}; 5 pages dropped")
+@pytest.mark.parametrize(
+    ("fact", "line"),
+    [
+        (
+            PathLost(peer="dddd", rank=R0, transport="mooncake", transports=("nixl",), reason="cable"),
+            {
+                "event": "path_lost",
+                "log_level": "warning",
+                "peer": "dddd",
+                "peer_name": "decode-0/node-0",
+                "rank": "pp0.tp0",
+                "transport": "mooncake",
+                "goes_on_over": ("nixl",),
+                "reason": "cable",
+            },
+        ),
+        (
+            RoomMessageRefused(**ROOM, code="stale"),
+            {
+                "event": "room_message_refused",
+                "log_level": "warning",
+                **ROOM,
+                "peer_name": "decode-0/node-0",
+                "code": "stale",
+            },
+        ),
+        (
+            EngineAttached(engine="e", pid=0, ranks=(R0, R1)),
+            {
+                "event": "engine_attached",
+                "log_level": "info",
+                "engine": "e",
+                "pid": 0,
+                "ranks": ["pp0.tp0", "pp0.tp1"],
+            },
+        ),
+    ],
+)
+def test_a_line_has_what_a_fact_says(fact: Fact, line: dict[str, object]) -> None:
+    logged = Logged()
+    with capture_logs() as lines:
+        logged.events.emit(fact)
+    assert lines == [line]
+
+
+@pytest.mark.parametrize("kind", LINES_OF_FACTS)
+def test_every_field_that_a_line_shows_is_one_of_its_fact(kind: type[Fact]) -> None:
+    fields = {field.name for field in dataclasses.fields(kind)}
+    assert {each.rpartition("=")[2] for each in LINES_OF_FACTS[kind][2].split()} <= fields
 
 
 def test_at_high_rates_the_log_says_how_many_rooms_it_left_out() -> None:
@@ -321,52 +344,3 @@ def test_what_strangers_can_cause_is_logged_seldom() -> None:
             logged.events.emit(FrameRefused(kind="malformed", detail="x"))
             logged.events.emit(RoomMessageRefused(**ROOM, code="foreign_done"))
     assert len(lines) == 2 * LINES
-
-
-def test_status_keeps_the_last_problems_with_their_time() -> None:
-    clock = ManualClock(7.0)
-    stream, recent = EventStream(clock), StatusReader()
-    stream.add_reader(recent.table)
-    for number in range(RECENT_PROBLEMS):
-        stream.emit(RoomEntered(room=number, generation=1, state=RoomState.FAILED, code="c", reason="r"))
-    clock.advance(1)
-    stream.emit(PeerLost(peer="dddd", reason="silent"))
-    stream.emit(WorkerLost(rank=R0, cause="killed", reason="killed by SIGKILL"))
-    stream.emit(EngineLost(engine="e", reason="its connection has ended"))
-    stream.emit(RoomQuarantined(**ROOM, cause="not_quiet", reason="q"))
-    stream.emit(RoomRejected(**ROOM, code="c", reason="digests"))
-    problems = recent.problems()
-    assert len(problems) == RECENT_PROBLEMS
-    assert (problems[0].at_s, problems[0].what, problems[0].whom) == (7.0, "room failed", "5")
-    assert [problem.reason for problem in problems[-5:]] == [
-        "silent",
-        "killed by SIGKILL",
-        "its connection has ended",
-        "q",
-        "digests",
-    ]
-
-
-def test_status_knows_the_traffic_with_each_peer_and_forgets_the_longest_unheard_of() -> None:
-    stream, recent = EventStream(), StatusReader()
-    stream.add_reader(recent.table)
-    stream.emit(ended(1, amounts=AMOUNTS))
-    stream.emit(RankReceived(**ROOM, rank=R0, amounts=AMOUNTS, transport="local"))
-    stream.emit(RoomEntered(**ROOM, state=RoomState.COMPLETED))
-    stream.emit(RoomEntered(**ROOM, state=RoomState.FAILED, code="c"))
-    peer = recent.traffic()["dddd"]
-    assert (peer.sent_bytes, peer.received_bytes, peer.rooms_completed, peer.rooms_failed) == (584, 584, 1, 1)
-    for number in range(RECENT_PEERS):
-        stream.emit(RoomEntered(room=number, generation=1, peer=str(number), state=RoomState.COMPLETED))
-    assert len(recent.traffic()) == RECENT_PEERS
-    assert "dddd" not in recent.traffic()
-
-
-def test_a_lost_path_is_counted_logged_and_shown() -> None:
-    stream, recent = EventStream(), StatusReader()
-    stream.add_reader(recent.table)
-    fact = PathLost(peer="dddd", rank=R0, transport="mooncake", transports=("nixl",), reason="cable")
-    stream.emit(fact)
-    [problem] = recent.problems()
-    assert (problem.what, problem.whom) == ("path lost", "dddd")
-    assert problem.reason == "mooncake of rank pp0.tp0: cable"

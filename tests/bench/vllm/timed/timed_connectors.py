@@ -1,14 +1,12 @@
 """vLLM's NixlConnector and kvbridge's, with a clock around each hook. Runs in vLLM's environment, in the servers.
 
-Owns: the rows that are written to the file that `HOOK_TIMES` names, a number for each process behind it. Must not know: what either
-connector does.
+The rows go to the file that `HOOK_TIMES` names, a number for each process behind it.
 
 A row is a JSON list: when (monotonic clock, which all processes of a host share), what, seconds, the request's id.
 
 - `step`: all hooks of one step of the engine in one process together, without those that name a request
 - the name of a hook that is called for one request
 - `load`: from the allocation of decode's blocks until the worker's report that they are filled
-- `aborted`: a request has ended otherwise than by its length or a stop; `sent`: prefill's blocks are free
 """
 
 from __future__ import annotations
@@ -112,19 +110,12 @@ class Rows:
     def _request(self, hook: str, at_s: float, args: tuple[Any, ...]) -> None:
         if hook == "update_state_after_alloc" and args[2]:
             self._allocated_s[args[0].request_id] = at_s
-        if hook.startswith("request_finished") and args[0].status.name not in {
-            "FINISHED_STOPPED",
-            "FINISHED_LENGTH_CAPPED",
-        }:
-            self.add(at_s, "aborted", 0.0, args[0].request_id)
 
     def _reported(self, results: Any) -> None:
         now_s = time.monotonic()
         for request in results.finished_recving or ():
             if (allocated_s := self._allocated_s.pop(request, None)) is not None:
                 self.add(allocated_s, "load", now_s - allocated_s, request)
-        for request in results.finished_sending or ():
-            self.add(now_s, "sent", 0.0, request)
 
 
 _rows = Rows()
@@ -134,7 +125,6 @@ class NixlConnector(Nixl):
     """vLLM's own."""
 
     def shutdown(self) -> None:
-        """See the base."""
         _rows.write()
         super().shutdown()
 
@@ -143,7 +133,6 @@ class KvbridgeConnector(Kvbridge):
     """kvbridge's."""
 
     def shutdown(self) -> None:
-        """See the base."""
         _rows.write()
         super().shutdown()
 

@@ -3,19 +3,24 @@
 import numpy as np
 import pytest
 
+from kvbridge.config.pools import HostLayout
+from kvbridge.config.transports import TCP_OPERATION_COST_BYTES, MooncakeSettings
 from kvbridge.core.geometry.components import ComponentKind as Kind
+from kvbridge.core.geometry.manifest import RankManifest, fingerprint
+from kvbridge.core.geometry.pages import first_window_page, pages_needed
 from kvbridge.core.ids import IndexSpace as Space
-from kvbridge.core.ids import PageTable
+from kvbridge.core.ids import PageTable, Rank
 from kvbridge.core.plan.neighbours import find_neighbours, page_operations
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import plan
-from tests.bench import bench_layouts
+from kvbridge.pool.memory.layout import RankPart, device_placement, host_placement
 from tests.helpers.geometries import flash, gqa
 from tests.helpers.manifests import Instance, Layout
 
 PAGES = {Space.FULL: 16, Space.SWA: 4, Space.REQUEST: 2, Space.HOST: 16}
 PAGE_FIRST = dict.fromkeys(Kind, Layout(page_first=True))
+ONE_RANK = Rank(pp=0, tp=0)
 DEVICE = frozenset({Space.FULL, Space.SWA, Space.REQUEST})
 
 
@@ -36,13 +41,42 @@ def planned(pairing: Pairing, *, start: int = 0, stop: int = 256, prompt: int = 
     return plan(pairing, section, tables, tables, **limits)
 
 
-@pytest.mark.parametrize(
-    "case", bench_layouts.count_operations(), ids=lambda case: f"{case['layout']}-{case['tokens']}"
-)
-def test_a_request_of_flash_takes_no_more_operations_than_its_budget(case):
-    assert case["budget"] is None or case["dead"]["operations"] <= case["budget"]
-    assert case["live"]["operations"] >= case["dead"]["operations"]
-    assert case["live"]["bytes"] <= case["dead"]["bytes"]
+def lying(*, host: frozenset[Kind], base: int) -> RankManifest:
+    """One rank of Flash in `page_first` pools, as a node lays them out."""
+    part = RankPart.of(flash(), ONE_RANK, pp_size=1, tp_size=1)
+    pools = [device_placement(flash(), part, page_counts=dict.fromkeys(DEVICE, 256), exclude=host, page_first=True)]
+    if host:
+        pools.append(host_placement(flash(), host, page_count=256, layout=HostLayout.PAGE_FIRST))
+    regions = [
+        region
+        for number, pool in enumerate(pools)
+        for region in pool.regions_at([base + (number << 44)] * len(pool.mappings))
+    ]
+    return RankManifest(fingerprint=fingerprint(flash()), rank=ONE_RANK, pp_size=1, tp_size=1, regions=tuple(regions))
+
+
+@pytest.mark.parametrize(("tokens", "budget"), [(256, 10), (8_192, 30), (32_768, 60)])
+def test_a_request_of_flash_in_one_run_takes_no_more_operations_than_its_budget(tokens, budget):
+    c4 = frozenset({Kind.C4_KV})
+    sides = lying(host=frozenset(), base=1 << 40), lying(host=c4, base=1 << 50)
+    pairing = Pairing.create(flash(), *sides, destination_ordinal=0, destination_count=1)
+    tables = []
+    for host in (frozenset(), c4):
+        counts = pages_needed(flash(), tokens=tokens, host=host)
+        firsts = {Space.SWA: first_window_page(flash(), tokens)}
+        tables.append(
+            {
+                space: PageTable(space, np.arange(count, dtype=np.int32), firsts.get(space, 0))
+                for space, count in counts.items()
+            }
+        )
+    section = Section(prompt_tokens=tokens, start_token=0, stop_token=tokens)
+    limits = {"max_operation_bytes": MooncakeSettings().max_operation_bytes}
+    live = plan(pairing, section, *tables, **limits, operation_cost_bytes=0).operations
+    dead = plan(pairing, section, *tables, **limits, operation_cost_bytes=TCP_OPERATION_COST_BYTES).operations
+    assert len(dead) <= budget
+    assert len(live) >= len(dead)
+    assert live.total_bytes <= dead.total_bytes
 
 
 def test_components_of_one_space_go_together():

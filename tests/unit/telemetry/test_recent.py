@@ -1,0 +1,185 @@
+"""The recent past: problems, traffic, and what happened to each room, in order, by state, and never more than is bounded."""
+
+from __future__ import annotations
+
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.core.ids import Rank
+from kvbridge.core.plan.operations import Amount
+from kvbridge.core.session.states import RoomState
+from kvbridge.telemetry.events import (
+    CachedPagesDiffer,
+    EngineLost,
+    OrderBegan,
+    OrderEnded,
+    PeerLost,
+    PrefixMatched,
+    RankReceived,
+    RoomEntered,
+    RoomMessageRefused,
+    RoomQuarantined,
+    RoomRejected,
+    WorkerLost,
+)
+from kvbridge.telemetry.path_events import PathLost
+from kvbridge.telemetry.recent import (
+    KEPT_ENDED,
+    MAX_FACTS,
+    RECENT_PEERS,
+    RECENT_PROBLEMS,
+    RoomTimelines,
+    StatusReader,
+)
+from kvbridge.telemetry.stream import EventStream
+from tests.helpers.manual_clock import ManualClock
+
+R0 = Rank(pp=0, tp=0)
+ROOM = {"room": 1, "generation": 2, "peer": "dddd"}
+AMOUNTS = {ComponentKind.C4_KV: Amount(lane_rows=1, bytes=584, operations=2)}
+CHANGED = CachedPagesDiffer(
+    **ROOM, pages={ComponentKind.C4_KV: 3}, first=("page 2 of the prompt, key 0a: c4_kv",), dropped=5, readers=(7,)
+)
+S = RoomState
+
+
+class Node:
+    """A stream of facts and the timelines that read it; each fact comes a second after the one before."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.stream = EventStream(self.clock)
+        self.timelines = RoomTimelines()
+        self.stream.add_reader(self.timelines.table)
+
+    def enter(self, room: int, *states: RoomState, generation: int = 1, peer: str = "", code: str = "") -> None:
+        for state in states:
+            self.clock.now_s += 1.0
+            self.stream.emit(RoomEntered(room=room, generation=generation, state=state, peer=peer, code=code))
+
+    def shown(self, limit: int = 10) -> list[tuple[int, RoomState]]:
+        return [(room, timeline.entered.state) for (room, _), timeline in self.timelines.shown(limit)]
+
+
+def test_facts_of_a_room_are_kept_in_order_and_others_are_not():
+    node = Node()
+    node.enter(5, S.ADMITTED, S.OFFERED, peer="p")
+    node.stream.emit(PeerLost(peer="p", reason="gone"))
+    node.stream.emit(OrderBegan(room=5, generation=1, peer="p", rank=Rank(pp=0, tp=0), order=1, transport="local"))
+    node.enter(6, S.ADMITTED)
+    found = node.timelines.of(5)
+    assert found is not None
+    generation, timeline = found
+    assert generation == 1
+    assert [type(fact).__name__ for _, fact in timeline.facts] == ["RoomEntered", "RoomEntered", "OrderBegan"]
+    assert timeline.facts[1][0] - timeline.admitted_s == 1.0
+    assert timeline.peer == "p"
+
+
+def test_a_room_keeps_the_peer_that_it_had():
+    node = Node()
+    node.enter(5, S.ADMITTED, S.OFFERED, peer="p")
+    node.enter(5, S.COMPLETED)
+    assert node.timelines.of(5)[1].peer == "p"
+
+
+def test_open_rooms_are_shown_longest_in_their_state_first_and_ended_ones_latest_first():
+    node = Node()
+    for room in (1, 2, 3):
+        node.enter(room, S.ADMITTED)
+    node.enter(1, S.OFFERED)
+    node.enter(2, S.FAILED)
+    node.enter(4, S.ADMITTED, S.FAILED)
+    assert node.shown() == [(3, S.ADMITTED), (1, S.OFFERED), (4, S.FAILED), (2, S.FAILED)]
+    assert node.shown(1) == [(3, S.ADMITTED), (1, S.OFFERED), (4, S.FAILED)]
+    assert node.timelines.ended == {S.FAILED: 2}
+
+
+def test_attempts_are_told_apart_and_the_newest_is_meant():
+    node = Node()
+    node.enter(5, S.ADMITTED, S.FAILED, generation=1)
+    node.enter(5, S.ADMITTED, generation=3)
+    assert node.timelines.of(5)[0] == 3
+    assert node.timelines.of(5, 1)[1].entered.state is S.FAILED
+    assert node.timelines.of(5, 2) is None
+    assert node.timelines.of(6) is None
+
+
+def test_a_stranger_s_messages_are_no_rooms_and_do_not_fill_one():
+    node = Node()
+    node.enter(5, S.ADMITTED)
+    for room in range(1000):
+        node.stream.emit(RoomMessageRefused(room=room, generation=1, peer="p", code="stale"))
+    for _ in range(2 * MAX_FACTS):
+        node.stream.emit(RoomMessageRefused(room=5, generation=1, peer="p", code="stale"))
+    assert node.shown() == [(5, S.ADMITTED)]
+    assert len(node.timelines.of(5)[1].facts) == MAX_FACTS
+
+
+def test_ended_rooms_are_forgotten_the_oldest_first_and_completed_ones_do_not_displace_failures():
+    node = Node()
+    node.enter(1, S.ADMITTED, S.FAILED)
+    for room in range(2, 2000):
+        node.enter(room, S.ADMITTED, S.COMPLETED)
+    assert node.timelines.of(1) is not None
+    assert node.timelines.of(2) is None
+    assert node.timelines.of(1999) is not None
+    assert len(node.timelines._timelines) == 1 + KEPT_ENDED[S.COMPLETED]
+
+
+def test_status_counts_hits_and_names_pages_that_changed() -> None:
+    stream, recent = EventStream(), StatusReader()
+    stream.add_reader(recent.table)
+    for _ in range(2):
+        stream.emit(PrefixMatched(**ROOM, hit_tokens=512, miss_tokens=88, hit_bytes=0, host_tokens=256))
+    stream.emit(CHANGED)
+    assert (recent.hit_tokens, recent.miss_tokens, recent.host_tokens) == (1024, 176, 512)
+    [problem] = recent.problems()
+    assert (problem.what, problem.reason) == ("cached pages differ", f"{CHANGED.first[0]}; 5 pages dropped")
+
+
+def test_status_keeps_the_last_problems_with_their_time() -> None:
+    clock = ManualClock(7.0)
+    stream, recent = EventStream(clock), StatusReader()
+    stream.add_reader(recent.table)
+    for number in range(RECENT_PROBLEMS):
+        stream.emit(RoomEntered(room=number, generation=1, state=RoomState.FAILED, code="c", reason="r"))
+    clock.advance(1)
+    stream.emit(PeerLost(peer="dddd", reason="silent"))
+    stream.emit(WorkerLost(rank=R0, cause="killed", reason="killed by SIGKILL"))
+    stream.emit(EngineLost(engine="e", reason="its connection has ended"))
+    stream.emit(RoomQuarantined(**ROOM, cause="not_quiet", reason="q"))
+    stream.emit(RoomRejected(**ROOM, code="c", reason="digests"))
+    problems = recent.problems()
+    assert len(problems) == RECENT_PROBLEMS
+    assert (problems[0].at_s, problems[0].what, problems[0].whom) == (7.0, "room failed", "5")
+    assert [problem.reason for problem in problems[-5:]] == [
+        "silent",
+        "killed by SIGKILL",
+        "its connection has ended",
+        "q",
+        "digests",
+    ]
+
+
+def test_status_knows_the_traffic_with_each_peer_and_forgets_the_longest_unheard_of() -> None:
+    stream, recent = EventStream(), StatusReader()
+    stream.add_reader(recent.table)
+    stream.emit(OrderEnded(**ROOM, rank=R0, order=1, transport="mooncake", amounts=AMOUNTS))
+    stream.emit(RankReceived(**ROOM, rank=R0, amounts=AMOUNTS, transport="local"))
+    stream.emit(RoomEntered(**ROOM, state=RoomState.COMPLETED))
+    stream.emit(RoomEntered(**ROOM, state=RoomState.FAILED, code="c"))
+    peer = recent.traffic()["dddd"]
+    assert (peer.sent_bytes, peer.received_bytes, peer.rooms_completed, peer.rooms_failed) == (584, 584, 1, 1)
+    for number in range(RECENT_PEERS):
+        stream.emit(RoomEntered(room=number, generation=1, peer=str(number), state=RoomState.COMPLETED))
+    assert len(recent.traffic()) == RECENT_PEERS
+    assert "dddd" not in recent.traffic()
+
+
+def test_a_lost_path_is_counted_logged_and_shown() -> None:
+    stream, recent = EventStream(), StatusReader()
+    stream.add_reader(recent.table)
+    fact = PathLost(peer="dddd", rank=R0, transport="mooncake", transports=("nixl",), reason="cable")
+    stream.emit(fact)
+    [problem] = recent.problems()
+    assert (problem.what, problem.whom) == ("path lost", "dddd")
+    assert problem.reason == "mooncake of rank pp0.tp0: cable"
