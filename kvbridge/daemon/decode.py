@@ -77,7 +77,6 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             adopted=parts.adopted,
             host=parts.layout.host_kinds,
             digest=config.integrity.digest,
-            verifies_hits=config.integrity.verify_on_hit,
         ),
     )
     fence.watch(rooms.writers)
@@ -146,7 +145,6 @@ class PrefillPeers:
     def tick(self) -> None:
         """See Peers."""
         self._fence.tick()
-        self._rooms.workers.checks.tick()
 
     def status(self) -> tuple[PrefillNodeStatus, ...]:
         """See ShownPeers."""

@@ -177,13 +177,13 @@ class NodeOverview:
             read_pages=read,
             unread_pages=unread,
             readers=prefixes.readers,
-            evicted_pages=dict(prefixes.claims.gone()),
+            evicted_pages=dict(prefixes.gone()),
             hit_tokens=self._parts.recent.hit_tokens,
             miss_tokens=self._parts.recent.miss_tokens,
             host_tokens=self._parts.recent.host_tokens,
             checkpoints=prefixes.checkpoint_count,
-            retained_pages=dict(prefixes.claims.retained().most_common(8)),
-            retention_refused=prefixes.claims.refused,
+            retained_pages=dict(prefixes.retained().most_common(8)),
+            retention_refused=prefixes.retention_refused,
         )
 
     def _problems(self) -> tuple[ProblemStatus, ...]:
@@ -237,7 +237,7 @@ class NodeOverview:
                 metrics.assign(PREFIX_EVICTED, count, reason.value)
             metrics.assign(RETENTION_REFUSED, prefixes.retention_refused)
         if self._parts.prefixes is not None:
-            metrics.assign(PREFIX_RETAINED, self._parts.prefixes.claims.retained().total())
+            metrics.assign(PREFIX_RETAINED, self._parts.prefixes.retained().total())
         if self._parts.prefixes is not None and self._parts.identity.role is Role.PREFILL:
             metrics.assign(CHECKPOINTS, self._parts.prefixes.checkpoint_count)
             metrics.assign(CHECKPOINTS_EVICTED, self._parts.prefixes.evicted_checkpoints)

@@ -37,8 +37,8 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.holdings import Pages
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.tier.keys import Keys, Link
-from kvbridge.tier.looks import PathPages
 from kvbridge.tier.prefix_cache import PrefixCache
+from kvbridge.tier.readers import PathPages
 from kvbridge.tier.stores.base import BATCH_LIMIT, Outcome
 from kvbridge.tier.stores.breaker import BreakerState
 from kvbridge.tier.stores.client import Operation, StoreClient
@@ -272,7 +272,7 @@ class StoredPrefixes:
 
     def _usable(self, keys: Keys) -> int:
         """How many pages a request could have now."""
-        return self._cache.looks.restorable(keys) if self._has_checkpoints else self._cache.known(keys)
+        return self._cache.restorable(keys) if self._has_checkpoints else self._cache.known(keys)
 
     async def _fetch(self, keys: Keys, have: int) -> None:
         begun_s, current = self._clock(), (self._drops, self._forgets)
@@ -459,7 +459,7 @@ class StoredPrefixes:
             start = self._waiting.pop(key)
             drops = self._drops
             async with self._writing:
-                asked = await self._write(self._cache.looks.prompt_of(key), start)
+                asked = await self._write(self._cache.index.prompt_of(key), start)
             if not asked and drops == self._drops:
                 self._waiting.setdefault(key, start)
                 await asyncio.sleep(PAUSE_S)

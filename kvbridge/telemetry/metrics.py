@@ -174,13 +174,6 @@ METRICS: tuple[MetricSpec, ...] = (
         "Checkpoints that made place for other requests, alone or with their page.",
         (PREFILL,),
     ),
-    PREFIX_MISMATCHES := MetricSpec(
-        "kvbridge_prefix_mismatches_total",
-        _COUNTER,
-        ("component",),
-        "Cached pages that did not hold any more what they held when they came (integrity.verify_on_hit); they were dropped.",
-        (DECODE,),
-    ),
     *TIER_METRICS,
     # Peers.
     PEERS := MetricSpec(

@@ -15,7 +15,6 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.busy import BusyTime
 from kvbridge.telemetry.events import (
-    CachedPagesDiffer,
     CheckpointKept,
     DisputedPagesDropped,
     EngineAttached,
@@ -61,7 +60,6 @@ from kvbridge.telemetry.metrics import (
     PEER_FAILURES,
     PHASE,
     PREFIX_BYTES,
-    PREFIX_MISMATCHES,
     PREFIX_TOKENS,
     REFUSED,
     REGISTRATION,
@@ -124,7 +122,6 @@ class MetricsReader:
             PhasesEnded: self._phases_ended,
             PagesDiffer: lambda _, fact: metrics.count(DIGEST_MISMATCHES, fact.component.value, by=fact.pages),
             PrefixMatched: self._prefix_matched,
-            CachedPagesDiffer: self._cached_pages_differ,
             CheckpointKept: lambda _, fact: metrics.count(CHECKPOINTS_KEPT, fact.cause),
             SparseDecoded: self._sparse_decoded,
             RequestRefused: lambda _, fact: metrics.count(REFUSED, fact.code),
@@ -178,10 +175,6 @@ class MetricsReader:
         if fact.from_checkpoint:  # nor a decode node this
             self._metrics.count(CHECKPOINTS_USED)
 
-    def _cached_pages_differ(self, _now_s: float, fact: CachedPagesDiffer) -> None:
-        for kind, pages in fact.pages.items():
-            self._metrics.count(PREFIX_MISMATCHES, kind.value, by=pages)
-
     def _phases_ended(self, _now_s: float, fact: PhasesEnded) -> None:
         for phase, seconds in fact.phases_s.items():
             if phase == WHOLE:
@@ -225,14 +218,6 @@ class LogReader:
             ),
             RoomQuarantined: lambda _, fact: log.error(
                 "room_quarantined", **self._whose(fact), cause=fact.cause, reason=fact.reason
-            ),
-            CachedPagesDiffer: lambda _, fact: log.error(
-                "cached_pages_differ",
-                **self._whose(fact),
-                pages={kind.value: pages for kind, pages in fact.pages.items()},
-                first=fact.first,
-                dropped_pages=fact.dropped,
-                read_by_rooms=fact.readers,
             ),
             PromptNotKept: self._not_kept,
             DisputedPagesDropped: lambda _, fact: log.warning(

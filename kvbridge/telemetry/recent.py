@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.telemetry.events import (
-    CachedPagesDiffer,
     EngineLost,
     OrderEnded,
     PeerLost,
@@ -80,9 +79,6 @@ class StatusReader:
             RoomQuarantined: lambda now_s, fact: self._note(now_s, "room quarantined", str(fact.room), fact.reason),
             RoomRejected: lambda now_s, fact: self._note(now_s, "room rejected", str(fact.room), fact.reason),
             PrefixMatched: self._matched,
-            CachedPagesDiffer: lambda now_s, fact: self._note(
-                now_s, "cached pages differ", str(fact.room), f"{fact.first[0]}; {fact.dropped} pages dropped"
-            ),
         }
 
     def problems(self) -> tuple[Problem, ...]:

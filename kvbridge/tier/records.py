@@ -1,7 +1,5 @@
 """Records of cached pages: a flat map from keys, in which a page is never without the page before it.
 
-Owns: keys, parents and children, and the numbers that records have. Must not know: pages of memory, who reads, what goes first.
-
 A key names all tokens up to a page's end. As no record is ever without its *parent*, the record of the page before, what is
 known of a prompt is a run from its first page on, whose end a binary search finds: there is no tree to walk, to split or to join.
 A *path* is such a run: records from a prompt's first page on, each the parent of the next. A record without children is a *leaf*.
@@ -208,63 +206,3 @@ class Records:
     def keys(self, records: RecordArray) -> Keys:
         """The keys of records."""
         return Keys(self._key[records].tobytes())
-
-
-class Subtree:
-    """A set of records in which none is without its parent: which they are, and how many children each has among them."""
-
-    def __init__(self, records: Records) -> None:
-        self.capacity = records.capacity
-        self._parent, self._parent_at = records.parent, records.parent_at
-        self.children = np.full(records.capacity, NO_RECORD, dtype=np.int32)
-        self.children_at = self.children.data
-        self.leaf_count = 0
-
-    def all(self) -> RecordArray:
-        """All records of the set, by their number."""
-        return np.flatnonzero(self.children != NO_RECORD).astype(np.int32)
-
-    def has(self, records: RecordArray) -> npt.NDArray[np.bool_]:
-        """Which of the records are in the set."""
-        is_in: npt.NDArray[np.bool_] = self.children[records] != NO_RECORD
-        return is_in
-
-    def depth(self, path: RecordArray) -> int:
-        """How many records of a path are in the set: its first ones."""
-        if not len(path) or self.children_at[path[-1]] != NO_RECORD:
-            return len(path)
-        return int(np.count_nonzero(self.has(path)))
-
-    def add(self, records: RecordArray) -> None:
-        """Take records in that continue a path of the set; the last of them is a leaf."""
-        parent = self._parent_at[records[0]]
-        self.children[records] = 1
-        self.children_at[records[-1]] = 0
-        self.leaf_count += 1
-        if parent != NO_RECORD:
-            self.leaf_count -= self.children_at[parent] == 0
-            self.children_at[parent] += 1
-
-    def remove_leaf(self, record: int) -> int:
-        """Take a leaf off. Returns its parent if that is a leaf now, else NO_RECORD."""
-        children_at = self.children_at
-        children_at[record] = NO_RECORD
-        parent: int = self._parent_at[record]
-        if parent != NO_RECORD:
-            children_at[parent] -= 1
-            if not children_at[parent]:
-                return parent  # one leaf for the other
-        self.leaf_count -= 1
-        return NO_RECORD
-
-    def adds_up(self) -> bool:
-        """Recount."""
-        there = self.all()
-        parents = self._parent[there]
-        inner = parents[parents != NO_RECORD]
-        children = np.bincount(inner, minlength=self.capacity)
-        return (
-            bool((parents >= NO_RECORD).all() and (self.children[inner] > 0).all())
-            and bool((self.children[there] == children[there]).all())
-            and self.leaf_count == np.count_nonzero(self.children == 0)
-        )

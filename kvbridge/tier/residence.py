@@ -1,10 +1,7 @@
-"""Records that have a page in each of some spaces: on the device, on the host, or as such.
+"""Records that have a page in each of some spaces: on the device, on the host, or as such; with readers and checkpoints there.
 
-Owns: which records these are, their pages, readers and checkpoints there, and which of them go first. Must not know: keys, other
-residences, what becomes of the pages.
-
-No record is in a residence without its parent. Readers pin whole paths, so a record is pinned at least as often as its children
-together, and below one that nobody pins nobody pins anything: all that nobody pins can go, leaf by leaf.
+No record is in a residence without its parent. Readers pin a whole path from a prompt's first page on, so pins(parent) >= sum of
+pins(children). An unpinned record has no pinned descendants: every unpinned record can be evicted, leaf first.
 """
 
 from __future__ import annotations
@@ -15,15 +12,122 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvbridge.core.errors import IntegrityError
+from kvbridge.core.errors import IntegrityError, NotFoundError
 from kvbridge.core.ids import IndexSpace, PageIdArray
-from kvbridge.tier.checkpoints import Checkpoints
-from kvbridge.tier.records import NO_RECORD, RecordArray, Records, Subtree
+from kvbridge.tier.records import NO_RECORD, RecordArray, Records
 from kvbridge.tier.retention import Retentions
-from kvbridge.tier.victims import Victims
+from kvbridge.tier.victims import Subtree, Victims
 
 Pages = dict[IndexSpace, PageIdArray]
 """Page ids of each space, int32."""
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    pages: PageIdArray
+    pins: int = 0
+
+
+class Checkpoints:
+    """Windows and states at the ends of some records of a residence, from which a prefill engine can go on.
+
+    A checkpoint is complete when it enters, and nobody writes it. Without pins it goes when its pages are needed, the one that was
+    used longest ago first; its record stays.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._is_there = np.zeros(capacity, dtype=np.bool_)
+        self._of_record: dict[int, _Checkpoint] = {}
+        """The one that was used longest ago first."""
+        self.unpinned_pages = 0
+        """Pages of those that nobody pins."""
+
+    def __len__(self) -> int:
+        return len(self._of_record)
+
+    def among(self, records: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Which of the records have one."""
+        return self._is_there[records]
+
+    def pages(self, record: int) -> PageIdArray:
+        """Return the pages of a record's checkpoint. Raises NotFoundError when it has none."""
+        return self._get(record).pages
+
+    def pins(self, record: int) -> int:
+        """How many readers a record's checkpoint has."""
+        return self._get(record).pins
+
+    def readers(self) -> dict[int, int]:
+        """How many readers each checkpoint has, by its record."""
+        return {record: checkpoint.pins for record, checkpoint in self._of_record.items()}
+
+    def all_pages(self) -> PageIdArray:
+        """All pages of all checkpoints."""
+        return join([checkpoint.pages for checkpoint in self._of_record.values()])
+
+    def add(self, record: int, pages: PageIdArray) -> None:
+        """Give a record that has none its checkpoint."""
+        self._of_record[record] = _Checkpoint(pages)
+        self._is_there[record] = True
+        self.unpinned_pages += len(pages)
+
+    def pin(self, record: int) -> PageIdArray:
+        """Count a reader, and a use; return the pages."""
+        checkpoint = self._of_record[record] = self._of_record.pop(record)
+        if not checkpoint.pins:
+            self.unpinned_pages -= len(checkpoint.pages)
+        checkpoint.pins += 1
+        return checkpoint.pages
+
+    def unpin(self, record: int) -> None:
+        """End what `pin` began. Raises IntegrityError when it has been ended."""
+        checkpoint = self._get(record)
+        if not checkpoint.pins:
+            raise IntegrityError(f"the checkpoint of record {record} is unpinned more often than it was pinned")
+        checkpoint.pins -= 1
+        if not checkpoint.pins:
+            self.unpinned_pages += len(checkpoint.pages)
+
+    def take(self, records: npt.NDArray[np.int32]) -> PageIdArray:
+        """Take away the checkpoints that these records have, which nobody pins, and return their pages."""
+        return join([self._remove(record) for record in records[self._is_there[records]].tolist()])
+
+    def oldest(self, page_count: int, retentions: Retentions) -> npt.NDArray[np.int32]:
+        """Return the records of the checkpoints to take for so many pages, or of all that nobody pins: retained ones last."""
+        chosen: list[int] = []
+        for priority in retentions.priorities():
+            for record, checkpoint in self._of_record.items():
+                if page_count <= 0:
+                    break
+                if not checkpoint.pins and retentions.priority(record) == priority:
+                    chosen.append(record)
+                    page_count -= len(checkpoint.pages)
+        return np.array(chosen, dtype=np.int32)
+
+    def check_integrity(self, record_pins: npt.NDArray[np.int32]) -> None:
+        """Recount. `record_pins`: of each record; a reader of a checkpoint pins its record, too. Raises IntegrityError."""
+        unpinned = sum(len(one.pages) for one in self._of_record.values() if not one.pins)
+        facts = {
+            "records that have one": sorted(self._of_record) == np.flatnonzero(self._is_there).tolist(),
+            "pins": all(0 <= one.pins <= record_pins[record] for record, one in self._of_record.items()),
+            "pages": len(np.unique(self.all_pages())) == len(self.all_pages()),
+            "unpinned pages": self.unpinned_pages == unpinned,
+        }
+        for fact, holds in facts.items():
+            if not holds:
+                raise IntegrityError(f"checkpoints: {fact} do not add up among {len(self)}")
+
+    def _get(self, record: int) -> _Checkpoint:
+        try:
+            return self._of_record[record]
+        except KeyError:
+            raise NotFoundError(f"record {record} has no checkpoint (any more)") from None
+
+    def _remove(self, record: int) -> PageIdArray:
+        checkpoint = self._of_record.pop(record)
+        self._is_there[record] = False
+        self.unpinned_pages -= len(checkpoint.pages)
+        return checkpoint.pages
 
 
 class Residence:
@@ -47,11 +151,12 @@ class Residence:
         self._pages = np.zeros((len(spaces), records.capacity), dtype=np.int32)
         self._pins = np.zeros(records.capacity, dtype=np.int32)
         self._pins_at = self._pins.data
-        self._victims = Victims(self._subtree, pages=self._pages[0], pins=self._pins, rank=rank)
+        self.victims = Victims(self._subtree, pages=self._pages[0], pins=self._pins, rank=rank)
         self._is_lost = np.zeros(records.capacity, dtype=np.bool_)
         self._lost_count = 0
         self.checkpoint_space = checkpoint_space
-        self._checkpoints = Checkpoints(records.capacity)
+        self.checkpoints = Checkpoints(records.capacity)
+        """Of records that are here."""
         self._is_read_back = np.zeros(records.capacity, dtype=np.bool_)
         self.evicted = EvictedPages()
 
@@ -83,27 +188,23 @@ class Residence:
 
     def all_pages(self) -> Pages:
         """Return every page that records have here, those of checkpoints too."""
-        return self.pages(self._subtree.all()) | self._of_checkpoints(self._checkpoints.all_pages())
+        return self.pages(self._subtree.all()) | self._of_checkpoints(self.checkpoints.all_pages())
 
     def unpinned(self, records: RecordArray) -> RecordArray:
         """Return those of the records that are here and that nobody pins."""
         found: RecordArray = records[self.has(records) & (self._pins[records] == 0)]
         return found
 
-    def leaves(self) -> RecordArray:
-        """Return the records that could be evicted first: leaves that nobody pins, by their rank."""
-        return self._victims.leaves()
-
     def evictable(self) -> dict[IndexSpace, int]:
         """How many pages of each space could go now."""
         found = dict.fromkeys(self.spaces, len(self) - self.pinned)
         if self.checkpoint_space is not None:
-            found[self.checkpoint_space] = self._checkpoints.unpinned_pages
+            found[self.checkpoint_space] = self.checkpoints.unpinned_pages
         return found
 
     def pins(self) -> tuple[npt.NDArray[np.int32], dict[int, int]]:
         """Return the readers of each record, by its number, and those of each checkpoint, by its record's."""
-        return self._pins.copy(), self._checkpoints.readers()
+        return self._pins.copy(), self.checkpoints.readers()
 
     # ------------------------------------------------------------------------------------- use
 
@@ -126,8 +227,8 @@ class Residence:
         pins = self._pins[path]
         if pins.min() < 1:
             raise IntegrityError(f"record {path[pins.argmin()]} is unpinned more often than it was pinned")
-        for at in np.flatnonzero(self._checkpoints.among(path)).tolist() if len(self._checkpoints) else ():
-            if self._checkpoints.pins(int(path[at])) >= pins[at]:
+        for at in np.flatnonzero(self.checkpoints.among(path)).tolist() if len(self.checkpoints) else ():
+            if self.checkpoints.pins(int(path[at])) >= pins[at]:
                 raise IntegrityError(f"record {path[at]} is unpinned by a reader who still pins its checkpoint")
 
     def unpin(self, path: RecordArray) -> RecordArray:
@@ -136,39 +237,30 @@ class Residence:
         self._pins[path] = pins
         ended: RecordArray = path[pins == 0]
         self.pinned -= len(ended)
-        self._victims.offer(int(path[-1]))
+        self.victims.offer(int(path[-1]))
         return ended
 
     def used(self, path: RecordArray) -> None:
         """A path was used, or some of it came."""
         here = self.depth(path)
         if here:
-            self._victims.offer(int(path[here - 1]))
+            self.victims.offer(int(path[here - 1]))
 
     def ranked_anew(self, records: RecordArray) -> None:
         """Records, of which some may be here, have another rank."""
         for leaf in records[self._subtree.children[records] == 0].tolist():
-            self._victims.offer(leaf)
+            self.victims.offer(leaf)
 
     # ------------------------------------------------------------------------------------- checkpoints
 
-    @property
-    def checkpoint_count(self) -> int:
-        """How many records have a checkpoint here."""
-        return len(self._checkpoints)
-
     def checkpointed(self, records: RecordArray) -> npt.NDArray[np.bool_]:
         """Which of the records have a checkpoint here, and are not lost."""
-        return self._checkpoints.among(records) & ~self._is_lost[records]
+        return self.checkpoints.among(records) & ~self._is_lost[records]
 
     def lacks_checkpoint(self, records: RecordArray) -> npt.NDArray[np.bool_]:
         """Which of the records are here, not lost, and have none."""
-        lacks: npt.NDArray[np.bool_] = self.has(records) & ~self._checkpoints.among(records) & ~self._is_lost[records]
+        lacks: npt.NDArray[np.bool_] = self.has(records) & ~self.checkpoints.among(records) & ~self._is_lost[records]
         return lacks
-
-    def checkpoint(self, record: int) -> PageIdArray:
-        """Return the pages of a record's checkpoint. Raises NotFoundError when it has none here."""
-        return self._checkpoints.pages(record)
 
     def set_checkpoint(self, record: int, pages: PageIdArray) -> bool:
         """Keep the windows and states at a record's end. False when it has some: those stay, these are still the caller's."""
@@ -176,7 +268,7 @@ class Residence:
             raise IntegrityError(f"record {record} cannot have a checkpoint of {len(pages)} pages in {self!r}")
         is_new = not self.checkpointed(np.array([record]))[0]
         if is_new:
-            self._checkpoints.add(record, pages)
+            self.checkpoints.add(record, pages)
         return is_new
 
     def pin_checkpoint(self, record: int) -> PageIdArray:
@@ -184,13 +276,9 @@ class Residence:
 
         Raises NotFoundError when there is none (any more).
         """
-        if self._checkpoints.pins(record) >= self._pins_at[record]:
+        if self.checkpoints.pins(record) >= self._pins_at[record]:
             raise IntegrityError(f"the checkpoint of record {record} is read by somebody who has not pinned the record")
-        return self._checkpoints.pin(record)
-
-    def unpin_checkpoint(self, record: int) -> None:
-        """End what `pin_checkpoint` began. Raises IntegrityError when it has been ended."""
-        self._checkpoints.unpin(record)
+        return self.checkpoints.pin(record)
 
     # ------------------------------------------------------------------------------------- what comes and goes
 
@@ -201,11 +289,11 @@ class Residence:
         self._subtree.add(records)
         self._is_read_back[records] = False
         self._count += len(records)
-        self._victims.place(records)
+        self.victims.place(records)
 
     def take(self, count: int) -> tuple[RecordArray, Pages]:
         """Evict `count` records and their checkpoints: old leaves that nobody pins, neighbours together, each before its parent."""
-        victims = self._victims.take(count) if count > 0 else np.empty(0, dtype=np.int32)
+        victims = self.victims.take(count) if count > 0 else np.empty(0, dtype=np.int32)
         self.note_evicted(victims)
         return victims, self._clear(victims)
 
@@ -221,8 +309,8 @@ class Residence:
 
     def take_checkpoints(self, page_count: int, retentions: Retentions) -> tuple[RecordArray, Pages]:
         """Evict the checkpoints that were used longest ago, retained ones last, for so many pages; return their records, too."""
-        oldest = self._checkpoints.oldest(page_count, retentions)
-        return oldest, self._of_checkpoints(self._checkpoints.take(oldest))
+        oldest = self.checkpoints.oldest(page_count, retentions)
+        return oldest, self._of_checkpoints(self.checkpoints.take(oldest))
 
     def lose(self, records: RecordArray) -> None:
         """What these hold here is gone; their pages stay until nobody pins them any more. A path is lost from its start."""
@@ -234,7 +322,7 @@ class Residence:
         for record in records.tolist():
             parent = self._subtree.remove_leaf(record)
             if parent != NO_RECORD:
-                self._victims.offer(parent)
+                self.victims.offer(parent)
         return self._clear(records)
 
     def _clear(self, records: RecordArray) -> Pages:
@@ -242,8 +330,8 @@ class Residence:
         self._count -= len(records)
         self._lost_count -= int(np.count_nonzero(self._is_lost[records]))
         self._is_lost[records] = False
-        self._victims.forget(records)
-        return self.pages(records) | self._of_checkpoints(self._checkpoints.take(records))
+        self.victims.forget(records)
+        return self.pages(records) | self._of_checkpoints(self.checkpoints.take(records))
 
     def _of_checkpoints(self, pages: PageIdArray) -> Pages:
         return {} if self.checkpoint_space is None else {self.checkpoint_space: pages}
@@ -252,7 +340,7 @@ class Residence:
 
     def check_integrity(self, is_hidden: npt.NDArray[np.bool_]) -> None:
         """Compare every structure with every other; hidden records are here while somebody pins them. Raises IntegrityError."""
-        self._checkpoints.check_integrity(self._pins)
+        self.checkpoints.check_integrity(self._pins)
         there = self._subtree.all()
         inner = there[self._parent[there] != NO_RECORD]
         by_children = np.bincount(self._parent[inner], weights=self._pins[inner], minlength=len(self._pins))
@@ -262,9 +350,9 @@ class Residence:
                 (self._pins[there] >= np.maximum(by_children[there], is_hidden[there])).all()
             ),
             "pinned records": self.pinned == np.count_nonzero(self._pins[there]) == np.count_nonzero(self._pins),
-            "candidates, leaves and places": self._victims.add_up(),
+            "candidates, leaves and places": self.victims.add_up(),
             "pages and records": all(len(np.unique(ids)) == len(ids) for ids in self.pages(there).values()),
-            "checkpoints and records": self._checkpoints.among(there).sum() == len(self._checkpoints),
+            "checkpoints and records": self.checkpoints.among(there).sum() == len(self.checkpoints),
             "lost ones": self._lost_count == self._is_lost.sum() == np.count_nonzero(self._pins[self._is_lost]),
         }
         for fact, holds in facts.items():
@@ -273,7 +361,7 @@ class Residence:
 
     def __repr__(self) -> str:
         spaces = ", ".join(self.spaces)
-        return f"<{len(self)} records in {spaces}: {self.pinned} pinned, {len(self._checkpoints)} checkpoints>"
+        return f"<{len(self)} records in {spaces}: {self.pinned} pinned, {len(self.checkpoints)} checkpoints>"
 
 
 @dataclass(slots=True)
@@ -308,3 +396,8 @@ def merged(parts: Sequence[Pages]) -> Pages:
         for space, ids in pages.items():
             found[space] = np.concatenate((found[space], ids)) if space in found else ids
     return found
+
+
+def join(pages: list[PageIdArray]) -> PageIdArray:
+    """Return the ids of several arrays, or of none, as one."""
+    return np.concatenate(pages) if pages else np.empty(0, dtype=np.int32)

@@ -1,7 +1,4 @@
-"""Which cached pages are to go after others, and until when: what requests ask with `retention`.
-
-Owns: until when each record has which priority, and how many records each namespace retains. Must not know: keys, pages, paths,
-what is evicted.
+"""The cached pages that are to go after others, and until when: what requests ask with `retention`.
 
 A priority adds to the rank that a record's use has given it, so that it goes after every record of a lower one, and before every
 record of a higher one. It falls by itself, in equal steps. Nothing is pinned: what can be evicted without retention can be with it.
@@ -20,7 +17,7 @@ from kvbridge.core.prefixes import RETENTION_PRIORITIES, Evicted, Retention
 from kvbridge.tier.records import RecordArray
 
 PRIORITY_RANK = 2.0**36
-"""What one step of priority adds to a rank; more than any policy gives, and ranks in this range are exact to 0.1 ms."""
+"""What one step of priority adds to a rank; more than any time of use, and ranks in this range are exact to 0.1 ms."""
 _LOOK_EVERY_S = 1.0
 """So late at most a priority falls: each look goes over all retained records."""
 _ENDED = -1

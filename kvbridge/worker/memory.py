@@ -19,11 +19,11 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.core.wire.worker_messages import WorkerSetup
 from kvbridge.pool.memory.adopted_pool import AdoptedPool
-from kvbridge.pool.memory.cuda_pool import CudaPool
 from kvbridge.pool.memory.device_memory import export
 from kvbridge.pool.memory.extent import Extent, Progress
 from kvbridge.pool.memory.host_registration import HostRegistration
 from kvbridge.pool.memory.layout import RankPart, device_placement
+from kvbridge.pool.memory.pools import CudaPool
 from kvbridge.pool.memory.sharing import MappedRegions, registered_extents
 
 log = structlog.get_logger(__name__)

@@ -31,9 +31,10 @@ from kvbridge.core.ids import TWINS, IndexSpace, PageMoves, Rank
 from kvbridge.kernels import reference
 from kvbridge.kernels.places import PageMemory
 from kvbridge.pool.memory.layout import RankPart, device_placement, twin_placement
-from kvbridge.pool.memory.mapped_pool import MappedPool
+from kvbridge.pool.memory.pools import MappedPool
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
-from kvbridge.tier.copies import LEGAL, CopyMeans, Direction, TwinCopier
+from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier
+from tests.helpers.twin_pools import COMBINATIONS
 
 MODEL = "deepseek-v4-flash"
 FULL, SWA = IndexSpace.FULL, IndexSpace.SWA
@@ -52,7 +53,7 @@ Work = Callable[[], object]
 def run(*, turns: int = TURNS, pages: tuple[int, ...] = PAGES) -> dict[str, Any]:
     """Measure and return {"turns", "model", "budget", "cases": [...], "bytes_a_token"}; rates in GB/s."""
     cases = []
-    legal = [each for each, reason in LEGAL.items() if not reason and each[2] is CopyBackend.KERNEL]
+    legal = [each for each in COMBINATIONS if each[2] is CopyBackend.KERNEL]
     for host, device, _, direction in legal:
         with ExitStack() as stack:
             bed = _Bed(host, device, most=max(pages), stack=stack)

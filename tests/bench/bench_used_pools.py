@@ -104,7 +104,7 @@ def used_pools(prompts: Iterable[Prompt]) -> list[Sent]:
         if -(-(prompt.tokens + prompt.output_tokens) // PAGE_TOKENS) > PAGES // 4:
             continue
         (_, source), (held, destination) = (node.serve(number, prompt) for node in nodes.values())
-        if full_since is None and all(node.cache.claims.gone() for node in nodes.values()):
+        if full_since is None and all(node.cache.gone() for node in nodes.values()):
             full_since = number
         if full_since is not None and number >= full_since + SETTLED and len(destination) > held:
             found.append(Sent(source[held:].astype(np.int64), destination[held:].astype(np.int64)))

@@ -16,7 +16,7 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.pool.memory.layout import HostLayout, host_placement
-from kvbridge.pool.memory.mapped_pool import MappedPool
+from kvbridge.pool.memory.pools import MappedPool
 from kvbridge.tier.stores.base import Outcome
 from kvbridge.tier.stores.objects import (
     TRAILER_BYTES,

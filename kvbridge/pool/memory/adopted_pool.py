@@ -17,7 +17,7 @@ from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.memory.extent import Extent, pages_per_extent
 from kvbridge.pool.memory.layout import DEFAULT_EXTENT_BYTES, RankPart
-from kvbridge.pool.memory.memory_pool import MemoryPool
+from kvbridge.pool.memory.pools import MemoryPool
 
 
 class AdoptedPool(MemoryPool):

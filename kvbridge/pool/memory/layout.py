@@ -181,7 +181,7 @@ def host_placement(
         found += [(form, layer) for layer in held]
     if not found or page_count < 1:
         raise InvalidInputError(f"a host pool needs a component and a page, got {sorted(kinds)} and {page_count} pages")
-    return _pack(_blocks(found, page_first=layout is not HostLayout.LAYER_FIRST), "host", chunking or Chunking())
+    return _pack(_blocks(found, page_first=layout is HostLayout.PAGE_FIRST), "host", chunking or Chunking())
 
 
 def twin_placement(
@@ -212,7 +212,7 @@ def twin_placement(
                 found.append((_Pages(component.kind, space, page_count, page_bytes, (start, stop)), layer))
     if not found:
         raise InvalidInputError(f"this node holds no component of '{geometry.name}' that could have twins on the host")
-    return _pack(_blocks(found, page_first=layout is not HostLayout.LAYER_FIRST), "twins", chunking or Chunking())
+    return _pack(_blocks(found, page_first=layout is HostLayout.PAGE_FIRST), "twins", chunking or Chunking())
 
 
 # ------------------------------------------------------------------------------------------- inside

@@ -1,11 +1,8 @@
-"""What a store is: objects of bytes by name, and answers instead of exceptions.
-
-Owns: the interface, the outcomes, and what the caller can do about each. Must not know: pages, trailers, any store.
-"""
+"""The interface of stores: objects of bytes by name, and answers instead of exceptions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -57,36 +54,10 @@ class Outcome(StrEnum):
     """The store cannot be used, now."""
 
 
-class Remedy(StrEnum):
-    """What the caller can do about an outcome."""
-
-    NOTHING = "nothing"
-    """It is what was asked for."""
-    COMPUTE = "compute"
-    """Compute the page, and store it."""
-    REPLACE = "replace"
-    """The same; the bad object has been dropped, as far as the store could."""
-    LATER = "later"
-    """The store is at fault, not the object: go on without, and ask again later. The breaker counts these, but for `full`."""
-
-
-REMEDIES: Mapping[Outcome, Remedy] = {
-    Outcome.STORED: Remedy.NOTHING,
-    Outcome.HIT: Remedy.NOTHING,
-    Outcome.PRESENT: Remedy.NOTHING,
-    Outcome.DROPPED: Remedy.NOTHING,
-    Outcome.ABSENT: Remedy.COMPUTE,
-    Outcome.SHORT: Remedy.REPLACE,
-    Outcome.OTHER_KEY: Remedy.REPLACE,
-    Outcome.WRONG_DIGEST: Remedy.REPLACE,
-    Outcome.OTHER_VERSION: Remedy.REPLACE,
-    Outcome.FULL: Remedy.LATER,
-    Outcome.TIMED_OUT: Remedy.LATER,
-    Outcome.UNREACHABLE: Remedy.LATER,
-}
-
+BAD = frozenset({Outcome.SHORT, Outcome.OTHER_KEY, Outcome.WRONG_DIGEST, Outcome.OTHER_VERSION})
+"""The object is not what it must be: it has been dropped, as far as the store could. Compute the page, and store it."""
 BROKEN = frozenset({Outcome.TIMED_OUT, Outcome.UNREACHABLE})
-"""What a breaker counts as a failure of the store."""
+"""The store is at fault, not the object: go on without, and ask again later. The breaker counts these."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ import structlog
 from kvbridge.config.stores import StoreLimits, StoreSettings
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.stores.base import REMEDIES, Answer, Outcome, Remedy, Verb
+from kvbridge.tier.stores.base import BAD, Answer, Outcome, Verb
 from kvbridge.tier.stores.breaker import Breaker, BreakerState, FailedKeys
 from kvbridge.tier.stores.messages import StoreOrder, StoreReport, StoreSetup
 from kvbridge.tier.stores.objects import ObjectForm, PageIds, check_request, names_of, object_name
@@ -224,11 +224,11 @@ class StoreClient:
         if self.breaker.state is not before:
             self.breaker_changes[self.breaker.state] += 1
             log.warning("store_breaker", state=self.breaker.state.value, before=before.value, reason=answer.detail)
-        found = [(name, REMEDIES[outcome]) for name, outcome in zip(operation.names, answer.outcomes, strict=True)]
+        found = list(zip(operation.names, answer.outcomes, strict=True))
         if operation.verb in {Verb.GET, Verb.HAS}:
-            self._failed.add((name for name, remedy in found if remedy in {Remedy.COMPUTE, Remedy.REPLACE}), now_s)
+            self._failed.add((name for name, outcome in found if outcome in BAD or outcome is Outcome.ABSENT), now_s)
         elif operation.verb is Verb.PUT:
-            self._failed.forget(name for name, remedy in found if remedy is Remedy.NOTHING)
+            self._failed.forget(name for name, outcome in found if outcome is Outcome.STORED)
         self._end(operation, answer)
 
     def _end(self, operation: Operation, answer: Answer) -> None:

@@ -7,11 +7,11 @@ import pytest
 
 from kvbridge.core.errors import CapacityError, ConflictError, IntegrityError, NotFoundError
 from kvbridge.core.ids import IndexSpace
+from kvbridge.core.prefixes import Evicted
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.policy import GreedyDual
 from kvbridge.tier.prefix_cache import PrefixCache
 from tests.helpers.manual_clock import ManualClock
 
@@ -172,10 +172,10 @@ def test_what_is_dropped_is_found_by_nobody_and_free_when_its_last_reader_has_le
     bench.end(C)
 
 
-def test_a_page_that_differs_goes_with_all_that_depends_on_it(bench):
+def test_a_page_goes_with_all_that_depends_on_it(bench):
     bench.warm(A, "a", 6)
-    assert bench.cache.drop_page(keys("a", 6), 2) == (4, 0)
-    assert bench.cache.drop_page(keys("a", 6), 2) == (0, 0)
+    third = bench.cache.index.match(keys("a", 6))[2:3]
+    assert bench.cache.drop(Evicted.INTEGRITY, third) == (4, 0)
     assert bench.admit(B, "a", 6).prefix_pages == 2
 
 
@@ -233,7 +233,7 @@ def test_the_recount_finds_what_is_wrong_between_book_and_index(spoil):
     bench.admit(B, "a", 4)
     match spoil:
         case "a pin too many":
-            bench.cache._index.pin(bench.cache._index.match(keys("a", 2)))
+            bench.cache.index.pin(bench.cache.index.match(keys("a", 2)))
         case "a page of nobody":
             bench.book.reserve(C, {FULL: 1})
             bench.book.cache(C, bench.book.pages(C))
@@ -275,16 +275,3 @@ def test_a_checkpoint_that_went_alone_counts_as_evicted(bench):
     bench.admit(C, "c", 1, windows=4)
     assert bench.cache.known(keys("a", 2)) == 2
     assert bench.cache.kept_s() == bench.clock() - used_s
-
-
-def test_a_policy_that_goes_by_more_than_time_says_only_since_when_there_is_anything():
-    book, clock = PageBook({FULL: PAGES}), ManualClock()
-    cache = PrefixCache(book, PrefixIndex((FULL,), PAGES, policy=GreedyDual()), clock=clock)
-    for owner, name in ((A, "a"), (B, "b"), (C, "c")):
-        clock.advance(1.0)
-        ids = cache.admit(owner, keys(name, 8), lambda prefix: {FULL: 8 - prefix[FULL]}).own
-        cache.keep(owner, keys(name, 8), 0, ids)
-        cache.let_go(owner)
-        book.free(owner)
-    assert cache.claims.gone().total()
-    assert cache.kept_s() == 3.0

@@ -9,7 +9,6 @@ from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputErro
 from kvbridge.core.ids import IndexSpace
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
-from kvbridge.tier.policy import GreedyDual
 
 FULL, HOST, SWA = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.SWA
 FULL_TWIN = IndexSpace.FULL_TWIN
@@ -231,19 +230,6 @@ def test_what_is_dropped_is_unreachable_at_once_and_comes_back_with_the_last_rea
     pool.index.check_integrity()
 
 
-def test_digests_stay_with_their_page():
-    pool = Pool(digest_words=2)
-    digests = np.arange(6, dtype=np.uint32).reshape(3, 2)
-    pool.add("abc", digests=digests)
-    pool.add("abcd", start=3)
-    pool.add("abc", digests=digests + 100)
-    values, known = pool.index.digests(pool.match("abcd"))
-    assert values.tolist() == [[0, 1], [2, 3], [4, 5], [0, 0]]
-    assert known.tolist() == [True, True, True, False]
-    with pytest.raises(InvalidInputError, match="2 words"):
-        pool.add("q", digests=np.zeros((1, 3), np.uint32))
-
-
 class TestCheckpoints:
     @pytest.fixture
     def pool(self) -> Pool:
@@ -258,10 +244,10 @@ class TestCheckpoints:
 
     def test_the_first_stays(self, pool):
         assert not pool.index.device.set_checkpoint(int(pool.match("ab")[-1]), np.array([9], np.int32))
-        assert pool.index.device.checkpoint(int(pool.match("ab")[-1])).tolist() == [0, 1]
+        assert pool.index.device.checkpoints.pages(int(pool.match("ab")[-1])).tolist() == [0, 1]
         assert pool.index.device.checkpointed(pool.match("abc")).tolist() == [False, True, True]
         with pytest.raises(NotFoundError):
-            pool.index.device.checkpoint(int(pool.match("a")[-1]))
+            pool.index.device.checkpoints.pages(int(pool.match("a")[-1]))
 
     def test_they_go_alone_before_pages_do_the_oldest_first(self, pool):
         path = pool.match("ab")
@@ -269,7 +255,7 @@ class TestCheckpoints:
         pool.index.device.pin_checkpoint(int(path[-1]))
         assert pool.index.evictable()[SWA] == 4
         assert pool.index.evict({SWA: 1})[SWA].tolist() == [2, 3]
-        pool.index.device.unpin_checkpoint(int(path[-1]))
+        pool.index.device.checkpoints.unpin(int(path[-1]))
         pool.index.unpin(path)
         found = pool.index.evict({SWA: 3})
         assert found[SWA].tolist() == [4, 5, 0, 1]  # that which was read is the younger one
@@ -293,9 +279,9 @@ class TestCheckpoints:
         pool.index.device.pin_checkpoint(int(path[-1]))
         with pytest.raises(IntegrityError, match="still pins its checkpoint"):
             pool.index.unpin(path)
-        pool.index.device.unpin_checkpoint(int(path[-1]))
+        pool.index.device.checkpoints.unpin(int(path[-1]))
         with pytest.raises(IntegrityError, match="more often"):
-            pool.index.device.unpin_checkpoint(int(path[-1]))
+            pool.index.device.checkpoints.unpin(int(path[-1]))
         pool.index.unpin(path)
         pool.index.check_integrity()
 
@@ -306,22 +292,8 @@ def test_candidates_that_are_outdated_do_not_pile_up():
     path = pool.match("abc")
     for now in range(5000):
         pool.index.touch(path, now=10.0 + now)
-    assert len(pool.index.device._victims._candidates) < 1100
+    assert len(pool.index.device.victims._candidates) < 1100
     assert pool.evict(3) == [2, 1, 0]
-
-
-def test_greedy_dual_keeps_what_is_short_or_shared():
-    pool = Pool(policy=GreedyDual())
-    pool.add("ab")
-    pool.add("x" * 100)
-    pool.add("cd")
-    pool.add("cd")
-    assert pool.evict(60)[-1] >= 2
-    pool.evict(40)
-    assert pool.knows("ab", "cd")
-    pool.evict(2)
-    assert pool.knows("cd")
-    assert not pool.knows("ab")
 
 
 @pytest.mark.parametrize("spaces", [[], [FULL, FULL], [FULL, SWA]])
@@ -334,10 +306,6 @@ def test_more_pages_than_there_are_is_a_defect():
     pool = Pool(capacity=3)
     with pytest.raises(IntegrityError, match="of 3 that there are"):
         pool.add("abcd")
-    assert (
-        repr(pool.index)
-        == "<prefix index: 0 of 3 records, 0 unreachable; <0 records in full, host: 0 pinned, 0 checkpoints>>"
-    )
 
 
 def test_pages_that_leave_the_host_are_counted_by_whether_they_were_of_use_there():

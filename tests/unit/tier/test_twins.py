@@ -8,6 +8,7 @@ import pytest
 
 from kvbridge.core.errors import CapacityError, ConflictError, NotFoundError
 from kvbridge.core.ids import IndexSpace
+from kvbridge.core.prefixes import Evicted
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.tier.index import PrefixIndex
@@ -185,7 +186,7 @@ def test_a_host_that_is_full_refuses_a_backup_and_one_of_what_nobody_reads_makes
     bench.warm("c", 3)
     assert bench.back_up("c", 3) == 3
     assert (bench.where("a", 8), bench.where("b", 8)) == ((0, 5), (0, 8)), "what was used longest ago went"
-    assert bench.cache.claims.gone().total() == 3
+    assert bench.cache.gone().total() == 3
     held = Owner(NO_ROOM, 99)
     bench.book.reserve(held, {FULL_TWIN: 16})
     bench.warm("d", 2)
@@ -199,7 +200,7 @@ def test_a_host_that_is_full_refuses_a_backup_and_one_of_what_nobody_reads_makes
 def test_what_is_dropped_during_its_backup_does_not_come_to_the_host(bench):
     bench.warm("a", 5)
     backup = bench.start("a", 5)
-    bench.cache.drop_page(keys("a", 5), 2)
+    bench.cache.drop(Evicted.INTEGRITY, bench.cache.index.match(keys("a", 5))[2 : 2 + 1])
     assert bench.book.counts()[FULL][CACHED] == 5, "it is being copied"
     assert bench.twins.end_backup(backup, done=True) == 2
     assert bench.where("a", 5) == (2, 2)
@@ -450,7 +451,7 @@ def test_watchers_hear_what_is_kept_and_used_and_what_the_host_has(bench):
     bench.warm("a", 3, checkpoint=True)
     bench.back_up("a", 3)
     bench.warm("a", 2)
-    bench.cache.drop_page(keys("a", 3), 1)
+    bench.cache.drop(Evicted.INTEGRITY, bench.cache.index.match(keys("a", 3))[1 : 1 + 1])
     assert heard == [
         ("kept", 3),
         "ending",

@@ -15,8 +15,7 @@ from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
-from kvbridge.pool.memory.mapped_pool import MappedPool
-from kvbridge.pool.memory.memory_pool import MemoryPool
+from kvbridge.pool.memory.pools import MappedPool, MemoryPool
 from kvbridge.pool.memory.sharing import MappedRegions
 from tests.helpers.pool_pages import page_address, page_view
 
