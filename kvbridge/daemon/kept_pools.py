@@ -42,7 +42,7 @@ _TAKER = Owner(NO_ROOM, 0)
 
 @dataclass(slots=True)
 class Restored:
-    """What became of the pages that a daemon finds in kept pools."""
+    """The outcome for the pages that a daemon finds in kept pools."""
 
     waiting: int = 0
     """Still to be compared."""
@@ -63,11 +63,11 @@ class KeptPools:
 
     files: KeptFiles
     header: KeptHeader
-    """Of the journal of this daemon; `files` are filled in as pools come."""
+    """Header of this daemon's journal; `files` are filled in as pools come."""
     wait_s: float
-    """How long processes of the daemon before may take to let go."""
+    """Time within which processes of the daemon before let go."""
     found: Contents = field(default_factory=Contents)
-    """What the pools hold by the journal of the one before, as far as they can be reused."""
+    """Contents of the pools by the journal of the daemon before, as far as they can be reused."""
     restored: Restored = field(default_factory=Restored)
     _old: dict[str, Path] = field(default_factory=dict)
     """The files that are to be taken over, by what their names have after the incarnation."""
@@ -93,7 +93,7 @@ class KeptPools:
         return kept
 
     def refuse(self, why: str) -> None:
-        """What there is cannot be reused: the pools are made anew."""
+        """Have the pools made anew: the ones that there are cannot be reused."""
         pages = len(self.found.pages)
         log.warning("kept_pools_refused", pages=pages, reason=why)
         self.restored = Restored(refused=pages, why_not=why)
@@ -165,9 +165,9 @@ class RestoredTwins:
         """
         self._book, self._twins, self._digest, self._contents, self._lost = book, twins, digest, contents, lost
         self._right: dict[int, bool] = {}
-        """Of the pages that have been read, by twin, those that hold what the journal says."""
+        """Verdicts on the pages that have been read, by twin: the ones that hold what the journal says are right."""
         self._right_ends: set[bytes] = set()
-        """Of checkpoints, by their key."""
+        """Keys of the checkpoints that are right."""
         self._entered: set[bytes] = set()
         self.found = found
         counts = {space: sum(states.values()) for space, states in book.counts().items()}

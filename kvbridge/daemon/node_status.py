@@ -172,16 +172,16 @@ class NodeOverview:
         prefixes = self._parts.prefixes
         if prefixes is None:
             return None
-        read, unread = prefixes.pages()
+        device = prefixes.index.device
         return PrefixStatus(
-            read_pages=read,
-            unread_pages=unread,
+            read_pages=device.pinned,
+            unread_pages=len(device) - device.pinned,
             readers=prefixes.readers,
             evicted_pages=dict(prefixes.gone()),
             hit_tokens=self._parts.recent.hit_tokens,
             miss_tokens=self._parts.recent.miss_tokens,
             host_tokens=self._parts.recent.host_tokens,
-            checkpoints=prefixes.checkpoint_count,
+            checkpoints=len(device.checkpoints),
             retained_pages=dict(prefixes.retained().most_common(8)),
             retention_refused=prefixes.retention_refused,
         )
@@ -239,7 +239,7 @@ class NodeOverview:
         if self._parts.prefixes is not None:
             metrics.assign(PREFIX_RETAINED, self._parts.prefixes.retained().total())
         if self._parts.prefixes is not None and self._parts.identity.role is Role.PREFILL:
-            metrics.assign(CHECKPOINTS, self._parts.prefixes.checkpoint_count)
+            metrics.assign(CHECKPOINTS, len(self._parts.prefixes.index.device.checkpoints))
             metrics.assign(CHECKPOINTS_EVICTED, self._parts.prefixes.evicted_checkpoints)
         render_tiers(self._parts)
         if self._parts.identity.role is Role.DECODE:

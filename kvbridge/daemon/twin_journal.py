@@ -61,16 +61,16 @@ class KeptHeader(FrozenModel):
     """The pools that a journal is about. All but incarnation and files must be equal for another process to go on with them."""
 
     incarnation: Annotated[str, Field(max_length=64)]
-    """Of the process that has written it."""
+    """Incarnation of the process that has written it."""
     fingerprint: Annotated[str, Field(max_length=200)]
-    """Of the geometry."""
+    """Fingerprint of the geometry."""
     model_identity: ModelIdentity
     ranks: tuple[str, ...]
-    """Those whose lanes and layers the pages hold."""
+    """The ranks whose lanes and layers the pages hold."""
     layout: Annotated[str, Field(max_length=64)]
     """A digest of where every region lies, with all sizes."""
     page_counts: dict[IndexSpace, NonNegative]
-    """Of the spaces of twins, and of the home if there is one."""
+    """Page counts of the spaces of twins, and of the home if there is one."""
     files: tuple[KeptFile, ...]
 
     def why_not(self, wanted: KeptHeader) -> str:
@@ -124,7 +124,7 @@ class HeldCheckpoint(NamedTuple):
 
 @dataclass(slots=True)
 class Contents:
-    """What a journal says."""
+    """The contents of a journal."""
 
     pages: dict[int, HeldPage] = field(default_factory=dict)
     """By twin, in the order in which they came."""

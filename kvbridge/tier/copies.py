@@ -32,9 +32,9 @@ class Direction(StrEnum):
     """Which way pages go."""
 
     BACKUP = "backup"
-    """From the device to its twins."""
+    """Copies from the device to its twins."""
     LOAD_BACK = "load_back"
-    """From twins to a device."""
+    """Copies from twins to a device."""
 
 
 def copy_backend(wish: CopyBackend | None, *, host: HostLayout, device: DeviceLayout) -> CopyBackend:
@@ -54,13 +54,13 @@ def copy_backend(wish: CopyBackend | None, *, host: HostLayout, device: DeviceLa
 
 @dataclass(frozen=True, slots=True)
 class CopyMeans:
-    """What makes the copies."""
+    """The means by which copies are made."""
 
     backend: CopyBackend = CopyBackend.KERNEL
     device: int | None = None
     """CUDA ordinal of this process; None for the CPU, which copies before `copy` returns, by either backend's plan."""
     blocks: int = DEFAULT_BLOCKS
-    """Of the kernel, 1,024 threads each."""
+    """Blocks of the kernel, 1,024 threads each."""
 
 
 Shares = Mapping[ComponentKind, tuple[int, int]]
@@ -154,7 +154,7 @@ class TwinCopier(Closing):
         self._copies.wait(ticket, stream=stream)
 
     def done(self, ticket: int) -> bool:
-        """Whether a copy is done; never waits. Raises TransportError when the GPU has failed."""
+        """Return whether a copy is done; never waits. Raises TransportError when the GPU has failed."""
         return self._copies.done(ticket)
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ def _matched(device_regions: Sequence[Region], twins: Sequence[Region]) -> list[
 
 
 def _pairs(geometry: ModelGeometry, source: Region, destination: Region, *, group: int, table: int) -> list[PagePair]:
-    """What of each page is copied between a device region and its twin, whichever of the two is the source."""
+    """The parts of each page that are copied between a device region and its twin, whichever of the two is the source."""
     backup = source.space in TWINS
     region, twin = (source, destination) if backup else (destination, source)
     component = geometry.component(region.component)

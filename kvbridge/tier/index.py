@@ -25,8 +25,8 @@ from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputErro
 from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray
 from kvbridge.core.prefixes import Evicted
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.records import NO_RECORD, RecordArray, Records
-from kvbridge.tier.residence import Inserted, Pages, Residence, join, merged
+from kvbridge.tier.records import NO_RECORD, RecordArray, Records, join
+from kvbridge.tier.residence import Inserted, Pages, Residence, merged
 from kvbridge.tier.retention import Claim, Retentions, base_rank
 
 CHECKPOINT_SPACE = IndexSpace.SWA
@@ -62,9 +62,9 @@ class PrefixIndex:
         """Records that are gone, by why."""
         self.device = Residence(self.records, on_device, self._rank, checkpoint_space=CHECKPOINT_SPACE)
         self.host: Residence | None = None
-        """Of twins; None: there are none."""
+        """Residence of twins; None: there are none."""
         self.home: Residence | None = None
-        """Of pages that a record has wherever it is; None: none, or there are no twins and `device` has them."""
+        """Residence of pages that a record has wherever it is; None: none, or there are no twins and `device` has them."""
         if has_twins:
             twins = [TWINS[space] for space in on_device]
             self.host = Residence(self.records, twins, self._rank, checkpoint_space=TWINS[CHECKPOINT_SPACE])
@@ -73,17 +73,17 @@ class PrefixIndex:
                 self.home = Residence(self.records, homes, self._rank)
         self.residences = tuple(one for one in (self.device, self.host, self.home) if one is not None)
         self.kept_since = -math.inf
-        """What was used after this has not been evicted, nor has its checkpoint."""
+        """No record that was used after this has been evicted, nor its checkpoint."""
 
     # ------------------------------------------------------------------------------------- looking
 
     def __len__(self) -> int:
-        """How many records there are, the unreachable ones among them."""
+        """Number of records, the unreachable ones among them."""
         return len(self.records)
 
     @property
     def reachable(self) -> int:
-        """How many records keys lead to."""
+        """Number of records that keys lead to."""
         return len(self.records) - self.records.hidden_count
 
     def match(self, keys: Keys, *, at_most: int | None = None) -> RecordArray:
@@ -98,7 +98,7 @@ class PrefixIndex:
         return self.records.keys(self.records.path_to(key))
 
     def uses(self, path: RecordArray) -> npt.NDArray[np.int32]:
-        """How often each record of a path was used; none more often than its parent."""
+        """Return the number of uses of each record of a path; none has more than its parent."""
         return self._uses[path]
 
     def pages(self, records: RecordArray) -> Pages:
@@ -110,11 +110,16 @@ class PrefixIndex:
         return {} if self.home is None else self.home.pages(records)
 
     def is_found(self, path: RecordArray) -> bool:
-        """Whether others find a path: none of it is dropped, or lost on the device."""
+        """Return whether others find a path: none of it is dropped, or lost on the device."""
         return not (self.records.is_hidden(path).any() or self.device.is_lost(path))
 
+    def checkpointed(self, path: RecordArray) -> npt.NDArray[np.bool_]:
+        """Return which records of a path have a checkpoint, on the device or the host."""
+        found = self.device.checkpointed(path)
+        return found if self.host is None else found | self.host.checkpointed(path)
+
     def evictable(self) -> dict[IndexSpace, int]:
-        """How many pages of each space `evict` could give now."""
+        """Return the number of pages of each space that `evict` could give now."""
         found = self.device.evictable()
         for residence in self.residences[1:]:
             found |= residence.evictable()
@@ -296,7 +301,7 @@ class PrefixIndex:
         return self.host.pages(hidden) | {TWINS[CHECKPOINT_SPACE]: join(ends)}
 
     def lose_device(self) -> Pages:
-        """What is on the device is lost: records that are on the host as well are there only, the others unreachable.
+        """Lose the device's memory: records that are on the host as well are there only, the others unreachable.
 
         Returns the pages that nobody reads. Those of the others come with the last `unpin`.
         """
@@ -345,7 +350,7 @@ class PrefixIndex:
     def _parts(
         self, records: RecordArray, device: int | None, host: int, verb: str, *, whole: bool = False
     ) -> list[tuple[Residence, RecordArray]]:
-        """What a reader of records pins in each residence."""
+        """The records that a reader pins in each residence."""
         if not self._is_path(records, verb, whole=whole):
             return []
         if self.host is None:
@@ -356,7 +361,7 @@ class PrefixIndex:
         return [(residence, part) for residence, part in parts if len(part)]
 
     def _is_path(self, records: RecordArray, verb: str, *, whole: bool = False) -> bool:
-        """Whether there is anything to do. Raises IntegrityError for what is no path."""
+        """Return whether there is anything to do. Raises IntegrityError for what is no path."""
         if not len(records):
             return False
         starts_right = not whole or self.records.parent_at[records[0]] == NO_RECORD
@@ -381,7 +386,7 @@ class PrefixIndex:
         return merged([*found, self._forget(self.records.deepest_first(records))[1]])
 
     def _forget(self, records: RecordArray, *, evicted: bool = False) -> tuple[RecordArray, Pages]:
-        """Of records, each before its parent, forget those that are nowhere any more; return them and the pages of their home."""
+        """Forget records, each before its parent, that are nowhere any more; return them and the pages of their home."""
         left = records if self.host is None else records[~self.host.has(records)]
         gone, lost = left[~self.device.has(left)], left[self.device.lost(left)]
         self.records.hide(lost[~self.records.is_hidden(lost)])

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
@@ -45,7 +44,7 @@ from kvbridge.tier.retention import Claim
 from kvbridge.tier.twins import Twins
 
 Demand = Callable[[Mapping[IndexSpace, int]], Mapping[IndexSpace, int]]
-"""From the cached pages of each space that an owner is to read to the pages that it needs of each space beside them."""
+"""Maps the cached pages of each space that an owner is to read to the pages that it needs of each space beside them."""
 
 
 class PrefixCache:
@@ -61,7 +60,7 @@ class PrefixCache:
         self.looks = Looks(index, end=self._end)
         self._watchers: list[PathWatcher] = []
         self.twins = Twins(book, index, index.host, clock, end=self._end) if index.host is not None else None
-        """How prefixes come to the host; None: they do not."""
+        """The way of prefixes to the host; None: there is none."""
         self._empty_at_s = clock()
         """When everything was last forgotten at once."""
         self.retention_refused = 0
@@ -72,8 +71,6 @@ class PrefixCache:
     def watch(self, watcher: PathWatcher) -> None:
         """Tell `watcher` from now on."""
         self._watchers.append(watcher)
-
-    # ------------------------------------------------------------------------------------- owners
 
     def admit(
         self, owner: Owner, keys: Keys, demand: Demand, *, at_most: int | None = None, from_checkpoint: bool = False
@@ -87,7 +84,7 @@ class PrefixCache:
         if not self._restores:
             path = path[: self.index.device.depth(path)]
         if from_checkpoint:
-            path = path[: max((np.flatnonzero(self._restorable(path)) + 1).tolist(), default=0)]
+            path = path[: max(self._restorable(path), default=0)]
         try:
             return self._admit(owner, keys, path, demand, from_checkpoint=from_checkpoint)
         except (CapacityError, InvalidInputError) as error:
@@ -240,11 +237,10 @@ class PrefixCache:
             self.retention_refused += 1
 
     def _end(self, reader: Reader) -> None:
-        if not len(reader.path):
-            return
-        before = self._book.available_pages()
-        self._uncache(reader.unpin(self.index))
-        self._tell_available(before)
+        if len(reader.path):
+            before = self._book.available_pages()
+            self._uncache(reader.unpin(self.index))
+            self._tell_available(before)
 
     def _tell_available(self, before: Mapping[IndexSpace, int]) -> None:
         now = self._book.available_pages()
@@ -254,7 +250,10 @@ class PrefixCache:
 
     def checkpoints(self, owner: Owner) -> list[int]:
         """At the ends of how many pages of those that an owner reads there is a checkpoint now, ascending."""
-        return (np.flatnonzero(self._restorable(self._reader(owner).path)) + 1).tolist()
+        return self._restorable(self._reader(owner).path)
+
+    def _restorable(self, path: RecordArray) -> list[int]:
+        return (np.flatnonzero((self.index if self._restores else self.index.device).checkpointed(path)) + 1).tolist()
 
     def shorten(self, owner: Owner, page_count: int, *, from_checkpoint: bool) -> Admitted:
         """Let an owner read only the first `page_count` pages of its prefix, and give it pages of its own for the others.
@@ -271,7 +270,8 @@ class PrefixCache:
             reader.unpin(self.index)
         try:
             to_load = len(fewer.checkpoint(self.index.host))
-            needed = self._given_up(reader, fewer)
+            left = fewer.shared(self.index)
+            needed = {space: count - left[space] for space, count in reader.shared(self.index).items()}
             if to_load > len(reader.checkpoint_own):
                 needed[CHECKPOINT_SPACE] = to_load - len(reader.checkpoint_own)
             own = self._book.grow(owner, needed)
@@ -289,19 +289,15 @@ class PrefixCache:
             self._end(reader)
         return fewer.admitted(self.index, own)
 
-    # ------------------------------------------------------------------------------------- what is forgotten
-
     def drop(self, why: Evicted = Evicted.OPERATOR, which: RecordArray | None = None) -> Dropped:
         """Forget these pages and all that depends on them, or every prefix; what is read is free when its readers let go."""
-        if which is None:
-            self._empty_at_s = self._clock()
+        self._empty_at_s = self._clock() if which is None else self._empty_at_s
         return self._dropped(why, lambda: self.index.drop(which))
 
     def lose_device(self) -> Dropped:
         """Forget what is on the device, whose memory is gone. What is on the host as well stays there."""
-        if self.twins is None:
-            return self.drop(Evicted.MEMORY_LOST)
-        return self._dropped(Evicted.MEMORY_LOST, self.index.lose_device)
+        why = Evicted.MEMORY_LOST
+        return self.drop(why) if self.twins is None else self._dropped(why, self.index.lose_device)
 
     def drop_kept(self, owner: Owner, page: int) -> tuple[Dropped, list[Link]]:
         """Forget what an owner has kept from this page of its prompt on, and all that depends on it.
@@ -321,35 +317,28 @@ class PrefixCache:
         self._uncache(drop())
         if self.twins is not None:
             self.twins.forgotten(self.index.unreachable_twins())
-        dropped = known - self.index.reachable
-        self.index.evicted[why] += dropped
+        self.index.evicted[why] += (dropped := known - self.index.reachable)
         return Dropped(dropped, dropped - (there - len(self.index)))
 
     def __contains__(self, owner: object) -> bool:
         return owner in self._readers
 
     def known(self, keys: Keys) -> int:
-        """How many pages of a prompt are cached now, whoever may use them."""
+        """Return the number of pages of a prompt that are cached now, whoever may use them."""
         return len(self.index.match(keys))
 
     def restorable(self, keys: Keys) -> int:
-        """How many pages of a prompt are cached with a checkpoint at the end, on the device or the host."""
-        path, host = self.index.match(keys), self.index.host
-        found = self.index.device.checkpointed(path)
-        if host is not None:
-            found = found | host.checkpointed(path)
-        return int(max(np.flatnonzero(found) + 1, default=0))
+        """Return the largest number of cached pages of a prompt with a checkpoint at their end, on the device or the host."""
+        return int(max(np.flatnonzero(self.index.checkpointed(self.index.match(keys))) + 1, default=0))
 
     def reads(self, owner: Owner) -> int:
-        """How many pages of its prompt and answer an owner reads. Raises NotFoundError as `let_go`."""
+        """Return the number of pages of its prompt and answer that an owner reads. Raises NotFoundError as `let_go`."""
         return len(self._reader(owner).path)
 
     @property
     def spaces(self) -> tuple[IndexSpace, ...]:
-        """Those in which each page of a prompt has one page here."""
+        """The spaces in which each page of a prompt has one page here."""
         return self.index.spaces
-
-    # ------------------------------------------------------------------------------------- the book's PageCache
 
     def evictable(self) -> Mapping[IndexSpace, int]:
         """Cached pages of each space that nobody reads."""
@@ -357,46 +346,34 @@ class PrefixCache:
 
     def evict(self, lacking: Mapping[IndexSpace, int]) -> Mapping[IndexSpace, PageIdArray]:
         """Forget pages, at least so many of each space, and return them."""
-        checkpoints = self.checkpoint_count
+        checkpoints = len(self.index.device.checkpoints)
         self.index.decay(self._clock())
         pages = some(self.index.evict(lacking))
         if self.twins is not None:
             self.twins.forgotten(pages)
-        self.evicted_checkpoints += checkpoints - self.checkpoint_count
+        self.evicted_checkpoints += checkpoints - len(self.index.device.checkpoints)
         return pages
-
-    # ------------------------------------------------------------------------------------- for operators
 
     @property
     def readers(self) -> int:
-        """How many owners have been admitted and have not let go."""
+        """Number of owners that have been admitted and have not let go."""
         return len(self._readers)
 
-    @property
-    def checkpoint_count(self) -> int:
-        """How many checkpoints there are."""
-        return len(self.index.device.checkpoints)
-
     def kept_s(self) -> float:
-        """What was used within so many seconds, and kept, is still here: how long a prefix lasts that nobody uses again."""
+        """Return for how many seconds a prefix lasts that nobody uses again: all that was used within them is here."""
         return self._clock() - max(self._empty_at_s, self.index.kept_since)
 
-    def pages(self) -> tuple[int, int]:
-        """How many pages of prompts somebody reads, and how many nobody does."""
-        device = self.index.device
-        return device.pinned, len(device) - device.pinned
-
     def gone(self) -> Counter[Evicted]:
-        """How many pages of prompts are not cached any more, so far, by why."""
+        """Return the number of pages of prompts that are not cached any more, so far, by why."""
         return +self.index.evicted
 
     def retained(self) -> Counter[str]:
-        """How many pages of prompts each namespace has retained now."""
+        """Return the number of pages of prompts that each namespace has retained now."""
         self.index.decay(self._clock())
         return self.index.retentions.by_namespace
 
     def residency(self) -> Residency:
-        """How many pages of prompts are where."""
+        """Return where pages of prompts are, by their number."""
         return Residency.of(self.index)
 
     def check_integrity(self) -> None:
@@ -410,22 +387,11 @@ class PrefixCache:
             readers += [backup.reader for backup in self.twins.backups.values()]
         check_pins(self.index, readers)
 
-    # ------------------------------------------------------------------------------------- inside
-
     def _reader(self, owner: Owner) -> Reader:
         try:
             return self._readers[owner]
         except KeyError:
             raise NotFoundError(f"{owner} reads no cached pages: it was never admitted here, or has let go") from None
-
-    def _restorable(self, path: RecordArray) -> npt.NDArray[np.bool_]:
-        """Behind which records of a path an owner can go on."""
-        found = self.index.device.checkpointed(path)
-        return found | self.index.host.checkpointed(path) if self._restores and self.index.host is not None else found
-
-    def _given_up(self, before: Reader, after: Reader) -> dict[IndexSpace, int]:
-        left = after.shared(self.index)
-        return {space: count - left[space] for space, count in before.shared(self.index).items()}
 
     def _uncache(self, pages: Pages) -> None:
         pages = some(pages)

@@ -31,13 +31,13 @@ class Reader:
     device: int
     host: int = 0
     checkpoints: tuple[tuple[Residence, int], ...] = ()
-    """Those that it reads, each by where it is and its record."""
+    """The checkpoints that it reads, each by where it is and its record."""
     checkpoint_own: PageIdArray = field(default_factory=lambda: NO_PAGES)
     """Pages of its own into which one is to be loaded."""
     kept: RecordArray = field(default_factory=lambda: NO_PAGES)
-    """Of its path, the records whose pages on the device were its own."""
+    """The records of its path whose pages on the device were its own."""
     claim: Claim | None = None
-    """What it asks for its path, with every use of it."""
+    """The retention that it asks for its path, with every use."""
 
     @classmethod
     def of(cls, index: PrefixIndex, path: RecordArray, device: int, *, from_checkpoint: bool) -> Reader:
@@ -69,7 +69,7 @@ class Reader:
         return index.unpin(self.path, device=self.device, host=self.host)
 
     def shared(self, index: PrefixIndex) -> dict[IndexSpace, int]:
-        """How many cached pages of each space it reads in place."""
+        """Return the number of cached pages of each space that it reads in place."""
         return {space: self.device if space in index.device.spaces else len(self.path) for space in index.spaces}
 
     def checkpoint(self, residence: Residence | None) -> PageIdArray:
@@ -78,7 +78,7 @@ class Reader:
         return found[0] if found else NO_PAGES
 
     def admitted(self, index: PrefixIndex, own: Pages) -> Admitted:
-        """What it is told, with these pages of its own."""
+        """Return the owner's answer, with these pages of its own."""
         return Admitted(
             prefix=index.device.pages(self.path[: self.device]) | index.home_pages(self.path),
             prefix_pages=len(self.path),
@@ -93,14 +93,14 @@ class Reader:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Admitted:
-    """What an owner got of its prompt's first `prefix_pages` pages, which are cached, and for the rest of it."""
+    """The pages that an owner got: cached ones of its prompt's first `prefix_pages` pages, and its own for the rest."""
 
     prefix: Pages
     """Cached pages, to be read only, until it lets go: on the device of the first `device_pages` of them, in the home of all."""
     prefix_pages: int
     device_pages: int
     twins: Pages
-    """Those of the others, which are on the host only. What they hold belongs into the first of its `own` pages on the device."""
+    """Twins of the others, which are on the host only. Their contents belong into the first of its `own` pages on the device."""
     checkpoint: PageIdArray
     """Windows and states at the end of the prefix, to be read only; empty unless they were asked for and are on the device."""
     checkpoint_twin: PageIdArray
@@ -119,7 +119,7 @@ class Residency(NamedTuple):
     host: int
     """On the host alone."""
     evicted: EvictedPages
-    """So far from the host."""
+    """Pages evicted from the host so far."""
 
     @classmethod
     def of(cls, index: PrefixIndex) -> Residency:
@@ -131,12 +131,12 @@ class Residency(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """What has been forgotten. One page is a page of each space that grows with the tokens."""
+    """Numbers of forgotten pages. One page is a page of each space that grows with the tokens."""
 
     pages: int
-    """Of prompts and answers, which no request finds any more."""
+    """Pages of prompts and answers, which no request finds any more."""
     read: int
-    """Of these, those that are still read."""
+    """The ones among these that are still read."""
 
 
 class PathWatcher(Protocol):
@@ -163,7 +163,7 @@ class PathPages:
 
 
 class Looks:
-    """Those who read pages on the host to write them to a store."""
+    """Readers that write pages on the host to a store."""
 
     def __init__(self, index: PrefixIndex, *, end: Callable[[Reader], None]) -> None:
         """`end`: is given every reader whose reading is over."""

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import IntegrityError, InvalidInputError
+from kvbridge.core.ids import PageIdArray
 from kvbridge.tier.keys import Keys, Link
 
 RecordArray = npt.NDArray[np.int32]
@@ -24,7 +25,7 @@ _UNUSED = -2
 """The parent of a number that is no record now."""
 _NO_RECORDS = np.empty(0, dtype=np.int32)
 _FEW = 16
-"""So few records are looked at faster one by one."""
+"""Up to so many records it is faster to look one by one."""
 
 
 class Records:
@@ -46,12 +47,12 @@ class Records:
         self._unused_count = capacity
 
     def __len__(self) -> int:
-        """How many there are, hidden ones among them."""
+        """Number of records, hidden ones among them."""
         return self.capacity - self._unused_count
 
     @property
     def hidden_count(self) -> int:
-        """How many no key leads to any more."""
+        """Number of records that no key leads to any more."""
         return len(self) - len(self._record_of)
 
     def all(self) -> RecordArray:
@@ -93,7 +94,7 @@ class Records:
         return _NO_RECORDS if record is None else self.path(record)
 
     def is_path(self, records: RecordArray) -> bool:
-        """Whether each is the parent of the next, wherever the first is."""
+        """Return whether each is the parent of the next, wherever the first is."""
         if self.parent_at[records[0]] == _UNUSED:
             return False
         if len(records) <= _FEW:
@@ -206,3 +207,8 @@ class Records:
     def keys(self, records: RecordArray) -> Keys:
         """The keys of records."""
         return Keys(self._key[records].tobytes())
+
+
+def join(pages: list[PageIdArray]) -> PageIdArray:
+    """Return the ids of several arrays, or of none, as one."""
+    return np.concatenate(pages) if pages else np.empty(0, dtype=np.int32)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvbridge.core.errors import IntegrityError, NotFoundError
 from kvbridge.core.ids import IndexSpace, PageIdArray
-from kvbridge.tier.records import NO_RECORD, RecordArray, Records
+from kvbridge.tier.records import NO_RECORD, RecordArray, Records, join
 from kvbridge.tier.retention import Retentions
 from kvbridge.tier.victims import Subtree, Victims
 
@@ -54,11 +54,11 @@ class Checkpoints:
         return self._get(record).pages
 
     def pins(self, record: int) -> int:
-        """How many readers a record's checkpoint has."""
+        """Return the number of readers of a record's checkpoint."""
         return self._get(record).pins
 
     def readers(self) -> dict[int, int]:
-        """How many readers each checkpoint has, by its record."""
+        """Return the number of readers of each checkpoint, by its record."""
         return {record: checkpoint.pins for record, checkpoint in self._of_record.items()}
 
     def all_pages(self) -> PageIdArray:
@@ -144,7 +144,7 @@ class Residence:
         """`rank`: of each record; the lowest goes first. `checkpoint_space`: of checkpoints at the ends of records here."""
         self.spaces = tuple(spaces)
         self.pinned = 0
-        """How many records somebody pins."""
+        """Number of records that somebody pins."""
         self._subtree = Subtree(records)
         self._parent, self._parent_at = records.parent, records.parent_at
         self._count = 0
@@ -156,7 +156,7 @@ class Residence:
         self._lost_count = 0
         self.checkpoint_space = checkpoint_space
         self.checkpoints = Checkpoints(records.capacity)
-        """Of records that are here."""
+        """Checkpoints of records that are here."""
         self._is_read_back = np.zeros(records.capacity, dtype=np.bool_)
         self.evicted = EvictedPages()
 
@@ -170,11 +170,11 @@ class Residence:
         return self._subtree.has(records)
 
     def depth(self, path: RecordArray) -> int:
-        """How many records of a path are here, and not lost: its first ones."""
+        """Return the number of records of a path that are here, and not lost: its first ones."""
         return 0 if self.is_lost(path) else self._subtree.depth(path)
 
     def is_lost(self, path: RecordArray) -> bool:
-        """Whether a path begins with lost records: none of it is here for anybody new, nor comes before those are gone."""
+        """Return whether a path begins with lost records: none of it is here for anybody new, nor comes before those are gone."""
         return bool(self._lost_count and len(path) and self._is_lost[path[0]])
 
     def lost(self, records: RecordArray) -> npt.NDArray[np.bool_]:
@@ -196,7 +196,7 @@ class Residence:
         return found
 
     def evictable(self) -> dict[IndexSpace, int]:
-        """How many pages of each space could go now."""
+        """Return the number of pages of each space that could go now."""
         found = dict.fromkeys(self.spaces, len(self) - self.pinned)
         if self.checkpoint_space is not None:
             found[self.checkpoint_space] = self.checkpoints.unpinned_pages
@@ -304,7 +304,7 @@ class Residence:
         self.evicted.unused += len(records) - read_back
 
     def read_back(self, records: RecordArray) -> None:
-        """What these hold here has been copied back to where it had gone."""
+        """Note that the pages of these have been copied back to where they had gone."""
         self._is_read_back[records] = True
 
     def take_checkpoints(self, page_count: int, retentions: Retentions) -> tuple[RecordArray, Pages]:
@@ -313,7 +313,7 @@ class Residence:
         return oldest, self._of_checkpoints(self.checkpoints.take(oldest))
 
     def lose(self, records: RecordArray) -> None:
-        """What these hold here is gone; their pages stay until nobody pins them any more. A path is lost from its start."""
+        """Note that the contents of these are gone; the pages stay until nobody pins them. A path is lost from its start."""
         self._lost_count += int(np.count_nonzero(~self._is_lost[records]))
         self._is_lost[records] = True
 
@@ -366,27 +366,27 @@ class Residence:
 
 @dataclass(slots=True)
 class EvictedPages:
-    """How many records have left a residence to make room."""
+    """Numbers of records that have left a residence to make room."""
 
     read_back: int = 0
-    """That were of use there: they had been copied back at least once."""
+    """Records that were of use there: they had been copied back at least once."""
     unused: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inserted:
-    """What became of the pages given to `insert`."""
+    """The result of `insert`."""
 
     records: RecordArray
-    """Of `keys[start:]`, without what was left out."""
+    """The records of `keys[start:]`, without those left out."""
     residence: Residence
     """Where they were inserted."""
     new: RecordArray
-    """Those of them, the last ones, that are new there."""
+    """The last of them, which are new there."""
     pages: Pages
-    """Those of the pages given that are the index's now; of the others it had the first arrival, and they stay the caller's."""
+    """The given pages that are the index's now; of the others it had the first arrival, and they stay the caller's."""
     left_out: int
-    """How many of the keys, the last ones, since the first of these is that of a page elsewhere."""
+    """Number of the last keys that were left out, since the first of them is that of a page elsewhere."""
 
 
 def merged(parts: Sequence[Pages]) -> Pages:
@@ -396,8 +396,3 @@ def merged(parts: Sequence[Pages]) -> Pages:
         for space, ids in pages.items():
             found[space] = np.concatenate((found[space], ids)) if space in found else ids
     return found
-
-
-def join(pages: list[PageIdArray]) -> PageIdArray:
-    """Return the ids of several arrays, or of none, as one."""
-    return np.concatenate(pages) if pages else np.empty(0, dtype=np.int32)

@@ -20,8 +20,8 @@ from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.tier.index import CHECKPOINT_SPACE, PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.readers import Reader, some, tell_left_out
-from kvbridge.tier.records import RecordArray
-from kvbridge.tier.residence import Pages, Residence, join
+from kvbridge.tier.records import RecordArray, join
+from kvbridge.tier.residence import Pages, Residence
 
 CHECKPOINT_TWINS = TWINS[CHECKPOINT_SPACE]
 
@@ -33,9 +33,9 @@ class Backup:
     owner: Owner
     """Has the twins until it ends."""
     moves: PageMoves
-    """What is to be copied: nothing writes it, and it stays where it is."""
+    """The pages to copy: nothing writes them, and they stay where they are."""
     start: int
-    """Of its path, the records from here on are copied; of those before, checkpoints may be."""
+    """The first record of its path that is copied; of those before, checkpoints may be."""
     reader: Reader
     checkpoints: dict[int, PageIdArray]
     """By record, the twins of its checkpoint."""
@@ -47,7 +47,7 @@ class Backup:
 
     @property
     def pages(self) -> int:
-        """How many pages of prompts."""
+        """Number of pages of prompts."""
         return len(self.records)
 
 
@@ -76,7 +76,7 @@ class Twins:
         self._is_copied = np.zeros(index.capacity, dtype=np.bool_)
         """Which records a backup that is under way copies."""
         self.backups: dict[Owner, Backup] = {}
-        """Those under way."""
+        """The backups that are under way."""
         self._watchers: list[TwinWatcher] = []
 
     def watch(self, watcher: TwinWatcher) -> None:

@@ -17,13 +17,13 @@ from kvbridge.tier.records import NO_RECORD, RecordArray, Records
 from kvbridge.tier.retention import PRIORITY_RANK
 
 _OLD_SHARE = 0.2
-"""So many of all records are old."""
+"""Share of all records that are old."""
 _RANK_SAMPLE = 4096
 """Ranks that are looked at to find out which ones are old."""
 _REACH = 16
 """Pages that are passed for each one wanted, and as many as are sampled, before it is left to age alone."""
 _SPARE_CANDIDATES = 1024
-"""So many outdated candidates are always tolerated."""
+"""Outdated candidates that are always tolerated."""
 
 
 class Subtree:
@@ -46,7 +46,7 @@ class Subtree:
         return is_in
 
     def depth(self, path: RecordArray) -> int:
-        """How many records of a path are in the set: its first ones."""
+        """Return the number of records of a path that are in the set: its first ones."""
         if not len(path) or self.children_at[path[-1]] != NO_RECORD:
             return len(path)
         return int(np.count_nonzero(self.has(path)))
@@ -87,7 +87,7 @@ class Subtree:
 
 
 class Victims:
-    """What may be evicted of some records. The columns have a place for each record, and are the index's."""
+    """The evictable ones of some records. The columns have a place for each record, and are the index's."""
 
     def __init__(
         self,

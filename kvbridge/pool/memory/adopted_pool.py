@@ -1,8 +1,5 @@
 """A device pool whose memory an engine made and keeps.
 
-Owns: checking that what the engine hands over is the whole cache of its rank, and cutting it into extents.
-Must not know: which pages are free, tensors, who gives page ids out.
-
 The engine's memory is described, never touched.
 """
 

@@ -17,7 +17,7 @@ BATCH_LIMIT = 256
 
 
 class Verb(StrEnum):
-    """What can be asked of a store."""
+    """A request to a store."""
 
     PUT = "put"
     GET = "get"
@@ -28,7 +28,7 @@ class Verb(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What became of one object."""
+    """The outcome of a request for one object."""
 
     STORED = "stored"
     """It is there, whole; perhaps it was there before."""
@@ -62,11 +62,11 @@ BROKEN = frozenset({Outcome.TIMED_OUT, Outcome.UNREACHABLE})
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of the objects of a request, in their order."""
+    """The outcomes of a request, in the order of its objects."""
 
     outcomes: tuple[Outcome, ...]
     settled: bool = True
-    """Whether nothing reads or writes the request's memory any more. If not, only the end of this process ends that."""
+    """True if nothing reads or writes the request's memory any more. If not, only the end of this process ends that."""
     detail: str = ""
     """Why, for the log, when the store was at fault."""
     cleared: int = 0
@@ -79,7 +79,7 @@ class Answer:
 
     @property
     def failed(self) -> bool:
-        """Whether the store was at fault with any of them."""
+        """True if the store was at fault with any of them."""
         return not self.settled or not BROKEN.isdisjoint(self.outcomes)
 
 
@@ -95,12 +95,12 @@ class StoredObject(NamedTuple):
 
     @property
     def length_bytes(self) -> int:
-        """Of all stretches."""
+        """Bytes of all stretches."""
         return int(self.stretches[:, 1].sum())
 
 
 class Capabilities(FrozenModel):
-    """What a store is, for who uses it."""
+    """The properties of a store for its users."""
 
     kind: str
     batch: Positive
@@ -117,7 +117,7 @@ class ObjectStore(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it is."""
+        """Properties of this store."""
 
     def write(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
         """Keep objects whole, or not at all: `stored`, or why not. One of the same name may stay as it is."""

@@ -1,8 +1,5 @@
 """A node's end of its store: orders with deadlines to a process of its own, and what is known of the pages that they are about.
 
-Owns: which orders are under way, which pages they may still touch, whether the store is asked at all. Must not know: which store it
-is, how its process is kept running (`supervisor`), rooms, the index.
-
 An order has an answer by its deadline, whatever the store does. Its pages are another matter: a store that does not answer may go
 on reading or writing them. So an operation has two ends, `answer` and `settled`. What is not settled soon after its deadline is
 settled by killing the process, and counts as that only when the process has ended. Nothing is lost with a process: the store keeps
@@ -50,9 +47,9 @@ class Operation:
         self.settled: asyncio.Future[None] = loop.create_future()
         """Done when nothing touches the pages of the order any more. Several may wait for it: shield it."""
         self.judged = False
-        """Whether it has been said what the answer means for the store."""
+        """True once the store has been judged by the answer."""
         self.answered_before = 0
-        """How many orders the store had answered when it was given this one."""
+        """Number of orders that the store had answered when it was given this one."""
         self.timer: asyncio.TimerHandle | None = None
 
     def __await__(self) -> Generator[Any, None, Answer]:
@@ -87,16 +84,16 @@ class StoreClient:
         self._under_way: dict[int, Operation] = {}
         """All that is not settled, by number."""
         self._answered = 0
-        """How many orders the store has answered in time."""
+        """Number of orders that the store has answered in time."""
         self._number = 0
         self._failed = FailedKeys(self._limits.remember_s)
         self.breaker = Breaker(self._limits.failures)
         self.breaker_changes: Counter[BreakerState] = Counter()
-        """How often it came to be open, and closed again."""
+        """Number of times that the breaker came to be open, and closed again."""
         self.counts: Counter[tuple[Verb, Outcome]] = Counter()
         """Objects, by what was asked and how it ended."""
         self.moved_bytes: Counter[Verb] = Counter()
-        """Of pages that were put or got, whole."""
+        """Bytes of pages that were put or got, whole."""
 
     def start(self) -> None:
         """Start the process. Until it is ready (it has `capabilities`), the store is `unreachable`."""

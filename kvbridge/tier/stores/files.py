@@ -45,7 +45,7 @@ _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class FileStore:
-    """See `base.ObjectStore`. Close it, or end the process."""
+    """An `ObjectStore` in a directory. Close it, or end the process."""
 
     capabilities = Capabilities(kind="files", batch=4)
 
@@ -55,7 +55,7 @@ class FileStore:
         self._changing = threading.Lock()
         """Held by whoever adds or removes an object."""
         self.total_bytes = 0
-        """Of all objects, as far as this process knows."""
+        """Bytes of all objects, as far as this process knows."""
         self._turn = cycle(_FOLDERS)
         """The folders in the order in which they are looked through for what is old."""
         directory = self._directory

@@ -72,7 +72,7 @@ class PageStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the store is."""
+        """The store's capabilities."""
         return self._store.capabilities
 
     def put(self, form: int, keys: Keys, pages: PageIds, until_s: float) -> Answer:
@@ -206,7 +206,7 @@ def _trailer_memory() -> Trailers:
 
 
 _Move = Callable[[_Request, list[StoredObject], int], Answer]
-"""What is done with some objects of a request, and the position of the first one in it."""
+"""Does something with some objects of a request; its last argument is the position of the first one."""
 
 
 def _late(count: int) -> Answer:

@@ -1,8 +1,5 @@
 """The process that uses a store for its node: `python -m kvbridge.tier.stores.process`. Started by `supervisor` only.
 
-Owns: the store, the mapped pools, the threads that wait for the store, how long all of it lives: no longer than its node, and than
-their pipes. Must not know: why pages are put or wanted.
-
 A store's calls may take a minute and more, and go on moving bytes when they have been given up. So they happen here: the end of
 this process is the proof that none of its pages is read or written any more.
 """

@@ -77,22 +77,6 @@ def test_retained_pages_go_after_others_that_were_used_later(bench):
     assert bench.cache.gone() == {Evicted.SPACE: 8}
 
 
-def test_a_higher_priority_stays_longer(bench):
-    bench.warm("high", 3, claim(3))
-    bench.clock.advance(1.0)
-    bench.warm("low", 3, claim(1))
-    bench.need(9)
-    assert (bench.known("high"), bench.known("low")) == (3, 0)
-
-
-def test_when_nothing_else_is_left_they_go_too(bench):
-    bench.warm("agent", 6, claim(3, 86_400))
-    bench.need(PAGES)
-    assert bench.known("agent") == 0
-    assert bench.cache.gone() == {Evicted.RETAINED: 6}
-    assert not bench.cache.retained()
-
-
 def test_when_its_time_is_over_they_are_like_any_others():
     bench = Bench()
     bench.warm("agent", 4, claim(2, 30))
@@ -165,20 +149,6 @@ def test_any_number_of_namespaces_retain_no_more_than_half_of_the_pages_or_one_s
     bench.clock.advance(31.5)
     bench.warm("again", 3, claim(3, namespace="late"))
     assert bench.cache.retained() == {"late": 3}
-
-
-def test_pages_that_are_retained_already_count_once():
-    bench = Bench(share=0.25)
-    for _ in range(3):
-        bench.warm("a", 3, claim(1))
-        bench.clock.advance(1.0)
-    assert (bench.cache.retained(), bench.cache.retention_refused) == ({"acme": 3}, 0)
-
-
-def test_a_share_of_nothing_lets_no_retention_count():
-    bench = Bench(share=0.0)
-    bench.warm("a", 1, claim(3))
-    assert (bench.cache.retained(), bench.cache.retention_refused) == ({}, 1)
 
 
 @pytest.mark.parametrize("nothing", [claim(0), claim(3, 0.0)])

@@ -290,12 +290,6 @@ def test_what_cannot_live_on_the_host_is_refused():
         host_placement(split, {ComponentKind.MHA_KV}, page_count=5)
 
 
-def test_a_placement_travels_and_is_the_same_everywhere():
-    placement = host_placement(FLASH, {C4}, page_count=50)
-    assert Placement.model_validate_json(placement.model_dump_json()) == placement
-    assert host_placement(FLASH, {C4}, page_count=50) == placement
-
-
 def test_a_placement_that_reaches_beyond_its_mapping_is_not_built():
     placement = host_placement(FLASH, {C4}, page_count=50)
     for change in ({"length_bytes": 4096}, {"name": "a/b"}):
