@@ -52,7 +52,7 @@ def bring_memory(
 ) -> WorkerMemory:
     """Map what the node owns, make what it asks for on the GPU, adopt what this process brings; `stack` undoes it.
 
-    Only device memory that was made stays: others may have it open until this process ends (see `cuda_pool`). `on_progress`
+    Only device memory that was made stays: others may have it open until this process ends (see `CudaPool`). `on_progress`
     hears how far page-locking the host pool and the twins has come. Raises RegistrationError, InvalidInputError, UnsupportedError.
     """
     mapped = stack.enter_context(MappedRegions((*setup.device, *setup.host)))

@@ -8,7 +8,6 @@ import pytest
 from kvbridge.core.errors import CapacityError
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import TWINS, IndexSpace
-from kvbridge.core.prefixes import Evicted
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.node.receiver.room import ReceiverRoom
 from kvbridge.node.room import Quarantine
@@ -239,24 +238,4 @@ def test_prefill_starts_from_a_checkpoint_that_it_loads_into_pages_of_its_own():
     assert again.checkpoint.tolist() == room.checkpoint.tolist()
     for one in (room, again):
         bench.pages.give_back(one)
-    bench.cache.check_integrity()
-
-
-@pytest.mark.parametrize("left", [0, 1, 2, 3])
-def test_a_room_that_gives_up_what_was_dropped_has_a_page_in_each_place_and_loads_the_rest(left):
-    bench = Bench(twins=8)
-    bench.warm(4 * PAGE)
-    bench.only_on_host(4)
-    bench.warm(2 * PAGE)
-    room = bench.room(5 * PAGE)
-    assert (room.shared_pages, room.load.first_page) == ({FULL: 2, HOST: 4}, 2)
-    bench.cache.drop(Evicted.INTEGRITY, bench.cache.index.match(room.keys.in_namespace(""))[left : left + 1])
-    bench.pages.give_up_prefix(room, left)
-    assert (room.prefix_tokens, room.shared_pages) == (left * PAGE, {FULL: min(left, 2), HOST: left})
-    assert (room.load is None) is (left < 3)
-    for space in (FULL, HOST):
-        ids = room.tables[space].ids.tolist()
-        assert (len(ids), len(set(ids))) == (5, 5)
-        assert sorted(ids[room.shared_pages[space] :]) == sorted(bench.book.pages(room.owner)[space].tolist())
-    bench.pages.give_back(room)
     bench.cache.check_integrity()
