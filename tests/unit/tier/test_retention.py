@@ -200,3 +200,10 @@ def test_numbers_of_namespaces_are_used_again():
     assert (len(found), found.by_namespace) == (0, {})
     assert found._number.max() == 0
     found.check_integrity()
+
+
+def test_retained_records_are_looked_at_once_a_second():
+    found = Retentions(8, share=1.0)
+    for record, for_s in ((0, 1.0), (1, 0.25)):
+        assert found.retain(np.array([record], dtype=np.int32), 1.0, claim(1, for_s))
+    assert [found.decay(now).tolist() for now in (1.0, 1.5, 2.0)] == [[], [], [0, 1]]
