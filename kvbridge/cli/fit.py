@@ -100,7 +100,7 @@ def fit(  # noqa: PLR0913, PLR0917 - an argument for each option
     loaded = load_or_exit(DecodeConfig, config, overrides)
     try:
         if trace is not None:
-            kept = fit_trace(load_geometry(loaded.model), trace, pools, loaded.tier.policy)
+            kept = fit_trace(load_geometry(loaded.model), trace, pools)
             tables = [trace_table(kept)]
             document = kept.model_dump_json(indent=2)
         else:

@@ -8,13 +8,12 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.table import Table
 
 from kvbridge.cli.trace import prompt_tokens, read_trace
+from kvbridge.cli.trace_simulation import run_cache
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.tier.keys import PrefixIdentity, page_keys
-from kvbridge.tier.policy import POLICIES
-from kvbridge.tier.simulation import run_cache
 
 DEFAULT_POOLS = "4GiB,16GiB,64GiB,256GiB"
 
@@ -47,11 +46,10 @@ class TraceFit(FrozenModel):
     tokens_per_page: Positive
     page_bytes: Positive
     """Of one page in all growing components and layers, wherever they live."""
-    policy: str
     pools: tuple[PoolFit, ...]
 
 
-def fit_trace(geometry: ModelGeometry, path: Path, pools: str, policy: str) -> TraceFit:
+def fit_trace(geometry: ModelGeometry, path: Path, pools: str) -> TraceFit:
     """Run a whole trace for each pool. Raises InvalidInputError for a trace or sizes that cannot be."""
     sizes, requests = _sizes(pools), read_trace(path)
     if not any(request.hash_ids for request in requests):
@@ -73,7 +71,7 @@ def fit_trace(geometry: ModelGeometry, path: Path, pools: str, policy: str) -> T
     for size, host_bytes in (*sizes, (None, 0)):
         pages = max(1, sum(len(keys) for _, keys in prompts)) if size is None else _pages(size, page_bytes)
         host_pages = _pages(host_bytes, page_bytes) if host_bytes else 0
-        run = run_cache(prompts, pages, POLICIES[policy](), host_pages=host_pages)
+        run = run_cache(prompts, pages, host_pages=host_pages)
         hit_tokens = run.hit_pages * geometry.tokens_per_page
         found.append(
             PoolFit(
@@ -93,7 +91,6 @@ def fit_trace(geometry: ModelGeometry, path: Path, pools: str, policy: str) -> T
         model=geometry.name,
         tokens_per_page=geometry.tokens_per_page,
         page_bytes=page_bytes,
-        policy=policy,
         pools=tuple(found),
     )
 
@@ -102,7 +99,7 @@ def trace_table(report: TraceFit) -> Table:
     """Return a line for each pool, and below them how to read it."""
     table = Table(
         title=f"{report.trace}: {report.requests:,} requests, {report.prompt_tokens / 1e6:.1f} M prompt tokens\n"
-        f"{report.model}, pages of {report.tokens_per_page} tokens and {report.page_bytes:,} bytes, {report.policy}",
+        f"{report.model}, pages of {report.tokens_per_page} tokens and {report.page_bytes:,} bytes",
         title_justify="left",
         caption="Hits: share of all prompt tokens whose pages were there when the request came. Pool: of all components that grow "
         "with the tokens, on device and host together; A + B: below a pool of A a host tier of B that gets a copy of every page. "

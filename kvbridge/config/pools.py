@@ -139,8 +139,10 @@ class HostLayout(StrEnum):
     """All pages of one layer of one component, then all of the next."""
     PAGE_FIRST = "page_first"
     """A page of all layers and components is one stretch of memory."""
-    PAGE_FIRST_DIRECT = "page_first_direct"
-    """The same bytes at the same places, for the copy engines alone."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> HostLayout | None:
+        return cls.PAGE_FIRST if value == "page_first_direct" else None
 
 
 class DeviceLayout(StrEnum):
@@ -160,8 +162,8 @@ class HostPool(FrozenModel):
     size_bytes: ByteSize = ByteSize(0)
     """Size in bytes ("64GiB" is understood), rounded down to whole pages; or give `pages`."""
     layout: HostLayout = HostLayout.PAGE_FIRST
-    """`layer_first`, `page_first` or `page_first_direct`. What prefill nodes send goes in few long operations when they keep the
-    component in the same layout (`device_layout`)."""
+    """`layer_first`, or `page_first` (`page_first_direct` is the same here). What prefill nodes send goes in few long operations
+    when they keep the component in the same layout (`device_layout`)."""
     directory: Path = Path("/dev/shm")  # noqa: S108 - the shared-memory file system, not a place for scratch files
     """Where the shared files are made: a tmpfs or hugetlbfs; another file system is refused."""
     extent_bytes: Annotated[ByteSize, Field(ge=1 << 20)] = ByteSize(1 << 30)

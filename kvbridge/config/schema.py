@@ -109,11 +109,6 @@ class IntegrityConfig(FrozenModel):
     """`crc32c`: both sides compute a checksum of every page, and a room with a page that differs fails; `none`: rows are
     counted, their bytes are trusted."""
 
-    verify_on_hit: bool = False
-    """Compare cached pages with the digests that they had when they came, before a room shares them (`tier.enabled`). One that
-    differs is dropped, with all prefixes that go on from it, and the room is sent these tokens anew. Every byte of a prefix is
-    read once when it comes and once for each room that shares it, before that room is offered. Not together with `tier.host`."""
-
 
 class DecodeConfig(DaemonConfig):
     """A decode daemon."""
@@ -127,20 +122,6 @@ class DecodeConfig(DaemonConfig):
     `max_requests` rooms are then admitted at once: a room's request slot, the id in its `request` table, is its slot of the hot
     buffer, so pools.device.request must not be larger. `kvbridge fit` prints what this takes, and how many requests fit."""
     integrity: IntegrityConfig = IntegrityConfig()
-
-    @model_validator(mode="after")
-    def _check_integrity(self) -> Self:
-        if self.integrity.verify_on_hit and not (self.tier.enabled and self.pools.memory is not MemoryOwner.ADOPTED):
-            raise ValueError(
-                "integrity.verify_on_hit is set but this node keeps no prefix: set it to false, or tier.enabled to true with pools "
-                "that are the daemon's own"
-            )
-        if self.integrity.verify_on_hit and self.tier.host is not None:
-            raise ValueError(
-                "integrity.verify_on_hit and tier.host are both set: rank workers look at device pages, so a page that comes back "
-                "from host memory would be shared without a look; set one of them to false or null"
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_sparse(self) -> Self:

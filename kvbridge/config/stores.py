@@ -20,7 +20,7 @@ class FileStoreSettings(FrozenModel):
     directory: Path
     """Made with mode 0700 if it is not there. It must belong to the daemon's user, and to nobody else."""
     max_bytes: Annotated[ByteSize, Field(gt=0)]
-    """What all files in the directory take together at most; all daemons that share it are to say the same."""
+    """Most bytes that all files in the directory take together. Of daemons that share a directory each has a bound of its own."""
 
 
 class MooncakeStoreSettings(FrozenModel):

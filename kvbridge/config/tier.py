@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import ByteSize, Field, model_validator
 
@@ -68,10 +68,20 @@ class HostTier(FrozenModel):
     """Prefill, models with windows: how many checkpoints of windows and states. Without one at its end, or close to it, a prefix is
     of no use, so count one for each prompt that is to be kept."""
     layout: HostLayout = HostLayout.LAYER_FIRST
-    """`layer_first`; `page_first`: a page is one stretch of memory; `page_first_direct`: the same, for backend `direct` alone."""
-    backend: CopyBackend = CopyBackend.KERNEL
-    """`kernel`, or `direct`: pages of `page_first` or `page_first_direct`, on the device (`pools.device_layout`) as on the host."""
+    """`layer_first`; `page_first`: a page is one stretch of memory; `page_first_direct`: the same, with backend `direct`."""
+    backend: CopyBackend | None = None
+    """`direct`: the copy engines, for pages of `page_first` on the device (`pools.device_layout`) as on the host; `kernel`: for
+    all. Null: `direct` where that is possible, else `kernel`."""
     backup: HostBackup = HostBackup()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_direct(cls, given: object) -> object:
+        if isinstance(given, dict) and given.get("layout") == "page_first_direct":
+            if given.get("backend") not in {None, CopyBackend.DIRECT}:
+                raise ValueError("layout page_first_direct asks for backend direct; for the kernel say page_first")
+            return {**given, "layout": HostLayout.PAGE_FIRST, "backend": CopyBackend.DIRECT}
+        return given
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -91,10 +101,6 @@ class TierConfig(FrozenModel):
     model_revision: Text = ""
     """Revision of the model, or a digest of its weights. A decode node that says one takes pages only from prefill nodes that say
     the same: set it on prefill nodes first."""
-
-    policy: Literal["lru", "greedy_dual"] = "lru"
-    """Which cached prefixes go first when pages are needed: of the fifth used longest ago those that lie side by side in memory, or
-    (for pools that are small for their load) likewise by length, age and uses."""
 
     retained_share: Annotated[float, Field(ge=0, le=1)] = 0.25
     """Share of all pages that can be cached which one namespace may have retained at once: its requests say with `retention` that

@@ -70,8 +70,7 @@ class DaemonTimeouts(_Timeouts):
     fence_s: Seconds = 30.0
     """Decode: before writers that gave no proof are shut out, other rooms that are being written may end within this."""
     verify_s: Seconds = 60.0
-    """Decode: the digests of a room that has arrived are computed (integrity.digest), or those of the cached pages that a room is
-    to share (integrity.verify_on_hit)."""
+    """Decode: the digests of a room that has arrived are computed (integrity.digest)."""
     copy_s: Seconds = 30.0
     """Rank workers have copied the pages of one order between the device and host memory (tier.host)."""
     claim_s: Seconds = 120.0

@@ -69,7 +69,6 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             adopted=parts.adopted,
             host=parts.layout.host_kinds,
             digest=config.integrity.digest,
-            verifies_hits=config.integrity.verify_on_hit,
         ),
     )
     fence.watch(rooms.writers)
@@ -128,7 +127,6 @@ class PrefillPeers:
     def tick(self) -> None:
         """Look at deadlines."""
         self._fence.tick()
-        self._rooms.workers.checks.tick()
 
     def status(self) -> tuple[PrefillNodeStatus, ...]:
         """List the nodes of the other role."""

@@ -14,7 +14,7 @@ from kvbridge.core.geometry.twins import twin_components
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.memory.layout import Chunking, RankPart, twin_placement
 from kvbridge.pool.memory.placement import Placement
-from kvbridge.tier.copies import Direction, require_legal
+from kvbridge.tier.copies import copy_backend
 
 UNREGISTERED = Chunking(extent_bytes=1 << 60)
 """No network card registers twins, so nothing limits how long a stretch of them is."""
@@ -39,8 +39,7 @@ def plan_twins(
             "tier.host is set but pools.memory is adopted: the engine gives out its pages itself and has a prefix cache of its "
             "own, so nothing here decides what moves to the host; set tier.host to null"
         )
-    for direction in Direction:
-        require_legal(asked.layout, config.pools.device_layout, asked.backend, direction)
+    copy_backend(asked.backend, host=asked.layout, device=config.pools.device_layout)
     prefill = isinstance(config, PrefillConfig)
     components = twin_components(geometry, host_kinds, checkpoints=prefill)
     if not any(component.space is IndexSpace.FULL for component in components):

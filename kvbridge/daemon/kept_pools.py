@@ -1,29 +1,48 @@
-"""The pools in host memory that outlive a daemon: what it finds of the one before, and what it leaves.
-
-Owns: which pool this daemon can go on with, and what becomes of the others. Must not know: pages, prefixes, when an entry of the
-journal is due (`twin_journal.py`).
-"""
+"""The pools in host memory that outlive a daemon: what it finds of the one before, and what it leaves."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import structlog
 
-from kvbridge.core.errors import IntegrityError, RegistrationError
+from kvbridge.core.errors import BridgeError, IntegrityError, RegistrationError
+from kvbridge.core.ids import IndexSpace
+from kvbridge.daemon.twin_journal import (
+    NO_PAGE,
+    PAGES_AT_ONCE,
+    Contents,
+    HeldPage,
+    KeptFile,
+    KeptHeader,
+    PageDigests,
+    read_journal,
+)
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import NO_ROOM, Owner
 from kvbridge.pool.memory.extent import Progress
 from kvbridge.pool.memory.kept_files import KeptFiles
-from kvbridge.pool.memory.mapped_pool import MappedPool
 from kvbridge.pool.memory.placement import Placement
-from kvbridge.tier.journal import Contents, KeptFile, KeptHeader, read_header, replay
+from kvbridge.pool.memory.pools import MappedPool
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.residence import Pages
+from kvbridge.tier.twins import Twins
 
 log = structlog.get_logger(__name__)
+
+DIGEST_THREADS = 2
+_TAKER = Owner(NO_ROOM, 0)
+"""Has all pages that a journal names until it is known what they hold; copies are counted from 1."""
 
 
 @dataclass(slots=True)
 class Restored:
-    """What became of the pages that a daemon finds in kept pools."""
+    """The outcome for the pages that a daemon finds in kept pools."""
 
     waiting: int = 0
     """Still to be compared."""
@@ -33,7 +52,7 @@ class Restored:
     lost: int = 0
     """Pages that did not hold what the journal says, or go on from such pages."""
     refused: int = 0
-    """In pools that could not be gone on with."""
+    """Pages in pools that could not be reused."""
     why_not: str = ""
     seconds: float = 0.0
 
@@ -44,47 +63,41 @@ class KeptPools:
 
     files: KeptFiles
     header: KeptHeader
-    """Of the journal of this daemon; `files` are filled in as pools come."""
+    """Header of this daemon's journal; `files` are filled in as pools come."""
     wait_s: float
-    """How long processes of the daemon before may take to let go."""
-    found: Contents | None = None
-    """What the pools hold by the journal of the one before; None: nothing that could be gone on with."""
+    """Time within which processes of the daemon before let go."""
+    found: Contents = field(default_factory=Contents)
+    """Contents of the pools by the journal of the daemon before, as far as they can be reused."""
     restored: Restored = field(default_factory=Restored)
     _old: dict[str, Path] = field(default_factory=dict)
     """The files that are to be taken over, by what their names have after the incarnation."""
 
     @classmethod
-    def look(cls, files: KeptFiles, header: KeptHeader, wait_s: float) -> KeptPools:
-        """Read what there is, and remove it when this daemon cannot go on with it. `files` are this process's."""
+    def read(cls, files: KeptFiles, header: KeptHeader, wait_s: float) -> KeptPools:
+        """Read what there is, and remove it when this daemon cannot reuse it. `files` are this process's."""
         kept = cls(files, header, wait_s)
         try:
-            data = files.read_journal()
+            before, kept.found = read_journal(files.read_journal())
+            why_not = before.why_not(header)
+            kept._old = {} if why_not else _same_files(files, before)
         except FileNotFoundError:
             files.remove_pools()
             return kept
-        except OSError as error:
-            kept.refuse(str(error))
-            return kept
-        try:
-            before, start = read_header(data)
-            kept.found = replay(data[start:])
-            why_not = before.why_not(header)
-            kept._old = {} if why_not else _same_files(files, before)
         except (IntegrityError, OSError) as error:
             why_not = str(error)
         if why_not:
             kept.refuse(why_not)
-        elif kept.found is not None:
+        else:
             kept.restored.waiting = len(kept.found.pages)
             log.info("kept_pools_found", of=before.incarnation, pages=len(kept.found.pages), damaged=kept.found.damaged)
         return kept
 
     def refuse(self, why: str) -> None:
-        """What there is cannot be gone on with: the pools are made anew."""
-        pages = 0 if self.found is None else len(self.found.pages)
+        """Have the pools made anew: the ones that there are cannot be reused."""
+        pages = len(self.found.pages)
         log.warning("kept_pools_refused", pages=pages, reason=why)
         self.restored = Restored(refused=pages, why_not=why)
-        self.found, self._old = None, {}
+        self.found, self._old = Contents(), {}
         self.files.remove_pools(besides=self.header.incarnation)
 
     def pool(self, placement: Placement, name: str, on_progress: Progress) -> MappedPool:
@@ -120,12 +133,121 @@ def _same_files(files: KeptFiles, before: KeptHeader) -> dict[str, Path]:
     there = files.pools()
     found = {}
     for wanted in before.files:
-        same = [
-            path
-            for path in there.get(wanted.name, ())
-            if (status := path.stat()).st_ino == wanted.inode and status.st_size == wanted.length_bytes
-        ]
-        if not same:
+        for path in there.get(wanted.name, ()):
+            status = path.stat()
+            if (status.st_ino, status.st_size) == (wanted.inode, wanted.length_bytes):
+                found[wanted.name] = path
+        if wanted.name not in found:
             raise IntegrityError(f"its file {wanted.name} of {wanted.length_bytes} bytes is gone")
-        found[wanted.name] = same[0]
     return found
+
+
+class RestoredTwins:
+    """The pages that a journal names, on their way into the index. Called from the event loop's thread only.
+
+    A page is believed when it holds, byte for byte, what the journal says. Reading all of them takes a second for some GiB, so the
+    daemon serves meanwhile: what is not compared yet is nobody's.
+    """
+
+    def __init__(
+        self,
+        book: PageBook,
+        twins: Twins,
+        digest: PageDigests,
+        contents: Contents,
+        found: Restored,
+        *,
+        lost: Callable[[Pages], None],
+    ) -> None:
+        """Take these pages, of a book of which all is free. `lost` is told of those that will not come back.
+
+        `found` says at any moment how far it is.
+        """
+        self._book, self._twins, self._digest, self._contents, self._lost = book, twins, digest, contents, lost
+        self._right: dict[int, bool] = {}
+        """Verdicts on the pages that have been read, by twin: the ones that hold what the journal says are right."""
+        self._right_ends: set[bytes] = set()
+        """Keys of the checkpoints that are right."""
+        self._entered: set[bytes] = set()
+        self.found = found
+        counts = {space: sum(states.values()) for space, states in book.counts().items()}
+        named = {
+            IndexSpace.FULL_TWIN: list(contents.pages),
+            IndexSpace.HOST: [page.home for page in contents.pages.values()],
+            IndexSpace.SWA_TWIN: [twin for end in contents.checkpoints.values() for twin in end.twins],
+        }
+        taken = book.reserve(_TAKER, {space: counts[space] for space in named if space in counts})
+        others = {space: ids[~np.isin(ids, named[space])] for space, ids in taken.items()}
+        book.cache(_TAKER, others)
+        book.uncache(others)
+
+    async def run(self) -> None:
+        """Compare every page with its digest, in threads, and let in what is right, prompt by prompt.
+
+        A defect ends the comparison, not the daemon: what was let in before stays, and every other page is free.
+        """
+        found = self.found
+        try:
+            await self._compare()
+        except Exception as error:
+            found.refused = len(self._contents.pages) - found.pages
+            found.why_not = (
+                f"the comparison of kept pages has failed ({type(error).__name__}: {error}); please report it"
+            )
+            log.exception("kept_pools_refused", pages=found.refused, reason=found.why_not)
+        found.waiting = 0
+        found.lost = len(self._contents.pages) - found.pages - found.refused
+        if _TAKER in self._book:
+            self._lost(self._book.pages(_TAKER))
+            self._book.free(_TAKER)
+        log.info(
+            "prefixes_restored",
+            pages=found.pages,
+            bytes=found.bytes,
+            checkpoints=found.checkpoints,
+            lost=found.lost,
+            seconds=found.seconds,
+        )
+
+    async def _compare(self) -> None:
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        with ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="kept pools") as pool:
+            for keys, path in self._contents.prompts():
+                unread = [page for page in path if page.twin not in self._right]
+                batches = [unread[at : at + PAGES_AT_ONCE] for at in range(0, len(unread), PAGES_AT_ONCE)]
+                await asyncio.gather(*(loop.run_in_executor(pool, self._read, batch) for batch in batches))
+                self._enter(keys, path)
+                self.found.waiting = len(self._contents.pages) - len(self._right)
+                self.found.seconds = round(loop.time() - begun_s, 3)
+
+    def _read(self, batch: Sequence[HeldPage]) -> None:
+        for page in batch:
+            self._right[page.twin] = self._digest(page.sets[0]) == page.digest
+            end = self._contents.checkpoints.get(page.key)
+            if end is not None and tuple(map(self._digest, end.sets)) == end.digests:
+                self._right_ends.add(page.key)
+
+    def _enter(self, keys: Keys, path: Sequence[HeldPage]) -> None:
+        right = next((at for at, page in enumerate(path) if not self._right[page.twin]), len(path))
+        start = next((at for at, page in enumerate(path[:right]) if page.key not in self._entered), right)
+        if start == right:
+            return
+        new = path[start:right]
+        pages: Pages = {IndexSpace.FULL_TWIN: np.array([page.twin for page in new], dtype=np.int32)}
+        if new[0].home != NO_PAGE:
+            pages[IndexSpace.HOST] = np.array([page.home for page in new], dtype=np.int32)
+        ends = {
+            at: np.array(self._contents.checkpoints[page.key].twins, dtype=np.int32)
+            for at, page in enumerate(new, start + 1)
+            if page.key in self._right_ends
+        }
+        try:
+            entered = self._twins.insert(_TAKER, keys[:right], start, pages, checkpoints=ends)
+        except BridgeError as error:  # it contradicts a prompt that is cached already
+            log.warning("prefix_not_restored", pages=len(new), reason=str(error))
+            return
+        self.found.pages += entered
+        self.found.bytes += entered * self._digest.size_bytes(new[0].sets[0])
+        self.found.checkpoints += len(ends)
+        self._entered.update(page.key for page in new)

@@ -22,16 +22,16 @@ from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import DeviceAllocationRequest, SharedRegion
 from kvbridge.daemon.host_tier import plan_twins
 from kvbridge.daemon.kept_pools import KeptPools, Restored
+from kvbridge.daemon.twin_journal import KeptHeader
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.pool.memory.kept_files import ForeignFilesError, KeptFiles, discard_files
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
 from kvbridge.pool.memory.leftovers import POOL_PREFIX
-from kvbridge.pool.memory.mapped_pool import MappedPool
 from kvbridge.pool.memory.memory_limits import why_not_memory
 from kvbridge.pool.memory.placement import Placement
+from kvbridge.pool.memory.pools import MappedPool
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
-from kvbridge.tier.journal import KeptHeader
 
 log = structlog.get_logger(__name__)
 
@@ -243,7 +243,7 @@ class NodeMemory:
             log.warning("kept_pools_refused", pages=0, reason=str(error))
             self._not_kept = Restored(why_not=str(error))
             return
-        self.kept = KeptPools.look(files, header, wait_s)
+        self.kept = KeptPools.read(files, header, wait_s)
 
     @property
     def restored(self) -> Restored | None:

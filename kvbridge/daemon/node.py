@@ -23,12 +23,12 @@ from kvbridge.control.runtime_directory import group_number, prepare_runtime_dir
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.daemon.announce import Announcer
 from kvbridge.daemon.front import open_http
+from kvbridge.daemon.kept_pools import RestoredTwins
 from kvbridge.daemon.lifecycle import ToldReadiness
 from kvbridge.daemon.memory import file_prefix, memory_directory, require_memory_directory
 from kvbridge.daemon.node_status import NodeOverview, ShownPeers
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import curve_keys
-from kvbridge.daemon.restored_twins import RestoredTwins
 from kvbridge.daemon.room_timeline import timeline
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.daemon.traces import Traces
@@ -43,7 +43,6 @@ from kvbridge.node.rooms import Rooms
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.telemetry.spans import PARTS
-from kvbridge.tier.journal import Contents
 
 log = structlog.get_logger(__name__)
 
@@ -268,11 +267,10 @@ class NodeDaemon:
         if kept is None or parts.prefixes is None or parts.prefixes.twins is None:
             return
         digest, twins = PageDigests(parts.memory.regions), parts.prefixes.twins
-        found = kept.found or Contents()
-        self._journal = TwinJournal(kept.files.journal, kept.header, digest, found)
+        self._journal = TwinJournal(kept.files.journal, kept.header, digest, kept.found)
         twins.watch(self._journal)
-        if found.pages:
-            restored = RestoredTwins(parts.book, twins, digest, found, kept.restored, lost=self._journal.removed)
+        if kept.found.pages:
+            restored = RestoredTwins(parts.book, twins, digest, kept.found, kept.restored, lost=self._journal.removed)
             self._background(restored.run(), "kept pools")
 
     async def _leave_pools(self) -> None:

@@ -22,10 +22,10 @@ from kvbridge.core.wire.worker_messages import PagesCopied, WorkerSetup
 from kvbridge.daemon.engine_socket import EngineSocket
 from kvbridge.daemon.memory import NodeLayout, NodeMemory, plan_memory
 from kvbridge.daemon.model import load_geometry
+from kvbridge.daemon.twin_journal import KEPT_SPACES, KeptHeader
 from kvbridge.daemon.worker_host import Reports, WorkerHost
 from kvbridge.node.backups import Backups, CopyLimits
 from kvbridge.node.engines import AttachedEngines
-from kvbridge.node.receiver.verification import growing_kinds
 from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
@@ -40,9 +40,8 @@ from kvbridge.telemetry.registry import Metrics, library_versions
 from kvbridge.telemetry.specs import Direction
 from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.controller import BackupController
+from kvbridge.tier.copies import copy_backend
 from kvbridge.tier.index import PrefixIndex
-from kvbridge.tier.journal import KeptHeader
-from kvbridge.tier.policy import POLICIES
 from kvbridge.tier.prefix_cache import PrefixCache
 
 NodeConfig = PrefillConfig | DecodeConfig
@@ -155,6 +154,7 @@ class NodeParts:
             model_identity=model,
             ranks=tuple(map(str, self.layout.parts)),
             layout=self.layout.kept_form,
+            page_counts={space: count for space, count in self.layout.owned.items() if space in KEPT_SPACES},
             files=(),
         )
 
@@ -172,7 +172,7 @@ class NodeParts:
             host=self.memory.host,
             twins=self.memory.twins,
             stage_tp_ranks=tuple(sorted(other.tp for other in self.layout.parts if other.pp == rank.pp)),
-            **({} if config.tier.host is None else {"copy_backend": config.tier.host.backend.value}),
+            copy_backend=self._copy_backend.value,
             transports=config.transports.model_dump_json(),
             transfer_timeout_s=config.timeouts.transfer_s,
             epoch=epoch,
@@ -197,9 +197,14 @@ class NodeParts:
             device={str(rank): made.get(rank) or self.memory.device.get(rank, ()) for rank in ranks},
             host=self.memory.host,
             twins=self.memory.twins,
-            copy_backend=(tier.backend if tier else CopyBackend.KERNEL).value,
+            copy_backend=self._copy_backend.value,
             features=Features(has=ENGINE_FEATURES.has, requires=(Feature.LOAD_BACK,) if tier else ()),
         )
+
+    @property
+    def _copy_backend(self) -> CopyBackend:
+        tier, device = self.config.tier.host, self.config.pools.device_layout
+        return CopyBackend.KERNEL if tier is None else copy_backend(tier.backend, host=tier.layout, device=device)
 
     @property
     def reports(self) -> Reports:
@@ -230,14 +235,11 @@ def _prefixes(config: NodeConfig, geometry: ModelGeometry, layout: NodeLayout, b
     in_full = {part.liveness for part in geometry.components if part.space is IndexSpace.FULL}
     if not (config.tier.enabled and spaces) or layout.adopted or in_full != {Liveness.GROWING}:
         return None
-    verifies = isinstance(config, DecodeConfig) and config.integrity.verify_on_hit
     twins = {TWINS[space]: layout.owned.get(TWINS[space], 0) for space in spaces if space in TWINS}
     index = PrefixIndex(
         spaces,
         min(layout.owned[space] + twins.get(TWINS.get(space, space), 0) for space in spaces),
         has_twins=any(twins.values()),
-        policy=POLICIES[config.tier.policy](),
-        digest_words=len(growing_kinds(geometry)) if verifies else 0,
         retained_share=config.tier.retained_share,
     )
     return PrefixCache(book, index, restores=True)

@@ -164,11 +164,6 @@ class Room(Generic[StateT]):
         return self.state in self.final_states
 
     @property
-    def pages_in_place(self) -> int:
-        """How many pages of its prompt it reads in every space where they are cached, without anything to load."""
-        return min(self.shared_pages.values(), default=0)
-
-    @property
     def owner(self) -> Owner:
         """The key under which pages are booked."""
         return Owner(self.room, self.generation)

@@ -28,7 +28,6 @@ from kvbridge.pool.accounts.page_states import PageState
 from kvbridge.telemetry.events import DisputedPagesDropped, PrefixMatched, RoomQuarantined
 from kvbridge.telemetry.host_tier import CopyEnded
 from kvbridge.telemetry.stream import EventStream
-from kvbridge.tier.index import DigestArray
 from kvbridge.tier.keys import Keys, Link
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.readers import Admitted
@@ -58,8 +57,6 @@ class RoomSettings:
     """Engines bring the device memory and name its pages; otherwise pages are reserved at admission."""
     host: frozenset[ComponentKind] = frozenset()
     """Decode: the components that live in the host pool."""
-    verifies_hits: bool = False
-    """Decode: cached pages are compared with what they held when they came before a room shares them."""
     digest: DigestKind = DigestKind.NONE
     """Decode: what writers are asked to compute, our ranks compute once everything has arrived, and a room commits by."""
 
@@ -149,16 +146,6 @@ class RoomPages:
         self._give_instead(room, left, got.own)
         self._set_prefix(room, got)
 
-    def give_up_prefix(self, room: Room[Any], page_count: int) -> None:
-        """Decode, before anything of the room is leased: it reads only so many pages of its prefix, and is sent the rest.
-
-        Raises CapacityError when there are no pages for that.
-        """
-        assert self.prefixes is not None, "only rooms of a node that shares prefixes have one"
-        got = self.prefixes.give_up(room.owner, page_count)
-        self._give_instead(room, page_count, got.own)
-        self._set_prefix(room, got)
-
     def loaded(self, room: Room[Any], ranks: Iterable[Rank], said: Loaded, *, of: Collection[Rank]) -> bool:
         """An engine has loaded what a room is to load into the memory of these ranks; whether these make it all ranks `of` it."""
         load = room.load
@@ -234,10 +221,10 @@ class RoomPages:
             for space, table in room.tables.items()
         }
 
-    def keep(self, room: Room[Any], keys: Keys, *, digests: DigestArray | None = None) -> int:
+    def keep(self, room: Room[Any], keys: Keys) -> int:
         """Keep the whole pages of `keys` that the room does not share yet, and return how many are new.
 
-        They are held, final, and nobody writes them any more; the room goes on reading them. `digests`: of those pages.
+        They are held, final, and nobody writes them any more; the room goes on reading them.
         """
         if self.prefixes is None or room.owner not in self.prefixes:
             return 0
@@ -246,7 +233,7 @@ class RoomPages:
             return 0
         pages = {space: room.tables[space].ids[start : len(keys)] for space in self.prefixes.spaces}
         try:
-            return self.prefixes.keep(room.owner, keys.in_namespace(room.namespace), start, pages, digests=digests)
+            return self.prefixes.keep(room.owner, keys.in_namespace(room.namespace), start, pages)
         except BridgeError:  # a defect, but what only saves later requests time fails no room
             log.exception("prefix_not_kept", **room.identity)
             return 0

@@ -18,8 +18,8 @@ from kvbridge.core.clock import Clock
 from kvbridge.core.ids import IndexSpace, PageIdArray
 from kvbridge.pool.accounts.holdings import Pages
 from kvbridge.tier.keys import Keys, Link
-from kvbridge.tier.looks import PathPages
 from kvbridge.tier.prefix_cache import PrefixCache
+from kvbridge.tier.readers import PathPages
 from kvbridge.tier.stores.base import BATCH_LIMIT, Outcome
 from kvbridge.tier.stores.breaker import BreakerState
 from kvbridge.tier.stores.client import StoreClient
@@ -160,7 +160,7 @@ class StoreWrites:
             start = self.waiting.pop(key)
             drops = self.drops
             async with self._writing:
-                asked = await self._write(self._cache.looks.prompt_of(key), start)
+                asked = await self._write(self._cache.index.prompt_of(key), start)
             if not asked and drops == self.drops:
                 self.waiting.setdefault(key, start)
                 await asyncio.sleep(PAUSE_S)

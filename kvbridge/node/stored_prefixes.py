@@ -190,7 +190,7 @@ class StoredPrefixes:
 
     def _usable(self, keys: Keys) -> int:
         """How many pages a request could have now."""
-        return self._cache.looks.restorable(keys) if self._has_checkpoints else self._cache.known(keys)
+        return self._cache.restorable(keys) if self._has_checkpoints else self._cache.known(keys)
 
     async def _fetch(self, keys: Keys, have: int) -> None:
         begun_s, current = self._clock(), (self.writes.drops, self.writes.forgets)

@@ -190,19 +190,6 @@ class PagesDiffer(RoomFact):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CachedPagesDiffer(RoomFact):
-    """Cached pages do not hold what they held when they came. They are dropped, and the room goes on without them."""
-
-    pages: Mapping[ComponentKind, int]
-    first: tuple[str, ...]
-    """The first of them, for people: their place in the prompt, their keys, their components, where they lie."""
-    dropped: int
-    """Pages that no request finds any more, those that go on from them included."""
-    readers: tuple[int, ...]
-    """Other rooms that read the first of them now."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestAnswered(Fact):
     """A request for a room has been answered, or its caller has left (`code`); `code` is empty when it was admitted."""
 

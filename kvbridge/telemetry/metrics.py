@@ -110,12 +110,6 @@ RETENTION_REFUSED = counter(
 CHECKPOINTS_USED = counter(
     "kvbridge_prefix_checkpoints_used_total", "Rooms that have gone on from a checkpoint.", on=(PREFILL,)
 )
-PREFIX_MISMATCHES = counter(
-    "kvbridge_prefix_mismatches_total",
-    "Cached pages that did not hold any more what they held when they came (integrity.verify_on_hit); they were dropped.",
-    "component",
-    on=(DECODE,),
-)
 TIER_PAGES = gauge(
     "kvbridge_host_tier_pages",
     "Cached pages of prompts and answers, by where they are: on the device alone, on device and host, on the host alone. All "

@@ -59,7 +59,6 @@ from kvbridge.telemetry.metrics import (
     PEER_FAILURES,
     PHASE,
     PREFIX_BYTES,
-    PREFIX_MISMATCHES,
     PREFIX_TOKENS,
     REFUSED,
     REGISTRATION,
@@ -169,10 +168,6 @@ class MetricsReader:
             self._metrics.count(PREFIX_BYTES, by=fact.hit_bytes)
         if fact.from_checkpoint:  # nor a decode node this
             self._metrics.count(CHECKPOINTS_USED)
-
-    def _cached_pages_differ(self, _now_s: float, fact: CachedPagesDiffer) -> None:
-        for kind, pages in fact.pages.items():
-            self._metrics.count(PREFIX_MISMATCHES, kind.value, by=pages)
 
     def _phases_ended(self, _now_s: float, fact: PhasesEnded) -> None:
         for phase, seconds in fact.phases_s.items():

@@ -10,7 +10,6 @@ from itertools import islice
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.events import (
-    CachedPagesDiffer,
     EngineLost,
     OrderEnded,
     PeerLost,
@@ -87,9 +86,6 @@ class StatusReader:
             RoomQuarantined: lambda now_s, fact: self._note(now_s, "room quarantined", str(fact.room), fact.reason),
             RoomRejected: lambda now_s, fact: self._note(now_s, "room rejected", str(fact.room), fact.reason),
             PrefixMatched: self._matched,
-            CachedPagesDiffer: lambda now_s, fact: self._note(
-                now_s, "cached pages differ", str(fact.room), f"{fact.first[0]}; {fact.dropped} pages dropped"
-            ),
         }
 
     def problems(self) -> tuple[Problem, ...]:

@@ -1,6 +1,4 @@
-"""What of the cached pages moves down to host memory, and when.
-
-Owns: the policies, what waits for its turn, how much is on its way. Must not know: rank workers, messages, how pages are copied.
+"""Decides which cached pages move down to host memory, and when.
 
 One order at a time goes to the rank workers. It has what several prompts need, the pages of each in their order, up to
 `tier.host.backup.order_pages`. It begins when a reader lets go, before what that has kept can be evicted; when the one before has
@@ -52,7 +50,7 @@ class BackupController:
         self._waiting: dict[bytes, Keys] = {}
         """Prompts of which something is to go down, by the keys of their last pages."""
         self._under_way: dict[Owner, Keys] = {}
-        """Of the backups of the present order."""
+        """The prompts of the present order, by the owners of its backups."""
         self._pause_s = FIRST_PAUSE_S
         self._not_before_s = 0.0
         self.refused = 0
@@ -69,17 +67,17 @@ class BackupController:
     # ------------------------------------------------------------------------------------- the cache's watcher
 
     def kept(self, keys: Keys) -> None:
-        """See PathWatcher."""
+        """Pages of a prompt are new on the device."""
         if self._settings.policy is BackupPolicy.WRITE_THROUGH:
             self._wait(keys)
 
     def used(self, keys: Keys) -> None:
-        """See PathWatcher. What was refused, or evicted from the host, is tried again."""
+        """A prefix was used: what was refused, or evicted from the host, is tried again."""
         if self._settings.policy is not BackupPolicy.WRITE_BACK:
             self._wait(keys)
 
     def ending(self) -> None:
-        """See PathWatcher."""
+        """An owner is about to let go."""
         if self._waiting:
             self.on_due()
 

@@ -1,7 +1,4 @@
-"""Copies between device pages and their twins on the host, and which combinations of layouts and copy backends there are.
-
-Owns: the table of what is legal and why the rest is not; `TwinCopier`, which copies the pages of all layers and components of a
-rank at once. Must not know: prefixes, rooms, which pages are worth copying, when.
+"""Copies between device pages and their twins on the host: all layers and components of a rank at once.
 
 A page of `full` and its twin are the same bytes; of a page of `swa` a twin has the rows that are live at a page's end
 (`core.geometry.twins`). Both directions do the same with the sides exchanged.
@@ -35,72 +32,35 @@ class Direction(StrEnum):
     """Which way pages go."""
 
     BACKUP = "backup"
-    """From the device to its twins."""
+    """Copies from the device to its twins."""
     LOAD_BACK = "load_back"
-    """From twins to a device."""
+    """Copies from twins to a device."""
 
 
-# ---------------------------------------------------------------------------------------------- what is legal
+def copy_backend(wish: CopyBackend | None, *, host: HostLayout, device: DeviceLayout) -> CopyBackend:
+    """Return the backend for these layouts: the copy engines where a page is one stretch on both sides, else the kernel.
 
-_MANY = (
-    "the copy engines take about a microsecond for each stretch of memory, and layer_first on either side makes a stretch of every "
-    "layer of every page: tens of thousands for one prompt"
-)
-_FOR_DIRECT = (
-    "page_first_direct says that the copy engines move these pages; page_first has the same bytes for the kernel"
-)
-
-_REASONS = {
-    (HostLayout.LAYER_FIRST, DeviceLayout.LAYER_FIRST, CopyBackend.KERNEL): "",
-    (HostLayout.LAYER_FIRST, DeviceLayout.PAGE_FIRST, CopyBackend.KERNEL): "",
-    (HostLayout.PAGE_FIRST, DeviceLayout.LAYER_FIRST, CopyBackend.KERNEL): "",
-    (HostLayout.PAGE_FIRST, DeviceLayout.PAGE_FIRST, CopyBackend.KERNEL): "",
-    (HostLayout.PAGE_FIRST_DIRECT, DeviceLayout.LAYER_FIRST, CopyBackend.KERNEL): _FOR_DIRECT,
-    (HostLayout.PAGE_FIRST_DIRECT, DeviceLayout.PAGE_FIRST, CopyBackend.KERNEL): _FOR_DIRECT,
-    (HostLayout.LAYER_FIRST, DeviceLayout.LAYER_FIRST, CopyBackend.DIRECT): _MANY,
-    (HostLayout.LAYER_FIRST, DeviceLayout.PAGE_FIRST, CopyBackend.DIRECT): _MANY,
-    (HostLayout.PAGE_FIRST, DeviceLayout.LAYER_FIRST, CopyBackend.DIRECT): _MANY,
-    (HostLayout.PAGE_FIRST, DeviceLayout.PAGE_FIRST, CopyBackend.DIRECT): "",
-    (HostLayout.PAGE_FIRST_DIRECT, DeviceLayout.LAYER_FIRST, CopyBackend.DIRECT): _MANY,
-    (HostLayout.PAGE_FIRST_DIRECT, DeviceLayout.PAGE_FIRST, CopyBackend.DIRECT): "",
-}
-
-LEGAL = {(*combination, direction): reason for combination, reason in _REASONS.items() for direction in Direction}
-"""By layout of the host, layout of the device, backend and direction: why it is not possible, or an empty text."""
-
-
-def require_legal(host: HostLayout, device: DeviceLayout, backend: CopyBackend, direction: Direction) -> None:
-    """Raise ConfigError with the reason, and with what to change least, unless pages can be copied so."""
-    reason = LEGAL[host, device, backend, direction]
-    if not reason:
-        return
-    keys = "tier.host.layout", "pools.device_layout", "tier.host.backend"
-    asked = host, device, backend
-    legal = [found[:3] for found, why in LEGAL.items() if not why and found[3] is direction]
-    nearest = min(legal, key=lambda found: _distance(asked, found))
-    had = ", ".join(f"{key} {value}" for key, value in zip(keys, asked, strict=True))
-    change = " and ".join(f"{key}: {new}" for key, old, new in zip(keys, asked, nearest, strict=True) if old != new)
-    raise ConfigError(f"{had}: no {direction.value.replace('_', '-')} is possible, {reason}; set {change}")
-
-
-def _distance(asked: Sequence[str], found: Sequence[str]) -> tuple[int, list[bool]]:
-    """How much would have to be changed; of equal ones, rather the layouts than the backend."""
-    differs = [old != new for old, new in zip(asked, found, strict=True)]
-    return sum(differs), differs[::-1]
-
-
-# ---------------------------------------------------------------------------------------------- copies
+    Raises ConfigError with the reason when a wish cannot be met.
+    """
+    is_stretch = host is HostLayout.PAGE_FIRST and device is DeviceLayout.PAGE_FIRST
+    if wish is CopyBackend.DIRECT and not is_stretch:
+        raise ConfigError(
+            f"tier.host.backend direct needs page_first on both sides, but tier.host.layout is {host} and pools.device_layout is "
+            f"{device}: the copy engines take about a microsecond for each stretch of memory, and layer_first on either side makes "
+            "a stretch of every layer of every page, tens of thousands for a prompt; set both to page_first, or the backend to null"
+        )
+    return wish or (CopyBackend.DIRECT if is_stretch else CopyBackend.KERNEL)
 
 
 @dataclass(frozen=True, slots=True)
 class CopyMeans:
-    """What makes the copies."""
+    """The means by which copies are made."""
 
     backend: CopyBackend = CopyBackend.KERNEL
     device: int | None = None
     """CUDA ordinal of this process; None for the CPU, which copies before `copy` returns, by either backend's plan."""
     blocks: int = DEFAULT_BLOCKS
-    """Of the kernel, 1,024 threads each."""
+    """Blocks of the kernel, 1,024 threads each."""
 
 
 Shares = Mapping[ComponentKind, tuple[int, int]]
@@ -194,7 +154,7 @@ class TwinCopier(Closing):
         self._copies.wait(ticket, stream=stream)
 
     def done(self, ticket: int) -> bool:
-        """Whether a copy is done; never waits. Raises TransportError when the GPU has failed."""
+        """Return whether a copy is done; never waits. Raises TransportError when the GPU has failed."""
         return self._copies.done(ticket)
 
     def close(self) -> None:
@@ -232,7 +192,7 @@ def _matched(device_regions: Sequence[Region], twins: Sequence[Region]) -> list[
 
 
 def _pairs(geometry: ModelGeometry, source: Region, destination: Region, *, group: int, table: int) -> list[PagePair]:
-    """What of each page is copied between a device region and its twin, whichever of the two is the source."""
+    """The parts of each page that are copied between a device region and its twin, whichever of the two is the source."""
     backup = source.space in TWINS
     region, twin = (source, destination) if backup else (destination, source)
     component = geometry.component(region.component)

@@ -1,8 +1,4 @@
-"""What carries out the copies of `TwinCopier`: processor, kernel or copy engines.
-
-Owns: three ways to copy listed pages of some pairs of regions, and when each copy is done. Must not know: which side is the device,
-what pages hold.
-"""
+"""Three ways to carry out the copies of `TwinCopier`: by the processor, by the kernel, by the copy engines."""
 
 from __future__ import annotations
 
@@ -55,7 +51,7 @@ class PageCopies(Closing):
 
     @abstractmethod
     def done(self, ticket: int) -> bool:
-        """Whether a copy is done; never waits. Raises TransportError when the device failed."""
+        """Return whether a copy is done; never waits. Raises TransportError when the device failed."""
 
 
 class ReferenceCopies(PageCopies):
@@ -92,12 +88,36 @@ class ReferenceCopies(PageCopies):
         """Nothing to give back."""
 
 
-class KernelCopies(PageCopies):
+class DeviceCopies(PageCopies):
+    """On a GPU: tickets say when each copy is done."""
+
+    def __init__(self, device: int) -> None:
+        self._tickets = _Tickets(device)
+
+    def wait_group(self, group: int, ticket: int, *, stream: int) -> None:
+        """Have a stream wait until a copy is done: it is done with all groups at once."""
+        del group
+        self.wait(ticket, stream=stream)
+
+    def wait(self, ticket: int, *, stream: int) -> None:
+        """Have a stream wait until a copy is done."""
+        self._tickets.wait(ticket, stream)
+
+    def done(self, ticket: int) -> bool:
+        """Return whether a copy is done."""
+        return self._tickets.done(ticket)
+
+    def close(self) -> None:
+        """Wait for what was begun. Harmless when closed."""
+        self._tickets.close()
+
+
+class KernelCopies(DeviceCopies):
     """By one launch of the page copy kernel. Memory: device, or host that is registered with CUDA."""
 
     def __init__(self, device: int, pairs: Sequence[PagePair], *, blocks: int, signals: bool) -> None:
         """`signals`: whether streams wait for single groups, else for copies as a whole. Raises as `CudaPageCopier` does."""
-        self._tickets = _Tickets(device)
+        super().__init__(device)
         self._copier = CudaPageCopier(device, pairs, blocks=blocks, signals=signals)
         self._signals = signals
         self._staging = StagingPool(device)
@@ -125,28 +145,20 @@ class KernelCopies(PageCopies):
         elif not self.done(ticket):
             self._copier.wait_group(group, stream=stream, sequence=ticket)
 
-    def wait(self, ticket: int, *, stream: int) -> None:
-        """The stream waits for the launch's end."""
-        self._tickets.wait(ticket, stream)
-
-    def done(self, ticket: int) -> bool:
-        """Whether the launch has ended."""
-        return self._tickets.done(ticket)
-
     def close(self) -> None:
         """Wait for what was launched, and give everything back. Harmless when closed."""
-        self._tickets.close()
+        super().close()
         self._staging.close()
         self._copier.close()
 
 
-class DirectCopies(PageCopies):
+class DirectCopies(DeviceCopies):
     """By the copy engines, in one batch; a copy is done with all groups at once."""
 
     def __init__(self, device: int, pairs: Sequence[PagePair]) -> None:
+        super().__init__(device)
         self._device = device
         self._addresses = _Addresses(pairs)
-        self._tickets = _Tickets(device)
         self._ranges = tuple(registered_ranges())
 
     def copy(self, lists: IdLists, *, stream: int) -> int:
@@ -160,23 +172,6 @@ class DirectCopies(PageCopies):
             stream=stream,
         )
         return self._tickets.record(stream)
-
-    def wait_group(self, group: int, ticket: int, *, stream: int) -> None:
-        """The stream waits for the batch's end, since pages go as wholes."""
-        del group
-        self.wait(ticket, stream=stream)
-
-    def wait(self, ticket: int, *, stream: int) -> None:
-        """The stream waits for the batch's end."""
-        self._tickets.wait(ticket, stream)
-
-    def done(self, ticket: int) -> bool:
-        """Whether the batch has ended."""
-        return self._tickets.done(ticket)
-
-    def close(self) -> None:
-        """Wait for what was submitted. Harmless when closed."""
-        self._tickets.close()
 
 
 def joined(pairs: Sequence[PagePair]) -> list[PagePair]:
@@ -259,7 +254,7 @@ class _Group:
 
 
 class _Addresses:
-    """From listed pages to what is to be copied, by address, in any order."""
+    """The copies of listed pages, by address, in any order."""
 
     def __init__(self, pairs: Sequence[PagePair]) -> None:
         ordered = sorted(pairs, key=_form)

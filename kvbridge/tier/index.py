@@ -1,18 +1,15 @@
-"""Which prefixes a node has: a record for each cached page, found by its key.
-
-Owns: records, their last use and their digests, where they reside, and what is evicted. Must not know: memory, the page book,
-requests, a clock of its own.
+"""The prefixes of a node: a record for each cached page, found by its key.
 
 - A record is on the device, on the host as its *twin*, or both; in each `Residence` it has pages, readers and checkpoints of their
   own. Of a path the first records are on the device and the others on the host only.
 - What a space holds that has no twins (the host pool) is the record's as such, wherever else it is: its *home*.
-- Only what nobody pins is evicted, leaf by leaf, so no page is ever without its parent. The policy ranks paths when they are used;
-  among what is old, neighbours go together (`victims.py`). A record that is nowhere any more is gone.
+- Only what nobody pins is evicted, leaf by leaf, so no page is ever without its parent. What was used longest ago goes first; among
+  what is old, neighbours go together (`victims.py`). A record that is nowhere any more is gone.
 - A record that is dropped is *unreachable* at once, for every key, and what somebody pins of it comes back with the last unpin.
-- A *checkpoint* is the windows and states at exactly a record's end; it has pins of its own (`checkpoints.py`).
+- A *checkpoint* is the windows and states at exactly a record's end; it has pins of its own.
 
-Records are numbers and what is known of them is in arrays: a page takes less than 300 bytes, and 4 for each of its
-`digest_words`. Those who read a record, or its number, have pinned it, or do so in the same step.
+Records are numbers, and arrays say what is known of them: a page takes less than 300 bytes. Whoever reads a record, or its number,
+has pinned it, or does so in the same step.
 """
 
 from __future__ import annotations
@@ -27,15 +24,11 @@ import numpy.typing as npt
 from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputError, NotFoundError
 from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray
 from kvbridge.core.prefixes import Evicted
-from kvbridge.tier.checkpoints import join
-from kvbridge.tier.keys import Keys, Link
-from kvbridge.tier.policy import EvictionPolicy, LeastRecentlyUsed
-from kvbridge.tier.records import NO_RECORD, RecordArray, Records
+from kvbridge.tier.keys import Keys
+from kvbridge.tier.records import NO_RECORD, RecordArray, Records, join
 from kvbridge.tier.residence import Inserted, Pages, Residence, merged
 from kvbridge.tier.retention import Claim, Retentions, base_rank
 
-DigestArray = npt.NDArray[np.uint32]
-"""Of shape (records, digest_words)."""
 CHECKPOINT_SPACE = IndexSpace.SWA
 
 
@@ -47,8 +40,6 @@ class PrefixIndex:
         spaces: Sequence[IndexSpace],
         capacity: int,
         *,
-        policy: EvictionPolicy | None = None,
-        digest_words: int = 0,
         has_twins: bool = False,
         retained_share: float = 0.0,
     ) -> None:
@@ -62,67 +53,52 @@ class PrefixIndex:
                 f"an index has one page of each of some spaces that grow with the tokens, got {list(spaces)}"
             )
         self.spaces = tuple(spaces)
-        self._policy = policy or LeastRecentlyUsed()
         self.capacity = capacity
-        self._records = Records(capacity)
-        self._digests = np.zeros((capacity, digest_words), dtype=np.uint32)
-        self._is_digested = np.zeros(capacity, dtype=np.bool_)
+        self.records = Records(capacity)
         self._rank = np.zeros(capacity, dtype=np.float64)
         self._uses = np.zeros(capacity, dtype=np.int32)
         self.retentions = Retentions(capacity, share=retained_share)
         self.evicted: Counter[Evicted] = Counter()
-        """Records that are gone since others needed their pages."""
-        self.device = Residence(self._records, on_device, self._rank, checkpoint_space=CHECKPOINT_SPACE)
+        """Records that are gone, by why."""
+        self.device = Residence(self.records, on_device, self._rank, checkpoint_space=CHECKPOINT_SPACE)
         self.host: Residence | None = None
-        """Of twins; None: there are none."""
+        """Residence of twins; None: there are none."""
         self.home: Residence | None = None
-        """Of pages that a record has wherever it is; None: none, or there are no twins and `device` has them."""
+        """Residence of pages that a record has wherever it is; None: none, or there are no twins and `device` has them."""
         if has_twins:
             twins = [TWINS[space] for space in on_device]
-            self.host = Residence(self._records, twins, self._rank, checkpoint_space=TWINS[CHECKPOINT_SPACE])
+            self.host = Residence(self.records, twins, self._rank, checkpoint_space=TWINS[CHECKPOINT_SPACE])
             if len(on_device) < len(spaces):
                 homes = [space for space in spaces if space not in on_device]
-                self.home = Residence(self._records, homes, self._rank)
+                self.home = Residence(self.records, homes, self._rank)
         self.residences = tuple(one for one in (self.device, self.host, self.home) if one is not None)
         self.kept_since = -math.inf
-        """What was used after this has not been evicted, nor has its checkpoint; unknown where the policy goes by more."""
+        """No record that was used after this has been evicted, nor its checkpoint."""
 
     # ------------------------------------------------------------------------------------- looking
 
     def __len__(self) -> int:
-        """How many records there are, the unreachable ones among them."""
-        return len(self._records)
+        """Number of records, the unreachable ones among them."""
+        return len(self.records)
 
     @property
     def reachable(self) -> int:
-        """How many records keys lead to."""
-        return len(self._records) - self._records.hidden_count
+        """Number of records that keys lead to."""
+        return len(self.records) - self.records.hidden_count
 
     def match(self, keys: Keys, *, at_most: int | None = None) -> RecordArray:
         """Return the path of the longest known run of `keys` from the first on, of at most so many pages. Changes nothing.
 
         The first `device.depth(path)` of them are on the device, the others on the host only; if there are such, all are.
         """
-        return self._records.match(keys, len(keys) if at_most is None else at_most)
-
-    def keys(self, records: RecordArray) -> Keys:
-        """Return the keys of records."""
-        return self._records.keys(records)
+        return self.records.match(keys, len(keys) if at_most is None else at_most)
 
     def prompt_of(self, key: bytes) -> Keys:
         """Return the keys of all pages up to the one of this key; empty when it is not known."""
-        return self._records.keys(self._records.path_to(key))
-
-    def links(self, records: RecordArray) -> list[Link]:
-        """Return the links of records and of all that depends on them."""
-        return self._records.links(self._records.descendants(records))
-
-    def path(self, record: int) -> RecordArray:
-        """Return the path that ends with a record."""
-        return self._records.path(record)
+        return self.records.keys(self.records.path_to(key))
 
     def uses(self, path: RecordArray) -> npt.NDArray[np.int32]:
-        """How often each record of a path was used; none more often than its parent."""
+        """Return the number of uses of each record of a path; none has more than its parent."""
         return self._uses[path]
 
     def pages(self, records: RecordArray) -> Pages:
@@ -133,26 +109,17 @@ class PrefixIndex:
         """Return the pages that records have wherever they are."""
         return {} if self.home is None else self.home.pages(records)
 
-    def digests(self, records: RecordArray) -> tuple[DigestArray, npt.NDArray[np.bool_]]:
-        """Return the digests of records, and which of them have one; those of the others are zeros."""
-        return self._digests[records], self._is_digested[records]
-
-    def set_digests(self, records: RecordArray, digests: DigestArray) -> None:
-        """Note the digests of records, one row each, as far as they have none yet."""
-        new = ~self._is_digested[records]
-        self._digests[records[new]] = digests[new]
-        self._is_digested[records[new]] = True
-
-    def is_dropped(self, records: RecordArray) -> npt.NDArray[np.bool_]:
-        """Which of the records no key reaches any more."""
-        return self._records.is_hidden(records)
-
     def is_found(self, path: RecordArray) -> bool:
-        """Whether others find a path: none of it is dropped, or lost on the device."""
-        return not (self._records.is_hidden(path).any() or self.device.is_lost(path))
+        """Return whether others find a path: none of it is dropped, or lost on the device."""
+        return not (self.records.is_hidden(path).any() or self.device.is_lost(path))
+
+    def checkpointed(self, path: RecordArray) -> npt.NDArray[np.bool_]:
+        """Return which records of a path have a checkpoint, on the device or the host."""
+        found = self.device.checkpointed(path)
+        return found if self.host is None else found | self.host.checkpointed(path)
 
     def evictable(self) -> dict[IndexSpace, int]:
-        """How many pages of each space `evict` could give now."""
+        """Return the number of pages of each space that `evict` could give now."""
         found = self.device.evictable()
         for residence in self.residences[1:]:
             found |= residence.evictable()
@@ -188,7 +155,7 @@ class PrefixIndex:
         over = []
         for residence, part in parts:
             ended = residence.unpin(part)
-            ended = ended[self._records.is_hidden(ended) | residence.lost(ended)]
+            ended = ended[self.records.is_hidden(ended) | residence.lost(ended)]
             if len(ended) and residence is not self.home:
                 over.append((residence, ended[::-1]))
         return self._release(over) if over else {}
@@ -196,8 +163,8 @@ class PrefixIndex:
     def touch(self, records: RecordArray, now: float) -> None:
         """Note that a path was used at `now`, a number that never falls. Raises IntegrityError when it is no path."""
         if self._is_path(records, "touch", whole=True):
-            uses = self._uses[records] = self._uses[records] + 1
-            self._rank[records] = self._policy.rank(now, uses) + self.retentions.added_rank(records)
+            self._uses[records] += 1
+            self._rank[records] = now + self.retentions.added_rank(records)
             for residence in self.residences:
                 residence.used(records)
 
@@ -230,7 +197,6 @@ class PrefixIndex:
         pages: Mapping[IndexSpace, PageIdArray],
         *,
         now: float,
-        digests: DigestArray | None = None,
         to_host: bool = False,
     ) -> Inserted:
         """Take the pages of `keys[start:]`, one of each space for each key; those of `keys[:start]` must be known where they go.
@@ -241,15 +207,13 @@ class PrefixIndex:
         for arrays of another length; the index is as before then.
         """
         residence = self._host() if to_host else self.device
-        self._require_arrays(residence, len(keys) - start, pages, digests)
+        self._require_arrays(residence, len(keys) - start, pages)
         path = self.match(keys)
         known, here = len(path), residence.depth(path)
         if here < start:
             raise NotFoundError(f"page {start} cannot be cached: only {here} pages before it are known (any more)")
         if known < len(keys):
-            records = self._records.create(keys, path)
-            self._digests[records] = 0 if digests is None else digests[known - start :][: len(records)]
-            self._is_digested[records] = digests is not None
+            records = self.records.create(keys, path)
             self._uses[records] = 0
             path = np.concatenate((path, records))
         stop = len(path)
@@ -296,7 +260,6 @@ class PrefixIndex:
             victims, pages = residence.take(max((left.get(space, 0) for space in residence.spaces), default=0))
             found.append(pages)
             if len(victims):
-                self._policy.evicted(float(base_rank(self._rank[victims]).min()))
                 others = self.residences if residence is self.home else ()
                 if residence is self.home and self.host is not None:
                     self.host.note_evicted(victims[self.host.has(victims)])
@@ -324,30 +287,30 @@ class PrefixIndex:
 
         Returns the pages that nobody reads. Those of the others come with the last `unpin`.
         """
-        dropped = self._records.descendants(self._records.all() if records is None else records)
-        self._records.hide(dropped[~self._records.is_hidden(dropped)])
+        dropped = self.records.descendants(self.records.all() if records is None else records)
+        self.records.hide(dropped[~self.records.is_hidden(dropped)])
         return self._release([(one, one.unpinned(dropped)) for one in self.residences if one is not self.home])
 
     def unreachable_twins(self) -> Pages:
         """Return the pages that records have on the host which no key reaches any more, and somebody reads."""
         if self.host is None:
             return {}
-        there = self._records.all()
-        hidden = there[self._records.is_hidden(there) & self.host.has(there)]
-        ends = [self.host.checkpoint(int(record)) for record in hidden[self.host.checkpointed(hidden)]]
+        there = self.records.all()
+        hidden = there[self.records.is_hidden(there) & self.host.has(there)]
+        ends = [self.host.checkpoints.pages(int(record)) for record in hidden[self.host.checkpointed(hidden)]]
         return self.host.pages(hidden) | {TWINS[CHECKPOINT_SPACE]: join(ends)}
 
     def lose_device(self) -> Pages:
-        """What is on the device is lost: records that are on the host as well are there only, the others unreachable.
+        """Lose the device's memory: records that are on the host as well are there only, the others unreachable.
 
         Returns the pages that nobody reads. Those of the others come with the last `unpin`.
         """
-        there = self._records.deepest_first(self._records.all())
+        there = self.records.deepest_first(self.records.all())
         there = there[self.device.has(there)]
         unread = self.device.unpinned(there)
         read = there[~np.isin(there, unread)]
         gone = there if self.host is None else there[~self.host.has(there)]
-        self._records.hide(gone[~self._records.is_hidden(gone)])
+        self.records.hide(gone[~self.records.is_hidden(gone)])
         self.device.lose(read[~np.isin(read, gone)])
         return self._release([(self.device, unread)])
 
@@ -359,11 +322,11 @@ class PrefixIndex:
 
     def check_integrity(self) -> None:
         """Compare every structure with every other. Raises IntegrityError that names the first contradiction."""
-        self._records.check_integrity()
+        self.records.check_integrity()
         self.retentions.check_integrity()
-        there = self._records.all()
-        is_hidden = np.zeros(self._records.capacity, dtype=np.bool_)
-        is_hidden[there] = self._records.is_hidden(there)
+        there = self.records.all()
+        is_hidden = np.zeros(self.records.capacity, dtype=np.bool_)
+        is_hidden[there] = self.records.is_hidden(there)
         for residence in self.residences:
             residence.check_integrity(is_hidden)
         everywhere = self.device.has(there) if self.host is None else self.device.has(there) | self.host.has(there)
@@ -373,7 +336,7 @@ class PrefixIndex:
     def __repr__(self) -> str:
         residences = ", ".join(map(repr, self.residences))
         return (
-            f"<prefix index: {len(self)} of {self._records.capacity} records, {self._records.hidden_count} unreachable; "
+            f"<prefix index: {len(self)} of {self.records.capacity} records, {self.records.hidden_count} unreachable; "
             f"{residences}>"
         )
 
@@ -387,7 +350,7 @@ class PrefixIndex:
     def _parts(
         self, records: RecordArray, device: int | None, host: int, verb: str, *, whole: bool = False
     ) -> list[tuple[Residence, RecordArray]]:
-        """What a reader of records pins in each residence."""
+        """The records that a reader pins in each residence."""
         if not self._is_path(records, verb, whole=whole):
             return []
         if self.host is None:
@@ -398,43 +361,38 @@ class PrefixIndex:
         return [(residence, part) for residence, part in parts if len(part)]
 
     def _is_path(self, records: RecordArray, verb: str, *, whole: bool = False) -> bool:
-        """Whether there is anything to do. Raises IntegrityError for what is no path."""
+        """Return whether there is anything to do. Raises IntegrityError for what is no path."""
         if not len(records):
             return False
-        starts_right = not whole or self._records.parent_at[records[0]] == NO_RECORD
-        if not (starts_right and self._records.is_path(records)):
+        starts_right = not whole or self.records.parent_at[records[0]] == NO_RECORD
+        if not (starts_right and self.records.is_path(records)):
             raise IntegrityError(f"{verb}: {len(records)} records from {records[0]} on are no path of {self!r}")
         return True
 
-    def _require_arrays(
-        self, residence: Residence, count: int, pages: Mapping[IndexSpace, PageIdArray], digests: DigestArray | None
-    ) -> None:
+    def _require_arrays(self, residence: Residence, count: int, pages: Mapping[IndexSpace, PageIdArray]) -> None:
         lengths = {space: len(ids) for space, ids in pages.items()}
         spaces = residence.spaces + (() if self.home is None else self.home.spaces)
         if count < 0 or lengths != dict.fromkeys(spaces, count):
             raise InvalidInputError(f"{count} keys need so many pages of each of {list(spaces)}, got {lengths}")
-        words = self._digests.shape[1]
-        if digests is not None and digests.shape != (count, words):
-            raise InvalidInputError(f"{count} pages need {words} words of digests each, got {digests.shape}")
 
     def _note_evicted(self, records: RecordArray) -> None:
-        if self._policy.rank_is_time and len(records):
+        if len(records):
             self.kept_since = max(self.kept_since, float(base_rank(self._rank[records]).max()))
 
     def _release(self, parts: Sequence[tuple[Residence, RecordArray]]) -> Pages:
         """Give up records that nobody reads in a residence; there, each comes before its parent."""
         found = [residence.remove(records) for residence, records in parts]
         records = np.unique(np.concatenate([records for _, records in parts]))
-        return merged([*found, self._forget(self._records.deepest_first(records))[1]])
+        return merged([*found, self._forget(self.records.deepest_first(records))[1]])
 
     def _forget(self, records: RecordArray, *, evicted: bool = False) -> tuple[RecordArray, Pages]:
-        """Of records, each before its parent, forget those that are nowhere any more; return them and the pages of their home."""
+        """Forget records, each before its parent, that are nowhere any more; return them and the pages of their home."""
         left = records if self.host is None else records[~self.host.has(records)]
         gone, lost = left[~self.device.has(left)], left[self.device.lost(left)]
-        self._records.hide(lost[~self._records.is_hidden(lost)])
+        self.records.hide(lost[~self.records.is_hidden(lost)])
         pages = {} if self.home is None else self.home.remove(gone[self.home.has(gone)])
         if evicted:
             self.evicted += self.retentions.reasons(gone)
         self.retentions.forget(gone)
-        self._records.forget(gone)
+        self.records.forget(gone)
         return gone, pages

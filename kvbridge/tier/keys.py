@@ -1,7 +1,5 @@
 r"""Page keys: the names by which engines, routers and daemons know the same page of the same prompt.
 
-Owns: how a key is computed, and the value that carries the keys of one prompt. Must not know: who holds which page, tokenizers.
-
 A *page key* is 16 bytes. It names everything that decides the contents of a page: the model, whose prompt may be shared with
 whom, and every token from the prompt's first to the page's last. So a known key means that everything before it is known, and
 two prompts have equal keys exactly as far as they share whole pages. To compute the keys of a prompt:
@@ -44,24 +42,24 @@ TokenIds = Sequence[int] | npt.NDArray[np.integer]
 
 
 class PrefixIdentity(FrozenModel):
-    """What a key names beside tokens: prefixes of two identities never meet."""
+    """The facts that a key names beside tokens: prefixes of two identities never meet."""
 
     model: str
     """Its name."""
     revision: str
     """Which weights: a revision or a digest of theirs. Two that compute differently must not have the same."""
     fingerprint: str
-    """Of the geometry: form and encoding of the rows."""
+    """Fingerprint of the geometry: form and encoding of the rows."""
     tokens_per_page: Positive
     adapter: str = ""
     """Which adapter of the model (LoRA) computes; empty: none."""
     namespace: str = ""
-    """Who shares: prompts of two namespaces have no key in common. That is no secret: nodes see to it that nobody finds pages by
-    the keys of another namespace (`Keys.in_namespace`)."""
+    """The group that shares: prompts of two namespaces have no key in common. A namespace is no secret: nodes see to it that nobody
+    finds pages by the keys of another namespace (`Keys.in_namespace`)."""
 
     @property  # not cached: a copy with another namespace would keep the value
     def root(self) -> bytes:
-        """What stands in the place of a key before the first page."""
+        """The stand-in for a key before the first page."""
         fields = (
             self.model,
             self.revision,
@@ -131,7 +129,7 @@ class Keys(Sequence[bytes]):
         return hashlib.blake2b(struct.pack("<I", len(self)) + self.data, digest_size=32, usedforsecurity=False).digest()
 
     def shared_with(self, other: Keys) -> int:
-        """How many of the first pages are the same in both."""
+        """Return the number of first pages that are the same in both."""
         count = min(len(self), len(other))
         size = count * KEY_BYTES
         if self.data[:size] == other.data[:size]:

@@ -1,26 +1,22 @@
-"""The prefixes that stay on one node: the index of what they are and the page book of what may happen to their pages, as one.
+"""The prefixes that stay on one node: the index of what they are, and the page book of what may happen to their pages, as one.
 
-Owns: which owner reads which records, from its admission until it lets go, once. Must not know: rooms, engines, messages, memory,
-when a page is whole or a lease has ended (whoever knows that calls `keep` and `let_go`).
-
-The book says of a page that it is cached, the index which prefix it holds and how many read it, and here is said who they are. So
+The book knows that a page is cached, the index which prefix it holds and how many read it, the cache which owners these are. So
 each can be counted again from the others: the index's pages are the book's cached ones, and its pins are the owners' paths.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,
     ConflictError,
-    IntegrityError,
     InvalidInputError,
     NotFoundError,
 )
@@ -29,16 +25,16 @@ from kvbridge.core.prefixes import Evicted
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.holdings import Pages
 from kvbridge.pool.accounts.page_states import Owner
-from kvbridge.tier.claims import Claims
-from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
+from kvbridge.tier.index import CHECKPOINT_SPACE, PrefixIndex
 from kvbridge.tier.keys import Keys, Link
-from kvbridge.tier.looks import Looks, PathPages
 from kvbridge.tier.readers import (
     Admitted,
     Dropped,
+    Looks,
     PathWatcher,
     Reader,
     Residency,
+    check_pages,
     check_pins,
     some,
     tell_left_out,
@@ -48,7 +44,7 @@ from kvbridge.tier.retention import Claim
 from kvbridge.tier.twins import Twins
 
 Demand = Callable[[Mapping[IndexSpace, int]], Mapping[IndexSpace, int]]
-"""From the cached pages of each space that an owner is to read to the pages that it needs of each space beside them."""
+"""Maps the cached pages of each space that an owner is to read to the pages that it needs of each space beside them."""
 
 
 class PrefixCache:
@@ -57,25 +53,24 @@ class PrefixCache:
     def __init__(self, book: PageBook, index: PrefixIndex, *, clock: Clock = monotonic, restores: bool = False) -> None:
         """`restores`: what is on the host only is of use, since owners can have it loaded back."""
         self._book = book
-        self._index = index
+        self.index = index
         self._clock = clock
         self._restores = restores and index.host is not None
         self._readers: dict[Owner, Reader] = {}
         self.looks = Looks(index, end=self._end)
         self._watchers: list[PathWatcher] = []
         self.twins = Twins(book, index, index.host, clock, end=self._end) if index.host is not None else None
-        """How prefixes come to the host; None: they do not."""
+        """The way of prefixes to the host; None: there is none."""
         self._empty_at_s = clock()
         """When everything was last forgotten at once."""
-        self.claims = Claims(index, clock)
+        self.retention_refused = 0
+        """Owners whose namespace, or all together, retained as many pages as they may: what they ask does not count any more."""
         self.evicted_checkpoints = 0
         book.use_cache(self)
 
     def watch(self, watcher: PathWatcher) -> None:
         """Tell `watcher` from now on."""
         self._watchers.append(watcher)
-
-    # ------------------------------------------------------------------------------------- owners
 
     def admit(
         self, owner: Owner, keys: Keys, demand: Demand, *, at_most: int | None = None, from_checkpoint: bool = False
@@ -85,11 +80,11 @@ class PrefixCache:
         One step, all or nothing; it lasts until `let_go`. `from_checkpoint`: only a prefix at whose end windows and states have
         been kept is of use. Raises what `PageBook.reserve` does.
         """
-        path = self._index.match(keys, at_most=at_most)
+        path = self.index.match(keys, at_most=at_most)
         if not self._restores:
-            path = path[: self._index.device.depth(path)]
+            path = path[: self.index.device.depth(path)]
         if from_checkpoint:
-            path = path[: max((np.flatnonzero(self._restorable(path)) + 1).tolist(), default=0)]
+            path = path[: max(self._restorable(path), default=0)]
         try:
             return self._admit(owner, keys, path, demand, from_checkpoint=from_checkpoint)
         except (CapacityError, InvalidInputError) as error:
@@ -105,27 +100,27 @@ class PrefixCache:
             raise ConflictError(
                 f"{owner} was admitted already, with a prefix of {len(self._readers[owner].path)} pages"
             )
-        reader = Reader.of(self._index, path, self._index.device.depth(path), from_checkpoint=from_checkpoint)
-        reader.pin(self._index)
+        reader = Reader.of(self.index, path, self.index.device.depth(path), from_checkpoint=from_checkpoint)
+        reader.pin(self.index)
         try:
-            shared = reader.shared(self._index)
+            shared = reader.shared(self.index)
             needed = dict(demand(shared))
             # What cannot be cached goes back soon, and among pages that stay it would leave a hole.
             apart = {space: max(0, needed.get(space, 0) - (len(keys) - shared[space])) for space in self.spaces}
-            to_load = len(reader.checkpoint(self._index.host))
+            to_load = len(reader.checkpoint(self.index.host))
             if to_load:
                 needed[CHECKPOINT_SPACE] = needed.get(CHECKPOINT_SPACE, 0) + to_load
             own = self._book.reserve(owner, needed, scattered=apart)
         except BridgeError:
-            reader.unpin(self._index)
+            reader.unpin(self.index)
             raise
         if to_load:
             own[CHECKPOINT_SPACE], reader.checkpoint_own = np.split(own[CHECKPOINT_SPACE], [-to_load])
         self._readers[owner] = reader
-        self._index.touch(path, self._clock())
+        self.index.touch(path, self._clock())
         for watcher in self._watchers if len(path) else ():
             watcher.used(keys[: len(path)])
-        return reader.admitted(self._index, own)
+        return reader.admitted(self.index, own)
 
     def keep(
         self,
@@ -133,8 +128,6 @@ class PrefixCache:
         keys: Keys,
         start: int,
         pages: Mapping[IndexSpace, PageIdArray],
-        *,
-        digests: DigestArray | None = None,
     ) -> int:
         """Keep whole pages of an owner, those of `keys[start:]`, and return how many are new; nobody writes them any more.
 
@@ -149,23 +142,23 @@ class PrefixCache:
                 f"{owner}: pages from {start} on cannot be kept, it reads {len(reader.path)} pages so far"
             )
         self._book.cache(owner, {})  # refuses what is not held before the index takes anything
-        path, device = self._index.match(keys), self._index.device
+        path, device = self.index.match(keys), self.index.device
         if not np.array_equal(path[:start], reader.path) or device.depth(reader.path) < start or device.is_lost(path):
             return 0
-        inserted = self._index.insert(keys, start, pages, now=self._clock(), digests=digests)
+        inserted = self.index.insert(keys, start, pages, now=self._clock())
         try:
             self._book.cache(owner, inserted.pages)
         except BridgeError:
-            self._index.withdraw(inserted)
+            self.index.withdraw(inserted)
             raise
         tell_left_out(owner, inserted)
         if reader.device < start:
             self._reads(owner, start, reader.host)
-        self._index.pin(inserted.records)
+        self.index.pin(inserted.records)
         reader = self._readers[owner]
         reader.path, reader.device = np.concatenate((reader.path, inserted.records)), start + len(inserted.records)
         reader.kept = np.concatenate((reader.kept, inserted.new))
-        self.claims.used(owner, reader.path)
+        self._used(reader)
         for watcher in self._watchers if len(inserted.new) else ():
             watcher.kept(keys[: reader.device])
         return len(inserted.new)
@@ -183,14 +176,14 @@ class PrefixCache:
             )
         self._book.cache(owner, {})  # refuses what is not held
         path = reader.path[: start + max(map(len, pages.values()), default=0)]
-        path = path[: np.count_nonzero(~self._index.is_dropped(path))]
-        if self._index.device.is_lost(path):
+        path = path[: np.count_nonzero(~self.index.records.is_hidden(path))]
+        if self.index.device.is_lost(path):
             return 0
-        here = self._index.device.depth(path)
+        here = self.index.device.depth(path)
         new = {space: ids[here - start : len(path) - start] for space, ids in pages.items()}
         if here < len(path):
             self._book.cache(owner, new)
-            self._index.add_device(path, here, new)
+            self.index.add_device(path, here, new)
         if len(path) > reader.device:
             done = len(path) == len(reader.path) and not len(reader.checkpoint_own)
             self._reads(owner, len(path), 0 if done else reader.host)
@@ -200,7 +193,7 @@ class PrefixCache:
         """Let an owner read so much of its path in each residence from now on."""
         before = self._readers[owner]
         after = self._readers[owner] = replace(before, device=device, host=host)
-        after.pin(self._index)
+        after.pin(self.index)
         self._end(before)
 
     def keep_checkpoint(self, owner: Owner, page_count: int, pages: PageIdArray) -> bool:
@@ -214,8 +207,8 @@ class PrefixCache:
             raise ConflictError(
                 f"{owner}: no checkpoint at the end of page {page_count}, it reads {len(path)} pages so far"
             )
-        record, device = path[page_count - 1 : page_count], self._index.device
-        if self._index.is_dropped(record)[0] or not device.lacks_checkpoint(record)[0]:
+        record, device = path[page_count - 1 : page_count], self.index.device
+        if self.index.records.is_hidden(record)[0] or not device.lacks_checkpoint(record)[0]:
             return False
         self._book.cache(owner, {CHECKPOINT_SPACE: pages})
         device.set_checkpoint(int(record[0]), pages)
@@ -227,20 +220,27 @@ class PrefixCache:
         reader = self._reader(owner)
         for watcher in self._watchers:
             watcher.ending()
-        self.claims.end(owner, reader.path)
+        self._used(reader)
         del self._readers[owner]
         self._end(reader)
 
     def retain(self, owner: Owner, claim: Claim) -> None:
         """Let what an owner reads, now and later, go after others for as long as it asks. Raises NotFoundError as `let_go`."""
-        self.claims.make(owner, self._reader(owner).path, claim)
+        reader = self._reader(owner)
+        reader.claim = claim
+        self._used(reader)
+
+    def _used(self, reader: Reader) -> None:
+        """Let the claim of a reader, if it has one, count anew for its path."""
+        if reader.claim and not self.index.retain(reader.path, self._clock(), reader.claim):
+            reader.claim = None
+            self.retention_refused += 1
 
     def _end(self, reader: Reader) -> None:
-        if not len(reader.path):
-            return
-        before = self._book.available_pages()
-        self._uncache(reader.unpin(self._index))
-        self._tell_available(before)
+        if len(reader.path):
+            before = self._book.available_pages()
+            self._uncache(reader.unpin(self.index))
+            self._tell_available(before)
 
     def _tell_available(self, before: Mapping[IndexSpace, int]) -> None:
         now = self._book.available_pages()
@@ -248,22 +248,12 @@ class PrefixCache:
             {space: count - before[space] for space, count in now.items() if count > before[space]}
         )
 
-    def give_up(self, owner: Owner, page_count: int) -> Admitted:
-        """Let an owner read only the first `page_count` pages of its prefix, whose others have been dropped.
-
-        As for `shorten`, without checkpoints; but when it raises CapacityError it reads fewer all the same.
-        """
-        reader = self._reader(owner)
-        path = reader.path[:page_count]
-        fewer = Reader.of(self._index, path, min(reader.device, page_count), from_checkpoint=False)
-        fewer.pin(self._index)
-        self._readers[owner] = fewer
-        self._end(reader)  # first: nobody else may read those either
-        return fewer.admitted(self._index, self._book.grow(owner, self._given_up(reader, fewer)))
-
     def checkpoints(self, owner: Owner) -> list[int]:
         """At the ends of how many pages of those that an owner reads there is a checkpoint now, ascending."""
-        return (np.flatnonzero(self._restorable(self._reader(owner).path)) + 1).tolist()
+        return self._restorable(self._reader(owner).path)
+
+    def _restorable(self, path: RecordArray) -> list[int]:
+        return (np.flatnonzero((self.index if self._restores else self.index.device).checkpointed(path)) + 1).tolist()
 
     def shorten(self, owner: Owner, page_count: int, *, from_checkpoint: bool) -> Admitted:
         """Let an owner read only the first `page_count` pages of its prefix, and give it pages of its own for the others.
@@ -272,20 +262,22 @@ class PrefixCache:
         nothing has changed then; NotFoundError when there is no checkpoint (any more).
         """
         reader, before = self._reader(owner), self._book.available_pages()
-        path, is_found = reader.path[:page_count], self._index.is_found(reader.path)
-        fewer = Reader.of(self._index, path, min(reader.device, page_count), from_checkpoint=from_checkpoint)
-        fewer.pin(self._index)
+        path, is_found = reader.path[:page_count], self.index.is_found(reader.path)
+        fewer = Reader.of(self.index, path, min(reader.device, page_count), from_checkpoint=from_checkpoint)
+        fewer.claim = reader.claim
+        fewer.pin(self.index)
         if is_found:  # else it would be gone, and could not be read again
-            reader.unpin(self._index)
+            reader.unpin(self.index)
         try:
-            to_load = len(fewer.checkpoint(self._index.host))
-            needed = self._given_up(reader, fewer)
+            to_load = len(fewer.checkpoint(self.index.host))
+            left = fewer.shared(self.index)
+            needed = {space: count - left[space] for space, count in reader.shared(self.index).items()}
             if to_load > len(reader.checkpoint_own):
                 needed[CHECKPOINT_SPACE] = to_load - len(reader.checkpoint_own)
             own = self._book.grow(owner, needed)
         except BridgeError:
             if is_found:
-                reader.pin(self._index)
+                reader.pin(self.index)
             self._end(fewer)
             raise
         pages_for_it = np.concatenate((reader.checkpoint_own, own.pop(CHECKPOINT_SPACE, reader.checkpoint_own[:0])))
@@ -295,153 +287,111 @@ class PrefixCache:
             self._tell_available(before)
         else:
             self._end(reader)
-        return fewer.admitted(self._index, own)
+        return fewer.admitted(self.index, own)
 
-    # ------------------------------------------------------------------------------------- what the pages hold
-
-    def look(self, owner: Owner) -> PathPages:
-        """Let somebody look at the pages that an owner reads in place, until `looks.end`, whatever becomes of the owner."""
-        reader = self._reader(owner)
-        return self.looks.begin(reader.path[: reader.device])
-
-    def readers_of(self, looking: PathPages, page: int) -> list[Owner]:
-        """Owners that read one of these pages."""
-        return [owner for owner, reader in self._readers.items() if looking.path[page] in reader.path]
-
-    # ------------------------------------------------------------------------------------- what is forgotten
-
-    def drop(self, why: Evicted = Evicted.OPERATOR) -> Dropped:
-        """Forget every prefix; pages that are read are free when their readers let go."""
-        self._empty_at_s = self._clock()
-        return self._dropped(why, self._index.drop)
+    def drop(self, why: Evicted = Evicted.OPERATOR, which: RecordArray | None = None) -> Dropped:
+        """Forget these pages and all that depends on them, or every prefix; what is read is free when its readers let go."""
+        self._empty_at_s = self._clock() if which is None else self._empty_at_s
+        return self._dropped(why, lambda: self.index.drop(which))
 
     def lose_device(self) -> Dropped:
         """Forget what is on the device, whose memory is gone. What is on the host as well stays there."""
-        if self.twins is None:
-            return self.drop(Evicted.MEMORY_LOST)
-        return self._dropped(Evicted.MEMORY_LOST, self._index.lose_device)
-
-    def drop_page(self, keys: Keys, page: int) -> Dropped:
-        """Forget one page of a prompt and all that depends on it, as `drop` does with everything; harmless when it is not known."""
-        return self._dropped(Evicted.INTEGRITY, self._index.drop, self._index.match(keys, at_most=page + 1)[page:])
+        why = Evicted.MEMORY_LOST
+        return self.drop(why) if self.twins is None else self._dropped(why, self.index.lose_device)
 
     def drop_kept(self, owner: Owner, page: int) -> tuple[Dropped, list[Link]]:
-        """Forget what an owner has kept from this page of its prompt on, and all that depends on it, as `drop_page`.
+        """Forget what an owner has kept from this page of its prompt on, and all that depends on it.
 
         Pages that others had kept before it stay. Returns with the sum the links of all that is forgotten.
         """
         reader = self._reader(owner)
         path = reader.path[page:]
-        first = path[np.isin(path, reader.kept) & ~self._index.is_dropped(path)][:1]
+        first = path[np.isin(path, reader.kept) & ~self.index.records.is_hidden(path)][:1]
         if not len(first):
             return Dropped(0, 0), []
-        links = self._index.links(first)
-        return self._dropped(Evicted.INTEGRITY, self._index.drop, first), links
+        links = self.index.records.links(self.index.records.descendants(first))
+        return self.drop(Evicted.INTEGRITY, first), links
 
-    def _dropped(self, why: Evicted, drop: Callable[..., Pages], *which: RecordArray) -> Dropped:
-        known, there = self._index.reachable, len(self._index)
-        self._uncache(drop(*which))
+    def _dropped(self, why: Evicted, drop: Callable[[], Pages]) -> Dropped:
+        known, there = self.index.reachable, len(self.index)
+        self._uncache(drop())
         if self.twins is not None:
-            self.twins.forgotten(self._index.unreachable_twins())
-        dropped = known - self._index.reachable
-        self.claims.forgotten(dropped, why)
-        return Dropped(dropped, dropped - (there - len(self._index)))
+            self.twins.forgotten(self.index.unreachable_twins())
+        self.index.evicted[why] += (dropped := known - self.index.reachable)
+        return Dropped(dropped, dropped - (there - len(self.index)))
 
     def __contains__(self, owner: object) -> bool:
         return owner in self._readers
 
     def known(self, keys: Keys) -> int:
-        """How many pages of a prompt are cached now, whoever may use them."""
-        return len(self._index.match(keys))
+        """Return the number of pages of a prompt that are cached now, whoever may use them."""
+        return len(self.index.match(keys))
+
+    def restorable(self, keys: Keys) -> int:
+        """Return the largest number of cached pages of a prompt with a checkpoint at their end, on the device or the host."""
+        return int(max(np.flatnonzero(self.index.checkpointed(self.index.match(keys))) + 1, default=0))
 
     def reads(self, owner: Owner) -> int:
-        """How many pages of its prompt and answer an owner reads. Raises NotFoundError as `let_go`."""
+        """Return the number of pages of its prompt and answer that an owner reads. Raises NotFoundError as `let_go`."""
         return len(self._reader(owner).path)
 
     @property
     def spaces(self) -> tuple[IndexSpace, ...]:
-        """Those in which each page of a prompt has one page here."""
-        return self._index.spaces
-
-    # ------------------------------------------------------------------------------------- the book's PageCache
+        """The spaces in which each page of a prompt has one page here."""
+        return self.index.spaces
 
     def evictable(self) -> Mapping[IndexSpace, int]:
-        """See PageCache."""
-        return self._index.evictable()
+        """Cached pages of each space that nobody reads."""
+        return self.index.evictable()
 
     def evict(self, lacking: Mapping[IndexSpace, int]) -> Mapping[IndexSpace, PageIdArray]:
-        """See PageCache."""
-        checkpoints = self.checkpoint_count
-        self._index.decay(self._clock())
-        pages = some(self._index.evict(lacking))
+        """Forget pages, at least so many of each space, and return them."""
+        checkpoints = len(self.index.device.checkpoints)
+        self.index.decay(self._clock())
+        pages = some(self.index.evict(lacking))
         if self.twins is not None:
             self.twins.forgotten(pages)
-        self.evicted_checkpoints += checkpoints - self.checkpoint_count
+        self.evicted_checkpoints += checkpoints - len(self.index.device.checkpoints)
         return pages
-
-    # ------------------------------------------------------------------------------------- for operators
 
     @property
     def readers(self) -> int:
-        """How many owners have been admitted and have not let go."""
+        """Number of owners that have been admitted and have not let go."""
         return len(self._readers)
 
-    @property
-    def checkpoint_count(self) -> int:
-        """How many checkpoints there are."""
-        return self._index.device.checkpoint_count
-
     def kept_s(self) -> float:
-        """What was used within so many seconds, and kept, is still here: how long a prefix lasts that nobody uses again."""
-        return self._clock() - max(self._empty_at_s, self._index.kept_since)
+        """Return for how many seconds a prefix lasts that nobody uses again: all that was used within them is here."""
+        return self._clock() - max(self._empty_at_s, self.index.kept_since)
 
-    def pages(self) -> tuple[int, int]:
-        """How many pages of prompts somebody reads, and how many nobody does."""
-        device = self._index.device
-        return device.pinned, len(device) - device.pinned
+    def gone(self) -> Counter[Evicted]:
+        """Return the number of pages of prompts that are not cached any more, so far, by why."""
+        return +self.index.evicted
+
+    def retained(self) -> Counter[str]:
+        """Return the number of pages of prompts that each namespace has retained now."""
+        self.index.decay(self._clock())
+        return self.index.retentions.by_namespace
 
     def residency(self) -> Residency:
-        """How many pages of prompts are where."""
-        return Residency.of(self._index)
+        """Return where pages of prompts are, by their number."""
+        return Residency.of(self.index)
 
     def check_integrity(self) -> None:
         """Count book and index again, and compare one with the other and both with the readers. Raises IntegrityError."""
         self._book.check_integrity()
-        self._index.check_integrity()
-        cached = self._book.cached_pages()
-        known = self._index.all_pages()
-        for space in cached.keys() | known.keys():
-            differing = np.setxor1d(cached.get(space, ()), known.get(space, ()))
-            if len(differing):
-                raise IntegrityError(
-                    f"pages of '{space}' are cached or in the index, not both: {differing.tolist()[:8]}"
-                )
-        self.claims.check_integrity(self._readers)
+        self.index.check_integrity()
+        check_pages(self.index, self._book.cached_pages())
         readers = [*self._readers.values(), *self.looks.readers]
         if self.twins is not None:
             self.twins.check_integrity()
             readers += [backup.reader for backup in self.twins.backups.values()]
-        check_pins(self._index, readers)
-
-    def __repr__(self) -> str:
-        return f"<prefix cache: {len(self._readers)} readers, {self._index!r}>"
-
-    # ------------------------------------------------------------------------------------- inside
+        check_pins(self.index, readers)
 
     def _reader(self, owner: Owner) -> Reader:
         try:
             return self._readers[owner]
         except KeyError:
             raise NotFoundError(f"{owner} reads no cached pages: it was never admitted here, or has let go") from None
-
-    def _restorable(self, path: RecordArray) -> npt.NDArray[np.bool_]:
-        """Behind which records of a path an owner can go on."""
-        found = self._index.device.checkpointed(path)
-        return found | self._index.host.checkpointed(path) if self._restores and self._index.host is not None else found
-
-    def _given_up(self, before: Reader, after: Reader) -> dict[IndexSpace, int]:
-        left = after.shared(self._index)
-        return {space: count - left[space] for space, count in before.shared(self._index).items()}
 
     def _uncache(self, pages: Pages) -> None:
         pages = some(pages)

@@ -1,11 +1,8 @@
-"""What somebody reads of an index, and what owners are told of it.
-
-Owns: the form of both. Must not know: who reads, when that ends.
-"""
+"""Readers of an index: what each pins, and what an owner is told of that."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -19,6 +16,7 @@ from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.records import RecordArray
 from kvbridge.tier.residence import EvictedPages, Inserted, Pages, Residence
+from kvbridge.tier.retention import Claim
 
 log = structlog.get_logger(__name__)
 
@@ -33,11 +31,13 @@ class Reader:
     device: int
     host: int = 0
     checkpoints: tuple[tuple[Residence, int], ...] = ()
-    """Those that it reads, each by where it is and its record."""
+    """The checkpoints that it reads, each by where it is and its record."""
     checkpoint_own: PageIdArray = field(default_factory=lambda: NO_PAGES)
     """Pages of its own into which one is to be loaded."""
     kept: RecordArray = field(default_factory=lambda: NO_PAGES)
-    """Of its path, the records whose pages on the device were its own."""
+    """The records of its path whose pages on the device were its own."""
+    claim: Claim | None = None
+    """The retention that it asks for its path, with every use."""
 
     @classmethod
     def of(cls, index: PrefixIndex, path: RecordArray, device: int, *, from_checkpoint: bool) -> Reader:
@@ -65,20 +65,20 @@ class Reader:
     def unpin(self, index: PrefixIndex) -> Pages:
         """End it, once. Returns pages of dropped records that nobody reads any more."""
         for residence, record in self.checkpoints:
-            residence.unpin_checkpoint(record)
+            residence.checkpoints.unpin(record)
         return index.unpin(self.path, device=self.device, host=self.host)
 
     def shared(self, index: PrefixIndex) -> dict[IndexSpace, int]:
-        """How many cached pages of each space it reads in place."""
+        """Return the number of cached pages of each space that it reads in place."""
         return {space: self.device if space in index.device.spaces else len(self.path) for space in index.spaces}
 
     def checkpoint(self, residence: Residence | None) -> PageIdArray:
         """The pages of the checkpoint that it reads in a residence; empty when there is none."""
-        found = [residence.checkpoint(record) for where, record in self.checkpoints if where is residence]
+        found = [residence.checkpoints.pages(record) for where, record in self.checkpoints if where is residence]
         return found[0] if found else NO_PAGES
 
     def admitted(self, index: PrefixIndex, own: Pages) -> Admitted:
-        """What it is told, with these pages of its own."""
+        """Return the owner's answer, with these pages of its own."""
         return Admitted(
             prefix=index.device.pages(self.path[: self.device]) | index.home_pages(self.path),
             prefix_pages=len(self.path),
@@ -93,14 +93,14 @@ class Reader:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Admitted:
-    """What an owner got of its prompt's first `prefix_pages` pages, which are cached, and for the rest of it."""
+    """The pages that an owner got: cached ones of its prompt's first `prefix_pages` pages, and its own for the rest."""
 
     prefix: Pages
     """Cached pages, to be read only, until it lets go: on the device of the first `device_pages` of them, in the home of all."""
     prefix_pages: int
     device_pages: int
     twins: Pages
-    """Those of the others, which are on the host only. What they hold belongs into the first of its `own` pages on the device."""
+    """Twins of the others, which are on the host only. Their contents belong into the first of its `own` pages on the device."""
     checkpoint: PageIdArray
     """Windows and states at the end of the prefix, to be read only; empty unless they were asked for and are on the device."""
     checkpoint_twin: PageIdArray
@@ -119,7 +119,7 @@ class Residency(NamedTuple):
     host: int
     """On the host alone."""
     evicted: EvictedPages
-    """So far from the host."""
+    """Pages evicted from the host so far."""
 
     @classmethod
     def of(cls, index: PrefixIndex) -> Residency:
@@ -131,12 +131,12 @@ class Residency(NamedTuple):
 
 
 class Dropped(NamedTuple):
-    """What has been forgotten. One page is a page of each space that grows with the tokens."""
+    """Numbers of forgotten pages. One page is a page of each space that grows with the tokens."""
 
     pages: int
-    """Of prompts and answers, which no request finds any more."""
+    """Pages of prompts and answers, which no request finds any more."""
     read: int
-    """Of these, those that are still read."""
+    """The ones among these that are still read."""
 
 
 class PathWatcher(Protocol):
@@ -152,6 +152,49 @@ class PathWatcher(Protocol):
         """An owner is about to let go of what it has kept and used, which can be evicted from then on. Backups may begin now."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PathPages:
+    """Pages of a prompt on the host, from its first one on, that stay where they are until `Looks.end`."""
+
+    path: RecordArray
+    pages: Pages
+    checkpoints: Mapping[int, PageIdArray]
+    """By the number of pages at whose end they are."""
+
+
+class Looks:
+    """Readers that write pages on the host to a store."""
+
+    def __init__(self, index: PrefixIndex, *, end: Callable[[Reader], None]) -> None:
+        """`end`: is given every reader whose reading is over."""
+        self._index, self._end = index, end
+        self._readers: dict[PathPages, Reader] = {}
+
+    @property
+    def readers(self) -> list[Reader]:
+        """All that are under way."""
+        return list(self._readers.values())
+
+    def begin_on_host(self, keys: Keys) -> PathPages:
+        """Let somebody look at what of a prompt is on the host: twins, pages of the home, and checkpoints."""
+        host = self._index.host
+        assert host is not None, "only an index with twins has anything there"
+        path = self._index.match(keys)
+        path = path[: host.depth(path)]
+        ends = {at + 1: int(path[at]) for at in np.flatnonzero(host.checkpointed(path)).tolist()}
+        checkpoints = {page_count: host.checkpoints.pages(record) for page_count, record in ends.items()}
+        looking = PathPages(path, host.pages(path) | self._index.home_pages(path), checkpoints)
+        reader = Reader(path, 0, len(path), tuple((host, record) for record in ends.values()))
+        reader.pin(self._index)
+        self._readers[looking] = reader
+        return looking
+
+    def end(self, looking: PathPages) -> None:
+        """End what `begin_on_host` began; harmless when it has been ended."""
+        if looking in self._readers:
+            self._end(self._readers.pop(looking))
+
+
 def some(pages: Pages) -> Pages:
     """Leave out spaces of which there is no page: the node may not have them."""
     return {space: ids for space, ids in pages.items() if len(ids)}
@@ -164,6 +207,15 @@ def tell_left_out(owner: Owner, inserted: Inserted) -> None:
         log.warning(
             "prefix_not_kept", room=owner.room, generation=owner.generation, pages=inserted.left_out, reason=reason
         )
+
+
+def check_pages(index: PrefixIndex, cached: Pages) -> None:
+    """Raise IntegrityError unless the pages of an index are the cached ones."""
+    known = index.all_pages()
+    for space in cached.keys() | known.keys():
+        differing = np.setxor1d(cached.get(space, ()), known.get(space, ()))
+        if len(differing):
+            raise IntegrityError(f"pages of '{space}' are cached or in the index, not both: {differing.tolist()[:8]}")
 
 
 def check_pins(index: PrefixIndex, readers: Iterable[Reader]) -> None:

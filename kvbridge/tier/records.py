@@ -1,7 +1,5 @@
 """Records of cached pages: a flat map from keys, in which a page is never without the page before it.
 
-Owns: keys, parents and children, and the numbers that records have. Must not know: pages of memory, who reads, what goes first.
-
 A key names all tokens up to a page's end. As no record is ever without its *parent*, the record of the page before, what is
 known of a prompt is a run from its first page on, whose end a binary search finds: there is no tree to walk, to split or to join.
 A *path* is such a run: records from a prompt's first page on, each the parent of the next. A record without children is a *leaf*.
@@ -15,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.errors import IntegrityError, InvalidInputError
+from kvbridge.core.ids import PageIdArray
 from kvbridge.tier.keys import Keys, Link
 
 RecordArray = npt.NDArray[np.int32]
@@ -26,7 +25,7 @@ _UNUSED = -2
 """The parent of a number that is no record now."""
 _NO_RECORDS = np.empty(0, dtype=np.int32)
 _FEW = 16
-"""So few records are looked at faster one by one."""
+"""Up to so many records it is faster to look one by one."""
 
 
 class Records:
@@ -48,12 +47,12 @@ class Records:
         self._unused_count = capacity
 
     def __len__(self) -> int:
-        """How many there are, hidden ones among them."""
+        """Number of records, hidden ones among them."""
         return self.capacity - self._unused_count
 
     @property
     def hidden_count(self) -> int:
-        """How many no key leads to any more."""
+        """Number of records that no key leads to any more."""
         return len(self) - len(self._record_of)
 
     def all(self) -> RecordArray:
@@ -95,7 +94,7 @@ class Records:
         return _NO_RECORDS if record is None else self.path(record)
 
     def is_path(self, records: RecordArray) -> bool:
-        """Whether each is the parent of the next, wherever the first is."""
+        """Return whether each is the parent of the next, wherever the first is."""
         if self.parent_at[records[0]] == _UNUSED:
             return False
         if len(records) <= _FEW:
@@ -210,61 +209,6 @@ class Records:
         return Keys(self._key[records].tobytes())
 
 
-class Subtree:
-    """A set of records in which none is without its parent: which they are, and how many children each has among them."""
-
-    def __init__(self, records: Records) -> None:
-        self.capacity = records.capacity
-        self._parent, self._parent_at = records.parent, records.parent_at
-        self.children = np.full(records.capacity, NO_RECORD, dtype=np.int32)
-        self.children_at = self.children.data
-        self.leaf_count = 0
-
-    def all(self) -> RecordArray:
-        """All records of the set, by their number."""
-        return np.flatnonzero(self.children != NO_RECORD).astype(np.int32)
-
-    def has(self, records: RecordArray) -> npt.NDArray[np.bool_]:
-        """Which of the records are in the set."""
-        is_in: npt.NDArray[np.bool_] = self.children[records] != NO_RECORD
-        return is_in
-
-    def depth(self, path: RecordArray) -> int:
-        """How many records of a path are in the set: its first ones."""
-        if not len(path) or self.children_at[path[-1]] != NO_RECORD:
-            return len(path)
-        return int(np.count_nonzero(self.has(path)))
-
-    def add(self, records: RecordArray) -> None:
-        """Take records in that continue a path of the set; the last of them is a leaf."""
-        parent = self._parent_at[records[0]]
-        self.children[records] = 1
-        self.children_at[records[-1]] = 0
-        self.leaf_count += 1
-        if parent != NO_RECORD:
-            self.leaf_count -= self.children_at[parent] == 0
-            self.children_at[parent] += 1
-
-    def remove_leaf(self, record: int) -> int:
-        """Take a leaf off. Returns its parent if that is a leaf now, else NO_RECORD."""
-        children_at = self.children_at
-        children_at[record] = NO_RECORD
-        parent: int = self._parent_at[record]
-        if parent != NO_RECORD:
-            children_at[parent] -= 1
-            if not children_at[parent]:
-                return parent  # one leaf for the other
-        self.leaf_count -= 1
-        return NO_RECORD
-
-    def adds_up(self) -> bool:
-        """Recount."""
-        there = self.all()
-        parents = self._parent[there]
-        inner = parents[parents != NO_RECORD]
-        children = np.bincount(inner, minlength=self.capacity)
-        return (
-            bool((parents >= NO_RECORD).all() and (self.children[inner] > 0).all())
-            and bool((self.children[there] == children[there]).all())
-            and self.leaf_count == np.count_nonzero(self.children == 0)
-        )
+def join(pages: list[PageIdArray]) -> PageIdArray:
+    """Return the ids of several arrays, or of none, as one."""
+    return np.concatenate(pages) if pages else np.empty(0, dtype=np.int32)

@@ -1,10 +1,7 @@
-"""Records that have a page in each of some spaces: on the device, on the host, or as such.
+"""Records that have a page in each of some spaces: on the device, on the host, or as such; with readers and checkpoints there.
 
-Owns: which records these are, their pages, readers and checkpoints there, and which of them go first. Must not know: keys, other
-residences, what becomes of the pages.
-
-No record is in a residence without its parent. Readers pin whole paths, so a record is pinned at least as often as its children
-together, and below one that nobody pins nobody pins anything: all that nobody pins can go, leaf by leaf.
+No record is in a residence without its parent. Readers pin a whole path from a prompt's first page on, so pins(parent) >= sum of
+pins(children). An unpinned record has no pinned descendants: every unpinned record can be evicted, leaf first.
 """
 
 from __future__ import annotations
@@ -15,15 +12,122 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvbridge.core.errors import IntegrityError
+from kvbridge.core.errors import IntegrityError, NotFoundError
 from kvbridge.core.ids import IndexSpace, PageIdArray
-from kvbridge.tier.checkpoints import Checkpoints
-from kvbridge.tier.records import NO_RECORD, RecordArray, Records, Subtree
+from kvbridge.tier.records import NO_RECORD, RecordArray, Records, join
 from kvbridge.tier.retention import Retentions
-from kvbridge.tier.victims import Victims
+from kvbridge.tier.victims import Subtree, Victims
 
 Pages = dict[IndexSpace, PageIdArray]
 """Page ids of each space, int32."""
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    pages: PageIdArray
+    pins: int = 0
+
+
+class Checkpoints:
+    """Windows and states at the ends of some records of a residence, from which a prefill engine can go on.
+
+    A checkpoint is complete when it enters, and nobody writes it. Without pins it goes when its pages are needed, the one that was
+    used longest ago first; its record stays.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._is_there = np.zeros(capacity, dtype=np.bool_)
+        self._of_record: dict[int, _Checkpoint] = {}
+        """The one that was used longest ago first."""
+        self.unpinned_pages = 0
+        """Pages of those that nobody pins."""
+
+    def __len__(self) -> int:
+        return len(self._of_record)
+
+    def among(self, records: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+        """Which of the records have one."""
+        return self._is_there[records]
+
+    def pages(self, record: int) -> PageIdArray:
+        """Return the pages of a record's checkpoint. Raises NotFoundError when it has none."""
+        return self._get(record).pages
+
+    def pins(self, record: int) -> int:
+        """Return the number of readers of a record's checkpoint."""
+        return self._get(record).pins
+
+    def readers(self) -> dict[int, int]:
+        """Return the number of readers of each checkpoint, by its record."""
+        return {record: checkpoint.pins for record, checkpoint in self._of_record.items()}
+
+    def all_pages(self) -> PageIdArray:
+        """All pages of all checkpoints."""
+        return join([checkpoint.pages for checkpoint in self._of_record.values()])
+
+    def add(self, record: int, pages: PageIdArray) -> None:
+        """Give a record that has none its checkpoint."""
+        self._of_record[record] = _Checkpoint(pages)
+        self._is_there[record] = True
+        self.unpinned_pages += len(pages)
+
+    def pin(self, record: int) -> PageIdArray:
+        """Count a reader, and a use; return the pages."""
+        checkpoint = self._of_record[record] = self._of_record.pop(record)
+        if not checkpoint.pins:
+            self.unpinned_pages -= len(checkpoint.pages)
+        checkpoint.pins += 1
+        return checkpoint.pages
+
+    def unpin(self, record: int) -> None:
+        """End what `pin` began. Raises IntegrityError when it has been ended."""
+        checkpoint = self._get(record)
+        if not checkpoint.pins:
+            raise IntegrityError(f"the checkpoint of record {record} is unpinned more often than it was pinned")
+        checkpoint.pins -= 1
+        if not checkpoint.pins:
+            self.unpinned_pages += len(checkpoint.pages)
+
+    def take(self, records: npt.NDArray[np.int32]) -> PageIdArray:
+        """Take away the checkpoints that these records have, which nobody pins, and return their pages."""
+        return join([self._remove(record) for record in records[self._is_there[records]].tolist()])
+
+    def oldest(self, page_count: int, retentions: Retentions) -> npt.NDArray[np.int32]:
+        """Return the records of the checkpoints to take for so many pages, or of all that nobody pins: retained ones last."""
+        chosen: list[int] = []
+        for priority in retentions.priorities():
+            for record, checkpoint in self._of_record.items():
+                if page_count <= 0:
+                    break
+                if not checkpoint.pins and retentions.priority(record) == priority:
+                    chosen.append(record)
+                    page_count -= len(checkpoint.pages)
+        return np.array(chosen, dtype=np.int32)
+
+    def check_integrity(self, record_pins: npt.NDArray[np.int32]) -> None:
+        """Recount. `record_pins`: of each record; a reader of a checkpoint pins its record, too. Raises IntegrityError."""
+        unpinned = sum(len(one.pages) for one in self._of_record.values() if not one.pins)
+        facts = {
+            "records that have one": sorted(self._of_record) == np.flatnonzero(self._is_there).tolist(),
+            "pins": all(0 <= one.pins <= record_pins[record] for record, one in self._of_record.items()),
+            "pages": len(np.unique(self.all_pages())) == len(self.all_pages()),
+            "unpinned pages": self.unpinned_pages == unpinned,
+        }
+        for fact, holds in facts.items():
+            if not holds:
+                raise IntegrityError(f"checkpoints: {fact} do not add up among {len(self)}")
+
+    def _get(self, record: int) -> _Checkpoint:
+        try:
+            return self._of_record[record]
+        except KeyError:
+            raise NotFoundError(f"record {record} has no checkpoint (any more)") from None
+
+    def _remove(self, record: int) -> PageIdArray:
+        checkpoint = self._of_record.pop(record)
+        self._is_there[record] = False
+        self.unpinned_pages -= len(checkpoint.pages)
+        return checkpoint.pages
 
 
 class Residence:
@@ -40,18 +144,19 @@ class Residence:
         """`rank`: of each record; the lowest goes first. `checkpoint_space`: of checkpoints at the ends of records here."""
         self.spaces = tuple(spaces)
         self.pinned = 0
-        """How many records somebody pins."""
+        """Number of records that somebody pins."""
         self._subtree = Subtree(records)
         self._parent, self._parent_at = records.parent, records.parent_at
         self._count = 0
         self._pages = np.zeros((len(spaces), records.capacity), dtype=np.int32)
         self._pins = np.zeros(records.capacity, dtype=np.int32)
         self._pins_at = self._pins.data
-        self._victims = Victims(self._subtree, pages=self._pages[0], pins=self._pins, rank=rank)
+        self.victims = Victims(self._subtree, pages=self._pages[0], pins=self._pins, rank=rank)
         self._is_lost = np.zeros(records.capacity, dtype=np.bool_)
         self._lost_count = 0
         self.checkpoint_space = checkpoint_space
-        self._checkpoints = Checkpoints(records.capacity)
+        self.checkpoints = Checkpoints(records.capacity)
+        """Checkpoints of records that are here."""
         self._is_read_back = np.zeros(records.capacity, dtype=np.bool_)
         self.evicted = EvictedPages()
 
@@ -65,11 +170,11 @@ class Residence:
         return self._subtree.has(records)
 
     def depth(self, path: RecordArray) -> int:
-        """How many records of a path are here, and not lost: its first ones."""
+        """Return the number of records of a path that are here, and not lost: its first ones."""
         return 0 if self.is_lost(path) else self._subtree.depth(path)
 
     def is_lost(self, path: RecordArray) -> bool:
-        """Whether a path begins with lost records: none of it is here for anybody new, nor comes before those are gone."""
+        """Return whether a path begins with lost records: none of it is here for anybody new, nor comes before those are gone."""
         return bool(self._lost_count and len(path) and self._is_lost[path[0]])
 
     def lost(self, records: RecordArray) -> npt.NDArray[np.bool_]:
@@ -83,27 +188,23 @@ class Residence:
 
     def all_pages(self) -> Pages:
         """Return every page that records have here, those of checkpoints too."""
-        return self.pages(self._subtree.all()) | self._of_checkpoints(self._checkpoints.all_pages())
+        return self.pages(self._subtree.all()) | self._of_checkpoints(self.checkpoints.all_pages())
 
     def unpinned(self, records: RecordArray) -> RecordArray:
         """Return those of the records that are here and that nobody pins."""
         found: RecordArray = records[self.has(records) & (self._pins[records] == 0)]
         return found
 
-    def leaves(self) -> RecordArray:
-        """Return the records that could be evicted first: leaves that nobody pins, by their rank."""
-        return self._victims.leaves()
-
     def evictable(self) -> dict[IndexSpace, int]:
-        """How many pages of each space could go now."""
+        """Return the number of pages of each space that could go now."""
         found = dict.fromkeys(self.spaces, len(self) - self.pinned)
         if self.checkpoint_space is not None:
-            found[self.checkpoint_space] = self._checkpoints.unpinned_pages
+            found[self.checkpoint_space] = self.checkpoints.unpinned_pages
         return found
 
     def pins(self) -> tuple[npt.NDArray[np.int32], dict[int, int]]:
         """Return the readers of each record, by its number, and those of each checkpoint, by its record's."""
-        return self._pins.copy(), self._checkpoints.readers()
+        return self._pins.copy(), self.checkpoints.readers()
 
     # ------------------------------------------------------------------------------------- use
 
@@ -126,8 +227,8 @@ class Residence:
         pins = self._pins[path]
         if pins.min() < 1:
             raise IntegrityError(f"record {path[pins.argmin()]} is unpinned more often than it was pinned")
-        for at in np.flatnonzero(self._checkpoints.among(path)).tolist() if len(self._checkpoints) else ():
-            if self._checkpoints.pins(int(path[at])) >= pins[at]:
+        for at in np.flatnonzero(self.checkpoints.among(path)).tolist() if len(self.checkpoints) else ():
+            if self.checkpoints.pins(int(path[at])) >= pins[at]:
                 raise IntegrityError(f"record {path[at]} is unpinned by a reader who still pins its checkpoint")
 
     def unpin(self, path: RecordArray) -> RecordArray:
@@ -136,39 +237,30 @@ class Residence:
         self._pins[path] = pins
         ended: RecordArray = path[pins == 0]
         self.pinned -= len(ended)
-        self._victims.offer(int(path[-1]))
+        self.victims.offer(int(path[-1]))
         return ended
 
     def used(self, path: RecordArray) -> None:
         """A path was used, or some of it came."""
         here = self.depth(path)
         if here:
-            self._victims.offer(int(path[here - 1]))
+            self.victims.offer(int(path[here - 1]))
 
     def ranked_anew(self, records: RecordArray) -> None:
         """Records, of which some may be here, have another rank."""
         for leaf in records[self._subtree.children[records] == 0].tolist():
-            self._victims.offer(leaf)
+            self.victims.offer(leaf)
 
     # ------------------------------------------------------------------------------------- checkpoints
 
-    @property
-    def checkpoint_count(self) -> int:
-        """How many records have a checkpoint here."""
-        return len(self._checkpoints)
-
     def checkpointed(self, records: RecordArray) -> npt.NDArray[np.bool_]:
         """Which of the records have a checkpoint here, and are not lost."""
-        return self._checkpoints.among(records) & ~self._is_lost[records]
+        return self.checkpoints.among(records) & ~self._is_lost[records]
 
     def lacks_checkpoint(self, records: RecordArray) -> npt.NDArray[np.bool_]:
         """Which of the records are here, not lost, and have none."""
-        lacks: npt.NDArray[np.bool_] = self.has(records) & ~self._checkpoints.among(records) & ~self._is_lost[records]
+        lacks: npt.NDArray[np.bool_] = self.has(records) & ~self.checkpoints.among(records) & ~self._is_lost[records]
         return lacks
-
-    def checkpoint(self, record: int) -> PageIdArray:
-        """Return the pages of a record's checkpoint. Raises NotFoundError when it has none here."""
-        return self._checkpoints.pages(record)
 
     def set_checkpoint(self, record: int, pages: PageIdArray) -> bool:
         """Keep the windows and states at a record's end. False when it has some: those stay, these are still the caller's."""
@@ -176,7 +268,7 @@ class Residence:
             raise IntegrityError(f"record {record} cannot have a checkpoint of {len(pages)} pages in {self!r}")
         is_new = not self.checkpointed(np.array([record]))[0]
         if is_new:
-            self._checkpoints.add(record, pages)
+            self.checkpoints.add(record, pages)
         return is_new
 
     def pin_checkpoint(self, record: int) -> PageIdArray:
@@ -184,13 +276,9 @@ class Residence:
 
         Raises NotFoundError when there is none (any more).
         """
-        if self._checkpoints.pins(record) >= self._pins_at[record]:
+        if self.checkpoints.pins(record) >= self._pins_at[record]:
             raise IntegrityError(f"the checkpoint of record {record} is read by somebody who has not pinned the record")
-        return self._checkpoints.pin(record)
-
-    def unpin_checkpoint(self, record: int) -> None:
-        """End what `pin_checkpoint` began. Raises IntegrityError when it has been ended."""
-        self._checkpoints.unpin(record)
+        return self.checkpoints.pin(record)
 
     # ------------------------------------------------------------------------------------- what comes and goes
 
@@ -201,11 +289,11 @@ class Residence:
         self._subtree.add(records)
         self._is_read_back[records] = False
         self._count += len(records)
-        self._victims.place(records)
+        self.victims.place(records)
 
     def take(self, count: int) -> tuple[RecordArray, Pages]:
         """Evict `count` records and their checkpoints: old leaves that nobody pins, neighbours together, each before its parent."""
-        victims = self._victims.take(count) if count > 0 else np.empty(0, dtype=np.int32)
+        victims = self.victims.take(count) if count > 0 else np.empty(0, dtype=np.int32)
         self.note_evicted(victims)
         return victims, self._clear(victims)
 
@@ -216,16 +304,16 @@ class Residence:
         self.evicted.unused += len(records) - read_back
 
     def read_back(self, records: RecordArray) -> None:
-        """What these hold here has been copied back to where it had gone."""
+        """Note that the pages of these have been copied back to where they had gone."""
         self._is_read_back[records] = True
 
     def take_checkpoints(self, page_count: int, retentions: Retentions) -> tuple[RecordArray, Pages]:
         """Evict the checkpoints that were used longest ago, retained ones last, for so many pages; return their records, too."""
-        oldest = self._checkpoints.oldest(page_count, retentions)
-        return oldest, self._of_checkpoints(self._checkpoints.take(oldest))
+        oldest = self.checkpoints.oldest(page_count, retentions)
+        return oldest, self._of_checkpoints(self.checkpoints.take(oldest))
 
     def lose(self, records: RecordArray) -> None:
-        """What these hold here is gone; their pages stay until nobody pins them any more. A path is lost from its start."""
+        """Note that the contents of these are gone; the pages stay until nobody pins them. A path is lost from its start."""
         self._lost_count += int(np.count_nonzero(~self._is_lost[records]))
         self._is_lost[records] = True
 
@@ -234,7 +322,7 @@ class Residence:
         for record in records.tolist():
             parent = self._subtree.remove_leaf(record)
             if parent != NO_RECORD:
-                self._victims.offer(parent)
+                self.victims.offer(parent)
         return self._clear(records)
 
     def _clear(self, records: RecordArray) -> Pages:
@@ -242,8 +330,8 @@ class Residence:
         self._count -= len(records)
         self._lost_count -= int(np.count_nonzero(self._is_lost[records]))
         self._is_lost[records] = False
-        self._victims.forget(records)
-        return self.pages(records) | self._of_checkpoints(self._checkpoints.take(records))
+        self.victims.forget(records)
+        return self.pages(records) | self._of_checkpoints(self.checkpoints.take(records))
 
     def _of_checkpoints(self, pages: PageIdArray) -> Pages:
         return {} if self.checkpoint_space is None else {self.checkpoint_space: pages}
@@ -252,7 +340,7 @@ class Residence:
 
     def check_integrity(self, is_hidden: npt.NDArray[np.bool_]) -> None:
         """Compare every structure with every other; hidden records are here while somebody pins them. Raises IntegrityError."""
-        self._checkpoints.check_integrity(self._pins)
+        self.checkpoints.check_integrity(self._pins)
         there = self._subtree.all()
         inner = there[self._parent[there] != NO_RECORD]
         by_children = np.bincount(self._parent[inner], weights=self._pins[inner], minlength=len(self._pins))
@@ -262,9 +350,9 @@ class Residence:
                 (self._pins[there] >= np.maximum(by_children[there], is_hidden[there])).all()
             ),
             "pinned records": self.pinned == np.count_nonzero(self._pins[there]) == np.count_nonzero(self._pins),
-            "candidates, leaves and places": self._victims.add_up(),
+            "candidates, leaves and places": self.victims.add_up(),
             "pages and records": all(len(np.unique(ids)) == len(ids) for ids in self.pages(there).values()),
-            "checkpoints and records": self._checkpoints.among(there).sum() == len(self._checkpoints),
+            "checkpoints and records": self.checkpoints.among(there).sum() == len(self.checkpoints),
             "lost ones": self._lost_count == self._is_lost.sum() == np.count_nonzero(self._pins[self._is_lost]),
         }
         for fact, holds in facts.items():
@@ -273,32 +361,32 @@ class Residence:
 
     def __repr__(self) -> str:
         spaces = ", ".join(self.spaces)
-        return f"<{len(self)} records in {spaces}: {self.pinned} pinned, {len(self._checkpoints)} checkpoints>"
+        return f"<{len(self)} records in {spaces}: {self.pinned} pinned, {len(self.checkpoints)} checkpoints>"
 
 
 @dataclass(slots=True)
 class EvictedPages:
-    """How many records have left a residence to make room."""
+    """Numbers of records that have left a residence to make room."""
 
     read_back: int = 0
-    """That were of use there: they had been copied back at least once."""
+    """Records that were of use there: they had been copied back at least once."""
     unused: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inserted:
-    """What became of the pages given to `insert`."""
+    """The result of `insert`."""
 
     records: RecordArray
-    """Of `keys[start:]`, without what was left out."""
+    """The records of `keys[start:]`, without those left out."""
     residence: Residence
     """Where they were inserted."""
     new: RecordArray
-    """Those of them, the last ones, that are new there."""
+    """The last of them, which are new there."""
     pages: Pages
-    """Those of the pages given that are the index's now; of the others it had the first arrival, and they stay the caller's."""
+    """The given pages that are the index's now; of the others it had the first arrival, and they stay the caller's."""
     left_out: int
-    """How many of the keys, the last ones, since the first of these is that of a page elsewhere."""
+    """Number of the last keys that were left out, since the first of them is that of a page elsewhere."""
 
 
 def merged(parts: Sequence[Pages]) -> Pages:

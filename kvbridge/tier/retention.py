@@ -1,7 +1,4 @@
-"""Which cached pages are to go after others, and until when: what requests ask with `retention`.
-
-Owns: until when each record has which priority, and how many records each namespace retains. Must not know: keys, pages, paths,
-what is evicted.
+"""The cached pages that are to go after others, and until when: what requests ask with `retention`.
 
 A priority adds to the rank that a record's use has given it, so that it goes after every record of a lower one, and before every
 record of a higher one. It falls by itself, in equal steps. Nothing is pinned: what can be evicted without retention can be with it.
@@ -20,9 +17,9 @@ from kvbridge.core.prefixes import RETENTION_PRIORITIES, Evicted, Retention
 from kvbridge.tier.records import RecordArray
 
 PRIORITY_RANK = 2.0**36
-"""What one step of priority adds to a rank; more than any policy gives, and ranks in this range are exact to 0.1 ms."""
+"""One step of priority adds this to a rank; it is more than any time of use, and ranks in this range are exact to 0.1 ms."""
 _LOOK_EVERY_S = 1.0
-"""So late at most a priority falls: each look goes over all retained records."""
+"""Longest delay with which a priority falls: each look goes over all retained records."""
 _ENDED = -1
 MOST_TOGETHER = 0.5
 """Share of all records that any number of namespaces may have retained together, unless one alone may have more: a name costs
@@ -31,7 +28,7 @@ nothing, and what is left goes by use alone."""
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What one request asks for its pages, and which namespace that counts for."""
+    """The retention that one request asks for its pages, and the namespace that it counts for."""
 
     namespace: str
     retention: Retention
@@ -45,7 +42,7 @@ class Retentions:
         self.limit = int(share * capacity)
         """Records of one namespace that can be retained."""
         self.together = int(max(share, MOST_TOGETHER) * capacity)
-        """Of all namespaces."""
+        """Records of all namespaces that can be retained."""
         self.by_namespace: Counter[str] = Counter()
         """Records that are retained now, as far as has been looked."""
         self._until_s = np.zeros((RETENTION_PRIORITIES, capacity))
@@ -53,13 +50,13 @@ class Retentions:
         self._priority = np.zeros(capacity, dtype=np.int8)
         self._priority_at = self._priority.data
         self._number = np.zeros(capacity, dtype=np.int32)
-        """Of the namespace."""
+        """Number of the namespace."""
         self._names: dict[int, str] = {}
         self._numbers: dict[str, int] = {}
         self._next_look_s = 0.0
 
     def __len__(self) -> int:
-        """How many records are retained."""
+        """Number of retained records."""
         return self.by_namespace.total()
 
     def retain(self, records: RecordArray, now: float, claim: Claim) -> bool:
@@ -109,7 +106,7 @@ class Retentions:
         return max(self._priority_at[record], 0)
 
     def added_rank(self, records: RecordArray) -> npt.NDArray[np.float64]:
-        """What the priorities of records add to their ranks."""
+        """Return the additions to the ranks of records by their priorities."""
         found: npt.NDArray[np.float64] = np.maximum(self._priority[records], 0) * PRIORITY_RANK
         return found
 

@@ -1,7 +1,4 @@
-"""How prefixes come to the host: backups of what is on the device, and pages that come from elsewhere.
-
-Owns: the copies to the host that are under way, what each pins and which pages it fills. Must not know: how bytes are copied, who
-decides what is backed up and when.
+"""The way of prefixes to the host: backups of what is on the device, and pages that come from elsewhere.
 
 A page is on the host once its copy is proved done. Until then its twin is leased to the copy, like any page that a transfer writes,
 and what it copies is pinned. A copy that fails frees its own pages and changes nothing else.
@@ -20,11 +17,10 @@ from kvbridge.core.errors import BridgeError, CapacityError, IntegrityError, Not
 from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray, PageMoves
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
-from kvbridge.tier.checkpoints import join
-from kvbridge.tier.index import CHECKPOINT_SPACE, DigestArray, PrefixIndex
+from kvbridge.tier.index import CHECKPOINT_SPACE, PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.readers import Reader, some, tell_left_out
-from kvbridge.tier.records import RecordArray
+from kvbridge.tier.records import RecordArray, join
 from kvbridge.tier.residence import Pages, Residence
 
 CHECKPOINT_TWINS = TWINS[CHECKPOINT_SPACE]
@@ -37,9 +33,9 @@ class Backup:
     owner: Owner
     """Has the twins until it ends."""
     moves: PageMoves
-    """What is to be copied: nothing writes it, and it stays where it is."""
+    """The pages to copy: nothing writes them, and they stay where they are."""
     start: int
-    """Of its path, the records from here on are copied; of those before, checkpoints may be."""
+    """The first record of its path that is copied; of those before, checkpoints may be."""
     reader: Reader
     checkpoints: dict[int, PageIdArray]
     """By record, the twins of its checkpoint."""
@@ -51,7 +47,7 @@ class Backup:
 
     @property
     def pages(self) -> int:
-        """How many pages of prompts."""
+        """Number of pages of prompts."""
         return len(self.records)
 
 
@@ -80,7 +76,7 @@ class Twins:
         self._is_copied = np.zeros(index.capacity, dtype=np.bool_)
         """Which records a backup that is under way copies."""
         self.backups: dict[Owner, Backup] = {}
-        """Those under way."""
+        """The backups that are under way."""
         self._watchers: list[TwinWatcher] = []
 
     def watch(self, watcher: TwinWatcher) -> None:
@@ -89,9 +85,9 @@ class Twins:
 
     def cold(self, count: int) -> list[Keys]:
         """Return up to so many prompts that nobody reads and that end on the device only, those that would be evicted first."""
-        leaves = self._index.device.leaves()
-        kept = self._host.has(leaves) | self._is_copied[leaves] | self._index.is_dropped(leaves)
-        return [self._index.keys(self._index.path(record)) for record in leaves[~kept][:count].tolist()]
+        leaves, records = self._index.device.victims.leaves(), self._index.records
+        kept = self._host.has(leaves) | self._is_copied[leaves] | records.is_hidden(leaves)
+        return [records.keys(records.path(record)) for record in leaves[~kept][:count].tolist()]
 
     # ------------------------------------------------------------------------------------- backups
 
@@ -123,7 +119,7 @@ class Twins:
 
     def _start(self, owner: Owner, path: RecordArray, start: int, ends: list[int]) -> Backup:
         device = self._index.device
-        checkpoints = [device.checkpoint(record) for record in ends]
+        checkpoints = [device.checkpoints.pages(record) for record in ends]
         sources = device.pages(path[start:]) | {CHECKPOINT_SPACE: join(checkpoints)}
         sources = some(sources)
         reader = Reader(path, len(path), start, tuple((device, record) for record in ends))
@@ -160,7 +156,7 @@ class Twins:
 
     def _enter(self, backup: Backup) -> int:
         path = backup.reader.path
-        path = path[: np.count_nonzero(~self._index.is_dropped(path))]
+        path = path[: np.count_nonzero(~self._index.records.is_hidden(path))]
         here = self._host.depth(path)  # more than at the start, when others came first
         new = max(0, len(path) - here)
         if new:
@@ -181,7 +177,7 @@ class Twins:
         found: list[int] = []
         left = self._page_counts.get(CHECKPOINT_TWINS, 0)
         for at in reversed(np.flatnonzero(lacking).tolist()):
-            left -= len(self._index.device.checkpoint(int(path[at])))
+            left -= len(self._index.device.checkpoints.pages(int(path[at])))
             if left < 0:
                 break
             if int(path[at]) not in under_way:
@@ -198,7 +194,6 @@ class Twins:
         pages: Mapping[IndexSpace, PageIdArray],
         *,
         checkpoints: Mapping[int, PageIdArray] | None = None,
-        digests: DigestArray | None = None,
     ) -> int:
         """Keep an owner's pages that hold what belongs to `keys[start:]`, of twins and of the home; return how many are new there.
 
@@ -209,7 +204,7 @@ class Twins:
         self._book.cache(owner, {})  # refuses what is not held before the index takes anything
         if self._host.depth(self._index.match(keys, at_most=start)) < start:
             return 0
-        inserted = self._index.insert(keys, start, pages, now=self._clock(), digests=digests, to_host=True)
+        inserted = self._index.insert(keys, start, pages, now=self._clock(), to_host=True)
         try:
             self._book.cache(owner, inserted.pages)
         except BridgeError:
@@ -248,9 +243,9 @@ class Twins:
             self._book.cache(owner, {CHECKPOINT_TWINS: twins})
             self._host.set_checkpoint(record, twins)
             for watcher in self._watchers:
-                watcher.checkpoint_added(self._index.keys(np.array([record]))[0], twins)
+                watcher.checkpoint_added(self._index.records.keys(np.array([record]))[0], twins)
 
     def _tell_added(self, path: RecordArray, start: int) -> None:
         for watcher in self._watchers:
             pages = self._host.pages(path[start:]) | self._index.home_pages(path[start:])
-            watcher.added(self._index.keys(path), start, pages)
+            watcher.added(self._index.records.keys(path), start, pages)

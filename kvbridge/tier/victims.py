@@ -1,7 +1,4 @@
-"""Which cached pages go first: old ones, and of these the ones that lie side by side.
-
-Owns: the order in which leaves are offered, where records lie in memory, and how far the last look at it came. Must not know: keys,
-checkpoints, what becomes of the pages.
+"""The order in which cached pages go: old ones first, and of these the ones that lie side by side.
 
 Pages that are free side by side are given out as one run, and runs move in long operations. A pool that evicts strictly by age
 crumbles: what came together goes together only until some of it has been used again, and the holes that this leaves are filled with
@@ -16,21 +13,81 @@ from heapq import heapify, heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
-from kvbridge.tier.records import NO_RECORD, RecordArray, Subtree
+from kvbridge.tier.records import NO_RECORD, RecordArray, Records
 from kvbridge.tier.retention import PRIORITY_RANK
 
 _OLD_SHARE = 0.2
-"""So many of all records are old."""
+"""Share of all records that are old."""
 _RANK_SAMPLE = 4096
 """Ranks that are looked at to find out which ones are old."""
 _REACH = 16
 """Pages that are passed for each one wanted, and as many as are sampled, before it is left to age alone."""
 _SPARE_CANDIDATES = 1024
-"""So many outdated candidates are always tolerated."""
+"""Outdated candidates that are always tolerated."""
+
+
+class Subtree:
+    """A set of records in which none is without its parent: which they are, and how many children each has among them."""
+
+    def __init__(self, records: Records) -> None:
+        self.capacity = records.capacity
+        self._parent, self._parent_at = records.parent, records.parent_at
+        self.children = np.full(records.capacity, NO_RECORD, dtype=np.int32)
+        self.children_at = self.children.data
+        self.leaf_count = 0
+
+    def all(self) -> RecordArray:
+        """All records of the set, by their number."""
+        return np.flatnonzero(self.children != NO_RECORD).astype(np.int32)
+
+    def has(self, records: RecordArray) -> npt.NDArray[np.bool_]:
+        """Which of the records are in the set."""
+        is_in: npt.NDArray[np.bool_] = self.children[records] != NO_RECORD
+        return is_in
+
+    def depth(self, path: RecordArray) -> int:
+        """Return the number of records of a path that are in the set: its first ones."""
+        if not len(path) or self.children_at[path[-1]] != NO_RECORD:
+            return len(path)
+        return int(np.count_nonzero(self.has(path)))
+
+    def add(self, records: RecordArray) -> None:
+        """Take records in that continue a path of the set; the last of them is a leaf."""
+        parent = self._parent_at[records[0]]
+        self.children[records] = 1
+        self.children_at[records[-1]] = 0
+        self.leaf_count += 1
+        if parent != NO_RECORD:
+            self.leaf_count -= self.children_at[parent] == 0
+            self.children_at[parent] += 1
+
+    def remove_leaf(self, record: int) -> int:
+        """Take a leaf off. Returns its parent if that is a leaf now, else NO_RECORD."""
+        children_at = self.children_at
+        children_at[record] = NO_RECORD
+        parent: int = self._parent_at[record]
+        if parent != NO_RECORD:
+            children_at[parent] -= 1
+            if not children_at[parent]:
+                return parent  # one leaf for the other
+        self.leaf_count -= 1
+        return NO_RECORD
+
+    def adds_up(self) -> bool:
+        """Recount."""
+        there = self.all()
+        parents = self._parent[there]
+        inner = parents[parents != NO_RECORD]
+        children = np.bincount(inner, minlength=self.capacity)
+        return (
+            bool((parents >= NO_RECORD).all() and (self.children[inner] > 0).all())
+            and bool((self.children[there] == children[there]).all())
+            and self.leaf_count == np.count_nonzero(self.children == 0)
+        )
 
 
 class Victims:
-    """What may be evicted of some records. The columns have a place for each record, and are the index's."""
+    """The evictable ones of some records. The columns have a place for each record, and are the index's."""
 
     def __init__(
         self,

@@ -140,16 +140,15 @@ class Verifications:
     def _end(self, ended: _Verification, error: BridgeError | None = None) -> None:
         self._waiting.popleft()
         request, rank = ended.request, self._identity.rank
-        room, generation, order = request.room, request.generation, request.order
+        room, generation = request.room, request.generation
         if error is None and ended.work is not None:
             for part in ended.work.sums.parts():
-                self._link.send(Digested(room=room, generation=generation, rank=rank, order=order, digests=part))
+                self._link.send(Digested(room=room, generation=generation, rank=rank, digests=part))
         self._link.send(
             Verified(
                 room=room,
                 generation=generation,
                 rank=rank,
-                order=order,
                 seconds={"verify": self._clock() - ended.received_s, "verify_busy": ended.busy_s},
                 error_code="" if error is None else error.code,
                 error="" if error is None else str(error)[:REASON_CHARS],

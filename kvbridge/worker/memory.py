@@ -15,11 +15,11 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.core.wire.worker_messages import WorkerSetup
 from kvbridge.pool.memory.adopted_pool import AdoptedPool
-from kvbridge.pool.memory.cuda_pool import CudaPool
 from kvbridge.pool.memory.device_memory import export
 from kvbridge.pool.memory.extent import Extent, Progress
 from kvbridge.pool.memory.host_registration import HostRegistration
 from kvbridge.pool.memory.layout import RankPart, device_placement
+from kvbridge.pool.memory.pools import CudaPool
 from kvbridge.pool.memory.sharing import MappedRegions, registered_extents
 
 log = structlog.get_logger(__name__)
@@ -48,7 +48,7 @@ def bring_memory(
 ) -> WorkerMemory:
     """Map what the node owns, make what it asks for on the GPU, adopt what this process brings; `stack` undoes it.
 
-    Only device memory that was made stays: others may have it open until this process ends (see `cuda_pool`). `on_progress`
+    Only device memory that was made stays: others may have it open until this process ends (see `CudaPool`). `on_progress`
     hears how far page-locking the host pool and the twins has come. Raises RegistrationError, InvalidInputError, UnsupportedError.
     """
     mapped = stack.enter_context(MappedRegions((*setup.device, *setup.host)))

@@ -35,7 +35,7 @@ from kvbridge.config.stores import FileStoreSettings, MooncakeStoreSettings, Sto
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.pool.memory.layout import host_placement
-from kvbridge.pool.memory.mapped_pool import MappedPool
+from kvbridge.pool.memory.pools import MappedPool
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores import pages as page_store
 from kvbridge.tier.stores.base import Answer, ObjectStore

@@ -22,12 +22,13 @@ from kvbridge.config.tier import HostTier, TierConfig
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.geometry.twins import twin_components
 from kvbridge.core.ids import IndexSpace, Rank
+from kvbridge.core.prefixes import Evicted
 from kvbridge.node.store_writes import ORDER_PAGES
 from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.pool.memory.layout import RankPart, twin_placement
-from kvbridge.pool.memory.mapped_pool import MappedPool
+from kvbridge.pool.memory.pools import MappedPool
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
@@ -250,7 +251,7 @@ def test_a_prompt_comes_back_from_the_store_when_this_node_has_nothing_of_it(nod
     before = node.counted(Verb.PUT)
     node.fetch(keys)
     assert node.held(keys) == held
-    assert node.cache.looks.restorable(keys) == len(keys)
+    assert node.cache.restorable(keys) == len(keys)
     node.until_written()
     assert node.counted(Verb.PUT) == before, "what comes from there is not written again"
 
@@ -260,7 +261,7 @@ def test_what_goes_on_from_what_is_here_comes_alone(node: Node):
     first = node.computed(keys[:5])
     held = node.computed(keys)
     node.until_written()
-    node.cache.drop_page(keys, 5)
+    node.cache.drop(Evicted.INTEGRITY, node.cache.index.match(keys)[5 : 5 + 1])
     assert node.held(keys) == first
     hits = node.counted(Verb.GET).get("hit", 0)
     node.fetch(keys)
@@ -276,7 +277,7 @@ def test_a_prompt_that_leaves_what_is_stored_gets_it_as_far_as_a_checkpoint(node
     node.forget()
     other = Keys(keys[:6].data + new_keys(3).data)
     node.fetch(other)
-    assert node.cache.looks.restorable(other) == 4, "behind it an engine could not go on"
+    assert node.cache.restorable(other) == 4, "behind it an engine could not go on"
     assert node.held(other)[:4] == held[:4]
 
 
@@ -349,7 +350,7 @@ def test_keys_that_are_no_chain_find_nothing_beyond_their_own(node: Node):
     node.fetch(Keys(others[:1].data + others[:1].data + others[1:].data))
     assert node.held(others) == []
     node.fetch(others)
-    assert node.cache.looks.restorable(others) == 5
+    assert node.cache.restorable(others) == 5
 
 
 def test_what_is_dropped_is_not_in_the_store_any_more(node: Node):
@@ -562,7 +563,7 @@ def test_a_store_that_hangs_costs_a_request_its_deadline_and_later_ones_nothing(
             node.fetch(keys)
         assert node.stored.client._number <= asked + 1, "one tries whether it works again"
         os.kill(pid, signal.SIGCONT)
-        node.again("it works again", lambda: node.fetch(keys) >= 0 and node.cache.looks.restorable(keys) == 5)
+        node.again("it works again", lambda: node.fetch(keys) >= 0 and node.cache.restorable(keys) == 5)
         node.all_free()
 
 

@@ -16,8 +16,8 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.engine.views import PoolViews
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.cuda.allocations import allocation_of, device_uuid
-from kvbridge.pool.memory.cuda_pool import CudaPool
 from kvbridge.pool.memory.device_memory import OpenedAllocation, export
+from kvbridge.pool.memory.pools import CudaPool
 from kvbridge.pool.memory.sharing import MappedRegions
 from kvbridge.pool.memory.stream_points import StreamPoints
 from tests.helpers.gpu_children import (

@@ -26,7 +26,7 @@ LAYER_FIRST, PAGE_FIRST = DeviceLayout
 SETTINGS = [
     Setting(HostLayout.LAYER_FIRST, LAYER_FIRST, CopyBackend.KERNEL, BackupPolicy.WRITE_THROUGH),
     Setting(HostLayout.PAGE_FIRST, LAYER_FIRST, CopyBackend.KERNEL, BackupPolicy.WRITE_THROUGH),
-    Setting(HostLayout.PAGE_FIRST_DIRECT, PAGE_FIRST, CopyBackend.DIRECT, BackupPolicy.WRITE_THROUGH),
+    Setting(HostLayout.PAGE_FIRST, PAGE_FIRST, CopyBackend.DIRECT, BackupPolicy.WRITE_THROUGH),
 ]
 QUICK_S = 0.3
 """Host time of a call, while a stream sleeps for about a second."""

@@ -16,17 +16,16 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.page_copies import CudaPageCopier
 from kvbridge.pool.memory.host_registration import HostRegistration
-from kvbridge.pool.memory.mapped_pool import MappedPool
+from kvbridge.pool.memory.pools import MappedPool
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
-from kvbridge.tier.copies import LEGAL, CopyMeans, Direction, TwinCopier
+from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier
 from tests.helpers.kernel_memory import DEVICE, Bytes
 from tests.helpers.twin_gpu import MOVES, Streams, on_gpu, reached
-from tests.helpers.twin_pools import TwinPools
+from tests.helpers.twin_pools import COMBINATIONS, TwinPools
 
 pytestmark = pytest.mark.gpu
 TINY, GQA = preset("tiny-v4"), preset("tiny-gqa")
 FULL, SWA = IndexSpace.FULL, IndexSpace.SWA
-COMBINATIONS = [each for each, reason in LEGAL.items() if not reason]
 
 
 @pytest.fixture

@@ -28,10 +28,10 @@ from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.engine.views import PoolViews
-from kvbridge.pool.memory.cuda_pool import CudaPool
 from kvbridge.pool.memory.host_registration import HostRegistration
 from kvbridge.pool.memory.layout import RankPart, device_placement
 from kvbridge.pool.memory.placement import Placement
+from kvbridge.pool.memory.pools import CudaPool
 from kvbridge.pool.memory.shared_mapping import SharedMapping
 from kvbridge.pool.memory.sharing import MappedRegions
 from kvbridge.pool.memory.stream_points import EventRing

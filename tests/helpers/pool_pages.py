@@ -6,7 +6,7 @@ import ctypes
 
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
-from kvbridge.pool.memory.memory_pool import MemoryPool
+from kvbridge.pool.memory.pools import MemoryPool
 
 
 def page_address(region: Region, page: int) -> int:

@@ -21,7 +21,7 @@ from kvbridge.core.wire.worker_messages import WorkerSetup
 from kvbridge.engine.rows import place_rows
 from kvbridge.engine.views import PoolViews, RegionView
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
-from kvbridge.pool.memory.mapped_pool import MappedPool
+from kvbridge.pool.memory.pools import MappedPool
 
 SCAN_BYTES = 1 << 20
 NO_KINDS: frozenset[ComponentKind] = frozenset()

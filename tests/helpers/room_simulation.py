@@ -735,7 +735,7 @@ class World:
         prefixes.check_integrity()
         for generation in range(3):
             keys = keys_of(Owner(0, generation), 3 * PAGE)
-            pages = prefixes._index.pages(prefixes._index.match(keys.in_namespace("")))[IndexSpace.FULL]
+            pages = prefixes.index.pages(prefixes.index.match(keys.in_namespace("")))[IndexSpace.FULL]
             tables = {IndexSpace.FULL: PageTable(IndexSpace.FULL, pages)}
             wrong = wrong_pages(memory, RANKS, tables, keys.to_list()[: len(pages)])
             assert not wrong, f"cached, and wrong: {wrong}"

@@ -41,7 +41,6 @@ from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.handshake.prefill_nodes import KnownNode
 from kvbridge.node.receiver.room import ReceiverPorts
 from kvbridge.node.receiver.rooms import ReceiverRooms, receiver_rooms
-from kvbridge.node.receiver.verification import growing_kinds
 from kvbridge.node.room import Room
 from kvbridge.node.room_pages import RoomSettings
 from kvbridge.node.sender.room import SenderPorts
@@ -359,9 +358,7 @@ def prefix_cache(bench: SenderBench | ReceiverBench) -> PrefixCache | None:
     if bench.adopted or not bench.shares_prefixes:
         return None
     twins = getattr(bench, "twins", 0)
-    index = PrefixIndex(
-        (IndexSpace.FULL,), bench.pages + twins, digest_words=len(growing_kinds(GEOMETRY)), has_twins=bool(twins)
-    )
+    index = PrefixIndex((IndexSpace.FULL,), bench.pages + twins, has_twins=bool(twins))
     return PrefixCache(bench.book, index, clock=bench.clock, restores=True)
 
 
@@ -418,7 +415,6 @@ class ReceiverBench:
     shares_prefixes: bool = True
     keeps_answers: bool = True
     digest: DigestKind = DigestKind.NONE
-    verifies_hits: bool = False
     pages: int = 16
     request_slots: int = 0
     """Slots of a hot buffer, which the model itself does not need."""
@@ -457,7 +453,6 @@ class ReceiverBench:
                 shares_prefixes=self.shares_prefixes,
                 keeps_answers=self.keeps_answers,
                 digest=self.digest,
-                verifies_hits=self.verifies_hits,
                 limits=RECEIVER_LIMITS,
             ),
             clock=self.clock,
@@ -467,7 +462,6 @@ class ReceiverBench:
     def tick(self) -> None:
         """As its daemon does."""
         self.service.deadlines.tick()
-        self.service.workers.checks.tick()
 
     @property
     def free(self) -> int:

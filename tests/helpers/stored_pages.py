@@ -11,7 +11,7 @@ import numpy as np
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.presets import preset
 from kvbridge.pool.memory.layout import Chunking, HostLayout, host_placement
-from kvbridge.pool.memory.mapped_pool import MappedPool
+from kvbridge.pool.memory.pools import MappedPool
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from kvbridge.tier.stores.base import StoredObject
 from kvbridge.tier.stores.objects import ObjectForm

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbridge.config.pools import HostLayout
+from kvbridge.config.pools import DeviceLayout, HostLayout
+from kvbridge.config.tier import CopyBackend
 from kvbridge.core.geometry.components import Component, Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.pages import window_pages
@@ -21,6 +23,14 @@ from kvbridge.tier.copies import CopyMeans, Direction, Shares, TwinCopier
 Bytes = npt.NDArray[np.uint8]
 PAGES = {IndexSpace.FULL: 12, IndexSpace.SWA: 6, IndexSpace.REQUEST: 2}
 TWIN_PAGES = {IndexSpace.FULL_TWIN: 10, IndexSpace.SWA_TWIN: 5}
+
+
+COMBINATIONS = [
+    (host, device, backend, direction)
+    for host, device, backend, direction in product(HostLayout, DeviceLayout, CopyBackend, Direction)
+    if backend is CopyBackend.KERNEL or (host, device) == (HostLayout.PAGE_FIRST, DeviceLayout.PAGE_FIRST)
+]
+"""Layouts of the host and of the device, backends and directions in which pages can be copied."""
 
 
 def pages(*ids: int) -> PageIdArray:

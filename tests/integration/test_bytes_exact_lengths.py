@@ -71,7 +71,7 @@ FORMS = {
     ),
     "page_first_direct_files": replace(
         ROOMY,
-        layout=HostLayout.PAGE_FIRST_DIRECT,
+        layout=HostLayout.PAGE_FIRST,
         chunking=Chunking(mapping_bytes=600_000),
         host_chunking=Chunking(mapping_bytes=5 << 20),
     ),

@@ -21,11 +21,12 @@ from kvbridge.config.tier import BackupPolicy, CopyBackend
 from kvbridge.core.ids import TWINS
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine import DecodeRoom, Engine, PrefillRoom
-from kvbridge.tier.copies import LEGAL, Direction
+from kvbridge.tier.copies import Direction
 from tests.helpers import synthetic
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import LiveCluster, busy_pages, ends, http, live_cluster, metric, report, status
 from tests.helpers.matrices import kept
+from tests.helpers.twin_pools import COMBINATIONS
 
 PAGE = 256
 POOL_PAGES = 24
@@ -51,7 +52,7 @@ class Setting:
 
 def settings() -> list[Any]:
     """Each pair of layouts and backend once with some policy in `make test`, several ranks once; all of them in `make test-all`."""
-    pairs = sorted(found[:3] for found, why in LEGAL.items() if not why and found[3] is Direction.LOAD_BACK)
+    pairs = sorted(found[:3] for found in COMBINATIONS if found[3] is Direction.LOAD_BACK)
     assert {found[2] for found in pairs} == set(CopyBackend)
     policies, made = list(BackupPolicy), []
     for number, pair in enumerate(pairs):

@@ -232,3 +232,23 @@ def append(view: PoolViews, part: Component, number: int, claimed: DecodeRoom, s
         lanes, rows = (0, part.lanes), {"start_row": start_row, "stop_row": stop_row}
         values = synthetic.expected_rows(part, room=number, layer=layer, lanes=lanes, **rows)
         view.write_rows(part.kind, layer, tables=claimed.tables, start_row=start_row, rows=torch.from_numpy(values))
+
+
+def test_everything_that_is_cached_can_be_dropped(live: LiveCluster) -> None:
+    turns, tokens = Conversation(live, 4), 4 * PAGE + 5
+    for daemon in (live.prefill, live.decode):
+        http("DELETE", daemon, "/v1/prefixes")
+    turns.cross(4 * PAGE)  # its end is a page's, so prefill has the windows there
+    eventually("prefill has them too", lambda: status(live.prefill)["prefixes"]["unread_pages"] == 4)
+    reading = turns.admit(tokens)
+    for daemon in (live.prefill, live.decode):
+        assert status(daemon)["prefixes"]["read_pages"] == 4
+        answer = http("DELETE", daemon, "/v1/prefixes")
+        assert answer.status_code == 200, answer.text
+        assert answer.json() == {"dropped_pages": 4, "read_pages": 4, "store": None}
+        assert http("DELETE", daemon, "/v1/prefixes").json() == {"dropped_pages": 0, "read_pages": 0, "store": None}
+    turns.write(reading, tokens)
+    assert turns.read(reading, tokens).prefix_tokens == 4 * PAGE, "a room under way goes on with what it reads"
+    live.reader.release(reading)
+    assert turns.cross(tokens) == 0
+    assert turns.cross(tokens) == 4 * PAGE

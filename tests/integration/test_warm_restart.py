@@ -14,9 +14,9 @@ from kvbridge.config.pools import DeviceLayout, HostLayout
 from kvbridge.config.tier import BackupPolicy, CopyBackend
 from kvbridge.core.ids import Role
 from kvbridge.daemon.memory import file_prefix
+from kvbridge.daemon.twin_journal import Contents, read_journal
 from kvbridge.engine import DecodeRoom, PrefillRoom
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
-from kvbridge.tier.journal import Contents, read_header, replay
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import http, live_cluster, status
 from tests.helpers.matrices import kept
@@ -42,8 +42,7 @@ def files(role: Role) -> list[Path]:
 
 def journal(role: Role) -> Contents:
     [found] = [path for path in files(role) if path.name.endswith(".journal")]
-    data = found.read_bytes()
-    return replay(data[read_header(data)[1] :])
+    return read_journal(found.read_bytes())[1]
 
 
 def settings(role: Role, **host: Any) -> dict[str, Any]:
@@ -140,7 +139,7 @@ def test_a_page_that_changed_meanwhile_is_not_used(tiers: Tiers) -> None:
     conversation = warmed(tiers, 2, 4)
     end(tiers, signal.SIGTERM)
     for role, daemon in zip((Role.PREFILL, Role.DECODE), tiers.both, strict=True):
-        held = sorted(journal(role).pages.values(), key=lambda page: page.depth)
+        held = journal(role).pages
         [pool] = [path for path in files(role) if ".twins." in path.name]
         with pool.open("r+b") as file:  # layer_first: the pages of one layer are the first of the file
             size = pool.stat().st_size

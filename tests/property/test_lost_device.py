@@ -161,7 +161,7 @@ class LostDevice(RuleBasedStateMachine):
             counts = self.book.counts()
             assert not any(counts[space][state] for space in counts for state in (PageState.HELD, PageState.LEASED))
             assert self.book.available_pages() == {FULL: 12, TWIN: 10, HOST: 16}
-            for residence in self.cache._index.residences:
+            for residence in self.cache.index.residences:
                 assert not residence._lost_count, "lost pages of nobody"
 
 

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvbridge.core.errors import BridgeError, ConflictError, IntegrityError, NotFoundError
 from kvbridge.core.ids import IndexSpace
+from kvbridge.core.prefixes import Evicted
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.tier.index import PrefixIndex
@@ -370,7 +371,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS.filter(bool), page=st.integers(0, 5))
     def drop_page(self, prompt, page):
         page %= len(prompt)
-        self.cache.drop_page(keys_of(prompt), page)
+        self.cache.drop(Evicted.INTEGRITY, self.cache.index.match(keys_of(prompt))[page : page + 1])
         for entry in self.entries:
             entry.dropped = entry.dropped or entry.prompt.startswith(prompt[: page + 1])
         self.forget_unread()

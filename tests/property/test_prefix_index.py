@@ -14,7 +14,6 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.tier import victims as victims_module
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import PrefixIdentity, page_keys
-from kvbridge.tier.policy import GreedyDual, LeastRecentlyUsed
 from tests.helpers.examples import fewer
 
 FULL, HOST, SWA = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.SWA
@@ -29,7 +28,6 @@ class Page:
 
     full: int
     host: int
-    digest: int | None
     used: float
     pins: int = 0
     checkpoint: list[int] = field(default_factory=list)
@@ -45,12 +43,10 @@ class Reader:
 
 
 class IndexMachine(RuleBasedStateMachine):
-    @initialize(greedy=st.booleans())
-    def begin(self, greedy):
-        self.is_lru = not greedy
+    @initialize()
+    def begin(self):
         self.hand = 0
-        policy = GreedyDual() if greedy else LeastRecentlyUsed()
-        self.index = PrefixIndex([FULL, HOST], PAGES[FULL], policy=policy, digest_words=1)
+        self.index = PrefixIndex([FULL, HOST], PAGES[FULL])
         self.known: dict[str, Page] = {}
         self.unreachable: list[Page] = []
         self.readers: list[Reader] = []
@@ -115,27 +111,26 @@ class IndexMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------- rules
 
-    @rule(text=TEXTS, start=st.integers(0, 7), digested=st.booleans(), read=st.booleans())
-    def insert(self, text, start, digested, read):
+    @rule(text=TEXTS, start=st.integers(0, 7), read=st.booleans())
+    def insert(self, text, start, read):
         self.now += 1
         known, start = self.longest(text), min(start, len(text))
         count = len(text) - start
         if count > min(len(self.free[FULL]), len(self.free[HOST])):
             return
         pages = self.take(count)
-        digests = pages[FULL].astype(np.uint32).reshape(-1, 1) + 7 if digested else None
         keys = page_keys(IDENTITY, [ord(letter) for letter in text])
         if known < start:
             with pytest.raises(NotFoundError):
                 self.index.insert(keys, start, pages, now=self.now)
             self.give(pages)
             return
-        found = self.index.insert(keys, start, pages, now=self.now, digests=digests)
+        found = self.index.insert(keys, start, pages, now=self.now)
         assert len(found.new) == len(text) - max(start, known)
         for at in range(start, len(text)):
             full, host = (int(pages[space][at - start]) for space in (FULL, HOST))
             if at >= known:
-                self.known[text[: at + 1]] = Page(full, host, full + 7 if digested else None, self.now)
+                self.known[text[: at + 1]] = Page(full, host, self.now)
             else:
                 self.give({FULL: np.array([full]), HOST: np.array([host])})
         for length in range(1, len(text) + 1):
@@ -166,9 +161,6 @@ class IndexMachine(RuleBasedStateMachine):
         found = self.index.pages(records)
         assert found[FULL].tolist() == [page.full for page in pages]
         assert found[HOST].tolist() == [page.host for page in pages]
-        values, known = self.index.digests(records)
-        assert known.tolist() == [page.digest is not None for page in pages]
-        assert values[:, 0].tolist() == [page.digest or 0 for page in pages]
         assert self.index.device.checkpointed(records).tolist() == [bool(page.checkpoint) for page in pages]
         if act == "pin":
             self.index.pin(records)
@@ -184,7 +176,7 @@ class IndexMachine(RuleBasedStateMachine):
     def unpin(self, which):
         reader = self.readers.pop(which % len(self.readers))
         if reader.restores is not None:
-            self.index.device.unpin_checkpoint(int(reader.records[reader.restores]))
+            self.index.device.checkpoints.unpin(int(reader.records[reader.restores]))
             reader.pages[reader.restores].checkpoint_pins -= 1
         found = self.index.unpin(reader.records)
         for page in reader.pages:
@@ -207,12 +199,11 @@ class IndexMachine(RuleBasedStateMachine):
             with pytest.raises(CapacityError):
                 self.index.evict({space: count})
             return
-        expected = self.expected_victims(count) if self.is_lru else None
+        expected = self.expected_victims(count)
         found = self.index.evict({space: count})
         gone = [text for text, page in self.known.items() if page.full in found[FULL].tolist()]
         assert len(gone) == len(found[FULL]) >= count
-        if expected is not None:
-            assert found[FULL].tolist() == [self.known[text].full for text in expected]
+        assert found[FULL].tolist() == [self.known[text].full for text in expected]
         pages = self.forget(gone)
         assert not any(page.pins for page in pages)
         assert all(text[:-1] in self.known for text in self.known if len(text) > 1)
@@ -250,7 +241,7 @@ class IndexMachine(RuleBasedStateMachine):
         else:
             page.checkpoint = ids
             self.checkpoints.append(page)
-        assert self.index.device.checkpoint(record).tolist() == page.checkpoint
+        assert self.index.device.checkpoints.pages(record).tolist() == page.checkpoint
 
     @precondition(lambda self: self.readers)
     @rule(which=st.integers(0, 99))

@@ -179,7 +179,7 @@ class PrefillNode(RuleBasedStateMachine):
                 del self.begun[number]
             else:
                 self.look_at(number)
-        index = self.bench.cache._index
+        index = self.bench.cache.index
         for tokens in BRANCHES:
             keys = Keys(hashes(tokens))
             path = index.match(keys.in_namespace(""))
@@ -187,7 +187,7 @@ class PrefillNode(RuleBasedStateMachine):
                 keys[at] for at in range(len(path))
             ]
             for at in np.flatnonzero(index.device.checkpointed(path)).tolist():
-                assert [self.swa[page] for page in index.device.checkpoint(int(path[at])).tolist()] == [keys[at]]
+                assert [self.swa[page] for page in index.device.checkpoints.pages(int(path[at])).tolist()] == [keys[at]]
 
     def teardown(self) -> None:
         """When every room has been ended and everybody is quiet, nothing but the cache has pages."""

@@ -12,10 +12,9 @@ from kvbridge.core.geometry.components import Component, ComponentKind, Encoding
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, PageMoves
 from kvbridge.pool.memory.layout import Chunking
-from kvbridge.tier.copies import LEGAL, CopyMeans, Direction
-from tests.helpers.twin_pools import PAGES, TWIN_PAGES, TwinPools
+from kvbridge.tier.copies import CopyMeans, Direction
+from tests.helpers.twin_pools import COMBINATIONS, PAGES, TWIN_PAGES, TwinPools
 
-COMBINATIONS = [each for each, reason in LEGAL.items() if not reason]
 PAGE_TOKENS = 32
 
 

@@ -16,11 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvbridge.core.errors import CapacityError
 from kvbridge.core.ids import TWINS, IndexSpace
+from kvbridge.core.prefixes import Evicted
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.policy import GreedyDual, LeastRecentlyUsed
 from kvbridge.tier.prefix_cache import PrefixCache
 from tests.helpers.examples import fewer
 from tests.helpers.manual_clock import ManualClock
@@ -112,15 +112,14 @@ def of_one(wanted):
 
 
 class TwinMachine(RuleBasedStateMachine):
-    @initialize(home=st.booleans(), restores=st.booleans(), greedy=st.booleans())
-    def begin(self, home, restores, greedy):
+    @initialize(home=st.booleans(), restores=st.booleans())
+    def begin(self, home, restores):
         self.spaces = (FULL, HOST) if home else (FULL,)
         self.homes = self.spaces[1:]
         self.total = PAGES | dict.fromkeys(self.homes, HOME_PAGES)
         self.restores = restores
         self.book = PageBook(self.total)
-        policy = GreedyDual() if greedy else LeastRecentlyUsed()
-        self.index = PrefixIndex(self.spaces, PAGES[FULL] + PAGES[FULL_TWIN], has_twins=True, policy=policy)
+        self.index = PrefixIndex(self.spaces, PAGES[FULL] + PAGES[FULL_TWIN], has_twins=True)
         self.clock = ManualClock()
         self.cache = PrefixCache(self.book, self.index, clock=self.clock, restores=restores)
         self.cache.twins.watch(self)
@@ -657,7 +656,7 @@ class TwinMachine(RuleBasedStateMachine):
     @rule(prompt=PROMPTS, page=st.integers(0, 5))
     def drop_page(self, prompt, page):
         page %= len(prompt)
-        self.cache.drop_page(keys_of(prompt), page)
+        self.cache.drop(Evicted.INTEGRITY, self.cache.index.match(keys_of(prompt))[page : page + 1])
         for entry in self.entries:
             entry.dropped = entry.dropped or entry.prompt.startswith(prompt[: page + 1])
         self.forget_unread()

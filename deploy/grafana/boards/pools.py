@@ -85,13 +85,6 @@ BOARD = Board(
                     Query(rate_of_each("prefix_checkpoints_used_total"), "{{daemon}}"),
                     unit="ops",
                 ),
-                lines(
-                    "Pages that changed in memory",
-                    "With integrity.verify_on_hit: cached pages that held other bytes than when they came, a second. More than "
-                    "0 means that memory changes: see the runbook, KvbridgeDigestMismatch.",
-                    Query(rate_of_each("prefix_mismatches_total", "component"), "{{component}}"),
-                    unit="ops",
-                ),
             ),
         ),
         Row(

@@ -215,14 +215,12 @@ class Rerouted(RoomMessage):
 
 
 class Verify(RoomMessage):
-    """Node to worker, on decode: compute the digests of what has arrived for a room, or of its cached pages, in your own memory.
+    """Node to worker, on decode: compute the digests of what has arrived for a room in your own memory.
 
     Those of components in the spaces of `tables`.
     """
 
     type: Literal["verify"] = "verify"
-    order: NonNegative = 0
-    """0 for what has arrived; else the number by which the node knows which cached pages it asked for."""
     prompt_tokens: Positive
     prefix_tokens: NonNegative
     tables: tuple[WireTable, ...]
@@ -237,7 +235,7 @@ class Digested(RoomMessage):
     type: Literal["digested"] = "digested"
     rank: Rank
     order: NonNegative = 0
-    """That of Send or Verify."""
+    """That of Send; 0 for Verify."""
     digests: Annotated[tuple[PageDigests, ...], Field(max_length=MAX_DIGESTS)]
 
 
@@ -246,8 +244,6 @@ class Verified(RoomMessage):
 
     type: Literal["verified"] = "verified"
     rank: Rank
-    order: NonNegative = 0
-    """That of Verify."""
     seconds: dict[str, float] = Field(default_factory=dict)
     """`verify`: from the order to its end; `verify_busy`: computing."""
     error_code: str = ""

@@ -48,7 +48,7 @@ class RoomWriters:
 
     def find(self, room: ReceiverRoom) -> None:
         """Go on with the room once every prefill node that it names is known; those that are not are said hello to."""
-        if room.state not in {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED} or room.unchecked:
+        if room.state not in {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED}:
             return
         try:
             found = [self.nodes.known_node(address) for address in room.addresses]

@@ -100,8 +100,6 @@ class ReceiverRoom(Room[ReceiverState]):
     """Transports that writers have lost in the middle, as long as something may still arrive by them."""
     verification: Verification | None = None
     """From the offer on, when digests are wanted."""
-    unchecked: bool = False
-    """Whether the cached pages that it got are still to be compared with what they held when they came."""
     offered_s: float = 0.0
     committed_s: float = 0.0
     claimed_s: float = 0.0
@@ -141,8 +139,6 @@ class ReceiverRoom(Room[ReceiverState]):
             case ReceiverState.ABORTING | ReceiverState.FAILING if self.active:
                 nodes = named(writer.node.name for writer in self.active)
                 return f"prefill nodes {nodes} to prove that they write nothing more"
-            case ReceiverState.RESERVED if self.unchecked:
-                return "the digests of the cached pages that it shares"
             case ReceiverState.RESERVED:
                 return f"prefill nodes {named(self.peers)} to answer"
             case _:

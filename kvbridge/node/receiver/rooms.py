@@ -13,7 +13,6 @@ from kvbridge.core.wire.engine_messages import AbortRoom, Claim, Extend, Loaded,
 from kvbridge.node.driver import Deadlines, RoomDriver
 from kvbridge.node.hearing import RoomHearing
 from kvbridge.node.receiver.peers import ReceiverPeers, RoomWriters
-from kvbridge.node.receiver.prefix_checks import PrefixChecks
 from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom, speaker_of, user_state
 from kvbridge.node.receiver.rules import ENGINE_WORDS, ReceiverRules
 from kvbridge.node.receiver.verbs import ReceiverVerbs
@@ -34,7 +33,6 @@ class ReceiverAdmission:
     driver: RoomDriver[ReceiverRoom]
     pages: RoomPages
     writers: RoomWriters
-    checks: PrefixChecks
 
     def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
         """Count the pages that a request takes."""
@@ -59,8 +57,6 @@ class ReceiverAdmission:
             self.writers.find(room)
         else:
             self.driver.advance(room, ReceiverEvent.PAGES)
-            if self.checks.begin(room):
-                room.wait_until(room.created_s + settings.limits.verify_s, "timeouts.verify_s")
             self.writers.find(room)
 
 
@@ -79,14 +75,13 @@ def receiver_rooms(ports: ReceiverPorts, settings: RoomSettings, *, clock: Clock
     facts = RoomFacts(book, ports.engines, ports.events, ENGINE_WORDS, clock)
     slots = frozenset({IndexSpace.REQUEST})  # of the hot buffer, where the model's own state needs none
     pages = RoomPages(ports.book, settings, ports.events, ports.prefixes, always=slots)
-    checks = PrefixChecks(pages, ports.workers, clock)
     withdrawals = Withdrawals(ports.nodes)
-    driver: RoomDriver[ReceiverRoom] = RoomDriver(ReceiverRules(ports, facts, pages, checks, withdrawals, clock), facts)
+    driver: RoomDriver[ReceiverRoom] = RoomDriver(ReceiverRules(ports, facts, pages, withdrawals, clock), facts)
     writers = RoomWriters(book, driver, ports.nodes, ports.workers, WriterSets(settings.geometry), withdrawals)
     waiting = frozenset({ReceiverState.AWAITING_PAGES, ReceiverState.INTENDED, ReceiverState.COMMITTED})
     engines = RoomEngines(book, driver, pages, waiting)
-    verbs = ReceiverVerbs(book, driver, pages, checks, writers, clock)
-    admission = ReceiverAdmission(driver, pages, writers, checks)
+    verbs = ReceiverVerbs(book, driver, pages, writers, clock)
+    admission = ReceiverAdmission(driver, pages, writers)
     hearing = RoomHearing(RECEIVER_HEARS, book, facts, speaker_of)
     return ReceiverRooms(
         book=book,
@@ -104,5 +99,5 @@ def receiver_rooms(ports: ReceiverPorts, settings: RoomSettings, *, clock: Clock
         deadlines=Deadlines(book, driver, clock),
         writers=writers,
         peers=ReceiverPeers(driver, hearing, ports.fence),
-        workers=ReceiverWorkers(book, driver, hearing, writers, checks, clock),
+        workers=ReceiverWorkers(book, driver, hearing),
     )

@@ -13,7 +13,6 @@ from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverAction, ReceiverEvent, ReceiverState
 from kvbridge.core.wire.messages import Abort, Failed, Intend, Offer, to_wire
 from kvbridge.node.driver import RoomDriver
-from kvbridge.node.receiver.prefix_checks import PrefixChecks
 from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom
 from kvbridge.node.receiver.verification import Verification
 from kvbridge.node.receiver.withdrawals import Withdrawals
@@ -22,6 +21,7 @@ from kvbridge.node.room_facts import RoomFacts
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.telemetry.phases import PHASES
 from kvbridge.telemetry.spans import COMMIT
+from kvbridge.tier.keys import Keys
 
 log = structlog.get_logger(__name__)
 
@@ -54,7 +54,6 @@ class ReceiverRules:
     ports: ReceiverPorts
     facts: RoomFacts
     pages: RoomPages
-    checks: PrefixChecks
     withdrawals: Withdrawals
     clock: Clock
 
@@ -172,11 +171,11 @@ class ReceiverRules:
     def _cache(self, room: ReceiverRoom, action: StrEnum) -> None:
         answer = room.answer if self.pages.settings.keeps_answers else None
         if action is ReceiverAction.KEEP_PROMPT:
-            self.checks.keep(room, room.keys)
+            self._keep(room, room.keys)
         elif action is ReceiverAction.DROP_PROMPT:
             self._drop_prompt(room)
         elif answer is not None and self._is_stated(room):
-            self.checks.keep(room, answer.keys)
+            self._keep(room, answer.keys)
 
     def _is_stated(self, room: ReceiverRoom) -> bool:
         """Return whether an answer is in the memory of all ranks, behind a prompt that all engines have stated to its end.
@@ -185,7 +184,12 @@ class ReceiverRules:
         """
         ends_whole = room.prompt_tokens % self.pages.settings.geometry.tokens_per_page == 0
         is_same_end = ends_whole or (len(room.end_keys) == 1 and b"" not in room.end_keys)
-        return is_same_end and room.answered_by >= self.checks.workers.layers.keys()
+        return is_same_end and room.answered_by >= self.ports.workers.layers.keys()
+
+    def _keep(self, room: ReceiverRoom, keys: Keys) -> None:
+        """Keep whole pages, unless a writer has not stated the keys of what it has computed."""
+        if room.is_same_prompt:
+            self.pages.keep(room, keys)
 
     def _drop_prompt(self, room: ReceiverRoom) -> None:
         assert room.disputed_page is not None, "see require_same_prompt"

@@ -16,7 +16,6 @@ from kvbridge.node.driver import RoomDriver
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.prompt_keys import Answer, answer_of, require_same_prompt
 from kvbridge.node.receiver.peers import RoomWriters
-from kvbridge.node.receiver.prefix_checks import PrefixChecks
 from kvbridge.node.receiver.room import BEFORE_COMMIT, ReceiverRoom, user_state
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages
@@ -30,7 +29,6 @@ class ReceiverVerbs:
     rooms: RoomBook[ReceiverRoom]
     driver: RoomDriver[ReceiverRoom]
     pages: RoomPages
-    checks: PrefixChecks
     writers: RoomWriters
     clock: Clock
 
@@ -121,9 +119,10 @@ class ReceiverVerbs:
             or engine.name not in room.users
         ):
             return
-        if self.pages.loaded(room, engine.ranks, message, of=self.checks.workers.layers):
+        if self.pages.loaded(room, engine.ranks, message, of=self.writers.workers.layers):
             self.pages.restored(room)
-            self.checks.keep(room, room.keys)
+            if room.is_same_prompt:
+                self.pages.keep(room, room.keys)
 
     def _held(self, engine: AttachedEngine, room_id: int) -> ReceiverRoom:
         """Return the room that an engine has claimed and not released. Raises ConflictError when it has not."""

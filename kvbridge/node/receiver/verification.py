@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-
-import numpy as np
+from collections.abc import Iterator, Sequence
 
 from kvbridge.core.errors import ProtocolError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
@@ -16,27 +14,18 @@ from kvbridge.core.plan.digests import DigestKey
 from kvbridge.core.plan.pairing import destination_regions
 from kvbridge.core.wire.messages import Digests, Done, to_wire
 from kvbridge.core.wire.worker_messages import Digested, Verify
-from kvbridge.tier.index import DigestArray
 
 _REMEDY = (
     "bytes changed on their way or in memory: admit the request again, and when it recurs look at the network between "
     "the nodes and the memory of both"
 )
 
-_FACTOR = 0x9E37_79B1
-"""Odd, and its powers are far apart."""
-
 Holdings = dict[DigestKey, list[int]]
 """Which layers of what somebody keeps."""
 
 
-def growing_kinds(geometry: ModelGeometry) -> list[ComponentKind]:
-    """Return the components of which a cached page has a digest each, in that order."""
-    return [component.kind for component in geometry.components if component.space is IndexSpace.FULL]
-
-
 class Verification:
-    """The digests of one room, or of some cached pages. Made when they are asked for, used until they have been compared."""
+    """The digests of one room. Made when they are asked for, used until they have been compared."""
 
     def __init__(
         self, geometry: ModelGeometry, manifests: Sequence[RankManifest], *, prompt_tokens: int, prefix_tokens: int
@@ -92,18 +81,14 @@ class Verification:
 
     # ------------------------------------------------------------------ what has arrived
 
-    def orders(self, room: int, generation: int, tables: Tables, *, order: int = 0) -> Iterator[tuple[Rank, Verify]]:
-        """Yield what each rank of this node is told; each looks at its own memory and a share of the host pool.
-
-        `order`: see Verify.
-        """
+    def orders(self, room: int, generation: int, tables: Tables) -> Iterator[tuple[Rank, Verify]]:
+        """Yield what each rank of this node is told; each looks at its own memory and a share of the host pool."""
         for index, rank in enumerate(self._held):
             yield (
                 rank,
                 Verify(
                     room=room,
                     generation=generation,
-                    order=order,
                     prompt_tokens=self._prompt_tokens,
                     prefix_tokens=self._prefix_tokens,
                     tables=to_wire(tables),
@@ -122,28 +107,6 @@ class Verification:
         """A rank has said everything; whether all have."""
         self._waiting.discard(rank)
         return not self._waiting
-
-    def sent_pages(self, pages: range) -> DigestArray:
-        """Return one digest of each of these whole pages for each growing component, of all that the writers have sent."""
-        return self._page_digests(pages, self._expected, dict.fromkeys(self._held, self._expected))
-
-    def found_pages(self, pages: range) -> DigestArray:
-        """The same of all that our ranks have found."""
-        return self._page_digests(pages, self._found_host, self._found)
-
-    def _page_digests(self, pages: range, in_host: DigestSums, in_rank: Mapping[Rank, DigestSums]) -> DigestArray:
-        places = [(in_host, self._host), *((in_rank[rank], held) for rank, held in self._held.items())]
-        kinds = growing_kinds(self._geometry)
-        found = np.zeros((len(pages), len(kinds)), dtype=np.uint32)
-        for column, kind in enumerate(kinds):
-            of_kind = [(sums, key, held[key]) for sums, held in places for key in held if key.component is kind]
-            if not of_kind:
-                continue  # other nodes have it
-            values = np.concatenate([sums.of_pages(key, layers, pages) for sums, key, layers in of_kind])
-            # Odd factors: a page that has changed in one layer is always seen. Different ones: so is the same change in several.
-            factors = np.cumprod(np.full(len(values), _FACTOR, dtype=np.uint32), dtype=np.uint32)
-            found[:, column] = (values * factors[:, np.newaxis]).sum(axis=0, dtype=np.uint32)
-        return found
 
     def differences(self, tables: Tables) -> tuple[Counter[ComponentKind], str]:
         """Return how many pages of each component are not as they were sent, and one sentence for whoever has to find the cause.

@@ -1,7 +1,5 @@
 """Which page ids of one index space are free, given out in as few and as long runs as the pool still has.
 
-Owns: the free runs of one index space. Must not know: whom pages are for, what they are used for, memory.
-
 Every operation that moves bytes costs the same whether it is short or long, so consecutive pages are worth more than
 any other property of an allocation. `take` first looks for the shortest free run that holds everything; where there
 is none, it uses up the longest runs until the shortest run that holds the rest finishes the job. No other choice

@@ -1,7 +1,4 @@
-"""Who has which pages of a node, and whether they may be used again.
-
-Owns: the state of every page of every index space of one node; nobody else changes it.
-Must not know: memory, transfers, sessions, time. Whether a lease has ended is proved elsewhere and told here.
+"""The accounts of a node: the owners of its pages, and the pages that may be used again.
 
 A page belongs to nobody (free), to one owner, or to the page cache, and all pages of an owner are in one state.
 `TRANSITIONS` is the whole rule: pages that a transfer may touch (leased) cannot become free. They first become *held*, by

@@ -1,7 +1,4 @@
-"""What each owner has, and how many pages of each space are in which state because of it.
-
-Owns: the owners' pages, their states and the sums. Must not know: which ids are free, what may follow a state, who is told.
-"""
+"""The pages of each owner, and the number of pages of each space in each state because of them."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ Pages = dict[IndexSpace, PageIdArray]
 
 @dataclass(slots=True)
 class Holding:
-    """What one owner has."""
+    """The pages of one owner."""
 
     state: PageState
     pages: Pages = field(default_factory=dict)
@@ -48,14 +45,14 @@ class Holdings:
         return len(self._of)
 
     def of(self, owner: Owner) -> Holding:
-        """What an owner has. Raises NotFoundError when it has nothing."""
+        """Return the pages of an owner. Raises NotFoundError when it has nothing."""
         try:
             return self._of[owner]
         except KeyError:
             raise NotFoundError(f"{owner} has no pages on this node") from None
 
     def growable(self, owner: Owner) -> Holding:
-        """What an owner has that may get more. Raises ConflictError while it is quarantined, NotFoundError."""
+        """Return the pages of an owner that may get more. Raises ConflictError while it is quarantined, NotFoundError."""
         holding = self.of(owner)
         if holding.state is PageState.QUARANTINED:
             raise ConflictError(

@@ -1,7 +1,4 @@
-"""The words of the page book: what may happen to a page, to whom it belongs, and who is told of it.
-
-Owns: the states and which of them can follow one another. Must not know: how many pages there are, who has which.
-"""
+"""The words of the page book: what may happen to a page, to whom it belongs, and who is told of it."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from kvbridge.core.ids import IndexSpace, PageIdArray
 
 
 class PageState(StrEnum):
-    """What may happen to a page."""
+    """The state of a page says what may happen to it."""
 
     FREE = "free"
     HELD = "held"
@@ -35,7 +32,7 @@ TRANSITIONS: Mapping[PageState, frozenset[PageState]] = {
     _Q: frozenset({_F}),
     _C: frozenset({_F}),
 }
-"""What each state can become. Quarantine ends by `release_quarantined` only.
+"""The states that each state can become. Quarantine ends by `release_quarantined` only.
 
 In an adopted space the engine decides. A page counts as cached there while some room reads the page and no room writes it,
 whatever the page's state was before.
@@ -69,7 +66,7 @@ class PageWatcher(Protocol):
     """Told what becomes of pages, in the middle of the call that does it: takes note, and calls nothing back."""
 
     def freed(self, pages: Mapping[IndexSpace, int]) -> None:
-        """So many pages of each space have become available: free, or cached and not read by anybody any more."""
+        """These numbers of pages of each space have become available: free, or cached and not read by anybody any more."""
 
     def gone(self, owner: Owner) -> None:
         """The owner has no pages any more; `freed` has been told how many they were."""

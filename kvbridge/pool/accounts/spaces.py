@@ -1,7 +1,4 @@
-"""One index space's account: pages that we choose ourselves, or pages that an engine names.
-
-Owns: which ids of one space are in use. Must not know: by whom, in which state, in which memory.
-"""
+"""One index space's account: pages that we choose ourselves, or pages that an engine names."""
 
 from __future__ import annotations
 
@@ -101,11 +98,11 @@ class AdoptedSpace:
         return pages.astype(np.int32)
 
     def in_use(self, ids: PageIdArray) -> PageIdArray:
-        """Those of `ids` that have a writer or readers, so that nobody else may write them."""
+        """Return the `ids` that have a writer or readers, so that nobody else may write them."""
         return ids[self._is_written[ids] | (self._readers[ids] > 0)]
 
     def written(self, ids: PageIdArray) -> PageIdArray:
-        """Those of `ids` that a room writes, or has written and not let go of."""
+        """Return the `ids` that a room writes, or has written and not let go of."""
         return ids[self._is_written[ids]]
 
     def mark(self, ids: PageIdArray) -> None:

@@ -1,8 +1,5 @@
 """A device pool whose memory an engine made and keeps.
 
-Owns: checking that what the engine hands over is the whole cache of its rank, and cutting it into extents.
-Must not know: which pages are free, tensors, who gives page ids out.
-
 The engine's memory is described, never touched.
 """
 
@@ -17,7 +14,7 @@ from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.memory.extent import Extent, pages_per_extent
 from kvbridge.pool.memory.layout import DEFAULT_EXTENT_BYTES, RankPart
-from kvbridge.pool.memory.memory_pool import MemoryPool
+from kvbridge.pool.memory.pools import MemoryPool
 
 
 class AdoptedPool(MemoryPool):

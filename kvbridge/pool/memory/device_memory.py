@@ -1,8 +1,5 @@
 """Device memory that processes of one host share by CUDA IPC: each allocation is opened once a process.
 
-Owns: which allocations this process has exported, which it has opened and for how many holders. Must not know: regions, what
-lies in the memory, who needs it.
-
 CUDA cannot open an allocation in the process that made it. So what is exported here is remembered, and opening it gives
 its own address: an engine that brings its memory, its rank worker and a peer in the same process all find it.
 """

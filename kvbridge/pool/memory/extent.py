@@ -1,7 +1,5 @@
 """Contiguous memory of this process, as pools hand it to transports.
 
-Owns: `Extent`, how long one is, and the form of a progress report. Must not know: transports, engines.
-
 How the names of memory relate:
 
 - A `Region` (core.geometry.manifest) is where the pages of one component's layer are, in one process: one or more pieces.
@@ -58,15 +56,15 @@ class Extent(FrozenModel):
     offset_bytes: NonNegative = 0
     """Where the extent begins there."""
     label: str = ""
-    """What it is, for error messages ("host pool extent 3")."""
+    """A name for error messages ("host pool extent 3")."""
 
     def holds(self, start: int, stop: int, kind: MemoryKind) -> bool:
-        """Whether it holds all of [start, stop) of that kind of memory."""
+        """Return whether it holds all of [start, stop) of that kind of memory."""
         return kind is self.kind and self.address <= start and stop <= self.address + self.length_bytes
 
 
 def pages_per_extent(page_count: int, stride_bytes: int, limit_bytes: int) -> int:
-    """How many pages of `stride_bytes` one extent of at most `limit_bytes` holds.
+    """Return the number of pages of `stride_bytes` that one extent of at most `limit_bytes` holds.
 
     Where the limit allows, so many that the next extent begins at a multiple of 4 KiB too: drivers pin whole memory
     pages, and some refuse one that is pinned already. Raises InvalidInputError when not even one page fits.

@@ -1,7 +1,4 @@
-"""What a process may do once only, for as long as anybody needs it: opened by the first holder, closed by the last.
-
-Owns: the counting, safe between threads; who wants the same thing waits, others do not. Must not know: what is held.
-"""
+"""Things that a process may open once only: the first holder opens them, the last one closes them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Host memory that CUDA may read and write: registered once a process, however many parts of it want that.
 
-Owns: which mappings of this process are registered with CUDA, and for how many holders. Must not know: what lies in them,
-who copies.
-
 Registering pins every page and takes 0.05 to 0.4 s for each GiB, once a process and mapping. A mapping cannot be closed
 before its registration: the holder keeps a view of it.
 """
@@ -93,7 +90,7 @@ def _check_apart(span: Range, label: str, others: set[Range]) -> None:
 
 
 def _limits() -> str:
-    """What may be in the way of pinning memory, as this process finds it."""
+    """The limits on pinning memory, as this process finds them."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     memlock = "no memlock limit" if soft == resource.RLIM_INFINITY else f"a memlock limit of {soft} bytes"
     groups = [f"{limit.name} with {limit.available_bytes} bytes left" for limit in control_group_limits()]

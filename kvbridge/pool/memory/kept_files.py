@@ -1,7 +1,5 @@
 """The files in shared memory that a node's processes pass on, one after the other: who has them, and until when they wait.
 
-Owns: the lock of such files, how long they are kept without an owner, their names. Must not know: what lies in them.
-
 One process at a time has them: the one that holds the lock of their lock file, which the kernel takes from the dead. It writes into
 that file, again and again, until when the others are to be kept if it ends now; whoever sweeps up reads that (`leftovers.py`).
 
@@ -27,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 _LOOK_EVERY_S = 0.02
 _RENEWALS = 10
-"""So often within the time for which files are kept it is written anew."""
+"""Number of times that the expiry is written anew within the time for which files are kept."""
 _RENEW_EVERY_S = 5.0
 """At least so often."""
 
@@ -89,7 +87,7 @@ class KeptFiles(Closing):
             os.close(descriptor)
 
     def new_path(self, incarnation: str) -> Path:
-        """What the names of pools of this process begin with: nobody who has known the files before finds them by it."""
+        """The beginning of the names of this process's pools: nobody who has known the files before finds them by it."""
         return self.directory / f"{self._prefix}-{incarnation}"
 
     def pools(self) -> dict[str, list[Path]]:
@@ -110,7 +108,7 @@ class KeptFiles(Closing):
                 path.unlink(missing_ok=True)
 
     def renew(self) -> None:
-        """From now on the files are kept for the whole time again, should this process end. Call it often."""
+        """Keep the files for the whole time again, should this process end now. Call it often."""
         if time.monotonic() >= self._renew_at_s:
             self._renew_at_s = time.monotonic() + min(_RENEW_EVERY_S, self._keep_s / _RENEWALS)
             self._write(time.time() + self._keep_s)
@@ -140,19 +138,20 @@ def discard_files(directory: Path, prefix: str) -> None:
 
 def _require_own_names(directory: Path, prefix: str) -> None:
     for path in sorted(directory.glob(f"{prefix}[.-]*")):
-        try:
-            found = path.lstat()
-        except FileNotFoundError:
-            continue
-        if found.st_uid != os.geteuid():
-            raise ForeignFilesError(
-                f"the pools cannot be kept (pools.keep_s): {path} belongs to user {found.st_uid}, and this daemon is user "
-                f"{os.geteuid()}; have it removed, by that user or by root, and start this daemon again"
-            )
-        if not stat.S_ISREG(found.st_mode):
-            raise ForeignFilesError(
-                f"the pools cannot be kept (pools.keep_s): {path} is no regular file; remove it, and start this daemon again"
-            )
+        with contextlib.suppress(FileNotFoundError):
+            _require_own(path, path.lstat())
+
+
+def _require_own(path: Path, found: os.stat_result) -> None:
+    if found.st_uid != os.geteuid():
+        raise ForeignFilesError(
+            f"the pools cannot be kept (pools.keep_s): {path} belongs to user {found.st_uid}, and this daemon is user "
+            f"{os.geteuid()}; have it removed, by that user or by root, and start this daemon again"
+        )
+    if not stat.S_ISREG(found.st_mode):
+        raise ForeignFilesError(
+            f"the pools cannot be kept (pools.keep_s): {path} is no regular file; remove it, and start this daemon again"
+        )
 
 
 def _is_own_path(path: Path) -> bool:

@@ -1,7 +1,4 @@
-"""How the components of a rank, of a node's host pool or of its twins are laid out in memory.
-
-Owns: the decision which region begins where. Pure: the same input gives the same `Placement` in every process.
-Must not know: addresses, files, devices.
+"""The layout in memory of the components of a rank, of a node's host pool or of its twins.
 
 A *block* is what is laid out as one: in the `layer_first` form one layer of one component, page after page; in the
 `page_first` forms (which place the same bytes, and differ in what copies them) all layers of all components of an index
@@ -47,7 +44,7 @@ class Chunking(FrozenModel):
 
 
 class RankPart(FrozenModel):
-    """What part of a model one rank holds, and on which device."""
+    """The part of a model that one rank holds, and its device."""
 
     rank: Rank
     pp_size: Positive
@@ -181,7 +178,7 @@ def host_placement(
         found += [(form, layer) for layer in held]
     if not found or page_count < 1:
         raise InvalidInputError(f"a host pool needs a component and a page, got {sorted(kinds)} and {page_count} pages")
-    return _pack(_blocks(found, page_first=layout is not HostLayout.LAYER_FIRST), "host", chunking or Chunking())
+    return _pack(_blocks(found, page_first=layout is HostLayout.PAGE_FIRST), "host", chunking or Chunking())
 
 
 def twin_placement(
@@ -212,7 +209,7 @@ def twin_placement(
                 found.append((_Pages(component.kind, space, page_count, page_bytes, (start, stop)), layer))
     if not found:
         raise InvalidInputError(f"this node holds no component of '{geometry.name}' that could have twins on the host")
-    return _pack(_blocks(found, page_first=layout is not HostLayout.LAYER_FIRST), "twins", chunking or Chunking())
+    return _pack(_blocks(found, page_first=layout is HostLayout.PAGE_FIRST), "twins", chunking or Chunking())
 
 
 # ------------------------------------------------------------------------------------------- inside
@@ -228,7 +225,7 @@ class _Pages:
     page_bytes: int
     lanes: tuple[int, int] = (0, 1)
     apart: bool = False
-    """Whether a page of it is a stretch of its own, apart from the other components of the space."""
+    """True if a page of it is a stretch of its own, apart from the other components of the space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +234,7 @@ class _Block:
 
     layers: tuple[tuple[_Pages, int], ...]
     alignment_bytes: int = 1
-    """Of the stride."""
+    """Alignment of the stride."""
 
     @property
     def page_count(self) -> int:
@@ -261,7 +258,7 @@ def _blocks(found: list[tuple[_Pages, int]], *, page_first: bool, alignment_byte
 
 
 def _home(found: tuple[_Pages, int]) -> tuple[IndexSpace, str]:
-    """What lies in one block, page by page."""
+    """The key of the block in which pages lie, page by page."""
     form, _ = found
     return form.space, form.kind if form.apart else ""
 

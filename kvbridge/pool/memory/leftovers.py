@@ -1,6 +1,4 @@
-"""What dead processes have left in shared memory: found by the form of its names, proved by its locks, removed.
-
-Owns: what kvbridge's files in shared memory are called, and the sweep. Must not know: what lies in them, who made them.
+"""Files of dead processes in shared memory: found by the form of their names, proved by their locks, removed.
 
 A file of this form is locked before it gets its name, for as long as its owner lives (see `shared_mapping`), so a named file
 without a lock has no owner. Kept files are different: they share one lock file, whose lock means that they have an owner, and whose
@@ -24,9 +22,9 @@ import structlog
 log = structlog.get_logger(__name__)
 
 POOL_PREFIX = "kvbridge-"
-"""What the names of pools begin with: then the node's digest, the incarnation's number and the part of the pool."""
+"""The beginning of the names of pools: then the node's digest, the incarnation's number and the part of the pool."""
 PROOF_PREFIX = ".kvbridge-"
-"""What the names of proofs and lock files begin with (`transport/local/host.py`): then a random number."""
+"""The beginning of the names of proofs and lock files (`transport/local/host.py`): then a random number."""
 
 _POOL_NAME = re.compile(re.escape(POOL_PREFIX) + r"[0-9a-f]{12}-[0-9a-f]{16}\..+")
 KEPT_NAME = re.compile(rf"({re.escape(POOL_PREFIX)}[0-9a-f]{{12}}-keep)[.-].+")
@@ -36,7 +34,7 @@ _PROC_LOCKS = Path("/proc/locks")
 
 
 class Verdict(StrEnum):
-    """What becomes of a file."""
+    """The outcome for a file."""
 
     REMOVED = "removed"
     IN_USE = "in use"

@@ -1,8 +1,4 @@
-"""How many bytes can still be put into a shared-memory directory before something kills or refuses us.
-
-Owns: reading the kind and the limits of the file system, and the limits of the machine and of the control groups of
-this process.
-Must not know: what the bytes are for.
+"""The bytes that can still be put into a shared-memory directory before something kills or refuses us.
 
 Pages of a shared-memory file are charged to the control group of whoever touches them first, and going over that
 limit is not an error but the kernel's OOM killer. So it is looked at before, not after.
@@ -105,7 +101,7 @@ def _file_system(directory: Path) -> MemoryLimit:
 
 
 def machine_limits(meminfo: Path = PROC / "meminfo") -> list[MemoryLimit]:
-    """What is left of this machine's memory."""
+    """Return the limit that is this machine's memory."""
     kibibytes = _read_statistic(meminfo, "MemAvailable:")
     if not kibibytes:
         return []

@@ -1,8 +1,4 @@
-"""Where every region of a pool lies, before there is any memory: offsets into mappings.
-
-Owns: `Placement` and what it becomes once the mappings have addresses or origins. Must not know: how a placement is
-decided (`layout`), how mappings are made.
-"""
+"""Where every region of a pool lies, before there is any memory: offsets into mappings."""
 
 from __future__ import annotations
 
@@ -45,7 +41,7 @@ class Placement(FrozenModel):
 
     @property
     def memory(self) -> MemoryKind:
-        """What kind of memory the mappings are."""
+        """The kind of memory of the mappings."""
         return self.regions[0].memory
 
     @property

@@ -1,7 +1,5 @@
 """A file in shared memory, mapped: memory that several processes of one host address as their own.
 
-Owns: creating, sizing, mapping and closing such files. Must not know: what lies in them.
-
 Who creates a file owns it and holds an advisory lock on it, which the kernel drops when the owner ends, however it ends: a
 file that can be locked belongs to nobody (`leftovers.py`). A new file has no name (O_TMPFILE) until it is locked and all of
 its memory is there, so nobody meets an unlocked or half-made one, and a creation that fails, or is killed, leaves nothing.
@@ -33,7 +31,7 @@ from kvbridge.pool.memory.memory_limits import tightest_limit
 
 DEFAULT_DIRECTORY = Path("/dev/shm")  # noqa: S108 - the kernel's shared memory, with files of mode 0600 made by O_EXCL
 DEFAULT_CHUNK_BYTES = 64 << 20
-"""How much is brought into memory between two reports of progress, which are where a creation can be stopped."""
+"""Memory that is populated between two reports of progress, at which a creation can be stopped."""
 
 _LOOK_EVERY_S = 0.02
 _MADV_HUGEPAGE = 14
@@ -192,7 +190,7 @@ class SharedMapping(Closing):
 
     @property
     def closed(self) -> bool:
-        """Whether the mapping is gone."""
+        """True if the mapping is gone."""
         return self._mapped.closed
 
     def close(self) -> None:

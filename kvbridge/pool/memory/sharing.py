@@ -1,8 +1,4 @@
-"""Regions as other processes of the node see them: origins and offsets, turned into addresses here.
-
-Owns: that translation, what it opens for it, and the extents that hold a set of regions. Must not know: who the
-other process is.
-"""
+"""Regions as other processes of the node see them: origins and offsets, turned into addresses here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """Points in the work of a GPU that another process waits for: interprocess events, recorded by engines, asked by workers.
 
-Owns: the events of this process, and those of others that it has opened. Must not know: rooms, orders, which stream it is.
-
 An engine publishes pages that its GPU has yet to write. So it records an event behind that work and names it in the
 publication, and the rank worker reads nothing before the event is reached. Asking never waits.
 
@@ -30,13 +28,13 @@ MOST_RINGS = 64
 
 
 class Event(Protocol):
-    """What is needed of an event, of this process or of another: `runtime.Event`."""
+    """An event, of this process or of another: `runtime.Event`."""
 
     def record(self, stream: int) -> None:
         """Mark the present end of a stream."""
 
     def reached(self) -> bool:
-        """Whether everything before the last record is done; never waits."""
+        """Return whether everything before the last record is done; never waits."""
 
     def export(self) -> bytes:
         """Return the handle (64 bytes) for other processes."""
@@ -115,7 +113,7 @@ class StreamPoints:
         """The ring that was asked for longest ago first."""
 
     def reached(self, points: Iterable[StreamPoint]) -> bool:
-        """Whether all of them are. Raises TransportError for one that cannot be asked, as when its process is gone."""
+        """Return whether all are reached. Raises TransportError for one that cannot be asked, as when its process is gone."""
         return all(self._is_reached(point) for point in points)
 
     def _is_reached(self, point: StreamPoint) -> bool:

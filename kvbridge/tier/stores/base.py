@@ -1,11 +1,8 @@
-"""What a store is: objects of bytes by name, and answers instead of exceptions.
-
-Owns: the interface, the outcomes, and what the caller can do about each. Must not know: pages, trailers, any store.
-"""
+"""The interface of stores: objects of bytes by name, and answers instead of exceptions."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple, Protocol
@@ -20,7 +17,7 @@ BATCH_LIMIT = 256
 
 
 class Verb(StrEnum):
-    """What can be asked of a store."""
+    """A request to a store."""
 
     PUT = "put"
     GET = "get"
@@ -31,7 +28,7 @@ class Verb(StrEnum):
 
 
 class Outcome(StrEnum):
-    """What became of one object."""
+    """The outcome of a request for one object."""
 
     STORED = "stored"
     """It is there, whole; perhaps it was there before."""
@@ -57,45 +54,19 @@ class Outcome(StrEnum):
     """The store cannot be used, now."""
 
 
-class Remedy(StrEnum):
-    """What the caller can do about an outcome."""
-
-    NOTHING = "nothing"
-    """It is what was asked for."""
-    COMPUTE = "compute"
-    """Compute the page, and store it."""
-    REPLACE = "replace"
-    """The same; the bad object has been dropped, as far as the store could."""
-    LATER = "later"
-    """The store is at fault, not the object: go on without, and ask again later. The breaker counts these, but for `full`."""
-
-
-REMEDIES: Mapping[Outcome, Remedy] = {
-    Outcome.STORED: Remedy.NOTHING,
-    Outcome.HIT: Remedy.NOTHING,
-    Outcome.PRESENT: Remedy.NOTHING,
-    Outcome.DROPPED: Remedy.NOTHING,
-    Outcome.ABSENT: Remedy.COMPUTE,
-    Outcome.SHORT: Remedy.REPLACE,
-    Outcome.OTHER_KEY: Remedy.REPLACE,
-    Outcome.WRONG_DIGEST: Remedy.REPLACE,
-    Outcome.OTHER_VERSION: Remedy.REPLACE,
-    Outcome.FULL: Remedy.LATER,
-    Outcome.TIMED_OUT: Remedy.LATER,
-    Outcome.UNREACHABLE: Remedy.LATER,
-}
-
+BAD = frozenset({Outcome.SHORT, Outcome.OTHER_KEY, Outcome.WRONG_DIGEST, Outcome.OTHER_VERSION})
+"""The object is not what it must be: it has been dropped, as far as the store could. Compute the page, and store it."""
 BROKEN = frozenset({Outcome.TIMED_OUT, Outcome.UNREACHABLE})
-"""What a breaker counts as a failure of the store."""
+"""The store is at fault, not the object: go on without, and ask again later. The breaker counts these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What became of the objects of a request, in their order."""
+    """The outcomes of a request, in the order of its objects."""
 
     outcomes: tuple[Outcome, ...]
     settled: bool = True
-    """Whether nothing reads or writes the request's memory any more. If not, only the end of this process ends that."""
+    """True if nothing reads or writes the request's memory any more. If not, only the end of this process ends that."""
     detail: str = ""
     """Why, for the log, when the store was at fault."""
     cleared: int = 0
@@ -108,7 +79,7 @@ class Answer:
 
     @property
     def failed(self) -> bool:
-        """Whether the store was at fault with any of them."""
+        """True if the store was at fault with any of them."""
         return not self.settled or not BROKEN.isdisjoint(self.outcomes)
 
 
@@ -124,12 +95,12 @@ class StoredObject(NamedTuple):
 
     @property
     def length_bytes(self) -> int:
-        """Of all stretches."""
+        """Bytes of all stretches."""
         return int(self.stretches[:, 1].sum())
 
 
 class Capabilities(FrozenModel):
-    """What a store is, for who uses it."""
+    """The properties of a store for its users."""
 
     kind: str
     batch: Positive
@@ -146,7 +117,7 @@ class ObjectStore(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it is."""
+        """Properties of this store."""
 
     def write(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
         """Keep objects whole, or not at all: `stored`, or why not. One of the same name may stay as it is."""

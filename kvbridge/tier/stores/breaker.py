@@ -1,7 +1,4 @@
-"""When a store is not asked: the breaker for all of it, and the short memory of single keys.
-
-Owns: both, as arithmetic of given times. Must not know: clocks, stores, why something has failed.
-"""
+"""When a store is not asked: the breaker for all of it, and the short memory of single keys."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ LONGEST_PAUSE_S = 30.0
 
 
 class BreakerState(StrEnum):
-    """Whether a store is asked."""
+    """The states of a breaker."""
 
     CLOSED = "closed"
     """It is."""
@@ -38,7 +35,7 @@ class Breaker:
         return f"<Breaker {self.state}: {self._failures} failures in a row, pause {self._pause_s:g} s>"
 
     def admits(self, now_s: float) -> bool:
-        """Whether a request goes to the store now. One that does is followed by `success` or `failure`."""
+        """Return whether a request goes to the store now. One that does is followed by `success` or `failure`."""
         if self.state is BreakerState.OPEN and now_s >= self._until_s:
             self.state = BreakerState.HALF_OPEN
             return True
@@ -81,5 +78,5 @@ class FailedKeys:
             self._until_s.pop(name, None)
 
     def has(self, name: str, now_s: float) -> bool:
-        """Whether it is still remembered."""
+        """Return whether it is still remembered."""
         return now_s < self._until_s.get(name, now_s)

@@ -1,8 +1,5 @@
 """A node's end of its store: orders with deadlines to a process of its own, and what is known of the pages that they are about.
 
-Owns: which orders are under way, which pages they may still touch, whether the store is asked at all. Must not know: which store it
-is, how its process is kept running (`supervisor`), rooms, the index.
-
 An order has an answer by its deadline, whatever the store does. Its pages are another matter: a store that does not answer may go
 on reading or writing them. So an operation has two ends, `answer` and `settled`. What is not settled soon after its deadline is
 settled by killing the process, and counts as that only when the process has ended. Nothing is lost with a process: the store keeps
@@ -22,7 +19,7 @@ import structlog
 from kvbridge.config.stores import StoreLimits, StoreSettings
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.stores.base import REMEDIES, Answer, Outcome, Remedy, Verb
+from kvbridge.tier.stores.base import BAD, Answer, Outcome, Verb
 from kvbridge.tier.stores.breaker import Breaker, FailedKeys
 from kvbridge.tier.stores.messages import StoreOrder, StoreReport, StoreSetup
 from kvbridge.tier.stores.objects import ObjectForm, PageIds, check_request, names_of, object_name
@@ -50,9 +47,9 @@ class Operation:
         self.settled: asyncio.Future[None] = loop.create_future()
         """Done when nothing touches the pages of the order any more. Several may wait for it: shield it."""
         self.judged = False
-        """Whether it has been said what the answer means for the store."""
+        """True once the store has been judged by the answer."""
         self.answered_before = 0
-        """How many orders the store had answered when it was given this one."""
+        """Number of orders that the store had answered when it was given this one."""
         self.timer: asyncio.TimerHandle | None = None
 
     def __await__(self) -> Generator[Any, None, Answer]:
@@ -87,15 +84,14 @@ class StoreClient:
         self._under_way: dict[int, Operation] = {}
         """All that is not settled, by number."""
         self._answered = 0
-        """How many orders the store has answered in time."""
+        """Number of orders that the store has answered in time."""
         self._number = 0
         self._failed = FailedKeys(self._limits.remember_s)
         self.breaker = Breaker(self._limits.failures)
-        """How often it came to be open, and closed again."""
         self.counts: Counter[tuple[Verb, Outcome]] = Counter()
         """Objects, by what was asked and how it ended."""
         self.moved_bytes: Counter[Verb] = Counter()
-        """Of pages that were put or got, whole."""
+        """Bytes of pages that were put or got, whole."""
 
     def start(self) -> None:
         """Start the process. Until it is ready (it has `capabilities`), the store is `unreachable`."""
@@ -222,11 +218,11 @@ class StoreClient:
             self.breaker.failure(now_s)
         if self.breaker.state is not before:
             log.warning("store_breaker", state=self.breaker.state.value, before=before.value, reason=answer.detail)
-        found = [(name, REMEDIES[outcome]) for name, outcome in zip(operation.names, answer.outcomes, strict=True)]
+        found = list(zip(operation.names, answer.outcomes, strict=True))
         if operation.verb in {Verb.GET, Verb.HAS}:
-            self._failed.add((name for name, remedy in found if remedy in {Remedy.COMPUTE, Remedy.REPLACE}), now_s)
+            self._failed.add((name for name, outcome in found if outcome in BAD or outcome is Outcome.ABSENT), now_s)
         elif operation.verb is Verb.PUT:
-            self._failed.forget(name for name, remedy in found if remedy is Remedy.NOTHING)
+            self._failed.forget(name for name, outcome in found if outcome is Outcome.STORED)
         self._end(operation, answer)
 
     def _end(self, operation: Operation, answer: Answer) -> None:

@@ -1,29 +1,21 @@
 """A store of files: each object one file of a directory, whole or not there, and all of them together no more than so many bytes.
 
-Owns: the directory, what it may take, who goes first. Must not know: pages, trailers, digests.
-
-    DIRECTORY/usage      the bytes of all objects, and the lock of all who add or remove one
     DIRECTORY/3f/NAME    an object, in one of 256 directories by the last digits of its name
 
-Several processes of one host may use a directory. An object is written to a file without a name (O_TMPFILE), which goes with its
-process however that ends, and gets its name when it is whole: under the lock of `usage`, when there is room for it. So the bound
-holds for all processes together, if all say the same; what is just being written comes on top, an object for each thread. Whoever
-is killed between a name and the number leaves it wrong by a file, until it is counted anew: at each start, and before anybody is
-told `full`.
+An object is written to a file without a name (O_TMPFILE), which goes with its process however that ends, and gets its name when it
+is whole and there is room for it. What is just being written comes on top of the bound, an object for each thread. Several daemons
+of one host may use a directory: each counts what lies there when it starts and what it changes, so each has a bound of its own.
 
 Who was used longest ago goes first, by the time of modification, which a use renews: the oldest eighth of at least a thousand
 objects, which are a fair sample since names are hashes. To read takes no lock: a file that is gone is a miss, one that goes
-meanwhile stays readable. Nothing is flushed to the disk: what a power failure leaves is compared like everything else. A process
-that is stopped while it holds the lock makes the others' puts time out until it goes on or ends.
+meanwhile stays readable. Nothing is flushed to the disk: what a power failure leaves is compared like everything else.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -41,9 +33,6 @@ from kvbridge.tier.stores.objects import is_object_name
 
 log = structlog.get_logger(__name__)
 
-OPEN_TIMEOUT_S = 30.0
-"""For the lock while a store is opened, which others hold for as long as they list the directory."""
-LOOK_AGAIN_S = 0.0005
 SAMPLE = 1_000
 _VECTORS = 1024
 """IOV_MAX."""
@@ -52,12 +41,11 @@ _preadv, _pwritev = _libc.preadv, _libc.pwritev
 for _call in (_preadv, _pwritev):
     _call.argtypes, _call.restype = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_int64), ctypes.c_ssize_t
 _FOLDERS = [f"{number:02x}" for number in range(256)]
-_USAGE = struct.Struct("<q")
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class FileStore:
-    """See `base.ObjectStore`. Close it, or end the process."""
+    """An `ObjectStore` in a directory. Close it, or end the process."""
 
     capabilities = Capabilities(kind="files", batch=4)
 
@@ -65,7 +53,9 @@ class FileStore:
         """Open the directory and count what is in it. Raises ConfigError when it cannot be used."""
         self._max_bytes, self._directory = settings.max_bytes, settings.directory
         self._changing = threading.Lock()
-        """Taken before the lock of `usage`, which only keeps other processes out."""
+        """Held by whoever adds or removes an object."""
+        self.total_bytes = 0
+        """Bytes of all objects, as far as this process knows."""
         self._turn = cycle(_FOLDERS)
         """The folders in the order in which they are looked through for what is old."""
         directory = self._directory
@@ -73,50 +63,45 @@ class FileStore:
             try:
                 self._root = _open_private(directory)
                 opened.callback(os.close, self._root)
-                self._usage = self._open("usage", os.O_RDWR | os.O_CREAT)
-                opened.callback(os.close, self._usage)
                 os.close(self._open(".", os.O_WRONLY | os.O_TMPFILE))
-                with self._alone(monotonic() + OPEN_TIMEOUT_S):
-                    for folder in _FOLDERS:
-                        with suppress(FileExistsError):
-                            os.mkdir(folder, 0o700, dir_fd=self._root)
-                    self._count_anew()
-            except (OSError, _LateError) as error:
+                for folder in _FOLDERS:
+                    with suppress(FileExistsError):
+                        os.mkdir(folder, 0o700, dir_fd=self._root)
+                self._count_anew()
+            except OSError as error:
                 raise ConfigError(
                     f"the store's directory {directory} cannot be used: {error}; it must be on a file system of this host that "
-                    "this user may write and that knows locks and files without a name (flock, O_TMPFILE: ext4, xfs, btrfs, tmpfs)"
+                    "this user may write and that knows files without a name (O_TMPFILE: ext4, xfs, btrfs, tmpfs)"
                 ) from error
             self._closing = opened.pop_all()
 
     def write(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
-        """See `ObjectStore.write`. Raises NotReadyError when the directory is not what was opened any more."""
+        """Raises NotReadyError when the directory is not what was opened any more."""
         return _each(objects, until_s, lambda each: self._put(each, until_s))
 
     def read(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
-        """See `ObjectStore.read`."""
+        """Read files, which takes no lock."""
         return _each(objects, until_s, self._read)
 
     def present(self, names: Sequence[str], until_s: float) -> Answer:
-        """See `ObjectStore.present`."""
+        """Look for files."""
         return _each(names, until_s, lambda name: Outcome.ABSENT if self._length(name) is None else Outcome.PRESENT)
 
     def remove(self, names: Sequence[str], until_s: float) -> Answer:
-        """See `ObjectStore.remove`."""
+        """Remove files."""
         return _each(names, until_s, lambda name: self._remove(name, until_s))
 
     def clear(self, prefix: str, until_s: float) -> Answer:
-        """See `ObjectStore.clear`. A folder at a time, so that others' requests have their turn."""
+        """A folder at a time, so that others' requests have their turn."""
         cleared = 0
 
         def clear_folder(folder: str) -> Outcome:
             nonlocal cleared
             with self._alone(until_s):
-                total = self._total()
                 for _, name, _ in list(self._list(folder)):
                     if name.startswith(prefix):
-                        total -= self._unlink(name)
+                        self._unlink(name)
                         cleared += 1
-                self._set_total(total)
             return Outcome.DROPPED
 
         answer = _each(_FOLDERS, until_s, clear_folder)
@@ -127,7 +112,7 @@ class FileStore:
         """Files are read into any memory."""
 
     def close(self) -> None:
-        """See `ObjectStore.close`."""
+        """Close the directory. Harmless when closed."""
         self._closing.close()
 
     # ------------------------------------------------------------------ one object
@@ -151,13 +136,10 @@ class FileStore:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             _used(descriptor)
             with self._alone(until_s):
-                total = self._make_room(self._total(), self._max_bytes - length)
-                try:
-                    self._name(descriptor, each.name)
-                except FileExistsError:
-                    total -= self._unlink(each.name)
-                    self._name(descriptor, each.name)
-                self._set_total(total + length)
+                self._make_room(self._max_bytes - length)
+                while not self._name(descriptor, each.name):
+                    self._unlink(each.name)
+                self.total_bytes += length
         return Outcome.STORED
 
     def _read(self, each: StoredObject) -> Outcome:
@@ -174,7 +156,7 @@ class FileStore:
 
     def _remove(self, name: str, until_s: float) -> Outcome:
         with self._alone(until_s):
-            self._set_total(self._total() - self._unlink(name))
+            self._unlink(name)
         return Outcome.DROPPED
 
     def _open(self, path: str, flags: int) -> int:
@@ -186,51 +168,47 @@ class FileStore:
         except FileNotFoundError:
             return None
 
-    # ------------------------------------------------------------------ all of them; the callers are alone
+    # ------------------------------------------------------------------ all of them; callers hold `_changing`
 
     @contextmanager
     def _alone(self, until_s: float) -> Iterator[None]:
-        """Keep other threads and processes from changing the directory. Raises _LateError when others hold the lock too long."""
+        """Keep other threads from changing the directory. Raises _LateError when others do so for too long."""
         if not self._changing.acquire(timeout=max(0.0, until_s - monotonic())):
             raise _LateError("other requests keep the store's directory busy")
         try:
-            while not _flocked(self._usage):
-                if monotonic() >= until_s:
-                    raise _LateError("another process holds the lock of the store's directory")
-                time.sleep(LOOK_AGAIN_S)
-            try:
-                yield
-            finally:
-                fcntl.flock(self._usage, fcntl.LOCK_UN)
+            yield
         finally:
             self._changing.release()
 
-    def _name(self, descriptor: int, name: str) -> None:
-        """Give a file without a name one. `dst_dir_fd` is what makes this follow the link to it."""
-        os.link(f"/proc/self/fd/{descriptor}", _path(name), dst_dir_fd=self._root, follow_symlinks=True)
+    def _name(self, descriptor: int, name: str) -> bool:
+        """Give a file without a name one, unless there is an object of that name."""
+        try:
+            # `dst_dir_fd` is what makes this follow the link to the file.
+            os.link(f"/proc/self/fd/{descriptor}", _path(name), dst_dir_fd=self._root, follow_symlinks=True)
+        except FileExistsError:
+            return False
+        return True
 
-    def _unlink(self, name: str) -> int:
-        """Remove an object if it is there. Returns the bytes that it took."""
+    def _unlink(self, name: str) -> None:
+        """Remove an object if it is there."""
         length = self._length(name)
-        if length is None:
-            return 0
-        with suppress(FileNotFoundError):
-            os.unlink(_path(name), dir_fd=self._root)
-        return length
+        if length is not None:
+            with suppress(FileNotFoundError):
+                os.unlink(_path(name), dir_fd=self._root)
+            self.total_bytes -= length
 
-    def _make_room(self, total: int, most: int) -> int:
-        """Evict until all objects take at most so many bytes, and return how many they take."""
-        counted = False
-        while total > most:
-            found, expected = self._sample()
-            if not counted and total > 2 * expected:  # somebody has removed files by hand, say
-                total, counted = self._count_anew(), True
+    def _make_room(self, most_bytes: int) -> None:
+        """Evict until all objects take at most so many bytes."""
+        is_counted = False
+        while self.total_bytes > most_bytes:
+            found, expected_bytes = self._sample()
+            if not is_counted and self.total_bytes > 2 * expected_bytes:  # somebody has removed files by hand, say
+                self._count_anew()
+                is_counted = True
                 continue
             for _, name, _ in found[: max(1, len(found) // 8)]:
-                if total > most or len(found) >= SAMPLE:
-                    total -= self._unlink(name)
-            self._set_total(total)
-        return total
+                if self.total_bytes > most_bytes or len(found) >= SAMPLE:
+                    self._unlink(name)
 
     def _sample(self) -> tuple[list[tuple[int, str, int]], float]:
         """Objects of the next folders, the one first that was used longest ago, and what so many would make in all folders."""
@@ -245,24 +223,16 @@ class FileStore:
         with _closing(self._open(folder, os.O_RDONLY | os.O_DIRECTORY)) as descriptor, os.scandir(descriptor) as files:
             for file in files:
                 if is_object_name(file.name):
-                    facts = file.stat(follow_symlinks=False)
-                    yield facts.st_mtime_ns, file.name, facts.st_size
+                    with suppress(FileNotFoundError):  # another daemon was faster
+                        facts = file.stat(follow_symlinks=False)
+                        yield facts.st_mtime_ns, file.name, facts.st_size
 
-    def _count_anew(self) -> int:
-        total = sum(length for folder in _FOLDERS for _, _, length in self._list(folder))
-        self._set_total(total)
-        return total
-
-    def _total(self) -> int:
-        data = os.pread(self._usage, _USAGE.size, 0)
-        return int(_USAGE.unpack(data)[0]) if len(data) == _USAGE.size else self._count_anew()
-
-    def _set_total(self, total: int) -> None:
-        os.pwrite(self._usage, _USAGE.pack(total), 0)
+    def _count_anew(self) -> None:
+        self.total_bytes = sum(length for folder in _FOLDERS for _, _, length in self._list(folder))
 
 
 class _LateError(Exception):
-    """The deadline came before the lock."""
+    """The deadline came before the turn."""
 
 
 def _open_private(directory: Path) -> int:
@@ -322,12 +292,3 @@ def _closing(descriptor: int) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
-
-
-def _flocked(descriptor: int) -> bool:
-    """Take the lock of a file if nobody has it. Returns whether it is ours."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True

@@ -1,6 +1,4 @@
-"""What a node and its store process say to each other, typed, and how a message is put on the wire.
-
-Owns: names, fields, limits. Must not know: pipes, how an order is carried out.
+"""The messages between a node and its store process, and their form on the wire.
 
 A message is its length as an unsigned 32-bit little-endian integer and so many bytes of its codec's making. They go over the
 process's standard input and output, which only the two have: the end of either process is the end of them.
@@ -35,7 +33,7 @@ class StoreSetup(FrozenModel):
     forms: Annotated[tuple[tuple[SharedRegion, ...], ...], Field(min_length=1, max_length=256)]
     """For each kind of object, all regions that its pages lie in."""
     model: Annotated[str, Field(max_length=1_000)] = ""
-    """What objects of other models are told apart by, beside their page keys."""
+    """Tells objects of other models apart, beside their page keys."""
     calls: Annotated[int, Field(ge=1, le=64)]
     """Requests that are under way at once."""
 

@@ -1,7 +1,5 @@
 """A store in a Mooncake Store: objects in the memory of other hosts, moved from and into ours without a copy in between.
 
-Owns: the library's client, and what its answers mean. Must not know: pages, trailers, digests, processes.
-
 What the library does (0.3.13, measured, and read in its source), and what follows:
 
 - `setup` keeps the interpreter for up to 97 s while no master answers; it succeeds when one comes meanwhile. A get waits 4.4 s for
@@ -30,7 +28,7 @@ from kvbridge.tier.stores.base import BROKEN, Answer, Capabilities, Outcome, Sto
 
 ADAPTERS = Path("/sys/class/infiniband")
 LIBRARY_ERRORS = (RuntimeError, ValueError, IndexError, OverflowError, MemoryError)
-"""What C++ exceptions become in Python."""
+"""The Python forms of C++ exceptions."""
 TRANSFER_WAIT_S = 50.0
 """Less than the 60 s after which the library gives up on a transfer that is still under way."""
 
@@ -64,7 +62,7 @@ PRESENCE = {1: Outcome.PRESENT, 0: Outcome.ABSENT}
 
 
 class MooncakeStore:
-    """See `base.ObjectStore`. Only the end of the process ends all that it has begun."""
+    """An `ObjectStore` by the mooncake library. Only the end of the process ends all that it has begun."""
 
     capabilities = Capabilities(kind="mooncake", batch=16)
 
@@ -99,7 +97,7 @@ class MooncakeStore:
             )
 
     def use_memory(self, regions: Sequence[tuple[int, int]]) -> None:
-        """See `ObjectStore.use_memory`."""
+        """Register memory with the library."""
         for address, length in regions:
             code = self._library.register_buffer(address, length)
             if code != 0:
@@ -109,7 +107,7 @@ class MooncakeStore:
                 )
 
     def write(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
-        """See `ObjectStore.write`. Does not keep the deadline."""
+        """Keep objects; the deadline is not kept."""
         del until_s
         names, addresses, lengths = _apart(objects)
         return _ask(
@@ -119,7 +117,7 @@ class MooncakeStore:
         )
 
     def read(self, objects: Sequence[StoredObject], until_s: float) -> Answer:
-        """See `ObjectStore.read`. Does not keep the deadline."""
+        """Fill the stretches; the deadline is not kept."""
         del until_s
         names, addresses, lengths = _apart(objects)
 
@@ -132,19 +130,19 @@ class MooncakeStore:
         return _ask(READ_OUTCOMES | {1: Outcome.HIT}, len(names), get)
 
     def present(self, names: Sequence[str], until_s: float) -> Answer:
-        """See `ObjectStore.present`. Does not keep the deadline."""
+        """Ask for names; the deadline is not kept."""
         del until_s
         answer = _ask(READ_OUTCOMES | PRESENCE, len(names), lambda: self._library.batch_is_exist(list(names)))
         return replace(answer, settled=True)  # it moves nothing
 
     def remove(self, names: Sequence[str], until_s: float) -> Answer:
-        """See `ObjectStore.remove`. Does not keep the deadline."""
+        """Remove objects; the deadline is not kept."""
         del until_s
         answer = _ask(REMOVE_OUTCOMES, len(names), lambda: self._library.batch_remove(list(names), True))
         return replace(answer, settled=True)
 
     def clear(self, prefix: str, until_s: float) -> Answer:
-        """See `ObjectStore.clear`. Does not keep the deadline."""
+        """Remove all objects of a prefix; the deadline is not kept."""
         del until_s
         try:
             code = int(self._library.remove_by_regex(f"^{prefix}.*", True))
@@ -155,7 +153,7 @@ class MooncakeStore:
         return Answer((Outcome.DROPPED,), cleared=code)
 
     def close(self) -> None:
-        """See `ObjectStore.close`. What has not ended may go on, until the end of the process."""
+        """Let go of the store. Calls that have not ended may go on until the end of the process."""
         self._library.close()
 
     def _read_code(self, each: StoredObject, code: int) -> int:

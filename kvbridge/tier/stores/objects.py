@@ -1,7 +1,5 @@
 """The form of an object in a store: one page, all components and layers; where its parts lie, and what proves that it is that.
 
-Owns: names, the trailer, what is wrong with one, that arithmetic. Must not know: memory, files, libraries, how digests are made.
-
 An object is its parts, each the page of one layer of one component, without anything between them, in the order of components'
 names and layers, and then a trailer, so that the parts lie in files as they lie in memory, page by page of the operating system's:
 with 64 bytes before them, copies took a fifth longer. The trailer, all numbers little-endian:
@@ -39,7 +37,7 @@ from kvbridge.tier.stores.base import BATCH_LIMIT, Outcome
 VERSION = 2
 MAGIC = b"kvbpage"
 FORM_DOMAIN = b"kvbridge store forms v%d\n" % VERSION
-"""So that releases of two versions never want the same name, and do not drop each other's objects."""
+"""Keeps releases of two versions from wanting the same name, and from dropping each other's objects."""
 
 PageIds = npt.NDArray[np.int32]
 
@@ -50,7 +48,7 @@ _NAME = re.compile(r"[0-9a-f]{32}-[0-9a-f]{32}")
 
 
 class ObjectForm:
-    """What objects of one kind consist of, and where the parts of a page are. Pools of other layouts have the same form."""
+    """The parts of objects of one kind, and where the parts of a page are. Pools of other layouts have the same form."""
 
     def __init__(self, regions: Iterable[Region], model: str = "") -> None:
         """`regions`: of a page. `model`: what else tells whose bytes they are: name, revision and fingerprint.
@@ -114,14 +112,14 @@ class ObjectForm:
 
 
 def _together(one: Region, next_one: Region) -> bool:
-    """Whether, in every page, the second region's bytes follow the first one's."""
+    """True if, in every page, the second region's bytes follow the first one's."""
     same = ("space", "pages_per_extent", "page_count", "page_stride_bytes")
     ends = tuple(address + one.page_bytes for address in one.extent_addresses)
     return ends == next_one.extent_addresses and all(getattr(one, name) == getattr(next_one, name) for name in same)
 
 
 def names_of(form: ObjectForm) -> str:
-    """What the names of all objects of a form begin with, and of no others."""
+    """Return the beginning of the names of all objects of a form, and of no others."""
     return f"{form.name.hex()}-"
 
 
@@ -153,7 +151,7 @@ def part_keys(key: bytes, parts: int) -> Keys:
 
 
 def is_object_name(name: str) -> bool:
-    """Whether `object_name` can have made it."""
+    """Return whether `object_name` can have made it."""
     return _NAME.fullmatch(name) is not None
 
 

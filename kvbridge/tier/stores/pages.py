@@ -1,23 +1,20 @@
 """Pages of a pool into a store and back, compared before anybody uses them.
 
-Owns: the trailers' memory, making and checking digests. Must not know: which store it is, processes, who wants the pages.
-
 What a store answers is believed only where it says no. A `hit` of `PageStore` means that every byte of the page has been compared
 with a digest that was made where the page was computed, whatever came between. To read a page out of memory takes about as long as
-to compute its digest. So a second thread compares what a batch has brought while the next one is read, and makes the digests of
-what is written next.
+to compute its digest. So other threads compare what a batch has brought while the next one is read, and make the digests of what is
+written next.
 """
 
 from __future__ import annotations
 
 import mmap
 import queue
-import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from functools import partial
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 
 from kvbridge.core.clock import monotonic
 from kvbridge.core.geometry.manifest import Region
@@ -25,13 +22,12 @@ from kvbridge.kernels.digest import checksum
 from kvbridge.pool.memory.sharing import registered_extents
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores.base import (
+    BAD,
     BATCH_LIMIT,
-    REMEDIES,
     Answer,
     Capabilities,
     ObjectStore,
     Outcome,
-    Remedy,
     StoredObject,
 )
 from kvbridge.tier.stores.objects import (
@@ -45,6 +41,7 @@ from kvbridge.tier.stores.objects import (
     read_trailer,
 )
 
+Trailers = npt.NDArray[np.uint8]
 LATE = "the deadline came before its turn"
 
 
@@ -61,19 +58,21 @@ class PageStore:
         """
         self._store = store
         self.forms = [ObjectForm(regions, model) for regions in forms]
-        self._slots = [_Slot() for _ in range(calls)]
+        self._digests = ThreadPoolExecutor(calls, thread_name_prefix="store digests")
+        self._free: queue.SimpleQueue[Trailers] = queue.SimpleQueue()
+        """Memory for the trailers of one request each."""
+        slots = [_trailer_memory() for _ in range(calls)]
+        for slot in slots:
+            self._free.put(slot)
         extents = registered_extents(region for regions in forms for region in regions)
         store.use_memory(
-            [(slot.trailers.ctypes.data, slot.trailers.nbytes) for slot in self._slots]
+            [(slot.ctypes.data, slot.nbytes) for slot in slots]
             + [(each.address, each.length_bytes) for each in extents]
         )
-        self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
-        for slot in self._slots:
-            self._free.put(slot)
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the store is."""
+        """The store's capabilities."""
         return self._store.capabilities
 
     def put(self, form: int, keys: Keys, pages: PageIds, until_s: float) -> Answer:
@@ -86,7 +85,7 @@ class PageStore:
         def write(request: _Request, objects: list[StoredObject], first: int) -> Answer:
             if first == 0:
                 request.begin(request.write_trailer, range(len(objects)))
-            request.slot.finish()
+            request.finish()
             then = first + len(objects)
             request.begin(request.write_trailer, range(then, min(len(keys), then + self.capabilities.batch)))
             return self._store.write(objects, until_s)
@@ -123,8 +122,7 @@ class PageStore:
 
     def close(self) -> None:
         """Let go of the store."""
-        for slot in self._slots:
-            slot.begin(None)
+        self._digests.shutdown(wait=False)
         self._store.close()
 
     def _names(self, number: int, keys: Keys) -> list[str]:
@@ -136,10 +134,10 @@ class PageStore:
         form = check_request(self.forms, number, keys)
         form.check(pages, len(keys))
         try:
-            slot = self._free.get(timeout=max(0.0, until_s - monotonic()))
+            trailers = self._free.get(timeout=max(0.0, until_s - monotonic()))
         except queue.Empty:
             return _late(len(keys))
-        request = _Request(form, keys, pages, slot)
+        request = _Request(form, keys, pages, trailers, self._digests)
         outcomes: list[Outcome] = []
         settled, details = True, set()
         while settled and len(outcomes) < len(keys) and monotonic() < until_s:
@@ -148,81 +146,52 @@ class PageStore:
             outcomes += answer.outcomes
             settled = answer.settled
             details.add(answer.detail)
-        slot.finish()
+        request.finish()
         for index, outcome in request.wrong.items():
             outcomes[index] = outcome
         judged = zip(request.objects, outcomes, strict=False)
-        bad = [each.name for each, outcome in judged if REMEDIES[outcome] is Remedy.REPLACE]
+        bad = [each.name for each, outcome in judged if outcome in BAD]
         if bad:
             self._store.remove(bad, until_s)
         if settled:  # else the store may still look at the trailers
-            self._free.put(slot)
+            self._free.put(trailers)
         late = len(keys) - len(outcomes)
         if late:
             details.add(LATE)
         return Answer((*outcomes, *[Outcome.TIMED_OUT] * late), settled, "; ".join(sorted(details - {""})))
 
 
-class _Slot:
-    """What a request has to itself: memory for its trailers, and a thread beside its own for digests."""
-
-    def __init__(self) -> None:
-        self.trailers = np.frombuffer(mmap.mmap(-1, BATCH_LIMIT * TRAILER_BYTES), dtype=np.uint8).reshape(
-            BATCH_LIMIT, -1
-        )
-        self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._failure: Exception | None = None
-        threading.Thread(target=self._run, name="store digests", daemon=True).start()
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            try:
-                task()
-            except Exception as error:  # noqa: BLE001 - it is the request's, which nobody must take for compared
-                self._failure = error
-
-    def begin(self, task: Callable[[], object] | None) -> None:
-        """Have something done beside, after what was begun before. None: the last."""
-        self._tasks.put(task)
-
-    def finish(self) -> None:
-        """Return when all of it is done, and do a part of it. Raises what one of them has raised."""
-        with suppress(queue.Empty):
-            while task := self._tasks.get_nowait():
-                task()
-        done = threading.Event()
-        self._tasks.put(done.set)
-        done.wait()
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-
-
 class _Request:
     """Pages, the objects that they are in the store, and which of these turned out to be wrong."""
 
-    def __init__(self, form: ObjectForm, keys: Keys, pages: PageIds, slot: _Slot) -> None:
-        self.slot = slot
-        self._form, self._keys = form, keys.to_list()
+    def __init__(
+        self, form: ObjectForm, keys: Keys, pages: PageIds, trailers: Trailers, digests: ThreadPoolExecutor
+    ) -> None:
+        self._form, self._keys, self._trailers, self._digests = form, keys.to_list(), trailers, digests
         self._addresses = form.addresses(pages)
         names = (object_name(form, key) for key in self._keys)
-        stretches = form.stretches(slot.trailers.ctypes.data, self._addresses)
-        self.objects = list(map(StoredObject, names, stretches))
+        self.objects = list(map(StoredObject, names, form.stretches(trailers.ctypes.data, self._addresses)))
         self.wrong: dict[int, Outcome] = {}
+        self._under_way: list[Future[None]] = []
 
     def begin(self, task: Callable[[int], None], indexes: Iterable[int]) -> None:
-        """Have something done with objects beside."""
-        for index in indexes:
-            self.slot.begin(partial(task, index))
+        """Have something done with objects by other threads."""
+        self._under_way += [self._digests.submit(task, index) for index in indexes]
+
+    def finish(self) -> None:
+        """Return when all of it is done. Raises what one of them has raised: nobody must take its page for compared."""
+        under_way, self._under_way = self._under_way, []
+        for future in under_way:
+            future.result()
 
     def write_trailer(self, index: int) -> None:
         """Make the trailer of an object, whose page is whole."""
         trailer = encode_trailer(self._form, self._keys[index], self._checksum(index))
-        self.slot.trailers[index] = np.frombuffer(trailer, dtype=np.uint8)
+        self._trailers[index] = np.frombuffer(trailer, dtype=np.uint8)
 
     def compare(self, index: int) -> None:
         """Compare an object that has come with what it must be."""
-        expected = read_trailer(self._form, self._keys[index], self.slot.trailers[index].tobytes())
+        expected = read_trailer(self._form, self._keys[index], self._trailers[index].tobytes())
         if isinstance(expected, Outcome):
             self.wrong[index] = expected
         elif expected != self._checksum(index):
@@ -232,8 +201,12 @@ class _Request:
         return checksum(self._addresses[index].tolist(), self._form.lengths)
 
 
+def _trailer_memory() -> Trailers:
+    return np.frombuffer(mmap.mmap(-1, BATCH_LIMIT * TRAILER_BYTES), dtype=np.uint8).reshape(BATCH_LIMIT, -1)
+
+
 _Move = Callable[[_Request, list[StoredObject], int], Answer]
-"""What is done with some objects of a request, and the position of the first one in it."""
+"""Does something with some objects of a request; its last argument is the position of the first one."""
 
 
 def _late(count: int) -> Answer:

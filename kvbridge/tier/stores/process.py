@@ -1,8 +1,5 @@
 """The process that uses a store for its node: `python -m kvbridge.tier.stores.process`. Started by `supervisor` only.
 
-Owns: the store, the mapped pools, the threads that wait for the store, how long all of it lives: no longer than its node, and than
-their pipes. Must not know: why pages are put or wanted.
-
 A store's calls may take a minute and more, and go on moving bytes when they have been given up. So they happen here: the end of
 this process is the proof that none of its pages is read or written any more.
 """
@@ -29,7 +26,7 @@ from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.pool.memory.sharing import MappedRegions
 from kvbridge.telemetry.logs import configure_logs
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.stores.base import REMEDIES, Answer, ObjectStore, Remedy, Verb
+from kvbridge.tier.stores.base import BAD, Answer, ObjectStore, Verb
 from kvbridge.tier.stores.messages import (
     LENGTH,
     NODE_TO_STORE,
@@ -153,7 +150,7 @@ class _Serving:
 
     def _tell_refused(self, order: StoreOrder, keys: Keys, answer: Answer) -> None:
         """Write a line when objects were dropped since they are not what was stored under their names."""
-        bad = [at for at, outcome in enumerate(answer.outcomes) if REMEDIES[outcome] is Remedy.REPLACE]
+        bad = [at for at, outcome in enumerate(answer.outcomes) if outcome in BAD]
         if bad:
             name, outcome = object_name(self.store.forms[order.form], keys[bad[0]]), answer.outcomes[bad[0]]
             log.warning("store_objects_refused", objects=len(bad), first=name, outcome=outcome.value)

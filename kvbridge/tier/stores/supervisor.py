@@ -1,8 +1,4 @@
-"""Keeps the process that uses a store running, and says when one has ended.
-
-Owns: the process, its pipes, when it is started again, the proof of its end. Must not know: what orders are about, who waits for
-them.
-"""
+"""Keeps the process that uses a store running, and says when one has ended."""
 
 from __future__ import annotations
 
@@ -64,15 +60,15 @@ class StoreProcess:
         """Why the present process ends, as far as that is known."""
         self._closing = False
         self.starts = 0
-        """How often one was started, or could not be."""
+        """Number of times that one was started, or could not be."""
         self.capabilities: Capabilities | None = None
-        """Of the store, while the process takes orders."""
+        """Those of the store, while the process takes orders."""
         self.why_not = "the store process has not been started"
         """Why it takes none, else."""
 
     @property
     def pid(self) -> int:
-        """Of the process that runs, else 0."""
+        """Process id of the one that runs, else 0."""
         return 0 if self._process is None else self._process.pid
 
     def start(self) -> None:

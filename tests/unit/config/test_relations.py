@@ -65,17 +65,15 @@ ON_HOST = {"pools.host.pages": 8}
 REFUSED_DECODE = [
     ({**ON_HOST, "control.bind": "tcp://10.0.0.1:5"}, "control: bind: of no use on a decode node"),
     ({**ON_HOST, "control.bind": "tcp://127.0.0.1:0", "control.advertise": ""}, "advertise and bind: of no use"),
-    ({**ON_HOST, "integrity.verify_on_hit": True}, "verify_on_hit is set but this node keeps no prefix"),
     (
         {
             **ON_HOST,
             "tier.enabled": True,
             "tier.model_name": "m",
             "tier.model_revision": "1",
-            "tier.host": {"pages": 1},
-            "integrity.verify_on_hit": True,
+            "tier.host": {"pages": 1, "layout": "page_first_direct", "backend": "kernel"},
         },
-        "verify_on_hit and tier.host are both set",
+        "page_first_direct asks for backend direct",
     ),
     ({"pools.host": {}}, "host pool without pages"),
     ({"pools.host": {"pages": 1, "size_bytes": 1}}, "keep one"),

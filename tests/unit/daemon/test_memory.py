@@ -15,7 +15,7 @@ from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.wire.shared_memory import DeviceAllocationRequest
 from kvbridge.daemon.kept_pools import Restored
 from kvbridge.daemon.memory import NodeMemory, plan_memory, require_memory_directory
-from kvbridge.tier.journal import KeptHeader
+from kvbridge.daemon.twin_journal import KeptHeader
 
 TINY = preset("tiny-v4")
 PAGES = {"full": 8, "swa": 4, "request": 2}
@@ -59,6 +59,7 @@ def test_a_node_starts_without_kept_pools_where_something_else_has_a_name_of_the
         model_identity=ModelIdentity(name="m", revision="1"),
         ranks=(),
         layout="l",
+        page_counts={},
         files=(),
     )
     memory.keep(config, "kvbridge-0123456789ab-", header)

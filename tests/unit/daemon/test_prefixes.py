@@ -69,7 +69,7 @@ def test_the_end_of_a_worker_takes_all_prefixes_when_it_had_made_device_memory(t
     cache.let_go(owner)
     node.book.free(owner)
     node.worker_gone(Rank(pp=0, tp=tp), "a test")
-    assert cache.pages() == (0, left)
+    assert (cache.index.device.pinned, len(cache.index.device)) == (0, left)
     assert [node.book.counts()[space][PageState.CACHED] for space in (FULL, HOST)] == [left, left]
     cache.check_integrity()
 

@@ -114,7 +114,7 @@ def test_a_room_reads_what_is_cached_and_has_its_own_pages_behind_it(bench, over
 def test_a_prompt_that_is_wholly_held_needs_no_page_of_its_own_that_grows(bench):
     bench.warm(2 * PAGE)
     room = bench.room(2 * PAGE)
-    assert (room.prefix_tokens, room.pages_in_place) == (2 * PAGE, 2)
+    assert room.prefix_tokens == 2 * PAGE
     assert [len(bench.pages.own_tables(room)[space]) for space in (FULL, HOST)] == [0, 0]
     bench.pages.lease(room)
     bench.pages.hold(room)
@@ -181,7 +181,7 @@ def test_decode_loads_what_is_on_the_host_only_into_the_first_of_a_room_s_own_pa
     twins = bench.only_on_host(3)
     bench.warm(PAGE)
     room = bench.room(4 * PAGE, more=PAGE)
-    assert (room.prefix_tokens, room.pages_in_place, room.shared_pages) == (3 * PAGE, 1, {FULL: 1, HOST: 3})
+    assert (room.prefix_tokens, room.shared_pages) == (3 * PAGE, {FULL: 1, HOST: 3})
     assert room.load.first_page == 1
     own, found = room.load.moves[FULL]
     assert (own.tolist(), found.tolist()) == (room.tables[FULL].ids[1:3].tolist(), twins[1:])
@@ -191,29 +191,9 @@ def test_decode_loads_what_is_on_the_host_only_into_the_first_of_a_room_s_own_pa
     assert (bench.pages.restored(room), room.load, bench.pages.restored(room)) == (2, None, 0)
     assert bench.pages.keep(room, room.keys) == 1
     again = bench.room(5 * PAGE)
-    assert (again.load, again.pages_in_place) == (None, 4)
+    assert again.load is None
     assert np.array_equal(again.tables[FULL].ids[:4], room.tables[FULL].ids[:4])
     for one in (room, again):
         bench.pages.give_back(one)
     bench.cache.check_integrity()
     assert bench.book.available_pages() == POOL | dict.fromkeys(TWINS.values(), 8)
-
-
-@pytest.mark.parametrize("left", [0, 1, 2, 3])
-def test_a_room_that_gives_up_what_was_dropped_has_a_page_in_each_place_and_loads_the_rest(left):
-    bench = Bench(twins=8)
-    bench.warm(4 * PAGE)
-    bench.only_on_host(4)
-    bench.warm(2 * PAGE)
-    room = bench.room(5 * PAGE)
-    assert (room.shared_pages, room.load.first_page) == ({FULL: 2, HOST: 4}, 2)
-    bench.cache.drop_page(room.keys.in_namespace(""), left)
-    bench.pages.give_up_prefix(room, left)
-    assert (room.prefix_tokens, room.shared_pages) == (left * PAGE, {FULL: min(left, 2), HOST: left})
-    assert (room.load is None) is (left < 3)
-    for space in (FULL, HOST):
-        ids = room.tables[space].ids.tolist()
-        assert (len(ids), len(set(ids))) == (5, 5)
-        assert sorted(ids[room.shared_pages[space] :]) == sorted(bench.book.pages(room.owner)[space].tolist())
-    bench.pages.give_back(room)
-    bench.cache.check_integrity()

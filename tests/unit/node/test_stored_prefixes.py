@@ -138,7 +138,7 @@ async def test_a_checkpoint_behind_more_pages_than_fit_leaves_none_away():
     for _ in range(5):
         assert await bench.prefetch(long) == 0
     assert await bench.prefetch(short) == 6
-    assert bench.cache.looks.restorable(short) == 6
+    assert bench.cache.restorable(short) == 6
 
 
 @pytest.mark.asyncio

@@ -12,7 +12,6 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.events import (
-    CachedPagesDiffer,
     EngineAttached,
     Fact,
     FrameRefused,
@@ -48,9 +47,6 @@ from tests.helpers.manual_clock import ManualClock
 
 R0, R1 = Rank(pp=0, tp=0), Rank(pp=0, tp=1)
 ROOM = {"room": 1, "generation": 2, "peer": "dddd"}
-CHANGED = CachedPagesDiffer(
-    **ROOM, pages={ComponentKind.C4_KV: 3}, first=("page 2 of the prompt, key 0a: c4_kv",), dropped=5, readers=(7,)
-)
 AMOUNTS = {ComponentKind.C4_KV: Amount(lane_rows=1, bytes=584, operations=2)}
 
 
@@ -185,7 +181,6 @@ def test_facts_count_in_their_metric(counted: Counted, fact: Fact, name: str, la
             PagesDiffer(**ROOM, component=ComponentKind.C4_KV, pages=2),
             b'kvbridge_digest_mismatches_total{component="c4_kv"} 2.0\n',
         ),
-        (CHANGED, b'kvbridge_prefix_mismatches_total{component="c4_kv"} 3.0\n'),
         (SparseDecoded(**ROOM, rows={"hit": 7, "loaded": 3}), b'kvbridge_sparse_rows_total{outcome="loaded"} 3.0\n'),
     ],
 )
@@ -247,16 +242,11 @@ def test_the_log_has_a_line_for_each_room_that_ended_and_says_why_it_failed() ->
     ]
 
 
-def test_the_log_names_cached_pages_that_changed_and_who_reads_them() -> None:
+def test_the_log_says_how_many_pages_were_dropped() -> None:
     logged = Logged()
     with capture_logs() as lines:
-        logged.events.emit(CHANGED)
         logged.events.emit(PrefixesDropped(pages=12, read=3))
-    about = {**ROOM, "peer_name": "decode-0/node-0", "pages": {"c4_kv": 3}, "first": CHANGED.first}
-    assert lines == [
-        {"event": "cached_pages_differ", "log_level": "error", **about, "dropped_pages": 5, "read_by_rooms": (7,)},
-        {"event": "prefixes_dropped", "log_level": "info", "pages": 12, "read_pages": 3},
-    ]
+    assert lines == [{"event": "prefixes_dropped", "log_level": "info", "pages": 12, "read_pages": 3}]
 
 
 @pytest.mark.parametrize(

@@ -144,16 +144,6 @@ def test_write_back_goes_ahead_of_need_oldest_first(make):
     assert [bench.on_host(name, 4) for name in "abc"] == [4, 4, 0]
 
 
-def test_write_back_leaves_a_device_with_room_alone(make):
-    bench = make(device=16, policy=BACK, low_share=0.25)
-    bench.room("a", 12)
-    bench.settle()
-    assert bench.twins == 0
-    bench.room("b", 1)
-    bench.settle()
-    assert bench.twins > 0
-
-
 @pytest.mark.parametrize("policy", list(BackupPolicy))
 def test_no_admission_waits_for_a_backup(make, policy):
     bench = make(device=8, policy=policy, low_share=1.0)
@@ -165,17 +155,6 @@ def test_no_admission_waits_for_a_backup(make, policy):
     if backups:
         bench.controller.ended(backups, done=True)
         assert bench.on_host("a", 4) == 4
-
-
-def test_a_room_evicts_what_is_on_the_host_as_well_and_the_record_stays(make):
-    bench = make(device=8, policy=THROUGH)
-    bench.room("a", 6)
-    bench.settle()
-    bench.room("b", 6)
-    bench.settle()
-    assert bench.cache.known(keys("a", 6)) == 6, "on the host"
-    assert bench.cache.known(keys("b", 6)) == 6
-    assert bench.twins == 12
 
 
 def test_an_order_merges_what_several_prompts_need_up_to_its_limit(make):
@@ -248,46 +227,6 @@ def test_a_full_host_gives_what_nobody_reads_and_refuses_what_does_not_fit(make)
     assert bench.cache.known(keys("c", 6)) == 6
 
 
-def test_what_is_forgotten_meanwhile_is_not_copied(make):
-    bench = make(policy=THROUGH)
-    bench.room("a", 4)
-    bench.cache.drop()
-    assert bench.order() == 0
-    assert bench.controller.waiting == 0
-
-
-def test_what_is_forgotten_while_it_is_copied_leaves_nothing(make):
-    bench = make(policy=THROUGH)
-    bench.room("a", 4)
-    backups = bench.begin()
-    bench.cache.drop()
-    bench.controller.ended(backups, done=True)
-    assert bench.book.counts()[TWIN][PageState.FREE] == 32
-    assert bench.book.counts()[FULL][PageState.FREE] == 16
-
-
-def test_numbers_of_records_are_used_again_and_the_queue_does_not_mind(make):
-    bench = make(device=4, policy=THROUGH)
-    bench.room("a", 4)
-    bench.room("b", 4)  # evicts 'a', whose records 'b' has now
-    bench.room("c", 2)
-    bench.settle()
-    assert bench.on_host("c", 2) == 2
-    assert bench.controller.waiting == 0
-
-
-def test_device_memory_that_dies_leaves_what_is_on_the_host(make):
-    bench = make(policy=THROUGH)
-    bench.room("a", 3)
-    bench.settle()
-    bench.room("a", 5)
-    bench.cache.lose_device()
-    assert bench.cache.known(keys("a", 5)) == 3
-    assert bench.book.counts()[FULL][PageState.FREE] == 16
-    bench.settle()
-    assert bench.on_host("a", 5) == 3
-
-
 def test_only_so_many_prompts_wait(make, monkeypatch):
     monkeypatch.setattr(backup_controller, "MOST_WAITING", 2)
     bench = make(policy=THROUGH)
@@ -296,39 +235,6 @@ def test_only_so_many_prompts_wait(make, monkeypatch):
     assert bench.controller.waiting == 2
     bench.settle()
     assert [bench.on_host(name, 2) for name in "abc"] == [0, 2, 2]
-
-
-def test_what_is_read_when_the_device_dies_stays_on_the_host_and_comes_back_when_it_is_let_go(make):
-    bench = make(policy=THROUGH)
-    bench.room("a", 4)
-    bench.settle()
-    reader, got = bench.admit("a", 6)
-    assert got.device_pages == 4
-    bench.cache.lose_device()
-    bench.cache.check_integrity()
-    assert bench.cache.known(keys("a", 6)) == 4
-    other, found = bench.admit("a", 4)
-    assert found.prefix_pages == 0, "what it would read on the device is lost"
-    assert bench.cache.keep(other, keys("a", 4), 0, {FULL: found.own[FULL]}) == 0
-    bench.end(other)
-    bench.cache.check_integrity()
-    assert bench.book.counts()[FULL][PageState.CACHED] == 4, "the first one still reads them"
-    bench.end(reader)
-    assert (bench.book.counts()[FULL][PageState.CACHED], bench.twins) == (0, 4)
-    bench.room("a", 5)
-    assert bench.cache.residency()[:3] == (1, 4, 0), "computed again; four of them were on the host"
-    bench.settle()
-    assert bench.on_host("a", 5) == 5
-
-
-def test_what_is_read_and_only_on_a_device_that_dies_is_gone_with_its_reader(make):
-    bench = make(policy=SELECTIVE, uses=9)
-    bench.room("a", 4)
-    reader, _ = bench.admit("a", 4)
-    assert bench.cache.lose_device() == (4, 4)
-    assert bench.cache.known(keys("a", 4)) == 0
-    bench.end(reader)
-    assert bench.book.counts()[FULL][PageState.FREE] == 16
 
 
 def test_what_does_not_fit_beside_what_is_on_its_way_waits_for_the_next_order(make):
@@ -340,21 +246,6 @@ def test_what_does_not_fit_beside_what_is_on_its_way_waits_for_the_next_order(ma
     assert (bench.controller.refused, bench.controller.waiting) == (0, 1)
     assert bench.order() == 2
     assert [bench.on_host(name, 4) for name in "ab"] == [2, 4]
-
-
-def test_a_page_that_is_lost_on_the_device_is_unknown_once_its_twin_is_evicted(make):
-    bench = make(host=4, policy=THROUGH)
-    bench.room("a", 2)
-    bench.settle()
-    reader, _ = bench.admit("a", 3)
-    bench.cache.lose_device()
-    assert bench.cache.known(keys("a", 2)) == 2
-    bench.room("b", 4)
-    bench.settle()
-    assert (bench.on_host("b", 4), bench.cache.known(keys("a", 2))) == (4, 0)
-    bench.cache.check_integrity()
-    bench.end(reader)
-    assert bench.book.counts()[FULL][PageState.CACHED] == 4
 
 
 def test_a_host_that_is_read_as_a_whole_costs_no_order_more_than_a_few_looks(make, monkeypatch):

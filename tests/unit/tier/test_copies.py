@@ -7,8 +7,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvbridge.config.pools import DeviceLayout, HostLayout
-from kvbridge.config.tier import CopyBackend
+from kvbridge.config.pools import DeviceLayout, HostLayout, HostPool
+from kvbridge.config.tier import CopyBackend, HostTier
 from kvbridge.core.errors import ConfigError, InvalidInputError, PageOutOfBoundsError, TransportError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
@@ -21,58 +21,40 @@ from kvbridge.kernels.page_copies import ReferencePageCopier
 from kvbridge.kernels.places import PageMemory, PagePair
 from kvbridge.pool.memory.layout import RankPart
 from kvbridge.tier import copy_backends
-from kvbridge.tier.copies import LEGAL, CopyMeans, Direction, TwinCopier, backup_shares, require_legal
+from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier, backup_shares, copy_backend
 from kvbridge.tier.copy_backends import joined, split_at_registrations
 from tests.helpers.fake_cuda import FakeEvent
-from tests.helpers.twin_pools import TwinPools, pages
+from tests.helpers.twin_pools import COMBINATIONS, TwinPools, pages
 
 TINY, GQA, V32 = preset("tiny-v4"), preset("tiny-gqa"), preset("deepseek-v3.2")
-COMBINATIONS = list(product(HostLayout, DeviceLayout, CopyBackend, Direction))
-LF, PF, PFD = HostLayout
+LF, PF = HostLayout
 DEVICE_LF, DEVICE_PF = DeviceLayout
 KERNEL, DIRECT = CopyBackend
 FULL, SWA = IndexSpace.FULL, IndexSpace.SWA
 
 
-def test_the_table_has_every_combination():
-    assert set(LEGAL) == set(COMBINATIONS)
+def test_the_copy_engines_copy_what_is_one_stretch_on_both_sides_and_the_kernel_all_else():
+    for host, device in product(HostLayout, DeviceLayout):
+        is_stretch = (host, device) == (PF, DEVICE_PF)
+        assert copy_backend(None, host=host, device=device) is (DIRECT if is_stretch else KERNEL)
+        assert copy_backend(KERNEL, host=host, device=device) is KERNEL
+        if is_stretch:
+            assert copy_backend(DIRECT, host=host, device=device) is DIRECT
+        else:
+            with pytest.raises(
+                ConfigError, match=f"tier.host.layout is {host} and pools.device_layout is {device}: the copy"
+            ):
+                copy_backend(DIRECT, host=host, device=device)
 
 
-@pytest.mark.parametrize(("host", "device", "backend", "direction"), [each for each in COMBINATIONS if LEGAL[each]])
-def test_each_illegal_combination_is_refused_with_its_reason_and_a_legal_one(host, device, backend, direction):
-    with pytest.raises(ConfigError) as refused:
-        require_legal(host, device, backend, direction)
-    told = str(refused.value)
-    assert LEGAL[host, device, backend, direction] in told
-    assert f"no {direction.value.replace('_', '-')} is possible" in told
-    changes = dict(part.split(": ") for part in told.rsplit("; set ", 1)[1].split(" and "))
-    instead = (
-        HostLayout(changes.get("tier.host.layout", host)),
-        DeviceLayout(changes.get("pools.device_layout", device)),
-        CopyBackend(changes.get("tier.host.backend", backend)),
-    )
-    assert LEGAL[*instead, direction] == ""
+def test_page_first_direct_is_page_first_by_the_copy_engines():
+    tier = HostTier.model_validate({"pages": 1, "layout": "page_first_direct"})
+    assert (tier.layout, tier.backend) == (PF, DIRECT)
+    assert HostPool.model_validate({"pages": 1, "layout": "page_first_direct"}).layout is PF
 
 
-@pytest.mark.parametrize(
-    ("asked", "change"),
-    [
-        ((LF, DEVICE_LF, DIRECT), "tier.host.backend: kernel"),
-        ((PF, DEVICE_LF, DIRECT), "pools.device_layout: page_first"),
-        ((PFD, DEVICE_LF, DIRECT), "pools.device_layout: page_first"),
-        ((LF, DEVICE_PF, DIRECT), "tier.host.layout: page_first"),
-        ((PFD, DEVICE_LF, KERNEL), "tier.host.layout: layer_first"),
-        ((PFD, DEVICE_PF, KERNEL), "tier.host.layout: layer_first"),
-    ],
-)
-def test_the_nearest_legal_choice(asked, change):
-    with pytest.raises(ConfigError, match=f"; set {change}$"):
-        require_legal(*asked, Direction.BACKUP)
-
-
-@pytest.mark.parametrize(("host", "device", "backend", "direction"), [each for each in COMBINATIONS if not LEGAL[each]])
-def test_each_legal_combination_copies_what_twins_keep(host, device, backend, direction):
-    require_legal(host, device, backend, direction)
+@pytest.mark.parametrize(("host", "device", "backend", "direction"), COMBINATIONS)
+def test_each_combination_copies_what_twins_keep(host, device, backend, direction):
     moves = {FULL: (pages(7, 0, 3, 4), pages(2, 9, 5, 6)), SWA: (pages(1, 4), pages(3, 0))}
     with TwinPools(TINY, layout=host, page_first=device is DEVICE_PF) as pools:
         expected = pools.expected(moves, direction)

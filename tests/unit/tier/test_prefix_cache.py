@@ -11,7 +11,6 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.policy import GreedyDual
 from kvbridge.tier.prefix_cache import PrefixCache
 from tests.helpers.manual_clock import ManualClock
 
@@ -59,28 +58,6 @@ def bench():
     bench = Bench()
     yield bench
     bench.cache.check_integrity()
-
-
-def test_the_next_turn_gets_what_the_last_one_left_and_only_the_rest_is_reserved(bench):
-    ids = bench.warm(A, "a", 5)
-    got = bench.admit(B, "a", 8, windows=2)
-    assert (got.prefix_pages, got.prefix[FULL].tolist()) == (5, ids)
-    assert (got.own[FULL].size, got.own[SWA].size) == (3, 2)
-    assert not set(got.own[FULL].tolist()) & set(ids)
-    assert bench.book.available_pages()[FULL] == PAGES - 8
-    assert bench.admit(C, "a", 8, at_most=2).prefix_pages == 2
-
-
-def test_of_two_that_computed_the_same_page_the_first_stays_and_both_go_on_with_their_own(bench):
-    first, second = bench.admit(A, "a", 4).own[FULL], bench.admit(B, "a", 6).own[FULL]
-    assert bench.keep(A, "a", 0, first) == 4
-    assert bench.keep(B, "a", 0, second) == 2
-    assert bench.book.pages(B)[FULL].tolist() == second[:4].tolist(), "it reads these, so they are not free yet"
-    assert bench.cached == 6
-    bench.end(A)
-    assert bench.book.available_pages()[FULL] == PAGES - 6 - 4, "B reads the path of its last two pages, too"
-    bench.end(B)
-    assert bench.admit(C, "a", 6).prefix[FULL].tolist() == first.tolist() + second[4:].tolist()
 
 
 def test_a_room_in_quarantine_keeps_its_own_pages_and_what_it_reads_and_nothing_else(bench):
@@ -132,17 +109,6 @@ def test_what_is_kept_follows_on_what_is_read_once(bench):
             gone()
 
 
-def test_of_keys_that_are_no_chain_what_is_one_is_kept_and_the_rest_stays_its_owners(bench):
-    ids = bench.admit(A, "a", 3).own[FULL]
-    chain = keys("a", 3)
-    assert bench.cache.keep(A, Keys.of([chain[0], chain[1], chain[0]]), 0, {FULL: ids}) == 2
-    assert (bench.cached, bench.cache.reads(A)) == (2, 2)
-    assert bench.book.pages(A)[FULL].tolist() == ids[2:].tolist()
-    assert bench.admit(B, "a", 3).prefix_pages == 2
-    for owner in (A, B):
-        bench.end(owner)
-
-
 def test_a_key_below_pages_of_others_denies_its_prompt_nothing_before_it(bench):
     """Once it was there, nothing of the prompt was found or kept any more."""
     ids = bench.admit(A, "x", 4).own[FULL]
@@ -155,28 +121,6 @@ def test_a_key_below_pages_of_others_denies_its_prompt_nothing_before_it(bench):
     for owner in (B, C):
         bench.end(owner)
     assert bench.book.available_pages()[FULL] == PAGES
-
-
-def test_what_is_dropped_is_found_by_nobody_and_free_when_its_last_reader_has_let_go(bench):
-    bench.warm(A, "a", 4)
-    bench.warm(A, "b", 4)
-    own = bench.admit(B, "a", 6).own[FULL]
-    assert bench.cache.drop() == (8, 4)
-    assert (bench.cached, bench.admit(C, "a", 4).prefix_pages) == (4, 0)
-    assert bench.keep(B, "a", 4, own) == 0, "what was before them is not known any more"
-    assert bench.book.pages(B)[FULL].tolist() == own.tolist()
-    bench.keep(C, "a", 0, bench.book.pages(C)[FULL])
-    assert bench.keep(B, "a", 4, own) == 0, "nor is it what this room reads"
-    bench.end(B)
-    assert bench.cached == 4
-    bench.end(C)
-
-
-def test_a_page_that_differs_goes_with_all_that_depends_on_it(bench):
-    bench.warm(A, "a", 6)
-    assert bench.cache.drop_page(keys("a", 6), 2) == (4, 0)
-    assert bench.cache.drop_page(keys("a", 6), 2) == (0, 0)
-    assert bench.admit(B, "a", 6).prefix_pages == 2
 
 
 def test_a_prefix_without_windows_at_its_end_is_of_no_use_to_prefill(bench):
@@ -233,7 +177,7 @@ def test_the_recount_finds_what_is_wrong_between_book_and_index(spoil):
     bench.admit(B, "a", 4)
     match spoil:
         case "a pin too many":
-            bench.cache._index.pin(bench.cache._index.match(keys("a", 2)))
+            bench.cache.index.pin(bench.cache.index.match(keys("a", 2)))
         case "a page of nobody":
             bench.book.reserve(C, {FULL: 1})
             bench.book.cache(C, bench.book.pages(C))
@@ -275,16 +219,3 @@ def test_a_checkpoint_that_went_alone_counts_as_evicted(bench):
     bench.admit(C, "c", 1, windows=4)
     assert bench.cache.known(keys("a", 2)) == 2
     assert bench.cache.kept_s() == bench.clock() - used_s
-
-
-def test_a_policy_that_goes_by_more_than_time_says_only_since_when_there_is_anything():
-    book, clock = PageBook({FULL: PAGES}), ManualClock()
-    cache = PrefixCache(book, PrefixIndex((FULL,), PAGES, policy=GreedyDual()), clock=clock)
-    for owner, name in ((A, "a"), (B, "b"), (C, "c")):
-        clock.advance(1.0)
-        ids = cache.admit(owner, keys(name, 8), lambda prefix: {FULL: 8 - prefix[FULL]}).own
-        cache.keep(owner, keys(name, 8), 0, ids)
-        cache.let_go(owner)
-        book.free(owner)
-    assert cache.claims.gone().total()
-    assert cache.kept_s() == 3.0

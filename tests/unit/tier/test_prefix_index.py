@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputError, NotFoundError
+from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
-from kvbridge.tier.policy import GreedyDual
 
 FULL, HOST, SWA = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.SWA
 FULL_TWIN = IndexSpace.FULL_TWIN
@@ -49,36 +48,6 @@ class Pool:
         assert (found[HOST] - 5000).tolist() == found[FULL].tolist()
         self.index.check_integrity()
         return found[FULL].tolist()
-
-
-@pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9])
-def test_the_longest_known_run_is_found(length):
-    pool = Pool()
-    pool.add("abcdefghi"[:length])
-    path = pool.match("abcdefghixyz")
-    assert pool.index.pages(path)[FULL].tolist() == list(range(length))
-    assert len(pool.match("abcdefghi", at_most=length - 1)) == length - 1
-    assert len(pool.match("xbc")) == len(pool.match("")) == len(pool.match("abc", at_most=0)) == 0
-
-
-def test_a_second_arrival_keeps_the_first():
-    pool = Pool()
-    first = pool.add("abc")
-    second = pool.add("abcde")
-    assert second.new.tolist() == second.records[3:].tolist()
-    assert second.records[:3].tolist() == first.records.tolist()
-    assert pool.index.pages(second.records)[FULL].tolist() == [0, 1, 2, 6, 7]
-    again = pool.add("abcde", start=2)
-    assert not len(again.new)
-    assert again.records.tolist() == second.records[2:].tolist()
-
-
-def test_no_page_comes_without_its_parent():
-    pool = Pool()
-    pool.add("ab")
-    with pytest.raises(NotFoundError, match="only 2 pages"):
-        pool.add("abcd", start=3)
-    assert pool.knows("ab")
 
 
 def test_keys_that_are_no_chain_share_nothing_wrong():
@@ -127,16 +96,6 @@ def test_each_key_needs_a_page_of_each_space(pages):
         Pool().index.insert(keys_of("ab"), 0, pages, now=1.0)
 
 
-def test_the_oldest_leaves_go_first_from_the_end():
-    pool = Pool()
-    pool.add("s" + "a" * 40)  # pages 0 to 40
-    pool.add("s" + "b" * 40)  # 41 is the second arrival of s, 42 to 81
-    assert pool.evict(3) == [40, 39, 38]
-    assert pool.knows("s" + "a" * 37, "s" + "b" * 40)
-    pool.index.touch(pool.match("s" + "a" * 37), now=10.0)
-    assert pool.evict(3) == [81, 80, 79]
-
-
 def test_of_the_oldest_fifth_neighbours_go_first():
     pool = Pool()
     for letter in "abcdefghij":
@@ -145,37 +104,6 @@ def test_of_the_oldest_fifth_neighbours_go_first():
     assert pool.evict(12) == list(range(39, 27, -1))  # a, c and the first of d are of one fifth
     assert pool.evict(12) == [*range(27, 19, -1), 9, 8, 7, 6]  # b has been used again
     assert pool.knows("a" * 6, "b" * 10, "e" * 10)
-
-
-def test_where_nothing_old_can_go_age_decides():
-    pool = Pool()
-    for letter in "abcdefghij":
-        pool.add(letter * 10)
-    oldest = [pool.match(letter * 10) for letter in "abc"]
-    for path in oldest:
-        pool.index.pin(path)
-    assert pool.evict(3) == [39, 38, 37]
-    for path in oldest:
-        pool.index.unpin(path)
-    assert pool.evict(2) == [19, 18]
-
-
-def test_what_is_pinned_stays_and_all_above_it():
-    pool = Pool()
-    pool.add("abcd")
-    pool.add("abxy")
-    path = pool.match("abc")
-    pool.index.pin(path)
-    assert pool.index.evictable()[FULL] == 3
-    with pytest.raises(CapacityError, match="by 1 of 'full'") as refused:
-        pool.index.evict({FULL: 4})
-    assert refused.value.lacking == {FULL: 1}
-    pool.evict(3)
-    assert pool.knows("abc")
-    assert not pool.knows("abx")
-    assert pool.index.unpin(path) == {}
-    pool.evict(3)
-    assert len(pool.index) == 0
 
 
 @pytest.mark.parametrize("pinned", ["a", "c", "j"])
@@ -210,40 +138,6 @@ def test_pins_go_down_paths_and_end_once():
     pool.index.check_integrity()
 
 
-def test_what_is_dropped_is_unreachable_at_once_and_comes_back_with_the_last_reader():
-    pool = Pool()
-    pool.add("abcd")
-    pool.add("abxy")
-    path = pool.match("abc")
-    pool.index.pin(path)
-    pool.index.pin(path)
-    free = pool.index.drop(path[1:2])
-    assert sorted(free[FULL].tolist()) == [3, 6, 7]  # d, x and y
-    assert len(pool.match("abcd")) == 1
-    pool.add("abcd", start=1)
-    assert pool.knows("abcd")
-    assert pool.index.unpin(path) == {}
-    assert sorted(pool.index.unpin(path)[FULL].tolist()) == [1, 2]
-    assert pool.knows("abcd")
-    everything = pool.index.drop()
-    assert len(everything[FULL]) == 4
-    assert len(pool.index) == 0
-    pool.index.check_integrity()
-
-
-def test_digests_stay_with_their_page():
-    pool = Pool(digest_words=2)
-    digests = np.arange(6, dtype=np.uint32).reshape(3, 2)
-    pool.add("abc", digests=digests)
-    pool.add("abcd", start=3)
-    pool.add("abc", digests=digests + 100)
-    values, known = pool.index.digests(pool.match("abcd"))
-    assert values.tolist() == [[0, 1], [2, 3], [4, 5], [0, 0]]
-    assert known.tolist() == [True, True, True, False]
-    with pytest.raises(InvalidInputError, match="2 words"):
-        pool.add("q", digests=np.zeros((1, 3), np.uint32))
-
-
 class TestCheckpoints:
     @pytest.fixture
     def pool(self) -> Pool:
@@ -256,20 +150,13 @@ class TestCheckpoints:
             )
         return pool
 
-    def test_the_first_stays(self, pool):
-        assert not pool.index.device.set_checkpoint(int(pool.match("ab")[-1]), np.array([9], np.int32))
-        assert pool.index.device.checkpoint(int(pool.match("ab")[-1])).tolist() == [0, 1]
-        assert pool.index.device.checkpointed(pool.match("abc")).tolist() == [False, True, True]
-        with pytest.raises(NotFoundError):
-            pool.index.device.checkpoint(int(pool.match("a")[-1]))
-
     def test_they_go_alone_before_pages_do_the_oldest_first(self, pool):
         path = pool.match("ab")
         pool.index.pin(path)
         pool.index.device.pin_checkpoint(int(path[-1]))
         assert pool.index.evictable()[SWA] == 4
         assert pool.index.evict({SWA: 1})[SWA].tolist() == [2, 3]
-        pool.index.device.unpin_checkpoint(int(path[-1]))
+        pool.index.device.checkpoints.unpin(int(path[-1]))
         pool.index.unpin(path)
         found = pool.index.evict({SWA: 3})
         assert found[SWA].tolist() == [4, 5, 0, 1]  # that which was read is the younger one
@@ -277,13 +164,6 @@ class TestCheckpoints:
         assert pool.knows("abc", "abx")
         with pytest.raises(CapacityError, match="'swa'"):
             pool.index.evict({SWA: 1})
-
-    def test_they_go_with_their_page(self, pool):
-        found = pool.index.evict({FULL: 1})
-        assert found[SWA].tolist() == [2, 3]
-        assert pool.index.evictable() == {FULL: 3, HOST: 3, SWA: 4}
-        assert len(pool.index.drop()[SWA]) == 4
-        pool.index.check_integrity()
 
     def test_who_restores_pins_the_page_too_and_for_longer(self, pool):
         path = pool.match("abc")
@@ -293,9 +173,9 @@ class TestCheckpoints:
         pool.index.device.pin_checkpoint(int(path[-1]))
         with pytest.raises(IntegrityError, match="still pins its checkpoint"):
             pool.index.unpin(path)
-        pool.index.device.unpin_checkpoint(int(path[-1]))
+        pool.index.device.checkpoints.unpin(int(path[-1]))
         with pytest.raises(IntegrityError, match="more often"):
-            pool.index.device.unpin_checkpoint(int(path[-1]))
+            pool.index.device.checkpoints.unpin(int(path[-1]))
         pool.index.unpin(path)
         pool.index.check_integrity()
 
@@ -306,22 +186,8 @@ def test_candidates_that_are_outdated_do_not_pile_up():
     path = pool.match("abc")
     for now in range(5000):
         pool.index.touch(path, now=10.0 + now)
-    assert len(pool.index.device._victims._candidates) < 1100
+    assert len(pool.index.device.victims._candidates) < 1100
     assert pool.evict(3) == [2, 1, 0]
-
-
-def test_greedy_dual_keeps_what_is_short_or_shared():
-    pool = Pool(policy=GreedyDual())
-    pool.add("ab")
-    pool.add("x" * 100)
-    pool.add("cd")
-    pool.add("cd")
-    assert pool.evict(60)[-1] >= 2
-    pool.evict(40)
-    assert pool.knows("ab", "cd")
-    pool.evict(2)
-    assert pool.knows("cd")
-    assert not pool.knows("ab")
 
 
 @pytest.mark.parametrize("spaces", [[], [FULL, FULL], [FULL, SWA]])
@@ -334,10 +200,6 @@ def test_more_pages_than_there_are_is_a_defect():
     pool = Pool(capacity=3)
     with pytest.raises(IntegrityError, match="of 3 that there are"):
         pool.add("abcd")
-    assert (
-        repr(pool.index)
-        == "<prefix index: 0 of 3 records, 0 unreachable; <0 records in full, host: 0 pinned, 0 checkpoints>>"
-    )
 
 
 def test_pages_that_leave_the_host_are_counted_by_whether_they_were_of_use_there():

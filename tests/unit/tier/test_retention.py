@@ -11,7 +11,6 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.policy import POLICIES
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.retention import Claim, Retentions
 from tests.helpers.manual_clock import ManualClock
@@ -29,10 +28,10 @@ def claim(priority: int, for_s: float = 30.0, namespace: str = "acme") -> Claim:
 
 
 class Bench:
-    def __init__(self, policy: str = "lru", share: float = 0.5) -> None:
+    def __init__(self, share: float = 0.5) -> None:
         self.book = PageBook({FULL: PAGES, SWA: 4})
         self.clock = ManualClock()
-        index = PrefixIndex((FULL,), PAGES, policy=POLICIES[policy](), retained_share=share)
+        index = PrefixIndex((FULL,), PAGES, retained_share=share)
         self.cache = PrefixCache(self.book, index, clock=self.clock)
         self.rooms = 0
 
@@ -61,9 +60,9 @@ class Bench:
         return self.cache.known(keys(name, PAGES))
 
 
-@pytest.fixture(params=["lru", "greedy_dual"])
-def bench(request):
-    bench = Bench(request.param)
+@pytest.fixture
+def bench():
+    bench = Bench()
     yield bench
     bench.cache.check_integrity()
 
@@ -75,23 +74,7 @@ def test_retained_pages_go_after_others_that_were_used_later(bench):
         bench.warm(name, 4)
     bench.need(8)
     assert (bench.known("agent"), bench.known("x"), bench.known("y")) == (4, 0, 0)
-    assert bench.cache.claims.gone() == {Evicted.SPACE: 8}
-
-
-def test_a_higher_priority_stays_longer(bench):
-    bench.warm("high", 3, claim(3))
-    bench.clock.advance(1.0)
-    bench.warm("low", 3, claim(1))
-    bench.need(9)
-    assert (bench.known("high"), bench.known("low")) == (3, 0)
-
-
-def test_when_nothing_else_is_left_they_go_too(bench):
-    bench.warm("agent", 6, claim(3, 86_400))
-    bench.need(PAGES)
-    assert bench.known("agent") == 0
-    assert bench.cache.claims.gone() == {Evicted.RETAINED: 6}
-    assert not bench.cache.claims.retained()
+    assert bench.cache.gone() == {Evicted.SPACE: 8}
 
 
 def test_when_its_time_is_over_they_are_like_any_others():
@@ -100,10 +83,10 @@ def test_when_its_time_is_over_they_are_like_any_others():
     bench.clock.advance(20.0)
     bench.warm("x", 4)
     bench.clock.advance(11.5)
-    assert not bench.cache.claims.retained()
+    assert not bench.cache.retained()
     bench.need(8)
     assert (bench.known("agent"), bench.known("x")) == (0, 4)
-    assert bench.cache.claims.gone() == {Evicted.RETENTION_ENDED: 4}
+    assert bench.cache.gone() == {Evicted.RETENTION_ENDED: 4}
 
 
 def test_the_priority_falls_in_equal_steps(bench):
@@ -122,9 +105,9 @@ def test_its_time_begins_with_the_last_use_which_is_the_end_of_a_request(bench):
     bench.clock.advance(100.0)
     bench.cache.let_go(owner)
     bench.clock.advance(29.0)
-    assert bench.cache.claims.retained() == {"acme": 4}
+    assert bench.cache.retained() == {"acme": 4}
     bench.clock.advance(2.5)
-    assert not bench.cache.claims.retained()
+    assert not bench.cache.retained()
 
 
 def test_a_use_with_less_takes_nothing_away_and_lasts_when_the_other_is_over(bench):
@@ -135,7 +118,7 @@ def test_a_use_with_less_takes_nothing_away_and_lasts_when_the_other_is_over(ben
     bench.need(10)
     assert (bench.known("agent"), bench.known("low")) == (2, 0)
     bench.clock.advance(10.0)
-    assert bench.cache.claims.retained() == {"acme": 2}
+    assert bench.cache.retained() == {"acme": 2}
 
 
 def test_a_namespace_has_its_share_and_no_more():
@@ -143,14 +126,14 @@ def test_a_namespace_has_its_share_and_no_more():
     bench.warm("a", 3, claim(1))
     bench.warm("b", 2, claim(3))
     bench.warm("c", 2, claim(1, namespace="globex"))
-    assert bench.cache.claims.retained() == {"acme": 3, "globex": 2}
-    assert bench.cache.claims.refused == 1
+    assert bench.cache.retained() == {"acme": 3, "globex": 2}
+    assert bench.cache.retention_refused == 1
     bench.need(7)
     assert [bench.known(name) for name in "abc"] == [3, 0, 2]
     bench.clock.advance(31.5)  # what was retained has lapsed, so there is place again
     bench.warm("d", 3, claim(3))
-    assert bench.cache.claims.retained() == {"acme": 3}
-    assert bench.cache.claims.refused == 1
+    assert bench.cache.retained() == {"acme": 3}
+    assert bench.cache.retention_refused == 1
     bench.cache.check_integrity()
 
 
@@ -160,33 +143,19 @@ def test_any_number_of_namespaces_retain_no_more_than_half_of_the_pages_or_one_s
     bench = Bench(share=share)
     for number in range(PAGES // 3):
         bench.warm(f"prompt {number}", 3, claim(3, namespace=f"tenant {number}"))
-    assert sum(bench.cache.claims.retained().values()) == together
-    assert bench.cache.claims.refused == (PAGES - together) // 3
+    assert sum(bench.cache.retained().values()) == together
+    assert bench.cache.retention_refused == (PAGES - together) // 3
     bench.cache.check_integrity()
     bench.clock.advance(31.5)
     bench.warm("again", 3, claim(3, namespace="late"))
-    assert bench.cache.claims.retained() == {"late": 3}
-
-
-def test_pages_that_are_retained_already_count_once():
-    bench = Bench(share=0.25)
-    for _ in range(3):
-        bench.warm("a", 3, claim(1))
-        bench.clock.advance(1.0)
-    assert (bench.cache.claims.retained(), bench.cache.claims.refused) == ({"acme": 3}, 0)
-
-
-def test_a_share_of_nothing_lets_no_retention_count():
-    bench = Bench(share=0.0)
-    bench.warm("a", 1, claim(3))
-    assert (bench.cache.claims.retained(), bench.cache.claims.refused) == ({}, 1)
+    assert bench.cache.retained() == {"late": 3}
 
 
 @pytest.mark.parametrize("nothing", [claim(0), claim(3, 0.0)])
 def test_no_priority_and_no_time_are_as_without(nothing):
     bench = Bench(share=0.0)
     bench.warm("a", 2, nothing)
-    assert (bench.cache.claims.retained(), bench.cache.claims.refused) == ({}, 0)
+    assert (bench.cache.retained(), bench.cache.retention_refused) == ({}, 0)
 
 
 def test_the_checkpoint_of_a_retained_prompt_goes_after_others():
@@ -205,11 +174,11 @@ def test_the_checkpoint_of_a_retained_prompt_goes_after_others():
 def test_what_is_dropped_is_counted_by_why_and_its_place_in_the_share_comes_back():
     bench = Bench(share=0.5)
     bench.warm("a", 6, claim(1))
-    bench.cache.drop_page(keys("a", 6), 4)
-    assert (bench.cache.claims.gone(), bench.cache.claims.retained()) == ({Evicted.INTEGRITY: 2}, {"acme": 4})
+    bench.cache.drop(Evicted.INTEGRITY, bench.cache.index.match(keys("a", 6))[4 : 4 + 1])
+    assert (bench.cache.gone(), bench.cache.retained()) == ({Evicted.INTEGRITY: 2}, {"acme": 4})
     bench.cache.drop(Evicted.MEMORY_LOST)
-    assert bench.cache.claims.gone() == {Evicted.INTEGRITY: 2, Evicted.MEMORY_LOST: 4}
-    assert not bench.cache.claims.retained()
+    assert bench.cache.gone() == {Evicted.INTEGRITY: 2, Evicted.MEMORY_LOST: 4}
+    assert not bench.cache.retained()
     bench.cache.check_integrity()
 
 
@@ -231,3 +200,10 @@ def test_numbers_of_namespaces_are_used_again():
     assert (len(found), found.by_namespace) == (0, {})
     assert found._number.max() == 0
     found.check_integrity()
+
+
+def test_retained_records_are_looked_at_once_a_second():
+    found = Retentions(8, share=1.0)
+    for record, for_s in ((0, 1.0), (1, 0.25)):
+        assert found.retain(np.array([record], dtype=np.int32), 1.0, claim(1, for_s))
+    assert [found.decay(now).tolist() for now in (1.0, 1.5, 2.0)] == [[], [], [0, 1]]

@@ -244,14 +244,6 @@ def test_while_the_breaker_is_open_or_there_is_no_process_nothing_is_sent():
 
 
 @in_loop
-def test_a_full_store_is_asked_on():
-    case = Case()
-    case.put(new_keys(2))
-    case.report(Outcome.FULL, STORED)
-    assert case.state is BreakerState.CLOSED
-
-
-@in_loop
 def test_what_can_never_work_is_no_order():
     case = Case()
     with pytest.raises(InvalidInputError):

@@ -8,6 +8,7 @@ import pytest
 
 from kvbridge.core.errors import CapacityError, ConflictError, NotFoundError
 from kvbridge.core.ids import IndexSpace
+from kvbridge.core.prefixes import Evicted
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.tier.index import PrefixIndex
@@ -169,37 +170,10 @@ def test_only_what_was_used_often_enough_is_backed_up(bench):
     bench.twins.end_backup(backup, done=True)
 
 
-def test_a_host_that_is_full_refuses_a_backup_and_one_of_what_nobody_reads_makes_place(bench):
-    bench.warm("a", 8)
-    assert bench.back_up("a", 8) == 8
-    reader, _ = bench.admit("a", 8)
-    bench.cache.let_go(reader)
-    bench.book.free(reader)
-    bench.push_out()
-    bench.warm("b", 8)
-    assert bench.back_up("b", 8) == 8
-    bench.push_out()
-    assert (bench.where("a", 8), bench.where("b", 8)) == ((0, 8), (0, 8))
-    reader, _ = bench.admit("b", 8, at_most=8)
-    bench.end(reader)
-    bench.warm("c", 3)
-    assert bench.back_up("c", 3) == 3
-    assert (bench.where("a", 8), bench.where("b", 8)) == ((0, 5), (0, 8)), "what was used longest ago went"
-    assert bench.cache.claims.gone().total() == 3
-    held = Owner(NO_ROOM, 99)
-    bench.book.reserve(held, {FULL_TWIN: 16})
-    bench.warm("d", 2)
-    before = bench.book.counts()
-    with pytest.raises(CapacityError, match="'full_twin' lacks 2 pages"):
-        bench.start("d", 2)
-    assert bench.book.counts() == before
-    bench.book.free(held)
-
-
 def test_what_is_dropped_during_its_backup_does_not_come_to_the_host(bench):
     bench.warm("a", 5)
     backup = bench.start("a", 5)
-    bench.cache.drop_page(keys("a", 5), 2)
+    bench.cache.drop(Evicted.INTEGRITY, bench.cache.index.match(keys("a", 5))[2 : 2 + 1])
     assert bench.book.counts()[FULL][CACHED] == 5, "it is being copied"
     assert bench.twins.end_backup(backup, done=True) == 2
     assert bench.where("a", 5) == (2, 2)
@@ -217,17 +191,6 @@ def test_pages_that_came_from_elsewhere_during_a_backup_stay_and_its_own_are_fre
     assert bench.book.counts()[FULL_TWIN] == bench.book.counts()[FULL_TWIN] | {CACHED: 5, LEASED: 0, HELD: 0}
 
 
-def test_pages_from_elsewhere_need_those_before_them_on_the_host(bench):
-    bench.warm("a", 3)
-    assert bench.fetch("a", 5, start=3) == []
-    assert bench.where("a", 5) == (3, 0)
-    ids = bench.fetch("a", 5)
-    assert bench.where("a", 5) == (3, 5)
-    owner, got = bench.admit("a", 6)
-    assert (got.device_pages, got.prefix_pages, got.twins[FULL_TWIN].tolist()) == (3, 5, ids[3:])
-    bench.end(owner)
-
-
 def test_pages_from_elsewhere_are_kept_only_when_they_are_the_owners_and_held(bench):
     owner, other = Owner(NO_ROOM, 90), Owner(NO_ROOM, 91)
     ids = bench.book.reserve(owner, {FULL_TWIN: 2}, state=LEASED)[FULL_TWIN]
@@ -237,37 +200,6 @@ def test_pages_from_elsewhere_are_kept_only_when_they_are_the_owners_and_held(be
             bench.twins.insert(whose, keys("a", 2), 0, {FULL_TWIN: ids})
     assert bench.where("a", 2) == (0, 0)
     bench.cache.check_integrity()
-
-
-def test_two_that_load_the_same_prefix_share_the_first_and_the_second_goes_on_with_its_own(bench):
-    bench.warm("a", 3)
-    bench.back_up("a", 3)
-    bench.push_out()
-    (first, got), (second, later) = bench.admit("a", 3), bench.admit("a", 4)
-    assert bench.cache.restored(first, 0, {FULL: got.own[FULL]}) == 3
-    assert bench.cache.restored(second, 0, {FULL: later.own[FULL][:3]}) == 0
-    assert bench.book.pages(second)[FULL].tolist() == later.own[FULL].tolist()
-    assert bench.cache.keep(second, keys("a", 4), 3, {FULL: later.own[FULL][3:]}) == 1
-    bench.end(first)
-    bench.end(second)
-    assert bench.where("a", 4) == (4, 3)
-
-
-def test_what_goes_on_behind_pages_that_are_not_on_the_device_yet_is_kept_later(bench):
-    bench.warm("a", 3)
-    bench.back_up("a", 3)
-    bench.push_out()
-    owner, got = bench.admit("a", 5)
-    rest = {FULL: got.own[FULL][3:]}
-    assert bench.cache.keep(owner, keys("a", 5), 3, rest) == 0
-    assert bench.cache.reads(owner) == 3
-    other, loaded = bench.admit("a", 3)
-    bench.cache.restored(other, 0, {FULL: loaded.own[FULL]})
-    bench.end(other)
-    assert bench.cache.keep(owner, keys("a", 5), 3, rest) == 2, "somebody else has loaded what is before it"
-    assert bench.cache.restored(owner, 0, {FULL: got.own[FULL][:3]}) == 0
-    bench.end(owner)
-    assert bench.where("a", 5) == (5, 3)
 
 
 def test_what_is_restored_must_be_held_and_go_on_from_what_is_read(bench):
@@ -348,15 +280,6 @@ def test_a_backup_without_twins_of_checkpoints_leaves_them():
     assert list(bench.start("a", 3).moves) == [FULL]
 
 
-def test_a_request_that_fits_only_without_the_checkpoint_of_its_prefix_is_admitted_without_both(bench):
-    bench.warm("a", 3, checkpoint=True)
-    bench.back_up("a", 3)
-    bench.push_out()
-    owner, got = bench.admit("a", 3, windows=4, from_checkpoint=True)
-    assert (got.prefix_pages, len(got.own[SWA]), len(got.own[FULL])) == (0, 4, 3)
-    bench.end(owner)
-
-
 def test_an_earlier_start_takes_pages_for_what_was_read_in_place_and_no_second_ones_for_what_was_to_be_loaded(bench):
     bench.warm("a", 2, checkpoint=True)
     bench.warm("a", 4, checkpoint=True)
@@ -373,38 +296,6 @@ def test_an_earlier_start_takes_pages_for_what_was_read_in_place_and_no_second_o
     none = bench.cache.shorten(owner, 0, from_checkpoint=True)
     assert (none.prefix_pages, none.twins, len(none.own[FULL]), len(none.checkpoint_own)) == (0, {}, 1, 0)
     assert bench.book.available_pages()[FULL_TWIN] == 16
-    bench.end(owner)
-
-
-def test_whole_records_go_when_their_home_is_short():
-    bench = Bench((FULL, HOST), host=10)
-    bench.warm("a", 5)
-    bench.back_up("a", 5)
-    bench.push_out()
-    bench.warm("a", 2)
-    assert bench.where("a", 5) == (2, 5)
-    assert bench.book.available_pages()[HOST] == 10
-    other = Owner(77, 1)
-    bench.book.reserve(other, {HOST: 9})
-    bench.cache.check_integrity()
-    assert bench.where("a", 5) == (1, 1)
-    assert bench.book.counts()[FULL_TWIN][CACHED] == 1
-    owner, got = bench.admit("a", 1)
-    assert got.prefix[HOST].size == 1
-    bench.end(owner)
-    bench.book.free(other)
-
-
-def test_the_home_of_pages_that_are_read_anywhere_stays():
-    bench = Bench((FULL, HOST), host=10)
-    bench.warm("a", 5)
-    bench.back_up("a", 5)
-    bench.push_out()
-    owner, got = bench.admit("a", 6)
-    assert (got.prefix[HOST].size, got.prefix[FULL].size, got.own[HOST].size, got.own[FULL].size) == (5, 0, 1, 6)
-    assert bench.book.available_pages()[HOST] == 4
-    with pytest.raises(CapacityError):
-        bench.book.reserve(Owner(77, 1), {HOST: 5})
     bench.end(owner)
 
 
@@ -450,7 +341,7 @@ def test_watchers_hear_what_is_kept_and_used_and_what_the_host_has(bench):
     bench.warm("a", 3, checkpoint=True)
     bench.back_up("a", 3)
     bench.warm("a", 2)
-    bench.cache.drop_page(keys("a", 3), 1)
+    bench.cache.drop(Evicted.INTEGRITY, bench.cache.index.match(keys("a", 3))[1 : 1 + 1])
     assert heard == [
         ("kept", 3),
         "ending",

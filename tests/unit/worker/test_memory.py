@@ -20,7 +20,7 @@ from kvbridge.core.wire.worker_messages import Shutdown, WorkerClosed, WorkerHel
 from kvbridge.pool.memory.extent import Progress
 from kvbridge.pool.memory.host_registration import registered_ranges
 from kvbridge.pool.memory.layout import RankPart, device_placement, host_placement, twin_placement
-from kvbridge.pool.memory.mapped_pool import MappedPool
+from kvbridge.pool.memory.pools import MappedPool
 from kvbridge.pool.memory.sharing import MappedRegions
 from kvbridge.worker.lifecycle import serve_rank
 from kvbridge.worker.memory import WorkerMemory, bring_memory

@@ -33,23 +33,6 @@ def book():
     book.check_integrity()
 
 
-def test_a_room_goes_from_reserved_to_offered_to_committed_to_free(book):
-    pages = book.reserve(A, {FULL: 5, SWA: 2})
-    assert pages[FULL].tolist() == [0, 1, 2, 3, 4]
-    assert book.counts() == {
-        FULL: {FREE: 11, HELD: 5, LEASED: 0, QUARANTINED: 0, CACHED: 0},
-        SWA: {FREE: 2, HELD: 2, LEASED: 0, QUARANTINED: 0, CACHED: 0},
-    }
-    book.move(A, HELD, LEASED)
-    assert book.state(A) is LEASED
-    assert book.counts()[FULL][LEASED] == 5
-    book.move(A, LEASED, HELD)
-    assert book.free(A) == 7
-    assert book.counts()[FULL][FREE] == 16
-    assert A not in book
-    assert book.state(A) is FREE
-
-
 def test_reserving_is_all_or_nothing_over_spaces_and_names_what_lacks(book):
     book.reserve(A, {FULL: 10, SWA: 3})
     book.quarantine(A, "worker pp0.tp0")
@@ -77,12 +60,6 @@ def test_growing_continues_the_run_and_keeps_the_order(book):
     assert book.grow(A, {FULL: 1, SWA: 1})[FULL].tolist() == [8]
     assert book.pages(A)[FULL].tolist() == [0, 1, 2, 8]
     assert book.pages(A)[SWA].tolist() == [0]
-
-
-def test_grown_pages_have_the_state_of_the_others(book):
-    book.reserve(A, {FULL: 3}, state=LEASED)
-    book.grow(A, {FULL: 2})
-    assert book.counts()[FULL][LEASED] == 5
 
 
 @pytest.mark.parametrize("state", [LEASED, QUARANTINED])
@@ -119,12 +96,6 @@ def test_an_owner_reserves_once_and_unknown_owners_have_nothing(book):
     ):
         with pytest.raises(NotFoundError, match="room 8 generation 1"):
             call()
-
-
-@pytest.mark.parametrize("state", [FREE, QUARANTINED])
-def test_pages_begin_held_or_leased(book, state):
-    with pytest.raises(InvalidInputError):
-        book.reserve(A, {FULL: 1}, state=state)
 
 
 def test_a_quarantine_lasts_until_its_owner_is_released_whatever_the_reasons(book):
@@ -196,29 +167,12 @@ def test_a_watcher_hears_of_pages_that_are_free_and_of_owners_that_are_gone(book
     assert heard == [("freed", {FULL: 2}, 16), ("gone", B)]
 
 
-def test_ids_cannot_be_written_to(book):
-    pages = book.reserve(A, {FULL: 3})
-    with pytest.raises(ValueError, match="read-only"):
-        pages[FULL][0] = 9
-    book.grow(A, {FULL: 1})
-    with pytest.raises(ValueError, match="read-only"):
-        book.pages(A)[FULL][0] = 9
-
-
 def test_a_space_that_does_not_exist_is_refused_before_anything_is_taken(book):
     with pytest.raises(InvalidInputError, match="'host' is not a space"):
         book.reserve(A, {FULL: 1, HOST: 1})
     with pytest.raises(InvalidInputError, match="-1 pages"):
         book.reserve(A, {FULL: 1, SWA: -1})
     assert book.counts()[FULL][FREE] == 16
-
-
-def test_repr_is_for_the_operator(book):
-    book.reserve(A, {FULL: 3, SWA: 1}, state=LEASED)
-    assert repr(book) == (
-        "<page book: 1 owners; full 13 free 0 held 3 leased 0 quarantined 0 cached, "
-        "swa 3 free 0 held 1 leased 0 quarantined 0 cached>"
-    )
 
 
 # ------------------------------------------------------------------------------------------- adopted spaces
@@ -229,20 +183,6 @@ def adopting():
     book = PageBook({HOST: 8}, adopted={FULL: 16})
     yield book
     book.check_integrity()
-
-
-def test_adopted_pages_join_those_that_the_owner_has(adopting):
-    adopting.reserve(A, {HOST: 3})
-    assert adopting.adopt(A, {FULL: [9, 2, 4]})[FULL].tolist() == [9, 2, 4]
-    assert adopting.pages(A)[FULL].dtype == np.int32
-    adopting.move(A, HELD, LEASED)
-    assert adopting.counts()[FULL] == {FREE: 13, HELD: 0, LEASED: 3, QUARANTINED: 0, CACHED: 0}
-    adopting.adopt(B, {FULL: [3]})
-    adopting.move(B, HELD, LEASED)
-    assert adopting.counts()[FULL][LEASED] == 4
-    adopting.move(A, LEASED, HELD)
-    assert adopting.free(A) == 6
-    adopting.adopt(A, {FULL: [9]})
 
 
 def test_a_page_that_another_room_has_is_refused_with_its_name(adopting):
@@ -409,21 +349,6 @@ def cache(book):
 
 def keep(book, owner, ids):
     book.cache(owner, {FULL: np.array(ids, dtype=np.int32)})
-
-
-def test_cached_pages_leave_their_owner_and_nothing_is_lost(book):
-    book.reserve(A, {FULL: 5, SWA: 1})
-    keep(book, A, [3, 1])
-    assert book.counts()[FULL] == {FREE: 11, HELD: 3, LEASED: 0, QUARANTINED: 0, CACHED: 2}
-    assert book.pages(A)[FULL].tolist() == [0, 2, 4]
-    assert book.available_pages() == {FULL: 11, SWA: 3}, "nobody says that they can be evicted"
-    book.move(A, HELD, LEASED)
-    book.quarantine(A, "x")
-    assert book.counts()[FULL] == {FREE: 11, HELD: 0, LEASED: 0, QUARANTINED: 3, CACHED: 2}
-    book.check_integrity()
-    book.release_quarantined(A)
-    book.uncache({FULL: np.array([1, 3], dtype=np.int32)})
-    assert book.counts()[FULL][FREE] == 16
 
 
 @pytest.mark.parametrize("state", [LEASED, QUARANTINED])

@@ -11,7 +11,7 @@ from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.pool.memory.adopted_pool import AdoptedPool, cut_regions
 from kvbridge.pool.memory.layout import RankPart, device_placement
-from kvbridge.pool.memory.mapped_pool import MappedPool
+from kvbridge.pool.memory.pools import MappedPool
 from tests.helpers.pool_pages import page_address, page_view, region_of
 
 TINY = preset("tiny-v4")

@@ -13,11 +13,10 @@ from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin, SharedRegion
 from kvbridge.pool.memory import device_memory
-from kvbridge.pool.memory.cuda_pool import SHARED_ALIGNMENT_BYTES, CudaPool
 from kvbridge.pool.memory.device_memory import OpenedAllocation
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
-from kvbridge.pool.memory.mapped_pool import MappedPool
 from kvbridge.pool.memory.placement import Placement
+from kvbridge.pool.memory.pools import SHARED_ALIGNMENT_BYTES, CudaPool, MappedPool
 from kvbridge.pool.memory.sharing import MappedRegions
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.pool_pages import page_address, region_of

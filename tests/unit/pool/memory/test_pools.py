@@ -15,8 +15,7 @@ from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
-from kvbridge.pool.memory.mapped_pool import MappedPool
-from kvbridge.pool.memory.memory_pool import MemoryPool
+from kvbridge.pool.memory.pools import MappedPool, MemoryPool
 from kvbridge.pool.memory.sharing import MappedRegions
 from tests.helpers.pool_pages import page_address, page_view
 
@@ -77,19 +76,6 @@ def test_every_page_lies_in_exactly_one_extent_with_its_file(shm, layout, chunki
             assert mapping.path.name in extent.label
 
 
-def test_a_device_pool_on_the_cpu(shm):
-    with MappedPool.create(device_placement(TINY, PART, page_counts=COUNTS), shm, "kvb-1") as pool:
-        views = {
-            (region.component, region.layer): page_view(pool, region.component, region.layer, region.page_count - 1)
-            for region in pool.regions()
-        }
-        for number, view in enumerate(views.values()):
-            view[:] = bytes([number]) * len(view)
-        for number, view in enumerate(views.values()):
-            assert view == bytes([number]) * len(view)
-    assert list(shm.iterdir()) == []
-
-
 def test_progress_counts_over_all_files(shm):
     seen = []
     placement = host(chunking=SPLIT)
@@ -124,11 +110,3 @@ def test_a_region_beyond_its_file_is_refused_before_it_is_touched(shm):
             MappedRegions([SharedRegion(region=far, origins=good.origins)])
         with pytest.raises(InvalidInputError, match="1 extents, but 2 origins"):
             MappedRegions([SharedRegion(region=good.region, origins=good.origins * 2)])
-
-
-def test_repr_is_for_the_operator(shm):
-    with MappedPool.create(host(), shm, "kvb-1") as pool:
-        assert (
-            repr(pool)
-            == f"<MappedPool: 2 regions, pages 9 host, {sum(extent.length_bytes for extent in pool.extents())} bytes>"
-        )

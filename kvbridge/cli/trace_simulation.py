@@ -1,7 +1,4 @@
-"""What pools of some size would hold of the prompts of a trace, by the index and the page runs that nodes have; no byte moves.
-
-Owns: that run, and what is counted in it. Must not know: traces' files, what is made of the figures.
-"""
+"""A run of the prompts of a trace against pools of some size, by the index and the page runs that nodes have; no byte moves."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from kvbridge.core.ids import IndexSpace, PageIdArray
 from kvbridge.pool.accounts.allocator import RunAllocator
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
-from kvbridge.tier.policy import EvictionPolicy
 
 DEVICE, HOST = IndexSpace.FULL, IndexSpace.FULL_TWIN
 
@@ -37,16 +33,14 @@ class CacheRun:
     """Of consecutive pages among those."""
 
 
-def run_cache(
-    prompts: Iterable[tuple[float, Keys]], page_count: int, policy: EvictionPolicy, *, host_pages: int = 0
-) -> CacheRun:
+def run_cache(prompts: Iterable[tuple[float, Keys]], page_count: int, *, host_pages: int = 0) -> CacheRun:
     """Let prompts (when each comes, and the keys of its whole pages) come one after the other to a pool of so many pages.
 
     `host_pages`: below it is a host tier of so many, to which every page is copied when it comes, and back when it is missed. Each
     prompt is over before the next one comes, so nothing is pinned for longer, and copies are done at once.
     """
     most = min(page_count, host_pages or page_count)
-    pools = _Pools(page_count, host_pages, policy)
+    pools = _Pools(page_count, host_pages)
     for now, keys in prompts:
         if len(keys) > most:
             pools.found.too_long += 1
@@ -59,7 +53,6 @@ def run_cache(
 class _Pools:
     page_count: int
     host_pages: int
-    policy: EvictionPolicy
     found: CacheRun = field(default_factory=CacheRun)
     _index: PrefixIndex = field(init=False)
     _free: dict[IndexSpace, RunAllocator] = field(init=False)
@@ -69,7 +62,7 @@ class _Pools:
         if self.host_pages:
             self._free[HOST] = RunAllocator(self.host_pages)
         capacity = self.page_count + self.host_pages
-        self._index = PrefixIndex([DEVICE], capacity, policy=self.policy, has_twins=bool(self.host_pages))
+        self._index = PrefixIndex([DEVICE], capacity, has_twins=bool(self.host_pages))
 
     def request(self, now: float, keys: Keys) -> None:
         """One prompt: what is on the host only comes to the device, the rest is computed, and all of it is copied to the host."""

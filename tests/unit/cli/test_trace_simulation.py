@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvbridge.cli.trace_simulation import CacheRun, run_cache
 from kvbridge.tier.keys import PrefixIdentity, page_keys
-from kvbridge.tier.policy import LeastRecentlyUsed
-from kvbridge.tier.simulation import CacheRun, run_cache
 from kvbridge.tier.victims import Victims
 
 IDENTITY = PrefixIdentity(model="m", revision="r", fingerprint="f", tokens_per_page=1)
@@ -35,7 +34,7 @@ def test_hits_are_no_fewer_than_those_of_least_recently_used_pages(page_count):
         shared, own = int(rng.integers(0, 12)), int(rng.integers(1, 20))
         tokens = [*([shared] * shared), *rng.integers(100, 104, own)]
         prompts.append((float(number), page_keys(IDENTITY, tokens)))
-    found = run_cache(prompts, page_count, LeastRecentlyUsed())
+    found = run_cache(prompts, page_count)
     expected = naive_hits(prompts, page_count)
     assert found.hit_pages >= expected > 300
     if page_count == 5000:
@@ -55,12 +54,12 @@ def test_a_host_tier_finds_what_a_pool_of_its_size_would(page_count, host_pages)
         shared, own = int(rng.integers(0, 12)), int(rng.integers(1, 20))
         tokens = [*([shared] * shared), *rng.integers(100, 104, own)]
         prompts.append((float(number), page_keys(IDENTITY, tokens)))
-    found = run_cache(prompts, page_count, LeastRecentlyUsed(), host_pages=host_pages)
-    alone = run_cache(prompts, host_pages, LeastRecentlyUsed())
+    found = run_cache(prompts, page_count, host_pages=host_pages)
+    alone = run_cache(prompts, host_pages)
     assert found.hit_pages == pytest.approx(alone.hit_pages, rel=0.02)
     assert 0 < found.host_hit_pages < found.hit_pages
     assert not found.too_long
-    small = run_cache(prompts, page_count, LeastRecentlyUsed())
+    small = run_cache(prompts, page_count)
     assert found.hit_pages > small.hit_pages or page_count == host_pages
 
 
@@ -76,7 +75,7 @@ def conversations(turns: int) -> CacheRun:
         prompts.append((float(number), page_keys(IDENTITY, talk)))
         if rng.random() < 0.3:
             talks.remove(talk)
-    return run_cache(prompts, 2000, LeastRecentlyUsed())
+    return run_cache(prompts, 2000)
 
 
 def test_a_pool_that_has_long_been_full_still_has_runs(monkeypatch):
