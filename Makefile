@@ -73,7 +73,7 @@ $(READY): pyproject.toml constraints.txt | system
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --upgrade pip
 	$(if $(TORCH),$(PIP_INSTALL) $(TORCH))
-	$(PIP_INSTALL) $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[demo,redis,plot,traces,docs,dev]'
+	$(PIP_INSTALL) $(addprefix --constraint ,$(CONSTRAINTS)) --editable '.[demo,redis,traces,docs,dev]'
 	touch $@
 
 $(VENV)/.ready-for-demo: pyproject.toml constraints.txt | system

@@ -142,18 +142,18 @@ class NodeOverview:
         prefixes = self._parts.prefixes
         if prefixes is None:
             return None
-        read, unread = prefixes.pages()
+        device = prefixes.index.device
         return PrefixStatus(
-            read_pages=read,
-            unread_pages=unread,
+            read_pages=device.pinned,
+            unread_pages=len(device) - device.pinned,
             readers=prefixes.readers,
-            evicted_pages=dict(prefixes.claims.gone()),
+            evicted_pages=dict(prefixes.gone()),
             hit_tokens=self._parts.recent.hit_tokens,
             miss_tokens=self._parts.recent.miss_tokens,
             host_tokens=self._parts.recent.host_tokens,
-            checkpoints=prefixes.checkpoint_count,
-            retained_pages=dict(prefixes.claims.retained().most_common(8)),
-            retention_refused=prefixes.claims.refused,
+            checkpoints=len(device.checkpoints),
+            retained_pages=dict(prefixes.retained().most_common(8)),
+            retention_refused=prefixes.retention_refused,
         )
 
     def _problems(self) -> tuple[ProblemStatus, ...]:

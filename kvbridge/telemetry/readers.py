@@ -14,7 +14,6 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.busy import BusyTime
 from kvbridge.telemetry.events import (
-    CachedPagesDiffer,
     DisputedPagesDropped,
     EngineAttached,
     EngineEnded,
@@ -120,7 +119,6 @@ class MetricsReader:
             PhasesEnded: self._phases_ended,
             PagesDiffer: lambda _, fact: metrics.count(DIGEST_MISMATCHES, fact.component.value, by=fact.pages),
             PrefixMatched: self._prefix_matched,
-            CachedPagesDiffer: self._cached_pages_differ,
             SparseDecoded: self._sparse_decoded,
             RequestRefused: lambda _, fact: metrics.count(REFUSED, fact.code),
             RoomMessageRefused: lambda _, fact: metrics.count(MESSAGES_REFUSED, fact.code),
@@ -193,11 +191,6 @@ class MetricsReader:
 LINES: Mapping[type[Fact], tuple[str, str, str]] = {
     RoomRejected: ("warning", "room_rejected", "code reason"),
     RoomQuarantined: ("error", "room_quarantined", "cause reason"),
-    CachedPagesDiffer: (
-        "error",
-        "cached_pages_differ",
-        "pages first dropped_pages=dropped read_by_rooms=readers",
-    ),
     PromptNotKept: ("warning", "prefix_not_kept", "reason"),
     DisputedPagesDropped: ("warning", "disputed_pages_dropped", "page dropped_pages=dropped read_pages=read"),
     PrefixesDropped: ("info", "prefixes_dropped", "pages read_pages=read"),
