@@ -78,7 +78,11 @@ def clean(text: str) -> None:
         assert secret not in text, text
 
 
-@pytest.mark.parametrize(("text", "override"), [(text, None) for text in FILES] + [("", override) for override in SETS])
+@pytest.mark.parametrize(
+    ("text", "override"),
+    [(text, None) for text in FILES] + [("", override) for override in SETS],
+    ids=range(len(FILES) + len(SETS)),
+)
 def test_files_and_flags(tmp_path: Path, text: str, override: str | None):
     file = tmp_path / "config.yaml"
     file.write_text(text if text.startswith((TOKEN, "-")) else GOOD + text)
