@@ -253,6 +253,7 @@ async def test_notes_take_bounded_memory_and_the_oldest_go_first(world, monkeypa
 
 
 @pytest.mark.asyncio
+@pytest.mark.outside
 async def test_redis_holds_no_key_for_a_note_that_was_forgotten(redis_fleet, monkeypatch):
     monkeypatch.setattr(redis, "NOTES", 30)
 

@@ -21,6 +21,8 @@ from tests.helpers.examples import fewer
 from tests.helpers.later_release import UNKNOWN, later
 from tests.unit.bootstrap.fleet import FLEET, LIMITS, FakeDaemons, RedisFleet
 
+pytestmark = pytest.mark.outside
+
 MEMBER = '["p1","node-0"]'
 KEYS = [bytes(16), bytes(range(16))]
 NAMES = {each.instance for each in FLEET}

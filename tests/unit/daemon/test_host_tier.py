@@ -92,7 +92,7 @@ def test_a_size_in_bytes_counts_checkpoints():
                 {"pages": 3, "checkpoint_pages": 1, "layout": "page_first", "backend": "direct"},
                 device_layout="layer_first",
             ),
-            r"tier\.host\.backend direct: no backup is possible, .*; set pools\.device_layout: page_first$",
+            r"tier\.host\.backend direct needs page_first on both sides, .*; set both to page_first, or the backend to null$",
         ),
         (
             decode(

@@ -206,6 +206,7 @@ async def blocking(on_connection, *, kind=dict, timeout_s=5.0):
         return await asyncio.to_thread(ask, url)
 
 
+@pytest.mark.outside
 async def test_a_blocking_call_says_and_understands_what_others_do():
     answer = await blocking(greet)
     assert answer == {"authorization": True, "asked": {"prompt_tokens": 9}, "later": 1}
@@ -216,6 +217,7 @@ async def test_a_blocking_call_says_and_understands_what_others_do():
     assert caught.value.retry_after_s == 7.0
 
 
+@pytest.mark.outside
 async def test_a_blocking_call_tells_silence_from_a_connection_closed_in_our_face():
     with pytest.raises(DeadlineError, match=r"within 0\.1 s \(this limit\)"):
         await blocking(silent, timeout_s=0.1)

@@ -285,7 +285,7 @@ def test_rooms_are_listed_by_state_client_and_peer() -> None:
         return [report.room for report in bench.service.book.page(RoomQuery(**query)).rooms]
 
     assert rooms() == [1, 2, 3]
-    assert rooms(states={"admitted"}) == [2, 3]
+    assert rooms(state={"admitted"}) == [2, 3]
     assert rooms(client="a") == [2]
     assert rooms(client="") == [1]
     assert rooms(peer=PEER) == rooms(peer="decode") == [1]

@@ -291,7 +291,7 @@ def test_a_quarantine_is_said_once_and_counted_by_its_cause_until_the_pages_are_
 
 def listed(book: RoomBook, *, after: int = 0, limit: int = 100, state: RoomState | None = None):
     states = frozenset() if state is None else frozenset({state})
-    page = book.page(RoomQuery(states=states, after=after, limit=limit))
+    page = book.page(RoomQuery(state=states, after=after, limit=limit))
     return [room.room for room in page.rooms], page.next
 
 

@@ -137,19 +137,6 @@ def verify(room: int = 1, tables=TABLES) -> Verify:
     )
 
 
-def test_what_is_asked_for_cached_pages_is_about_the_pages_and_spaces_named_and_says_which_question_it_answers():
-    bench = Bench()
-    tail = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, IDS[1:2], 1)})
-    for order, tables in ((5, tail), (6, ())):
-        about = {"prompt_tokens": 2 * PAGE, "prefix_tokens": PAGE, "host_index": 0, "host_count": 1}
-        bench.say(Verify(room=1, generation=1, order=order, tables=tables, **about), steps=4)
-    digests = bench.link.take(Digested)
-    assert [message.order for message in bench.link.take(Verified)] == [5, 6]
-    assert {message.order for message in digests} == {5}
-    expected = {place: value for place, value in bench.expected().items() if place[1] == 1}
-    assert values(digests) == expected
-
-
 def test_an_order_is_reported_with_its_digests_once_both_are_there():
     bench = Bench()
     bench.open()

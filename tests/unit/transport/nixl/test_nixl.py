@@ -166,6 +166,7 @@ def transport():
     made.close()
 
 
+@pytest.mark.outside
 def test_endpoint_whose_metadata_names_somebody_else_is_refused(transport: NixlTransport) -> None:
     other = NixlTransport(NixlSettings(ucx_tls="tcp", ucx_net_devices="lo", connect_timeout_s=1.0, quiet_timeout_s=1.0))
     memory = np.zeros(4096, np.uint8)
