@@ -25,7 +25,7 @@ REASONS = {
     "it needs systemd": "the units are verified in tests/deploy/test_systemd.py",
     "it needs a trace": "small ones are read in tests/unit/cli/test_fit_command.py",
     "it needs a container engine": "what images do is run in tests/deploy/test_images.py",
-    "it needs a node that keeps prefixes": "they are dropped in tests/integration/test_changed_pages.py",
+    "it needs a node that keeps prefixes": "they are dropped in tests/integration/test_prefixes.py",
     "it needs vLLM": "servers that behave as its do are behind the router in tests/integration/test_router.py",
     "it needs Kubernetes": "the overlays are rendered and checked in tests/deploy/test_kubernetes.py",
 }

@@ -135,6 +135,11 @@ class LiveCluster:
         return self.cluster.decode
 
     @property
+    def nodes(self) -> tuple[DaemonProcess, DaemonProcess]:
+        """Prefill and decode."""
+        return self.prefill, self.decode
+
+    @property
     def sender(self) -> PrefillEngine:
         if self._prefill is None:
             self._prefill = PrefillEngine.attach(self.prefill.runtime_dir)
@@ -217,6 +222,19 @@ class LiveCluster:
         assert set(claimed.metadata.values()) == {b"first token"}
         self.reader.release(room)
         return room
+
+    def take(self, daemon: DaemonProcess, full_pages: int) -> None:
+        """Have a room take so many pages of one node and end unwritten: what is cached on those pages is evicted."""
+        tokens = full_pages * self.sender.geometry.tokens_per_page
+        if daemon is self.decode:
+            room = self.admit_on_decode(tokens)
+        else:
+            answer = http("POST", daemon, "/v1/requests", json={"prompt_tokens": tokens}, headers=self.headers)
+            assert answer.status_code == 201, answer.text
+            room = answer.json()["room"]
+        assert http("DELETE", daemon, f"/v1/requests/{room}", headers=self.headers).status_code == 200
+        ends(daemon, room, "aborted", "aborted", headers=self.headers)
+        all_free(daemon, self.headers)
 
     def overwrite(self, full_pages: int) -> None:
         """Have a request that shares nothing write so many pages of each device, and spoil all windows and states.

@@ -6,8 +6,7 @@ rooms, restore from checkpoints, write pages, read pages. Nothing here knows wha
 
 from __future__ import annotations
 
-import base64
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,13 +26,14 @@ from kvbridge.engine.adapters.deepseek_v4 import (
     unpack,
 )
 from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder
-from kvbridge.engine.adapters.transformers import Generated, Prefill, generate, load_model, prefill_chunks
+from kvbridge.engine.adapters.transformers import Prefill, generate, load_model, prefill_chunks
 from kvbridge.sparse import SparseCache
-from kvbridge.tier.keys import NO_KEYS, Keys
-from tests.helpers.cluster import DaemonProcess, eventually
+from kvbridge.tier.keys import Keys
+from tests.helpers.cluster import eventually
+from tests.helpers.conversation import named
 from tests.helpers.live_rooms import LiveCluster, busy_pages, ends
 from tests.helpers.sparse_model import C4, host_region
-from tests.helpers.tiny_model import Divergence, divergence, follow, load_config
+from tests.helpers.tiny_model import load_config
 
 PAGE = 256
 CLAIM_S, QUIET_S = 60.0, 10.0
@@ -85,14 +85,12 @@ class ModelAlone:
 
     def answer_from_kept(
         self, codec: CacheCodec, prompt: Tokens, former: Answer, kept_tokens: int, *, sparse: bool
-    ) -> tuple[Answer, Divergence]:
-        """The same over the rows of `kept_tokens` tokens that a former answer has left; and how far it is from `answer`."""
+    ) -> Answer:
+        """The same over the rows of `kept_tokens` tokens that a former answer has left."""
         cold = self.prefill(prompt)
         cache = reencoded(codec, cold.cache)
         replace_entries(codec, cache, former.cache, tokens=kept_tokens)
-        ours = self._generate(cold, cache, len(former.fed), sparse=sparse)
-        whole = follow(self.model, cold.cache, tokens=ours.fed)
-        return ours, divergence(whole, Generated(ours.fed, ours.logits[1:]))
+        return self._generate(cold, cache, len(former.fed), sparse=sparse)
 
     def _generate(self, prefill: Prefill, cache: Any, steps: int, *, sparse: bool) -> Answer:
         with SelectedAttention(self.model) if sparse else nullcontext():
@@ -101,7 +99,7 @@ class ModelAlone:
 
 
 class TurnEngines:
-    """A prefill engine and a decode engine that serve one request at a time. Defects can be put into what is replaceable."""
+    """A prefill engine and a decode engine that serve one request at a time."""
 
     keeps_answers = False
     """What the decode node is told to do (`tier.generated`)."""
@@ -109,32 +107,21 @@ class TurnEngines:
     def __init__(self, live: LiveCluster, alone: ModelAlone, store: SparseCache, decoder: SparseDecoder) -> None:
         self.live, self.alone, self.codec = live, alone, CacheCodec(live.sender.geometry, alone.model.config)
         self._store, self._decoder = store, decoder
-        self.packer: Callable[..., PrefillPacker] = PrefillPacker
-        self.restored_from: Callable[[PrefillRoom], Any] = lambda begun: begun.restore
-        self.uncounted_tokens = 0
-        """What a release says beyond the tokens that were fed; so many more are reserved."""
-
-        self.page_keys = True
-        """Whether requests have any."""
 
     def turn(self, prompt: Tokens, steps: int, *, sparse: bool = False) -> Turn:
         """Take a request through both engines; prefill has let go of its pages in the end."""
-        live, keys = self.live, self._keys(prompt)
-        hashes = base64.b64encode(keys.data).decode()
-        room = int(live.ticket(len(prompt), page_hashes=hashes, max_new_tokens=steps + self.uncounted_tokens)["room"])
+        live, keys = self.live, self.live.sender.page_keys(prompt)
+        room = int(live.ticket(len(prompt), max_new_tokens=steps, **named(keys))["room"])
         first, begun = self._prefill(room, prompt, keys)
         claimed = live.reader.wait_claim(room, CLAIM_S, page_hashes=keys)
         fed, logits = self._decode(claimed, first, steps, prompt=prompt, sparse=sparse)
         ends(live.prefill, room, "completed")
-        eventually("let go of by both", lambda: all(map(_idle, (live.prefill, live.decode))))
+        eventually("let go of by both", lambda: not any(map(busy_pages, live.nodes)))
         answer, host_tokens = (
             Answer(fed, torch.stack([first.logits, *logits])),
             (begun.host_tokens, claimed.host_tokens),
         )
         return Turn(answer, claimed.prefix_tokens, begun.computed_tokens, host_tokens)
-
-    def _keys(self, tokens: Tokens) -> Keys:
-        return self.live.sender.page_keys(tokens) if self.page_keys else NO_KEYS
 
     def _prefill(self, room: int, prompt: Tokens, keys: Keys) -> tuple[Prefill, PrefillRoom]:
         engine, reader = self.live.sender, self.live.reader
@@ -142,7 +129,7 @@ class TurnEngines:
         begun = engine.begin(room, prompt_tokens=len(prompt), page_hashes=keys)
         computed, views = begun.computed_tokens, list(engine.views.values())
         packers = [
-            self.packer(
+            PrefillPacker(
                 self.codec,
                 Placement(each, begun.tables),
                 prompt_tokens=len(prompt),
@@ -151,7 +138,7 @@ class TurnEngines:
             )
             for each in views
         ]
-        restored = [Placement(each, self.restored_from(begun)) for each in views]
+        restored = [Placement(each, begun.restore) for each in views]
 
         def publish(cache: Any, upto: int) -> None:
             for packer in packers:
@@ -187,8 +174,8 @@ class TurnEngines:
             fed, logits = list(made.tokens), list(made.logits)
             for place in places:
                 append(self.codec, cache, placement=place, from_token=length)
-        stated = prompt + tuple(fed) + (0,) * self.uncounted_tokens
-        engine.release(claimed.room, valid_tokens=len(stated), page_hashes=self._keys(stated), sparse=rows)
+        stated = prompt + tuple(fed)
+        engine.release(claimed.room, valid_tokens=len(stated), page_hashes=engine.page_keys(stated), sparse=rows)
         return tuple(fed), logits
 
 
@@ -207,8 +194,3 @@ def turn_engines(live: LiveCluster, alone: ModelAlone) -> Iterator[TurnEngines]:
         closing(SparseDecoder(alone.model, codec, store)) as decoder,
     ):
         yield TurnEngines(live, alone, store, decoder)
-
-
-def _idle(daemon: DaemonProcess) -> bool:
-    """Whether no page of a daemon is anybody's but the cache's."""
-    return not busy_pages(daemon)

@@ -33,6 +33,17 @@ def link(request: pytest.FixtureRequest, destination_process: DestinationProcess
         yield made
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Rows are small and cores few: the threads of the oracle would mostly wait for each other."""
+    import torch  # not every file needs it
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(autouse=True)
 def rooms_of_a_failed_test(request: pytest.FixtureRequest) -> Iterator[None]:
     """What a test that has failed leaves on a cluster that others use is not their failure, too."""

@@ -1,54 +1,91 @@
-"""DeepSeek-V4-Flash at full size, byte for byte: every way to split both sides, over every transport.
+"""Rank workers of both sides, byte for byte: splits, lengths, layouts and models at full size, over every transport.
 
-Every pipeline split with one TP rank, every TP split of one stage, and splits of both kinds at once; the tiny model gets all of
-them crossed. `make test` tries each split over one transport, and every second one of the tiny model. Ids of source and
-destination, and of different spaces, differ at every place of their tables.
+Ids of source and destination, and of different spaces, differ at every place of their tables. `make test` runs each value of each
+matrix over one transport.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 
-from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
+from kvbridge.config.pools import HostLayout
+from kvbridge.core.geometry.components import ComponentKind, Encoding, ModelGeometry
+from kvbridge.core.geometry.families import RowForm, grouped_geometry
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace
-from tests.helpers.matrices import one_in
+from kvbridge.pool.memory.layout import Chunking
+from tests.helpers.matrices import kept, one_in
 from tests.helpers.rank_harness import Case, Crossing, Setting
 from tests.helpers.rank_pools import Form, Ranks
 
-FLASH = preset("deepseek-v4-flash")
-SOURCE = Form({IndexSpace.FULL: 20, IndexSpace.SWA: 4, IndexSpace.REQUEST: 3})
-DESTINATION = Form(
-    {IndexSpace.FULL: 19, IndexSpace.SWA: 4, IndexSpace.REQUEST: 3, IndexSpace.HOST: 21},
-    host=frozenset({ComponentKind.C4_KV}),
-)
+FULL, SWA, REQUEST, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.REQUEST, IndexSpace.HOST
+C4_KV = frozenset({ComponentKind.C4_KV})
+TRANSPORTS = ("mooncake", "nixl", "local")
+FLASH, TINY = preset("deepseek-v4-flash"), preset("tiny-v4")
+
+
+def device(full: int) -> dict[IndexSpace, int]:
+    return {FULL: full, SWA: 4, REQUEST: 3}
+
+
+def over_transports(made: Iterable[Any], transports: Sequence[str] = TRANSPORTS) -> list[Any]:
+    """Parameters over every transport, of which `make test` runs each over one. `made`: settings, or tuples that begin with one."""
+    given = list(made)
+
+    def over(transport: str, value: Any) -> Any:
+        setting, *rest = value if isinstance(value, tuple) else (value,)
+        over_it = replace(setting, transport=transport)
+        return (over_it, *rest) if rest else over_it
+
+    return [
+        param
+        for first, transport in enumerate(transports)
+        for param in one_in(len(transports), (over(transport, value) for value in given), first=first)
+    ]
+
+
+def crossings(links: Iterable[Any], cases: Sequence[Case]) -> Any:
+    """Parametrize a test with connected nodes and with requests."""
+
+    def decorated(test: Any) -> Any:
+        by_link = pytest.mark.parametrize("link", list(links), indirect=True, scope="module", ids=str)
+        return by_link(pytest.mark.parametrize("case", cases, ids=str)(test))
+
+    return decorated
+
+
+# ------------------------------------------------------------------------------------------- splits
+
+SOURCE, DESTINATION = Form(device(20)), Form(device(19) | {HOST: 21}, host=C4_KV)
 
 # First layers of the stages. Four stages: one that has windows only, one with a single sparse layer.
 ONE, TWO, TWO_LATE, THREE, FOUR = (), (17,), (30,), (5, 31), (2, 3, 29)
-PIPELINES = [(ONE, ONE), (TWO, ONE), (THREE, ONE), (FOUR, ONE), (TWO, TWO_LATE)]
 TENSORS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
-
-CHOSEN = [
-    *product(PIPELINES, [(1, 1)]),
+SPLITS = [
+    *product([(ONE, ONE), (TWO, ONE), (THREE, ONE), (FOUR, ONE), (TWO, TWO_LATE)], [(1, 1)]),
     *product([(ONE, ONE)], TENSORS[1:]),
     ((TWO, ONE), (2, 2)),
     ((THREE, ONE), (1, 2)),
     ((TWO, TWO_LATE), (2, 1)),
     ((TWO, TWO_LATE), (1, 2)),
 ]
+TINY_PIPELINES = [((), ()), ((3,), ()), ((1, 4), ()), ((2, 3, 4), ()), ((3,), (5,))]
+"""Of six layers."""
 
 # 1,023: one short of everything. 2,306: a full page more than host pages. 4,354: more stripes than ranks.
 INSIDE_PAGES = Case(1023, (333, 777), longest_run=3)
 PREFIX_BY_LAYER = Case(2306, (1026,), prefix=256, by_layer=True)
 LONG_OVERLAPPING = Case(4354, (1025, 3001), waits=False, longest_run=4)
 
-
 Split = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[int, int]]
 
 
-def setting(geometry: ModelGeometry, transport: str, split: Split, *, label: str = "") -> Setting:
+def setting(geometry: ModelGeometry, split: Split, *, label: str = "") -> Setting:
     (source_stages, destination_stages), (source_tp, destination_tp) = split
     return Setting(
         geometry,
@@ -56,51 +93,188 @@ def setting(geometry: ModelGeometry, transport: str, split: Split, *, label: str
         Ranks(len(destination_stages) + 1, destination_tp, destination_stages),
         SOURCE,
         DESTINATION,
-        transport,
+        "local",
         label,
     )
 
 
-@pytest.mark.parametrize("case", [INSIDE_PAGES, PREFIX_BY_LAYER, LONG_OVERLAPPING], ids=str)
-@pytest.mark.parametrize(
-    "link",
-    [
-        param
-        for first, transport in enumerate(("mooncake", "nixl", "local"))
-        for param in one_in(3, (setting(FLASH, transport, split) for split in CHOSEN), first=first)
-    ],
-    indirect=True,
-    scope="module",
-    ids=str,
+@crossings(
+    over_transports(setting(FLASH, split) for split in SPLITS), [INSIDE_PAGES, PREFIX_BY_LAYER, LONG_OVERLAPPING]
 )
 def test_every_byte_arrives_and_no_other_is_written(link: Crossing, case: Case) -> None:
     link.deliver(case)
 
 
-TINY = preset("tiny-v4")  # six layers
-TINY_ONE, TINY_TWO, TINY_TWO_LATE, TINY_THREE, TINY_FOUR = (), (3,), (5,), (1, 4), (2, 3, 4)
-TINY_PIPELINES = [
-    (TINY_ONE, TINY_ONE),
-    (TINY_TWO, TINY_ONE),
-    (TINY_THREE, TINY_ONE),
-    (TINY_FOUR, TINY_ONE),
-    (TINY_TWO, TINY_TWO_LATE),
-]
-
-
-@pytest.mark.parametrize("case", [PREFIX_BY_LAYER, LONG_OVERLAPPING], ids=str)
-@pytest.mark.parametrize(
-    "link",
+@crossings(
     [
         param
         for first, pipeline in enumerate(TINY_PIPELINES)
-        for param in one_in(
-            2, (setting(TINY, "local", (pipeline, each), label="tiny") for each in TENSORS), first=first
-        )
+        for param in one_in(6, (setting(TINY, (pipeline, each), label="tiny") for each in TENSORS), first=first + 1)
     ],
-    indirect=True,
+    [PREFIX_BY_LAYER, LONG_OVERLAPPING],
+)
+def test_all_splits_crossed(link: Crossing, case: Case) -> None:
+    link.deliver(case)
+
+
+# ------------------------------------------------------------------------------------------- lengths
+
+BY_HEADS = Setting(FLASH, Ranks(tp=2), Ranks(tp=2), Form(device(9)), Form(device(9) | {HOST: 10}, host=C4_KV), "local")
+
+# Around 0, a C4 entry (4), a window or a C128 entry (128), a page (256), and both together (384).
+LENGTHS = [1, 3, 4, 5, 127, 128, 129, 255, 256, 257, 384, 1021]
+BORDERS = [
+    Case(2, (1,)),
+    Case(259, (2, 3, 4, 255, 256, 257)),
+    Case(260, (258,), 256),
+    Case(256, (), 256),
+    Case(515, (256, 512), 256),
+    Case(769, (700,), 512),
+    Case(1027, (1024,), 768),
+]
+
+
+@pytest.mark.parametrize(
+    ("link", "case"),
+    over_transports((BY_HEADS, case) for case in (*map(Case, LENGTHS), *BORDERS)),
+    indirect=["link"],
     scope="module",
     ids=str,
 )
-def test_all_splits_crossed(link: Crossing, case: Case) -> None:
+def test_lengths_cuts_and_prefixes_at_every_border(link: Crossing, case: Case) -> None:
+    link.deliver(case)
+
+
+# ------------------------------------------------------------------------------------------- layouts
+
+# Extents of so few pages that runs of neighbouring ids cross their borders: one ring, three window pages, 14 C4 pages on a
+# device, four C4 pages in the host pool (two of all layers with page_first); or several files.
+SMALL = Chunking(extent_bytes=524_288)
+ROOMY = Form(device(24) | {HOST: 25}, host=C4_KV)
+FORMS = {
+    "small_extents": replace(ROOMY, chunking=SMALL, host_chunking=Chunking(extent_bytes=4 * 37_440)),
+    "page_first": replace(ROOMY, layout=HostLayout.PAGE_FIRST),
+    "page_first_small_extents": replace(
+        ROOMY, layout=HostLayout.PAGE_FIRST, host_chunking=Chunking(extent_bytes=2 * 21 * 37_440)
+    ),
+    "page_first_files": replace(
+        ROOMY,
+        layout=HostLayout.PAGE_FIRST,
+        chunking=Chunking(mapping_bytes=600_000),
+        host_chunking=Chunking(mapping_bytes=5 << 20),
+    ),
+    "page_first_device": replace(ROOMY, page_first=True),
+    "page_first_device_small_extents": Form(
+        device(24), chunking=Chunking(extent_bytes=2 * 11_200_000), page_first=True
+    ),
+    "device_only": Form(device(24)),
+    "device_only_small_extents": Form(device(24), chunking=SMALL),
+}
+NEIGHBOURS = Setting(
+    FLASH,
+    Ranks(),
+    Ranks(),
+    Form(device(24), page_first=True),
+    replace(ROOMY, page_first=True, layout=HostLayout.PAGE_FIRST),
+    "mooncake",
+    "neighbours",
+)
+"""Page first on both sides: what lies beside each other is copied together."""
+
+
+@crossings(
+    over_transports(
+        Setting(FLASH, Ranks(), Ranks(), Form(device(24), chunking=SMALL), form, "local", label)
+        for label, form in FORMS.items()
+    ),
+    [Case(4354, (300, 1500), longest_run=9), Case(3330, (1030,), prefix=256, waits=False, longest_run=6)],
+)
+def test_every_layout_of_the_destination(link: Crossing, case: Case) -> None:
+    link.deliver(case)
+
+
+@crossings([NEIGHBOURS], [Case(3), Case(4354)])
+def test_neighbours_are_copied_together(link: Crossing, case: Case) -> None:
+    link.deliver(case)
+
+
+@crossings(
+    [replace(NEIGHBOURS, label="dead_bytes_too", dead_bytes=True)],
+    [
+        Case(3),
+        Case(4354, (300, 1500, 4300), longest_run=9, waits=False),
+        Case(3330, (1030, 3329), prefix=256, waits=False, longest_run=6),
+    ],
+)
+def test_dead_bytes_never_take_the_place_of_rows_that_came_before_or_after_them(link: Crossing, case: Case) -> None:
+    link.deliver(case)
+
+
+# ------------------------------------------------------------------------------------------- other models
+
+PRO, V32 = preset("deepseek-v4-pro"), preset("deepseek-v3.2")
+PRO_DESTINATION = Form(device(12) | {HOST: 13}, host=C4_KV)
+MLA_KV = frozenset({ComponentKind.MLA_KV})
+
+
+def pro(source: Ranks, destination: Ranks, transport: str, form: Form = PRO_DESTINATION) -> Setting:
+    return Setting(PRO, source, destination, Form(device(12)), form, transport, "pro")
+
+
+def v32(host: frozenset[ComponentKind], transport: str, source: Ranks) -> Setting:
+    return Setting(V32, source, Ranks(tp=2), Form({FULL: 12}), Form({FULL: 13, HOST: 14}, host=host), transport, "v32")
+
+
+@crossings(
+    [
+        pro(Ranks(pp=2, tp=2, boundaries=(25,)), Ranks(pp=2, boundaries=(33,)), "mooncake"),
+        kept(pro(Ranks(pp=3, boundaries=(2, 40)), Ranks(), "nixl"), False),
+        kept(pro(Ranks(tp=4), Ranks(tp=2), "nixl"), False),
+        kept(pro(Ranks(pp=4, boundaries=(1, 20, 59)), Ranks(tp=2), "local", Form(device(12))), False),
+    ],
+    [Case(3), INSIDE_PAGES, replace(PREFIX_BY_LAYER, longest_run=4)],
+)
+def test_pro_arrives_byte_for_byte(link: Crossing, case: Case) -> None:
+    link.deliver(case)
+
+
+@crossings(
+    [
+        v32(MLA_KV, "mooncake", Ranks(tp=2)),
+        v32(frozenset(), "nixl", Ranks(tp=2)),
+        kept(v32(MLA_KV, "local", Ranks(pp=2, boundaries=(7,))), False),
+    ],
+    [Case(1), Case(257, (100,), longest_run=2), Case(640, (385,), prefix=128, waits=False, longest_run=4)],
+)
+def test_latents_arrive_byte_for_byte(link: Crossing, case: Case) -> None:
+    link.deliver(case)
+
+
+def grouped(heads: int, source: Ranks, destination: Ranks) -> Setting:
+    geometry = grouped_geometry(
+        f"grouped-{heads}",
+        6,
+        sliding=(1, 4),
+        window=100,
+        row=RowForm(encoding=Encoding.BF16, parts=(2 * 128 * 2,), lanes=heads),
+        tokens_per_page=64,
+    )
+    pages: list[Mapping[IndexSpace, int]] = [{FULL: 12, SWA: 6}, {FULL: 14, SWA: 5}]
+    return Setting(geometry, source, destination, Form(pages[0]), Form(pages[1]), "local", f"{heads}heads")
+
+
+@crossings(
+    over_transports(
+        [
+            grouped(8, Ranks(tp=4), Ranks(tp=2)),
+            grouped(8, Ranks(tp=2), Ranks(tp=4)),
+            grouped(8, Ranks(tp=1), Ranks(tp=2)),
+            grouped(2, Ranks(tp=4), Ranks(tp=2)),
+            grouped(2, Ranks(tp=2), Ranks(tp=4)),
+            grouped(8, Ranks(pp=2, tp=2, boundaries=(3,)), Ranks(pp=2, tp=4, boundaries=(2,))),
+        ]
+    ),
+    [Case(1), Case(63), Case(129, (70,), longest_run=2), Case(700, (200, 455), prefix=128, waits=False, longest_run=4)],
+)
+def test_heads_arrive_at_the_ranks_that_hold_them(link: Crossing, case: Case) -> None:
     link.deliver(case)

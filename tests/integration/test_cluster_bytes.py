@@ -1,14 +1,14 @@
 """Byte for byte through real daemons: owned pools over every transport, and pools that an engine brings on either side.
 
-One engine process (this one) serves all ranks of a node. The byte-exact tests of the ranks themselves (`test_bytes_exact*`) go
-through every split and length; here it is the daemons in between that must not mix anything up.
+One engine process (this one) serves all ranks of a node. `test_bytes_exact` goes through every split and length; here it is the
+daemons in between that must not mix anything up.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,9 +29,11 @@ from kvbridge.pool.memory.layout import RankPart
 from tests.contract.harness import BACKENDS, require_library
 from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, cluster, eventually, live_rows_only
+from tests.helpers.live_rooms import ends, live_cluster, metric, report
 from tests.helpers.matrices import kept
 from tests.helpers.rank_harness import CANARY, Case, Setting, draw_tables
 from tests.helpers.rank_pools import Canvas, Form, Ranks
+from tests.helpers.whole_rooms import check_rows, write
 
 TINY = preset("tiny-v4")
 FULL, SWA, REQUEST, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.REQUEST, IndexSpace.HOST
@@ -39,14 +41,7 @@ C4_KV = frozenset({ComponentKind.C4_KV})
 CLAIM_S = 20.0
 LONG = Case(4354, (1025, 3001))
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Rows are small and cores few: the oracle's threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @contextmanager
@@ -60,25 +55,13 @@ def with_logs(running: Cluster) -> Iterator[None]:
         raise
 
 
-def write(engine: PrefillEngine, room: int, tables: Tables, case: Case) -> None:
-    """Compute, chunk after chunk, and finish."""
-    for section in case.sections(range(TINY.layer_count)):
-        for views in engine.views.values():
-            synthetic.fill(views, room=room, tables=tables, section=section)
-        engine.publish(room, section.stop_token)
-    engine.finish(room, metadata=b"first token")
+def check_room(reader: DecodeEngine, room: DecodeRoom) -> None:
+    """Every rank's device copy and the host pool hold what prefill wrote.
 
-
-def check_rows(engine: DecodeEngine, room: DecodeRoom) -> None:
-    """Every rank's device copy and the host pool hold what prefill wrote."""
-    for rank, views in engine.views.items():
-        wrong = synthetic.compare(views, room=room.room, tables=room.tables, tokens=room.prompt_tokens).mismatches
-        assert not wrong, f"rank {rank}: " + "; ".join(map(str, wrong))
+    C4 entries cross once for the node, the others once for each of the two decode ranks.
+    """
+    check_rows(reader, room)
     assert set(room.metadata.values()) == {b"first token"}
-
-
-def check_one_copy(room: DecodeRoom) -> None:
-    """C4 entries cross once for the node, the others once for each of the two decode ranks."""
     for component in TINY.components:
         copies = 1 if component.kind in C4_KV else 2
         rows = component.live_rows(room.prompt_tokens).count
@@ -98,31 +81,32 @@ def mapped_memory(engine: DecodeEngine) -> list[npt.NDArray[np.uint8]]:
 # ------------------------------------------------------------------------------------------- owned
 
 
-@pytest.mark.parametrize("transport", ["mooncake", kept("nixl", False), "local"])
-def test_four_prefill_ranks_reach_two_decode_ranks(transport: str) -> None:
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "mooncake layer_first",
+        "local page_first",
+        *(kept(setting, False) for setting in ("nixl layer_first", "mooncake page_first", "nixl page_first")),
+    ],
+)
+def test_four_prefill_ranks_reach_two_decode_ranks(setting: str) -> None:
+    """Rooms of many lengths cross, with digests, one of them kept; and nothing beside their rows is touched."""
+    transport, layout = setting.split()
     require_library(BACKENDS[transport])
-    exact = live_rows_only(transport)
-    many_cross(
-        cluster({"preset": "tiny-v4"}, transport=transport, prefill_pp=2, prefill_tp=2, decode_tp=2, prefill=exact)
-    )
-
-
-@pytest.mark.parametrize("transport", ["local", kept("mooncake", False), kept("nixl", False)])
-@pytest.mark.parametrize("sides", [("prefill", "decode"), kept((("decode",),), False)], ids="_and_".join)
-def test_device_pools_whose_pages_are_one_stretch(sides: tuple[str, ...], transport: str) -> None:
-    require_library(BACKENDS[transport])
-    device = {"device": {"full": 64, "swa": 16, "request": 8}, "device_layout": "page_first"}
-    pools = {"prefill": device, "decode": device | {"host": {"pages": 64, "layout": "page_first"}}}
-    nodes = {side: {"pools": pools[side]} for side in sides}
-    nodes["decode"]["integrity"] = {"digest": "crc32c"}
-    nodes["prefill"] = nodes.get("prefill", {}) | live_rows_only(transport)
-    many_cross(cluster({"preset": "tiny-v4"}, transport=transport, prefill_pp=2, prefill_tp=2, decode_tp=2, **nodes))
-
-
-def many_cross(four_to_two: AbstractContextManager[Cluster]) -> None:
-    """Rooms of many lengths cross, one of them kept, and nothing beside their rows is touched."""
+    device = {"device": {"full": 64, "swa": 16, "request": 8}, "device_layout": layout}
     with (
-        four_to_two as running,
+        cluster(
+            {"preset": "tiny-v4"},
+            transport=transport,
+            prefill_pp=2,
+            prefill_tp=2,
+            decode_tp=2,
+            prefill={"pools": device} | live_rows_only(transport),
+            decode={
+                "pools": device | {"host": {"pages": 64, "layout": layout}},
+                "integrity": {"digest": "crc32c"},
+            },
+        ) as running,
         with_logs(running),
         PrefillEngine.attach(running.prefill.runtime_dir) as sender,
         DecodeEngine.attach(running.decode.runtime_dir) as reader,
@@ -130,25 +114,62 @@ def many_cross(four_to_two: AbstractContextManager[Cluster]) -> None:
     ):
         assert (len(sender.ranks), len(reader.ranks)) == (4, 2)
         canvas.paint()
-        kept: DecodeRoom | None = None
+        held: DecodeRoom | None = None
         for case in (Case(700), Case(3, (2,)), Case(130, (57,)), Case(259, (256,)), Case(1023, (333, 777)), LONG):
             room = running.pair(case.tokens, max_new_tokens=10)["room"]
             begun = sender.begin(room, prompt_tokens=case.tokens)
-            write(sender, room, begun.tables, case)
+            write(sender, room, case, begun.tables)
             claimed = reader.wait_claim(room, CLAIM_S)
-            check_rows(reader, claimed)
-            check_one_copy(claimed)
-            if kept is None:
-                kept = claimed
+            check_room(reader, claimed)
+            if held is None:
+                held = claimed
                 continue
             # Decode keeps the first room, prefill does not: ever since their ids differ.
             assert not any(begun.tables[space].ids[0] == claimed.tables[space].ids[0] for space in (FULL, SWA, REQUEST))
             canvas.paint_request(claimed.tables, tokens=case.tokens)
             reader.release(room)
-        check_rows(reader, kept)
-        canvas.paint_request(kept.tables, tokens=kept.prompt_tokens)
+        check_rows(reader, held)
+        canvas.paint_request(held.tables, tokens=held.prompt_tokens)
         assert canvas.stray() is None
-        reader.release(kept.room)
+        reader.release(held.room)
+
+
+# ------------------------------------------------------------------------------------------- digests
+
+
+@pytest.mark.parametrize("transport", ["local", kept("mooncake", False), kept("nixl", False)])
+def test_a_flipped_bit_fails_the_room_by_name_and_the_next_one_crosses(transport: str) -> None:
+    require_library(BACKENDS[transport])
+    digest, flip = {"integrity": {"digest": "crc32c"}}, {"flip_bit_in_operation": 1}
+    with live_cluster(transport=transport, faults=flip, decode=digest) as live:
+        room = live.pair(1000)
+        assert live.reader is not None
+        live.write(room, 1000)
+        live.sender.finish(room)
+        reason = ends(live.decode, room, "failed", "digest_mismatch")
+        # The first operation is the first component of the model, in the first layer that has it.
+        assert "c4_kv of layer 2, logical page 0" in reason
+        assert "space 'host' in the host pool" in reason
+        assert "pages differ" not in reason
+        with pytest.raises(RoomFailedError, match="c4_kv of layer 2"):
+            live.reader.wait_claim(room, 5.0)
+        eventually("prefill is told", lambda: report(live.prefill, room)["reason_code"] == "digest_mismatch")
+        assert reason in report(live.prefill, room)["reason"]
+        assert metric(live.decode, "kvbridge_digest_mismatches_total", component="c4_kv") == 1
+        phases = report(live.decode, live.cross(1000))["phases_s"]
+        assert phases["digest"] > 0, "prefill computed nothing"
+        assert phases["verify"] >= phases["verify_busy"] > 0, "decode computed nothing"
+        live.serves()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(2, 1), (1, 2)])
+def test_digests_of_heads_add_up_whatever_the_ranks_on_both_sides(prefill_tp: int, decode_tp: int) -> None:
+    pools = {"device": {"full": 256}}
+    decode = {"integrity": {"digest": "crc32c"}, "pools": pools | {"host": {"components": []}}}
+    sizes = {"prefill_tp": prefill_tp, "decode_tp": decode_tp}
+    with live_cluster(model="tiny-gqa", prefill={"pools": pools}, decode=decode, **sizes) as live:
+        assert report(live.decode, live.cross(1000))["phases_s"]["verify"] > 0
 
 
 # ------------------------------------------------------------------------------------------- adopted
@@ -265,10 +286,9 @@ def test_engines_bring_their_own_memory_and_page_ids() -> None:
         def cross(case: Case) -> None:
             source, destination = draw(case)
             room = begin(case, source, destination)
-            write(sender, room, source, case)
+            write(sender, room, case, source)
             claimed = reader.wait_claim(room, CLAIM_S)
-            check_rows(reader, claimed)
-            check_one_copy(claimed)
+            check_room(reader, claimed)
             for space, table in destination.items():
                 assert np.array_equal(claimed.tables[space].ids, table.ids)
             canvas.paint_request(claimed.tables, tokens=case.tokens)

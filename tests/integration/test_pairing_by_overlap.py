@@ -5,7 +5,6 @@ Every prompt is first paired while the instances that come first are busy, so th
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,17 +13,14 @@ from typing import Any
 import pytest
 
 from kvbridge.cli.local_cluster import DaemonProcess, daemon_config, wait_all_ready
-from kvbridge.core.plan.operations import Section
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.tier.keys import Keys
-from tests.helpers import synthetic
 from tests.helpers.cluster import START_S, eventually
-from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, live_cluster, metric, status
+from tests.helpers.conversation import PAGE, TIER, begin, compute, named, read, tokens_of
+from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, live_cluster, metric
 from tests.helpers.redis_server import redis_server
 
-PAGE = 256
-TIER = {"tier": {"enabled": True, "model_name": "tiny", "model_revision": "1"}}
 POOL = {"full": 32, "swa": 12, "request": 6}
 FIRST, SECOND = 4 * PAGE + 5, 6 * PAGE + 9
 BIG = {"prompt_tokens": 24 * PAGE}
@@ -51,14 +47,11 @@ class Fleet:
             engine.close()
 
     def keys(self, conversation: int, tokens: int) -> Keys:
-        ids = [conversation * 100_000 + place for place in range(tokens)]
-        return self.engine("prefill-0").page_keys(ids)
+        return self.engine("prefill-0").page_keys(tokens_of(conversation, tokens))
 
     def pair(self, conversation: int, tokens: int, replica: int = 0) -> dict[str, Any]:
-        hashes = base64.b64encode(self.keys(conversation, tokens).data).decode()
-        return self.ask({"prompt_tokens": tokens, "page_hashes": hashes}, replica)
+        body = {"prompt_tokens": tokens, **named(self.keys(conversation, tokens))}
 
-    def ask(self, body: dict[str, Any], replica: int = 0) -> dict[str, Any]:
         def look() -> dict[str, Any] | None:
             answer = http("POST", self.bootstraps[replica], "/v1/requests", json=body)
             assert answer.status_code in {HTTP_CREATED, 503}, answer.text
@@ -70,23 +63,9 @@ class Fleet:
         """Take a paired room through its life, check every byte, and return what decode and prefill have held."""
         room, keys = ticket["room"], self.keys(conversation, tokens)
         sender, reader = (self.engine(ticket[side]["instance"]) for side in ("prefill", "decode"))
-        begun = sender.begin(room, prompt_tokens=tokens, page_hashes=keys)
-        start = begun.computed_tokens
-        for stop in [*begun.checkpoints, tokens]:
-            section = Section(prompt_tokens=tokens, start_token=start, stop_token=stop)
-            at_end = Section(prompt_tokens=stop, prefix_tokens=stop // PAGE * PAGE, start_token=0, stop_token=stop)
-            for view in sender.views.values():
-                synthetic.fill(view, room=conversation, tables=begun.tables, section=section)
-                if stop in begun.checkpoints:
-                    synthetic.fill(view, room=conversation, tables=begun.checkpoints[stop], section=at_end)
-            sender.publish(room, stop)
-            start = stop
-        sender.finish(room, checkpoints=list(begun.checkpoints))
-        claimed = reader.wait_claim(room, 30, page_hashes=keys)
-        for view in reader.views.values():
-            found = synthetic.compare(view, room=conversation, tables=claimed.tables, tokens=tokens)
-            assert found.checked_bytes
-            assert not found.mismatches, found.mismatches[0]
+        begun = begin(sender, room, tokens, keys)
+        compute(sender, begun, keys)
+        claimed = read(reader, room, tokens, keys)
         reader.release(room)
         for side in ("prefill", "decode"):
             ends(self.nodes[ticket[side]["instance"]], room, "completed")
@@ -221,15 +200,6 @@ def test_a_stale_guess_costs_the_prefix_and_no_byte(running: Fleet) -> None:
     assert running.cross(ticket, 4, SECOND) == (0, 0)
     assert guesses(running, "stale") == [count + 1 for count in before]
     running.settled()
-
-
-def test_nodes_tell_routers_what_enters_page_keys(running: Fleet) -> None:
-    for node in running.nodes.values():
-        model = status(node)["model"]
-        assert model["identity"] == {"name": "tiny", "revision": "1"}
-        assert model["tokens_per_page"] == PAGE
-    for one in http("GET", running.bootstraps[0], "/v1/instances").json():
-        assert (one["model_identity"]["revision"], one["tokens_per_page"]) == ("1", PAGE)
 
 
 def test_a_holder_that_was_killed_is_served_by_another_and_started_again_it_is_not_believed(running: Fleet) -> None:

@@ -1,163 +1,148 @@
 """Prefixes of a prefill instance of two nodes, a pipeline stage each: real daemons whose caches differ, and engines that agree.
 
-Each node has a cache of its own. Their engines start where both can: they ask what is there (`restorable`) and begin with the
-largest that both have (`at_most`).
+Each node has a cache and a host tier of its own. Their engines start where both can: they ask what is there (`restorable`) and
+begin with the largest that both have (`at_most`).
 """
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from kvbridge.core.geometry.presets import preset
-from kvbridge.core.plan.operations import Section
-from kvbridge.engine.decode import DecodeEngine, DecodeRoom
-from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
-from kvbridge.tier.keys import Keys
-from tests.helpers import synthetic
-from tests.helpers.cluster import Cluster, DaemonProcess, cluster, daemon_config, eventually
-from tests.helpers.live_rooms import busy_pages, ends, http
+from kvbridge.engine import DecodeEngine, PrefillEngine, PrefillRoom
+from tests.helpers.cluster import DaemonProcess, cluster, daemon_config, eventually
+from tests.helpers.conversation import MODEL, PAGE, begin, compute, named, read, tokens_of
+from tests.helpers.host_tiers import copies, drop, host_tier, on_host
+from tests.helpers.live_rooms import all_free, busy_pages, ends, http, status
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-TINY = preset("tiny-v4")
-PAGE = TINY.tokens_per_page
-TIER = {"enabled": True, "model_name": "tiny", "model_revision": "1"}
-POOL = {"full": 24, "swa": 16, "request": 4}
-HISTORY = list(range(10 * PAGE))
+POOL = {"full": 12, "swa": 16, "request": 4}
+"""For one long prompt or two short ones."""
+HOST = {"pages": 96}
 
 
-def stage(number: int, tier: dict[str, Any]) -> dict[str, Any]:
-    return {"tier": tier, "parallelism": {"pp_size": 2, "ranks": [{"pp": number, "tp": 0}]}}
+def stage(number: int) -> dict[str, Any]:
+    parallelism = {"pp_size": 2, "ranks": [{"pp": number, "tp": 0}]}
+    return {"tier": MODEL | {"host": HOST | {"checkpoint_pages": 24}}, "parallelism": parallelism}
 
 
 @dataclass
 class Instance:
     """Two prefill nodes with an engine each, and a decode node with its own."""
 
-    cluster: Cluster
     nodes: list[DaemonProcess]
+    """The two, and decode."""
     engines: list[PrefillEngine]
     reader: DecodeEngine
-    history: list[int] = field(default_factory=lambda: HISTORY)
-    """The tokens of the present conversation."""
 
-    def keys(self, length: int) -> Keys:
-        return self.reader.page_keys(self.history[:length])
-
-    def admit(self, length: int, nodes: list[DaemonProcess], *, on_decode: bool = True) -> int:
-        body: dict[str, Any] = {
-            "prompt_tokens": length,
-            "page_hashes": base64.b64encode(self.keys(length).data).decode(),
-        }
-        if on_decode:
-            controls = [node.endpoint().control for node in self.nodes]
-            named = {"prefill": [control.model_dump() for control in controls if control]}
-            body["room"] = self._admitted(self.cluster.decode, body | named)
-        for node in nodes:
-            body["room"] = self._admitted(node, body)
-        return int(body["room"])
-
-    @staticmethod
-    def _admitted(daemon: DaemonProcess, body: dict[str, Any]) -> int:
-        answer = http("POST", daemon, "/v1/requests", json=body)
-        assert answer.status_code == 201, answer.text
-        return int(answer.json()["room"])
-
-    def write(self, engine: PrefillEngine, room: int, length: int, at_most: int | None = None) -> PrefillRoom:
-        """An engine's part on one node; what it starts from is looked at, byte by byte."""
-        keys = self.keys(length)
-        begun = engine.begin(room, prompt_tokens=length, page_hashes=keys, at_most=at_most)
-        start = begun.computed_tokens
-        for views in engine.views.values():
-            if start:
-                held = {"tables": begun.restore, "tokens": start, "keys": keys[: start // PAGE]}
-                found = synthetic.compare(views, room=room, **held)
-                assert found.checked_bytes
-                assert not found.mismatches, found.mismatches[0]
-            for stop, tables in begun.checkpoints.items():
-                at_end = Section(prompt_tokens=stop, prefix_tokens=stop, start_token=0, stop_token=stop)
-                synthetic.fill(views, room=room, tables=tables, section=at_end, keys=keys[: stop // PAGE])
-            section = Section(prompt_tokens=length, start_token=start, stop_token=length)
-            synthetic.fill(views, room=room, tables=begun.tables, section=section, keys=keys)
-        engine.publish(room, length)
-        engine.finish(room, checkpoints=list(begun.checkpoints))
-        return begun
-
-    def leave(self, number: int, length: int) -> None:
+    def leave(self, node: int, number: int, tokens: int) -> None:
         """Have one node alone know a prompt, which leaves a checkpoint at its last page's end."""
-        node = self.nodes[number]
-        room = self.admit(length, [node], on_decode=False)
-        self.write(self.engines[number], room, length)
-        http("DELETE", node, f"/v1/requests/{room}")
-        eventually("let go of", lambda: not busy_pages(node))
+        keys = self.reader.page_keys(tokens_of(number, tokens))
+        room = _admitted(self.nodes[node], {"prompt_tokens": tokens, **named(keys)})
+        compute(self.engines[node], begin(self.engines[node], room, tokens, keys), keys)
+        http("DELETE", self.nodes[node], f"/v1/requests/{room}")
+        eventually("let go of", lambda: not busy_pages(self.nodes[node]))
+        on_host(self.nodes[node])
 
-    def cross(self, length: int) -> tuple[list[tuple[int, ...]], list[int], int]:
-        """A request over all: where each node could start, where it did, what decode held."""
-        choices, begun, claimed = self.crossed(length)
-        return choices, [one.computed_tokens for one in begun], claimed.prefix_tokens
+    def cross(self, number: int, tokens: int) -> tuple[list[PrefillRoom], tuple[int, int], list[tuple[int, ...]]]:
+        """A turn of a conversation over all nodes, until it is on all hosts.
 
-    def crossed(self, length: int) -> tuple[list[tuple[int, ...]], list[PrefillRoom], DecodeRoom]:
-        """The same, with all that the engines were told."""
-        room = self.admit(length, self.nodes)
+        Returns what prefill's engines were told, tokens that decode held and had from its host, and where each node could start.
+        """
+        keys = self.reader.page_keys(tokens_of(number, tokens))
+        body: dict[str, Any] = {"prompt_tokens": tokens, **named(keys)}
+        controls = [node.endpoint().control for node in self.nodes[:2]]
+        writers = {"prefill": [control.model_dump() for control in controls if control]}
+        room = body["room"] = _admitted(self.nodes[2], body | writers)
+        for node in self.nodes[:2]:
+            _admitted(node, body)
         choices = [engine.restorable(room) for engine in self.engines]
-        common = max(set(choices[0]).intersection(*choices[1:]))
-        begun = [self.write(engine, room, length, at_most=common) for engine in self.engines]
-        claimed = self.reader.wait_claim(room, 30, page_hashes=self.keys(length))
-        for views in self.reader.views.values():
-            found = synthetic.compare(views, room=room, tables=claimed.tables, tokens=length, keys=self.keys(length))
-            assert not found.mismatches, found.mismatches[0]
+        common = max({*choices[0]} & {*choices[1]})
+        begun = [begin(engine, room, tokens, keys, at_most=common) for engine in self.engines]
+        for engine, each in zip(self.engines, begun, strict=True):
+            compute(engine, each, keys)
+        claimed = read(self.reader, room, tokens, keys)
         self.reader.release(room)
         for node in self.nodes:
             ends(node, room, "completed")
             eventually("let go of", lambda node=node: not busy_pages(node))
-        return choices, begun, claimed
+        on_host(*self.nodes)
+        return begun, (claimed.prefix_tokens, claimed.host_tokens), choices
+
+
+def _admitted(daemon: DaemonProcess, body: dict[str, Any]) -> int:
+    answer = http("POST", daemon, "/v1/requests", json=body)
+    assert answer.status_code == 201, answer.text
+    return int(answer.json()["room"])
 
 
 @pytest.fixture(scope="module")
 def instance() -> Iterator[Instance]:
-    with running_instance(TIER, TIER, pages=POOL) as made:
-        yield made
-
-
-@contextmanager
-def running_instance(
-    prefill: dict[str, Any], decode: dict[str, Any], *, pages: dict[str, int], host_pages: int = 24
-) -> Iterator[Instance]:
-    """Nodes with these sections `tier` and device pools, and an engine each."""
-    model = {"preset": "tiny-v4"}
-    settings = {"pages": pages, "host_pages": host_pages, "wait": False}
-    with cluster(model, prefill=stage(0, prefill), decode={"tier": decode}, **settings) as running:
+    model, decode = {"preset": "tiny-v4"}, {"tier": MODEL | {"host": HOST}}
+    with (
+        cluster(model, prefill=stage(0), decode=decode, pages=POOL, host_pages=96, wait=False) as running,
+        ExitStack() as stack,
+    ):
         other = DaemonProcess("prefill", "the second prefill daemon", running.folder / "q")
+        pools = {"device": POOL}
         other.config = daemon_config(
-            model, instance="prefill-0", runtime_dir=other.runtime_dir, transport="local", pools={"device": pages}
+            model, instance="prefill-0", runtime_dir=other.runtime_dir, transport="local", pools=pools
         )
-        other.config |= {"node": "node-1", **stage(1, prefill)}
+        other.config |= {"node": "node-1", **stage(1)}
         running.others.append(other)
         other.start()
         for daemon in running.all()[1:]:
             daemon.wait_ready()
-        with ExitStack() as stack:
-            nodes = [running.prefill, other]
-            engines = [stack.enter_context(PrefillEngine.attach(node.runtime_dir)) for node in nodes]
-            yield Instance(
-                running, nodes, engines, stack.enter_context(DecodeEngine.attach(running.decode.runtime_dir))
-            )
+        nodes = [running.prefill, other, running.decode]
+        engines = [stack.enter_context(PrefillEngine.attach(node.runtime_dir)) for node in nodes[:2]]
+        yield Instance(nodes, engines, stack.enter_context(DecodeEngine.attach(running.decode.runtime_dir)))
+        for daemon in running.all():
+            assert "Traceback" not in daemon.log_path.read_text(), daemon.log(40)
 
 
-def test_nodes_whose_caches_differ_start_at_the_same_token(instance: Instance) -> None:
-    for number, lengths in enumerate(((300, 600, 1500), (300, 1000))):
-        for length in lengths:
-            instance.leave(number, length)
-    choices, started, held = instance.cross(2000)
+@pytest.fixture(autouse=True)
+def nothing_is_left(instance: Instance) -> Iterator[None]:
+    """Each test begins with empty caches, and ends with every page free or cached."""
+    drop(*instance.nodes)
+    yield
+    for node in instance.nodes:
+        all_free(node)
+        assert not status(node)["quarantine"]
+
+
+def starts(begun: list[PrefillRoom]) -> list[tuple[int, int]]:
+    """Tokens from which each engine went on, and those of them that were on the host."""
+    return [(room.computed_tokens, room.host_tokens) for room in begun]
+
+
+@pytest.mark.thorough
+def test_turns_come_back_from_the_hosts_of_both_nodes(instance: Instance) -> None:
+    instance.cross(1, 5 * PAGE + 40)
+    instance.cross(2, 12 * PAGE)  # every page of every device
+    for node in instance.nodes[:2]:
+        assert host_tier(node)["host_pages"] >= 5
+    before = [copies(node, "load_back") for node in instance.nodes]
+    begun, held, _ = instance.cross(1, 7 * PAGE + 9)
+    assert [*starts(begun), held] == [(5 * PAGE, 5 * PAGE)] * 3
+    assert [copies(node, "load_back") for node in instance.nodes] == [count + 1 for count in before]
+    begun, _, _ = instance.cross(1, 8 * PAGE + 9)
+    assert starts(begun) == [(7 * PAGE, 0)] * 2
+
+
+def test_nodes_that_have_not_kept_the_same_start_at_the_same_token(instance: Instance) -> None:
+    """One node goes on from less than its host has, out of the same twins; then one whose host has nothing."""
+    for node, lengths in enumerate(((300, 600, 1500), (300, 1000))):
+        for tokens in lengths:
+            instance.leave(node, 3, tokens)
+    instance.cross(4, 12 * PAGE)
+    begun, held, choices = instance.cross(3, 2000)
     assert choices == [(0, 256, 512, 1280), (0, 256, 768)]
-    assert started == [256, 256]
-    assert held == 0
-    choices, started, held = instance.cross(2100)
-    assert started == [1792, 1792], choices
-    assert held == 1792
+    assert (starts(begun), held) == ([(256, 256)] * 2, (0, 0))
+    assert starts(instance.cross(3, 2100)[0]) == [(1792, 0)] * 2
+    drop(instance.nodes[1])
+    assert starts(instance.cross(3, 2101)[0]) == [(0, 0)] * 2

@@ -10,10 +10,10 @@ import pytest
 
 from tests.helpers.browser import Browser, browser
 from tests.helpers.cluster import eventually
+from tests.helpers.conversation import MODEL, PAGE, Conversation
 from tests.helpers.fleet import Fleet, fleet
 from tests.helpers.held_ports import held_ports
 from tests.helpers.live_rooms import LiveCluster, ends, http, live_cluster, status
-from tests.integration.test_shared_prefixes import NODE, PAGE, Conversation
 
 pytestmark = pytest.mark.thorough
 
@@ -51,7 +51,7 @@ class Pair:
 
 def on_host(**more: int) -> dict[str, dict[str, object]]:
     """A node whose cached pages are copied to host memory."""
-    return {**NODE, "tier": {**NODE["tier"], "host": {"pages": 8, **more}}}
+    return {"tier": {**MODEL, "host": {"pages": 8, **more}}}
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,232 @@
+"""Requests of conversations through running daemons: their tokens, their bytes, and what must be true of both.
+
+Tokens follow from a conversation's number, so its prompts begin alike. Bytes follow from the keys of pages, so each byte of a
+shared page, of a window and of a checkpoint has one right value, and a byte of any other prompt's page is seen.
+"""
+
+from __future__ import annotations
+
+import base64
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.ids import Tables
+from kvbridge.core.plan.operations import Section
+from kvbridge.engine import DecodeEngine, DecodeRoom, Engine, PrefillEngine, PrefillRoom
+from kvbridge.tier.keys import Keys
+from tests.helpers import synthetic
+from tests.helpers.cluster import eventually
+from tests.helpers.live_rooms import LiveCluster, ends, http, report
+from tests.helpers.obedient_engines import write_answer
+
+PAGE = 256
+"""Tokens, of the tiny models."""
+MODEL = {"enabled": True, "model_name": "tiny", "model_revision": "1"}
+TIER = {"tier": MODEL}
+"""For nodes that keep prefixes on their devices."""
+CLAIM_S = 30.0
+
+
+# ---------------------------------------------------------------------------------------------- what engines do
+
+
+def tokens_of(number: int, count: int) -> list[int]:
+    """Return the first tokens of a conversation."""
+    return [number * 100_000 + place for place in range(count)]
+
+
+def named(keys: Keys) -> dict[str, str]:
+    """Return what a router says of a prompt in a request."""
+    return {"page_hashes": base64.b64encode(keys.data).decode()}
+
+
+def begin(engine: PrefillEngine, room: int, tokens: int, keys: Keys, **asked: Any) -> PrefillRoom:
+    """Begin a room, and compare every byte that the engine starts from, windows and states included."""
+    begun = engine.begin(room, prompt_tokens=tokens, page_hashes=keys, **asked)
+    _wait_layers(engine, room, **asked)
+    if begun.computed_tokens:
+        _compare(engine, room, begun.restore, begun.computed_tokens, keys)
+    return begun
+
+
+def compute(engine: PrefillEngine, begun: PrefillRoom, keys: Keys, *, checkpoints: bool = True) -> int:
+    """Write and publish what is new, cut where checkpoints are wanted, and finish; return bytes written, without checkpoints."""
+    start, written, wanted = begun.computed_tokens, 0, begun.checkpoints if checkpoints else {}
+    for stop in [*wanted, begun.prompt_tokens]:
+        section = Section(prompt_tokens=begun.prompt_tokens, start_token=start, stop_token=stop)
+        at_end = Section(prompt_tokens=stop, prefix_tokens=stop, start_token=0, stop_token=stop)
+        for views in engine.views.values():
+            written += synthetic.fill(views, room=begun.room, tables=begun.tables, section=section, keys=keys)
+            if stop in wanted:
+                synthetic.fill(views, room=begun.room, tables=wanted[stop], section=at_end, keys=keys)
+        engine.publish(begun.room, stop)
+        start = stop
+    engine.finish(begun.room, checkpoints=list(wanted))
+    return written
+
+
+def read(engine: DecodeEngine, room: int, tokens: int, keys: Keys, **asked: Any) -> DecodeRoom:
+    """Claim a room once it is committed, and compare every byte of its prompt, whoever sent it."""
+    claimed = engine.wait_claim(room, CLAIM_S, page_hashes=keys, **asked)
+    _wait_layers(engine, room, **asked)
+    _compare(engine, room, claimed.tables, tokens, keys)
+    return claimed
+
+
+def _wait_layers(engine: Engine, room: int, *, by_layer: bool = False, **_: Any) -> None:
+    for rank in engine.ranks if by_layer else ():
+        for layer in engine.layers(rank):
+            engine.wait_layer(room, layer)
+
+
+def _compare(engine: Engine, room: int, tables: Tables, tokens: int, keys: Keys) -> None:
+    for views in engine.views.values():
+        found = synthetic.compare(views, room=room, tables=tables, tokens=tokens, keys=keys)
+        assert found.checked_bytes
+        assert not found.wrong_bytes, found.mismatches[0]
+
+
+def owed_bytes(geometry: ModelGeometry, tokens: int, prefix_tokens: int, *, ranks: int = 1) -> int:
+    """The geometry's own sum for a prompt of which decode holds so much; pages that are sent whole take their padding along.
+
+    Each rank has all lanes of what is not in the host pool.
+    """
+    found = 0
+    for part in geometry.components:
+        rows, each = part.live_rows(tokens, prefix_tokens), part.rows_per_logical_page
+        for page in range(rows.start // each, -(-rows.stop // each)):
+            inside = min(rows.stop, (page + 1) * each) - max(rows.start, page * each)
+            page_bytes = part.page_bytes() if inside == part.slots_per_page else inside * part.row_bytes * part.lanes
+            found += page_bytes * len(part.layers) * (1 if part.host_capable else ranks)
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- conversations
+
+
+@dataclass
+class Conversation:
+    """Prompts that begin alike."""
+
+    live: LiveCluster
+    number: int
+    common: list[int] = field(default_factory=list)
+    """Tokens of another conversation, with which this one begins."""
+    by_layer: bool = False
+    """Whether engines wait for each layer that is loaded instead of for all of them."""
+
+    def keys(self, tokens: int) -> Keys:
+        """Return the page keys of the first tokens."""
+        return self.live.sender.page_keys((self.common + tokens_of(self.number, tokens))[:tokens])
+
+    def parts(self, tokens: int, number: int) -> Conversation:
+        """Return another conversation that begins with so many tokens of this one."""
+        return Conversation(self.live, number, (self.common + tokens_of(self.number, tokens))[:tokens])
+
+    def turn(self, tokens: int, more: int = 0, **asked: Any) -> Turn:
+        """Have a request paired by bootstrap; nothing else is done of it. `more`: tokens of its answer."""
+        keys = self.keys(tokens)
+        return Turn(self, self.live.ticket(tokens, max_new_tokens=more, **named(keys), **asked)["room"], tokens, keys)
+
+    def cross(self, tokens: int, *, checkpoints: bool = True, **asked: Any) -> Turn:
+        """Take a request through its whole life, until both sides have let go of it."""
+        turn = self.turn(tokens, **asked)
+        turn.compute(checkpoints=checkpoints)
+        turn.read()
+        turn.release()
+        turn.end()
+        return turn
+
+    def leave_on_prefill(self, tokens: int) -> None:
+        """Leave a prompt and its checkpoint on the prefill node alone."""
+        keys, prefill = self.keys(tokens), self.live.prefill
+        answer = http("POST", prefill, "/v1/requests", json={"prompt_tokens": tokens, **named(keys)})
+        assert answer.status_code == 201, answer.text
+        turn = Turn(self, answer.json()["room"], tokens, keys)
+        turn.compute()
+        http("DELETE", prefill, f"/v1/requests/{turn.room}")
+        eventually("let go", lambda: not report(prefill, turn.room)["pages"])
+
+
+@dataclass
+class Turn:
+    """One request of a conversation, and what its engines were told."""
+
+    talk: Conversation
+    room: int
+    tokens: int
+    keys: Keys
+    begun: PrefillRoom | None = None
+    claimed: DecodeRoom | None = None
+    written_bytes: int = 0
+
+    def begin(self) -> PrefillRoom:
+        """Begin it, and compare what the engine starts from."""
+        sender = self.talk.live.sender
+        self.begun = begin(sender, self.room, self.tokens, self.keys, by_layer=self.talk.by_layer)
+        return self.begun
+
+    def compute(self, *, checkpoints: bool = True) -> None:
+        """The rest of the prefill engine's part."""
+        assert self.talk.live.reader  # attached before the commit is told
+        begun = self.begun or self.begin()
+        self.written_bytes = compute(self.talk.live.sender, begun, self.keys, checkpoints=checkpoints)
+
+    def read(self) -> Self:
+        """Claim it, and compare every byte."""
+        reader = self.talk.live.reader
+        self.claimed = read(reader, self.room, self.tokens, self.keys, by_layer=self.talk.by_layer)
+        return self
+
+    def release(self, answered: int = 0) -> None:
+        """Let go of it on decode. `answered`: tokens of the prompt and of an answer that the engine writes before."""
+        reader = self.talk.live.reader
+        if not answered:
+            reader.release(self.room)
+            return
+        assert self.claimed is not None
+        keys = self.talk.keys(answered)
+        write_answer(reader, self.claimed.tables, keys, self.tokens)
+        reader.release(self.room, valid_tokens=answered, page_hashes=keys)
+
+    def end(self) -> None:
+        """Wait until neither side has pages of it; receipts say what the engines were told."""
+        live = self.talk.live
+        ends(live.prefill, self.room, "completed")
+
+        def over() -> bool:
+            live.sender.events()  # engines with a GPU say so what they still have to
+            live.reader.events()
+            return not any(report(daemon, self.room)["pages"] for daemon in live.nodes)
+
+        eventually("let go", over)
+        receipts = [report(daemon, self.room) for daemon in live.nodes]
+        assert receipts[0]["computed_tokens"] == self.reused[0]
+        assert [receipt["prefix_tokens"] for receipt in receipts] == [self.reused[1]] * 2
+        assert tuple(receipt["host_tokens"] for receipt in receipts) == self.from_host
+
+    def abort(self, reason: str = "a test") -> None:
+        """Have the prefill engine give it up, and wait for its end on decode."""
+        self.talk.live.sender.abort(self.room, reason)
+        ends(self.talk.live.decode, self.room, "failed", "aborted")
+
+    @property
+    def reused(self) -> tuple[int, int]:
+        """Tokens from which prefill's engine went on, and tokens that decode was not sent."""
+        assert self.begun is not None
+        assert self.claimed is not None
+        return self.begun.computed_tokens, self.claimed.prefix_tokens
+
+    @property
+    def from_host(self) -> tuple[int, int]:
+        """Of these, tokens that came back from host memory."""
+        assert self.begun is not None
+        assert self.claimed is not None
+        return self.begun.host_tokens, self.claimed.host_tokens
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that all prefill ranks have sent."""
+        assert self.claimed is not None
+        return sum(amount.bytes for amount in self.claimed.amounts.values())
