@@ -27,7 +27,6 @@ from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.pool.memory.layout import RankPart
 from tests.contract.harness import BACKENDS, require_library
-from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, cluster, eventually, live_rows_only
 from tests.helpers.live_rooms import ends, live_cluster, metric, report
 from tests.helpers.matrices import kept

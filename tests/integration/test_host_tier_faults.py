@@ -19,7 +19,7 @@ from tests.helpers.conversation import PAGE, Conversation, Turn
 from tests.helpers.held_copies import hold, let_go, with_held_copies
 from tests.helpers.host_tiers import adds_up, copies, forget, host_tier, host_tiers, on_host, quiet
 from tests.helpers.host_tiers import let_go as rooms_let_go
-from tests.helpers.live_rooms import LiveCluster, http, metric, report, status
+from tests.helpers.live_rooms import LiveCluster, http, report, status
 
 POOL = {"full": 16, "swa": 8, "request": 4}
 COPY_S = 12.0

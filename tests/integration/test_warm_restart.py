@@ -17,7 +17,7 @@ from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.conversation import MODEL, PAGE, Conversation, Turn
 from tests.helpers.host_tiers import forget, host_tier
-from tests.helpers.live_rooms import LiveCluster, http, live_cluster, metric, status
+from tests.helpers.live_rooms import LiveCluster, http, live_cluster, status
 from tests.helpers.matrices import kept
 
 DEVICE = {"full": 24, "swa": 12, "request": 6}
