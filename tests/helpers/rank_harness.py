@@ -211,7 +211,8 @@ class Crossing:
         geometry = self.setting.geometry
         expected = all_rows(geometry, Demand(geometry, self._manifests), case.tokens, case.prefix)
         assert shortfall(expected, lane_rows(amounts)) is None
-        for component in self.setting.geometry.components:
+        total_bytes = most_total_bytes = 0
+        for component in geometry.components:
             copies = self._copies(component)
             rows = component.live_rows(case.tokens, case.prefix)
             due = rows.count * component.lanes * len(component.layers) * copies
@@ -226,9 +227,12 @@ class Crossing:
                 # Whole pages; and rows of the last one that came with an earlier chunk are sent again.
                 pages = len(split_rows(component, rows).touched) + 1
                 most = pages * component.page_bytes() * len(component.layers) * copies
-            assert least <= sent <= most, (
-                f"{component.kind}: {sent} bytes on the wire for {copies} copies of {least // copies}"
-            )
+            said = f"{component.kind}: {sent} bytes on the wire for {copies} copies of {least // copies}"
+            assert sent >= least, said
+            # Dead bytes between components that are sent together count for the first of them.
+            assert sent <= most or self.setting.dead_bytes, said
+            total_bytes, most_total_bytes = total_bytes + sent, most_total_bytes + most
+        assert total_bytes <= most_total_bytes
 
     def _copies(self, component: Component) -> int:
         """How often the destination keeps each row: once in the host pool, else on every rank that needs its lane."""
