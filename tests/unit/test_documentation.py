@@ -12,13 +12,10 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 from kvbridge import __version__
-from kvbridge.cli.main import COMMANDS, load_command
 from kvbridge.engine import __all__ as engine_names
 from kvbridge.sparse import __all__ as sparse_names
 from kvbridge.telemetry.metrics import METRICS
 from kvbridge.telemetry.readers import LINES
-from tests.docs.pages import PAGES as ALL_PAGES
-from tests.docs.pages import blocks, spans
 from tests.helpers.config_keys import known_keys
 
 ROOT = Path(__file__).parents[2]
@@ -63,24 +60,6 @@ def test_a_section_says_what_it_means_where_to_look_and_what_to_do(name: str) ->
 def test_metrics_that_are_named_are_there(page: Path) -> None:
     declared = {spec.name for spec in METRICS}
     assert set(re.findall(r"\bkvbridge_[a-z_]+", page.read_text())) <= declared
-
-
-@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.stem)
-def test_commands_that_are_named_are_there_with_their_options(page: Path) -> None:
-    """`kvbridge VERB ... --option`: in text or in a block."""
-    for line in re.findall(r"\bkvbridge ([a-z][a-z-]+(?: [^`#|&;\n]*)?)", _code(page)):
-        verb, *words = line.split()
-        assert verb in COMMANDS, f"{page.name}: kvbridge {line}"
-        command = load_command(verb)
-        if words and words[0] in getattr(command, "commands", {}):
-            command = command.commands[words[0]]
-        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
-        assert {word for word in words if word.startswith("--")} <= known | {"--help"}, f"{page.name}: kvbridge {line}"
-
-
-def _code(page: Path) -> str:
-    """What stands in backticks or blocks: prose says `kvbridge` as a name."""
-    return "\n".join([*(block.text for block in blocks(page) if block.language == "sh"), *spans(page)])
 
 
 def test_log_events_that_the_runbook_names_are_written() -> None:

@@ -17,8 +17,6 @@ from kvbridge.core.errors import (
     StaleError,
     UnauthorizedError,
 )
-from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.messages import MAX_INSTANCE_NODES
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, FakeDaemons, half, node
@@ -40,17 +38,6 @@ async def test_a_node_is_listed_until_it_falls_silent(world):
     assert await directory.listing() == ()
     with pytest.raises(NotFoundError, match="register again"):
         await directory.heartbeat("p", "node-0", beat("p-incarnation-1"))
-
-
-async def test_a_heartbeat_keeps_a_node_and_brings_its_load(world):
-    directory = await world.directory(node("p", Role.PREFILL))
-    world.advance(EXPIRE_AFTER_S - 10)
-    view = await directory.heartbeat("p", "node-0", beat("p-incarnation-1", ready=False, load=Load(rooms=7)))
-    assert (view.load.rooms, view.ready) == (7, False)
-    assert view.silent_s < 10
-    world.advance(EXPIRE_AFTER_S - 10)
-    (instance,) = await directory.listing()
-    assert (instance.ready, instance.reasons) == (False, ("node 'node-0' is not ready",))
 
 
 SECOND = node("p", Role.PREFILL, incarnation="second", http_url="http://second")
@@ -114,27 +101,12 @@ async def test_a_new_incarnation_replaces_the_old_one(world):
     assert (await directory.heartbeat("p", "node-0", beat("second"))).epoch == 2
 
 
-async def test_registering_again_changes_nothing_but_the_facts(world):
-    directory = await world.directory(node("p", Role.PREFILL))
-    assert (await directory.register(node("p", Role.PREFILL, http_url="http://moved"))).epoch == 1
-    assert (await directory.instances())[0].http_urls == ("http://moved",)
-
-
 async def test_a_node_that_leaves_is_gone(world):
     directory = await world.directory(node("p", Role.PREFILL))
     await directory.deregister("p", "node-0", "p-incarnation-1")
     assert await directory.listing() == ()
     with pytest.raises(NotFoundError):
         await directory.deregister("p", "node-0", "p-incarnation-1")
-
-
-async def test_an_instance_is_complete_when_all_ranks_are_there(world):
-    directory = await world.directory(half("p", Role.PREFILL, 1))
-    (view,) = await directory.listing()
-    assert (view.complete, view.ready, view.reasons) == (False, False, ("1 of its ranks are missing, first pp0.tp0",))
-    await directory.register(half("p", Role.PREFILL, 0))
-    (view,) = await directory.listing()
-    assert (view.complete, view.ready, [each.node for each in view.nodes]) == (True, True, ["node-0", "node-1"])
 
 
 async def test_nodes_of_an_instance_agree_on_the_model(world):
@@ -173,12 +145,6 @@ async def test_nodes_of_an_instance_agree_on_their_places(world, changes, expect
 async def test_a_registration_that_contradicts_itself_is_refused(world, changes, expected):
     with pytest.raises(InvalidInputError, match=expected.replace(".", r"\.")):
         await world.directory(node("p", Role.PREFILL, **changes))
-
-
-async def test_a_sole_node_may_come_back_with_another_model(world):
-    directory = await world.directory(node("p", Role.PREFILL))
-    await directory.register(node("p", Role.PREFILL, model="tiny-gqa", incarnation="second"))
-    assert (await directory.instances())[0].fingerprint == fingerprint(preset("tiny-gqa"))
 
 
 async def test_a_charge_lasts_until_the_next_heartbeat(world):
@@ -247,17 +213,6 @@ async def test_a_size_that_nobody_has_is_no_work(world):
     directory = await world.directory(node("p", Role.PREFILL, tp_size=2**62))
     (view,) = await directory.listing()
     assert view.reasons == (f"{2**62 - 1} of its ranks are missing, first pp0.tp1",)
-
-
-async def test_why_a_node_is_not_ready_is_its_own_word(world):
-    directory = await world.directory(node("p", Role.PREFILL, ready=False, reasons=("memory is being created",)))
-    (view,) = await directory.listing()
-    assert view.reasons == ("node 'node-0' is not ready: memory is being created",)
-    await directory.heartbeat(
-        "p", "node-0", beat("p-incarnation-1", ready=False, reasons=("a worker died", "so did another"))
-    )
-    (view,) = await directory.listing()
-    assert view.reasons == ("node 'node-0' is not ready: a worker died; so did another",)
 
 
 async def test_what_the_host_pool_holds_is_checked(world):

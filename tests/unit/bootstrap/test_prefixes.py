@@ -7,13 +7,11 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest, Ticket, TicketEnd
-from kvbridge.bootstrap.fit import HELD_WEIGHT, Ranking
+from kvbridge.bootstrap.fit import Ranking
 from kvbridge.bootstrap.nodes import NodeEntry, NodeRecord, by_instance
-from kvbridge.bootstrap.prefixes import Guess, guess_held_pages, judge, noted_keys, noted_pages
+from kvbridge.bootstrap.prefixes import Guess, guess_held_pages, judge
 from kvbridge.bootstrap.stores import memory, redis
 from kvbridge.bootstrap.stores.base import NOTE_KEEP_S, Claim, RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
@@ -61,23 +59,6 @@ def request(keys: Keys, **more) -> PairRequest:
 # ------------------------------------------------------------------------------------------- pure
 
 
-def test_a_prompt_is_noted_at_few_places():
-    assert noted_pages(0) == []
-    assert noted_pages(1) == [1]
-    assert noted_pages(7) == [1, 2, 3, 4, 6]
-    assert noted_pages(24) == [1, 2, 3, 4, 6, 8, 12, 16, 24]
-    assert len(noted_pages(4096)) == 24
-    keys = prompt((1, 7))
-    assert noted_keys(keys, "acme") == [noted_keys(keys[:pages], "acme")[-1] for pages in (1, 2, 3, 4, 6)]
-
-
-@given(ours=st.integers(1, 5000), theirs=st.integers(1, 5000), shared=st.integers(1, 5000))
-def test_two_thirds_of_what_is_shared_is_seen(ours, theirs, shared):
-    shared = min(ours, theirs, shared)
-    both = {pages for pages in noted_pages(ours) if pages <= shared} & set(noted_pages(theirs))
-    assert max(both) * 3 >= shared * 2
-
-
 def record(registration, *, silent_s: float = 0.0) -> NodeRecord:
     entry = NodeEntry(registration=registration)
     return NodeRecord(entry, entry.beat, silent_s)
@@ -106,11 +87,6 @@ def test_of_several_nodes_the_one_that_keeps_least_decides():
     assert guess_held_pages(instances_of(*nodes), [{"d": 4.0}], 1) == {}
 
 
-def test_the_longest_beginning_counts_and_strangers_do_not():
-    notes = [{"d1": 1.0, "d2": 1.0, "gone": 1.0}, {"d1": 1.0}, {"d1": 1.0}, {}]
-    assert guess_held_pages(instances_of(*FLEET), notes, 5) == {"d1": 3, "d2": 1}
-
-
 @pytest.mark.parametrize(
     ("chosen", "held_tokens", "expected"),
     [("d1", 256, Guess.RIGHT), ("d1", 0, Guess.STALE), ("d2", 0, Guess.PASSED_OVER), ("d2", 512, Guess.PASSED_OVER)],
@@ -119,61 +95,9 @@ def test_what_became_of_a_guess(chosen, held_tokens, expected):
     assert judge(chosen, held_tokens, {"d1": 3}, ["d1", "d2"]) is expected
 
 
-def test_who_holds_nothing_was_not_guessed():
-    assert judge("p1", 0, {"d1": 3}, ["p1", "p2"]) is Guess.NONE
-
-
 def best(*fleet, held, without=()):
     found = Ranking(instances_of(*fleet), PairRequest(prompt_tokens=1000), held).best(without=without)
     return None if found is None else (found.prefill.name, found.decode.name, found.looks_full)
-
-
-def test_an_instance_that_holds_the_prompt_comes_before_one_that_is_somewhat_emptier():
-    fleet = (keeper("p1"), keeper("p2", free=70, rooms=3), keeper("d1"), keeper("d2", free=70, rooms=3))
-    assert best(*fleet, held={}) == ("p1", "d1", False)
-    assert best(*fleet, held={"p2": 1.0}) == ("p2", "d1", False)
-    assert best(*fleet, held={"p2": 1.0, "d2": 1.0}) == ("p2", "d2", False)
-    assert best(*fleet, held={"p2": 0.5, "d2": 0.1}) == ("p1", "d1", False), "30 % fuller for a part of the prompt"
-    assert best(*fleet, held={"p1": 0.1, "p2": 1.0, "d1": 1.0, "d2": 1.0}) == ("p2", "d1", False)
-
-
-def test_to_hold_everything_is_worth_half_a_pool_and_never_a_full_one():
-    for free in range(100, 3, -1):
-        fleet = (keeper("p1"), keeper("d1", free=free), keeper("d2"))
-        assert best(*fleet, held={"d1": 1.0}) == ("p1", "d1" if free >= 100 * (1 - HELD_WEIGHT) else "d2", False)
-    for free in range(4):
-        fleet = (keeper("p1"), keeper("d1", free=free), keeper("d2", free=4))
-        assert best(*fleet, held={"d1": 1.0}) == ("p1", "d2", False), "d2 has just enough"
-        assert best(*fleet, held={"d1": 1.0}, without={"d2"}) == ("p1", "d1", True)
-
-
-loads = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3)), min_size=1, max_size=4)
-
-
-@given(prefill=loads, decode=loads, share=st.sampled_from([0.0, 0.25, 0.5, 1.0]), more=st.integers(0, 3))
-def test_with_equal_overlap_the_order_is_that_of_load(prefill, decode, share, more):
-    fleet = [
-        keeper(f"{letter}{number}", free=free, rooms=rooms)
-        for letter, sides in (("p", prefill), ("d", decode))
-        for number, (free, rooms) in enumerate(sides)
-    ]
-    held = {one.instance: share for one in fleet}
-    without = {f"p{more}", f"d{more}"}
-    for left_out in (set(), without):
-        assert best(*fleet, held=held, without=left_out) == best(*fleet, held={}, without=left_out)
-
-
-@given(prefill=loads, decode=loads, holder=st.sampled_from(["p0", "d0"]))
-def test_more_overlap_never_takes_a_request_away_nor_to_a_full_pair(prefill, decode, holder):
-    fleet = [
-        keeper(f"{letter}{number}", free=free, rooms=rooms)
-        for letter, sides in (("p", prefill), ("d", decode))
-        for number, (free, rooms) in enumerate(sides)
-    ]
-    chosen = [best(*fleet, held={holder: share}) for share in (0.0, 0.3, 0.6, 1.0)]
-    got_it = [holder in pair for pair in chosen]
-    assert got_it == sorted(got_it), "once preferred, more of it does not undo that"
-    assert len({pair[2] for pair in chosen}) == 1, "whether a pair looks full comes first"
 
 
 # ------------------------------------------------------------------------------------------- stores
@@ -191,23 +115,6 @@ async def give(world, room: int, prefill: str, decode: str, keys) -> bool:
 
 
 A, B, C = prompt((1, 3)).to_list()
-
-
-@pytest.mark.asyncio
-async def test_a_store_remembers_who_was_given_what_and_when(world):
-    assert await world.store.noted([A, B]) == ({}, {})
-    assert await world.store.noted([]) == ()
-    assert await give(world, 1, "p1", "d1", [A, B])
-    world.advance(10)
-    assert await give(world, 2, "p2", "d1", [A])
-    first, second, third = await world.store.noted([A, B, C])
-    assert {name: round(age_s) for name, age_s in first.items()} == {"p1": 10, "d1": 0, "p2": 0}
-    assert {name: round(age_s) for name, age_s in second.items()} == {"p1": 10, "d1": 10}
-    assert third == {}
-    world.advance(NOTE_KEEP_S - 5)
-    first, second = await world.store.noted([A, B])
-    assert {"d1", "p2"} <= first.keys(), "it has come again"
-    assert second == {}
 
 
 @pytest.mark.asyncio
@@ -252,23 +159,6 @@ async def test_notes_take_bounded_memory_and_the_oldest_go_first(world, monkeypa
     assert [bool(found) for found in await world.store.noted([A, B, C])] == [True, False, True]
 
 
-@pytest.mark.asyncio
-@pytest.mark.outside
-async def test_redis_holds_no_key_for_a_note_that_was_forgotten(redis_fleet, monkeypatch):
-    monkeypatch.setattr(redis, "NOTES", 30)
-
-    def keys() -> int:
-        with redis_fleet.server.client() as client:
-            return len(client.keys(f"{redis_fleet.namespace}:prefix*"))
-
-    for number in range(20):
-        assert await give(redis_fleet, number, "p1", "d1", prompt((number, 7)).to_list())
-        redis_fleet.advance(1)
-    assert keys() == 30 + 1
-    redis_fleet.advance(NOTE_KEEP_S + 1)
-    assert keys() == 0
-
-
 # ------------------------------------------------------------------------------------------- pairing
 
 
@@ -295,7 +185,6 @@ async def beats(world, fleet=FLEET, *, kept_s=KEPT_S) -> None:
 
 FIRST = prompt((1, 4))
 SECOND = prompt((1, 4), (2, 3))
-OTHER = prompt((9, 4))
 
 
 def names(ticket) -> tuple[str, str]:
@@ -308,47 +197,6 @@ async def first_turn_on_second_pair(world, port, service) -> None:
     assert names(await service.pair(request(FIRST))) == ("p2", "d2")
     port.refuse = {}
     await beats(world)
-
-
-@pytest.mark.asyncio
-async def test_the_second_turn_goes_to_who_holds_the_first(world):
-    port = Daemons()
-    service, guesses = await pairing_of(world, port)
-    await first_turn_on_second_pair(world, port, service)
-    assert guesses == {("prefill", "none"): 1, ("decode", "none"): 1}
-    port.holds("p2", 768)
-    port.holds("d2", 1024)
-    ticket = await service.pair(request(SECOND))
-    assert names(ticket) == ("p2", "d2")
-    assert (ticket.prefix_tokens, ticket.computed_tokens) == (1024, 768), "the word of the nodes"
-    assert (await service.report(ticket.room)).ticket.prefix_tokens == 1024
-    assert guesses["prefill", "right"] == guesses["decode", "right"] == 1
-    await beats(world)
-    assert names(await service.pair(request(OTHER))) == ("p1", "d1"), "one that nobody knows goes by load"
-    assert names(await service.pair(PairRequest(prompt_tokens=1000))) == ("p2", "d2"), "and one without keys"
-
-
-@pytest.mark.asyncio
-async def test_a_guess_that_was_wrong_costs_nothing_but_the_wrong_place(world):
-    port = Daemons()
-    service, guesses = await pairing_of(world, port)
-    await first_turn_on_second_pair(world, port, service)
-    ticket = await service.pair(request(SECOND))
-    assert names(ticket) == ("p2", "d2")
-    assert (ticket.prefix_tokens, ticket.computed_tokens) == (0, 0)
-    assert guesses["prefill", "stale"] == guesses["decode", "stale"] == 1
-
-
-@pytest.mark.asyncio
-async def test_a_node_that_was_started_again_is_not_thought_to_hold_anything(world):
-    port = Daemons()
-    service, guesses = await pairing_of(world, port)
-    await first_turn_on_second_pair(world, port, service)
-    world.advance(2)
-    await beats(world, FLEET[:2])
-    await beats(world, FLEET[2:], kept_s=1.0)
-    assert names(await service.pair(request(SECOND))) == ("p2", "d1")
-    assert guesses["decode", "none"] == 2
 
 
 @pytest.mark.asyncio
@@ -384,38 +232,6 @@ async def test_keys_of_another_namespace_find_no_note(world):
     assert guesses == {("prefill", "none"): 2, ("decode", "none"): 2}
     await beats(world)
     assert names(await service.pair(request(SECOND))) == ("p2", "d2")
-
-
-@pytest.mark.asyncio
-async def test_nobody_looks_for_notes_without_keys_or_without_keepers(world):
-    asked = []
-    noted = world.store.noted
-
-    async def counted(keys):
-        asked.append(len(keys))
-        return await noted(keys)
-
-    world.store.noted = counted
-    port = Daemons()
-    service, guesses = await pairing_of(world, port)
-    await service.pair(PairRequest(prompt_tokens=1000))
-    assert (asked, guesses) == ([], {})
-    await beats(world, kept_s=None)
-    await service.pair(request(FIRST))
-    assert asked == []
-    await beats(world)
-    await service.pair(request(FIRST))
-    assert asked == [4]
-
-
-@pytest.mark.asyncio
-async def test_a_burst_with_one_beginning_is_spread_as_the_first_ones_fill_up(world):
-    port = Daemons()
-    service, _ = await pairing_of(world, port)
-    big = request(FIRST, max_new_tokens=10 * PAGE)  # 15 pages of 100
-    chosen = [names(await service.pair(big))[1] for _ in range(12)]
-    assert chosen[:4] == ["d1"] * 4
-    assert Counter(chosen) == {"d1": 6, "d2": 6}
 
 
 def test_records_keep_what_they_say_when_they_are_charged():

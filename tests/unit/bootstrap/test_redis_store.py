@@ -11,10 +11,9 @@ import pytest
 from kvbridge.api.directory import NodeHeartbeat, PairRequest
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
-from kvbridge.bootstrap.stores.base import Claim, RoomInUse
 from kvbridge.bootstrap.stores.redis import RedisStore
 from kvbridge.bootstrap.stores.redis_connection import RedisSettings
-from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError, NotReadyError, StaleError
+from kvbridge.core.errors import ConfigError, NotFoundError, NotReadyError, StaleError
 from kvbridge.core.ids import Rank, Role
 from tests.helpers.redis_server import redis_server
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, FLEET, LIMITS, TIMES, FakeDaemons, RedisFleet, half, node
@@ -39,45 +38,6 @@ def beat(incarnation: str, **changes) -> NodeHeartbeat:
 
 
 # ------------------------------------------------------------------------------------------ replicas
-
-
-async def test_one_room_given_to_two_replicas_at_once_is_paired_once(redis_fleet):
-    port = FakeDaemons()
-    await redis_fleet.directory(*FLEET)
-    one, other = replicas(redis_fleet, port)
-    for room in range(20):
-        request = REQUEST.model_copy(update={"room": room})
-        found = await outcomes(one.pair(request), other.pair(request))
-        assert sorted(type(each).__name__ for each in found) == ["ConflictError", "Ticket"]
-        assert len({reserved for reserved in port.generations() if reserved[1] == room}) == 2
-
-
-async def test_a_room_paired_by_one_replica_is_reported_and_cancelled_by_the_other(redis_fleet):
-    port = FakeDaemons()
-    await redis_fleet.directory(*FLEET)
-    one, other = replicas(redis_fleet, port)
-    ticket = await one.pair(REQUEST)
-    assert (await other.report(7)).ticket.after(60) == ticket.after(60)
-    with pytest.raises(ConflictError, match="room 7 is in use"):
-        await other.pair(REQUEST)
-    await other.cancel(7, "left")
-    assert port.rooms() == {}
-    assert (await other.pair(REQUEST)).generation == 2
-    await one.cancel(7, "left")
-    assert (await one.pair(REQUEST)).generation == 3
-
-
-async def test_two_claims_never_share_a_generation(redis_fleet):
-    stores = [redis_fleet.store, redis_fleet.replica()]
-    claims = []
-    for _ in range(5):
-        found = await outcomes(*(store.claim(7, generations=3) for store in stores))
-        (claim,) = [each for each in found if isinstance(each, Claim)]
-        (refused,) = [each for each in found if isinstance(each, RoomInUse)]
-        assert refused.age_s < 5
-        claims.append(claim.base)
-        redis_fleet.advance(TIMES.claim_s + 1)
-    assert claims == [0, 3, 6, 9, 12]
 
 
 async def test_two_incarnations_that_register_at_once_follow_one_another(redis_fleet):
@@ -113,31 +73,11 @@ async def test_a_fleet_that_registers_all_at_once_over_two_replicas_is_all_there
     assert (view.ready, len(view.nodes)) == (True, 8)
 
 
-async def test_a_charge_counts_on_all_replicas(redis_fleet):
-    port = FakeDaemons()
-    fleet = (node("p", Role.PREFILL), node("d1", Role.DECODE), node("d2", Role.DECODE))
-    await redis_fleet.directory(*fleet)
-    pairing = replicas(redis_fleet, port)
-    tickets = [await pairing[number % 2].pair(PairRequest(prompt_tokens=5000)) for number in range(4)]
-    assert [ticket.decode.instance for ticket in tickets] == ["d1", "d2", "d1", "d2"]
-
-
 async def test_namespaces_do_not_see_each_other(redis_fleet):
     await redis_fleet.directory(*FLEET)
     stranger = RedisFleet(redis_fleet.server, f"{redis_fleet.namespace}-other")
     async with stranger:
         assert await stranger.store.nodes() == ()
-
-
-async def test_everything_expires_by_itself(redis_fleet):
-    """Nothing stays in Redis for ever: not even the counters, and not when no replica is left to sweep."""
-    await redis_fleet.directory(*FLEET)
-    one, _ = replicas(redis_fleet, FakeDaemons())
-    await one.pair(REQUEST)
-    with redis_fleet.server.client() as client:
-        lasting = {key for key in client.keys(f"{redis_fleet.namespace}:*") if client.ttl(key) < 0}
-    names = {key.decode().partition(":")[2] for key in lasting}
-    assert names <= {"pairing", "paired", "cancelled"}  # sorted sets, pruned by whoever sweeps next
 
 
 # ------------------------------------------------------------------------------- a Redis that goes away

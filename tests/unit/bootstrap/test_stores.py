@@ -8,7 +8,7 @@ import pytest
 
 from kvbridge.api.directory import Load, NodeHeartbeat, Ticket, TicketEnd
 from kvbridge.bootstrap.stores.base import Claim, PairingState, RoomInUse
-from kvbridge.core.ids import MAX_ROOM, Role
+from kvbridge.core.ids import Role
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, TIMES, entry_of, half, node
 
 pytestmark = pytest.mark.asyncio
@@ -81,31 +81,6 @@ async def test_a_heartbeat_keeps_a_node_and_all_that_is_known_of_it(world):
     assert await world.store.expire() == ()
 
 
-async def test_names_that_would_run_into_one_another_do_not(world):
-    names = ("a:b", 'a","b', "a b", "ä")
-    await world.directory(*(node(name, Role.PREFILL) for name in names))
-    assert {record.key[0] for record in await world.store.nodes()} == set(names)
-
-
-async def test_a_room_is_claimed_settled_and_freed(world):
-    store = world.store
-    claim = await store.claim(7, generations=3)
-    assert isinstance(claim, Claim)
-    assert isinstance(await store.claim(7, generations=3), RoomInUse)
-    assert await store.ticket(7) is None
-    ticket = ticket_for(claim, claim.base + 2)
-    assert await store.settle(claim, ticket)
-    assert (await store.ticket(7)).after(60) == ticket.after(60)
-    world.advance(20)
-    assert (await store.ticket(7)).expires_in_s == pytest.approx(40, abs=0.5)
-    assert isinstance(await store.claim(7, generations=3), RoomInUse)
-    await store.cancelled(7, 1)  # of an earlier pairing
-    assert (await store.room_counts())[PairingState.PAIRED] == 1
-    await store.cancelled(7, 2)
-    assert (await store.room_counts())[PairingState.CANCELLED] == 1
-    assert (await store.claim(7, generations=3)).base == 2
-
-
 async def test_a_claim_that_was_taken_over_has_no_say(world):
     store = world.store
     old = await store.claim(7, generations=3)
@@ -124,14 +99,6 @@ async def test_a_claim_that_is_given_up_keeps_its_generations_used(world):
     claim = await world.store.claim(7, generations=3)
     await world.store.give_up(claim, claim.base + 2)
     assert (await world.store.claim(7, generations=3)).base == 2
-
-
-async def test_ids_are_whole_to_the_last_bit(world):
-    """2**53 is the first id whose neighbour is the same number to whoever counts in doubles."""
-    claims = [await world.store.claim(room, generations=1) for room in (MAX_ROOM, MAX_ROOM - 1)]
-    for claim in claims:
-        assert await world.store.settle(claim, ticket_for(claim, 1))
-    assert [(await world.store.ticket(claim.room)).room for claim in claims] == [MAX_ROOM, MAX_ROOM - 1]
 
 
 async def test_the_oldest_settled_room_makes_place_and_one_being_paired_does_not(world):

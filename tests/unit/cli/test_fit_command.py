@@ -31,25 +31,6 @@ def cells(output: str, name: str) -> list[str]:
     return [cell.strip() for cell in line.strip("│").split("│")[1:]]
 
 
-def test_it_prints_what_requests_cost_and_how_many_fit():
-    result = run(*FLASH, *SPARSE, "--tokens", "8192,131072", "--new-tokens", "0")
-    assert result.exit_code == 0
-    assert cells(result.output, "c4_indexer") == ["5.4 MiB", "86.6 MiB"]
-    assert cells(result.output, "c4_kv on the host") == ["24.0 MiB", "383.9 MiB"]
-    assert cells(result.output, "hot buffer  ") == ["60.4 MiB", "60.4 MiB"]
-    assert cells(result.output, "hot rows") == ["", "3.0 GiB"]
-    assert cells(result.output, "fit at once") == ["32", "2"]
-    assert cells(result.output, "limited by") == ["pages of 'full'", "pages of 'full'"]
-
-
-def test_without_a_hot_buffer_none_is_shown():
-    result = run("--tokens", "256")
-    assert result.exit_code == 0
-    assert "hot buffer" not in result.output
-    assert cells(result.output, "fit at once") == ["64"]
-    assert cells(result.output, "limited by") == ["pages of 'request'"]
-
-
 def test_memory_for_prefixes_on_the_host_is_counted():
     tier = ["model_name=m", "model_revision=r1", "enabled=true", "host.pages=1000"]
     settings = [word for each in tier for word in ("--set", f"tier.{each}")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import stat
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -43,14 +42,6 @@ def test_what_it_writes_fits_together(tmp_path, arguments):
     assert [name.value for name in prefill.transports.order] == (
         ["local"] if "--one-host" in arguments else ["local", "mooncake"]
     )
-
-
-def test_every_line_that_sets_something_has_a_comment_above(tmp_path):
-    written(tmp_path / "c", "--secure")
-    for file in (tmp_path / "c").glob("*.yaml"):
-        lines = file.read_text().splitlines()
-        keys = [(above, line) for above, line in pairwise(lines) if line.lstrip()[:1] not in {"", "#"}]
-        assert [line for above, line in keys if not above.lstrip().startswith("#")] == []
 
 
 @pytest.mark.parametrize("model", PRESETS)
@@ -125,19 +116,6 @@ def test_nothing_is_overwritten(tmp_path, there):
     assert result.exit_code == 1
     assert f"{tmp_path / there}: exists" in result.stderr
     assert [each.name for each in tmp_path.iterdir()] == [there]
-
-
-def test_a_runtime_directory_that_is_too_long_for_sockets_is_left_to_its_default(tmp_path):
-    folder = tmp_path / ("long" * 20)
-    _, prefill, _ = written(folder)
-    assert not prefill.runtime_dir.is_relative_to(folder)
-
-
-def test_more_daemons_of_a_role_are_found_by_their_file(tmp_path):
-    written(tmp_path)
-    text = (tmp_path / "prefill.yaml").read_text().replace("prefill-0", "prefill-1").replace("7901", "7903")
-    (tmp_path / "prefill-1.yaml").write_text(text)
-    assert [daemon.name for daemon in read_cluster(tmp_path)] == ["bootstrap", "prefill", "prefill-1", "decode"]
 
 
 @pytest.mark.parametrize(

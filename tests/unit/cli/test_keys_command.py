@@ -69,13 +69,6 @@ def test_a_sound_configuration_is_told_who_is_allowed(tmp_path):
     assert "PROBLEM" not in result.output
 
 
-def test_an_open_configuration_is_told_so(tmp_path):
-    result = check(tmp_path, "")
-    assert result.exit_code == 0
-    assert "no keys" in result.output
-    assert "no token" in result.output
-
-
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

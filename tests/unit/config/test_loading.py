@@ -56,10 +56,6 @@ def test_later_sources_win(tmp_path):
     assert (last.http.port, last.http.host) == (4, "localhost")
 
 
-def test_a_flag_that_was_not_given_changes_nothing():
-    assert load(**{"http.port": None}).http.port == 7901
-
-
 def test_construction_alone_reads_no_environment(monkeypatch):
     monkeypatch.setenv("KVBRIDGE_HTTP__PORT", "5")
     values = {"instance": "p", "model": {"preset": "tiny-v4"}, "pools": {"device": {"full": 1}}}
@@ -79,22 +75,6 @@ def test_values_of_overrides_are_yaml():
 def test_sizes_are_read_with_units():
     config = load(DecodeConfig, **{"pools.host.pages": 0, "pools.host.size_bytes": "3GiB"})
     assert config.pools.host.size_bytes == 3 << 30
-
-
-def test_unknown_keys_are_named_with_their_path_and_origin(tmp_path):
-    file = tmp_path / "p.yaml"
-    text = mistake(
-        path=file,
-        text="http:\n  # a comment\n  prt: 1\n",
-        env={"KVBRIDGE_HTTP__HOSTS": "x", "KVBRIDGE_NOTHING": "1"},
-        overrides=["timeouts.ofer_s=1"],
-    )
-    assert f"http.prt: unknown key, 'http' has no 'prt'; did you mean 'port'? (from {file} line 3)" in text
-    assert "http.hosts: unknown key" in text
-    assert "(from environment KVBRIDGE_HTTP__HOSTS)" in text
-    assert "nothing: unknown key, there is no 'nothing' (from environment KVBRIDGE_NOTHING)" in text
-    assert "timeouts.ofer_s: unknown key, 'timeouts' has no 'ofer_s'; did you mean 'offer_s'?" in text
-    assert "(from flag --set timeouts.ofer_s)" in text
 
 
 @pytest.mark.parametrize(
@@ -292,8 +272,3 @@ def test_mistakes_in_a_section_of_several_kinds_name_the_keys_of_the_file(store,
     assert said in text
     assert "store.files" not in text
     assert "store.mooncake" not in text
-
-
-def test_the_bound_of_a_store_is_read_with_units():
-    config = load(DecodeConfig, **STORE, **{"tier.store": {"kind": "files", "directory": "/x", "max_bytes": "3GiB"}})
-    assert config.tier.store.max_bytes == 3 << 30

@@ -13,7 +13,6 @@ from kvbridge.control.keys import (
     check_key,
     generate_keys,
     load_keys,
-    public_key_beside,
     read_allowed,
     write_keys,
     write_secret,
@@ -28,17 +27,6 @@ def test_a_secret_is_never_printed():
     for text in (repr(keys), str(keys), f"{keys}"):
         assert keys.secret not in text
         assert keys.public in text
-
-
-def test_keys_survive_their_files(tmp_path):
-    keys, friend = generate_keys(), generate_keys().public
-    public_path = write_keys(keys, tmp_path / "node.key")
-    assert public_path.read_text().strip() == keys.public
-    assert (tmp_path / "node.key").stat().st_mode & 0o777 == 0o600
-    loaded = load_keys(tmp_path / "node.key", allowed=read_allowed([friend], None))
-    assert (loaded.public, loaded.secret) == (keys.public, keys.secret)
-    assert loaded.allowed == {friend: frozenset()}
-    assert public_key_beside(tmp_path / "node.key") == keys.public
 
 
 @pytest.mark.parametrize("taken", ["node.key", "node.pub"])

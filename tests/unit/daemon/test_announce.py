@@ -21,7 +21,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank
-from kvbridge.daemon.announce import Announcer, is_significant
+from kvbridge.daemon.announce import Announcer
 from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.daemon.prefill import prefill_daemon
@@ -90,15 +90,6 @@ def announcer(
         interval_s=interval_s,
         pause_s=pause_s,
     )
-
-
-@pytest.mark.asyncio
-async def test_it_registers_once_and_beats() -> None:
-    directory = FakeDirectory()
-    task = asyncio.create_task(announcer(directory).run())
-    await directory.until(4)
-    task.cancel()
-    assert directory.calls[:4] == ["register", "heartbeat", "heartbeat", "heartbeat"]
 
 
 @pytest.mark.asyncio
@@ -244,24 +235,6 @@ async def test_who_has_left_does_not_come_back() -> None:
 
 def pages(**free: int) -> Load:
     return Load(available_pages=free, total_pages=dict.fromkeys(free, 1000))
-
-
-@pytest.mark.parametrize(
-    ("told", "now", "expected"),
-    [
-        (pages(full=800), pages(full=790), False),
-        (pages(full=800), pages(full=600), True),
-        (pages(full=600), pages(full=800), True),
-        (pages(full=800, host=0), pages(full=800, host=1), True),  # the fuller a pool, the sooner
-        (pages(full=800, host=1), pages(full=800, host=0), True),
-        (pages(full=8), pages(full=7), True),
-        (pages(full=9), pages(full=8), False),
-        (pages(full=0), pages(full=0), False),
-        (Load(), Load(rooms=9), False),
-    ],
-)
-def test_which_changes_are_significant(told: Load, now: Load, expected: bool) -> None:
-    assert is_significant(told, now) is expected
 
 
 @pytest.mark.asyncio

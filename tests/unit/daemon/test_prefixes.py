@@ -32,12 +32,6 @@ def parts(tier=TIER, **pools) -> NodeParts:
     return NodeParts.build(DecodeConfig.model_validate(fields), Role.DECODE)
 
 
-def test_a_page_of_a_prompt_is_one_in_each_space_that_grows():
-    made = parts().prefixes
-    assert made is not None
-    assert made.spaces == (FULL, HOST)
-
-
 def test_a_model_with_a_state_that_has_no_checkpoint_keeps_prefixes_on_decode_alone(monkeypatch):
     model = preset("tiny-gqa")
     state = Component(

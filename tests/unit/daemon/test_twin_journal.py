@@ -113,16 +113,6 @@ async def restored(node: Node, spaces=(FULL,)) -> tuple[Node, RestoredTwins]:
     return after, made
 
 
-async def test_what_goes_is_written_before_its_page_is_anybody_elses(node):
-    node.bench.warm("a", 4)
-    node.bench.back_up("a", 4)
-    await node.written()
-    node.bench.push_out()
-    assert len(node.found().pages) == 4, "it is on the host still"
-    node.bench.book.reserve((99, 1), {FULL_TWIN: 13})
-    assert len(node.found().pages) == 3
-
-
 async def test_what_goes_while_it_is_being_read_is_never_written(node):
     node.bench.warm("a", 4)
     node.bench.back_up("a", 4)
@@ -185,17 +175,6 @@ async def test_a_checkpoint_that_holds_something_else_is_lost_alone(node):
     after, made = await restored(node)
     assert (made.found.pages, made.found.checkpoints) == (3, 0)
     after.journal.close()
-
-
-async def test_prompts_that_share_pages_come_back_once_each(node):
-    node.bench.warm("a", 3)
-    node.bench.back_up("a", 3)
-    await node.written()
-    node.bench.warm("a", 6)
-    node.bench.back_up("a", 6)
-    await node.written()
-    _, made = await restored(node)
-    assert (made.found.pages, made.found.lost) == (6, 0)
 
 
 async def test_its_end_writes_what_is_still_being_read(node):

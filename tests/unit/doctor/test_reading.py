@@ -103,16 +103,6 @@ def test_who_listens_is_found_with_process_and_command() -> None:
     assert "python" in found[0].command
 
 
-def test_listeners_of_a_recorded_table(tmp_path: Path) -> None:
-    head = "  sl  local_address rem_address   st\n"
-    v4 = "   0: 0100007F:1EDC 00000000:0000 0A 00000000:00000000 00:00000000 00000000  1000 0 4242 1\n"
-    busy = "   1: 0100007F:1EDD 0100007F:1EDC 01 00000000:00000000 00:00000000 00000000  1000 0 4243 1\n"
-    v6 = "   0: 00000000000000000000000000000000:1EDE 0:0 0A 0:0 0:0 0 0 0 4244 1\n"
-    root = write(tmp_path, {"proc/net/tcp": head + v4 + busy, "proc/net/tcp6": head + v6})
-    found = read_network(Needs(), root).listeners
-    assert [(each.host, each.port, each.pid) for each in found] == [("127.0.0.1", 7900, 0), ("::", 7902, 0)]
-
-
 def test_addresses_of_other_hosts_are_told_from_ours() -> None:
     ports = tuple(
         Port(key="http.port", host=host, port=0, connections=1)

@@ -7,7 +7,7 @@ from collections import deque
 import pytest
 
 from kvbridge.core.errors import DeadlineError, DetachedError
-from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Begin, Finish, Pages, Publish, Release, RoomEvent
+from kvbridge.core.wire.engine_messages import Accepted, Begin, Finish, Pages, Publish, Release, RoomEvent
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.attachment import Attachment
 from kvbridge.engine.decode import DecodeEngine
@@ -126,16 +126,6 @@ def test_a_finished_room_is_let_go_of_when_the_gpu_is_past_what_was_published():
     assert not prefill._begun
 
 
-def test_pages_go_back_when_the_gpu_is_done_with_them():
-    decode, link, gpu = engine(DecodeEngine)
-    decode.release(1)
-    decode.abort(2, "enough", stream=7)
-    assert (link.said, gpu.streams) == ([], [None, 7])
-    gpu.reached_after = gpu.asked
-    assert decode.events() == []
-    assert [(type(message), message.room) for message in link.said] == [(Release, 1), (AbortRoom, 2)]
-
-
 def test_a_gpu_that_is_done_already_costs_no_delay():
     decode, link, gpu = engine(DecodeEngine)
     gpu.reached_after = 0
@@ -149,23 +139,6 @@ def test_every_call_sends_what_is_due_before_it():
     gpu.reached_after = gpu.asked
     decode.provide(2, {})
     assert [message.room for message in link.said] == [1, 2]
-
-
-def test_waiting_for_events_looks_after_what_is_due():
-    decode, link, gpu = engine(DecodeEngine)
-    link.tells_who_waits = True
-    decode.release(1)
-    gpu.reached_after = gpu.asked + 3
-    assert [found.room for found in decode.events(10.0)] == [9]
-    assert [message.room for message in link.said] == [1]
-    assert max(link.waits[:-1]) <= LOOK_AGAIN_S < link.waits[-1]
-
-
-def test_events_come_at_once_while_something_waits():
-    decode, link, _ = engine(DecodeEngine)
-    decode.release(1)
-    link.coming.append(event(5))
-    assert [found.room for found in decode.events(10.0)] == [5]
 
 
 def test_closing_waits_for_the_gpu_and_leaves_all_the_same():

@@ -20,7 +20,6 @@ from kvbridge.core.wire.engine_messages import (
     NodeToEngine,
     Publish,
     Refused,
-    RoomEvent,
 )
 from kvbridge.engine import DecodeEngine
 from kvbridge.engine.link import EngineLink
@@ -66,22 +65,6 @@ def link() -> Iterator[EngineLink]:
         yield made
 
 
-def test_a_refusal_that_nobody_waits_for_is_an_event_of_its_room(link: EngineLink) -> None:
-    for room in (5, 6, 7):
-        link.post(Publish(call=link.number(), room=room, upto_token=1))
-    assert [timeout_s for _, timeout_s in link._client.said] == [0.0] * 3
-    committed = RoomEvent(room=9, generation=1, kind="committed")
-    refused = Refused(call=2, code="conflict", message="it is over")
-    link._client.answers.extend((Accepted(call=1), committed, refused, refused))
-    assert link.events() == [
-        committed,
-        RoomEvent(room=6, generation=0, kind="refused", code="conflict", reason="it is over"),
-    ]
-    link._client.answers.append(Accepted(call=3))
-    assert link.events() == []
-    assert not link._posted
-
-
 def test_a_refusal_says_which_generation_the_message_named(link: EngineLink) -> None:
     link.post(Hold(call=link.number(), room=5, generation=3, prompt_tokens=16))
     link._client.answers.append(Refused(call=1, code="conflict", message="it is over"))
@@ -104,18 +87,3 @@ def test_whoever_waits_to_claim_a_room_hears_why_its_pages_were_refused() -> Non
     engine.provide(5, {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([99, 100], dtype=np.int32))})
     with pytest.raises(RoomFailedError, match=r"room 5 refused: .*99"):
         engine.wait_claim(5, 0.2)
-
-
-def test_a_reason_to_give_a_room_up_may_be_long() -> None:
-    node = AdoptedNode(Role.DECODE)
-    engine = node.attach()
-    engine.fetch(5, prompt_tokens=2 * PAGE, prefill=(ADDRESS,))
-    engine.abort(5, "why " * 5_000)
-    assert [event.kind for event in engine.events()] == ["aborted"]
-
-
-def test_a_node_that_does_not_read_is_not_waited_for(link: EngineLink) -> None:
-    link._client.reads = False
-    with pytest.raises(NotReadyError, match="could not send within"):
-        link.post(Publish(call=link.number(), room=5, upto_token=1))
-    assert not link._posted

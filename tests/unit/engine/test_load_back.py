@@ -26,7 +26,7 @@ from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.attachment import Attachment
 from kvbridge.engine.decode import DecodeEngine
-from kvbridge.engine.load_back import LoadBacks, RankCopier, page_moves
+from kvbridge.engine.load_back import LoadBacks, RankCopier
 from kvbridge.engine.prefill import PrefillEngine
 from tests.unit.engine.test_engine_order import Gpu, Link, Mapped
 
@@ -175,13 +175,6 @@ def kinds(link):
     return [type(message) for message in link.said]
 
 
-def test_own_pages_and_their_twins_are_told_apart_by_space():
-    link = LoadingLink()
-    pages = link.call(Begin(call=1, room=1, prompt_tokens=1200), Pages)
-    moves = {space: tuple(map(list, ids)) for space, ids in page_moves(pages).items()}
-    assert moves == {IndexSpace.FULL: ([11, 12], [40, 42]), IndexSpace.SWA: ([7], [9])}
-
-
 def test_all_layers_are_enqueued_at_once_and_the_engine_waits_for_them_on_its_stream():
     first, second = Copier(), Copier()
     prefill, _, _ = loading(PrefillEngine, first, second)
@@ -219,14 +212,6 @@ def test_by_layer_the_engine_waits_where_it_says_and_for_its_rank_alone():
     assert len(first.waits) == 1
 
 
-def test_a_room_that_loads_nothing_costs_no_call():
-    copier = Copier()
-    decode, link, _ = loading(DecodeEngine, copier)
-    link.load = ()
-    decode.claim(1)
-    assert (kinds(link), copier.copied) == ([Claim], [])
-
-
 def test_decode_says_that_it_is_loaded_when_it_is():
     decode, link, gpu = loading(DecodeEngine, Copier())
     claimed = decode.claim(1)
@@ -251,19 +236,6 @@ def test_pages_are_not_let_go_of_before_the_load_is_over(let_go):
     gpu.is_loaded = True
     decode.events()
     assert kinds(link) == [Claim, Loaded, Release if let_go == "release" else AbortRoom]
-
-
-def test_an_aborted_prefill_room_is_let_go_of_behind_its_load():
-    prefill, link, gpu = loading(PrefillEngine, Copier())
-    prefill.begin(1, prompt_tokens=1200, by_layer=True)
-    prefill.abort(1, "enough")
-    gpu.is_past = True
-    prefill.events()
-    assert AbortRoom not in kinds(link)
-    gpu.is_loaded = True
-    prefill.events()
-    assert kinds(link)[-1] is AbortRoom
-    assert not link.said[-1].load_failed
 
 
 @pytest.mark.parametrize(("kind", "verb"), [(PrefillEngine, "begin"), (DecodeEngine, "claim")])

@@ -30,19 +30,6 @@ class Calls:
         self.deferred.send_when(lambda: self.ready[name], name, lambda: self.sent.append(name))
 
 
-def test_what_is_ready_is_sent_at_once_and_the_rest_in_order():
-    calls = Calls()
-    calls.ask("a", ready=True)
-    calls.ask("b")
-    calls.ask("c", ready=True)
-    assert (calls.sent, len(calls.deferred)) == (["a"], 2)
-    calls.deferred.send_due()
-    assert calls.sent == ["a"]
-    calls.ready["b"] = True
-    calls.deferred.send_due()
-    assert (calls.sent, len(calls.deferred)) == (["a", "b", "c"], 0)
-
-
 def test_an_error_is_the_callers_at_once_and_a_log_line_later():
     def refuse() -> None:
         raise UnknownRoomError("no such room")

@@ -240,14 +240,3 @@ def test_errors_are_counted_all_and_told_a_few_a_second(clock: Any) -> None:
     assert (lines[LINES]["where"], lines[LINES]["code"]) == ("computed_here", "internal")
     assert "please report it" in lines[LINES]["reason"]
     assert lines[LINES + 1]["lines"] == 20 - LINES
-
-
-def test_what_fails_in_the_ending_of_what_has_failed_does_not_leave_the_hook_either() -> None:
-    counted: list[str] = []
-
-    def lost(reason: str) -> None:
-        raise RuntimeError(reason)
-
-    with Guard(counted.append).over("computed_here", "r", lost=lost):
-        raise InvalidInputError("it is wrong")
-    assert counted == ["invalid_input", "internal"]

@@ -12,7 +12,6 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.core.session.states import WITHDRAWN
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.adapters.vllm.guard import Guard
-from kvbridge.engine.adapters.vllm.paired_rooms import PATIENCE_STEPS
 from kvbridge.engine.adapters.vllm.requests import Request, Source, params_of
 from kvbridge.engine.adapters.vllm.scheduler_side import Place, SchedulerSide
 from kvbridge.engine.adapters.vllm.worker_side import WorkerSide
@@ -131,25 +130,6 @@ def test_whole_blocks_of_earlier_steps_are_published_and_pinned(side, node):
     assert node.take() == []
 
 
-def test_what_a_step_computes_whose_output_was_not_read_is_not_published(side, node):
-    computing(side, node)
-    side.computed("p", 2 * BLOCK, 2 * BLOCK, BLOCKS)
-    assert node.take() == []
-    side.computed("p", 3 * BLOCK, BLOCK, BLOCKS)
-    assert node.take() == [("publish", 7, 2 * BLOCK, (0, [10, 11]))]
-
-
-def test_what_was_found_in_the_cache_is_published_once_own_tokens_are_there(side, node):
-    """Another request may compute those blocks in the same step."""
-    side.arrived(request())
-    node.take()
-    side.computed("p", 2 * BLOCK, 0, BLOCKS)
-    side.computed("p", 3 * BLOCK, BLOCK, BLOCKS)
-    assert node.take() == []
-    side.computed("p", TOKENS, TOKENS - 3 * BLOCK, BLOCKS)
-    assert node.take() == [("publish", 7, 3 * BLOCK, (0, [10, 11, 12]))]
-
-
 def test_when_it_finishes_the_rest_is_published_and_vllm_keeps_the_blocks(side, node):
     computing(side, node, tokens=2 * BLOCK)
     held, answer = side.finished(request(), (*BLOCKS, 14), well=True)
@@ -192,24 +172,6 @@ def test_a_room_that_another_request_has_or_had_makes_it_plain(side, node):
 # ------------------------------------------------------------------ prefill: preemption
 
 
-def test_preemption_withdraws_what_was_published_and_begins_anew(side, node):
-    computing(side, node, tokens=2 * BLOCK)
-    assert side.blocks_return({"p"})
-    side.preempted({"p"})
-    assert node.take() == [("abort", 7, True), ("hold", 7, 2, None, 0)]
-    assert node.pinned == {10, 11}
-    assert side.has_pins
-    assert side.blocks_return(())
-    side.computed("p", 0, 0, (20,))
-    side.computed("p", BLOCK, 0, (20, 21))
-    assert node.take() == [("publish", 7, BLOCK, (0, [20]))]
-    side.heard([event(code=WITHDRAWN)])
-    assert node.pinned == {20}
-    assert not side.has_pins
-    side.finished(request(), (20, 21, 22, 23), well=True)
-    assert side.step().helds[0].generation == 2
-
-
 def test_what_was_published_stays_pinned_when_a_request_is_aborted_between_its_preemption_and_the_next_step(side, node):
     """vLLM has freed its blocks by then, and says so only at the next step."""
     computing(side, node, tokens=2 * BLOCK)
@@ -227,16 +189,6 @@ def test_preemption_before_anything_is_published_changes_nothing(side, node):
     side.preempted({"p", "another"})
     assert node.take() == []
     assert not side.blocks_return({"p", "another"})
-
-
-def test_running_requests_do_not_wait_for_ever_for_pins(side, node):
-    computing(side, node, tokens=BLOCK)
-    side.preempted({"p"})
-    for _ in range(PATIENCE_STEPS):
-        assert side.blocks_return(())
-        side.step()
-    assert not side.blocks_return(())
-    assert side.has_pins
 
 
 def test_what_was_over_before_it_could_be_withdrawn_does_not_begin_anew(side, node):
@@ -275,13 +227,6 @@ def test_an_aborted_request_keeps_what_is_being_sent(side, node):
     assert worker.results().sent == frozenset()
     worker.heard([event("aborted")])
     assert worker.results().sent == {"p"}
-
-
-def test_an_aborted_request_of_which_nothing_was_said_keeps_nothing(side, node):
-    computing(side, node)
-    assert side.finished(request(), (), well=False) == (False, None)
-    assert node.take() == [("abort", 7, False)]
-    assert side.step().helds == ()
 
 
 def test_when_decode_gives_up_prefill_goes_on_without_it(side, node):
@@ -360,31 +305,6 @@ def loading(side) -> WorkerSide:
     worker = WorkerSide(reports=True)
     worker.start(side.step())
     return worker
-
-
-def test_decode_comes_for_the_next_generation_with_the_same_blocks(side, node, started):
-    worker = loading(side)
-    for half in (worker, side):
-        half.heard([event(code=WITHDRAWN)])
-    assert node.take() == [("fetch", 7, 2, (1, [11, 12, 13]), BLOCK)]
-    worker.start(side.step())
-    worker.heard([event(code=WITHDRAWN)])  # heard twice
-    assert worker.results().received == frozenset()
-    worker.heard([event("committed", generation=2)])
-    assert worker.results().received == {"d"}
-    assert worker.unfilled_blocks() == set()
-
-
-def test_decode_that_has_no_blocks_yet_comes_without_any(side, node):
-    told = request(params_of(Source(room=7, prefill=(ADDRESS,))), name="d")
-    side.arrived(told)
-    side.heard([event(code=WITHDRAWN)])
-    side.allocated(told, BLOCKS, TOKENS)
-    assert node.take()[1:] == [("fetch", 7, 2, None, 0), ("provide", 7, (0, [10, 11, 12, 13]))]
-    worker = loading(side)
-    worker.heard([event(code=WITHDRAWN), event("failed", generation=2)])
-    assert worker.results().received == {"d"}
-    assert worker.unfilled_blocks() == {10, 11, 12, 13}
 
 
 def test_events_may_be_ahead_of_the_step_that_names_the_load(side, started):

@@ -2,38 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvbridge.core.errors import UnsupportedError
 from kvbridge.engine.adapters.vllm.limits import Settings, require_supported
-from kvbridge.engine.adapters.vllm.prompts import DIGEST_BYTES, prompt_digest, room_tokens
-
-
-def test_prompts_that_differ_in_anything_have_other_digests():
-    prompts = [
-        prompt_digest([1, 2, 3]),
-        prompt_digest([1, 2]),
-        prompt_digest([1, 2, 4]),
-        prompt_digest([3, 2, 1]),
-        prompt_digest([1, 2, 3], adapter="french"),
-        prompt_digest([1, 2, 3], salt="french"),
-        prompt_digest([1, 2, 3], inputs=["french"]),
-        prompt_digest([1, 2, 3], inputs=["fr", "ench"]),
-        prompt_digest([1, 2, 3], inputs=["", "french"]),
-    ]
-    assert len(set(prompts)) == len(prompts)
-    assert {len(digest) for digest in prompts} == {DIGEST_BYTES}
-    assert prompt_digest(np.array([1, 2, 3], dtype=np.int32)) == prompts[0]
-
-
-def test_the_digest_of_a_prompt_is_the_same_in_every_release():
-    assert prompt_digest(range(40), adapter="a", inputs=["i"], salt="s").hex() == "2c4a208579a787642da17fbd8eb961b6"
-
-
-@pytest.mark.parametrize(("tokens", "expected"), [(1, 16), (16, 16), (17, 32), (37, 48)])
-def test_rooms_are_of_whole_blocks(tokens, expected):
-    assert room_tokens(tokens, 16) == expected
 
 
 @pytest.mark.parametrize(

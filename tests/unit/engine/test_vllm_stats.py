@@ -5,14 +5,9 @@ from __future__ import annotations
 import json
 
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.adapters.vllm.stats import TransferStats, add_counts, is_nothing, no_counts, summary
-from kvbridge.engine.adapters.vllm.worker_role import ClosedNodes
-from kvbridge.engine.attachment import WorkerEnd
-
-R0 = Rank(pp=0, tp=0)
 
 
 def event(kind: str, code: str = "", size: int = 0, seconds: float = 0.0) -> RoomEvent:
@@ -70,16 +65,3 @@ def test_nothing_is_nothing() -> None:
     assert is_nothing(no_counts())
     assert is_nothing(add_counts(no_counts(), no_counts()))
     assert summary(no_counts())["MB/s"] == 0
-
-
-def test_a_rank_is_through_with_a_node_that_has_ended_or_was_followed_by_another() -> None:
-    closed = ClosedNodes()
-    assert closed.take([], "a") == []
-    assert closed.take([WorkerEnd(R0, "a fault of ours", "a")], "") == [], "the node lives and says itself what failed"
-    assert closed.take([], "a") == []
-    assert closed.take([], "b") == ["a"]
-    assert closed.take([], "c") == [], "nothing was said of the end of b yet"
-    assert closed.take([WorkerEnd(R0, "gone", "b", node_gone=True)], "c") == ["b"]
-    closed.left("c")
-    assert closed.take([], "c") == []
-    assert closed.take([], "d") == ["c"]

@@ -12,7 +12,7 @@ import torch
 
 from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.checks import check_manifest
-from kvbridge.core.geometry.manifest import RankManifest, fingerprint, first_difference
+from kvbridge.core.geometry.manifest import RankManifest, fingerprint
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.accounting import Demand
 from kvbridge.core.plan.operations import Section, add_amounts
@@ -165,23 +165,6 @@ def test_blocks_with_tokens_outermost_cross_between_equal_splits_only():
     for other in (Instance.make(tp=4, order=NHD, **GQA), Instance.make(tp=2, order=HND, **GQA)):
         with pytest.raises(FingerprintMismatchError):
             move(source, other, tokens=3 * TOKENS)
-
-
-def test_what_the_bytes_mean_is_compared_and_named():
-    ours = Instance.make(tp=1, **GQA)
-    told = {rank: rank_cache(held, block_tokens=TOKENS) for rank, held in ours.tensors.items()}
-    backend = instance_cache(told, name="other name", kv_heads=4, facts={"attention_backend": "FLASH_ATTN"})
-    difference = "facts.attention_backend is CPU_ATTN here and FLASH_ATTN on the peer"
-    assert first_difference(ours.cache.geometry, backend.geometry) == difference
-    half = {name: tensor.view(torch.float16) for name, tensor in ours.tensors[Rank(pp=0, tp=0)].items()}
-    other = instance_cache(
-        {Rank(pp=0, tp=0): rank_cache(half, block_tokens=TOKENS)}, name="tiny", kv_heads=4, facts=FACTS
-    )
-    assert (
-        first_difference(ours.cache.geometry, other.geometry)
-        == "facts.kv_dtype is bfloat16 here and float16 on the peer"
-    )
-    assert fingerprint(ours.cache.geometry) != fingerprint(other.geometry)
 
 
 def replaced(tensors: Mapping[str, torch.Tensor], layer: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:

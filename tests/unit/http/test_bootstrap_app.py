@@ -7,7 +7,6 @@ import pytest
 import pytest_asyncio
 
 from kvbridge.api.directory import Load, NodeHeartbeat, PairRequest
-from kvbridge.bootstrap import directory
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.memory import MemoryStore
@@ -156,24 +155,8 @@ async def test_what_a_later_release_adds_to_a_registration_and_a_heartbeat_is_ig
     assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
 
 
-@pytest.mark.parametrize("key", ["http_url", "engine_url"])
-@pytest.mark.parametrize("url", ["http://h:99999999", "http://a..b", "http://b\u00fccher:80"])
-async def test_a_url_that_nobody_can_ask_is_refused_at_registration(http, key, url):
-    """Bootstrap and routers would ask there, for every room."""
-    answer = await http.put("/v1/instances/p/nodes/node-0", json=later(node("p", Role.PREFILL)) | {key: url})
-    assert answer.status_code == 400
-    assert f"body.{key}" in answer.json()["detail"]
-
-
 async def test_a_node_that_requires_what_this_bootstrap_lacks_is_refused_by_name(client):
     registration = node("p", Role.PREFILL).model_copy(update={"features": Features(requires=("later",))})
     with pytest.raises(FeatureError, match=r"requires feature 'later'.*upgrade this bootstrap"):
         await client.register(registration)
     assert await client.instances() == ()
-
-
-async def test_a_node_does_not_rely_on_a_bootstrap_that_knows_nothing_of_features(client, monkeypatch):
-    monkeypatch.setattr(directory, "agree", lambda *_, **__: ())
-    registration = node("p", Role.PREFILL).model_copy(update={"features": Features(requires=("later",))})
-    with pytest.raises(FeatureError, match="upgrade bootstrap at http://bootstrap"):
-        await client.register(registration)

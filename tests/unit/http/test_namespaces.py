@@ -7,7 +7,6 @@ import base64
 import httpx
 import pytest
 
-from kvbridge.config.endpoints import HttpConfig
 from kvbridge.http.bootstrap_app import create_bootstrap_app
 from tests.unit.http.services import BOOTSTRAP_PAGE, FakeRooms, FakeStatus, daemon_app, settings
 
@@ -32,28 +31,6 @@ def body(namespace: str | None = None, keys: bytes | None = KEYS, **fields) -> d
     named = {} if namespace is None else {"namespace": namespace}
     keyed = {} if keys is None else {"page_hashes": base64.b64encode(keys).decode()}
     return {"prompt_tokens": 700, **named, **keyed, **fields}
-
-
-async def test_keys_and_namespace_reach_the_rooms(rooms):
-    async with daemon(rooms) as http:
-        assert (await http.post("/v1/requests", json=body("acme"))).status_code == 201
-    assert [(one.namespace, one.page_hashes) for one in rooms.requests] == [("acme", KEYS)]
-
-
-@pytest.mark.parametrize(
-    ("wrong", "where"),
-    [
-        ({"priority": 4, "for_s": 1}, "priority"),
-        ({"priority": 1, "for_s": 86_401}, "for_s"),
-        ({"priority": 1, "for_s": 1, "pin": True}, "pin"),
-    ],
-)
-async def test_a_retention_outside_its_limits_is_refused_and_says_why(rooms, wrong, where):
-    async with daemon(rooms) as http:
-        answer = await http.post("/v1/requests", json=body("acme", retention=wrong))
-    assert answer.status_code == 400
-    assert where in answer.text
-    assert not rooms.requests
 
 
 @pytest.mark.parametrize(
@@ -104,15 +81,6 @@ async def test_what_are_no_keys_and_no_names_is_refused(rooms, change, fault):
         response = await http.post("/v1/requests", json=body() | change)
     assert (response.status_code, response.json()["code"]) == (400, "invalid_input")
     assert fault in response.json()["detail"]
-
-
-async def test_a_prompt_of_a_million_tokens_fits_the_usual_body(rooms):
-    keys = bytes(16) * 4_096
-    async with daemon(rooms, max_body_bytes=HttpConfig().max_body_bytes) as http:
-        answer = await http.post("/v1/requests", json=body(keys=keys, prompt_tokens=1 << 20))
-    assert answer.status_code == 201
-    assert rooms.requests[0].page_hashes == keys
-    assert len(answer.content) < 4_096, "a report does not repeat the keys"
 
 
 async def test_more_keys_than_any_prompt_has_are_refused(rooms):

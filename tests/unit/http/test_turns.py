@@ -50,20 +50,6 @@ def loop() -> Loop:
     return Loop()
 
 
-def test_one_request_is_read_between_two_looks_at_the_sockets(loop):
-    turns, read = Turns(loop.call_soon), []
-    for number in range(4):
-        turns.wait(Caller(f"room {number}", read), Line.CREATES)
-    assert read == ["room 0"], "who comes while nobody waits does not wait either"
-    for number in range(1, 4):
-        loop.run_once()
-        assert read[number:] == [f"room {number}"]
-    loop.run_once()
-    assert not loop.soon, "nothing is called while nobody comes"
-    turns.wait(Caller("later", read), Line.CREATES)
-    assert read[4:] == ["later"]
-
-
 def test_who_asks_for_nothing_new_does_not_wait_behind_those_who_do(loop):
     turns, read = Turns(loop.call_soon), []
     for number in range(100):
@@ -94,23 +80,6 @@ def test_a_line_that_stands_takes_nobody_more(loop, line):
     while loop.soon:
         loop.run_once()
     assert len(read) == burst + 3
-
-
-def test_the_rest_of_a_request_is_read_however_many_wait(loop):
-    clock = ManualClock()
-    turns = Turns(loop.call_soon, clock)
-    for _ in range(3 * MOST_WAITING):
-        assert turns.wait(Caller("", []), Line.GOES_ON)
-        clock.advance(10.0)
-
-
-@pytest.mark.parametrize("line", list(Line))
-def test_a_few_may_wait_out_a_pause_of_the_process(loop, line):
-    clock = ManualClock()
-    turns = Turns(loop.call_soon, clock)
-    for _ in range(MOST_WAITING):
-        assert turns.wait(Caller("", []), line)
-        clock.advance(10.0)
 
 
 class Connection(asyncio.Transport):

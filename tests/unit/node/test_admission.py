@@ -26,7 +26,6 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
-from kvbridge.telemetry.context import REQUEST_ID
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
@@ -200,28 +199,6 @@ async def test_what_is_stored_of_a_prompt_is_fetched_before_it_is_admitted_and_f
     assert bench.rooms.fetched == [1]
 
 
-async def test_who_waits_is_admitted_when_pages_become_free(made):
-    bench = made()
-    bench.now(1, PAGES)
-    task = await bench.waits(2, 4)
-    assert not task.done()
-    bench.clock.advance(3)
-    bench.rooms.end(1)
-    assert (await asyncio.wait_for(task, 20)).room == 2
-    assert bench.events.waits == [("admitted", 3.0)]
-    assert bench.free == 4
-
-
-async def test_pages_are_given_after_the_call_that_freed_them(made):
-    bench = made()
-    bench.now(1, PAGES)
-    await bench.waits(2)
-    bench.rooms.end(1)
-    assert bench.rooms.admitted == [1]
-    await turn()
-    assert bench.rooms.admitted == [1, 2]
-
-
 async def test_who_waits_too_long_is_refused_with_the_limit(made):
     bench = made()
     bench.now(1, 6)
@@ -245,17 +222,6 @@ async def test_a_request_that_does_not_wait_does_not_pass(made):
     await turn()
     bench.now(3, 1)
     assert bench.rooms.admitted == [1, 2, 3]
-
-
-async def test_who_waited_and_leaves_makes_way(made):
-    bench = made(max_overtakes=0)
-    bench.now(1, 4)
-    large = await bench.waits(2, PAGES, client="large")
-    small = await bench.waits(3, client="small")
-    assert not small.done()
-    large.cancel()
-    assert (await asyncio.wait_for(small, 20)).room == 3
-    assert bench.events.waits[0][0] == "left"
 
 
 async def test_a_caller_cancelled_after_its_admission_leaves_no_room(made):
@@ -293,19 +259,6 @@ async def test_what_can_never_be_served_does_not_wait(made):
     bench.rooms.lacking = "a worker is starting"
     await refused("not_ready", await bench.waits(5, wait_s=5))
     assert bench.admission.waiting == 1
-
-
-async def test_while_workers_are_away_everybody_waits_on(made):
-    bench = made()
-    bench.now(1, PAGES)
-    task = await bench.waits(2)
-    bench.rooms.lacking = "a worker is starting"
-    bench.rooms.end(1)
-    await turn()
-    assert not task.done()
-    bench.rooms.lacking = ""
-    bench.admission.tick()
-    assert (await asyncio.wait_for(task, 20)).room == 2
 
 
 async def test_the_queue_is_bounded(made):
@@ -502,22 +455,6 @@ async def test_requests_that_wait_are_not_refused_when_only_the_number_of_rooms_
     await turn()
     assert [task.done() for task in waiting] == [True, True, False]
     assert bench.events.refusals == {"capacity": 2}
-
-
-async def test_a_room_that_waited_is_its_own_callers_when_somebody_elses_pages_come(made):
-    bench = made()
-    bench.now(1, pages=PAGES)
-    seen: list[str] = []
-    admit = bench.rooms.admit
-    bench.rooms.admit = lambda request, **_: (seen.append(REQUEST_ID.get()), admit(request))[1]
-    bound = REQUEST_ID.set("of-the-one-that-waits")
-    waiting = await bench.waits(2)
-    REQUEST_ID.reset(bound)
-    bound = REQUEST_ID.set("of-the-one-that-leaves")
-    bench.rooms.end(1)
-    await waiting
-    REQUEST_ID.reset(bound)
-    assert seen == 2 * ["of-the-one-that-waits"], "when it came, and when there was room"
 
 
 # ------------------------------------------------------------------------------------------- prefixes that stay

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
-from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.wire.worker_messages import CopyPages, PagesCopied
 from kvbridge.node.backups import Backups, CopyLimits
@@ -79,34 +77,6 @@ def bench() -> Iterator[Bench]:
     bench = Bench(host=32)
     yield bench
     bench.tier.cache.check_integrity()
-
-
-def test_every_rank_gets_one_order_and_the_pages_are_there_when_all_have_answered(bench):
-    order = bench.begin()
-    [move] = order.moves
-    device, twins = tables_from_wire((move.device,))[FULL].ids, tables_from_wire((move.twins,))[TWIN].ids
-    assert (len(device), len(twins), order.link_share) == (4, 4, 0.5)
-    assert set(device.tolist()) == set(bench.tier.book.cached_pages()[FULL].tolist())
-    assert bench.backups.pages_in_flight == 4
-    bench.answer(order, R0, bytes=100, seconds=0.2)
-    assert bench.tier.on_host("a", 4) == 0, "one of them has yet to answer"
-    bench.answer(order, R1, bytes=150, seconds=0.1)
-    assert bench.tier.on_host("a", 4) == 4
-    assert set(twins.tolist()) == set(bench.tier.book.cached_pages()[TWIN].tolist())
-    assert bench.backups.pages_in_flight == 0
-    [fact] = bench.ended
-    assert (fact.direction, fact.pages, fact.bytes, fact.busy_s, fact.code) == ("backup", 4, 250, 0.2, "")
-
-
-def test_what_several_prompts_need_is_one_order(bench):
-    first = bench.begin("c", 1)
-    bench.tier.room("a", 4)
-    bench.tier.room("b", 3)
-    bench.answer(first, R0)
-    bench.answer(first, R1)
-    [order, _] = bench.orders[2:]
-    [move] = order.moves
-    assert len(np.unique(tables_from_wire((move.twins,))[TWIN].ids)) == 7
 
 
 def test_what_a_rank_may_still_write_is_quarantined_until_its_process_has_ended(bench):

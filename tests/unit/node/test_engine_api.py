@@ -9,7 +9,7 @@ from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.ids import IndexSpace, PageTable, Role
-from kvbridge.core.session.states import WITHDRAWN, RoomState
+from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import (
     AbortRoom,
     Accepted,
@@ -31,9 +31,9 @@ from kvbridge.core.wire.engine_messages import (
     RoomEvent,
     SparseRows,
 )
-from kvbridge.core.wire.features import ENGINE_FEATURES, Feature, Features
-from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Heartbeat, Intend, Offer, to_wire
-from kvbridge.core.wire.worker_messages import RoomClosed, Send, Sent
+from kvbridge.core.wire.features import Features
+from kvbridge.core.wire.messages import Done, Drained, Heartbeat, Intend, Offer, to_wire
+from kvbridge.core.wire.worker_messages import Send
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.engines import AttachedEngines
@@ -113,20 +113,6 @@ def names(*ids: int, first: int = 0):
     return to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32), first)})
 
 
-def test_an_engine_holds_what_it_has_computed_in_one_message():
-    api = prefill(adopted=True)
-    api.attach()
-    whole = {"tables": TABLES, "published_tokens": 2 * PAGE, "metadata": b"first token"}
-    assert isinstance(api.call(Hold(call=2, **PROMPT, **whole)), Accepted)
-    api.bench.service.peers.hear(DECODE, Offer(room=1, generation=1, prompt_tokens=2 * PAGE, tables=names(7, 8)))
-    [order] = pick(api.bench.workers.messages, Send)
-    amounts = {"amounts": full_amounts(2 * PAGE)}
-    api.bench.service.workers.hear(Sent(room=1, generation=1, rank=R0, order=order.order, **amounts))
-    [done] = pick(api.bench.peers.messages, Done)
-    assert done.metadata == b"first token"
-    assert api.bench.free == 16
-
-
 def test_decode_that_waits_for_a_room_hears_at_once_that_it_is_not_admitted():
     api = prefill(adopted=True)
     api.attach()
@@ -136,24 +122,6 @@ def test_decode_that_waits_for_a_room_hears_at_once_that_it_is_not_admitted():
     failed, drained = (message for _, message in api.bench.peers.messages)
     assert (failed.room, failed.code, type(drained)) == (1, "invalid_input", Drained)
     assert "prefill did not admit the room" in failed.message
-
-
-def test_a_room_that_is_computed_again_fails_as_withdrawn_and_its_next_generation_is_held():
-    api = prefill(adopted=True)
-    api.attach()
-    api.call(Hold(call=2, **PROMPT, tables=()))
-    api.bench.service.peers.hear(DECODE, Offer(room=1, generation=1, prompt_tokens=2 * PAGE, tables=names(7, 8)))
-    api.call(Publish(call=3, room=1, upto_token=PAGE, tables=names(4)))
-    api.call(AbortRoom(call=4, room=1, reason="preempted", again=True))
-    assert isinstance(api.call(Hold(call=5, **PROMPT, generation=2, tables=())), Accepted)
-    assert [failed.code for failed in pick(api.bench.peers.messages, Failed)] == [WITHDRAWN]
-    assert api.bench.engines.events == []
-    api.bench.service.peers.hear(DECODE, Offer(room=1, generation=2, prompt_tokens=2 * PAGE, tables=names(7, 8)))
-    api.call(Publish(call=6, room=1, upto_token=PAGE, tables=names(4)))
-    api.bench.service.workers.hear(RoomClosed(room=1, generation=1, rank=R0, quiet=True))
-    [event] = api.bench.engines.events
-    assert (event.kind, event.generation, event.code) == ("failed", 1, WITHDRAWN)
-    assert api.bench.free == 15
 
 
 @pytest.mark.parametrize(
@@ -207,14 +175,6 @@ def test_a_room_of_another_prompt_is_refused_and_held_for_whoever_it_is_for():
     assert len(pick(api.bench.workers.messages, Send)) == 1
 
 
-def test_a_fetch_that_is_refused_gives_the_room_up():
-    api = decode(adopted=True)
-    api.attach()
-    assert "needs 2 pages" in api.call(Fetch(call=2, **PROMPT, prefill=PLACES, tables=names(4))).message
-    assert [type(message) for _, message in api.bench.nodes.messages] == [Intend, Abort]
-    assert "already in flight" not in api.call(Fetch(call=3, **PROMPT, generation=2, prefill=PLACES)).model_dump_json()
-
-
 def test_rooms_that_an_engine_admitted_end_with_it():
     for api, message in (
         (decode(adopted=True), Fetch(call=2, **PROMPT, prefill=PLACES)),
@@ -260,17 +220,6 @@ def test_an_engine_of_no_rank_attaches_when_the_engines_that_bring_memory_are_se
     assert isinstance(api.attach("brings", ranks=(R0,)), Attached)
     api.bench.workers.lacking = ""
     assert isinstance(api.attach("commands"), Attached)
-
-
-def test_a_decode_node_passes_on_that_a_room_is_held_already():
-    for held in (False, True):
-        api = decode(adopted=True)
-        api.attach()
-        api.call(Fetch(call=2, **PROMPT, prefill=PLACES, held=held))
-        [intent] = pick(api.bench.nodes.messages, Intend)
-        api.call(Provide(call=3, room=1, tables=TABLES))
-        [offer] = pick(api.bench.nodes.messages, Offer)
-        assert (intent.held, offer.held) == (held, held)
 
 
 def test_calls_before_attach_unknown_calls_and_heartbeats():
@@ -446,15 +395,3 @@ def test_a_decode_engine_without_memory_releases_what_it_had_claimed():
     assert api.call(Extend(call=3, room=1, tokens=2 * PAGE)).code == "detached"
     assert isinstance(api.call(Release(call=4, room=1)), Accepted)
     assert api.bench.free == 16
-
-
-def test_an_engine_that_lacks_what_the_node_requires_is_refused_by_name():
-    """One that would not load what a room shares out of host memory would read what was in its pages before."""
-    api = prefill()
-    api.required = (Feature.LOAD_BACK,)
-    refused = api.call(Attach(call=1, role=Role.PREFILL), "engine")
-    assert isinstance(refused, Refused)
-    assert refused.code == "feature_missing"
-    assert "requires feature 'load_back'" in refused.message
-    assert api.engines.serving() == {}
-    assert isinstance(api.call(Attach(call=1, role=Role.PREFILL, features=ENGINE_FEATURES), "engine"), Attached)

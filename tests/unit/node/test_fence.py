@@ -10,7 +10,6 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import RenewEndpoints, RevokeEndpoints
 from kvbridge.node.receiver.fence import Fence, FencePhase
 from kvbridge.pool.accounts.page_states import Owner
-from kvbridge.telemetry.path_events import FenceBegan, WritersShutOut
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import RecordedEvents
 
@@ -52,21 +51,6 @@ class Bench:
 @pytest.fixture
 def bench() -> Bench:
     return Bench()
-
-
-def test_a_round_renews_then_revokes_on_every_rank(bench: Bench) -> None:
-    bench.fence.ask(FAILED)
-    assert bench.orders() == dict.fromkeys((ONE, TWO), RenewEndpoints(epoch=1))
-    bench.fence.ready(ONE, 1)
-    assert bench.orders() == {}
-    bench.fence.ready(TWO, 1)
-    assert bench.orders() == dict.fromkeys((ONE, TWO), RevokeEndpoints(before_epoch=1))
-    bench.fence.revoked(ONE, 1)
-    assert bench.shut == []
-    bench.fence.revoked(TWO, 1)
-    assert bench.shut == [{FAILED}]
-    assert bench.events.facts == [FenceBegan(epoch=1, rooms=1), WritersShutOut(epoch=1, rooms=1)]
-    assert bench.fence.phase is FencePhase.IDLE
 
 
 def test_rooms_that_are_being_written_end_in_peace(bench: Bench) -> None:
@@ -142,15 +126,6 @@ def test_stray_answers_change_nothing(bench: Bench) -> None:
     assert (bench.fence.phase, bench.shut, bench.sent) == (FencePhase.IDLE, [], [])
 
 
-def test_a_room_that_asks_while_it_hears_of_the_end_begins_another_round() -> None:
-    bench = Bench()
-    bench.fence.watch(SimpleNamespace(open_offers=set, shut=lambda owners: bench.fence.ask(LATER)))
-    bench.fence.ask(FAILED)
-    bench.renewed()
-    bench.revoked()
-    assert (bench.fence.phase, bench.fence.epoch) == (FencePhase.RENEWING, 2)
-
-
 def test_a_lost_path_is_shut_alone_and_its_room_is_not_waited_for(bench: Bench) -> None:
     bench.offers = {OTHER, LATER}
     assert bench.fence.ask_path(OTHER, "nixl", 0)
@@ -208,17 +183,3 @@ def test_a_path_that_the_round_does_not_shut_is_served_by_the_next(bench: Bench,
     bench.renewed(2)
     bench.revoked(2)
     assert bench.shut == [set(), {OTHER}]
-
-
-def test_a_room_that_fails_after_it_has_lost_a_path_has_everything_shut(bench: Bench) -> None:
-    bench.fence.ask_path(FAILED, "nixl", 0)
-    bench.fence.ask(FAILED)
-    bench.renewed()
-    bench.orders()
-    bench.revoked()
-    assert bench.orders() == dict.fromkeys((ONE, TWO), RenewEndpoints(epoch=2))
-    bench.fence.ask(FAILED)  # again, by another writer
-    bench.renewed(2)
-    bench.revoked(2)
-    assert bench.shut == [set(), {FAILED}]
-    assert bench.fence.phase is FencePhase.IDLE

@@ -8,11 +8,8 @@ import pytest
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,
-    ConfigError,
     FeatureError,
-    FingerprintMismatchError,
     InvalidInputError,
-    PeerError,
     UnauthorizedError,
 )
 from kvbridge.core.geometry.presets import preset
@@ -156,19 +153,6 @@ def test_a_worker_that_cannot_connect_rejects_the_node():
     assert not side.nodes.known()
 
 
-def test_a_node_that_has_changed_is_connected_anew_and_only_the_last_answer_counts():
-    side = PrefillSide()
-    side.hello()
-    side.hello(endpoint=b"2")
-    side.connected(R0, error_code="transport_failed", error="the old endpoint is dead")
-    side.connected(R1)
-    assert side.messages == []
-    side.connected(R0)
-    side.connected(R1)
-    assert len(pick(side.messages, Welcome)) == 1
-    assert unpack_rank(pick(side.workers.messages, ConnectPeer, R0)[-1].ranks[0]).endpoints[0].data == b"2"
-
-
 def test_a_new_life_ends_the_old_one():
     side = PrefillSide()
     side.introduce()
@@ -190,17 +174,6 @@ def test_a_worker_that_is_back_is_connected_to_everybody():
     side.connected(R1, error_code="transport_failed", error="gone")
     assert side.gone[0][0] == DECODE
     assert pick(side.messages, Rejected)
-
-
-def test_a_new_life_of_a_worker_owes_no_answers_of_the_old_one():
-    side = PrefillSide()
-    side.hello()
-    side.connected(R0)
-    side.hello(endpoint=b"2")
-    side.connected(R0)
-    side.nodes.worker_ready(R1)
-    side.connected(R1)
-    assert len(pick(side.messages, Welcome)) == 1
 
 
 def test_a_prefill_node_tells_of_its_handshakes_as_facts():
@@ -266,20 +239,6 @@ def offer(room: int = 1, payload_bytes: int = 0) -> Offer:
 
 def end_inspection(side: PrefillSide) -> None:
     run_inspection(*side.later.pop(0))
-
-
-def test_what_follows_an_introduction_waits_until_it_is_checked():
-    side = slow()
-    assert not side.nodes.holds(DECODE, offer())
-    side.hello(endpoint=b"2")
-    for room in (1, 2):
-        assert side.nodes.holds(DECODE, offer(room))
-    assert not side.nodes.holds("somebody", offer())
-    assert (side.workers.messages, side.delivered) == ([], [])
-    end_inspection(side)
-    assert len(pick(side.workers.messages, ConnectPeer)) == 2
-    assert [(peer, message.room) for peer, message in side.delivered] == [(DECODE, 1), (DECODE, 2)]
-    assert not side.nodes.holds(DECODE, offer())
 
 
 def test_an_introduction_behind_an_introduction_is_checked_in_its_turn():
@@ -482,31 +441,6 @@ def test_a_node_that_takes_too_long_to_describe_says_so_to_the_room():
     assert (side.opened, side.nodes.addresses()) == ([], [])
 
 
-def test_an_address_that_cannot_be_opened_is_not_remembered():
-    side = DecodeSide()
-    side.error = ConfigError("no public key is known")
-    for _ in range(2):
-        with pytest.raises(ConfigError):
-            side.nodes.known_node(ADDRESS)
-    assert side.nodes.addresses() == []
-
-
-@pytest.mark.parametrize(
-    ("code", "kind"),
-    [("fingerprint_mismatch", FingerprintMismatchError), ("never heard of", PeerError)],
-)
-def test_a_rejection_reaches_every_waiting_room_and_the_next_one_greets_anew(code, kind):
-    side = DecodeSide()
-    side.nodes.known_node(ADDRESS)
-    side.nodes.rejected(ADDRESS, Rejected(code=code, message="no"))
-    assert isinstance(side.found_at_change[0], kind)
-    assert side.closed == [ADDRESS]
-    assert side.nodes.known_node(ADDRESS) is None
-    assert side.opened == [ADDRESS, ADDRESS]
-    assert side.hellos == 2
-    assert side.gone == []
-
-
 @pytest.mark.parametrize("how", ["lost", "rejected", "restarted"])
 def test_a_known_node_that_is_out_of_reach_is_gone(how):
     side = DecodeSide()
@@ -566,18 +500,6 @@ def test_a_further_address_of_a_node_is_the_node_as_long_as_its_link_stands():
     assert side.opened == [ADDRESS, other, other]
 
 
-def test_an_address_whose_node_gives_way_to_one_that_is_known_takes_its_rooms_along():
-    """A process was moved: what was written from the address before is over."""
-    side = DecodeSide()
-    side.introduce()
-    other = ADDRESS.model_copy(update={"endpoint": "tcp://10.0.0.9:2"})
-    assert side.nodes.known_node(other) is None
-    side.welcome(NEXT_LIFE, address=other)
-    side.nodes.same(other, ADDRESS)
-    assert side.gone == [NEXT_LIFE]
-    assert side.nodes.known_node(other).peer == PREFILL
-
-
 def test_few_of_those_who_were_met_once_are_remembered(monkeypatch):
     monkeypatch.setattr(prefill_nodes, "FORMER_KEPT", 1)
     side = DecodeSide()
@@ -597,15 +519,6 @@ def test_nothing_is_said_to_addresses_that_nobody_knows():
     side.nodes.lost(OTHER_ADDRESS, "silent")
     side.nodes.restarted(OTHER_ADDRESS)
     assert (side.messages, side.changes, side.gone) == ([], 0, [])
-
-
-def test_everybody_hears_when_we_have_changed():
-    side = DecodeSide()
-    side.introduce()
-    side.nodes.known_node(OTHER_ADDRESS)
-    side.nodes.refresh()
-    assert side.hellos == 2
-    assert len(pick(side.messages, Hello, OTHER_ADDRESS)) == 2
 
 
 # ------------------------------------------------------------------------------------------- two releases

@@ -13,10 +13,9 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Abort
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner
-from kvbridge.telemetry.events import PrefixMatched
 from kvbridge.telemetry.host_tier import CopyEnded
 from kvbridge.tier.keys import Keys, page_keys
-from tests.helpers.prefix_bench import FULL, HISTORY, PAGE, SWA, PrefixBench, hashes, ids
+from tests.helpers.prefix_bench import FULL, HISTORY, PAGE, SWA, PrefixBench, hashes
 from tests.helpers.rooms import DECODE, PREFILL, R0, R1
 from tests.unit.node.test_shared_prompts import IDENTITY as DECODE_IDENTITY
 from tests.unit.node.test_shared_prompts import TOKENS
@@ -84,49 +83,6 @@ class Bench(PrefixBench):
         self.load(room)
         self.publish(room, tokens)
         self.finish(room, tuple(one.tokens for one in begun.checkpoints))
-
-
-@pytest.mark.parametrize("left", [0, 1, 3])
-def test_prefill_is_told_what_to_load_and_from_where_it_goes_on(left):
-    bench = Bench()
-    bench.on_host(1, HISTORY[:1000], leave=left)
-    room = bench.admit(2, HISTORY[:1500])
-    assert (room.computed_tokens, room.host_tokens) == (768, (3 - left) * PAGE)
-    begun = bench.begin(2, HISTORY[:1500])
-    load = load_of(begun)
-    assert begun.restore is not None
-    assert begun.restore.tokens == 768
-    restore = tables_from_wire((begun.restore.table,))[SWA]
-    assert load.pop(SWA_TWIN)[1], "its windows and states as well"
-    assert len(restore.ids) == 1
-    assert restore.first_page == 2
-    assert set(restore.ids.tolist()) <= set(bench.book.pages(room.owner)[SWA].tolist()), "a page of its own"
-    assert restore.ids.tolist()[0] not in ids(begun, SWA)
-    assert {space: (first, len(twins)) for space, (first, twins) in load.items()} == (
-        {FULL_TWIN: (left, 3 - left)} if left < 3 else {}
-    )
-    assert set(ids(begun)[left:3]) <= set(bench.book.pages(room.owner)[FULL].tolist())
-    assert begun.host_tokens == bench.service.book.report(2).host_tokens == room.host_tokens
-    matched = pick_fact(bench, 2)
-    assert (matched.hit_tokens, matched.host_tokens, matched.from_checkpoint) == (768, (3 - left) * PAGE, True)
-
-
-def pick_fact(bench, room: int) -> PrefixMatched:
-    return next(fact for fact in bench.events.facts if isinstance(fact, PrefixMatched) and fact.room == room)
-
-
-def test_a_page_that_is_being_loaded_is_read_by_no_transfer():
-    bench = Bench()
-    bench.on_host(1, HISTORY[:1000], leave=1)
-    bench.admit(2, HISTORY[:1500])
-    bench.offer(2, HISTORY[:1500])
-    sections = [(order.section.start_token, order.section.stop_token, order.after) for order in bench.orders(2)]
-    assert sections == [(0, PAGE, ())], "what is on the device goes at once"
-    bench.begin(2, HISTORY[:1500])
-    assert len(bench.orders(2)) == 1
-    bench.load(2)
-    sections = [(order.section.start_token, order.section.stop_token, order.after) for order in bench.orders(2)]
-    assert sections[1:] == [(PAGE, 768, (POINT,))]
 
 
 def test_restorable_places_are_those_of_the_host_too_and_a_room_can_start_before_them():
@@ -282,17 +238,6 @@ def test_a_load_that_fails_is_told_and_an_engine_that_gives_up_for_another_reaso
     assert [(fact.direction, fact.pages, fact.code, fact.reason) for fact in told] == expected
 
 
-def test_only_an_engine_that_has_claimed_a_room_has_loaded_it(decode):
-    decode.on_host(1, 3 * PAGE)
-    room = decode.committed(2, 4 * PAGE)
-    decode.verbs.loaded("engine", 2)
-    assert room.load is not None
-    decode.claim(room)
-    decode.verbs.loaded("other", 2)
-    decode.verbs.loaded("engine", 2, generation=2)
-    assert room.load is not None
-
-
 def test_an_answer_stays_behind_what_was_loaded(decode):
     decode.on_host(1, 2 * PAGE)
     room = decode.committed(2, 2 * PAGE + 5)
@@ -300,13 +245,3 @@ def test_an_answer_stays_behind_what_was_loaded(decode):
     decode.verbs.loaded("engine", 2)
     decode.verbs.release("engine", 2, valid_tokens=3 * PAGE, page_hashes=keys_of(3 * PAGE).data)
     assert decode.on_device(4 * PAGE) == 3
-
-
-def test_nothing_stays_behind_what_was_not_loaded(decode):
-    """An engine that does not say that it has loaded its room, and lets go of it in order all the same."""
-    decode.on_host(1, 2 * PAGE)
-    room = decode.committed(2, 3 * PAGE)
-    decode.claim(room)
-    decode.verbs.release("engine", 2, valid_tokens=4 * PAGE, page_hashes=keys_of(4 * PAGE).data)
-    assert (room.over, decode.on_device(4 * PAGE)) == (True, 0)
-    assert decode.admit(5, 4 * PAGE).prefix_tokens == 2 * PAGE

@@ -54,18 +54,6 @@ def test_the_first_offer_of_an_attempt_counts():
     assert early.take(1, 1) is None
 
 
-def test_a_room_that_decode_was_told_is_held_is_not_waited_for_as_long():
-    clock = ManualClock()
-    early = EarlyOffers(wait_s=10, clock=clock)
-    early.put("a", offer(1))
-    early.put("a", offer(2, held=True))
-    assert early.expired() == []
-    clock.advance(offers.HELD_WAIT_S)
-    assert [late.offer.room for late in early.expired()] == [2]
-    clock.advance(10)
-    assert [late.offer.room for late in early.expired()] == [1]
-
-
 @pytest.mark.parametrize(
     ("bound", "most", "kept"),
     [

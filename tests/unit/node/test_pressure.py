@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.core.ids import IndexSpace
-from kvbridge.node.admission.pressure import WINDOW_S, ReleaseRates, RetryAfter
+from kvbridge.node.admission.pressure import ReleaseRates
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner
 from tests.helpers.manual_clock import ManualClock
 
@@ -38,16 +38,6 @@ def test_the_end_of_a_copy_between_tiers_is_no_room_s(rates, clock):
     assert rates.seconds_until_a_room_ends(of=1, rooms=1) == before_s
 
 
-def test_a_rate_follows_the_last_minute(rates, clock):
-    release(rates, clock, pages=10, every_s=1.0, times=120)
-    release(rates, clock, pages=1, every_s=1.0, times=60)
-    assert 4.0 < rates.seconds_until({FULL: 10}, {}) < 10.0
-    clock.advance(WINDOW_S)
-    assert rates.seconds_until({FULL: 10}, {}) > 10.0
-    clock.advance(1_000 * WINDOW_S)
-    assert rates.seconds_until({FULL: 1}, {}) == float("inf")
-
-
 def test_pages_of_rooms_that_are_ending_are_not_waited_for(rates, clock):
     assert rates.seconds_until({FULL: 6}, {}) == 0.0, "nothing is known"
     release(rates, clock, pages=1, every_s=1.0, times=100)
@@ -68,12 +58,3 @@ def test_the_next_end_of_a_client_s_rooms(rates, clock):
     release(rates, clock, pages=1, every_s=0.5, times=200)
     assert rates.seconds_until_a_room_ends(of=10, rooms=40) == pytest.approx(2.0, rel=0.1)
     assert rates.seconds_until_a_room_ends(of=0, rooms=40) == pytest.approx(20.0, rel=0.1)
-
-
-@pytest.mark.parametrize("draw", [0.0, 0.5, 0.999])
-@pytest.mark.parametrize("seconds", [0.0, 0.3, 5.0, 29.0, 1e9, float("inf")])
-def test_what_is_told_is_within_bounds_and_never_early(seconds, draw):
-    told = RetryAfter(0.1, 30.0, lambda: draw)(seconds)
-    assert 0.1 <= told <= 30.0
-    assert told >= min(seconds, 24.0)
-    assert told <= max(0.1, min(seconds, 24.0)) * 1.25

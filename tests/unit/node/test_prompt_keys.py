@@ -9,16 +9,13 @@ from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.errors import ConflictError, InvalidInputError, KeyMismatchError, NamespaceError, RoomFailedError
 from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.messages import Done, Failed, Offer, to_wire
-from kvbridge.core.wire.worker_messages import Send, Sent
+from kvbridge.core.wire.messages import Done, Failed
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.helpers.rooms import (
     ADDRESS,
-    DECODE,
     GEOMETRY,
     PAGE,
     PREFILL,
@@ -130,14 +127,6 @@ def test_other_tokens_fail_the_room_and_the_first_other_page_is_named(page):
     assert bench.free == 16
 
 
-def test_the_second_engine_of_a_node_is_looked_at_too():
-    bench = prefill(ranks=(R0, R1))
-    begin(bench, KEYS)
-    with pytest.raises(KeyMismatchError):
-        begin(bench, other_from(0), (R1,), "other")
-    assert report(bench).reason_code == "key_mismatch"
-
-
 def test_engines_of_a_node_that_end_the_prompt_differently_fail_the_room():
     """No key names the tokens behind the last whole page, so they are compared with each other."""
     bench = prefill(ranks=(R0, R1))
@@ -145,23 +134,6 @@ def test_engines_of_a_node_that_end_the_prompt_differently_fail_the_room():
     with pytest.raises(KeyMismatchError, match=rf"\(tokens {3 * PAGE} to {PROMPT - 1}\)"):
         begin(bench, KEYS, (R1,), "other", end_key=b"b" * 16)
     assert report(bench).reason_code == "key_mismatch"
-
-
-def test_done_names_all_keys_that_the_engine_of_its_rank_has_stated_and_its_end():
-    bench = prefill(ranks=(R0, R1))
-    table = PageTable(IndexSpace.FULL, np.arange(4, dtype=np.int32))
-    offer = Offer(room=1, generation=1, prompt_tokens=PROMPT, prefix_tokens=0, tables=to_wire({IndexSpace.FULL: table}))
-    bench.service.peers.hear(DECODE, offer)
-    for rank, end_key in ((R0, b"a" * 16), (R1, b"")):
-        begin(bench, KEYS, (rank,), str(rank), end_key=end_key)
-        bench.verbs.publish(str(rank), (rank,), 1, upto_token=PROMPT, layers=None)
-        for order in [message for _, message in bench.workers.messages if isinstance(message, Send)]:
-            amounts = full_amounts(PROMPT)
-            about = {"room": 1, "generation": 1, "rank": rank, "order": order.order}
-            bench.service.workers.hear(Sent(**about, amounts=amounts, seconds={}, quiet=True))
-        bench.verbs.finish(str(rank), (rank,), 1, metadata=b"")
-    told = {done.writer: (done.keys_digest, done.end_key) for done in pick(bench.peers.messages, Done, DECODE)}
-    assert told == {R0: (Keys(KEYS).digest, b"a" * 16), R1: (Keys(KEYS).digest, b"")}
 
 
 def test_nothing_stays_of_a_room_whose_engine_says_afterwards_that_it_has_another_prompt():
@@ -247,15 +219,6 @@ def answers(monkeypatch):
         return found
 
     return watch
-
-
-def test_a_release_carries_the_answer(answers):
-    bench, room = claimed()
-    found = answers(bench, room)
-    bench.verbs.release("engine", 1, valid_tokens=WHOLE, page_hashes=ANSWER.data)
-    assert [(answer.valid_tokens, answer.keys) for answer in found] == [(WHOLE, ANSWER)]
-    assert report(bench).state is RoomState.COMPLETED
-    assert room.answer is None
 
 
 def test_all_engines_have_to_say_the_same(answers):

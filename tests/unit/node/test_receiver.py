@@ -34,9 +34,7 @@ from kvbridge.core.wire.messages import (
 )
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.receiver import withdrawals
-from kvbridge.node.receiver.fence import ALL
 from kvbridge.pool.accounts.page_states import Owner, PageState
-from kvbridge.telemetry.events import PhasesEnded, RoomEntered
 from kvbridge.telemetry.path_events import RoomRerouted
 from tests.helpers.rooms import (
     ADDRESS,
@@ -119,56 +117,6 @@ def claimed(*engines: str) -> ReceiverBench:
 # ------------------------------------------------------------------------------------------- the good course
 
 
-def test_a_room_is_offered_committed_claimed_and_released():
-    bench = ReceiverBench()
-    bench.nodes.know()
-    assert admit(bench, max_new_tokens=PAGE).state is RoomState.OFFERED
-    [offer] = pick(bench.nodes.messages, Offer, PREFILL)
-    assert (offer.prompt_tokens, offer.prefix_tokens) == (TOKENS, 0)
-    assert offer.tables == to_wire(bench.service.book.get(1).tables)
-    assert bench.book.state(OWNER) is PageState.LEASED
-    bench.clock.advance(3)
-    done(bench)
-    assert bench.book.state(OWNER) is PageState.HELD
-    assert bench.engines.kinds == ["committed"]
-    bench.clock.advance(2)
-    room = bench.verbs.claim("engine", 1)
-    assert room.metadata == {"pp0.tp0": b"meta"}
-    assert bench.free == 13
-    bench.verbs.release("engine", 1)
-    assert bench.free == 16
-    report = bench.service.book.report(1)
-    assert report.state is RoomState.COMPLETED
-    assert report.phases_s["offer_to_commit"] == 3.0
-    assert report.phases_s["commit_to_claim"] == 2.0
-    assert report.phases_s["move"] == 1.0
-    assert report.amounts == full_amounts(TOKENS)
-    assert bench.events.states == [
-        RoomState.ADMITTED,
-        RoomState.OFFERED,
-        RoomState.TRANSFERRING,
-        RoomState.COMMITTED,
-        RoomState.CLAIMED,
-        RoomState.COMPLETED,
-    ]
-    assert bench.events.received_amounts == [full_amounts(TOKENS)]
-    assert {fact.peer for fact in bench.events.of(RoomEntered)[1:]} == {PREFILL}, "to the end, when it has no writers"
-    arrived, taken, let_go = (fact.phases_s for fact in bench.events.of(PhasesEnded))
-    assert set(arrived) == {"admit_to_offer", "offer_to_commit", "admit_to_commit"}, "a writer's own are counted there"
-    assert taken == {"commit_to_claim": 2.0, "admit_to_claim": 5.0}
-    assert let_go == {"claim_to_release": 0.0}
-
-
-def test_a_node_under_two_addresses_is_one_writer():
-    bench = ReceiverBench()
-    bench.nodes.know()
-    bench.nodes.know(OTHER_ADDRESS)
-    admit(bench, prefill=(ADDRESS, OTHER_ADDRESS))
-    assert len(pick(bench.nodes.messages, Offer)) == 1
-    done(bench)
-    assert state(bench) is ReceiverState.COMMITTED
-
-
 @pytest.mark.parametrize("factor", [0, 2])
 def test_a_wrong_amount_fails_closed_and_waits_for_nobody_who_is_done(factor):
     bench = offered()
@@ -202,19 +150,6 @@ def test_admission_is_all_or_nothing():
     with pytest.raises(UnknownRoomError):
         bench.service.book.report(2)
     assert bench.free == 1
-
-
-def test_a_room_waits_until_every_node_is_met():
-    bench = ReceiverBench()
-    assert admit(bench, prefill=(ADDRESS, OTHER_ADDRESS)).state is RoomState.ADMITTED
-    assert bench.nodes.asked == [ADDRESS, OTHER_ADDRESS]
-    bench.nodes.know(tp_size=2)
-    bench.service.writers.nodes_changed()
-    assert bench.nodes.messages == []
-    assert bench.book.state(OWNER) is PageState.HELD
-    bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,), tp_size=2)
-    bench.service.writers.nodes_changed()
-    assert {peer for peer, _ in bench.nodes.messages} == {PREFILL, SECOND}
 
 
 @pytest.mark.parametrize(
@@ -280,30 +215,6 @@ def test_amounts_that_add_up_do_not_count_unless_each_rank_reports_its_own():
 # ------------------------------------------------------------------------------------------- aborts and failures
 
 
-def test_a_failure_of_one_node_waits_for_the_proof_of_all():
-    bench = offered_to_two()
-    failed(bench, SECOND)
-    assert state(bench) is ReceiverState.FAILING
-    assert bench.service.book.report(1).state is RoomState.FAILED
-    assert {peer for peer, message in bench.nodes.messages if isinstance(message, Abort)} == {PREFILL, SECOND}
-    drained(bench, SECOND)
-    assert bench.free == 14
-    drained(bench, PREFILL)
-    assert bench.free == 16
-    assert bench.service.book.report(1).reason == "prefill node prefill/bbbb: cable"
-
-
-def test_a_done_that_crosses_our_abort_is_proof_but_not_a_commit():
-    bench = offered()
-    cancel(bench)
-    done(bench)
-    assert state(bench) is ReceiverState.ABORTED
-    assert bench.service.book.report(1).amounts == {}
-    assert bench.free == 16
-    done(bench)
-    assert bench.events.refusals["stale_done"] == 1
-
-
 def test_drained_without_done_fails_the_room():
     bench = offered()
     drained(bench)
@@ -327,50 +238,6 @@ def test_strangers_and_stale_messages_are_harmless():
 
 
 # ------------------------------------------------------------------------------------------- nodes that vanish
-
-
-def test_a_vanished_node_leaves_its_pages_in_quarantine_until_it_has_been_shut_out():
-    bench = offered()
-    bench.service.writers.peer_gone(PREFILL, "silent for 10 s")
-    assert bench.service.book.report(1).state is RoomState.FAILED
-    assert bench.book.state(OWNER) is PageState.QUARANTINED
-    assert pick(bench.nodes.messages, Abort) == []
-    assert bench.fence.asked == [OWNER]
-    for _ in range(3):
-        bench.clock.advance(1_000)
-        bench.tick()
-    assert bench.free == 14
-    [reason] = bench.book.quarantine_reasons()
-    assert reason.startswith("room 1 generation 1: prefill node prefill/aaaa is gone (silent for 10 s), and what it")
-    assert bench.service.book.quarantined()["writer_being_shut_out"] == 1
-    bench.service.writers.shut(dict.fromkeys([OWNER, Owner(9, 1)], ALL))
-    assert bench.free == 16
-    assert state(bench) is ReceiverState.FAILED
-    assert sum(bench.service.book.quarantined().values()) == 0
-    bench.book.check_integrity()
-    bench.service.writers.shut(dict.fromkeys([OWNER], ALL))
-
-
-def test_a_node_that_has_stopped_with_bytes_on_their_way_is_shut_out():
-    bench = offered_to_two()
-    cancel(bench)
-    drained(bench, SECOND)
-    drained(bench, PREFILL, in_transit=True)
-    assert bench.book.state(OWNER) is PageState.QUARANTINED
-    assert bench.fence.asked == [OWNER]
-    assert bench.service.book.report(1).state is RoomState.ABORTING
-    bench.service.writers.shut(dict.fromkeys([OWNER], ALL))
-    assert bench.free == 16
-    assert state(bench) is ReceiverState.ABORTED
-
-
-def test_nobody_is_shut_out_while_somebody_may_still_answer():
-    bench = offered_to_two()
-    bench.service.writers.peer_gone(PREFILL, "silent")
-    assert bench.fence.asked == []
-    assert bench.book.state(OWNER) is PageState.LEASED
-    drained(bench, SECOND)
-    assert bench.fence.asked == [OWNER]
 
 
 def test_device_memory_that_died_with_its_worker_takes_what_had_arrived_along():
@@ -407,39 +274,11 @@ def test_claims_are_refused_before_the_commit_after_the_end_and_twice():
         bench.verbs.release("engine", 1)
 
 
-def test_pages_are_held_until_every_engine_has_released():
-    bench = claimed("a", "b")
-    bench.verbs.release("a", 1)
-    assert bench.free == 14
-    bench.verbs.release("b", 1)
-    assert bench.free == 16
-
-
 def test_an_engine_that_attaches_later_is_told_what_it_missed():
     bench = committed()
     assert [(event.room, event.kind) for event in bench.service.engines.open_events()] == [(1, "committed")]
     bench.verbs.claim("a", 1)
     assert bench.service.engines.open_events() == []
-
-
-def test_a_process_that_is_attached_and_claims_nothing_keeps_no_page_of_ranks_that_others_have_read():
-    """An observer, or a second engine for the same ranks: rooms wait for ranks of the node, not for processes."""
-    bench = committed("engine", "observer")
-    bench.engines.ranks = {"engine": (R0, R1), "observer": (R1,)}
-    bench.verbs.claim("engine", 1)
-    assert bench.free == 14
-    bench.verbs.release("engine", 1)
-    assert bench.free == 16
-    assert state(bench) is ReceiverState.COMPLETED
-
-
-def test_the_claim_limit_does_not_end_a_claimed_room():
-    bench = claimed()
-    for _ in range(3):
-        bench.clock.advance(1_000)
-        bench.tick()
-    assert state(bench) is ReceiverState.CLAIMED
-    assert bench.free == 14
 
 
 @pytest.mark.parametrize("followed", [True, False])
@@ -508,52 +347,8 @@ def test_adopted_pages_are_asked_for_and_then_offered():
     assert bench.book.state(OWNER) is PageState.LEASED
 
 
-def test_a_committed_room_whose_pages_are_all_the_engines_is_handed_over_by_its_event():
-    bench = ReceiverBench(adopted=True)
-    bench.nodes.know()
-    admit(bench)
-    bench.verbs.provide(1, tables(4, 5))
-    done(bench)
-    assert bench.engines.kinds == ["wanted", "committed"]
-    assert bench.engines.events[-1].metadata == {str(R0): b"meta"}
-    assert bench.engines.events[-1].amounts == full_amounts(TOKENS)
-    assert bench.free == 16
-    assert state(bench) is ReceiverState.COMPLETED
-    with pytest.raises(RoomFailedError, match=r"over \(completed\)"):
-        bench.verbs.claim("engine", 1)
-    bench.verbs.abort("engine", 1, "its client has left meanwhile")
-    bench.service.engines.gone("engine", "killed")
-    assert bench.engines.kinds == ["wanted", "committed"]
-    assert bench.events.states[-2:] == [RoomState.COMMITTED, RoomState.COMPLETED]
-
-
 def messages_about(bench: ReceiverBench, room: int = 1) -> list[tuple[object, type]]:
     return [(peer, type(message)) for peer, message in bench.nodes.messages if message.room == room]
-
-
-@pytest.mark.parametrize("adopted", [True, False])
-@pytest.mark.parametrize("how", ["cancel", "late"])
-def test_a_room_that_ends_before_its_prefill_nodes_are_met_is_given_up_when_they_are(how, adopted):
-    bench = ReceiverBench(adopted=adopted)
-    admit(bench, prefill=(ADDRESS, OTHER_ADDRESS))
-    if how == "cancel":
-        cancel(bench)
-    else:
-        bench.clock.advance(1_000)
-        bench.tick()
-    assert bench.service.book.get(1).over
-    assert bench.nodes.messages == []
-    bench.nodes.know(tp_size=2)
-    bench.service.writers.nodes_changed()
-    told = [(PREFILL, Intend), (PREFILL, Abort)]
-    assert messages_about(bench) == told
-    assert bench.nodes.messages[-1][1].message == bench.service.book.report(1).reason
-    bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,), tp_size=2)
-    bench.service.writers.nodes_changed()
-    bench.service.writers.nodes_changed()
-    assert messages_about(bench) == [*told, (SECOND, Intend), (SECOND, Abort)]
-    drained(bench)
-    bench.book.check_integrity()
 
 
 def test_a_room_that_ends_for_one_prefill_node_is_given_up_at_the_others():
@@ -635,42 +430,6 @@ def test_owned_pools_take_no_pages():
 # ------------------------------------------------------------------------------------------- deadlines
 
 
-@pytest.mark.parametrize(
-    ("stage", "wait_s", "limit"),
-    [
-        ("awaiting", 10, "timeouts.pages_s"),
-        ("reserved", 20, "timeouts.handshake_s"),
-        ("offered", 600, "timeouts.room_s"),
-        ("committed", 120, "timeouts.claim_s"),
-    ],
-)
-def test_each_wait_has_a_name(stage, wait_s, limit):
-    bench = ReceiverBench(adopted=stage == "awaiting")
-    if stage in {"offered", "committed"}:
-        bench.nodes.know()
-    admit(bench)
-    if stage == "committed":
-        done(bench)
-    bench.clock.advance(wait_s - 0.1)
-    bench.tick()
-    assert not bench.service.book.report(1).state.final
-    bench.clock.advance(0.1)
-    bench.tick()
-    report = bench.service.book.report(1)
-    assert (report.state, report.reason_code) == (RoomState.FAILED, "deadline")
-    assert limit in report.reason
-    if stage != "offered":
-        assert bench.free == 16
-        return
-    assert bench.book.state(OWNER) is PageState.LEASED
-    bench.clock.advance(50)
-    bench.tick()
-    [reason] = bench.book.quarantine_reasons()
-    assert "prefill node prefill/aaaa is gone (it did not answer an abort, limit: timeouts.drain_s)" in reason
-    drained(bench)
-    assert bench.free == 16
-
-
 # ------------------------------------------------------------------------------------------- generations
 
 
@@ -686,17 +445,6 @@ def test_an_engine_releases_the_attempt_that_it_has_claimed():
     assert state(bench, 1) is ReceiverState.FAILED
     assert bench.verbs.claim("a", 1).generation == 2
     assert bench.free == 14
-
-
-def test_receipts_keep_little_and_are_forgotten():
-    bench = claimed()
-    bench.verbs.release("engine", 1)
-    room = bench.service.book.get(1)
-    assert (room.tables, room.metadata, room.writers) == ({}, {}, {})
-    bench.clock.advance(300)
-    bench.tick()
-    with pytest.raises(UnknownRoomError):
-        bench.service.book.report(1)
 
 
 def test_metadata_beyond_what_the_answer_to_a_claim_holds_fails_the_room():
@@ -737,15 +485,6 @@ def test_a_room_whose_writer_has_lost_a_path_is_not_read_before_that_is_shut():
     assert state(bench) is ReceiverState.COMMITTED
     assert bench.book.state(OWNER) is PageState.HELD
     assert [fact.lost for fact in bench.events.facts if isinstance(fact, RoomRerouted)] == ["mooncake"]
-
-
-def test_a_room_that_is_still_written_when_the_lost_path_is_shut_commits_with_its_last_writer():
-    bench = offered()
-    path_lost(bench)
-    bench.service.writers.shut({OWNER: frozenset({"mooncake"})})
-    assert state(bench) is ReceiverState.OFFERED
-    done(bench)
-    assert state(bench) is ReceiverState.COMMITTED
 
 
 def test_a_writer_that_says_of_another_s_room_that_it_has_lost_a_path_is_refused():

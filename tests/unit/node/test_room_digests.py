@@ -10,8 +10,7 @@ from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.core.session.sender import SenderState
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Abort, Digests, Done, Drained, Failed, Offer, to_wire
-from kvbridge.core.wire.worker_messages import Digested, Send, Sent, Verified, Verify
-from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.core.wire.worker_messages import Digested, Send, Sent, Verified
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,
@@ -28,7 +27,6 @@ from tests.helpers.rooms import (
 from tests.helpers.simulated_nodes import digested
 
 TOKENS = 2 * PAGE
-OWNER = Owner(1, 1)
 KIND = GEOMETRY.components[0].kind
 ABOUT = Drained(room=1, generation=1)
 """Any message about the room."""
@@ -79,31 +77,6 @@ def verified(bench: ReceiverBench, **fields) -> None:
 
 def state(bench) -> object:
     return bench.service.book.get(1).state
-
-
-def test_a_room_commits_when_what_has_arrived_is_what_was_sent():
-    bench = offered()
-    [offer] = pick(bench.nodes.messages, Offer, PREFILL)
-    assert offer.digest is DigestKind.CRC32C
-    expect(bench, 3)
-    expect(bench, 6, part=1)
-    done(bench, parts=2)
-    assert state(bench) is ReceiverState.VERIFYING
-    assert bench.service.book.report(1).state is RoomState.TRANSFERRING
-    assert bench.book.state(OWNER) is PageState.HELD
-    [order] = pick(bench.ranks.messages, Verify, R0)
-    assert (order.prompt_tokens, order.prefix_tokens, order.host_index, order.host_count) == (TOKENS, 0, 0, 1)
-    assert order.tables == offer.tables
-    assert bench.engines.kinds == []
-    bench.clock.advance(3)
-    find(bench, 3 ^ 6)
-    verified(bench)
-    assert state(bench) is ReceiverState.COMMITTED
-    assert bench.engines.kinds == ["committed"]
-    phases = bench.service.book.report(1).phases_s
-    assert (phases["verify"], phases["offer_to_commit"]) == (2.0, 3.0)
-    assert bench.events.received_amounts == [full_amounts(TOKENS)]
-    assert not bench.events.mismatches
 
 
 @pytest.mark.parametrize(("sent", "found"), [(5, 4), (5, 0), (0, 5)])
@@ -162,19 +135,6 @@ def test_a_rank_that_cannot_look_fails_the_room():
     assert bench.free == 16
 
 
-def test_verifying_has_a_deadline_of_its_own():
-    bench = arrived()
-    bench.clock.advance(39)
-    bench.tick()
-    assert state(bench) is ReceiverState.VERIFYING
-    bench.clock.advance(2)
-    bench.tick()
-    report = bench.service.book.report(1)
-    assert (report.state, report.reason_code) == (RoomState.FAILED, "deadline")
-    assert "timeouts.verify_s" in report.reason
-    assert bench.free == 16
-
-
 # ------------------------------------------------------------------------------------------- prefill
 
 
@@ -196,29 +156,6 @@ def answer(bench: SenderBench, order: Send, rank=R0, value: int | None = None) -
     if value is not None:
         bench.service.workers.hear(digested(order, rank, value, order=order.order))
     bench.service.workers.hear(Sent(room=1, generation=1, rank=rank, order=order.order, seconds={"digest": 0.25}))
-
-
-def test_the_digests_of_all_orders_add_up_and_precede_done():
-    bench = sending()
-    first, second = pick(bench.workers.messages, Send)
-    answer(bench, first, value=3)
-    assert not bench.peers.messages
-    answer(bench, second, value=6)
-    kinds = [type(message) for _, message in bench.peers.messages]
-    assert kinds == [Digests, Done]
-    [digests], [done] = pick(bench.peers.messages, Digests), pick(bench.peers.messages, Done)
-    assert (digests.writer, digests.part, done.digest_parts) == (R0, 0, 1)
-    assert int.from_bytes(digests.digests[0].values[:4], "little") == 3 ^ 6
-    assert done.phases_s["digest"] == 0.5
-
-
-def test_every_rank_reports_its_own():
-    bench = sending(ranks=(R0, R1))
-    for rank, value in ((R0, 1), (R1, 2)):
-        for number, order in enumerate(pick(bench.workers.messages, Send, rank)):
-            answer(bench, order, rank, value << 4 * number)
-    found = {message.writer: message.digests[0].values[:4] for message in pick(bench.peers.messages, Digests)}
-    assert found == {R0: (0x11).to_bytes(4, "little"), R1: (0x22).to_bytes(4, "little")}
 
 
 def test_late_digests_and_those_of_unknown_orders_count_for_nothing():

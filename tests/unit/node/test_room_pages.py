@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbridge.core.errors import CapacityError
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import TWINS, IndexSpace
 from kvbridge.core.session.receiver import ReceiverState
@@ -124,21 +123,6 @@ def test_a_prompt_that_is_wholly_held_needs_no_page_of_its_own_that_grows(bench)
     bench.pages.give_back(room)
 
 
-def test_prefill_goes_on_behind_a_prefix_whose_end_it_has_the_windows_of_and_computes_a_token():
-    bench = Bench(computes=True)
-    room = bench.room(3 * PAGE)
-    bench.pages.keep(room, room.keys)
-    assert bench.room(3 * PAGE).computed_tokens == 0, "no windows and states have been kept"
-    windows = room.tables[SWA].ids[:1]
-    assert bench.cache.keep_checkpoint(room.owner, 2, windows)
-    again = bench.room(3 * PAGE)
-    assert (again.computed_tokens, again.prefix_tokens) == (2 * PAGE, 0)
-    assert again.checkpoint is not None
-    assert again.checkpoint.tolist() == windows.tolist()
-    bench.pages.give_back(again)
-    bench.cache.check_integrity()
-
-
 @pytest.mark.parametrize("state", ["held", "leased", "quarantined"])
 def test_whatever_state_its_pages_are_in_a_room_lets_go_of_what_it_shares_once(bench, state):
     bench.warm(3 * PAGE)
@@ -153,16 +137,6 @@ def test_whatever_state_its_pages_are_in_a_room_lets_go_of_what_it_shares_once(b
     assert bench.book.available_pages() == POOL
     assert room.owner not in bench.cache
     bench.pages.give_back(room)
-
-
-def test_a_room_that_does_not_fit_changes_nothing(bench):
-    bench.warm(3 * PAGE)
-    bench.room(6 * PAGE, "other")
-    before = bench.book.counts()
-    with pytest.raises(CapacityError):
-        bench.room(8 * PAGE)
-    assert bench.book.counts() == before
-    assert len(bench.cached()) == len(POOL)
 
 
 def test_keys_that_are_no_chain_keep_what_is_one_and_harm_nobody(bench):

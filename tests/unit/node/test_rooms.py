@@ -11,7 +11,6 @@ from kvbridge.core.errors import ConflictError, StaleError, UnknownRoomError
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent, SenderState
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.node import room_book
 from kvbridge.node.driver import RoomDriver
 from kvbridge.node.room import Quarantine, Room
@@ -63,59 +62,6 @@ def make_room(room: int = 1, generation: int = 1, state: RoomState = RoomState.A
     )
 
 
-def test_an_id_in_flight_is_refused_and_an_ended_one_needs_a_higher_generation():
-    book = make_book()
-    room = make_room(generation=3)
-    book.check_free(1, 1)
-    book.add(room)
-    with pytest.raises(ConflictError, match="already in flight here"):
-        book.check_free(1, 4)
-    room.state = RoomState.FAILED
-    with pytest.raises(StaleError, match="use generation 4"):
-        book.check_free(1, 3)
-    book.check_free(1, 4)
-
-
-def test_an_ended_attempt_that_is_not_cleaned_up_is_kept_beside_its_successor():
-    book = make_book()
-    old, new = make_room(state=RoomState.FAILED), make_room(generation=2)
-    book.add(old)
-    book.add(new)
-    assert book.get(1) is new
-    assert book.find(1, 1) is old
-    assert book.find(1, 3) is None
-    assert book.newest_generation(1) == 2
-    assert book.attempts(1) == (old, new)
-    assert list(book) == [old, new]
-    assert len(book) == 2
-    old.using.add("a")
-    assert book.used_by("a", 1) is old
-    assert book.used_by("b", 1) is new
-    book.ended(old)
-    assert book.states() == {"failed": 1, "admitted": 1}
-
-
-def test_receipts_are_forgotten_after_a_while_each_on_its_own():
-    clock = ManualClock()
-    book = make_book(clock)
-    old, new = make_room(state=RoomState.FAILED), make_room(generation=2)
-    book.add(old)
-    book.ended(old)
-    clock.advance(50)
-    book.add(new)
-    clock.advance(50)
-    book.sweep()
-    assert book.find(1, 1) is None
-    assert book.get(1) is new
-    book.ended(new)
-    clock.advance(100)
-    book.sweep()
-    with pytest.raises(UnknownRoomError, match="never admitted, or ended and forgotten"):
-        book.get(1)
-    assert book.newest_generation(1) == 0
-    assert len(book) == 0
-
-
 def test_receipts_are_bounded_without_a_sweep():
     book = make_book(keep_rooms=3)
     for number in range(1, 8):
@@ -132,16 +78,6 @@ def test_draw_avoids_known_ids_and_zero(monkeypatch):
     numbers = iter([0, 7, 9])
     monkeypatch.setattr("kvbridge.node.room_book.secrets.randbits", lambda bits: next(numbers))
     assert book.draw() == 9
-
-
-def test_the_first_cause_is_kept_and_fits_into_every_message():
-    room = make_room()
-    room.blame("first", "x" * 10_000)
-    room.blame("second", "y")
-    assert (room.reason_code, len(room.reason)) == ("first", REASON_CHARS)
-    nameless = make_room()
-    nameless.blame("", "no code")
-    assert nameless.reason_code == "room_failed"
 
 
 def test_a_deadline_is_named_once():

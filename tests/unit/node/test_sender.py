@@ -160,18 +160,6 @@ def test_a_rank_tells_when_it_was_sending_in_a_bounded_number_of_stretches():
     assert told[-1] == (1_000.0 - 10 * (MAX_INTERVALS + 1), 1_000.0 - 10 * (MAX_INTERVALS + 1) - 1)
 
 
-def test_a_rank_without_layers_has_nothing_to_send_and_says_so():
-    bench = SenderBench()
-    bench.workers.layers = {R0: ()}
-    admit(bench)
-    begin(bench)
-    finish(bench)
-    bench.service.peers.hear(DECODE, offer())
-    assert [done.amounts for done in pick(bench.peers.messages, Done)] == [{}]
-    assert state(bench) is SenderState.COMPLETED
-    assert bench.free == 16
-
-
 def test_a_layer_at_a_time():
     bench = SenderBench()
     admit(bench)
@@ -182,19 +170,6 @@ def test_a_layer_at_a_time():
     with pytest.raises(InvalidInputError, match=r"\[9\]"):
         publish(bench, PAGE, layers=(0, 9))
     assert len(orders(bench)) == 1
-
-
-def test_a_publication_that_one_rank_refuses_counts_for_none():
-    bench = SenderBench(ranks=(R0, R1))
-    admit(bench)
-    bench.service.peers.hear(DECODE, offer())
-    begin(bench)
-    bench.verbs.publish("engine", (R1,), 1, upto_token=TOKENS, layers=None)
-    before = len(orders(bench))
-    with pytest.raises(ConflictError, match="backwards"):
-        publish(bench, PAGE)
-    bench.verbs.publish("engine", (R0,), 1, upto_token=1, layers=None)
-    assert len(orders(bench)) == before + 1
 
 
 # ------------------------------------------------------------------------------------------- admission
@@ -240,28 +215,6 @@ def test_an_early_offer_waits_for_its_room():
     assert len(pick(bench.workers.messages, OpenRoom)) == 1
 
 
-def test_an_early_offer_whose_room_never_comes_is_answered():
-    bench = SenderBench()
-    bench.service.peers.hear(DECODE, offer())
-    bench.clock.advance(10)
-    bench.tick()
-    assert [type(message) for _, message in bench.peers.messages] == [Failed, Drained]
-    assert pick(bench.peers.messages, Failed)[0].code == "unknown_room"
-    admit(bench)
-    assert state(bench) is SenderState.ADMITTED
-
-
-def test_an_early_offer_is_withdrawn_by_its_peer_only():
-    bench = SenderBench()
-    bench.service.peers.hear(DECODE, offer())
-    bench.service.peers.hear(STRANGER, abort())
-    assert pick(bench.peers.messages, Drained, STRANGER)
-    bench.service.peers.hear(DECODE, abort())
-    assert pick(bench.peers.messages, Drained, DECODE)
-    admit(bench)
-    assert state(bench) is SenderState.ADMITTED
-
-
 def test_a_second_offerer_is_turned_away():
     bench = SenderBench()
     bench.service.peers.hear(DECODE, offer())
@@ -272,17 +225,6 @@ def test_a_second_offerer_is_turned_away():
     assert pick(bench.peers.messages, Failed, "ffff000000000001")[0].code == "conflict"
     assert state(bench) is SenderState.SENDING
     assert bench.service.book.get(1).peer == DECODE
-
-
-@pytest.mark.parametrize("second", [offer(), offer(tables=to_wire(tables(1, 2)))], ids=["same", "other tables"])
-def test_an_offer_sent_again_never_looks_like_proof(second):
-    bench = sending()
-    bench.service.peers.hear(DECODE, second)
-    assert bench.peers.messages == []
-    assert state(bench) is SenderState.SENDING
-    bench.service.peers.hear(DECODE, abort())
-    bench.service.peers.hear(DECODE, second)
-    assert pick(bench.peers.messages, Drained) == []
 
 
 # ------------------------------------------------------------------------------------------- decode will come
@@ -321,27 +263,6 @@ def test_an_intent_of_another_length_fails_the_room_on_both_sides():
     assert [type(message) for _, message in bench.peers.messages] == [Failed, Drained]
 
 
-def test_a_stale_offer_is_refused_and_one_for_the_next_generation_waits():
-    bench = SenderBench()
-    admit(bench, generation=2)
-    bench.service.peers.hear(DECODE, offer(generation=1))
-    assert pick(bench.peers.messages, Failed)[0].code == "stale"
-    assert len(pick(bench.peers.messages, Drained)) == 1
-    bench.service.peers.hear(DECODE, offer(generation=3))
-    assert len(bench.peers.messages) == 2
-    assert state(bench, 2) is SenderState.ADMITTED
-
-
-def test_an_offer_of_an_old_generation_that_is_still_being_written_is_no_proof():
-    bench = sending()
-    answer(bench, error_code="transport_failed", error="cable")
-    admit(bench, generation=2)
-    bench.service.peers.hear(DECODE, offer(generation=1))
-    assert pick(bench.peers.messages, Drained) == []
-    close(bench)
-    assert len(pick(bench.peers.messages, Drained)) == 1
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -363,53 +284,6 @@ def test_an_offer_that_cannot_be_right_fails_the_room_on_both_sides(fields):
 # ------------------------------------------------------------------------------------------- aborts
 
 
-def test_an_abort_while_sending_frees_nothing_before_every_rank_is_quiet():
-    bench = sending(ranks=(R0, R1))
-    bench.service.peers.hear(DECODE, abort())
-    bench.verbs.abort("engine", 1, "ok")
-    assert state(bench) is SenderState.ABORTING
-    assert pick(bench.peers.messages, Failed)[0].message == "by the decode side: enough"
-    assert [message.all_sent for message in pick(bench.workers.messages, CloseRoom)] == [False, False]
-    answer(bench, R0, error_code="aborted", error="the room was closed")
-    close(bench, R0)
-    assert bench.free == 14
-    close(bench, R1, quiet=False)
-    assert bench.free == 14
-    close(bench, R1)
-    close(bench, R1)
-    assert bench.free == 16
-    assert len(pick(bench.peers.messages, Drained, DECODE)) == 1
-    assert bench.engines.kinds == ["aborted"]
-    assert bench.service.book.report(1).reason == "by the decode side: enough"
-    bench.book.check_integrity()
-
-
-def test_an_abort_that_crosses_the_last_done_gets_the_proof():
-    bench = sending()
-    publish(bench)
-    finish(bench)
-    for order in orders(bench):
-        answer(bench, order=order)
-    assert state(bench) is SenderState.COMPLETED
-    bench.service.peers.hear(DECODE, abort())
-    assert len(pick(bench.peers.messages, Drained, DECODE)) == 1
-    assert state(bench) is SenderState.COMPLETED
-    assert bench.engines.kinds == ["completed"]
-    assert bench.service.book.report(1).reason_code == ""
-
-
-def test_an_abort_ends_no_room_that_has_taken_no_offer_of_its_peer():
-    bench = SenderBench()
-    admit(bench)
-    bench.service.peers.hear(STRANGER, abort())
-    assert len(pick(bench.peers.messages, Drained, STRANGER)) == 1
-    assert state(bench) is SenderState.ADMITTED
-    bench.service.peers.hear(DECODE, offer())
-    assert state(bench) is SenderState.SENDING
-    bench.service.peers.hear(DECODE, abort())
-    assert bench.service.book.report(1).state is not RoomState.TRANSFERRING
-
-
 # ------------------------------------------------------------------------------------------- engines
 
 
@@ -427,36 +301,6 @@ def test_a_second_begin_or_a_foreign_call_is_refused():
         begin(bench, ranks=(R1,), tables=tables(1, 2))
     with pytest.raises(UnknownRoomError):
         begin(bench, room=5)
-
-
-def test_finish_needs_everything_published_and_comes_once():
-    bench = sending()
-    with pytest.raises(ConflictError, match="has published 256 of 512"):
-        finish(bench)
-    publish(bench)
-    finish(bench)
-    with pytest.raises(ConflictError, match="already finished"):
-        finish(bench, metadata=b"second thoughts")
-    for order in orders(bench):
-        answer(bench, order=order)
-    assert [done.metadata for done in pick(bench.peers.messages, Done)] == [b"meta"]
-
-
-def test_an_engine_that_dies_fails_what_it_had_not_finished():
-    bench = sending()
-    bench.service.engines.gone("somebody else", "killed")
-    assert state(bench) is SenderState.SENDING
-    bench.service.engines.gone("engine", "killed")
-    assert state(bench) is SenderState.FAILING
-    assert bench.service.book.report(1).state is RoomState.FAILED
-    close(bench)
-    assert state(bench) is SenderState.FAILED
-    assert bench.free == 14, "its process has not ended"
-    bench.service.engines.ended("somebody else")
-    assert bench.free == 14
-    bench.service.engines.ended("engine")
-    assert bench.free == 16
-    assert "engine engine is gone: killed" in bench.service.book.report(1).reason
 
 
 def test_pages_of_an_engine_whose_process_does_not_end_are_quarantined_and_come_back_with_its_end():
@@ -487,12 +331,6 @@ def test_pages_of_an_engine_whose_process_cannot_be_followed_are_quarantined_at_
 
 
 # ------------------------------------------------------------------------------------------- workers
-
-
-def test_an_order_that_is_not_quiet_never_counts_as_sent():
-    bench = sending()
-    answer(bench, quiet=False)
-    assert state(bench) is SenderState.FAILING
 
 
 def test_answers_count_once_and_only_for_orders_that_were_given():
@@ -531,39 +369,6 @@ def test_a_lost_peer_fails_its_rooms_and_takes_its_early_offers_along():
 # ------------------------------------------------------------------------------------------- deadlines
 
 
-def test_each_wait_has_a_name():
-    bench = SenderBench()
-    admit(bench)
-    bench.clock.advance(59.9)
-    bench.tick()
-    assert state(bench) is SenderState.ADMITTED
-    bench.clock.advance(0.1)
-    bench.tick()
-    report = bench.service.book.report(1)
-    assert (report.state, report.reason_code) == (RoomState.FAILED, "deadline")
-    assert "timeouts.offer_s" in report.reason
-    assert bench.free == 16
-
-
-def test_pages_that_an_engine_does_not_let_go_of_are_quarantined_in_the_end():
-    bench = sending()
-    answer(bench, error_code="transport_failed", error="cable")
-    close(bench)
-    assert state(bench) is SenderState.FAILED
-    bench.clock.advance(49)
-    bench.tick()
-    assert bench.book.quarantine_reasons() == {}
-    for _ in range(2):
-        bench.clock.advance(1)
-        bench.tick()
-    [reason] = bench.book.quarantine_reasons()
-    assert "engines engine have not let go of it (limit: timeouts.drain_s)" in reason
-    assert bench.service.book.quarantined()["engine_not_released"] == 1
-    bench.verbs.abort("engine", 1, "at last")
-    assert bench.free == 16
-    bench.book.check_integrity()
-
-
 def test_a_transport_that_is_not_quiet_quarantines_at_once_and_says_which():
     bench = sending()
     answer(bench, error_code="transport_failed", error="cable", quiet=False, in_transit=True)
@@ -579,30 +384,7 @@ def test_a_transport_that_is_not_quiet_quarantines_at_once_and_says_which():
     assert drained.in_transit
 
 
-@pytest.mark.parametrize(("outstanding", "in_transit"), [(True, True), (False, False)])
-def test_a_worker_that_dies_with_an_order_may_have_left_something_on_its_way(outstanding, in_transit):
-    bench = sending()
-    if not outstanding:
-        answer(bench)
-    bench.service.workers.gone(R0, "killed")
-    [drained] = pick(bench.peers.messages, Drained)
-    assert drained.in_transit is in_transit
-
-
 # ------------------------------------------------------------------------------------------- generations
-
-
-def test_beginning_anew_lets_go_of_earlier_attempts():
-    bench = SenderBench()
-    admit(bench)
-    begin(bench)
-    bench.service.driver.stop(bench.service.book.get(1), "by its client")
-    admit(bench, generation=2)
-    assert bench.free == 12
-    begin(bench)
-    assert bench.free == 14
-    publish(bench)
-    assert bench.service.book.find(1, 2).ranks[R0].progress.complete
 
 
 def test_an_engine_with_a_gpu_aborts_an_earlier_attempt_before_it_begins_anew():
@@ -644,17 +426,6 @@ def test_pages_that_a_gpu_writes_are_free_when_all_is_sent_or_when_it_is_through
     assert failing.free == 16
 
 
-def test_a_finished_room_that_a_gpu_has_yet_to_write_fails_with_its_engine():
-    bench = sending()
-    publish(bench)
-    finish(bench, by_gpu=True)
-    assert bench.service.engines.gone("engine", "its connection has ended")
-    close(bench)
-    assert (state(bench), bench.free) == (SenderState.FAILED, 14)
-    bench.service.engines.ended("engine")
-    assert bench.free == 16
-
-
 def test_finish_of_a_room_that_is_over_does_not_let_go_of_what_a_gpu_writes():
     bench = sending()
     publish(bench)
@@ -664,34 +435,6 @@ def test_finish_of_a_room_that_is_over_does_not_let_go_of_what_a_gpu_writes():
         finish(bench, by_gpu=True)
     assert bench.free == 14
     bench.verbs.release("engine", 1, 1)
-    assert bench.free == 16
-
-
-def test_receipts_keep_little_and_are_forgotten():
-    bench = sending()
-    publish(bench)
-    finish(bench)
-    for order in orders(bench):
-        answer(bench, order=order)
-    room = bench.service.book.get(1)
-    assert (room.ranks, room.tables, room.destination) == ({}, {}, ())
-    bench.clock.advance(300)
-    bench.tick()
-    with pytest.raises(UnknownRoomError):
-        bench.service.book.report(1)
-    bench.service.peers.hear(DECODE, abort())
-    assert len(pick(bench.peers.messages, Drained)) == 1
-    bench.verbs.abort("engine", 1, "it has learned of the end only now")
-
-
-def test_a_room_whose_pages_an_engine_still_writes_is_not_forgotten():
-    bench = SenderBench()
-    admit(bench)
-    begin(bench)
-    bench.service.peers.hear(DECODE, abort())
-    bench.clock.advance(1_000)
-    bench.tick()
-    bench.verbs.abort("engine", 1, "at last")
     assert bench.free == 16
 
 
@@ -764,19 +507,6 @@ def point(number: int) -> StreamPoint:
 def publish_at(bench: SenderBench, upto: int, **points: StreamPoint) -> None:
     named = {name.replace("_", "."): one for name, one in points.items()}
     bench.verbs.publish("engine", bench.ranks, 1, upto_token=upto, layers=None, after=named)
-
-
-def test_orders_name_the_points_of_all_that_they_send_each_rank_its_own():
-    bench = SenderBench(ranks=(R0, R1))
-    admit(bench)
-    begin(bench)
-    publish_at(bench, PAGE, pp0_tp0=point(1), pp0_tp1=point(2))
-    publish_at(bench, PAGE, pp0_tp0=point(1), pp0_tp1=point(3))
-    bench.service.peers.hear(DECODE, offer())
-    assert [order.after for order in orders(bench, R0)] == [(point(1),)]
-    assert [order.after for order in orders(bench, R1)] == [(point(2), point(3))]
-    publish_at(bench, TOKENS, pp0_tp0=point(4))
-    assert [orders(bench, rank)[-1].after for rank in bench.ranks] == [(point(4),), ()]
 
 
 def test_points_beyond_what_an_order_carries_drop_the_oldest(monkeypatch):

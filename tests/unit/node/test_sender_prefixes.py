@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.wire.messages import Drained
-from kvbridge.core.wire.worker_messages import OpenRoom
-from kvbridge.pool.accounts.page_states import PageState
 from tests.helpers.prefix_bench import FULL, GQA, HISTORY, PAGE, ids
 from tests.helpers.prefix_bench import PrefixBench as Bench
-from tests.helpers.rooms import R0, R1, pages_in, pick
+from tests.helpers.rooms import R0, R1, pick
 
 # ------------------------------------------------------------------------------------------- turns
-
-
-def test_the_second_turn_starts_where_the_first_left_a_checkpoint() -> None:
-    bench = Bench()
-    first = bench.cross(1, HISTORY[:1000])
-    assert first.computed_tokens == 0
-    assert first.restore is None
-    assert [one.tokens for one in first.checkpoints] == [768]
-    second = bench.cross(2, HISTORY[:1500])
-    assert second.computed_tokens == 768
-    assert ids(second)[:3] == ids(first)[:3]
-    assert not set(ids(second)[3:]) & set(ids(first)[:3])
-    assert second.restore is not None
-    assert second.restore.tokens == 768
-    assert second.restore.table == first.checkpoints[0].table
-    assert second.restore.table.first_page == 2
-    assert [one.tokens for one in second.checkpoints] == [1280]
-    assert bench.service.book.report(2).computed_tokens == 768
-    assert bench.service.book.report(2).prefix_tokens == 0
-    bench.quiet()
-    assert pages_in(bench.book, PageState.CACHED) == 5 + 2
 
 
 def test_keys_of_another_namespace_find_neither_pages_nor_checkpoints() -> None:
@@ -56,84 +32,7 @@ def test_a_checkpoint_that_does_not_fit_is_left_out() -> None:
 # ------------------------------------------------------------------------------------------- sending
 
 
-@pytest.mark.parametrize("held", [0, 256])
-def test_rows_that_decode_lacks_are_sent_out_of_shared_pages_before_the_engine_begins(held: int) -> None:
-    bench = Bench()
-    first = bench.cross(1, HISTORY[:1000])
-    bench.admit(2, HISTORY[:1500])
-    assert not bench.orders(2)
-    bench.offer(2, HISTORY[:1500], held)
-    section = bench.orders(2)[0].section
-    assert (section.start_token, section.stop_token, section.prefix_tokens) == (0, 768, held)
-    opening = pick(bench.workers.messages, OpenRoom)[-1]
-    source = next(table for table in opening.source if table.space is FULL)
-    assert np.frombuffer(source.ids, "<i4")[:3].tolist() == ids(first)[:3]
-    begun = bench.compute(2, HISTORY[:1500])
-    assert (begun.prefix_tokens, begun.computed_tokens) == (held, 768)
-    assert [order.section.start_token for order in bench.orders(2)] == [0, 768]
-    bench.sent(2)
-    found = bench.service.book.report(2)
-    assert (found.prefix_tokens, found.computed_tokens) == (held, 768)
-    bench.quiet()
-
-
-def test_an_engine_cannot_publish_less_than_the_node_holds() -> None:
-    bench = Bench()
-    bench.cross(1, HISTORY[:1000])
-    bench.admit(2, HISTORY[:1500])
-    bench.begin(2, HISTORY[:1500])
-    with pytest.raises(ConflictError, match="goes backwards"):
-        bench.publish(2, HISTORY[:700])
-
-
 # ------------------------------------------------------------------------------------------- when pages stay
-
-
-def test_pages_stay_when_they_are_sent_and_written_and_not_before() -> None:
-    bench = Bench()
-    bench.admit(1, HISTORY[:1000])
-    bench.offer(1, HISTORY[:1000])
-    bench.compute(1, HISTORY[:1000])
-    assert bench.admit(2, HISTORY[:1500]).computed_tokens == 0
-    bench.sent(1)
-    assert bench.admit(3, HISTORY[:1500]).computed_tokens == 768
-
-
-def test_what_an_engine_has_not_finished_does_not_stay() -> None:
-    bench = Bench()
-    bench.admit(1, HISTORY[:1000])
-    bench.begin(1, HISTORY[:1000])
-    bench.publish(1, HISTORY[:1000])
-    bench.verbs.abort("engine", 1, "enough")
-    assert pages_in(bench.book, PageState.CACHED) == 0
-    bench.quiet()
-
-
-def test_what_a_dead_worker_has_had_does_not_stay() -> None:
-    bench = Bench()
-    bench.cross(1, HISTORY[:1000])
-    bench.admit(2, HISTORY[:1500])
-    bench.offer(2, HISTORY[:1500])
-    bench.compute(2, HISTORY[:1500])
-    bench.service.workers.gone(R0, "killed")
-    bench.cache.drop()  # as the daemon does
-    assert pages_in(bench.book, PageState.CACHED) == 0
-    bench.quiet()
-
-
-def test_all_ranks_have_to_have_written_a_checkpoint() -> None:
-    bench = Bench(ranks=(R0, R1))
-    tokens = HISTORY[:1000]
-    bench.admit(1, tokens)
-    bench.offer(1, tokens)
-    for rank, written in ((R0, (768,)), (R1, ())):
-        begun = bench.begin(1, tokens, ranks=(rank,))
-        assert [one.tokens for one in begun.checkpoints] == [768]
-        bench.verbs.publish("engine", (rank,), 1, upto_token=len(tokens), layers=None)
-        bench.verbs.finish("engine", (rank,), 1, metadata=b"", checkpoints=written)
-    bench.sent(1)
-    assert pages_in(bench.book, PageState.CACHED) == 3
-    assert bench.admit(2, HISTORY[:1500]).computed_tokens == 0
 
 
 def test_a_checkpoint_that_nobody_asked_for_is_refused() -> None:

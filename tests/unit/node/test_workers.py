@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.core.errors import ConfigError, NotReadyError, ProtocolError
+from kvbridge.core.errors import NotReadyError, ProtocolError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import Heartbeat, RankDescription, TransportEndpoint
 from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
@@ -95,16 +95,6 @@ def test_a_dead_worker_is_sent_nothing_and_names_its_first_error():
     assert "is starting (0%" in bench.workers.missing()
 
 
-def test_a_worker_that_takes_another_s_place_leaves_no_trace_of_it():
-    bench = Bench()
-    bench.hello(link="old")
-    assert bench.hello(link="new") == "old"
-    assert bench.hello(link="new") == ""
-    assert bench.workers.rank_of("old") is None
-    assert bench.workers.rank_of("new") is R0
-    assert set(bench.workers._links) == {"new"}
-
-
 def test_a_worker_of_another_node_is_told_to_end():
     bench = Bench()
     with pytest.raises(ProtocolError, match="does not live on this node"):
@@ -122,17 +112,6 @@ def test_words_of_strangers_are_refused_and_change_nothing():
     with pytest.raises(ProtocolError, match="without having said hello"):
         bench.ready()
     assert "pp0.tp0 is not there" in bench.workers.missing()
-
-
-def test_a_setup_that_cannot_be_made_leaves_the_worker_as_it_was():
-    def no_setup(rank: Rank) -> WorkerSetup:
-        raise ConfigError("no memory yet")
-
-    workers = WorkerSet({R0: ()}, RecordedEvents())
-    with pytest.raises(ConfigError):
-        workers.hello("link", WorkerHello(rank=R0, pid=1), no_setup)
-    assert workers.rank_of("link") is None
-    assert "is not there" in workers.missing()
 
 
 def test_device_memory_that_a_worker_has_made_is_there_while_it_is_ready():

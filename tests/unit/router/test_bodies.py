@@ -7,17 +7,9 @@ import tracemalloc
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.router.bodies import HOLD, MOST_VALUES, PARAMS, Asked, Body, HeldPrompt, paired_params
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
-    max_leaves=8,
-)
+from kvbridge.router.bodies import HOLD, MOST_VALUES, PARAMS, Asked, Body, HeldPrompt
 
 
 def asked(**body: object) -> Asked:
@@ -32,27 +24,6 @@ def test_what_is_no_object_is_refused(content):
 
 def sent(body: Body) -> Any:
     return json.loads(b"".join(body))
-
-
-def test_prefill_is_asked_for_one_token_at_once():
-    body = {
-        "prompt": "p",
-        "max_tokens": 100,
-        "min_tokens": 50,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "temperature": 0,
-    }
-    mine = asked(**body)
-    assert sent(mine.for_prefill(HOLD)) == {
-        "prompt": "p",
-        "max_tokens": 1,
-        "stream": False,
-        "temperature": 0,
-        "kv_transfer_params": dict(HOLD),
-    }
-    assert sent(mine.for_decode({"a": 1})) == body | {"kv_transfer_params": {"a": 1}}
-    assert sent(mine.for_decode(None)) == body
 
 
 def test_a_chat_may_have_another_name_for_its_length():
@@ -100,37 +71,6 @@ def test_parameters_of_clients_are_dropped(hostile, more):
     assert sent(mine.for_decode(None)).get("vllm_xargs", {}).get("a", 1) == 1
 
 
-@pytest.mark.parametrize("xargs", ["[1]", '"kv_transfer_params"', "null"])
-def test_what_vllm_will_refuse_is_left_to_it(xargs):
-    mine = Asked.read("/v1/completions", f'{{"vllm_xargs": {xargs}}}'.encode(), {})
-    assert sent(mine.for_decode(None)) == {"vllm_xargs": json.loads(xargs)}
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        '"\\ud800 \\u00e9"',
-        '"\u00e9\U0001f600"',
-        "1e400",
-        "123456789012345678901234567890",
-        "NaN",
-        '{"b":{ "a" : [1 ,2]} }',
-    ],
-)
-def test_members_are_passed_on_as_they_came(value):
-    mine = Asked.read("/v1/completions", f' {{ "a" : {value} , "prompt":"p" }} '.encode(), {})
-    assert b"".join(mine.for_decode(None)) == f'{{"a":{value},"prompt":"p"}}'.encode()
-    assert Asked.read("/v1/completions", f'{{"a": {value}}}'.encode("utf-16"), {}).shared == f'{{"a":{value}'.encode()
-
-
-@given(body=st.dictionaries(st.text() | st.just(PARAMS), JSON))
-def test_decode_is_sent_what_the_client_has_sent(body):
-    kept = {name: value for name, value in body.items() if name != PARAMS}
-    for ascii_only in (True, False):
-        content = json.dumps(body, ensure_ascii=ascii_only, indent=1).encode("utf-8", "surrogatepass")
-        assert json.loads(b"".join(Asked.read("/", content, {}).for_decode(None))) == kept
-
-
 def test_a_body_of_too_many_values_is_refused_before_they_are_made():
     """Objects take many times the memory of their text, and their making takes the time of everybody."""
     for value in (b"{}", b"[[]]", b"1", b'""'):
@@ -141,11 +81,6 @@ def test_a_body_of_too_many_values_is_refused_before_they_are_made():
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 2 * len(content)
-
-
-def test_a_long_text_is_no_value_more():
-    text = "Well, {that} is [it]. " * 50_000
-    assert asked(prompt=text).size == 1 + len(text) // 4
 
 
 @pytest.mark.parametrize(
@@ -185,12 +120,6 @@ def test_size_is_about_its_tokens(body, tokens):
 )
 def test_what_one_room_cannot_serve(body, reason):
     assert asked(**body).decode_alone == reason
-
-
-def test_a_room_is_a_string():
-    to_prefill, to_decode = paired_params(2**53 - 1, ["somewhere"])
-    assert to_prefill["kvbridge"] == {"room": "9007199254740991"}
-    assert to_decode["kvbridge"] == {"room": "9007199254740991", "prefill": ["somewhere"]}
 
 
 @pytest.mark.parametrize(

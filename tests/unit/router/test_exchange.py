@@ -247,21 +247,6 @@ async def test_a_request_that_may_have_ended_a_server_visits_few(role, reasons, 
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("role", list(Role))
-async def test_a_server_that_is_busy_is_not_the_only_one(role):
-    net = Net(prefill=2, decode=2, order=DispatchOrder.PLAIN)
-    asking = asyncio.create_task(net.ask())
-    busy, well = (429, b"busy"), {Role.PREFILL: held("7"), Role.DECODE: ANSWER}
-    for number in range(3 if role is Role.PREFILL else 4):
-        call = await net.call(number)
-        of = Role.PREFILL if call.url[0] == "p" else Role.DECODE
-        call.answer.set_result(busy if of is role and not net.failures else well[of])
-    assert await asking == b"answer"
-    assert [one.reason for one in net.failures] == ["busy"]
-    net.check_nothing_left()
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize(("others", "answered"), [(["busy"], True), (["connect"], True), (["status"], False)])
 async def test_what_all_servers_say_of_their_load_is_passed_on(others, answered):
     net = Net(prefill=1 + len(others), order=DispatchOrder.PLAIN)

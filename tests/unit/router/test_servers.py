@@ -34,18 +34,6 @@ def test_equals_take_turns():
     ]
 
 
-def test_the_one_with_the_fewest_prompt_tokens_under_way_is_next_then_with_the_fewest_requests():
-    made = servers()
-    first, second = made.of(Role.PREFILL)
-    with first.serving(100):
-        with second.serving(30), second.serving(30):
-            assert made.choose_pair()[0] is second
-            with second.serving(40):
-                assert made.choose_pair()[0] is first  # as many tokens, in fewer requests
-        assert (second.load, second.outstanding) == (0, 0)
-    assert (first.load, first.outstanding) == (0, 0)
-
-
 def test_only_those_that_are_well_and_have_not_failed_the_request():
     made = servers()
     first, second = made.of(Role.PREFILL)
@@ -59,16 +47,6 @@ def test_only_those_that_are_well_and_have_not_failed_the_request():
     (obstacle,) = made.obstacles()
     assert "no prefill server is well" in obstacle
     assert made.choose_pair(alone=True)[0] is None
-
-
-def test_a_server_that_was_out_has_its_addresses_to_tell_again():
-    server = Server(Role.PREFILL, "http://p")
-    server.is_well()
-    server.addresses, server.pairs = ["a"], False
-    assert server.is_gone("nobody listens there")
-    assert (server.addresses, server.pairs) == (None, True)
-    assert server.is_well()
-    assert server.problem == ""
 
 
 def test_a_server_is_lost_after_some_bad_checks_in_a_row():
@@ -85,16 +63,6 @@ def test_a_server_is_lost_after_some_bad_checks_in_a_row():
     server.is_well()
     assert not server.lost.is_set()
     assert lost.is_set()  # whoever waits for the former one is told all the same
-
-
-def test_servers_that_are_named_again_keep_what_is_known_of_them():
-    made = servers()
-    first, second = made.of(Role.DECODE)
-    made.use(Role.DECODE, ["http://d1", "http://d2"])
-    kept, fresh = made.of(Role.DECODE)
-    assert kept is second
-    assert fresh.problem == "its health is not known yet"
-    assert first not in made.of(Role.DECODE)
 
 
 def test_an_empty_list_is_an_obstacle():

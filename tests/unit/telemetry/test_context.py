@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from kvbridge.telemetry.context import begin_with, exemplar, parse_traceparent, pass_on
+from kvbridge.telemetry.context import begin_with, exemplar, parse_traceparent
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -48,16 +48,6 @@ def test_a_traceparent_as_the_recommendation_has_it(text, sampled):
 )
 def test_what_is_no_traceparent_is_ignored(text):
     assert parse_traceparent(text) is None
-
-
-def test_nothing_is_recorded_where_traces_are_off_and_the_caller_s_span_is_passed_on():
-    given = parse_traceparent(f"00-{TRACE}-{SPAN}-01")
-    assert given is not None
-    assert pass_on(None) is None
-    assert pass_on(given) is given
-    assert given.part("commit") is given, "nobody would be told of a part"
-    assert exemplar(given) == TRACE, "the caller records it"
-    assert exemplar(None) == ""
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])

@@ -9,7 +9,6 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
-from kvbridge.telemetry.context import REQUEST_ID, TRACE, TraceContext
 from kvbridge.telemetry.logs import MAX_KINDS, Seldom, configure_logs, leave_standard_output
 from tests.helpers.manual_clock import ManualClock
 
@@ -29,28 +28,6 @@ def lines():
     stream = io.StringIO()
     configure_logs(names={"role": "prefill", "instance": "i1", "rank": ""}, level="info", form="json", stream=stream)
     return lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
-
-
-def test_names_and_facts_are_keys(lines):
-    structlog.get_logger("sender", peer="abcd").warning("offer refused", room=2**64 - 1)
-    (line,) = lines()
-    assert line.pop("timestamp").endswith("Z")
-    assert line == {
-        "event": "offer refused",
-        "level": "warning",
-        "role": "prefill",
-        "instance": "i1",
-        "peer": "abcd",
-        "room": 2**64 - 1,
-    }
-
-
-def test_the_level_holds_for_the_standard_library_too(lines):
-    structlog.get_logger("x").debug("hidden")
-    logging.getLogger("x").debug("hidden")
-    logging.getLogger("x").info("shown %s", 1)
-    (line,) = lines()
-    assert (line["event"], line["role"], line["level"]) == ("shown 1", "prefill", "info")
 
 
 def test_secrets_are_blanked_wherever_they_lie(lines):
@@ -81,16 +58,6 @@ def test_exceptions_are_told_in_full(lines):
     assert "the cause" in line["exception"]
 
 
-def test_the_console_is_for_people():
-    stream = io.StringIO()
-    configure_logs(names={"role": "decode"}, form="console", stream=stream)
-    structlog.get_logger("x").info("room committed", room=7)
-    text = stream.getvalue()
-    assert "room committed" in text
-    assert "room=7" in text
-    assert "role=decode" in text
-
-
 def test_an_unknown_level_is_refused():
     with pytest.raises(ValueError, match="unknown log level 'loud'"):
         configure_logs(names={"role": "decode"}, level="loud")
@@ -113,31 +80,6 @@ def test_a_traceback_shows_no_local_variables(form):
     assert "it broke" in stream.getvalue()
     assert "in fail" in stream.getvalue()
     assert secret not in stream.getvalue()
-
-
-def test_no_line_has_another_name_than_its_daemons(lines):
-    structlog.get_logger("x").info("peer_met", role="decode", instance="i1", node="n7")
-    (line,) = lines()
-    assert (line["role"], line["line_role"]) == ("prefill", "decode")
-    assert line["instance"] == "i1"
-    assert "line_instance" not in line, "it says the same"
-    assert line["node"] == "n7", "a name that this process does not have"
-
-
-def test_lines_carry_the_ids_of_the_request_that_they_are_written_for(lines):
-    called = TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", sampled=False)
-    request, trace = REQUEST_ID.set("r-1"), TRACE.set(called)
-    structlog.get_logger("x").info("admitted")
-    structlog.get_logger("x").info("room_ended", request_id="r-0")
-    REQUEST_ID.reset(request)
-    TRACE.reset(trace)
-    structlog.get_logger("x").info("idle")
-    first, second, third = lines()
-    assert (first["request_id"], first["trace_id"]) == ("r-1", called.trace_id), (
-        "whether anybody records the trace or not"
-    )
-    assert second["request_id"] == "r-0", "of an earlier request that the line is about"
-    assert not {"request_id", "trace_id"} & third.keys()
 
 
 def test_lines_that_strangers_cause_are_few():
@@ -174,23 +116,6 @@ def test_an_engines_standard_output_is_its_own(capsys):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "deferred_call_failed" in printed.err
-
-
-def test_logging_that_was_set_up_stays(lines):
-    leave_standard_output()
-    structlog.get_logger("sender").warning("offer refused")
-    assert [line["event"] for line in lines()] == ["offer refused"]
-
-
-def test_lines_are_for_machines_unless_somebody_watches():
-    stream = io.StringIO()
-    configure_logs(names={"role": "decode"}, stream=stream)
-    structlog.get_logger("x").info("daemon_ready")
-    assert json.loads(stream.getvalue())["event"] == "daemon_ready"
-    stream.isatty = lambda: True
-    configure_logs(names={"role": "decode"}, stream=stream)
-    structlog.get_logger("x").info("draining")
-    assert not stream.getvalue().splitlines()[1].startswith("{")
 
 
 @pytest.fixture

@@ -12,24 +12,17 @@ from kvbridge.core.plan.operations import Amount
 from kvbridge.telemetry.context import TRACE, TraceContext
 from kvbridge.telemetry.metrics import (
     ADMISSION_TO_CLAIM,
-    BUILD,
     MAX_LABEL_VALUES,
     METRICS,
     PEER_FAILURES,
-    PHASE,
-    POOL,
-    READY,
-    REGISTRATION,
     RESENT,
     ROOMS,
-    ROOMS_ENDED,
-    UNDELIVERED,
     WAIT,
     metrics_table,
 )
 from kvbridge.telemetry.phases import PHASES
-from kvbridge.telemetry.registry import Metrics, library_versions
-from kvbridge.telemetry.specs import BOOTSTRAP, DECODE, EVERYBODY, PREFILL, Direction, MetricKind
+from kvbridge.telemetry.registry import Metrics
+from kvbridge.telemetry.specs import BOOTSTRAP, DECODE, EVERYBODY, Direction, MetricKind
 from tests.helpers.manual_clock import ManualClock
 
 VALUES = {
@@ -156,36 +149,6 @@ def test_time_under_way_is_counted_for_each_peer(metrics, clock):
     assert found["kvbridge_peer_busy_seconds_total", "b/n", "local", "received"] == 1.5
 
 
-def test_what_is_left_out_is_zero_where_it_is_known_and_gone_where_it_is_not(metrics):
-    metrics.replace(POOL, {("swa", "free"): 3, ("swa", "leased"): 1})
-    metrics.replace(POOL, {("swa", "free"): 4})
-    metrics.replace(ROOMS, {("odd",): 1})
-    metrics.replace(ROOMS, {("even",): 2})
-    found = samples(metrics)
-    assert found["kvbridge_pool_pages", "free", "swa"] == 4
-    assert found["kvbridge_pool_pages", "leased", "swa"] == 0
-    assert found["kvbridge_rooms", "even"] == 2
-    assert ("kvbridge_rooms", "odd") not in found
-
-
-def test_the_rest(metrics):
-    metrics.observe(PHASE, 0.02, "claim_to_release")
-    metrics.count(ROOMS_ENDED, "failed", "deadline")
-    metrics.count(RESENT, by=3)
-    metrics.count(UNDELIVERED)
-    metrics.assign(REGISTRATION, 0.25)
-    metrics.assign(READY, True)
-    metrics.assign(BUILD, 1, "1.2.3", "decode", "decode-0/node-0", "glm", "ab12", *library_versions())
-    found = samples(metrics)
-    assert found["kvbridge_phase_duration_seconds_sum", "claim_to_release"] == 0.02
-    assert found["kvbridge_rooms_ended_total", "deadline", "failed"] == 1
-    assert found["kvbridge_control_resends_total",] == 3
-    assert found["kvbridge_control_undelivered_total",] == 1
-    assert found["kvbridge_registration_progress_ratio",] == 0.25
-    assert found["kvbridge_ready",] == 1
-    assert any(key[0] == "kvbridge_build_info" and {"1.2.3", "decode-0/node-0", "glm"} <= set(key) for key in found)
-
-
 def test_the_store_of_the_directory_is_watched():
     metrics = Metrics(role=BOOTSTRAP)
     metrics.store_failed("timeout")
@@ -212,21 +175,6 @@ def test_of_too_many_words_the_largest_value_shows_as_the_others(metrics):
     found = samples(metrics)
     assert found["kvbridge_rooms", "other"] == 99.0
     assert len(list(of(found, "kvbridge_rooms"))) == MAX_LABEL_VALUES + 1
-
-
-def test_two_daemons_of_one_process_do_not_share():
-    first, second = Metrics(role=PREFILL), Metrics(role=DECODE)
-    first.count(RESENT)
-    assert samples(second)["kvbridge_control_resends_total",] == 0
-
-
-def test_waits_for_pages(metrics):
-    metrics.observe(WAIT, 0.3, "admitted")
-    metrics.observe(WAIT, 5.0, "timeout")
-    found = samples(metrics)
-    assert found["kvbridge_admission_wait_seconds_bucket", "0.5", "admitted"] == 1
-    assert found["kvbridge_admission_wait_seconds_bucket", "0.25", "admitted"] == 0
-    assert found["kvbridge_admission_wait_seconds_sum", "timeout"] == 5.0
 
 
 def test_requests_are_shown_before_the_first_and_counted_by_route(metrics):

@@ -107,17 +107,6 @@ def make() -> Iterator[type[Bench]]:
         bench.cache.check_integrity()
 
 
-def test_write_through_copies_what_has_come_at_once(make):
-    bench = make(policy=THROUGH)
-    bench.room("a", 5)
-    assert bench.twins == 0, "nobody waited for it"
-    assert bench.order() == 5
-    assert (bench.on_host("a", 5), bench.twins, bench.controller.waiting) == (5, 5, 0)
-    assert bench.order() == 0
-    bench.room("a", 8)
-    assert bench.order() == 3, "only what is new"
-
-
 def test_selective_waits_for_the_use_that_was_asked_for(make):
     bench = make(policy=SELECTIVE, uses=2)
     bench.room("a", 5)
@@ -157,33 +146,6 @@ def test_no_admission_waits_for_a_backup(make, policy):
         assert bench.on_host("a", 4) == 4
 
 
-def test_an_order_merges_what_several_prompts_need_up_to_its_limit(make):
-    bench = make(policy=THROUGH, order_pages=6)
-    for name in "abc":
-        bench.room(name, 4)
-    backups = bench.begin()
-    assert [backup.pages for backup in backups] == [4, 2]
-    bench.controller.ended(backups, done=True)
-    assert [bench.on_host(name, 4) for name in "abc"] == [4, 2, 0], "parents first"
-    assert bench.order() == 6
-    assert [bench.on_host(name, 4) for name in "abc"] == [4, 4, 4]
-
-
-def test_pages_that_two_prompts_share_are_copied_once(make):
-    bench = make(policy=THROUGH)
-    bench.room("a", 4)
-    owner, got = bench.admit("a", 4)
-    other = Keys.of([*keys("a", 4).to_list(), *keys("z", 2).to_list()])
-    assert got.prefix_pages == 4
-    bench.end(owner)
-    owner = Owner(99, 1)
-    own = bench.cache.admit(owner, other, lambda _: {FULL: 2}).own[FULL]
-    bench.cache.keep(owner, other, 4, {FULL: own})
-    bench.end(owner)
-    assert bench.order() + bench.order() == 6
-    assert bench.order() == 0
-
-
 def test_what_fails_frees_its_own_twins_and_is_tried_again_later(make):
     bench = make(policy=THROUGH)
     bench.room("a", 3)
@@ -198,17 +160,6 @@ def test_what_fails_frees_its_own_twins_and_is_tried_again_later(make):
     bench.clock.advance(backup_controller.FIRST_PAUSE_S)
     assert bench.order() == 3
     assert bench.on_host("a", 3) == 3
-
-
-def test_a_success_ends_the_pauses(make):
-    bench = make(policy=THROUGH)
-    bench.room("a", 3)
-    for _ in range(12):
-        assert bench.order(done=False) == 3
-        bench.clock.advance(backup_controller.LONGEST_PAUSE_S)
-    assert bench.order() == 3
-    bench.room("b", 2)
-    assert bench.order() == 2
 
 
 def test_a_full_host_gives_what_nobody_reads_and_refuses_what_does_not_fit(make):

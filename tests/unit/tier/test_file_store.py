@@ -5,10 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import signal
-import stat
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -79,20 +75,6 @@ def total(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.glob("store/*/*") if path.is_file())
 
 
-def test_the_bound_holds_and_the_longest_unused_go(make: Make, tmp_path: Path):
-    store = make(8)
-    for number in range(8):
-        assert put(store, number) == "stored"
-    assert numbers(tmp_path) == set(range(8))
-    assert get(store, 0) == "hit"
-    assert put(store, 8) == "stored"
-    assert numbers(tmp_path) == {0, *range(2, 9)}
-    for number in range(9, 100):
-        assert put(store, number) == "stored"
-        assert total(tmp_path) <= 8 * LENGTH
-    assert store.total_bytes == total(tmp_path)
-
-
 def test_what_is_larger_than_the_bound_is_refused_and_costs_nobody_his_place(make: Make, tmp_path: Path):
     store = make(8)
     assert put(store, 1) == "stored"
@@ -157,29 +139,6 @@ def test_a_file_that_is_removed_while_it_is_read_stays_readable(make: Make, monk
     monkeypatch.setattr(files, "_move", remove_first)
     assert get(one, 1) == "hit"
     assert get(one, 1) == "absent"
-
-
-@pytest.mark.outside
-def test_a_process_that_is_killed_while_it_writes_leaves_nothing(make: Make, tmp_path: Path):
-    command = [sys.executable, "-c", _KILLED, str(tmp_path / "store")]
-    assert subprocess.run(command, timeout=60, check=False).returncode == -signal.SIGKILL
-    store = make(8)
-    assert not [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
-    assert put(store, 1) == "stored"
-
-
-_KILLED = """
-import os, signal, sys
-from pathlib import Path
-from tests.unit.tier.test_file_store import FileStore, FileStoreSettings, LENGTH, files, put
-store = FileStore(FileStoreSettings(directory=Path(sys.argv[1]), max_bytes=8 * LENGTH))
-move = files._move
-def killed(*given):
-    assert move(*given) == LENGTH
-    os.kill(os.getpid(), signal.SIGKILL)
-files._move = killed
-put(store, 1)
-"""
 
 
 def test_a_count_that_others_have_made_wrong_is_put_right_and_costs_nobody_his_place(make: Make, tmp_path: Path):
@@ -272,65 +231,6 @@ def test_a_disk_that_takes_a_part_only_is_full(make: Make, tmp_path: Path, monke
     monkeypatch.setattr(files, "_pwritev", lambda *_: LENGTH - 1)
     assert store.write([Held(1).object], soon()).outcomes == ("full",)
     assert store.total_bytes == total(tmp_path) == 0
-
-
-_HAMMER = """
-import sys
-from pathlib import Path
-import numpy as np
-from tests.unit.tier.test_file_store import FileStore, FileStoreSettings, LENGTH, get, name, put, soon
-seed, count = int(sys.argv[2]), int(sys.argv[3])
-store = FileStore(FileStoreSettings(directory=Path(sys.argv[1]), max_bytes=8 * LENGTH))
-print("open", flush=True)
-random = np.random.default_rng(seed)
-for _ in range(count):
-    number = int(random.integers(0, 20))
-    act = random.integers(0, 8)
-    if act == 0:
-        store.remove([name(number)], soon())
-    else:
-        outcome = put(store, number) if act < 4 else get(store, number)
-        assert outcome in ({"stored"} if act < 4 else {"hit", "absent"}), outcome
-print("done", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.outside
-def test_several_processes_at_once_and_one_that_is_killed(make: Make, tmp_path: Path):
-    """Their wild mixture of everything is never an error, and never beyond the bounds of all."""
-    endless = 1 << 40
-    command = [sys.executable, "-c", _HAMMER, str(tmp_path / "store")]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    processes = [
-        subprocess.Popen([*command, str(seed), str(count)], **pipes) for seed, count in enumerate((400, 400, endless))
-    ]
-    try:
-        for process in processes:
-            assert process.stdout.readline() == "open\n"
-        for process in processes[:2]:
-            assert process.stdout.readline() == "done\n"
-        processes[2].kill()
-        processes[2].wait(20)
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate(timeout=20)
-    store = make(8)
-    assert total(tmp_path) <= 3 * 8 * LENGTH
-    for number in numbers(tmp_path):
-        assert get(store, number) == "hit"
-
-
-def test_nobody_else_can_read_or_write_it(make: Make, tmp_path: Path):
-    before = os.umask(0)
-    try:
-        put(make(8), 1)
-    finally:
-        os.umask(before)
-    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in [tmp_path / "store", *tmp_path.glob("store/**/*")]}
-    assert set(modes.values()) == {0o700, 0o600}
-    assert all((mode == 0o700) == path.is_dir() for path, mode in modes.items())
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707])

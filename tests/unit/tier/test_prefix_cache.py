@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbridge.core.errors import CapacityError, ConflictError, IntegrityError, NotFoundError
+from kvbridge.core.errors import ConflictError, IntegrityError, NotFoundError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
@@ -58,28 +58,6 @@ def bench():
     bench = Bench()
     yield bench
     bench.cache.check_integrity()
-
-
-def test_a_room_in_quarantine_keeps_its_own_pages_and_what_it_reads_and_nothing_else(bench):
-    bench.warm(A, "a", 4)
-    bench.admit(B, "a", 6)
-    bench.admit(C, "a", 4)
-    bench.book.move(B, HELD, LEASED)
-    bench.book.quarantine(B, "a writer that may still write")
-    bench.end(C)
-    assert bench.book.counts()[FULL] == {
-        PageState.FREE: PAGES - 6,
-        HELD: 0,
-        LEASED: 0,
-        PageState.QUARANTINED: 2,
-        PageState.CACHED: 4,
-    }
-    with pytest.raises(CapacityError, match="lacks 1 pages"):
-        bench.admit(D, "d", PAGES - 5)
-    bench.book.release_quarantined(B)
-    assert bench.book.available_pages()[FULL] == PAGES - 4, "who proves that nobody writes says nothing of who reads"
-    bench.cache.let_go(B)
-    assert bench.book.available_pages()[FULL] == PAGES
 
 
 @pytest.mark.parametrize("state", [LEASED, PageState.QUARANTINED])
@@ -140,17 +118,6 @@ def test_a_prefix_without_windows_at_its_end_is_of_no_use_to_prefill(bench):
     assert bench.book.available_pages()[SWA] == 4
 
 
-def test_a_request_whose_own_windows_need_the_checkpoints_pages_is_admitted_without_it(bench):
-    got = bench.admit(A, "a", 4, windows=1)
-    bench.keep(A, "a", 0, got.own[FULL])
-    bench.cache.keep_checkpoint(A, 4, got.own[SWA])
-    bench.end(A)
-    got = bench.admit(B, "a", 6, windows=4, from_checkpoint=True)
-    assert (got.prefix_pages, got.own[FULL].size, got.own[SWA].size) == (0, 6, 4)
-    with pytest.raises(CapacityError, match="'swa' lacks 1 pages"):
-        bench.admit(C, "a", 6, windows=1, from_checkpoint=True)
-
-
 def test_a_pool_that_has_been_full_for_long_still_gives_long_runs():
     book = PageBook({FULL: 4096})
     clock = ManualClock()
@@ -185,37 +152,3 @@ def test_the_recount_finds_what_is_wrong_between_book_and_index(spoil):
             bench.cache._readers[C] = bench.cache._readers[B]
     with pytest.raises(IntegrityError):
         bench.cache.check_integrity()
-
-
-def test_it_says_for_how_long_what_nobody_uses_again_stays(bench):
-    """So that a directory need not be told of pages: what was used later than the last victim is here."""
-    bench.clock.advance(7.0)
-    assert bench.cache.kept_s() == 7.0, "nothing is older than the cache itself"
-    bench.warm(A, "a", 6)
-    used_s = bench.clock()
-    bench.clock.advance(10.0)
-    bench.warm(B, "b", 6)
-    bench.clock.advance(10.0)
-    assert bench.cache.kept_s() == 29.0, "nothing has been evicted"
-    bench.admit(C, "c", 8)
-    assert bench.cache.known(keys("a", 6)) < 6
-    assert bench.cache.kept_s() == bench.clock() - used_s
-    assert bench.cache.known(keys("b", 6)) == 6
-    bench.clock.advance(5.0)
-    bench.cache.drop()
-    assert bench.cache.kept_s() == 0.0
-    bench.clock.advance(2.0)
-    assert bench.cache.kept_s() == 2.0
-
-
-def test_a_checkpoint_that_went_alone_counts_as_evicted(bench):
-    """Prefill cannot go on from pages whose windows and states are gone."""
-    bench.warm(A, "a", 2)
-    bench.admit(B, "a", 2, windows=1)
-    assert bench.cache.keep_checkpoint(B, 2, bench.book.pages(B)[SWA])
-    bench.end(B)
-    used_s = bench.clock()
-    bench.clock.advance(30.0)
-    bench.admit(C, "c", 1, windows=4)
-    assert bench.cache.known(keys("a", 2)) == 2
-    assert bench.cache.kept_s() == bench.clock() - used_s

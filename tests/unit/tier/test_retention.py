@@ -77,50 +77,6 @@ def test_retained_pages_go_after_others_that_were_used_later(bench):
     assert bench.cache.gone() == {Evicted.SPACE: 8}
 
 
-def test_when_its_time_is_over_they_are_like_any_others():
-    bench = Bench()
-    bench.warm("agent", 4, claim(2, 30))
-    bench.clock.advance(20.0)
-    bench.warm("x", 4)
-    bench.clock.advance(11.5)
-    assert not bench.cache.retained()
-    bench.need(8)
-    assert (bench.known("agent"), bench.known("x")) == (0, 4)
-    assert bench.cache.gone() == {Evicted.RETENTION_ENDED: 4}
-
-
-def test_the_priority_falls_in_equal_steps(bench):
-    bench.warm("first", 3, claim(3, 30))
-    bench.clock.advance(21.5)  # the last third of its time: 1
-    bench.warm("second", 3, claim(2, 30))
-    bench.need(9)
-    assert (bench.known("first"), bench.known("second")) == (0, 3)
-
-
-def test_its_time_begins_with_the_last_use_which_is_the_end_of_a_request(bench):
-    owner, prompt = Owner(7, 1), keys("agent", 4)
-    got = bench.cache.admit(owner, prompt, lambda shared: {FULL: 4 - shared[FULL]})
-    bench.cache.retain(owner, claim(1, 30))
-    bench.cache.keep(owner, prompt, 0, {FULL: got.own[FULL]})
-    bench.clock.advance(100.0)
-    bench.cache.let_go(owner)
-    bench.clock.advance(29.0)
-    assert bench.cache.retained() == {"acme": 4}
-    bench.clock.advance(2.5)
-    assert not bench.cache.retained()
-
-
-def test_a_use_with_less_takes_nothing_away_and_lasts_when_the_other_is_over(bench):
-    bench.warm("agent", 2, claim(3, 3))
-    bench.warm("agent", 2, claim(1, 100))
-    bench.warm("agent", 2)
-    bench.warm("low", 2, claim(2, 100))
-    bench.need(10)
-    assert (bench.known("agent"), bench.known("low")) == (2, 0)
-    bench.clock.advance(10.0)
-    assert bench.cache.retained() == {"acme": 2}
-
-
 def test_a_namespace_has_its_share_and_no_more():
     bench = Bench(share=0.25)  # 3 pages
     bench.warm("a", 3, claim(1))
@@ -156,19 +112,6 @@ def test_no_priority_and_no_time_are_as_without(nothing):
     bench = Bench(share=0.0)
     bench.warm("a", 2, nothing)
     assert (bench.cache.retained(), bench.cache.retention_refused) == ({}, 0)
-
-
-def test_the_checkpoint_of_a_retained_prompt_goes_after_others():
-    bench = Bench()
-    bench.warm("agent", 2, claim(1), checkpoint=True)
-    bench.warm("x", 2, checkpoint=True)
-    bench.need(0, windows=3)
-    assert bench.cache.admit(
-        Owner(7, 1), keys("agent", 3), lambda n: {FULL: 3 - n[FULL]}, from_checkpoint=True
-    ).prefix_pages
-    assert not bench.cache.admit(
-        Owner(8, 1), keys("x", 3), lambda n: {FULL: 3 - n[FULL]}, from_checkpoint=True
-    ).prefix_pages
 
 
 def test_what_is_dropped_is_counted_by_why_and_its_place_in_the_share_comes_back():

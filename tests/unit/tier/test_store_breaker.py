@@ -22,16 +22,6 @@ def test_it_opens_after_failures_in_a_row_only():
     assert not breaker.admits(FIRST_PAUSE_S - 0.01)
 
 
-def test_one_request_tries_and_its_answer_decides():
-    breaker = Breaker(failures=1)
-    breaker.failure(0.0)
-    assert breaker.admits(FIRST_PAUSE_S)
-    assert not breaker.admits(FIRST_PAUSE_S), "one at a time"
-    breaker.success()
-    assert breaker.state is BreakerState.CLOSED
-    assert breaker.admits(FIRST_PAUSE_S)
-
-
 def test_the_pause_grows_while_the_store_is_dead_and_is_short_again_afterwards():
     breaker, now_s, pauses = Breaker(failures=1), 0.0, []
     breaker.failure(now_s)

@@ -175,15 +175,6 @@ def test_a_store_that_has_answered_others_meanwhile_is_asked_on():
 
 
 @in_loop
-def test_a_store_that_says_that_it_cannot_is_at_fault_whatever_it_has_answered():
-    case = Case()
-    case.get(), case.get()
-    case.report(ABSENT, number=2)
-    case.report(Outcome.UNREACHABLE, number=1)
-    assert case.state is BreakerState.OPEN
-
-
-@in_loop
 def test_what_the_store_has_not_let_go_of_is_settled_by_the_end_of_its_process_only():
     case = Case()
     first, second = case.put(new_keys(1)), case.get()

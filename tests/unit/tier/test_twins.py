@@ -97,30 +97,6 @@ def bench():
     bench.cache.check_integrity()
 
 
-def test_what_is_backed_up_is_found_after_the_device_needed_its_pages(bench):
-    ids = bench.warm("a", 5)
-    backup = bench.start("a", 5)
-    assert backup.moves[FULL][0].tolist() == ids
-    assert backup.pages == 5
-    assert bench.book.state(backup.owner) is LEASED
-    assert bench.where("a", 5) == (5, 0), "its copy has not been proved done"
-    assert bench.twins.end_backup(backup, done=True) == 5
-    assert bench.where("a", 5) == (5, 5)
-    bench.push_out()
-    assert bench.where("a", 5) == (0, 5)
-    owner, got = bench.admit("a", 7)
-    assert (got.prefix_pages, got.device_pages, got.prefix[FULL].tolist()) == (5, 0, [])
-    assert got.twins[FULL_TWIN].tolist() == backup.moves[FULL][1].tolist()
-    assert len(got.own[FULL]) == 7
-    assert bench.book.available_pages()[FULL_TWIN] == 16 - 5, "it reads them"
-    assert bench.cache.restored(owner, 0, {FULL: got.own[FULL][:5]}) == 5
-    assert bench.where("a", 7) == (5, 5)
-    assert bench.book.available_pages()[FULL_TWIN] == 16
-    assert bench.cache.keep(owner, keys("a", 7), 5, {FULL: got.own[FULL][5:]}) == 2
-    bench.end(owner)
-    assert bench.where("a", 7) == (7, 5)
-
-
 def test_a_backup_that_fails_frees_its_own_pages_and_changes_nothing_else(bench):
     bench.warm("a", 5)
     before = bench.book.available_pages()
@@ -146,49 +122,6 @@ def test_twins_that_a_worker_may_still_write_stay_in_quarantine_and_the_pages_on
     assert bench.back_up("a", 5) == 5, "other twins hold it"
     bench.book.release_quarantined(backup.owner)
     assert bench.book.counts()[FULL_TWIN] == bench.book.counts()[FULL_TWIN] | {CACHED: 5, PageState.FREE: 11}
-
-
-def test_what_is_being_copied_is_not_copied_twice_and_nobody_waits_for_it(bench):
-    bench.warm("a", 6)
-    first = bench.start("a", 6, at_most=2)
-    assert first.pages == 2
-    assert bench.start("a", 6) is None, "what goes on from there is not copied before its parents are on the host"
-    bench.twins.end_backup(first, done=True)
-    second = bench.start("a", 6)
-    assert second.pages == 4
-    assert bench.twins.end_backup(second, done=True) == 4
-    assert bench.start("a", 6) is None
-    assert bench.start("unknown", 3) is None
-
-
-def test_only_what_was_used_often_enough_is_backed_up(bench):
-    bench.warm("a", 2)
-    assert bench.start("a", 2, min_uses=2) is None
-    bench.warm("a", 4)
-    backup = bench.start("a", 4, min_uses=2)
-    assert backup.pages == 2
-    bench.twins.end_backup(backup, done=True)
-
-
-def test_what_is_dropped_during_its_backup_does_not_come_to_the_host(bench):
-    bench.warm("a", 5)
-    backup = bench.start("a", 5)
-    bench.cache.drop(Evicted.INTEGRITY, bench.cache.index.match(keys("a", 5))[2 : 2 + 1])
-    assert bench.book.counts()[FULL][CACHED] == 5, "it is being copied"
-    assert bench.twins.end_backup(backup, done=True) == 2
-    assert bench.where("a", 5) == (2, 2)
-    assert bench.book.counts()[FULL][CACHED] == 2
-    assert bench.book.counts()[FULL_TWIN][CACHED] == 2
-
-
-def test_pages_that_came_from_elsewhere_during_a_backup_stay_and_its_own_are_free(bench):
-    bench.warm("a", 5)
-    backup = bench.start("a", 5)
-    ids = bench.fetch("a", 3)
-    assert bench.twins.end_backup(backup, done=True) == 2
-    path = bench.index.match(keys("a", 5))
-    assert bench.index.host.pages(path)[FULL_TWIN].tolist() == ids + backup.moves[FULL][1][3:].tolist()
-    assert bench.book.counts()[FULL_TWIN] == bench.book.counts()[FULL_TWIN] | {CACHED: 5, LEASED: 0, HELD: 0}
 
 
 def test_pages_from_elsewhere_are_kept_only_when_they_are_the_owners_and_held(bench):
@@ -219,42 +152,6 @@ def test_what_is_restored_must_be_held_and_go_on_from_what_is_read(bench):
     assert bench.book.counts()[FULL_TWIN][CACHED] == 0
 
 
-def test_a_node_that_loads_nothing_finds_only_what_is_on_the_device():
-    bench = Bench(restores=False)
-    bench.warm("a", 5, checkpoint=True)
-    bench.back_up("a", 5)
-    bench.push_out()
-    bench.warm("a", 2)
-    owner, got = bench.admit("a", 5)
-    assert (got.prefix_pages, got.twins, bench.cache.known(keys("a", 5))) == (2, {}, 5)
-    assert bench.cache.checkpoints(owner) == []
-    bench.end(owner)
-    owner, got = bench.admit("a", 5, from_checkpoint=True)
-    assert got.prefix_pages == 0
-    bench.end(owner)
-
-
-def test_a_checkpoint_goes_to_the_host_and_comes_back_into_pages_of_the_owner(bench):
-    bench.warm("a", 4, checkpoint=True)
-    backup = bench.start("a", 4)
-    twins = backup.moves[SWA][1].tolist()
-    assert bench.book.available_pages()[SWA] == 4 - 1
-    bench.twins.end_backup(backup, done=True)
-    bench.push_out()
-    owner, got = bench.admit("a", 6, windows=2, from_checkpoint=True)
-    assert (got.prefix_pages, got.device_pages, got.checkpoint.tolist()) == (4, 0, [])
-    assert got.checkpoint_twin.tolist() == twins
-    assert (len(got.checkpoint_own), len(got.own[SWA])) == (1, 2)
-    assert bench.book.available_pages()[SWA_TWIN] == 4 - 1, "it is read"
-    assert not bench.cache.keep_checkpoint(owner, 4, got.checkpoint_own), "its page is not on the device"
-    bench.cache.restored(owner, 0, {FULL: got.own[FULL][:4]})
-    assert bench.cache.keep_checkpoint(owner, 4, got.checkpoint_own)
-    bench.end(owner)
-    again, got = bench.admit("a", 6, from_checkpoint=True)
-    assert (got.device_pages, len(got.checkpoint), len(got.checkpoint_twin)) == (4, 1, 0)
-    bench.end(again)
-
-
 def test_a_checkpoint_that_came_later_is_backed_up_by_itself_where_there_are_twins_of_some(bench):
     bench.warm("a", 3)
     bench.back_up("a", 3)
@@ -278,25 +175,6 @@ def test_a_backup_without_twins_of_checkpoints_leaves_them():
     bench.twins = bench.cache.twins
     bench.warm("a", 3, checkpoint=True)
     assert list(bench.start("a", 3).moves) == [FULL]
-
-
-def test_an_earlier_start_takes_pages_for_what_was_read_in_place_and_no_second_ones_for_what_was_to_be_loaded(bench):
-    bench.warm("a", 2, checkpoint=True)
-    bench.warm("a", 4, checkpoint=True)
-    bench.back_up("a", 4)
-    bench.push_out()
-    bench.warm("a", 1)
-    owner, got = bench.admit("a", 6, from_checkpoint=True)
-    assert (got.prefix_pages, got.device_pages, len(got.own[FULL])) == (4, 1, 5)
-    assert bench.cache.checkpoints(owner) == [2, 4]
-    less = bench.cache.shorten(owner, 2, from_checkpoint=True)
-    assert (less.prefix_pages, less.device_pages, len(less.own[FULL])) == (2, 1, 0)
-    assert less.checkpoint_own.tolist() == got.checkpoint_own.tolist()
-    assert less.checkpoint_twin.tolist() != got.checkpoint_twin.tolist()
-    none = bench.cache.shorten(owner, 0, from_checkpoint=True)
-    assert (none.prefix_pages, none.twins, len(none.own[FULL]), len(none.checkpoint_own)) == (0, {}, 1, 0)
-    assert bench.book.available_pages()[FULL_TWIN] == 16
-    bench.end(owner)
 
 
 def test_what_left_the_device_is_not_forgotten_and_what_left_both_is(bench):
@@ -364,14 +242,6 @@ def test_cold_prompts_that_are_on_the_device_only_are_named_oldest_first(bench):
     bench.end(reader)
 
 
-def test_a_prompt_that_is_longer_than_the_host_is_backed_up_as_far_as_it_fits():
-    bench = Bench(full_twin=3)
-    bench.warm("a", 5)
-    assert bench.back_up("a", 5) == 3
-    with pytest.raises(CapacityError):
-        bench.start("a", 5)
-
-
 def test_checkpoints_that_do_not_fit_on_the_host_keep_no_page_from_it():
     bench = Bench(swa_twin=2)
     for pages in (1, 2, 3):
@@ -388,18 +258,6 @@ def test_checkpoints_that_do_not_fit_on_the_host_keep_no_page_from_it():
     bench.book.free(taken)
     assert list(bench.start("b", 2).moves) == [SWA]
     bench.cache.check_integrity()
-
-
-def test_what_a_reader_gives_up_may_go_for_the_pages_that_it_needs_instead():
-    """A prompt that takes more than half of the device, whose engine starts before its prefix ends."""
-    bench = Bench()
-    bench.warm("a", 5)
-    owner, got = bench.admit("a", 7)
-    assert (got.prefix_pages, len(got.own[FULL])) == (5, 2)
-    less = bench.cache.shorten(owner, 1, from_checkpoint=False)
-    assert (less.prefix_pages, len(less.own[FULL])) == (1, 4)
-    assert bench.cache.known(keys("a", 5)) == 2, "what it gave up has gone, as far as pages lacked"
-    bench.end(owner)
 
 
 def test_a_reader_that_cannot_give_up_anything_for_want_of_pages_reads_what_it_read():

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import threading
-import weakref
-from pathlib import Path
 
 import pytest
 
@@ -16,10 +13,6 @@ from kvbridge.transport.base import Pending, Steps
 from tests.helpers.manual_clock import ManualClock
 
 LIMIT_S = 20.0
-
-
-class Held:
-    """What a call has in hand."""
 
 
 @pytest.fixture
@@ -37,40 +30,6 @@ def ended(pending: Pending[object]) -> object:
     while found is None:
         found = pending.poll()
     return found
-
-
-def test_its_result_comes_with_a_poll(clock: ManualClock) -> None:
-    answer = threading.Event()
-
-    def ask() -> int:
-        assert answer.wait(LIMIT_S)
-        return 7
-
-    pending = Pending(call(ask, clock))
-    assert [pending.poll(), pending.poll()] == [None, None]
-    answer.set()
-    assert ended(pending) == 7
-
-
-def test_an_error_is_passed_on_and_keeps_nothing_alive(clock: ManualClock) -> None:
-    """A lock that a failed call has taken must be free again at once, without a collection of garbage."""
-    alive: list[weakref.ref[Held]] = []
-
-    def fail() -> int:
-        held = Held()
-        alive.append(weakref.ref(held))
-        try:
-            return Path("/nowhere/at/all").stat().st_size
-        except OSError as error:
-            raise TransportError(f"cannot: {error}") from error
-
-    gc.disable()
-    try:
-        with pytest.raises(TransportError, match="No such file"):
-            ended(Pending(call(fail, clock)))
-        assert [reference() for reference in alive] == [None]
-    finally:
-        gc.enable()
 
 
 def test_a_defect_is_told_as_one(clock: ManualClock) -> None:

@@ -21,27 +21,6 @@ def memory(*ranges: tuple[int, int]) -> list[Extent]:
     return [Extent(address=address, length_bytes=length) for address, length in ranges]
 
 
-def test_edges() -> None:
-    extents = Extents("this process", [(1_000, 100), (1_100, 50), (5_000, 1)])
-    require(extents, (1_000, 100), (1_099, 1), (1_100, 50), (5_000, 1))
-    for outside in ((999, 1), (1_000, 101), (1_099, 2), (1_150, 1), (5_000, 2), (5_001, 1), (0, 1), (2**64 - 1, 1)):
-        with pytest.raises(InvalidInputError, match="leave the registered memory of this process"):
-            require(extents, (1_000, 1), outside)
-
-
-def test_length_that_wraps_and_empty_length_are_outside() -> None:
-    extents = Extents("this process", [(1_000, 100)])
-    for outside in ((1_050, 2**64 - 1), (1_050, 2**64 - 1_050), (1_050, 0)):
-        with pytest.raises(InvalidInputError):
-            require(extents, outside)
-
-
-def test_error_names_owner_count_and_first() -> None:
-    extents = Extents("peer 10.0.0.7:15001", [(4_096, 4_096)])
-    with pytest.raises(InvalidInputError, match=r"2 of 3 .* peer 10\.0\.0\.7:15001.* operation 1, 8 bytes at 0x10"):
-        require(extents, (4_096, 1), (16, 8), (17, 8))
-
-
 def test_nothing_registered_and_nothing_asked() -> None:
     require(Extents("this process"))
     with pytest.raises(InvalidInputError):

@@ -76,30 +76,6 @@ class Bench:
         return made, library
 
 
-def test_keeps_to_the_operation_limit_and_refills() -> None:
-    transfer, library = Bench().transfer(*[10] * 10)
-    transfer.poll()
-    assert library.started == [(0, 1), (1, 2), (2, 3), (3, 4)]
-    library.finish(0, 1)
-    assert transfer.poll().state is TransferState.ACTIVE
-    assert library.started[4:] == [(4, 5), (5, 6)]
-
-
-def test_only_the_oldest_batch_is_asked_after() -> None:
-    """However many are in flight; what has ended behind it counts when its turn comes."""
-    transfer, library = Bench().transfer(*[10] * 10)
-    transfer.poll()
-    library.asked.clear()
-    library.finish(1, 2)
-    transfer.poll()
-    assert library.asked == [0]
-    assert len(library.started) == 4
-    library.finish(0)
-    transfer.poll()
-    assert library.asked == [0, 0, 1, 2, 3]
-    assert len(library.started) == 7
-
-
 def test_stalled_batch_does_not_hide_those_behind_it() -> None:
     bench = Bench(quiet_timeout_s=5.0)
     transfer, library = bench.transfer(*[10] * 4)
@@ -159,20 +135,6 @@ def test_batches_are_cut_by_operations_and_by_bytes() -> None:
     assert library.started == [(0, 3), (3, 5), (5, 6), (6, 7), (7, 8)]
 
 
-def test_failure_submits_nothing_further_and_waits_for_the_rest() -> None:
-    transfer, library = Bench().transfer(*[10] * 10)
-    transfer.poll()
-    library.answers[1] = Check(Progress.FAILED, "answered -1")
-    library.finish(0)
-    assert transfer.poll().state is TransferState.ACTIVE
-    library.answers[2] = Check(Progress.FAILED, "a later cause")
-    library.finish(3)
-    status = transfer.poll()
-    assert status.state is TransferState.FAILED_QUIET
-    assert "peer x:1: answered -1" in status.error
-    assert len(library.started) == 4
-
-
 def test_failure_that_does_not_become_quiet_in_time() -> None:
     bench = Bench(quiet_timeout_s=5.0)
     transfer, library = bench.transfer(*[10] * 4)
@@ -217,15 +179,6 @@ def test_deadline_stops_submission_and_waits() -> None:
     assert "deadline of 2 s passed" in status.error
 
 
-def test_abort_before_the_first_poll_submits_nothing() -> None:
-    transfer, library = Bench().transfer(10, 10)
-    transfer.abort("room closed")
-    status = transfer.poll()
-    assert status.state is TransferState.FAILED_QUIET
-    assert "aborted: room closed" in status.error
-    assert library.started == []
-
-
 def test_abort_and_failure_keep_the_first_cause_and_the_first_quiet_deadline() -> None:
     bench = Bench(quiet_timeout_s=5.0)
     transfer, _ = bench.transfer(10, deadline_s=1.0)
@@ -248,22 +201,6 @@ def test_refused_start_fails_and_waits_for_what_was_accepted() -> None:
     status = transfer.poll()
     assert status.state is TransferState.FAILED_QUIET
     assert "queue full" in status.error
-
-
-def test_transfers_to_one_peer_share_its_window() -> None:
-    bench = Bench(operations=4)
-    first, first_library = bench.transfer(*[10] * 10)
-    second, second_library = bench.transfer(*[10] * 10)
-    first.poll()
-    second.poll()
-    assert (len(first_library.started), len(second_library.started)) == (2, 2)
-    second_library.finish(0, 1)
-    first.poll()
-    assert len(first_library.started) == 2  # half is its share while the other is active
-    second.abort("enough")
-    second.poll()
-    first.poll()
-    assert len(first_library.started) == 4
 
 
 def test_an_early_transfer_cannot_starve_a_later_one() -> None:
@@ -307,22 +244,3 @@ def test_poll_stops_starting_when_its_budget_is_spent() -> None:
     library.start = slow
     transfer.poll()
     assert len(library.started) == 3
-
-
-def test_a_failed_transfer_says_what_was_not_confirmed() -> None:
-    """Of four batches of two: one failed, one done, one in flight for good, one never started."""
-    bench = Bench(operations=6, batch_operations=2)
-    transfer, library = bench.transfer(*[1] * 8)
-    transfer.poll()
-    library.finish(0)
-    transfer.poll()
-    assert library.started == [(0, 2), (2, 4), (4, 6), (6, 8)]
-    library.answers[1] = Check(Progress.FAILED, "cable")
-    transfer.poll()
-    library.finish(2)
-    transfer.poll()
-    bench.clock.advance(5)
-    status = transfer.poll()
-    assert status.state is TransferState.FAILED_NOT_QUIET
-    left = sorted(index for part in status.unconfirmed for index in range(8)[part])
-    assert left == [2, 3, 6, 7]

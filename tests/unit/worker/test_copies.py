@@ -22,7 +22,6 @@ from tests.helpers.rooms import GEOMETRY, R1, manifest
 from tests.helpers.twin_pools import TwinPools, pages
 
 FULL, TWIN = IndexSpace.FULL, IndexSpace.FULL_TWIN
-RANK = R1
 IDENTITY = RankIdentity(GEOMETRY, manifest(rank=R1, tp_size=2), (), ())
 PAGE_BYTES = 1_000
 
@@ -101,22 +100,6 @@ def move(device: PageTable, twins: PageTable) -> PageMove:
 
 def order(number: int, pages: int, **more: float) -> CopyPages:
     return CopyPages(order=number, moves=(move(table(FULL, 0, pages), table(TWIN, 50, pages)),), **more)
-
-
-def test_an_order_is_cut_into_slices_and_answered_once(bench: Bench) -> None:
-    bench.copies.take(order(7, 10))
-    answer = bench.run()
-    assert bench.copier.begun == [{FULL: [0, 1, 2, 3]}, {FULL: [4, 5, 6, 7]}, {FULL: [8, 9]}]
-    assert (answer.rank, answer.order, answer.bytes, answer.error_code, answer.quiet) == (RANK, 7, 10_000, "", True)
-    assert bench.said == [answer]
-    assert not bench.copies.step()
-
-
-def test_spaces_are_copied_with_the_bytes_that_their_pages_have(bench: Bench) -> None:
-    swa = move(table(IndexSpace.SWA, 3, 2), table(IndexSpace.SWA_TWIN, 0, 2))
-    bench.copies.take(CopyPages(order=1, moves=(*order(1, 2).moves, swa)))
-    assert bench.run().bytes == 2 * PAGE_BYTES + 2 * 4 * PAGE_BYTES
-    assert bench.copier.begun == [{FULL: [0, 1]}, {IndexSpace.SWA: [3]}, {IndexSpace.SWA: [4]}]
 
 
 def test_nothing_is_said_before_the_copy_is_proved(bench: Bench) -> None:

@@ -167,15 +167,6 @@ def test_long_work_is_cut_so_that_transfers_are_looked_after(monkeypatch):
     assert values(bench.link.take(Digested)) == bench.expected()
 
 
-def test_without_a_digest_nothing_is_read():
-    bench = Bench()
-    bench.open(DigestKind.NONE)
-    bench.send()
-    bench.end(steps=1)
-    assert len(bench.link.take(Sent)) == 1
-    assert not bench.link.take(Digested)
-
-
 @pytest.mark.parametrize("state", [QUIET, NOT_QUIET])
 def test_a_failed_order_has_no_digests(state, monkeypatch):
     monkeypatch.setattr(rank_digests, "SLICE_BYTES", 1)

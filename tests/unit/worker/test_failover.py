@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.wire.worker_messages import (
-    CloseRoom,
     ConnectPeer,
     PathsChanged,
     PeerConnected,
-    RenewEndpoints,
     Rerouted,
-    RevokeEndpoints,
-    WorkerReady,
 )
 from kvbridge.worker import peers as rank_peers
 from tests.helpers.rooms import DECODE
-from tests.helpers.worker_bench import ACTIVE, DONE, NOT_QUIET, QUIET, Bench, node_ranks
+from tests.helpers.worker_bench import DONE, QUIET, Bench, node_ranks
 
 
 def pair(*names: str, **ranks: object) -> Bench:
@@ -76,17 +72,6 @@ def test_only_what_was_not_confirmed_is_sent_again(in_transit: bool) -> None:
     assert sent.amounts
 
 
-def test_longer_operations_than_the_next_path_takes_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = pair("one", "two")
-    monkeypatch.setattr(type(bench.transport("two")), "max_operation_bytes", property(lambda self: 100))
-    bench.order()
-    whole = bench.transport("one").transfers[0].operations
-    bench.end(QUIET)
-    cut = bench.transport("two").transfers[0].operations
-    assert cut.total_bytes == whole.total_bytes
-    assert int(cut.length.max()) == 100
-
-
 def test_new_orders_take_the_next_path_and_the_lost_one_comes_back_later() -> None:
     bench = pair("one", "two")
     bench.order()
@@ -108,38 +93,6 @@ def test_new_orders_take_the_next_path_and_the_lost_one_comes_back_later() -> No
     assert bench.link.take(PathsChanged)[-1].transports == ("one",)
 
 
-def test_an_order_is_not_over_before_what_would_not_become_quiet_is_closed() -> None:
-    bench = pair("one", "two")
-    bench.connect("dddd00000000000f", node_ranks("one", data=b"another"))
-    bench.open(room=2, peer="dddd00000000000f")
-    bench.order()
-    bench.order(room=2)
-    first = bench.built["one"][0]
-    first.transfers[0].state = NOT_QUIET
-    bench.worker.step()
-    assert operations_of(bench, "two") == triples(first.transfers[0].operations)
-    assert bench.link.take(Rerouted)[0].in_transit
-    bench.end(DONE, "two")
-    assert bench.sent() == []
-    assert not first.closed, "another peer's transfer goes by it"
-    first.transfers[1].state = DONE
-    bench.worker.step()
-    bench.worker.step()
-    assert first.closed
-    assert {sent.room: sent.error_code for sent in bench.sent()} == {1: "", 2: ""}
-
-
-def test_with_every_path_lost_the_order_fails_with_all_causes() -> None:
-    bench = pair("one", "two")
-    bench.order()
-    bench.transport("one").transfers[0].in_transit = True
-    bench.end(QUIET)
-    bench.end(QUIET, "two")
-    [sent] = bench.sent()
-    assert (sent.error_code, sent.in_transit) == ("transport_failed", True)
-    assert sent.error == "two: cable; before that, one: cable"
-
-
 def test_what_is_lost_waits_for_a_path_that_is_being_connected() -> None:
     bench = Bench("one", "two")
     bench.transport("two").silent.add(b"peer0")
@@ -152,16 +105,6 @@ def test_what_is_lost_waits_for_a_path_that_is_being_connected() -> None:
     bench.worker.step()
     bench.worker.step()
     assert operations_of(bench, "two") == operations_of(bench, "one")
-
-
-def test_a_room_that_is_closed_is_not_sent_again() -> None:
-    bench = pair("one", "two")
-    bench.order()
-    bench.say(CloseRoom(room=1, generation=1))
-    bench.end(QUIET)
-    assert bench.transport("two").transfers == []
-    assert [sent.error_code for sent in bench.sent()] == ["aborted"]
-    assert bench.closed == [1]
 
 
 def test_the_node_is_told_once_for_each_room_and_again_when_something_was_in_transit() -> None:
@@ -197,64 +140,6 @@ def test_a_new_endpoint_of_one_transport_leaves_the_others_and_is_taken_when_its
     assert [peer.data for peer in bench.transport("one").peers] == [b"next0"]
     bench.order()
     assert bench.transport("one").peers[0].transfers
-
-
-def test_endpoints_of_one_transport_are_renewed_and_revoked_alone() -> None:
-    bench = Bench("one", "two")
-    bench.say(RenewEndpoints(epoch=3, transports=("two",)))
-    [ready] = bench.link.take(WorkerReady)
-    assert [(end.transport, end.epoch) for end in ready.description.endpoints] == [("one", 0), ("two", 3)]
-    assert [len(bench.built[name]) for name in ("one", "two")] == [1, 2]
-    bench.transport("one").writers_before = 9  # nobody asks
-    bench.say(RevokeEndpoints(before_epoch=3, transports=("two",)))
-    assert [bench.built["two"][0].closed, bench.built["one"][0].closed] == [True, False]
-    assert type(bench.link.said[-1]).__name__ == "EndpointsRevoked"
-
-
-FATES = st.lists(
-    st.tuples(st.sampled_from((DONE, QUIET, NOT_QUIET)), st.booleans(), st.integers(0, 6), st.integers(0, 6)),
-    min_size=1,
-    max_size=6,
-)
-
-
-@settings(deadline=None, max_examples=60)
-@given(fates=FATES)
-def test_an_order_ends_well_only_when_every_byte_was_confirmed(fates) -> None:
-    """Transfers end one after the other as drawn, and well when nothing is drawn any more."""
-    bench = pair("one", "two", "three")
-    bench.order()
-    wanted = operations_of(bench, "one")
-    confirmed: set[tuple[int, int, int]] = set()
-    script = iter(fates)
-    for _ in range(40):
-        every = [transfer for built in bench.built.values() for transport in built for transfer in transport.transfers]
-        active = [transfer for transfer in every if transfer.state is ACTIVE]
-        for transfer in active[:1]:
-            state, transfer.in_transit, first, length = next(script, (DONE, False, 0, 0))
-            left = slice(first, first + length)
-            transfer.unconfirmed = (left,)
-            done = triples(transfer.operations)
-            confirmed |= done if state is DONE else done - triples(transfer.operations[left])
-            transfer.state = state
-        bench.worker.step()
-    [sent] = bench.sent()
-    rerouted = bench.link.take(Rerouted)
-    assert len(rerouted) == 2 if sent.error_code else wanted <= confirmed
-    every = [transfer for built in bench.built.values() for transport in built for transfer in transport.transfers]
-    unsure = [
-        transfer
-        for transfer in every
-        if transfer.state is NOT_QUIET or (transfer.state is QUIET and transfer.in_transit)
-    ]
-    assert sent.in_transit == bool(unsure)
-    if not sent.error_code:
-        assert sum(told.in_transit for told in rerouted) == len(unsure)
-        closed = {id(transport) for built in bench.built.values() for transport in built if transport.closed}
-        for built in bench.built.values():
-            for transport in built:
-                quiet = all(transfer.state is not NOT_QUIET for transfer in transport.transfers)
-                assert quiet or id(transport) in closed
 
 
 @given(

@@ -76,17 +76,6 @@ def test_it_stops_when_asked_and_beats_while_it_lives():
     assert bench.link.take(Heartbeat) == [Heartbeat()]
 
 
-def test_an_idle_worker_waits_and_a_busy_one_only_looks():
-    bench = ready_bench()
-    bench.link.waits.clear()
-    bench.worker.step()
-    assert bench.link.waits == [rank_worker.IDLE_WAIT_S]
-    bench.order()
-    bench.link.waits.clear()
-    bench.worker.step()
-    assert bench.link.waits == [0.0]
-
-
 def test_a_flood_of_messages_does_not_hold_transfers_up(monkeypatch):
     monkeypatch.setattr(rank_worker, "MESSAGES_A_STEP", 3)
     bench = ready_bench()
@@ -115,23 +104,6 @@ def test_an_order_is_planned_moved_and_reported():
     }
     assert set(sent.seconds) == {"plan", "submit", "first_byte", "move"}
     assert sent.seconds["move"] == 2.0
-
-
-@pytest.mark.parametrize("first", [True, False])
-def test_a_failed_transfer_stops_the_others_of_the_order_and_is_reported_when_all_are_quiet(first):
-    bench = Bench()
-    bench.connect(ranks=node_ranks(count=2))
-    bench.open()
-    bench.order()
-    bench.end(QUIET, which=0 if first else 1)
-    other = bench.transport().transfers[1 if first else 0]
-    assert "cable" in other.aborted
-    assert bench.sent() == []
-    other.state = QUIET
-    bench.worker.step()
-    [sent] = bench.sent()
-    assert (sent.error_code, sent.amounts) == ("transport_failed", {})
-    assert sent.error == "one: cable"
 
 
 @pytest.mark.parametrize(
@@ -209,31 +181,6 @@ def test_a_room_of_which_all_was_sent_is_forgotten_without_an_answer():
     assert bench.sent()[0].error_code == "conflict", "the room is not open any more"
 
 
-def test_a_room_with_an_order_left_is_closed_by_proof_whatever_is_said():
-    bench = ready_bench()
-    bench.order()
-    bench.say(CloseRoom(room=1, generation=1, all_sent=True))
-    assert bench.closed == []
-    bench.end(QUIET)
-    assert bench.closed == [1]
-
-
-def test_a_room_is_closed_when_its_last_order_is_quiet(monkeypatch):
-    monkeypatch.setattr(rank_worker, "ACTIVE_ORDERS", 1)
-    bench = ready_bench()
-    bench.order()
-    bench.order()
-    bench.open(room=2)
-    bench.say(CloseRoom(room=1, generation=1), CloseRoom(room=2, generation=1))
-    assert bench.closed == [2]
-    assert bench.transport().transfers[0].aborted == "the room was closed"
-    assert [sent.order for sent in bench.sent()] == [2]
-    bench.end(QUIET)
-    assert bench.closed == [1]
-    assert [sent.error_code for sent in bench.sent()] == ["aborted"]
-    assert len(bench.transport().transfers) == 1
-
-
 def test_closing_a_room_that_never_opened_waits_for_its_orders_all_the_same():
     bench = Bench()
     section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
@@ -244,25 +191,7 @@ def test_closing_a_room_that_never_opened_waits_for_its_orders_all_the_same():
     ]
 
 
-def test_a_transfer_that_ends_well_after_the_close_is_still_reported_before_it():
-    bench = ready_bench()
-    bench.order()
-    bench.say(CloseRoom(room=1, generation=1))
-    assert bench.closed == []
-    bench.end(DONE)
-    kinds = [type(message) for message in bench.link.said if isinstance(message, Sent | RoomClosed)]
-    assert kinds == [Sent, RoomClosed]
-
-
 # ------------------------------------------------------------------------------------------- peers
-
-
-def test_the_first_transport_that_both_have_and_that_works_is_taken():
-    bench = Bench("one", "two", "three")
-    bench.transport("two").refuse = TransportError("no route")
-    bench.connect(ranks=node_ranks("two", "three"))
-    [connected] = bench.link.take(PeerConnected)
-    assert connected.transports == ("three",)
 
 
 def test_a_peer_that_cannot_be_reached_is_reported_and_keeps_nothing():
@@ -359,37 +288,6 @@ def silent_bench() -> Bench:
     bench.connect(OTHER, node_ranks(data=b"other"))
     bench.open(room=2, peer=OTHER)
     return bench
-
-
-def test_a_peer_that_does_not_answer_holds_nobody_else_up():
-    bench = silent_bench()
-    bench.order()
-    bench.order(room=2)
-    bench.end(DONE)
-    assert [(sent.room, sent.error_code) for sent in bench.sent()] == [(1, "")]
-    assert bench.link.take(PeerConnected) == []
-    bench.transport().silent.clear()
-    bench.worker.step()
-    assert bench.link.take(PeerConnected)[0].peer == OTHER
-    assert bench.transport().peers[1].transfers, "its order has waited for it"
-
-
-def test_ranks_of_a_node_are_connected_at_the_same_time_and_not_too_many(monkeypatch):
-    monkeypatch.setattr(rank_peers, "RANKS_AT_ONCE", 2)
-    bench = Bench()
-    bench.transport().silent |= {b"peer0", b"peer1"}
-    bench.connect(ranks=node_ranks(count=4))
-    assert bench.transport().peers == []
-    bench.transport().silent.remove(b"peer1")
-    bench.say(steps=2)
-    assert [peer.data for peer in bench.transport().peers] == [b"peer1", b"peer2"]
-    bench.transport().silent.clear()
-    bench.say(steps=2)
-    [connected] = bench.link.take(PeerConnected)
-    assert len(connected.transports) == 4
-    bench.open()
-    bench.order()
-    assert [peer.data for peer in bench.transport().peers if peer.transfers] == [b"peer1", b"peer2", b"peer0", b"peer3"]
 
 
 def test_one_rank_that_cannot_be_reached_ends_the_attempt_for_all():
@@ -567,29 +465,6 @@ def test_a_replacement_leaves_other_transports_and_peers_alone():
     assert len(bench.transport("two").peers) == 1
 
 
-def test_an_order_that_meets_the_reconnecting_after_a_replacement_is_answered_once():
-    """The node orders to connect when it hears of new endpoints; what the worker began by itself is no answer to that."""
-    bench = Bench("one")
-    bench.connect(ranks=node_ranks("one"))
-    bench.open()
-    bench.order()
-    original, made = bench.create, []
-
-    def create(name: str, epoch: int) -> FakeTransport:
-        made.append(original(name, epoch))
-        made[-1].silent.add(b"peer0")
-        return made[-1]
-
-    bench.worker._transports._create = create
-    bench.end(NOT_QUIET)
-    bench.link.said.clear()
-    bench.connect(ranks=node_ranks("one"))
-    assert bench.link.take(PeerConnected) == []
-    made[-1].silent.clear()
-    bench.worker.step()
-    assert [said.error_code for said in bench.link.take(PeerConnected)] == [""]
-
-
 def test_a_peer_that_cannot_be_reached_by_the_successor_is_given_up():
     bench = Bench("one", "two")
     bench.connect(ranks=(*node_ranks("one"), *node_ranks("two", data=b"second")))
@@ -686,22 +561,6 @@ def test_earlier_endpoints_work_until_they_are_revoked():
     assert bench.link.take(EndpointsRevoked) == []
 
 
-def test_earlier_endpoints_are_not_revoked_while_one_that_gave_them_out_is_still_at_work():
-    """It is not closed under another peer's transfer, and until then bytes arrive through it."""
-    bench = ready_bench()
-    old = bench.transport()
-    bench.order()
-    bench.say(RenewEndpoints(epoch=1), RevokeEndpoints(before_epoch=1), steps=3)
-    assert bench.transport() is not old
-    assert bench.transport().revoked(1)
-    assert not old.closed
-    assert bench.link.take(EndpointsRevoked) == []
-    old.transfers[0].state = DONE
-    bench.worker.step()
-    assert old.closed
-    assert [message.before_epoch for message in bench.link.take(EndpointsRevoked)] == [1]
-
-
 def test_a_worker_that_began_in_an_epoch_has_nothing_to_renew_and_revokes_the_earlier_ones():
     bench = Bench()
     bench.worker._transports.epoch = bench.worker._transports.asked_epoch = 2
@@ -744,22 +603,6 @@ def gated_order(bench: Bench, *rings: str, room: int = 1, steps: int = 1) -> int
     after = tuple(StreamPoint(ring=ring, handle=bytes(64), device_uuid="0" * 32) for ring in rings)
     bench.say(Send(room=room, generation=1, order=bench.orders, section=section, after=after), steps=steps)
     return bench.orders
-
-
-def test_nothing_of_an_order_is_read_before_the_engines_gpu_has_written_it():
-    bench, points = gated_bench()
-    gated_order(bench, "a", "b", steps=5)
-    assert bench.transport().transfers == []
-    points.done.add("a")
-    bench.say(steps=3)
-    assert bench.transport().transfers == []
-    points.done.add("b")
-    bench.say()
-    assert len(bench.transport().transfers) == 1
-    bench.end(DONE)
-    assert bench.sent()[0].error_code == ""
-    bench.worker.close()
-    assert points.closed
 
 
 def test_an_engine_that_is_gone_fails_its_order_alone():

@@ -18,11 +18,3 @@ def test_a_gpus_transfer_is_answered_for_within_a_fiftieth_of_its_time() -> None
         assert pauses.next_s() == pytest.approx(expected_s)
     pauses.moved()
     assert pauses.next_s() == SHORTEST_PAUSE_S
-
-
-def test_the_processors_copies_are_looked_after_at_one_pace() -> None:
-    clock = ManualClock()
-    pauses = Pauses(clock, with_gpu=False)
-    for _ in range(3):
-        assert pauses.next_s() == BUSY_PAUSE_S
-        clock.advance(0.001)

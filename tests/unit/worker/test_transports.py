@@ -164,23 +164,6 @@ def test_successors_are_taken_up_together_or_not_at_all(elsewhere, monkeypatch):
     assert bench.link.take(WorkerReady) == []
 
 
-def test_an_epoch_that_is_asked_for_while_another_is_built_is_the_one_that_counts(elsewhere):
-    bench = ready_bench(elsewhere)
-    bench.say(RenewEndpoints(epoch=1))
-    bench.say(RenewEndpoints(epoch=2))
-    for _ in range(2):
-        elsewhere.go_on()
-        bench.say(steps=2)
-    ready = bench.link.take(WorkerReady)[-1]
-    assert (ready.epoch, ready.description.endpoints[0].epoch) == (2, 2)
-    assert bench.link.take(EndpointsRevoked) == []
-    bench.say(RevokeEndpoints(before_epoch=2))
-    elsewhere.go_on()
-    bench.worker.step()
-    assert [transport.closed for transport in bench.built["one"]] == [True, True, False]
-    assert len(bench.link.take(EndpointsRevoked)) == 1
-
-
 # ------------------------------------------------------------------------------------------- closing
 
 
@@ -230,23 +213,6 @@ def clock_runs(monkeypatch) -> Callable[[Bench], None]:
     return start
 
 
-def test_a_worker_beats_while_its_transports_close(elsewhere, clock_runs, monkeypatch):
-    bench = ready_bench(elsewhere, "one", "two")
-    clock_runs(bench)
-    beats: list[Heartbeat] = []
-
-    def hear(message) -> None:
-        beats.append(message)
-        if len(beats) == 3:
-            elsewhere.go_on()
-
-    monkeypatch.setattr(bench.link, "send", hear)
-    bench.worker.close()
-    assert beats == [Heartbeat()] * 3
-    assert bench.worker.closed
-    assert [bench.transport(name).closed for name in ("one", "two")] == [True, True]
-
-
 def test_transports_that_close_for_ever_are_given_one_limit_together(elsewhere, clock_runs):
     """Then the worker says that it is not closed, and its process has to end."""
     bench = ready_bench(elsewhere, "one", "two")
@@ -257,19 +223,6 @@ def test_transports_that_close_for_ever_are_given_one_limit_together(elsewhere, 
     assert bench.clock() - begun_s <= bench.worker._limits.close_s + 1.0
     assert not bench.worker.closed
     assert elsewhere.names == ["close two", "close one"]
-
-
-def test_a_node_that_is_gone_does_not_keep_transports_from_closing(elsewhere, clock_runs, monkeypatch):
-    bench = ready_bench(elsewhere)
-    clock_runs(bench)
-
-    def gone(_) -> None:
-        elsewhere.go_on()
-        raise TransportError("the daemon has ended")
-
-    monkeypatch.setattr(bench.link, "send", gone)
-    bench.worker.close()
-    assert bench.worker.closed
 
 
 @pytest.mark.parametrize("ended", [True, False])

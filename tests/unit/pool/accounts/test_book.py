@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from kvbridge.core.errors import (
-    CapacityError,
     ConflictError,
     IntegrityError,
     InvalidInputError,
@@ -31,35 +30,6 @@ def book():
     book = PageBook({FULL: 16, SWA: 4})
     yield book
     book.check_integrity()
-
-
-def test_reserving_is_all_or_nothing_over_spaces_and_names_what_lacks(book):
-    book.reserve(A, {FULL: 10, SWA: 3})
-    book.quarantine(A, "worker pp0.tp0")
-    with pytest.raises(CapacityError) as caught:
-        book.reserve(B, {FULL: 6, SWA: 2})
-    assert "room 8 generation 1" in str(caught.value)
-    assert "space 'swa' lacks 1 pages (2 wanted, 1 of 4 free, 0 being released, 3 quarantined)" in str(caught.value)
-    assert "full" not in str(caught.value)
-    assert B not in book
-    assert book.counts()[FULL][FREE] == 6
-
-
-def test_what_can_never_fit_is_not_a_matter_of_waiting(book):
-    with pytest.raises(InvalidInputError, match="needs 17 pages of 'full', the whole pool has 16"):
-        book.reserve(A, {FULL: 17})
-    book.reserve(A, {FULL: 10})
-    with pytest.raises(InvalidInputError, match="needs 17 pages"):
-        book.grow(A, {FULL: 7})
-
-
-def test_growing_continues_the_run_and_keeps_the_order(book):
-    book.reserve(A, {FULL: 3})
-    book.reserve(B, {FULL: 3})
-    assert book.grow(B, {FULL: 2})[FULL].tolist() == [6, 7]
-    assert book.grow(A, {FULL: 1, SWA: 1})[FULL].tolist() == [8]
-    assert book.pages(A)[FULL].tolist() == [0, 1, 2, 8]
-    assert book.pages(A)[SWA].tolist() == [0]
 
 
 @pytest.mark.parametrize("state", [LEASED, QUARANTINED])
@@ -98,27 +68,6 @@ def test_an_owner_reserves_once_and_unknown_owners_have_nothing(book):
             call()
 
 
-def test_a_quarantine_lasts_until_its_owner_is_released_whatever_the_reasons(book):
-    book.reserve(A, {FULL: 3}, state=LEASED)
-    book.reserve(B, {FULL: 2}, state=LEASED)
-    book.quarantine(A, "worker 0")
-    book.quarantine(A, "worker 1")
-    book.quarantine(B, "worker 0")
-    assert book.quarantine_reasons() == {"worker 0": (A, B), "worker 1": (A,)}
-    assert book.pages_being_released()[FULL] == 0
-    book.release_quarantined(C)
-    book.release_quarantined(B)
-    assert book.counts()[FULL][QUARANTINED] == 3
-    with pytest.raises(ConflictError, match="worker 0, worker 1"):
-        book.grow(A, {FULL: 1})
-    book.reserve(B, {FULL: 1})
-    book.release_quarantined(B)
-    assert book.state(B) is HELD, "only a quarantine is ended so"
-    book.free(B)
-    book.release_quarantined(A)
-    assert book.counts()[FULL] == {FREE: 16, HELD: 0, LEASED: 0, QUARANTINED: 0, CACHED: 0}
-
-
 def test_a_quarantine_needs_a_reason(book):
     book.reserve(A, {FULL: 1})
     with pytest.raises(InvalidInputError):
@@ -133,15 +82,6 @@ def test_ending_owners_count_as_being_released(book):
     assert book.pages_being_released() == {FULL: 3, SWA: 1}
     book.free(A)
     assert book.pages_being_released() == {FULL: 0, SWA: 0}
-
-
-def test_a_quarantined_owner_is_not_being_released(book):
-    book.reserve(A, {FULL: 3})
-    book.expect_free(A)
-    book.quarantine(A, "worker 0")
-    assert book.pages_being_released()[FULL] == 0
-    book.expect_free(A)
-    assert book.pages_being_released()[FULL] == 0
 
 
 def test_a_watcher_hears_of_pages_that_are_free_and_of_owners_that_are_gone(book):
@@ -183,14 +123,6 @@ def adopting():
     book = PageBook({HOST: 8}, adopted={FULL: 16})
     yield book
     book.check_integrity()
-
-
-def test_a_page_that_another_room_has_is_refused_with_its_name(adopting):
-    adopting.adopt(A, {FULL: [1, 2]})
-    with pytest.raises(ConflictError, match=r"room 8 generation 1: page 2 .* belongs to room 7 generation 1"):
-        adopting.adopt(B, {FULL: [5, 2]})
-    assert B not in adopting
-    assert adopting.counts()[FULL][FREE] == 14
 
 
 @pytest.mark.parametrize(
@@ -251,36 +183,6 @@ def test_integrity_check_finds_what_is_wrong(spoil):
         book.check_integrity()
 
 
-def test_a_page_may_be_read_by_several_rooms_while_one_writes_it_or_none(adopting):
-    adopting.adopt(A, {FULL: [1, 2, 3]})
-    adopting.move(A, HELD, LEASED)
-    adopting.adopt(B, {FULL: [4]}, shared={FULL: [1, 2, 9]})
-    assert adopting.pages(B)[FULL].tolist() == [4]
-    assert adopting.counts()[FULL] == {FREE: 11, HELD: 1, LEASED: 3, QUARANTINED: 0, CACHED: 1}
-    adopting.adopt(C, {FULL: [5]}, shared={FULL: [2, 9]})
-    adopting.move(A, LEASED, HELD)
-    assert adopting.free(A) == 1, "the others read two of its three"
-    assert adopting.counts()[FULL] == {FREE: 11, HELD: 2, LEASED: 0, QUARANTINED: 0, CACHED: 3}
-    adopting.check_integrity()
-    adopting.free(B)
-    assert adopting.counts()[FULL][CACHED] == 2
-    adopting.free(C)
-    assert adopting.counts()[FULL][FREE] == 16
-
-
-def test_what_others_read_is_nobodys_to_write(adopting):
-    adopting.adopt(A, {}, shared={FULL: [1, 2]})
-    adopting.adopt(B, {}, shared={FULL: [2]})
-    with pytest.raises(ConflictError, match=r"page 2 .* still belongs to room 7 generation 1 and room 8 generation 1"):
-        adopting.adopt(C, {FULL: [2]})
-    adopting.free(A)
-    with pytest.raises(ConflictError, match=r"page 2 .* belongs to room 8 generation 1;"):
-        adopting.adopt(C, {FULL: [2]})
-    adopting.adopt(C, {FULL: [1]})
-    adopting.free(B)
-    adopting.adopt(C, {FULL: [2]})
-
-
 @pytest.mark.parametrize("end", ["committed", "quarantined"])
 def test_what_a_peer_may_still_write_is_nobodys_prefix(adopting, end):
     adopting.adopt(A, {FULL: [1, 2]})
@@ -295,16 +197,6 @@ def test_what_a_peer_may_still_write_is_nobodys_prefix(adopting, end):
     else:
         adopting.release_quarantined(A)
     adopting.adopt(B, {FULL: [3]}, shared={FULL: [2]}, written_by_peers=True)
-
-
-def test_a_room_in_quarantine_keeps_what_it_reads(adopting):
-    adopting.adopt(A, {FULL: [3]}, shared={FULL: [1]})
-    adopting.quarantine(A, "a transport that may still read")
-    assert adopting.counts()[FULL] == {FREE: 14, HELD: 0, LEASED: 0, QUARANTINED: 1, CACHED: 1}
-    with pytest.raises(ConflictError, match="page 1"):
-        adopting.adopt(B, {FULL: [1]})
-    adopting.release_quarantined(A)
-    assert adopting.counts()[FULL][FREE] == 16
 
 
 def test_adopting_is_all_or_nothing_over_what_is_written_and_what_is_read(adopting):
@@ -351,26 +243,6 @@ def keep(book, owner, ids):
     book.cache(owner, {FULL: np.array(ids, dtype=np.int32)})
 
 
-@pytest.mark.parametrize("state", [LEASED, QUARANTINED])
-def test_pages_that_a_transfer_may_touch_are_not_cached(book, state):
-    book.reserve(A, {FULL: 2}, state=LEASED)
-    if state is QUARANTINED:
-        book.quarantine(A, "x")
-    with pytest.raises(ConflictError, match=f"{state} pages cannot be cached"):
-        keep(book, A, [0])
-    assert book.counts()[FULL][CACHED] == 0
-
-
-@pytest.mark.parametrize("ids", [[2], [0, 0], [0, 5], [-1]])
-def test_only_an_owners_own_pages_are_cached_each_once(book, ids):
-    book.reserve(A, {FULL: 2, SWA: 1})
-    book.reserve(B, {FULL: 1})
-    with pytest.raises(ConflictError, match="are its own"):
-        book.cache(A, {SWA: np.array([0], dtype=np.int32), FULL: np.array(ids, dtype=np.int32)})
-    assert book.counts()[SWA][CACHED] == book.counts()[FULL][CACHED] == 0
-    assert book.pages(A)[FULL].tolist() == [0, 1]
-
-
 def test_pages_of_adopted_spaces_are_their_engines_to_keep(adopting):
     adopting.adopt(A, {FULL: [1]})
     with pytest.raises(InvalidInputError, match="'full' is not a space that this node allocates from"):
@@ -399,24 +271,6 @@ def test_a_reservation_that_finds_too_few_free_pages_evicts_what_lacks(book, cac
     assert book.counts()[FULL] == {FREE: 0, HELD: 13, LEASED: 0, QUARANTINED: 0, CACHED: 3}
 
 
-def test_a_reservation_that_cannot_be_met_evicts_nothing_and_says_what_could_be(book, cache):
-    book.reserve(A, {FULL: 12, SWA: 3})
-    keep(book, A, range(8))
-    cache.pages = [0, 1]
-    with pytest.raises(CapacityError) as caught:
-        book.reserve(B, {FULL: 9})
-    assert "space 'full' lacks 3 pages (9 wanted, 4 of 16 free, 2 of 8 cached can be evicted, 0 being" in str(
-        caught.value
-    )
-    assert caught.value.lacking == {FULL: 3}
-    with pytest.raises(CapacityError, match="'swa' lacks 1 pages"):
-        book.reserve(B, {FULL: 5, SWA: 2})
-    with pytest.raises(InvalidInputError, match="needs 17 pages"):
-        book.reserve(B, {FULL: 17})
-    assert cache.asked == []
-    assert book.counts()[FULL][CACHED] == 8
-
-
 @pytest.mark.parametrize("answer", [[11], [3], []])
 def test_what_a_cache_gives_up_is_checked(book, cache, answer):
     book.reserve(A, {FULL: 16})
@@ -426,29 +280,6 @@ def test_what_a_cache_gives_up_is_checked(book, cache, answer):
     with pytest.raises(IntegrityError):
         book.reserve(B, {FULL: 2})
     assert B not in book
-
-
-def test_watchers_hear_of_pages_that_become_available_and_not_of_evictions(book, cache):
-    heard = []
-
-    class Watcher:
-        def freed(self, pages):
-            heard.append(dict(pages))
-
-        def gone(self, owner):
-            pass
-
-    book.reserve(A, {FULL: 16})
-    book.watch(Watcher())
-    keep(book, A, range(4))
-    book.became_available({FULL: 0})
-    assert heard == []
-    cache.pages = [0, 1, 2, 3]
-    book.became_available({FULL: 4})
-    book.reserve(B, {FULL: 4})
-    assert heard == [{FULL: 4}]
-    book.free(A)
-    assert heard[1:] == [{FULL: 12}]
 
 
 @pytest.mark.parametrize("damage", ["cached and free", "cached and owned", "not counted"])

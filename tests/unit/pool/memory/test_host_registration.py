@@ -27,27 +27,6 @@ def mappings(tmp_path: Path):
         yield one, two
 
 
-def test_mappings_are_registered_once_however_many_holders_they_have(cuda, mappings):
-    first = HostRegistration(mappings)
-    second = HostRegistration(mappings[:1])
-    assert cuda.registered == {one.address: one.length_bytes for one in mappings}
-    assert registered_ranges() == {(mappings[0].address, 2 * PAGE): 2, (mappings[1].address, 6 * PAGE): 1}
-    first.close()
-    first.close()
-    assert cuda.registered == {mappings[0].address: 2 * PAGE}
-    with second:
-        pass
-    assert (cuda.registered, cuda.registrations) == ({}, 2)
-
-
-def test_progress_is_of_all_mappings_together(cuda, mappings):
-    told: list[tuple[int, int]] = []
-    with HostRegistration(mappings, on_progress=lambda done, total: told.append((done // PAGE, total // PAGE))):
-        assert [done for done, _ in told] == sorted(done for done, _ in told)
-        assert told[0] == (1, 8)
-        assert told[-1] == (8, 8)
-
-
 def test_a_registered_mapping_cannot_be_closed(cuda, mappings):
     with HostRegistration(mappings), pytest.raises(ConflictError, match="views of it are in use"):
         mappings[0].close()

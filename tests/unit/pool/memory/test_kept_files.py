@@ -153,11 +153,6 @@ def test_a_lock_file_of_another_user_keeps_no_pool_from_being_swept_up(shm):
     lock.unlink()
 
 
-def test_an_owner_that_does_not_keep_them_leaves_nothing(shm):
-    left(shm).close()
-    assert not list(shm.iterdir())
-
-
 def test_a_daemon_that_keeps_none_removes_them_unless_another_has_them(shm):
     files = left(shm)
     discard_files(shm, PREFIX)

@@ -64,21 +64,6 @@ def test_files_belong_to_their_owner_until_it_dies_and_then_to_nobody(shm, owner
     SharedMapping.create(shm, POOL, 4096).close()
 
 
-def test_a_file_in_use_by_this_process_stays(shm):
-    with SharedMapping.create(shm, POOL, 4096) as mapping:
-        other = SharedMapping.open(mapping.path)
-        assert verdicts(sweep([shm])) == {POOL: Verdict.IN_USE}
-        other.close()
-        assert verdicts(sweep([shm])) == {POOL: Verdict.IN_USE}
-        assert mapping.path.exists()
-
-
-def test_no_sweep_meets_a_file_that_somebody_is_creating(shm):
-    seen = []
-    SharedMapping.create(shm, POOL, 4096, on_progress=lambda *_: seen.extend(sweep([shm]))).close()
-    assert seen == []
-
-
 def test_lock_files_end_with_their_process_where_exit_handlers_do_not_run(shm):
     lock_files = LockFiles()
     lock_file = lock_files.to_name(99, 4096, shm)
@@ -115,22 +100,6 @@ def test_a_file_that_goes_meanwhile_is_not_told(shm, monkeypatch):
 
     monkeypatch.setattr(leftovers.fcntl, "flock", gone)
     assert sweep([shm]) == []
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "kvbridge-notes.txt",
-        "kvbridge-0123456789ab-0123456789abcdef",
-        ".kvbridge-0123456789abcdef.txt",
-        "kvb",
-        f"x{POOL}",
-    ],
-)
-def test_names_of_other_forms_are_not_looked_at(shm, name):
-    (shm / name).touch()
-    assert sweep([shm]) == []
-    (shm / name).unlink()
 
 
 def test_what_is_no_file_is_not_looked_at(shm):

@@ -20,16 +20,6 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_two_mappings_of_a_file_are_the_same_memory(shm):
-    with SharedMapping.create(shm, "host", 3 * MIB) as ours, SharedMapping.open(ours.path) as theirs:
-        assert bytes(ours.buffer[:8]) == bytes(8)
-        ours.buffer[3 * MIB - 1] = 77
-        assert theirs.buffer[3 * MIB - 1] == 77
-        assert theirs.length_bytes == 3 * MIB
-        assert theirs.address != ours.address
-        assert ours.address % 4096 == 0
-
-
 def test_every_page_is_in_memory_and_the_file_is_private(shm):
     with SharedMapping.create(shm, "host", MIB) as mapping:
         status = mapping.path.stat()
@@ -43,26 +33,6 @@ def test_kernels_without_populate_are_served_by_the_file_system(shm, monkeypatch
         assert mapping.path.stat().st_blocks * 512 == MIB
 
 
-@pytest.mark.parametrize(("length", "chunks"), [(10 * 4096, 3), (4096, 1), (100, 1)])
-def test_progress_counts_up_to_the_whole(shm, length, chunks):
-    seen = []
-    SharedMapping.create(
-        shm, "host", length, on_progress=lambda *report: seen.append(report), chunk_bytes=4 * 4096
-    ).close()
-    assert len(seen) == chunks
-    assert seen[-1] == (length, length)
-    assert seen == sorted(seen)
-
-
-def test_the_owner_removes_the_file_and_others_do_not(shm):
-    mapping = SharedMapping.create(shm, "host", 4096)
-    SharedMapping.open(mapping.path).close()
-    assert mapping.path.exists()
-    mapping.close()
-    assert not mapping.path.exists()
-    mapping.close()
-
-
 def test_nothing_can_be_used_after_close_and_no_descriptor_is_left(shm):
     before = descriptors()
     mapping = SharedMapping.create(shm, "host", 4096)
@@ -72,15 +42,6 @@ def test_nothing_can_be_used_after_close_and_no_descriptor_is_left(shm):
             use()
     assert descriptors() == before
     assert repr(mapping) == f"<shared mapping {shm}/host: 4096 bytes, closed>"
-
-
-def test_a_mapping_that_is_forgotten_is_unmapped(shm):
-    before = descriptors()
-    mapping = SharedMapping.create(shm, "host", 4096)
-    mapping.path.unlink()
-    del mapping
-    gc.collect()
-    assert descriptors() == before
 
 
 def test_memory_is_not_unmapped_under_a_view(shm):

@@ -53,13 +53,6 @@ def point(number: int = 0, ring: str = "their ring") -> StreamPoint:
     return StreamPoint(ring=ring, handle=bytes([number]) * 64, device_uuid=UUID)
 
 
-def test_each_point_is_recorded_on_its_stream_and_has_an_event_of_its_own(ring):
-    points = [ring.ring.record(stream) for stream in (5, 6, 5)]
-    assert [ring.event(one).streams for one in points] == [[5], [6], [5]]
-    assert {(one.ring, one.device_uuid) for one in points} == {(ring.ring.name, UUID)}
-    assert Ring().ring.name != ring.ring.name
-
-
 def test_an_event_is_used_again_only_when_the_older_half_has_been_reached(ring):
     points = [ring.ring.record(1) for _ in range(FEWEST_EVENTS)]
     for one in points[: FEWEST_EVENTS // 2]:

@@ -70,12 +70,6 @@ def test_slices_hold_as_many_operations_as_fit() -> None:
     assert (target == source).all()
 
 
-def test_slices_are_bounded_by_operations_too() -> None:
-    operations, _, target = blocks(local_copier.SLICE_OPERATIONS + 1, size=1)
-    copying(operations).push()
-    assert np.count_nonzero(target) == local_copier.SLICE_OPERATIONS
-
-
 def test_abort_takes_effect_before_the_next_slice_and_drops_the_mapping() -> None:
     class Kept:
         pass

@@ -92,17 +92,6 @@ def test_slices_are_bounded_by_bytes_and_by_operations_and_the_stream_by_slices(
     assert [len(part) for part in prompt.stream.started] == [1, 3, 3, 3], "few first, so that the device begins at once"
 
 
-def test_an_operation_longer_than_a_slice_is_a_slice() -> None:
-    world = World()
-    operations, source, target = blocks(10)
-    one = Operations(operations.source[:1], operations.destination[:1], np.array([10 * SIZE], dtype=np.uint64))
-    transfer = world.begin(one)
-    transfer.poll()
-    world.stream.run()
-    assert transfer.poll().state is TransferState.DONE
-    assert (target == source).all()
-
-
 def test_transfers_share_a_stream() -> None:
     world = World()
     for transfer in [world.begin(blocks(100)[0]) for _ in range(2)]:
@@ -231,18 +220,6 @@ def test_one_stream_a_route_made_once() -> None:
     for route in (ROUTE, other):
         world.begin(blocks(4)[0], route)
     assert [stream.route for stream in world.streams] == [ROUTE, other]
-
-
-def test_closing_waits_for_what_was_started_and_ends_the_rest() -> None:
-    world = World()
-    transfer = world.begin(blocks(100)[0])
-    transfer.poll()
-    world.stream.at_once = True
-    world.copier.close(timeout_s=10.0)
-    assert transfer.poll().state is TransferState.FAILED_QUIET
-    assert "closed" in transfer.poll().error
-    assert world.stream.closed
-    world.copier.close(timeout_s=10.0)
 
 
 def test_closing_says_so_when_a_device_does_not_finish() -> None:

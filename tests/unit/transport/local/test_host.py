@@ -41,10 +41,6 @@ def altered(told: HostClaim, **changes: object) -> HostClaim:
     return told.model_copy(update={"file": told.file.model_copy(update=changes)})
 
 
-def test_a_living_process_of_this_host_is_believed(proof: Proof) -> None:
-    require_same_host(proof.claim)
-
-
 def test_proof_is_readable_by_its_owner_only_and_removed(tmp_path: Path) -> None:
     made = Proof(tmp_path)
     path = Path(made.claim.file.path)

@@ -444,32 +444,6 @@ def test_on_a_host_with_a_gpu_writers_must_have_been_gone_for_a_while(world: Wor
     assert reader.revoked(1)
 
 
-def test_whoever_drops_a_peer_does_not_wait_for_its_device_memory(world: World, make) -> None:
-    """CUDA may wait for the device when memory is closed. Until then the peer is told that it may still be written."""
-    world.gpu = False
-    may_close, closing, closed_by = threading.Event(), threading.Event(), []
-
-    def close() -> None:
-        closing.set()
-        assert may_close.wait(10)
-        closed_by.append(threading.current_thread())
-
-    world.on_close = close
-    writer, reader = make(), make()
-    writer.register([DeviceArray().memory()])
-    reader.register([DeviceArray().memory()])
-    peer = connect(writer, reader.endpoint())
-    try:
-        writer.disconnect(peer)
-        assert closing.wait(10)
-        assert not reader.revoked(1)
-    finally:
-        may_close.set()
-    eventually("the memory is closed, and then its owner told", lambda: reader.revoked(1))
-    assert closed_by != [threading.current_thread()]
-    assert world.closed == 1
-
-
 def test_disconnecting_and_closing_let_go_of_device_memory(world: World, make) -> None:
     writer, reader = make(), make()
     source, target = DeviceArray(), DeviceArray()

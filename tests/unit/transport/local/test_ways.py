@@ -31,16 +31,6 @@ def routes(*rows: tuple[int, int, int, int, int], base: int = BASE) -> dict[Rout
     return {route: indices.tolist() for route, indices in found.items()}
 
 
-def test_what_crosses_a_registration_goes_to_the_kernel() -> None:
-    engines, kernel = Route(Way.ENGINES, 0, over_host_link=True), Route(Way.KERNEL, 0, over_host_link=True)
-    edge = BASE + CHUNK
-    assert routes((BASE, 0, edge - BELOW, HOST, BELOW)) == {engines: [0]}
-    assert routes((BASE, 0, edge, HOST, BELOW)) == {engines: [0]}
-    assert routes((BASE, 0, edge - BELOW + 1, HOST, BELOW)) == {kernel: [0]}
-    assert routes((edge - 1, HOST, BASE, 0, BELOW)) == {kernel: [0]}
-    assert routes((edge - 1, 0, BASE, 0, BELOW)) == {Route(Way.ENGINES, 0): [0]}, "device memory has no registration"
-
-
 @given(st.integers(HOST, 2), st.integers(HOST, 2), st.lists(st.integers(1, 2 * BELOW), min_size=1, max_size=5))
 def test_the_only_route_is_the_one_that_each_takes(source: int, target: int, lengths: list[int]) -> None:
     route = only_route(source, target, max(lengths), kernel_below_bytes=BELOW)

@@ -134,14 +134,6 @@ def no_infiniband(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path / "infiniband"
 
 
-def test_environment_leaves_infiniband_out_only_where_there_is_none(no_infiniband: Path) -> None:
-    assert environment(NixlSettings()) == {"UCX_LOG_LEVEL": "error", "UCX_MODULES": "^ib"}
-    no_infiniband.mkdir()
-    assert environment(NixlSettings())["UCX_MODULES"] == "^ib"
-    (no_infiniband / "mlx5_0").mkdir()
-    assert environment(NixlSettings()) == {"UCX_LOG_LEVEL": "error"}
-
-
 def test_settings_win_over_the_environment_and_it_over_defaults(
     no_infiniband: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
