@@ -39,7 +39,7 @@ _rule = SimpleNamespace(holds=False)
 
 def _refuse_outside(event: str, _arguments: tuple[object, ...]) -> None:
     if _rule.holds and event in OUTSIDE:
-        pytest.fail(f"{event} in a unit test: it belongs into tests/integration, or is marked `outside`")
+        raise AssertionError(f"{event} in a unit test: it belongs into tests/integration, or is marked `outside`")
 
 
 def _held_to_the_rule(item: pytest.Item) -> Iterator[Any]:
