@@ -259,6 +259,8 @@ ENDPOINT_SEEDS = (
         {
             "agent": "kvbridge-0123",
             "metadata": "AAAA",
+            "release": "1.5.1",
+            "checksum": 0,
             "extents": [{"address": 4096, "length_bytes": 9, "kind": "dram", "device": 0}],
         },
     ),

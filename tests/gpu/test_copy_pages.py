@@ -79,7 +79,7 @@ def stream(device: int) -> Iterator[int]:
         yield made.handle
 
 
-@pytest.mark.parametrize(("layout", "count"), zip(LAYOUTS, COUNTS, strict=True))
+@pytest.mark.parametrize(("layout", "count"), list(zip(LAYOUTS, COUNTS, strict=True)))
 @pytest.mark.parametrize("way", WAYS, ids="_to_".join)
 def test_copies_what_the_reference_copies(device: int, stream: int, way: tuple[str, str], layout: str, count: int):
     pages = count + count // 2 + 2

@@ -123,6 +123,6 @@ def test_nodes_of_which_one_has_no_keys_are_not_paired(keyed: str, tmp_path: Pat
         eventually("bootstrap says so", lambda: why in ready(live.cluster.bootstrap)[1])
         answer = http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": TOKENS})
         assert (answer.status_code, answer.json()["code"]) == (503, "not_ready")
-        assert f"prefill 'prefill-0' {why}" in answer.json()["detail"]
+        assert f"'prefill-0' meets others {why}" in answer.json()["detail"]
         for daemon in (live.prefill, live.decode):
             assert http("GET", daemon, "/status").json()["rooms"] == {}
