@@ -50,6 +50,27 @@ class Pool:
         return found[FULL].tolist()
 
 
+def test_what_is_dropped_is_unreachable_at_once_and_comes_back_with_the_last_reader():
+    pool = Pool()
+    pool.add("abcd")
+    pool.add("abxy")
+    path = pool.match("abc")
+    pool.index.pin(path)
+    pool.index.pin(path)
+    free = pool.index.drop(path[1:2])
+    assert sorted(free[FULL].tolist()) == [3, 6, 7], "d, x and y"
+    assert len(pool.match("abcd")) == 1
+    pool.add("abcd", start=1)
+    assert pool.knows("abcd")
+    assert pool.index.unpin(path) == {}
+    assert sorted(pool.index.unpin(path)[FULL].tolist()) == [1, 2]
+    assert pool.knows("abcd")
+    everything = pool.index.drop()
+    assert len(everything[FULL]) == 4
+    assert len(pool.index) == 0
+    pool.index.check_integrity()
+
+
 def test_keys_that_are_no_chain_share_nothing_wrong():
     pool = Pool()
     pool.add("abc")

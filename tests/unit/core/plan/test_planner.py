@@ -10,6 +10,7 @@ from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError
 from kvbridge.core.geometry.components import ComponentKind as Kind
 from kvbridge.core.ids import IndexSpace as Space
 from kvbridge.core.ids import PageTable
+from kvbridge.core.plan import planner
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import plan
@@ -52,6 +53,18 @@ def pair(source: Instance, destination: Instance, *, writer: int = 0, reader: in
 
 def flash_pair() -> Pairing:
     return pair(Instance(flash(), PAGES), Instance(flash(), PAGES, base=1 << 50).with_host(Kind.C4_KV))
+
+
+def test_which_layers_touch_is_found_once_for_a_pair_of_ranks(monkeypatch):
+    """However many pairs there are: none takes the place of another."""
+    found: list[object] = []
+    find = planner.find_neighbours
+    monkeypatch.setattr(planner, "find_neighbours", lambda groups: (found.append(groups), find(groups))[1])
+    pairings = [flash_pair() for _ in range(3)]
+    for pairing in pairings * 2:
+        plan(pairing, whole(300), flash_tables(300), flash_tables(300), max_operation_bytes=NO_LIMIT)
+    assert found
+    assert len(found) == len(set(found))
 
 
 def test_nothing_is_kept_of_peers_that_are_gone():
