@@ -266,7 +266,7 @@ async def test_what_all_servers_say_of_their_load_is_passed_on(others, answered)
 OUTCOMES = ("fine", "status", "busy", "broken", "refused", "moved", "nothing", "other_room", "other_connector")
 
 
-@examples.fewer(1)
+@examples.more(3)
 @given(data=st.data())
 def test_whatever_fails_in_whatever_order_each_room_is_used_once_and_nothing_is_left(data):
     asyncio.run(_whatever_fails(data))
