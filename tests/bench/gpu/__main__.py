@@ -24,7 +24,7 @@ from tests.bench.output import environment, table, write
 from tests.helpers.gpu import environment_for
 
 ROOT = Path(__file__).resolve().parents[3]
-PARTS_S = {"copy_pages": 60, "copy_rows": 45, "transport": 100, "swap_in": 300}
+PARTS_S = {"copy_pages": 60, "transport": 100, "swap_in": 300}
 """Names, with deadlines. Each is a module `part_NAME` with `run(record, quick)`."""
 NO_DEVICE = 2
 GRACE_S = 20.0

@@ -24,7 +24,6 @@ SWAP_LIMITS_US = {
 MOST_OVER_GATHER = 1.1
 LEAST_MEAN = 2.0
 LEAST_OF_LINK = 0.85
-ROW_LIMITS_US = {1: 5, 64: 17}
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,6 @@ def budgets(parts: Mapping[str, Sequence[Case]]) -> list[Budget]:
     """Return every budget for which there are measurements; `parts`: cases by the name of their part."""
     return [
         *_swap_budgets(parts.get("swap_in", ())),
-        *_row_budgets(parts.get("copy_rows", ())),
         *_page_budgets(parts.get("copy_pages", ())),
         *_transport_budgets(parts.get("transport", ())),
     ]
@@ -77,13 +75,6 @@ def times_as_fast(cases: Iterable[Case]) -> list[float]:
     theirs_us = {tuple(case[key] for key in KEYS): case["us"] for case in measured}
     named = ((tuple(case[key] for key in KEYS), case["us"]) for case in cases)
     return [theirs_us[key] / us for key, us in named if key in theirs_us]
-
-
-def _row_budgets(cases: Sequence[Case]) -> Iterator[Budget]:
-    for case in cases:
-        if case["order"] == "random" and case["rows"] in ROW_LIMITS_US:
-            what = f"row backup, rows: {case['rows']}, layers: {case['layers']}"
-            yield Budget(what, case["us"], ROW_LIMITS_US[case["rows"]], "us", at_most=True)
 
 
 def _page_budgets(cases: Sequence[Case]) -> Iterator[Budget]:
