@@ -258,10 +258,11 @@ class StoredPrefixes:
         left_s = until_s - self._clock()
         if left_s <= 0:
             return []
+        # The store may drop pages before its answer is here, so the look at what is to be dropped comes before the question.
+        wanted = [form == CHECKPOINTS or key not in self.writes.to_forget for key in keys]
         answer = await self.client.has(form, keys, timeout_s=left_s)
         return [
-            outcome is Outcome.PRESENT and not (form == PAGES and key in self.writes.to_forget)
-            for outcome, key in zip(answer.outcomes, keys, strict=True)
+            is_wanted and outcome is Outcome.PRESENT for is_wanted, outcome in zip(wanted, answer.outcomes, strict=True)
         ]
 
     def _reserve(self, keys: Keys, start: int, stop: int) -> list[_Get]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +40,8 @@ class Store:
         self.objects: tuple[set[bytes], set[bytes]] = (set(), set())
         self.may_answer = asyncio.Event()
         self.may_answer.set()
+        self.has_answered: Callable[[], object] = lambda: None
+        """Called when an answer is on its way to whoever asked."""
         self.raises: Exception | None = None
         self.asked: list[Keys] = []
         self.was_asked = asyncio.Event()
@@ -48,7 +52,9 @@ class Store:
             self.objects[ENDS].add(keys[-1])
 
     def has(self, form: int, keys: Keys, *, timeout_s: float) -> Operation:
-        return self._answer(Verb.HAS, form, keys, Outcome.PRESENT, timeout_s)
+        operation = self._answer(Verb.HAS, form, keys, Outcome.PRESENT, timeout_s)
+        operation.answer.add_done_callback(lambda _: self.has_answered())
+        return operation
 
     def get(self, form: int, keys: Keys, pages: np.ndarray, *, timeout_s: float) -> Operation:
         self.asked.append(keys)
@@ -226,3 +232,21 @@ async def test_who_fetches_the_same_page_behind_another_one_waits_for_nobody():
     await fetching
     assert bench.cache.known(theirs) == 4
     bench.check()
+
+
+@pytest.mark.asyncio
+async def test_pages_that_are_dropped_while_the_store_is_asked_for_them_are_not_waited_for():
+    """A checkpoint behind dropped pages is still there; the request must go to the one before them."""
+    bench = Bench(twins=16, ends=True)
+    keys = keys_of("a", 9)
+    bench.store.put(keys[:4], end=True)
+    bench.store.put(keys, end=True)
+    bench.stored.forget([*pairwise(keys)][3:])
+
+    def dropped() -> None:
+        bench.store.objects[PAGES].difference_update(linked(keys).to_list()[4:])
+        bench.stored.writes.to_forget.clear()
+
+    bench.store.has_answered = dropped
+    assert await bench.prefetch(keys) == 4
+    assert bench.cache.restorable(keys) == 4
