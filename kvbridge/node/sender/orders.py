@@ -52,7 +52,7 @@ class Orders:
             for rank, work in room.ranks.items():
                 self._ports.workers.send(rank, opening)
                 work.open, work.further = True, {}
-        self.flush(room)
+        self._flush(room)
 
     def publish(self, engine: AttachedEngine, message: Publish) -> None:
         """An engine has made tokens final on its ranks. See RankProgress.publish for what is refused."""
@@ -98,10 +98,8 @@ class Orders:
         for work in room.ranks.values():
             work.further = joined_tables(work.further, further)
 
-    def flush(self, room: SenderRoom) -> None:
-        """Order what has been published and not been ordered yet."""
-        if room.state is not SenderState.SENDING or not room.open_ranks:
-            return
+    def _flush(self, room: SenderRoom) -> None:
+        """Order what has been published and not been ordered yet. The room is open at its workers."""
         for rank, work in room.ranks.items():
             sections = work.progress.next_sections(room.prefix_tokens)
             after = tuple(work.after)

@@ -311,6 +311,21 @@ async def test_a_replica_that_does_not_answer_hands_over_to_the_next():
 
 
 @pytest.mark.asyncio
+async def test_a_replica_that_is_no_bootstrap_hands_over_to_the_next_and_says_nothing_of_the_name() -> None:
+    other, real = FakeDirectory(), FakeDirectory()
+    announced = announcer(other, real, interval_s=60)
+    other.problem = StaleError("another has your name")
+    await announced.beat()
+    assert announced.state == "replaced"
+    other.problem = NotFoundError("no such route")
+    await announced.beat()
+    assert announced.state == "refused"
+    await announced.beat()
+    assert (other.calls, real.calls) == (["register"] * 2, ["register"])
+    assert announced.obstacle == ""
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize("problem", [PeerError("away"), StaleError("another has your name")])
 async def test_a_problem_is_shown_until_it_is_over(problem: BridgeError) -> None:
     directory = FakeDirectory()

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from kvbridge.api.status import Readiness
 from kvbridge.config.schema import PrefillConfig
-from kvbridge.daemon.lifecycle import run_daemon
+from kvbridge.daemon.lifecycle import ToldReadiness, run_daemon
 from kvbridge.daemon.prefill import prefill_daemon
 
 
@@ -66,3 +67,11 @@ def test_the_collector_leaves_alone_what_a_daemon_is_made_of() -> None:
     finally:
         gc.unfreeze()
     assert daemon.frozen > 1000 > daemon.collected
+
+
+def test_the_log_has_each_change_of_readiness_once(capsys: pytest.CaptureFixture[str]) -> None:
+    told = ToldReadiness()
+    for reasons in ((), (), ("the pools are being made",), ("the pools are being made",), ()):
+        told.look(Readiness(ready=not reasons, reasons=reasons))
+    lines = "".join(capsys.readouterr()).splitlines()
+    assert ["daemon_not_ready" in line for line in lines] == [False, True, False]

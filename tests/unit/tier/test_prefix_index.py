@@ -9,6 +9,7 @@ from kvbridge.core.errors import CapacityError, IntegrityError, InvalidInputErro
 from kvbridge.core.ids import IndexSpace
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
+from kvbridge.tier.readers import Residency
 
 FULL, HOST, SWA = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.SWA
 FULL_TWIN = IndexSpace.FULL_TWIN
@@ -244,4 +245,5 @@ def test_pages_that_leave_the_host_are_counted_by_whether_they_were_of_use_there
     on_host("abc")
     index.evict({FULL: 3, FULL_TWIN: 3})
     assert (index.host.evicted.read_back, index.host.evicted.unused) == (3, 6), "its next time there begins anew"
+    assert Residency.of(index).evicted == index.host.evicted
     index.check_integrity()

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from kvbridge.config.pools import HostLayout
@@ -14,6 +17,7 @@ from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
 from kvbridge.pool.memory.pools import MappedPool
+from kvbridge.pool.memory.shared_mapping import SharedMapping
 from kvbridge.pool.memory.sharing import MappedRegions
 
 TINY = preset("tiny-v4")
@@ -52,3 +56,20 @@ def test_a_region_beyond_its_file_is_refused_before_it_is_touched(shm):
             MappedRegions([SharedRegion(region=far, origins=good.origins)])
         with pytest.raises(InvalidInputError, match="1 extents, but 2 origins"):
             MappedRegions([SharedRegion(region=good.region, origins=good.origins * 2)])
+
+
+def test_regions_of_which_one_is_gone_leave_none_mapped(shm):
+    with MappedPool.create(host(chunking=SPLIT), shm, "kvb-1") as pool:
+        good = pool.shared_regions()[0]
+        origins = (*good.origins[:-1], good.origins[-1].model_copy(update={"path": str(shm / "gone")}))
+        mine = Path("/proc/self/maps").read_text().count(str(shm))
+        with pytest.raises(RegistrationError, match="gone") as refused:
+            MappedRegions([good, SharedRegion(region=good.region, origins=origins)])
+        assert Path("/proc/self/maps").read_text().count(str(shm)) == mine, f"while {refused.value} is dealt with"
+
+
+def test_a_file_that_is_shared_is_open_to_its_group_alone(shm):
+    with SharedMapping.create(shm, "kvb-1", 4096) as mapping:
+        assert mapping.path.stat().st_mode & 0o777 == 0o600
+        mapping.share(os.getgid())
+        assert mapping.path.stat().st_mode & 0o777 == 0o660
