@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import BridgeError, ProtocolError
 from kvbridge.core.wire.codec import PEER, Envelope, MessageCodec
-from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox, Outgoing, Undelivered
+from kvbridge.core.wire.delivery import Arrival, DeliverySettings, Inbox, Outbox, Undelivered
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 
 _ACK_DELAY_S = 0.01
@@ -29,7 +29,7 @@ class Refusal(StrEnum):
     STALE = "stale"
     """Of an earlier link or incarnation."""
     DUPLICATE = "duplicate"
-    BEYOND_WINDOW = "beyond_window"
+    OUT_OF_ORDER = "out_of_order"
     UNAUTHENTICATED = "unauthenticated"
     HANDSHAKE = "handshake"
     TOO_MANY_PEERS = "too_many_peers"
@@ -48,7 +48,8 @@ class PeerCallbacks:
     """(peer incarnation, message): each message once, in the order of its sender. Raising a BridgeError refuses the
     message: it is counted under the error's code and not sent again."""
     on_undelivered: Callable[[str, PeerMessage, float], None] = _ignore
-    """(peer incarnation, message, age in seconds): no acknowledgement came; it may nevertheless have arrived."""
+    """(peer incarnation, message, age in seconds): no acknowledgement came; the message may nevertheless have arrived. The
+    conversation is over, and all of its messages that are not acknowledged are reported."""
     on_refused: Callable[[str, str], None] = _ignore
     """(kind, detail): a frame or a connection was refused. `kind` is one of few words, fit for a metric's label."""
     on_resent: Callable[[int], None] = _ignore
@@ -90,7 +91,10 @@ class LinkContext:
         callbacks: PeerCallbacks,
         put: Callable[[Link, bytes], bool],
         settings: PeerSettings | None,
+        on_over: Callable[[Link], None],
     ) -> None:
+        """`on_over`: the peer has acknowledged nothing of a link in time; to be closed, and forgotten."""
+        self.on_over = on_over
         self.incarnation = incarnation
         self.callbacks = callbacks
         self.put = put
@@ -114,7 +118,7 @@ class Link:
         self.closed = False
         self._shared = shared
         self._outbox: Outbox[Packed] = Outbox(shared.settings.delivery)
-        self._inbox: Inbox[PeerMessage] = Inbox(shared.settings.delivery)
+        self._inbox = Inbox()
         self._timer: asyncio.TimerHandle | None = None
         self._ack_timer: asyncio.TimerHandle | None = None
 
@@ -145,22 +149,18 @@ class Link:
         self._outbox.post(Packed(message, body), now_s=monotonic())
         self._send_new()
 
-    def take(self, envelope: Envelope[PeerMessage], size_bytes: int = 0) -> None:
-        """Handle an envelope of this link, of a frame of that size. Raises ProtocolError on what no correct peer sends."""
+    def take(self, envelope: Envelope[PeerMessage]) -> None:
+        """Handle an envelope of this link. Raises ProtocolError on what no correct peer sends."""
         self.heard_at_s = monotonic()
         self.cut_at_s = math.inf
-        self._outbox.acknowledge(envelope.acks, now_s=self.heard_at_s)
-        ready: list[PeerMessage] = []
-        if envelope.body is None:
-            pass
-        elif envelope.sequence == 0:
-            if not isinstance(envelope.body, Heartbeat):
-                raise ProtocolError(f"a {type(envelope.body).__name__} came without a sequence number")
-            ready = [envelope.body]
-        else:
-            ready = self._sort(envelope, size_bytes)
+        self._outbox.acknowledge(envelope.acknowledged, now_s=self.heard_at_s)
+        message, sequence = envelope.body, envelope.sequence
+        if message is not None and sequence == 0 and not isinstance(message, Heartbeat):
+            raise ProtocolError(f"a {type(message).__name__} came without a sequence number")
+        is_new = message is not None and (sequence == 0 or self._is_next(sequence))
         self._send_new()
-        self._hand_on(ready)
+        if is_new and message is not None:
+            self._hand_on(message)
         self._owe()
 
     def cut(self) -> None:
@@ -190,29 +190,19 @@ class Link:
                 timer.cancel()
         return self._outbox.abandon(monotonic())
 
-    def _sort(self, envelope: Envelope[PeerMessage], size_bytes: int) -> list[PeerMessage]:
-        sequence, message = envelope.sequence, envelope.body
-        assert message is not None
-        verdict, ready = self._inbox.accept(sequence, message, floor=envelope.floor, size_bytes=size_bytes)
-        if verdict != "new":
+    def _is_next(self, sequence: int) -> bool:
+        arrival = self._inbox.accept(sequence)
+        if arrival is not Arrival.NEW:
             self._shared.callbacks.on_refused(
-                Refusal(verdict), f"message {sequence} of {self.peer} ({self._inbox!r}); harmless unless it goes on"
+                Refusal(arrival), f"message {sequence} of {self.peer} ({self._inbox!r}); harmless unless it goes on"
             )
-        return ready
+        return arrival is Arrival.NEW
 
-    def _hand_on(self, ready: list[PeerMessage]) -> None:
-        callbacks = self._shared.callbacks
-        for position, message in enumerate(ready):
-            if self.closed:
-                return
-            try:
-                callbacks.on_message(self.peer, message)
-            except BridgeError as error:
-                callbacks.on_refused(error.code, f"{type(message).__name__} of {self.peer}: {error}")
-            except BaseException:
-                # A defect of the handler goes to the loop; the messages behind it must not be lost with it.
-                self._shared.loop.call_soon(self._hand_on, ready[position + 1 :])
-                raise
+    def _hand_on(self, message: PeerMessage) -> None:
+        try:
+            self._shared.callbacks.on_message(self.peer, message)
+        except BridgeError as error:
+            self._shared.callbacks.on_refused(error.code, f"{type(message).__name__} of {self.peer}: {error}")
 
     def _send_new(self) -> None:
         for sequence, packed in self._outbox.take_new(monotonic()):
@@ -225,8 +215,7 @@ class Link:
             recipient=self.peer,
             link=self.number,
             sequence=sequence,
-            floor=self._outbox.floor,
-            acks=self._inbox.acks(),
+            acknowledged=self._inbox.acknowledged(),
         )
         if self._shared.put(self, self._shared.codec.encode(envelope, body)):
             self.cut_at_s = math.inf
@@ -261,12 +250,12 @@ class Link:
 
     def _work(self) -> None:
         now_s = monotonic()
-        expired = self._outbox.take_expired(now_s)
-        due: list[Outgoing[Packed]] = self._outbox.take_due(now_s)
+        if now_s >= self._outbox.gives_up_at_s:
+            self._shared.on_over(self)
+            return
+        due = self._outbox.take_due(now_s)
         for sequence, packed in due:
             self._transmit(sequence, packed.body)
         if due:
             self._shared.callbacks.on_resent(len(due))
         self._send_new()
-        for packed, age_s in expired:
-            self._shared.callbacks.on_undelivered(self.peer, packed.message, age_s)

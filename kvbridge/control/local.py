@@ -179,7 +179,7 @@ class LocalServer(Generic[InboundT, OutboundT]):
         if envelope.sequence == expected and envelope.sender == client.name:
             client.received = expected
             return client
-        kind = Refusal.DUPLICATE if envelope.sequence < expected else Refusal.BEYOND_WINDOW
+        kind = Refusal.DUPLICATE if envelope.sequence < expected else Refusal.OUT_OF_ORDER
         detail = f"message {envelope.sequence} of '{envelope.sender}', expected {expected} of '{client.name}'"
         self._callbacks.on_refused(kind, detail)
         if envelope.sequence > expected:

@@ -54,7 +54,7 @@ class PeerClient:
         self._check(server_key)
         self.server = ""
         """The incarnation that answers there; empty before it has said so."""
-        shared = self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings)
+        shared = self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings, self._on_over)
         # Grows with every client of this incarnation, so that a server tells a new conversation from an old one.
         self._link = Link(shared, time.monotonic_ns())
         raw = context.open(zmq.DEALER)
@@ -140,9 +140,9 @@ class PeerClient:
             kind = Refusal.UNAUTHENTICATED if self._identity.keys else Refusal.HANDSHAKE
             self._refuse(kind, "the handshake failed: our key is not allowed there, or its public key is another one")
 
-    def _on_envelope(self, envelope: Envelope[PeerMessage], _route: bytes, frame: zmq.Frame) -> None:
+    def _on_envelope(self, envelope: Envelope[PeerMessage], _route: bytes, _frame: zmq.Frame) -> None:
         if self._accepts(envelope):
-            self._link.take(envelope, len(frame))
+            self._link.take(envelope)
 
     def _accepts(self, envelope: Envelope[PeerMessage]) -> bool:
         """Whether an envelope belongs to the present link; begins the next one when the server does not know it."""
@@ -158,8 +158,16 @@ class PeerClient:
             link.peer = envelope.sender
             return True
         if link.peer:
-            self._link = Link(self._shared, link.number + 1)
-            link.close()
-            self.server = envelope.sender
-            self._callbacks.on_reset(envelope.sender)
+            self._begin_anew(envelope.sender)
         return False
+
+    def _on_over(self, link: Link) -> None:
+        if link is self._link:
+            self._begin_anew(self.server)
+
+    def _begin_anew(self, server: str) -> None:
+        former, self._link = self._link, Link(self._shared, self._link.number + 1)
+        former.close()
+        self.server = server
+        if not self._link.closed:  # whoever heard of what is undelivered may have closed this client
+            self._callbacks.on_reset(server)

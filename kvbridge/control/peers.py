@@ -74,7 +74,7 @@ class PeerServer:
         identity.require_keys(endpoint, "listen on")
         self._identity = identity
         self._callbacks = callbacks
-        self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings)
+        self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings, self._on_over)
         self._links: dict[str, Link] = {}
         self.gate = Gate(identity.keys)
         shared, keys = self._shared, identity.keys
@@ -144,6 +144,10 @@ class PeerServer:
         self._links.clear()
         self._closing.close()
 
+    def _on_over(self, link: Link) -> None:
+        if self._links.get(link.peer) is link:
+            self.forget(link.peer)
+
     def _put(self, link: Link, frame: bytes) -> bool:
         return self._socket.send(link.route, frame)
 
@@ -165,8 +169,8 @@ class PeerServer:
 
     def _on_envelope(self, envelope: Envelope[PeerMessage], route: bytes, frame: zmq.Frame) -> None:
         link = self._find(envelope, route, user_of(frame) if self._identity.keys else "")
-        if link is not None:
-            link.take(envelope, len(frame))
+        if link is not None and not link.closed:
+            link.take(envelope)
 
     def _find(self, envelope: Envelope[PeerMessage], route: bytes, user: str) -> Link | None:
         """Return the link that an envelope belongs to, made now if it is a new one, or None after refusing it."""

@@ -34,7 +34,6 @@ from kvbridge.core.wire.codec import (
     NODE_TO_WORKER,
     PEER,
     WORKER_TO_NODE,
-    Acks,
     Envelope,
     FrameError,
     MessageCodec,
@@ -81,7 +80,7 @@ class Decoder:
 
 def frame(codec: MessageCodec, body: object, sequence: int = 1) -> bytes:
     """A frame as its real sender makes it."""
-    return codec.encode(Envelope(ME, YOU, 7, sequence, 1, Acks(3, (5, 6)), body))
+    return codec.encode(Envelope(ME, YOU, 7, sequence, 3, body))
 
 
 def _table(space: IndexSpace, *ids: int, first_page: int = 0) -> wire.WireTable:

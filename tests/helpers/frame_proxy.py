@@ -50,7 +50,7 @@ def twice(_direction: str, _kind: str) -> list[float]:
 
 
 def storm(seed: int, *, loss: float = 0.0, doubled: float = 0.0, longest_delay_s: float = 0.0) -> Weather:
-    """Each frame is lost or doubled with that probability, and late by up to that much, which also reorders."""
+    """Each frame is lost or doubled with that probability, and late by up to that much, with all that are behind it."""
     chance = random.Random(seed)
 
     def decide(_direction: str, _kind: str) -> list[float]:
@@ -80,6 +80,8 @@ class FrameProxy:
         self._backs: dict[bytes, zmq.Socket[bytes]] = {}
         self._late: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
+        self._due_s = {TO_PREFILL: 0.0, TO_DECODE: 0.0}
+        """When the last frame of each direction arrives: a connection keeps their order."""
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="frame proxy")
@@ -133,11 +135,13 @@ class FrameProxy:
         kind = ACKS if body is None else str(body.type)
         delays_s = self.weather(direction, kind)
         (self.passed if delays_s else self.lost)[direction, kind] += 1
+        now_s = time.monotonic()
         for delay_s in delays_s:
-            if delay_s <= 0:
+            due_s = self._due_s[direction] = max(now_s + delay_s, self._due_s[direction])
+            if due_s <= now_s:
                 deliver()
             else:
-                heapq.heappush(self._late, (time.monotonic() + delay_s, next(self._numbers), deliver))
+                heapq.heappush(self._late, (due_s, next(self._numbers), deliver))
 
     @staticmethod
     def _send(socket: Any, parts: list[bytes]) -> None:

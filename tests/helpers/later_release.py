@@ -42,5 +42,5 @@ class LaterCodec(MessageCodec[Any]):
 
     def encode(self, envelope: Envelope[Any], body: bytes = b"") -> bytes:
         frame = super().encode(envelope, body)
-        assert frame[0] == 0x98, "an array of eight"
-        return b"\x99" + frame[1:] + msgpack.packb({"trace": "0123"})
+        assert frame[0] == 0x97, "an array of seven"
+        return b"\x98" + frame[1:] + msgpack.packb({"trace": "0123"})

@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import zmq
 
 from kvbridge.control.keys import CurveKeys
-from kvbridge.core.wire.codec import NOTHING, PEER, Acks, Envelope
+from kvbridge.core.wire.codec import PEER, Envelope
 from kvbridge.core.wire.messages import Heartbeat, Hello, NodeDescription, PeerMessage
 
 MessageT = TypeVar("MessageT")
@@ -55,8 +55,7 @@ class RawPeer:
             "recipient": self.recipient,
             "link": self.link,
             "sequence": self.sent + 1,
-            "floor": 1,
-            "acks": Acks(self.got) if self.got else NOTHING,
+            "acknowledged": self.got,
             "body": body,
         }
         return self.codec.encode(Envelope(**(facts | changed)))

@@ -21,14 +21,13 @@ import zmq
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import REQUEST_SPACES, IndexSpace, Rank
 from kvbridge.core.plan.operations import Amount
-from kvbridge.core.wire.codec import ENGINE_TO_NODE, PEER, WORKER_TO_NODE, Acks, MessageCodec
+from kvbridge.core.wire.codec import ENGINE_TO_NODE, PEER, WORKER_TO_NODE, MessageCodec
 from kvbridge.core.wire.messages import (
     MAX_NODE_RANKS,
     Abort,
     Done,
     Drained,
     Failed,
-    Heartbeat,
     Hello,
     NodeDescription,
     Offer,
@@ -304,8 +303,8 @@ def in_order(peer: RawPeer, source: random.Random, room: int) -> bytes:
     if "room" in type(body).model_fields and source.random() < 0.5:
         body = body.model_copy(update={"room": room, "generation": 1})
     peer.sent += source.random() < 0.9
-    acks = Acks(source.choice((peer.got, peer.got + 1, 10**6)), ())
-    data = peer.frame(body, sequence=peer.sent + source.choice((0, 0, 0, 1, 3)), acks=acks)
+    acknowledged = source.choice((peer.got, peer.got + 1, 10**6))
+    data = peer.frame(body, sequence=peer.sent + source.choice((0, 0, 0, 1, 3)), acknowledged=acknowledged)
     return spoiled(source, data) if source.random() < 0.3 else data
 
 
@@ -352,16 +351,15 @@ def test_a_flood_on_a_socket_of_the_node(live: LiveCluster, name: str, codec: Me
     watch.judge()
 
 
-def test_messages_before_their_turn_are_held_in_bounded_memory(live: LiveCluster, met: RawDecode) -> None:
+def test_messages_before_their_turn_are_dropped(live: LiveCluster, met: RawDecode) -> None:
     """A node that leaves its first message out, and sends megabytes behind it: they are dropped, not kept."""
     watch = Watch(live, live.prefill)
     megabyte = bytes(1 << 18)
     tables = tuple({"space": space, "ids": megabyte} for space in REQUEST_SPACES)
     offer = Offer.model_validate({"room": 1, "generation": 1, "prompt_tokens": 1, "tables": tables})
-    with refuses_at_least(live.prefill, "beyond_window", 100):
+    with refuses_at_least(live.prefill, "out_of_order", 100):
         for number in range(2, 300):
             met.put(met.frame(offer, sequence=met.sent + number))
-    met.put(met.frame(Heartbeat(), sequence=0, floor=2**40))
     with refuses(live.prefill, "malformed"):
         met.put(b"\xc1")
     watch.judge()

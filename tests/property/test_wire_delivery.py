@@ -6,7 +6,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox
+from kvbridge.core.wire.delivery import Arrival, DeliverySettings, Inbox, Outbox
 from tests.helpers.examples import fewer
 from tests.helpers.manual_clock import ManualClock
 
@@ -38,25 +38,25 @@ class Simulation:
         self.clock = ManualClock(1.0)
         self.there = Channel(seed, loss, double, most_delay_s)
         self.back = Channel(seed + 1, loss, double, most_delay_s)
-        self.outbox, self.inbox = Outbox(delivery), Inbox(delivery)
-        self.window = delivery.window
-        self.delivered, self.undelivered, self.frames = [], [], 0
+        self.outbox, self.inbox = Outbox(delivery), Inbox()
+        self.delivered, self.undelivered, self.frames, self.is_over = [], [], 0, False
 
     def step(self):
         now_s = self.clock()
-        self.undelivered += [item.message for item in self.outbox.take_expired(now_s)]
+        if now_s >= self.outbox.gives_up_at_s:
+            self.undelivered += [item.message for item in self.outbox.abandon(now_s)]
+            self.is_over = True
         for sent in self.outbox.take_due(now_s) + self.outbox.take_new(now_s):
             self.frames += 1
-            self.there.put((sent, self.outbox.floor), now_s)
-        for sent, floor in self.there.take(now_s):
-            self.delivered += self.inbox.accept(sent.sequence, sent.message, floor=floor).ready
+            self.there.put(sent, now_s)
+        for sent in self.there.take(now_s):
+            if self.inbox.accept(sent.sequence) is Arrival.NEW:
+                self.delivered.append(sent.message)
         if self.inbox.owed:
-            self.back.put(self.inbox.acks(), now_s)
-        for acks in self.back.take(now_s):
-            self.outbox.acknowledge(acks, now_s=now_s)
+            self.back.put(self.inbox.acknowledged(), now_s)
+        for upto in self.back.take(now_s):
+            self.outbox.acknowledge(upto, now_s=now_s)
         self.outbox.check_integrity()
-        self.inbox.check_integrity()
-        assert len(self.inbox) < self.window
         self.clock.advance(STEP_S)
 
     def run_until_quiet(self, limit_s):
@@ -85,7 +85,6 @@ def test_a_patient_sender_loses_nothing(seed, loss, double, most_delay_s, count,
     simulation.run_until_quiet(10_000)
     assert simulation.delivered == list(range(count))
     assert simulation.undelivered == []
-    assert len(simulation.inbox) == 0
 
 
 @given(**channels, count=st.integers(1, 80), window=st.integers(1, 16))
@@ -93,12 +92,15 @@ def test_an_impatient_sender_reports_what_it_lost(seed, loss, double, most_delay
     delivery = DeliverySettings(give_up_s=0.3, window=window)
     simulation = Simulation(seed=seed, loss=loss, double=double, most_delay_s=most_delay_s, delivery=delivery)
     for number in range(count):
+        if simulation.is_over:  # the link is closed then
+            count = number
+            break
         simulation.outbox.post(number, now_s=simulation.clock())
         simulation.step()
     simulation.run_until_quiet(10_000)
-    assert simulation.delivered == sorted(set(simulation.delivered)), "twice, or out of order"
-    assert set(simulation.delivered) | set(simulation.undelivered) == set(range(count)), "silently lost"
-    assert len(simulation.undelivered) == len(set(simulation.undelivered)), "reported twice"
+    assert simulation.delivered == list(range(len(simulation.delivered))), "twice, out of order, or with a gap"
+    assert simulation.undelivered == list(range(count))[count - len(simulation.undelivered) :], "reported out of order"
+    assert len(simulation.delivered) + len(simulation.undelivered) >= count, "silently lost"
 
 
 @fewer(4)
@@ -112,4 +114,4 @@ def test_nothing_grows_and_resends_are_bounded(seed, loss):
         simulation.step()
     simulation.run_until_quiet(1_000)
     assert len(simulation.outbox) == 0
-    assert simulation.frames < 400 * 12
+    assert simulation.frames < 400 * 64 / 2, "the whole window is not sent again for each message"

@@ -1,6 +1,6 @@
 """Frames to messages and back: msgpack outside, pydantic inside, limits before either.
 
-A frame is one msgpack array: version, sender, recipient, link, sequence, floor, acks, body. Everything about a frame
+A frame is one msgpack array: version, sender, recipient, link, sequence, acknowledged, body. Everything about a frame
 is checked before anything is returned; whatever is wrong with it is a `FrameError`, never another exception. Its text
 names the field and never repeats what the sender put there.
 
@@ -34,14 +34,13 @@ MAX_TEXT_BYTES = 65_536
 MAX_BINARY_BYTES = 1 << 20
 """What a frame may hold. Nesting is bounded by msgpack's own stack (1,024) while parsing, then by the schema."""
 MAX_NAME_CHARACTERS = 200
-MAX_SELECTIVE_ACKS = 64
 _MAX_NUMBER = 2**62
 _ENVELOPE_BYTES = 4_096
 """More than any envelope without its body takes."""
 _MAX_ERROR_CHARACTERS = 200
-_BODY = 6
+_BODY = 5
 """Where the body stands in an `Envelope`; what precedes it goes on the wire as it is."""
-_FIELDS = ("version", "sender", "recipient", "link", "sequence", "floor", "acks", "body")
+_FIELDS = ("version", "sender", "recipient", "link", "sequence", "acknowledged", "body")
 
 
 class FrameFault(StrEnum):
@@ -64,18 +63,8 @@ class FrameError(ProtocolError):
         self.fault = fault
 
 
-class Acks(NamedTuple):
-    """What a receiver has: every sequence number up to `upto`, and those in `beyond`."""
-
-    upto: int = 0
-    beyond: tuple[int, ...] = ()
-
-
-NOTHING = Acks()
-
-
 class Envelope(NamedTuple, Generic[MessageT]):
-    """A message with what delivery needs to know. `body` None carries acknowledgements only."""
+    """A message with what delivery needs to know. `body` None carries an acknowledgement only."""
 
     sender: str
     """The sender's incarnation (on local sockets: its name)."""
@@ -85,9 +74,8 @@ class Envelope(NamedTuple, Generic[MessageT]):
     """Names one conversation of this sender and recipient; -n says "I do not know your link n"."""
     sequence: int = 0
     """From 1; 0 marks what is not delivered reliably."""
-    floor: int = 0
-    """The lowest sequence number that the sender still offers: whoever waits for a lower one waits in vain."""
-    acks: Acks = NOTHING
+    acknowledged: int = 0
+    """The sender has taken every message of the recipient up to this one."""
     body: MessageT | None = None
 
 
@@ -128,9 +116,9 @@ class MessageCodec(Generic[MessageT]):
         parts = self._unpack(frame)
         if not isinstance(parts, tuple):
             self._refuse(FrameFault.MALFORMED, f"expected an array, got {type(parts).__name__}")
-        sender, recipient, link, sequence, floor, acks, body = self._envelope_fields(parts)
+        sender, recipient, link, sequence, acknowledged, body = self._envelope_fields(parts)
         message = None if body is None else self._validate(body)
-        return Envelope(sender, recipient, link, sequence, floor, Acks(*acks), message)
+        return Envelope(sender, recipient, link, sequence, acknowledged, message)
 
     def decode_body(self, body: bytes) -> MessageT:
         """Return the message that `encode_body` has encoded."""
@@ -167,14 +155,13 @@ class MessageCodec(Generic[MessageT]):
         if len(parts) < len(_FIELDS):
             self._refuse(FrameFault.ENVELOPE, f"expected {len(_FIELDS)} envelope fields, got {len(parts)}")
         _, *found = parts[: len(_FIELDS)]
-        sender, recipient, link, sequence, floor, acks, body = found
+        sender, recipient, link, sequence, acknowledged, body = found
         checks = (  # written out: each process does this for each of its messages
             type(sender) is str and 0 < len(sender) <= MAX_NAME_CHARACTERS and sender.isprintable(),
             type(recipient) is str and len(recipient) <= MAX_NAME_CHARACTERS and recipient.isprintable(),
             type(link) is int and -_MAX_NUMBER <= link <= _MAX_NUMBER,
             type(sequence) is int and 0 <= sequence <= _MAX_NUMBER,
-            type(floor) is int and 0 <= floor <= _MAX_NUMBER,
-            type(acks) is tuple and len(acks) == 2 and _is_count(acks[0]) and (acks[1] == () or _is_beyond(acks[1])),
+            type(acknowledged) is int and 0 <= acknowledged <= _MAX_NUMBER,
             body is None or type(body) is dict,
         )
         if not all(checks):
@@ -192,14 +179,6 @@ class MessageCodec(Generic[MessageT]):
 
     def _refuse(self, fault: FrameFault, text: str) -> NoReturn:
         raise FrameError(fault, f"{self.name} message refused: {text}"[:_MAX_ERROR_CHARACTERS]) from None
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value <= _MAX_NUMBER
-
-
-def _is_beyond(value: object) -> bool:
-    return type(value) is tuple and len(value) <= MAX_SELECTIVE_ACKS and all(map(_is_count, value))
 
 
 def _reason(error: Exception) -> str:

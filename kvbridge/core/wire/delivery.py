@@ -1,38 +1,37 @@
-"""Reliable delivery over a channel that loses, doubles, delays and reorders.
+"""Reliable delivery in order over a channel that loses, doubles and reorders: go-back-N.
 
-One `Outbox` and one `Inbox` are one direction's two ends; both live as long as their link and are thrown away with
-it. The promise: every posted message is delivered exactly once and in order, or reported undelivered. "Undelivered"
-means that no acknowledgement came in time; the message may nevertheless have arrived. The sender gives up, not the
-receiver: each frame carries the sender's *floor*, below which nothing will come any more, so a message that was given
-up never blocks the next.
+One `Outbox` and one `Inbox` are one direction's two ends; both live as long as their link and are thrown away with it. The
+promise: every posted message is delivered exactly once and in order, or reported undelivered together with all messages that
+were posted after it. "Undelivered" means that no acknowledgement came in time; the message may nevertheless have arrived. The
+channel is one TCP connection: it loses what it carries when it breaks, and seldom otherwise. So an inbox keeps nothing that
+comes before its turn, an acknowledgement is one number, and an outbox sends again everything from the first message that is not
+acknowledged.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
-from typing import Generic, Literal, NamedTuple, TypeVar
+from enum import StrEnum
+from itertools import islice
+from typing import Generic, NamedTuple, TypeVar
 
 from kvbridge.core.errors import CapacityError, IntegrityError, ProtocolError
-from kvbridge.core.wire.codec import MAX_SELECTIVE_ACKS, Acks
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class DeliverySettings:
-    """How patiently and how much at once. Both ends of a link should use the same `window`."""
+    """Patience of an outbox, and how much it holds. Both ends of a link should use the same `window`."""
 
     resend_first_s: float = 0.05
     resend_most_s: float = 1.0
-    """The wait before a resend doubles from `resend_first_s`, or from twice the usual wait for an acknowledgement if
-    that is longer, up to this: a slow peer must not be made slower by resends.
-    """
+    """The wait before a resend doubles from `resend_first_s` up to this, until the peer acknowledges something."""
     give_up_s: float = 30.0
     window: int = 512
     """Messages that may be on their way at once; further ones wait in the outbox."""
-    early_bytes: int = 16 << 20
-    """Bytes of messages that came before their turn and are held for it; more of them are dropped, and sent again."""
     max_held: int = 8_192
     """Messages, on their way or waiting, that an outbox holds before `post` refuses."""
 
@@ -51,255 +50,137 @@ class Undelivered(NamedTuple, Generic[T]):
     age_s: float
 
 
-@dataclass(slots=True, eq=False)
-class _Held(Generic[T]):
-    message: T
-    posted_at_s: float
-    give_up_at_s: float
-    arrived: bool = False
-    """Acknowledged out of order: not sent again, but not yet handed on either."""
-    interval_s: float = 0.0
-    resend_at_s: float = math.inf
-    sent_at_s: float = math.inf
-
-
 class Outbox(Generic[T]):
-    """The sending end: holds every message until it is acknowledged or given up."""
+    """The sending end: holds every message until the peer acknowledges it."""
 
     def __init__(self, settings: DeliverySettings) -> None:
         self._settings = settings
-        self._held: dict[int, _Held[T]] = {}
-        self._floor = 1
-        self._next_unsent = 1
-        self._next_sequence = 1
-        self._round_trip_s = 0.0
-        # Lower bounds, so that the common call looks at no message at all.
+        self._held: deque[tuple[T, float]] = deque()
+        """Messages and when they were posted; the first `_on_their_way` of them have been sent."""
+        self._on_their_way = 0
+        self._first = 1
+        """The sequence number of the first held message."""
+        self._interval_s = settings.resend_first_s
         self._resend_at_s = math.inf
-        self._give_up_at_s = math.inf
 
     def __len__(self) -> int:
         return len(self._held)
 
     def __repr__(self) -> str:
-        sent = min(self._next_unsent, self._next_sequence) - self._floor
-        return f"<Outbox {len(self._held)} held, floor {self._floor}, at most {sent} on their way>"
+        return f"<Outbox {len(self._held)} held from {self._first} on, {self._on_their_way} on their way>"
 
     @property
-    def floor(self) -> int:
-        """The lowest sequence number still offered; one more than the last posted when none is."""
-        return self._floor
+    def gives_up_at_s(self) -> float:
+        """When the peer has to have acknowledged the oldest message; infinity when nothing is held."""
+        return self._held[0][1] + self._settings.give_up_s if self._held else math.inf
 
     @property
     def wake_at_s(self) -> float:
-        """When `take_due` or `take_expired` may next have something, or infinity. Can be early, never late."""
-        return min(self._resend_at_s, self._give_up_at_s)
+        """When there is something to send again or to give up; infinity when nothing is held."""
+        return min(self._resend_at_s, self.gives_up_at_s)
 
-    def post(self, message: T, *, now_s: float, give_up_s: float | None = None) -> None:
-        """Accept a message for delivery within `give_up_s` (default: the settings'). Raises CapacityError when full."""
+    def post(self, message: T, *, now_s: float) -> None:
+        """Accept a message for delivery. Raises CapacityError when full."""
         if len(self._held) >= self._settings.max_held:
             raise CapacityError(
                 f"{len(self._held)} messages wait for a peer that acknowledges none of them: "
                 "it hangs or cannot be reached"
             )
-        give_up_at_s = now_s + (self._settings.give_up_s if give_up_s is None else give_up_s)
-        self._held[self._next_sequence] = _Held(message, now_s, give_up_at_s)
-        self._next_sequence += 1
-        self._give_up_at_s = min(self._give_up_at_s, give_up_at_s)
+        self._held.append((message, now_s))
 
     def take_new(self, now_s: float) -> list[Outgoing[T]]:
         """Return what is to be sent for the first time now, in order: posted messages, as far as the window allows."""
-        messages = []
-        stop = min(self._next_sequence, self._floor + self._settings.window)
-        while self._next_unsent < stop:
-            held = self._held.get(self._next_unsent)
-            if held is not None:
-                held.sent_at_s = now_s
-                self._schedule(held, now_s, self._longer(0.0))
-                messages.append(Outgoing(self._next_unsent, held.message))
-            self._next_unsent += 1
-        return messages
+        start, self._on_their_way = self._on_their_way, min(len(self._held), self._settings.window)
+        if self._resend_at_s == math.inf:
+            self._resend_at_s = self._next_resend_s(now_s)
+        return self._numbered(start, self._on_their_way)
 
     def take_due(self, now_s: float) -> list[Outgoing[T]]:
-        """Return what is to be sent again now, in order."""
+        """Return what is to be sent again now, in order: all that is on its way."""
         if now_s < self._resend_at_s:
             return []
-        self._resend_at_s = math.inf
-        messages = []
-        for sequence, held in self._held.items():
-            if held.resend_at_s <= now_s:
-                self._schedule(held, now_s, self._longer(held.interval_s))
-                messages.append(Outgoing(sequence, held.message))
-            self._resend_at_s = min(self._resend_at_s, held.resend_at_s)
-        return messages
+        self._resend_at_s = now_s + self._interval_s
+        self._interval_s = min(2 * self._interval_s, self._settings.resend_most_s)
+        return self._numbered(0, self._on_their_way)
 
-    def take_expired(self, now_s: float) -> list[Undelivered[T]]:
-        """Give up what is past its deadline and return it. The floor moves on with the next frame."""
-        if now_s < self._give_up_at_s:
-            return []
-        expired = [sequence for sequence, held in self._held.items() if held.give_up_at_s <= now_s]
-        undelivered = [self._undelivered(self._held.pop(sequence), now_s) for sequence in expired]
-        self._give_up_at_s = min((held.give_up_at_s for held in self._held.values()), default=math.inf)
-        self._settle()
-        lowest = self._held.get(self._floor)
-        if expired and lowest is not None and lowest.arrived:
-            # The peer has it but waits for what was given up: sent again, it carries the new floor.
-            lowest.arrived = False
-            self._schedule(lowest, now_s, 0.0)
-        return undelivered
-
-    def acknowledge(self, acks: Acks, *, now_s: float) -> None:
-        """Forget what the peer has. Raises ProtocolError, changing nothing, when it claims what was never sent."""
-        claimed = max((acks.upto, *acks.beyond))
-        if claimed >= self._next_unsent:
-            raise ProtocolError(f"message {claimed} is acknowledged, but only {self._next_unsent - 1} were sent")
-        for sequence in range(self._floor, acks.upto + 1):
-            last = self._held.pop(sequence, None)
-            if last is not None and sequence == acks.upto:
-                self._observe_round_trip(now_s - last.sent_at_s)
-        for sequence in acks.beyond:
-            held = self._held.get(sequence)
-            if held is not None:
-                held.arrived = True
-                held.resend_at_s = math.inf
-        self._settle()
+    def acknowledge(self, upto: int, *, now_s: float) -> None:
+        """Forget what the peer has, `upto` included. Raises ProtocolError, changing nothing, for what was never sent."""
+        last_sent = self._first + self._on_their_way - 1
+        if upto > last_sent:
+            raise ProtocolError(f"message {upto} is acknowledged, but only {last_sent} were sent")
+        if upto < self._first:
+            return
+        for _ in range(upto + 1 - self._first):
+            self._held.popleft()
+        self._on_their_way = last_sent - upto
+        self._first = upto + 1
+        self._interval_s = self._settings.resend_first_s
+        self._resend_at_s = self._next_resend_s(now_s)
 
     def resend_now(self, now_s: float) -> None:
-        """Make every message that is sent and not acknowledged due now: the connection to the peer stands again."""
-        for sequence, held in self._held.items():
-            if sequence < self._next_unsent and not held.arrived:
-                self._schedule(held, now_s, 0.0)
+        """Make every message that is on its way due now: the connection to the peer stands again."""
+        self._interval_s = self._settings.resend_first_s
+        if self._on_their_way:
+            self._resend_at_s = now_s
 
     def abandon(self, now_s: float) -> list[Undelivered[T]]:
-        """The link is over: empty the outbox and return all that was in it, in order."""
-        undelivered = [self._undelivered(held, now_s) for held in self._held.values()]
+        """Empty the outbox, whose link is over, and return all that was in it, in order."""
+        undelivered = [Undelivered(message, now_s - posted_s) for message, posted_s in self._held]
+        self._first += len(self._held)
         self._held.clear()
-        self._settle()
+        self._on_their_way, self._resend_at_s = 0, math.inf
         return undelivered
 
     def check_integrity(self) -> None:
         """Raise IntegrityError when the outbox contradicts itself."""
-        sequences = list(self._held)
-        if sequences != sorted(sequences) or len(sequences) > self._settings.max_held:
-            raise IntegrityError(f"{self!r}: messages are out of order or too many")
-        if sequences and (sequences[0] != self._floor or sequences[-1] >= self._next_sequence):
-            raise IntegrityError(f"{self!r}: the floor is not the lowest held message ({sequences[0]})")
-        if not sequences and self._floor != self._next_sequence:
-            raise IntegrityError(
-                f"{self!r}: nothing is held, yet the floor is not the next message ({self._next_sequence})"
-            )
-        if any(
-            held.resend_at_s < self._resend_at_s or held.give_up_at_s < self._give_up_at_s
-            for held in self._held.values()
-        ):
-            raise IntegrityError(f"{self!r}: a timer would come too late")
+        if not 0 <= self._on_their_way <= min(len(self._held), self._settings.window):
+            raise IntegrityError(f"{self!r}: more is on its way than is held, or than the window allows")
+        if len(self._held) > self._settings.max_held:
+            raise IntegrityError(f"{self!r}: holds more than {self._settings.max_held} messages")
+        if (self._resend_at_s < math.inf) != bool(self._on_their_way):
+            raise IntegrityError(f"{self!r}: a resend is planned of nothing, or none of what is on its way")
 
-    def _schedule(self, held: _Held[T], now_s: float, interval_s: float) -> None:
-        held.interval_s = interval_s
-        held.resend_at_s = now_s + interval_s
-        self._resend_at_s = min(self._resend_at_s, held.resend_at_s)
+    def _numbered(self, start: int, stop: int) -> list[Outgoing[T]]:
+        held = islice(self._held, start, stop)
+        return [Outgoing(self._first + place, message) for place, (message, _) in enumerate(held, start)]
 
-    def _longer(self, interval_s: float) -> float:
-        shortest_s = max(self._settings.resend_first_s, 2 * self._round_trip_s)
-        return min(max(2 * interval_s, shortest_s), self._settings.resend_most_s)
-
-    def _observe_round_trip(self, seconds: float) -> None:
-        # From the first time that the message was sent: too long after a loss, but never too short.
-        sample_s = min(seconds, self._settings.resend_most_s)
-        self._round_trip_s += (sample_s - self._round_trip_s) / 8
-
-    def _settle(self) -> None:
-        while self._floor < self._next_sequence and self._floor not in self._held:
-            self._floor += 1
-        self._next_unsent = max(self._next_unsent, self._floor)
-        if not self._held:
-            self._resend_at_s = self._give_up_at_s = math.inf
-
-    @staticmethod
-    def _undelivered(held: _Held[T], now_s: float) -> Undelivered[T]:
-        return Undelivered(held.message, now_s - held.posted_at_s)
+    def _next_resend_s(self, now_s: float) -> float:
+        return now_s + self._interval_s if self._on_their_way else math.inf
 
 
-class Receipt(NamedTuple, Generic[T]):
-    """What came of one arrival. `ready` can also hold earlier arrivals that it, or its floor, set free."""
+class Arrival(StrEnum):
+    """What becomes of a message that arrives."""
 
-    verdict: Literal["new", "duplicate", "beyond_window"]
-    ready: list[T]
+    NEW = "new"
+    """The message is next: it is to be handed on, once."""
+    DUPLICATE = "duplicate"
+    OUT_OF_ORDER = "out_of_order"
+    """A message before it is missing: it is dropped, and its sender sends both again."""
 
 
-class Inbox(Generic[T]):
-    """The receiving end: puts arrivals in order, drops doubles, knows what to acknowledge."""
+class Inbox:
+    """The receiving end: takes messages in order, drops all others, and knows what to acknowledge."""
 
-    def __init__(self, settings: DeliverySettings) -> None:
-        self._window = settings.window
-        self._early_limit_bytes = settings.early_bytes
-        self._early: dict[int, tuple[T, int]] = {}
-        """Messages that came before their turn, and their sizes."""
-        self._early_bytes = 0
-        self._next = 1
-        self._owed = 0
-
-    def __len__(self) -> int:
-        return len(self._early)
+    def __init__(self) -> None:
+        self.upto = 0
+        """The last message that has been taken; its number is the acknowledgement."""
+        self.owed = 0
+        """Arrivals since the last acknowledgement; nonzero means that the peer waits for one."""
 
     def __repr__(self) -> str:
-        return f"<Inbox waits for {self._next}, {len(self._early)} came early, {self._owed} arrivals unacknowledged>"
+        return f"<Inbox waits for {self.upto + 1}, {self.owed} arrivals unacknowledged>"
 
-    @property
-    def owed(self) -> int:
-        """Arrivals since the last `acks`; nonzero means that the peer waits for an acknowledgement."""
-        return self._owed
+    def accept(self, sequence: int) -> Arrival:
+        """Judge an arrival by its number, from 1."""
+        self.owed += 1
+        if sequence <= self.upto:
+            return Arrival.DUPLICATE
+        if sequence > self.upto + 1:
+            return Arrival.OUT_OF_ORDER
+        self.upto = sequence
+        return Arrival.NEW
 
-    def accept(self, sequence: int, message: T, *, floor: int, size_bytes: int = 0) -> Receipt[T]:
-        """Take an arrival; `ready` are the messages that can be handed on now, in order, each exactly once.
-
-        What lies beyond the window, or came early when too much has, is dropped unacknowledged: the sender will come
-        back with it. What is due is always taken, so that holds nothing up for ever.
-        """
-        ready = self._raise_floor(min(floor, sequence))
-        if sequence < self._next or sequence in self._early:
-            self._owed += 1
-            return Receipt("duplicate", ready)
-        too_much = sequence > self._next and self._early_bytes + size_bytes > self._early_limit_bytes
-        if sequence >= self._next + self._window or too_much:
-            return Receipt("beyond_window", ready)
-        self._owed += 1
-        if sequence == self._next and not self._early:
-            self._next += 1
-            ready.append(message)
-            return Receipt("new", ready)
-        self._early[sequence] = message, size_bytes
-        self._early_bytes += size_bytes
-        ready += self._take_consecutive()
-        return Receipt("new", ready)
-
-    def acks(self) -> Acks:
-        """What to tell the sender; clears `owed`."""
-        self._owed = 0
-        if not self._early:
-            return Acks(self._next - 1)
-        return Acks(self._next - 1, tuple(sorted(self._early)[:MAX_SELECTIVE_ACKS]))
-
-    def check_integrity(self) -> None:
-        """Raise IntegrityError when the inbox contradicts itself."""
-        if any(not self._next < sequence < self._next + self._window for sequence in self._early):
-            raise IntegrityError(f"{self!r}: holds a message outside of its window")
-        if self._early_bytes != sum(size for _, size in self._early.values()):
-            raise IntegrityError(f"{self!r}: has lost count of the bytes that it holds")
-
-    def _raise_floor(self, floor: int) -> list[T]:
-        if floor <= self._next:
-            return []
-        # What came early and lies below was given up, and reported so, by its sender: too late to hand it on.
-        for sequence in [sequence for sequence in self._early if sequence < floor]:
-            self._early_bytes -= self._early.pop(sequence)[1]
-        self._next = floor
-        return self._take_consecutive()
-
-    def _take_consecutive(self) -> list[T]:
-        ready = []
-        while self._next in self._early:
-            message, size_bytes = self._early.pop(self._next)
-            self._early_bytes -= size_bytes
-            ready.append(message)
-            self._next += 1
-        return ready
+    def acknowledged(self) -> int:
+        """Return the acknowledgement to send now; nothing is owed afterwards."""
+        self.owed = 0
+        return self.upto

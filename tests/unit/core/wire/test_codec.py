@@ -6,7 +6,7 @@ import pytest
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import MAX_ROOM, IndexSpace, PageTable
-from kvbridge.core.wire.codec import PEER, Acks, Envelope, FrameError, FrameFault, MessageCodec
+from kvbridge.core.wire.codec import PEER, Envelope, FrameError, FrameFault, MessageCodec
 from kvbridge.core.wire.messages import PROTOCOL_VERSION, Offer, PeerMessage, to_wire
 
 
@@ -15,8 +15,8 @@ def offer(pages=64):
     return Offer(room=MAX_ROOM, generation=1, prompt_tokens=16_384, tables=to_wire({IndexSpace.FULL: table}))
 
 
-def frame(*, version=PROTOCOL_VERSION, sender="s", link=1, sequence=1, acks=(0, ()), body=None):
-    return msgpack.packb([version, sender, "", link, sequence, 0, acks, body])
+def frame(*, version=PROTOCOL_VERSION, sender="s", link=1, sequence=1, acknowledged=0, body=None):
+    return msgpack.packb([version, sender, "", link, sequence, acknowledged, body])
 
 
 def refused(data, codec=PEER):
@@ -31,7 +31,7 @@ def refused(data, codec=PEER):
         (b"", FrameFault.MALFORMED, "0 bytes"),
         (b"\xc1", FrameFault.MALFORMED, "not a frame"),
         (b"GET / HTTP/1.1\r\n\r\n", FrameFault.MALFORMED, "follow its end"),
-        (frame()[:-3], FrameFault.MALFORMED, "incomplete"),
+        (frame()[:-1], FrameFault.MALFORMED, "incomplete"),
         (frame() + b"\0", FrameFault.MALFORMED, "follow its end"),
         (msgpack.packb({"type": "heartbeat"}), FrameFault.MALFORMED, "expected an array"),
         (b"\x91" * 5_000, FrameFault.MALFORMED, "nested too deeply"),
@@ -56,8 +56,8 @@ def refused(data, codec=PEER):
         (frame(sequence=-1), FrameFault.ENVELOPE, "'sequence'"),
         (frame(sequence=2**63), FrameFault.ENVELOPE, "'sequence'"),
         (frame(sequence=1.0), FrameFault.ENVELOPE, "'sequence'"),
-        (frame(acks=(0, [1] * 65)), FrameFault.ENVELOPE, "'acks'"),
-        (frame(acks=7), FrameFault.ENVELOPE, "'acks'"),
+        (frame(acknowledged=[]), FrameFault.ENVELOPE, "'acknowledged'"),
+        (frame(acknowledged=-1), FrameFault.ENVELOPE, "'acknowledged'"),
         (frame(body=[1]), FrameFault.ENVELOPE, "'body'"),
         (frame(body={}), FrameFault.TYPE, "'type'"),
         (frame(body={"type": "shutdown"}), FrameFault.TYPE, "'type'"),
@@ -98,4 +98,4 @@ def test_limits_hold_on_both_ways():
 
 
 def test_acknowledgements_travel_alone():
-    assert PEER.decode(PEER.encode(Envelope("a", acks=Acks(9)))) == Envelope("a", acks=Acks(9))
+    assert PEER.decode(PEER.encode(Envelope("a", acknowledged=9))) == Envelope("a", acknowledged=9)

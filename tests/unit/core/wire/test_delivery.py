@@ -3,8 +3,7 @@
 import pytest
 
 from kvbridge.core.errors import CapacityError, ProtocolError
-from kvbridge.core.wire.codec import Acks
-from kvbridge.core.wire.delivery import DeliverySettings, Inbox, Outbox
+from kvbridge.core.wire.delivery import Arrival, DeliverySettings, Inbox, Outbox
 
 SETTINGS = DeliverySettings(resend_first_s=0.05, resend_most_s=1.0, give_up_s=10.0, window=4, max_held=6)
 
@@ -16,81 +15,75 @@ def outbox(*messages, now_s=0.0):
     return box
 
 
-def test_the_window_holds_back_and_opens_with_acks():
+def test_the_window_holds_back_and_opens_with_an_acknowledgement():
     box = outbox(*"abcdef")
     assert len(box.take_new(0.0)) == 4
     with pytest.raises(CapacityError, match="6 messages wait"):
         box.post("g", now_s=0.0)
-    box.acknowledge(Acks(2), now_s=0.0)
+    box.acknowledge(2, now_s=0.0)
     assert [sent.sequence for sent in box.take_new(0.0)] == [5, 6]
-    assert box.floor == 3
-    box.acknowledge(Acks(6), now_s=0.0)
+    box.acknowledge(6, now_s=0.0)
     assert len(box) == 0
     assert box.wake_at_s == float("inf")
 
 
-def test_giving_up_moves_the_floor_and_wakes_what_waits_behind():
-    box, inbox = Outbox(SETTINGS), Inbox(SETTINGS)
-    box.post("a", now_s=0.0, give_up_s=1.0)
-    box.post("b", now_s=0.0)
-    lost, arrived = box.take_new(0.0)
-    assert inbox.accept(arrived.sequence, "b", floor=box.floor).ready == []
-    box.acknowledge(inbox.acks(), now_s=0.0)
-    assert lost.sequence == 1
-    assert [(item.message, item.age_s) for item in box.take_expired(1.0)] == [("a", 1.0)]
-    (again,) = box.take_due(1.0)
-    assert again.sequence == 2
-    receipt = inbox.accept(again.sequence, "b", floor=box.floor)
-    assert (receipt.verdict, receipt.ready) == ("duplicate", ["b"])
-    box.acknowledge(inbox.acks(), now_s=0.0)
-    assert len(box) == 0
+def test_the_oldest_message_says_when_a_link_is_given_up():
+    box = outbox("a")
+    box.post("b", now_s=1.0)
+    box.take_new(1.0)
+    assert box.gives_up_at_s == 10.0
+    box.acknowledge(1, now_s=9.0)
+    assert box.gives_up_at_s == 11.0
+    box.post("c", now_s=9.5)
+    assert [(item.message, item.age_s) for item in box.abandon(11.0)] == [("b", 10.0), ("c", 1.5)]
+    assert (len(box), box.gives_up_at_s, box.wake_at_s) == (0, float("inf"), float("inf"))
+    box.post("d", now_s=12.0)
+    assert [sent.sequence for sent in box.take_new(12.0)] == [4]
 
 
-def test_a_slow_peer_is_given_more_time():
-    box = Outbox(SETTINGS)
-    for number in range(100):
-        box.post(number, now_s=float(number))
-        box.take_new(float(number))
-        box.acknowledge(Acks(number + 1), now_s=number + 0.2)
-    box.post("a", now_s=200.0)
-    box.take_new(200.0)
-    assert box.take_due(200.39) == []
-    assert len(box.take_due(200.41)) == 1
-
-
-def test_acks_of_what_was_never_sent_are_refused_whole():
+def test_an_acknowledgement_of_what_was_never_sent_is_refused():
     box = outbox("a", "b")
     box.take_new(0.0)
-    for acks in (Acks(3), Acks(1, (9,))):
-        with pytest.raises(ProtocolError, match="only 2 were sent"):
-            box.acknowledge(acks, now_s=0.0)
+    with pytest.raises(ProtocolError, match="message 3 is acknowledged, but only 2 were sent"):
+        box.acknowledge(3, now_s=0.0)
     assert len(box) == 2
+    box.acknowledge(2, now_s=0.0)
+    box.acknowledge(1, now_s=0.0)
+    assert len(box) == 0, "an earlier acknowledgement that comes late changes nothing"
 
 
-def test_beyond_the_window_nothing_is_kept_nor_acknowledged():
-    inbox = Inbox(SETTINGS)
-    assert inbox.accept(5, "e", floor=1).verdict == "beyond_window"
-    assert inbox.accept(4, "d", floor=1).verdict == "new"
-    assert inbox.acks() == Acks(0, (4,))
-    assert inbox.accept(10**9, "z", floor=10**9) == ("new", ["z"])
-
-
-def test_resends_back_off_from_50_ms_to_1_s():
-    box = outbox("a")
-    assert [sent.sequence for sent in box.take_new(0.0)] == [1]
+def test_resends_back_off_from_50_ms_to_1_s_until_the_peer_acknowledges_something():
+    box = outbox(*"ab")
+    assert [sent.sequence for sent in box.take_new(0.0)] == [1, 2]
     times = []
     for _ in range(8):
         now_s = box.wake_at_s
         times.append(round(now_s, 3))
         assert box.take_due(now_s - 1e-6) == []
-        assert [sent.message for sent in box.take_due(now_s)] == ["a"]
-    assert times == [0.05, 0.15, 0.35, 0.75, 1.55, 2.55, 3.55, 4.55]
+        assert [sent.message for sent in box.take_due(now_s)] == ["a", "b"]
+    assert times == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.6, 3.6]
+    box.acknowledge(1, now_s=4.0)
+    assert round(box.wake_at_s, 3) == 4.05
+    assert [sent.message for sent in box.take_due(4.05)] == ["b"]
 
 
-def test_what_arrived_out_of_order_is_not_sent_again():
-    box = outbox(*"abc")
+def test_a_new_connection_has_all_that_is_on_its_way_sent_again_at_once():
+    box = outbox(*"abcde")
+    box.resend_now(0.0)
+    assert box.take_due(0.0) == [], "nothing has been sent"
     box.take_new(0.0)
-    box.acknowledge(Acks(0, (2,)), now_s=0.0)
-    assert [sent.sequence for sent in box.take_due(0.05)] == [1, 3]
-    box.acknowledge(Acks(3), now_s=0.0)
-    assert len(box) == 0
+    box.resend_now(0.01)
+    assert box.take_due(0.0) == []
+    assert [sent.message for sent in box.take_due(0.01)] == [*"abcd"]
+
+
+def test_an_inbox_takes_the_next_message_and_no_other():
+    inbox = Inbox()
+    assert [inbox.accept(sequence) for sequence in (2, 1, 1, 2, 10**9)] == [
+        Arrival.OUT_OF_ORDER,
+        Arrival.NEW,
+        Arrival.DUPLICATE,
+        Arrival.NEW,
+        Arrival.OUT_OF_ORDER,
+    ]
+    assert (inbox.owed, inbox.acknowledged(), inbox.owed) == (5, 2, 0), "every arrival asks for an acknowledgement"
