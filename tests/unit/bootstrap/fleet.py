@@ -15,7 +15,6 @@ from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.base import RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.bootstrap.stores.redis import RedisStore
-from kvbridge.bootstrap.stores.redis_connection import RedisSettings
 from kvbridge.config.schema import PairingConfig
 from kvbridge.config.timeouts import BootstrapTimeouts
 from kvbridge.core.addresses import PeerAddress
@@ -145,10 +144,8 @@ class RedisFleet(World):
 
     def replica(self, *, timeout_s: float = 5.0) -> RedisStore:
         """Another store over the same keys, as another process would have it."""
-        settings = RedisSettings(
-            url=self.server.url, password=lambda: "", namespace=self.namespace, timeout_s=timeout_s
-        )
-        store = RedisStore(settings, expire_after_s=EXPIRE_AFTER_S, rooms=self.times, observer=self)
+        limits = {"expire_after_s": EXPIRE_AFTER_S, "rooms": self.times, "timeout_s": timeout_s}
+        store = RedisStore(self.server.url, namespace=self.namespace, observer=self, **limits)
         self._opened.append(store)
         return store
 

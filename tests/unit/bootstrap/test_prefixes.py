@@ -12,7 +12,7 @@ from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRe
 from kvbridge.bootstrap.fit import Ranking
 from kvbridge.bootstrap.nodes import NodeEntry, NodeRecord, by_instance
 from kvbridge.bootstrap.prefixes import Guess, guess_held_pages, judge
-from kvbridge.bootstrap.stores import memory, redis
+from kvbridge.bootstrap.stores import base, memory
 from kvbridge.bootstrap.stores.base import NOTE_KEEP_S, Claim, RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.core.errors import CapacityError
@@ -21,7 +21,7 @@ from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.telemetry.events import PrefixGuessed
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.helpers.manual_clock import ManualClock
-from tests.unit.bootstrap.fleet import FakeDaemons, half, instances_of, node
+from tests.unit.bootstrap.fleet import TIMES, FakeDaemons, half, instances_of, node
 
 PAGE = 256
 HELD = ModelIdentity(name="tiny", revision="1")
@@ -139,8 +139,9 @@ async def test_a_ticket_that_does_not_count_leaves_no_note(world):
 
 @pytest.mark.asyncio
 async def test_only_the_last_instances_are_remembered(world, monkeypatch):
-    for store in (memory, redis):
+    for store in (memory, base):
         monkeypatch.setattr(store, "NOTE_INSTANCES", 4)
+    world.limit(TIMES)
     for number in range(4):
         assert await give(world, number, f"p{number}", f"d{number}", [A])
         world.advance(1)
@@ -151,8 +152,9 @@ async def test_only_the_last_instances_are_remembered(world, monkeypatch):
 @pytest.mark.asyncio
 async def test_notes_take_bounded_memory_and_the_oldest_go_first(world, monkeypatch):
     """Whoever may pair can have notes made under any bytes, also by requests that are cancelled at once."""
-    for store in (memory, redis):
+    for store in (memory, base):
         monkeypatch.setattr(store, "NOTES", 2)
+    world.limit(TIMES)
     for number, key in enumerate((A, B, A, C)):
         assert await give(world, number, "p1", "d1", [key])
         world.advance(1)

@@ -12,7 +12,6 @@ from kvbridge.api.directory import NodeHeartbeat, PairRequest
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.redis import RedisStore
-from kvbridge.bootstrap.stores.redis_connection import RedisSettings
 from kvbridge.core.errors import ConfigError, NotFoundError, NotReadyError, StaleError
 from kvbridge.core.ids import Rank, Role
 from tests.helpers.redis_server import redis_server
@@ -20,6 +19,7 @@ from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, FLEET, LIMITS, TIMES, Fak
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.outside]
 
+SHORT = {"timeout_s": 5.0, "expire_after_s": EXPIRE_AFTER_S, "rooms": TIMES}
 REQUEST = PairRequest(room=7, prompt_tokens=1000)
 
 
@@ -166,17 +166,15 @@ async def test_a_password_is_used_and_never_shown():
             with pytest.raises(NotReadyError, match=r"refused|cannot be reached") as raised:
                 await world.store.nodes()
             assert "hush" not in str(raised.value)
-            settings = RedisSettings(url=server.url, password=lambda: "hush-hush", namespace="secret", timeout_s=5.0)
-            store = RedisStore(settings, expire_after_s=EXPIRE_AFTER_S, rooms=TIMES, observer=world)
+            store = RedisStore(server.url, lambda: "hush-hush", namespace="secret", observer=world, **SHORT)
             try:
                 assert await store.nodes() == ()
             finally:
                 await store.close()
-            assert "hush" not in f"{settings!r} {store!r}"
+            assert "hush" not in repr(store)
 
 
 async def test_a_url_that_cannot_be_read_is_a_mistake_of_the_configuration(redis_fleet):
-    settings = RedisSettings(url="gopher://u:hush@x", password=lambda: "", namespace="x", timeout_s=1.0)
     with pytest.raises(ConfigError, match=r"directory\.redis_url") as raised:
-        RedisStore(settings, expire_after_s=EXPIRE_AFTER_S, rooms=TIMES, observer=redis_fleet)
+        RedisStore("gopher://u:hush@x", namespace="x", observer=redis_fleet, **SHORT)
     assert "hush" not in str(raised.value)
