@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
@@ -23,6 +23,7 @@ from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord, check_regis
 from kvbridge.bootstrap.stores import base
 from kvbridge.bootstrap.stores.base import Claim, InstanceNodes, PairingState, RoomInUse, RoomTimes
 from kvbridge.bootstrap.stores.redis_connection import RedisConnection
+from kvbridge.bootstrap.stores.scripts import PRELUDE, SCRIPTS
 from kvbridge.core.errors import BridgeError, NotReadyError
 from kvbridge.core.ids import NonNegative
 from kvbridge.telemetry.registry import Metrics
@@ -39,17 +40,10 @@ class RedisStore:
     """A NodeStore and a RoomStore. Close it."""
 
     def __init__(
-        self,
-        url: str,
-        password: Callable[[], str] = str,
-        *,
-        namespace: str,
-        timeout_s: float,
-        expire_after_s: float,
-        rooms: RoomTimes,
-        observer: Metrics,
+        self, redis: RedisConnection, *, namespace: str, expire_after_s: float, rooms: RoomTimes, observer: Metrics
     ) -> None:
-        """Keep everything behind `namespace`. The rest, and errors, as of `RedisConnection`."""
+        """Keep everything behind `namespace`."""
+        self._redis = redis
         self._namespace = namespace
         self._observer = observer
         self._entries: dict[bytes, NodeEntry | None] = {}
@@ -63,16 +57,17 @@ class RedisStore:
         }
         limits = {f"{name}_ms": max(1, round(seconds * 1e3)) for name, seconds in times_s.items()}
         limits |= {"max_rooms": rooms.max_rooms, "note_instances": base.NOTE_INSTANCES, "notes": base.NOTES}
-        self._redis = RedisConnection(
-            url, password, limits, f"{namespace}:", timeout_s=timeout_s, on_failure=observer.store_failed
-        )
-        self._run = self._redis.run
+        head = "".join(f"local {name} = {value}\n" for name, value in limits.items()) + PRELUDE
+        self._scripts = {name: redis.script(f"{head}{text}end)() or false)") for name, text in SCRIPTS.items()}
 
     def __repr__(self) -> str:
         return f"RedisStore({self._redis.where}, namespace '{self._namespace}')"
 
     async def close(self) -> None:
         await self._redis.client.aclose()
+
+    async def _run(self, name: str, **arguments: object) -> Any:  # noqa: ANN401 - as the script answers
+        return await self._redis.run(self._scripts[name], f"{self._namespace}:", arguments)
 
     # ------------------------------------------------------------------------------------- nodes
 
@@ -197,7 +192,7 @@ class RedisStore:
             ticket = Ticket.model_validate_json(raw, extra="ignore")
             PairingState(_text(state or b""))
             if (ticket.room, ticket.generation) != (room, int(generation)):
-                raise ValueError(f"its ticket is of {ticket.room}, {ticket.generation}")  # noqa: TRY301 - told below
+                raise ValueError(f"its ticket is of room {ticket.room} generation {ticket.generation}")  # noqa: TRY301 - told below
             return ticket.after(max(0, now_ms - int(settled_ms)) / 1e3)
         except (ValueError, TypeError) as error:
             self._refused("room", str(room).encode(), error)

@@ -10,12 +10,12 @@ import msgpack
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.commands.core import AsyncScript
 from redis.credentials import CredentialProvider
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import RedisError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from kvbridge.bootstrap.stores.scripts import PRELUDE, SCRIPTS
 from kvbridge.core.errors import ConfigError, NotReadyError
 
 CONNECTIONS: Final = 32
@@ -26,43 +26,29 @@ class RedisConnection:
     """Runs scripts, each within its limit. Close `client`."""
 
     def __init__(
-        self,
-        url: str,
-        password: Callable[[], str],
-        limits: Mapping[str, int],
-        prefix: str,
-        *,
-        timeout_s: float,
-        on_failure: Callable[[str], None],
+        self, url: str, password: Callable[[], str] = str, *, timeout_s: float, on_failure: Callable[[str], None]
     ) -> None:
         """Connect to nothing yet: every call does when it has to. Raises ConfigError for a URL that cannot be read.
 
         `url` may hold a password, so it is never shown; where it holds none, each new connection shows `password`, if there is one.
-        Scripts have `limits` as locals, and `prefix` before every key. `timeout_s` is `timeouts.store_s`. `on_failure` hears the
-        kind of every failure: `timeout`, `connection` or `refused`.
+        `timeout_s` is `timeouts.store_s`. `on_failure` hears the kind of every failure: `timeout`, `connection` or `refused`.
         """
-        self._prefix, self._timeout_s, self._on_failure = prefix, timeout_s, on_failure
+        self._timeout_s, self._on_failure = timeout_s, on_failure
         self.client = _client(url, password, timeout_s)
+        self.script = self.client.register_script
         options = self.client.connection_pool.connection_kwargs
         self.where = str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
         """The address, without any secret."""
-        head = "".join(f"local {name} = {value}\n" for name, value in limits.items()) + PRELUDE
-        self._scripts = {
-            name: self.client.register_script(
-                f"{head}local function step() {text}end\nreturn cmsgpack.pack(step() or false)"
-            )
-            for name, text in SCRIPTS.items()
-        }
 
-    async def run(self, name: str, **arguments: object) -> Any:  # noqa: ANN401 - as the script answers
-        """Run a script within `timeouts.store_s` and return its answer, strings as bytes.
+    async def run(self, script: AsyncScript, key: str, arguments: Mapping[str, object]) -> Any:  # noqa: ANN401 - as it answers
+        """Run a script that takes and returns msgpack within `timeouts.store_s`, and return its answer, strings as bytes.
 
         Raises NotReadyError, with what an operator has to look at.
         """
         packed = msgpack.packb(arguments, use_bin_type=False)
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer = await self._scripts[name](keys=[self._prefix], args=[packed])
+                answer = await script(keys=[key], args=[packed])
         except (TimeoutError, RedisTimeoutError) as error:
             raise self._away("timeout", f"did not answer within {self._timeout_s:g} s (timeouts.store_s)") from error
         except (RedisConnectionError, OSError) as error:

@@ -11,7 +11,7 @@ Keys, each behind the namespace (`member` is the JSON list of instance and node)
     prefixes             sorted set: the page keys that there are so, by when each came last; expires with the last of them
 
 All times are Redis's own, in milliseconds. What somebody else left under one of our names is read as absent, and replaced when we
-write there. Arguments come by their names in `a`; limits are locals (`_ms` in their names), which `RedisStore` puts before the text.
+write there. Arguments come by their names in `a`; limits are locals (`_ms` in their names), put before by `RedisStore`.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ local function live_on(node)
   redis.call('SADD', own('set', 'nodes'), a.member)
   redis.call('PEXPIRE', ns .. 'nodes', 3600000)  -- a node that goes while no bootstrap is there is told of for so long
 end
+return cmsgpack.pack((function()
 """
-"""The beginning of every script."""
+"""The beginning of every script, which is a function whose answer is packed."""
 
 SCRIPTS: Final = {
     "LOOK": """  -- [now_ms, [[member, row], ...], version]

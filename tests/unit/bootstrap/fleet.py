@@ -15,6 +15,7 @@ from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.base import RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.bootstrap.stores.redis import RedisStore
+from kvbridge.bootstrap.stores.redis_connection import RedisConnection
 from kvbridge.config.schema import PairingConfig
 from kvbridge.config.timeouts import BootstrapTimeouts
 from kvbridge.core.addresses import PeerAddress
@@ -144,10 +145,13 @@ class RedisFleet(World):
 
     def replica(self, *, timeout_s: float = 5.0) -> RedisStore:
         """Another store over the same keys, as another process would have it."""
-        limits = {"expire_after_s": EXPIRE_AFTER_S, "rooms": self.times, "timeout_s": timeout_s}
-        store = RedisStore(self.server.url, namespace=self.namespace, observer=self, **limits)
-        self._opened.append(store)
-        return store
+        return self.over(RedisConnection(self.server.url, timeout_s=timeout_s, on_failure=self.store_failed))
+
+    def over(self, redis: RedisConnection) -> RedisStore:
+        """Another store over another connection."""
+        limits = {"expire_after_s": EXPIRE_AFTER_S, "rooms": self.times}
+        self._opened.append(RedisStore(redis, namespace=self.namespace, observer=self, **limits))
+        return self._opened[-1]
 
     def limit(self, times: RoomTimes) -> None:
         self.times = times

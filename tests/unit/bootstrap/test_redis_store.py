@@ -11,15 +11,14 @@ import pytest
 from kvbridge.api.directory import NodeHeartbeat, PairRequest
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
-from kvbridge.bootstrap.stores.redis import RedisStore
+from kvbridge.bootstrap.stores.redis_connection import RedisConnection
 from kvbridge.core.errors import ConfigError, NotFoundError, NotReadyError, StaleError
 from kvbridge.core.ids import Rank, Role
 from tests.helpers.redis_server import redis_server
-from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, FLEET, LIMITS, TIMES, FakeDaemons, RedisFleet, half, node
+from tests.unit.bootstrap.fleet import FLEET, LIMITS, FakeDaemons, RedisFleet, half, node
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.outside]
 
-SHORT = {"timeout_s": 5.0, "expire_after_s": EXPIRE_AFTER_S, "rooms": TIMES}
 REQUEST = PairRequest(room=7, prompt_tokens=1000)
 
 
@@ -166,15 +165,13 @@ async def test_a_password_is_used_and_never_shown():
             with pytest.raises(NotReadyError, match=r"refused|cannot be reached") as raised:
                 await world.store.nodes()
             assert "hush" not in str(raised.value)
-            store = RedisStore(server.url, lambda: "hush-hush", namespace="secret", observer=world, **SHORT)
-            try:
-                assert await store.nodes() == ()
-            finally:
-                await store.close()
+            keyed = RedisConnection(server.url, lambda: "hush-hush", timeout_s=5.0, on_failure=world.store_failed)
+            store = world.over(keyed)
+            assert await store.nodes() == ()
             assert "hush" not in repr(store)
 
 
-async def test_a_url_that_cannot_be_read_is_a_mistake_of_the_configuration(redis_fleet):
+async def test_a_url_that_cannot_be_read_is_a_mistake_of_the_configuration():
     with pytest.raises(ConfigError, match=r"directory\.redis_url") as raised:
-        RedisStore("gopher://u:hush@x", namespace="x", observer=redis_fleet, **SHORT)
+        RedisConnection("gopher://u:hush@x", timeout_s=5.0, on_failure=print)
     assert "hush" not in str(raised.value)
