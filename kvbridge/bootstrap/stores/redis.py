@@ -11,7 +11,7 @@ import hashlib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import msgpack
@@ -48,7 +48,7 @@ class RedisStore:
         self._observer = observer
         self._entries: dict[bytes, NodeEntry | None] = {}
         """By digest; None for one that is malformed."""
-        self._told: set[tuple[bytes, str]] = set()
+        self._tell_once = lru_cache(KEPT)(partial(_log_refused, namespace))
         times_s = {
             "expire": expire_after_s,
             "claim": rooms.claim_s,
@@ -124,7 +124,7 @@ class RedisStore:
 
     def _learn_entry(self, text: bytes, member: bytes) -> None:
         """Parse an entry and remember it, or that it is malformed."""
-        digest = _digest(text)
+        digest, entry = _digest(text), None
         if not text or digest in self._entries:
             return
         if len(self._entries) >= KEPT:
@@ -132,10 +132,10 @@ class RedisStore:
         try:
             entry = NodeEntry.model_validate_json(text, extra="ignore")
             check_registration(entry.registration)
-            self._entries[digest] = entry
         except (ValidationError, BridgeError) as error:
-            self._entries[digest] = None
+            entry = None
             self._refused("node", member, error)
+        self._entries[digest] = entry
 
     def _record(self, member: bytes, row: Sequence[Any], now_ms: int) -> NodeRecord | None:
         """Return the record of one row, or None when a part of it is missing or malformed."""
@@ -209,16 +209,10 @@ class RedisStore:
             for row in rows
         )
 
-    def _refused(self, reason: str, name: bytes, error: Exception) -> None:
+    def _refused(self, kind: str, name: bytes, error: Exception) -> None:
         """Count a malformed value, and log it unless that was done: it may be read again before it is replaced."""
-        self._observer.store_value_refused(reason)
-        told = name, str(error)
-        if told not in self._told:
-            if len(self._told) >= KEPT:
-                self._told.clear()
-            self._told.add(told)
-            facts = {"kind": reason, "name": _text(name), "namespace": self._namespace, "reason": str(error)}
-            log.warning("stored_value_refused", **facts)
+        self._observer.store_value_refused(kind)
+        self._tell_once(kind, _text(name), str(error))
 
 
 @lru_cache(KEPT)
@@ -237,3 +231,7 @@ def _digest(text: bytes) -> bytes:
 
 def _text(raw: bytes) -> str:
     return raw.decode(errors="replace")
+
+
+def _log_refused(namespace: str, kind: str, name: str, reason: str) -> None:
+    log.warning("stored_value_refused", kind=kind, name=name, namespace=namespace, reason=reason)

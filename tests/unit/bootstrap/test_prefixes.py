@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -21,7 +20,7 @@ from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.telemetry.events import PrefixGuessed
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.helpers.manual_clock import ManualClock
-from tests.unit.bootstrap.fleet import TIMES, FakeDaemons, half, instances_of, node
+from tests.unit.bootstrap.fleet import TIMES, FakeDaemons, instances_of, node
 
 PAGE = 256
 HELD = ModelIdentity(name="tiny", revision="1")
@@ -77,14 +76,6 @@ def record(registration, *, silent_s: float = 0.0) -> NodeRecord:
 def test_a_note_is_believed_for_as_long_as_its_node_keeps_prefixes(kept_s, silent_s, age_s, believed):
     instances = by_instance([record(keeper("d1", kept_s=kept_s), silent_s=silent_s)])
     assert guess_held_pages(instances, [{}, {"d1": age_s}, {}], 3) == ({"d1": 2} if believed else {})
-
-
-def test_of_several_nodes_the_one_that_keeps_least_decides():
-    nodes = [half("d", Role.DECODE, number, load=load(kept_s=kept_s)) for number, kept_s in enumerate((100.0, 5.0))]
-    assert guess_held_pages(instances_of(*nodes), [{"d": 6.0}], 1) == {}
-    assert guess_held_pages(instances_of(*nodes), [{"d": 4.0}], 1) == {"d": 1}
-    nodes[1] = half("d", Role.DECODE, 1, load=load(kept_s=None))
-    assert guess_held_pages(instances_of(*nodes), [{"d": 4.0}], 1) == {}
 
 
 @pytest.mark.parametrize(
@@ -234,8 +225,3 @@ async def test_keys_of_another_namespace_find_no_note(world):
     assert guesses == {("prefill", "none"): 2, ("decode", "none"): 2}
     await beats(world)
     assert names(await service.pair(request(SECOND))) == ("p2", "d2")
-
-
-def test_records_keep_what_they_say_when_they_are_charged():
-    charged = replace(record(keeper("d1")), charged_rooms=1, charged_pages={"full": 3})
-    assert charged.load.prefixes_kept_s == KEPT_S
