@@ -6,30 +6,39 @@ belongs to registers again, or the room's id is free again. Time is Redis's.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, Final
 
 import msgpack
 import structlog
 from pydantic import TypeAdapter, ValidationError
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvbridge.api.directory import Name, NodeHeartbeat, Ticket
 from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord, check_registration
 from kvbridge.bootstrap.stores import base
 from kvbridge.bootstrap.stores.base import Claim, InstanceNodes, PairingState, RoomInUse, RoomTimes
-from kvbridge.bootstrap.stores.redis_connection import RedisConnection
 from kvbridge.bootstrap.stores.scripts import PRELUDE, SCRIPTS
-from kvbridge.core.errors import BridgeError, NotReadyError
+from kvbridge.core.errors import BridgeError, ConfigError, NotReadyError
 from kvbridge.core.ids import NonNegative
 from kvbridge.telemetry.registry import Metrics
 
 log = structlog.get_logger(__name__)
 
+CONNECTIONS: Final = 32
+"""Open connections at most; further calls wait for one, within `timeouts.store_s`."""
 KEPT: Final = 4096
 """Parsed entries and heartbeats that are kept, and refusals that were logged."""
 _KEY = TypeAdapter(tuple[Name, Name])
@@ -40,11 +49,19 @@ class RedisStore:
     """A NodeStore and a RoomStore. Close it."""
 
     def __init__(
-        self, redis: RedisConnection, *, namespace: str, expire_after_s: float, rooms: RoomTimes, observer: Metrics
+        self,
+        client: Redis,
+        *,
+        namespace: str,
+        timeout_s: float,
+        expire_after_s: float,
+        rooms: RoomTimes,
+        observer: Metrics,
     ) -> None:
-        """Keep everything behind `namespace`."""
-        self._redis = redis
+        """Keep everything behind `namespace`, by a client of `redis_client`. `timeout_s` is `timeouts.store_s`."""
+        self._client = client
         self._namespace = namespace
+        self._timeout_s = timeout_s
         self._observer = observer
         self._entries: dict[bytes, NodeEntry | None] = {}
         """By digest; None for one that is malformed."""
@@ -58,16 +75,15 @@ class RedisStore:
         limits = {f"{name}_ms": max(1, round(seconds * 1e3)) for name, seconds in times_s.items()}
         limits |= {"max_rooms": rooms.max_rooms, "note_instances": base.NOTE_INSTANCES, "notes": base.NOTES}
         head = "".join(f"local {name} = {value}\n" for name, value in limits.items()) + PRELUDE
-        self._scripts = {name: redis.script(f"{head}{text}end)() or false)") for name, text in SCRIPTS.items()}
+        self._scripts = {
+            name: client.register_script(f"{head}{text}end)() or false)") for name, text in SCRIPTS.items()
+        }
 
     def __repr__(self) -> str:
-        return f"RedisStore({self._redis.where}, namespace '{self._namespace}')"
+        return f"RedisStore({self._where()}, namespace '{self._namespace}')"
 
     async def close(self) -> None:
-        await self._redis.client.aclose()
-
-    async def _run(self, name: str, **arguments: object) -> Any:  # noqa: ANN401 - as the script answers
-        return await self._redis.run(self._scripts[name], f"{self._namespace}:", arguments)
+        await self._client.aclose()
 
     # ------------------------------------------------------------------------------------- nodes
 
@@ -209,6 +225,31 @@ class RedisStore:
             for row in rows
         )
 
+    # ------------------------------------------------------------------------------------- Redis
+
+    async def _run(self, name: str, **arguments: object) -> Any:  # noqa: ANN401 - as the script answers
+        """Run a script within `timeouts.store_s`, and return its answer, strings as bytes. Raises NotReadyError."""
+        packed = msgpack.packb(arguments, use_bin_type=False)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await self._scripts[name](keys=[f"{self._namespace}:"], args=[packed])
+        except (TimeoutError, RedisTimeoutError) as error:
+            raise self._away("timeout", f"did not answer within {self._timeout_s:g} s (timeouts.store_s)") from error
+        except (RedisConnectionError, OSError) as error:
+            raise self._away("connection", f"cannot be reached: {error}") from error
+        except RedisError as error:
+            raise self._away("refused", f"refused a call: {error}") from error
+        return msgpack.unpackb(answer, raw=True)
+
+    def _away(self, kind: str, what: str) -> NotReadyError:
+        self._observer.store_failed(kind)
+        return NotReadyError(f"the directory's Redis at {self._where()} {what} (directory.redis_url)")
+
+    def _where(self) -> str:
+        """The address, without any secret."""
+        options = self._client.connection_pool.connection_kwargs
+        return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
+
     def _refused(self, kind: str, name: bytes, error: Exception) -> None:
         """Count a malformed value, and log it unless that was done: it may be read again before it is replaced."""
         self._observer.store_value_refused(kind)
@@ -235,3 +276,35 @@ def _text(raw: bytes) -> str:
 
 def _log_refused(namespace: str, kind: str, name: str, reason: str) -> None:
     log.warning("stored_value_refused", kind=kind, name=name, namespace=namespace, reason=reason)
+
+
+class _Credentials(CredentialProvider):
+    """Asked by the library for each new connection."""
+
+    def __init__(self, user: str | None, password: Callable[[], str]) -> None:
+        self._user = (user,) if user else ()
+        self._password = password
+
+    def get_credentials(self) -> Any:  # noqa: ANN401 - one or two strings
+        return (*self._user, self._password())
+
+    async def get_credentials_async(self) -> Any:  # noqa: ANN401
+        return self.get_credentials()
+
+
+def redis_client(url: str, password: Callable[[], str] = str, *, timeout_s: float) -> Redis:
+    """Return a client that connects when it has to, and tries nothing again behind our back: a script must not run twice.
+
+    `url` may hold a password; where it holds none, each new connection shows `password`, if there is one. `RedisStore` bounds the
+    calls: the library's own limit on sockets is `asyncio.wait_for`, which in Python 3.11 loses a cancellation that meets the end of
+    the wait, so a caller's deadline would never come. Raises ConfigError for a URL that cannot be read.
+    """
+    none = {"socket_timeout": None, "socket_connect_timeout": None, "retry": Retry(NoBackoff(), 0), "protocol": 2}
+    try:
+        pool = BlockingConnectionPool.from_url(url, max_connections=CONNECTIONS, timeout=timeout_s, **none)
+    except (ValueError, TypeError) as error:
+        raise ConfigError("directory.redis_url: cannot be read; expected redis://, rediss:// or unix://") from error
+    if password():
+        options = pool.connection_kwargs
+        options["credential_provider"] = _Credentials(options.pop("username", None), password)
+    return Redis.from_pool(pool)

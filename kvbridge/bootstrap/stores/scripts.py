@@ -2,7 +2,7 @@
 
 Keys, each behind the namespace (`member` is the JSON list of instance and node):
 
-    nodes                set: the members that have registered and are not known to be gone
+    nodes                sorted set: the members that have registered, by when they have been silent for too long
     node:<member>        hash: incarnation, entry, digest (of the entry), beat, seen_ms, charges; expires with the node
     version:<instance>   string: drawn anew by each registration of the instance
     room:<id>            hash: state, generation, owner, claimed_ms, paired_in, settled_ms, ticket; expires with the room
@@ -39,7 +39,7 @@ local function row(member)  -- a field that is missing is false; nil when there 
 end
 local function live_on(node)
   redis.call('PEXPIRE', node, expire_ms)
-  redis.call('SADD', own('set', 'nodes'), a.member)
+  redis.call('ZADD', own('zset', 'nodes'), now_ms + expire_ms, a.member)
   redis.call('PEXPIRE', ns .. 'nodes', 3600000)  -- a node that goes while no bootstrap is there is told of for so long
 end
 return cmsgpack.pack((function()
@@ -49,7 +49,7 @@ return cmsgpack.pack((function()
 SCRIPTS: Final = {
     "LOOK": """  -- [now_ms, [[member, row], ...], version]
 local found = {}
-for _, member in ipairs(a.members or read('SMEMBERS', ns .. 'nodes') or {}) do
+for _, member in ipairs(a.members or read('ZRANGE', ns .. 'nodes', 0, -1) or {}) do
   local fields = string.sub(member, 1, #a.prefix) == a.prefix and row(member)
   if fields then found[#found + 1] = {member, fields} end
 end
@@ -84,7 +84,7 @@ return {now_ms, {{a.member, fields}}, ''}
     "REMOVE": """
 if read('HGET', ns .. 'node:' .. a.member, 'incarnation') ~= a.incarnation then return false end
 redis.call('DEL', ns .. 'node:' .. a.member)
-redis.call('SREM', own('set', 'nodes'), a.member)
+redis.call('ZREM', own('zset', 'nodes'), a.member)
 return true
 """,
     "CHARGE": """
@@ -99,13 +99,8 @@ for member, counts in pairs(a.counts) do
 end
 """,
     "EXPIRE": """  -- Each member to one caller
-local gone = {}
-for _, member in ipairs(redis.call('SMEMBERS', own('set', 'nodes'))) do
-  if redis.call('EXISTS', ns .. 'node:' .. member) == 0 then
-    redis.call('SREM', ns .. 'nodes', member)
-    gone[#gone + 1] = member
-  end
-end
+local gone = redis.call('ZRANGEBYSCORE', own('zset', 'nodes'), '-inf', now_ms)
+redis.call('ZREMRANGEBYSCORE', ns .. 'nodes', '-inf', now_ms)
 return gone
 """,
     "CLAIM": """  -- [true, base], or [false, age_ms] when the room is in use

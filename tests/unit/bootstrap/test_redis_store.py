@@ -11,7 +11,7 @@ import pytest
 from kvbridge.api.directory import NodeHeartbeat, PairRequest
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
-from kvbridge.bootstrap.stores.redis_connection import RedisConnection
+from kvbridge.bootstrap.stores.redis import redis_client
 from kvbridge.core.errors import ConfigError, NotFoundError, NotReadyError, StaleError
 from kvbridge.core.ids import Rank, Role
 from tests.helpers.redis_server import redis_server
@@ -165,13 +165,12 @@ async def test_a_password_is_used_and_never_shown():
             with pytest.raises(NotReadyError, match=r"refused|cannot be reached") as raised:
                 await world.store.nodes()
             assert "hush" not in str(raised.value)
-            keyed = RedisConnection(server.url, lambda: "hush-hush", timeout_s=5.0, on_failure=world.store_failed)
-            store = world.over(keyed)
+            store = world.over(redis_client(server.url, lambda: "hush-hush", timeout_s=5.0))
             assert await store.nodes() == ()
             assert "hush" not in repr(store)
 
 
 async def test_a_url_that_cannot_be_read_is_a_mistake_of_the_configuration():
     with pytest.raises(ConfigError, match=r"directory\.redis_url") as raised:
-        RedisConnection("gopher://u:hush@x", timeout_s=5.0, on_failure=print)
+        redis_client("gopher://u:hush@x", timeout_s=5.0)
     assert "hush" not in str(raised.value)
