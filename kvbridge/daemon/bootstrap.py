@@ -251,18 +251,19 @@ def open_store(config: BootstrapConfig, observer: Metrics, files: SecretFiles) -
     if directory.store is StoreKind.MEMORY or directory.redis_url is None:
         return MemoryStore(expire_after_s=directory.expire_after_s, rooms=rooms)
     try:
-        from kvbridge.bootstrap.stores.redis import RedisStore  # noqa: PLC0415 - an extra
-        from kvbridge.bootstrap.stores.redis_connection import RedisSettings  # noqa: PLC0415
+        from kvbridge.bootstrap.stores.redis import RedisStore, redis_client  # noqa: PLC0415 - an extra
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"directory.store is redis, which needs the package {error.name}: install kvbridge[redis]"
         ) from error
     key, file = "directory.redis_password_file", directory.redis_password_file
     password = files.add(key, (file,), lambda: read_secret(None, file, key=key))
-    settings = RedisSettings(
-        url=directory.redis_url.get_secret_value().strip(),
-        password=lambda: password.current,
+    url = directory.redis_url.get_secret_value().strip()
+    return RedisStore(
+        redis_client(url, lambda: password.current, timeout_s=timeouts.store_s),
         namespace=directory.namespace,
         timeout_s=timeouts.store_s,
+        expire_after_s=directory.expire_after_s,
+        rooms=rooms,
+        observer=observer,
     )
-    return RedisStore(settings, expire_after_s=directory.expire_after_s, rooms=rooms, observer=observer)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,9 +15,8 @@ from kvbridge.core.errors import BridgeError, IntegrityError, RegistrationError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.daemon.twin_journal import (
     NO_PAGE,
-    PAGES_AT_ONCE,
     Contents,
-    HeldPage,
+    Held,
     KeptFile,
     KeptHeader,
     PageDigests,
@@ -102,8 +101,7 @@ class KeptPools:
 
     def pool(self, placement: Placement, name: str, on_progress: Progress) -> MappedPool:
         """Take a pool over, or make it. Raises RegistrationError when it can neither be had nor made."""
-        prefix = self.files.new_path(self.header.incarnation)
-        prefix = prefix.with_name(f"{prefix.name}.{name}")
+        prefix = self.files.new_path(f"{self.header.incarnation}.{name}")
         pool = self._take_over(placement, name, prefix, on_progress) if self._old else None
         if pool is None:
             pool = MappedPool.create(placement, prefix.parent, prefix.name, on_progress=on_progress)
@@ -164,19 +162,19 @@ class RestoredTwins:
         `found` says at any moment how far it is.
         """
         self._book, self._twins, self._digest, self._contents, self._lost = book, twins, digest, contents, lost
-        self._right: dict[int, bool] = {}
-        """Verdicts on the pages that have been read, by twin: the ones that hold what the journal says are right."""
-        self._right_ends: set[bytes] = set()
-        """Keys of the checkpoints that are right."""
+        self._right: dict[bytes, bool] = {}
+        """Whether the pages that have been read hold what the journal says, by their keys."""
+        self._ends: dict[bytes, Held] = {}
+        """Checkpoints that are right, by the keys of their pages."""
         self._entered: set[bytes] = set()
         self.found = found
-        counts = {space: sum(states.values()) for space, states in book.counts().items()}
         named = {
             IndexSpace.FULL_TWIN: list(contents.pages),
             IndexSpace.HOST: [page.home for page in contents.pages.values()],
             IndexSpace.SWA_TWIN: [twin for end in contents.checkpoints.values() for twin in end.twins],
         }
-        taken = book.reserve(_TAKER, {space: counts[space] for space in named if space in counts})
+        counts = {space: sum(states.values()) for space, states in book.counts().items() if space in named}
+        taken = book.reserve(_TAKER, counts)
         others = {space: ids[~np.isin(ids, named[space])] for space, ids in taken.items()}
         book.cache(_TAKER, others)
         book.uncache(others)
@@ -186,61 +184,55 @@ class RestoredTwins:
 
         A defect ends the comparison, not the daemon: what was let in before stays, and every other page is free.
         """
-        found = self.found
+        found, named = self.found, len(self._contents.pages)
         try:
             await self._compare()
         except Exception as error:
-            found.refused = len(self._contents.pages) - found.pages
+            found.refused = named - found.pages
             found.why_not = (
                 f"the comparison of kept pages has failed ({type(error).__name__}: {error}); please report it"
             )
             log.exception("kept_pools_refused", pages=found.refused, reason=found.why_not)
-        found.waiting = 0
-        found.lost = len(self._contents.pages) - found.pages - found.refused
+        found.waiting, found.lost = 0, named - found.pages - found.refused
         if _TAKER in self._book:
             self._lost(self._book.pages(_TAKER))
             self._book.free(_TAKER)
-        log.info(
-            "prefixes_restored",
-            pages=found.pages,
-            bytes=found.bytes,
-            checkpoints=found.checkpoints,
-            lost=found.lost,
-            seconds=found.seconds,
-        )
+        told = {name: getattr(found, name) for name in ("pages", "bytes", "checkpoints", "lost", "seconds")}
+        log.info("prefixes_restored", **told)
 
     async def _compare(self) -> None:
-        loop = asyncio.get_running_loop()
-        begun_s = loop.time()
-        with ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="kept pools") as pool:
-            for keys, path in self._contents.prompts():
-                unread = [page for page in path if page.twin not in self._right]
-                batches = [unread[at : at + PAGES_AT_ONCE] for at in range(0, len(unread), PAGES_AT_ONCE)]
-                await asyncio.gather(*(loop.run_in_executor(pool, self._read, batch) for batch in batches))
-                self._enter(keys, path)
-                self.found.waiting = len(self._contents.pages) - len(self._right)
-                self.found.seconds = round(loop.time() - begun_s, 3)
+        begun_s = time.monotonic()
+        for keys, path in self._contents.prompts():
+            unread = [page for page in path if page.key not in self._right]
+            parts = (unread[at::DIGEST_THREADS] for at in range(DIGEST_THREADS))
+            await asyncio.gather(*(asyncio.to_thread(self._read, part) for part in parts))
+            self._enter(keys, path)
+            self.found.waiting = len(self._contents.pages) - len(self._right)
+            self.found.seconds = round(time.monotonic() - begun_s, 3)
 
-    def _read(self, batch: Sequence[HeldPage]) -> None:
+    def _read(self, batch: Sequence[Held]) -> None:
         for page in batch:
-            self._right[page.twin] = self._digest(page.sets[0]) == page.digest
+            self._right[page.key] = self._is_right(page)
             end = self._contents.checkpoints.get(page.key)
-            if end is not None and tuple(map(self._digest, end.sets)) == end.digests:
-                self._right_ends.add(page.key)
+            if end is not None and self._is_right(end):
+                self._ends[page.key] = end
 
-    def _enter(self, keys: Keys, path: Sequence[HeldPage]) -> None:
-        right = next((at for at, page in enumerate(path) if not self._right[page.twin]), len(path))
+    def _is_right(self, held: Held) -> bool:
+        return tuple(map(self._digest, held.sets)) == held.digests
+
+    def _enter(self, keys: Keys, path: Sequence[Held]) -> None:
+        right = next((at for at, page in enumerate(path) if not self._right[page.key]), len(path))
         start = next((at for at, page in enumerate(path[:right]) if page.key not in self._entered), right)
-        if start == right:
-            return
         new = path[start:right]
-        pages: Pages = {IndexSpace.FULL_TWIN: np.array([page.twin for page in new], dtype=np.int32)}
+        if not new:
+            return
+        pages: Pages = {IndexSpace.FULL_TWIN: np.array([page.twins[0] for page in new], dtype=np.int32)}
         if new[0].home != NO_PAGE:
             pages[IndexSpace.HOST] = np.array([page.home for page in new], dtype=np.int32)
         ends = {
-            at: np.array(self._contents.checkpoints[page.key].twins, dtype=np.int32)
+            at: np.array(self._ends[page.key].twins, dtype=np.int32)
             for at, page in enumerate(new, start + 1)
-            if page.key in self._right_ends
+            if page.key in self._ends
         }
         try:
             entered = self._twins.insert(_TAKER, keys[:right], start, pages, checkpoints=ends)

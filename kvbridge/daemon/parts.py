@@ -150,12 +150,13 @@ class NodeParts:
         assert model is not None, "prefixes stay only where it is known of which model they are"
         return KeptHeader(
             incarnation=self.identity.incarnation,
-            fingerprint=fingerprint(self.geometry),
-            model_identity=model,
-            ranks=tuple(map(str, self.layout.parts)),
-            layout=self.layout.kept_form,
+            form={
+                "model": f"{model.name} {model.revision} (tier.model_name, tier.model_revision)",
+                "geometry": fingerprint(self.geometry),
+                "ranks": ", ".join(map(str, self.layout.parts)),
+                "layout": f"{self.layout.kept_form} (pools.host, tier.host)",
+            },
             page_counts={space: count for space, count in self.layout.owned.items() if space in KEPT_SPACES},
-            files=(),
         )
 
     def worker_setup(self, rank: Rank, epoch: int) -> WorkerSetup:

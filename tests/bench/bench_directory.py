@@ -25,8 +25,7 @@ from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.base import RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
-from kvbridge.bootstrap.stores.redis import RedisStore
-from kvbridge.bootstrap.stores.redis_connection import RedisSettings
+from kvbridge.bootstrap.stores.redis import RedisStore, redis_client
 from kvbridge.config.schema import PairingConfig
 from kvbridge.config.timeouts import BootstrapTimeouts
 from kvbridge.core.addresses import PeerAddress
@@ -109,8 +108,8 @@ async def _store(kind: str) -> AsyncIterator[MemoryStore | RedisStore]:
         yield MemoryStore(expire_after_s=600.0, rooms=TIMES)
         return
     with redis_server() as server:
-        settings = RedisSettings(url=server.url, password=lambda: "", namespace="bench", timeout_s=5.0)
-        store = RedisStore(settings, expire_after_s=600.0, rooms=TIMES, observer=Uncounted())
+        limits = {"timeout_s": 5.0, "expire_after_s": 600.0, "rooms": TIMES}
+        store = RedisStore(redis_client(server.url, timeout_s=5.0), namespace="bench", observer=Uncounted(), **limits)
         try:
             yield store
         finally:

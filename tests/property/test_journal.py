@@ -8,16 +8,13 @@ from hypothesis import strategies as st
 
 from kvbridge.core.errors import IntegrityError
 from kvbridge.core.ids import IndexSpace
-from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.daemon.twin_journal import (
     ENTRY_BYTES,
     FIRST,
-    HeldCheckpoint,
-    HeldPage,
+    Held,
     KeptFile,
     KeptHeader,
-    entries_of,
-    entry_places,
+    entry_bases,
     header_bytes,
     read_header,
     read_journal,
@@ -26,10 +23,7 @@ from kvbridge.daemon.twin_journal import (
 TWINS, HOMES = 6, 106
 HEADER = KeptHeader(
     incarnation="i",
-    fingerprint="f",
-    model_identity=ModelIdentity(name="m", revision="1"),
-    ranks=("pp0.tp0",),
-    layout="l",
+    form={"layout": "l", "ranks": "pp0.tp0"},
     page_counts={IndexSpace.FULL_TWIN: TWINS, IndexSpace.SWA_TWIN: TWINS, IndexSpace.HOST: HOMES},
     files=(KeptFile(name="twins.0", length_bytes=4096, inode=7),),
 )
@@ -39,8 +33,9 @@ def key_of(text: str) -> bytes:
     return text.encode().ljust(16, b".")
 
 
-def page_of(text: str, twin: int, written: int) -> HeldPage:
-    return HeldPage(twin, key_of(text), key_of(text[:-1]) if len(text) > 1 else FIRST, 100 + twin, written)
+def page_of(text: str, twin: int, digest: int) -> Held:
+    parent = key_of(text[:-1]) if len(text) > 1 else FIRST
+    return Held(IndexSpace.FULL_TWIN, key_of(text), (twin,), parent, 100 + twin, (digest,))
 
 
 def page_number(space: IndexSpace, twin: int) -> int:
@@ -57,13 +52,13 @@ class Pool:
         self.held: dict[int, str] = {}
         self.checkpoints: dict[str, tuple[int, ...]] = {}
         head = header_bytes(HEADER)
-        self.bases, end = entry_places(HEADER.page_counts, len(head))
+        self.bases, end = entry_bases(HEADER.page_counts, len(head))
         self.journal = bytearray(head.ljust(end, b"\0"))
         self.start = len(head)
         self.writes = 0
 
-    def say(self, held: HeldPage | HeldCheckpoint, digests: tuple[int, ...]) -> None:
-        for place, entry in entries_of(held, digests, self.writes):
+    def say(self, held: Held) -> None:
+        for place, entry in held.entries(self.writes):
             self.put(place, entry)
 
     def put(self, place: tuple[IndexSpace, int], entry: bytes) -> None:
@@ -80,8 +75,7 @@ class Pool:
             return
         if len(text) > 1 and text[:-1] not in self.held.values():
             return
-        digest = self.write(twin, text)
-        self.say(page_of(text, twin, digest), (digest,))
+        self.say(page_of(text, twin, self.write(twin, text)))
         self.held[twin] = text
 
     def add_checkpoint(self, text: str, twins: tuple[int, ...]) -> None:
@@ -90,7 +84,8 @@ class Pool:
         if is_used or text not in self.held.values():
             return
         numbers = [page_number(IndexSpace.SWA_TWIN, twin) for twin in twins]
-        self.say(HeldCheckpoint(key_of(text), twins), tuple(self.write(number, f"end of {text}") for number in numbers))
+        digests = tuple(self.write(number, f"end of {text}") for number in numbers)
+        self.say(Held(IndexSpace.SWA_TWIN, key_of(text), twins, digests=digests))
         self.checkpoints[text] = twins
 
     def remove(self, twin: int) -> None:
@@ -109,10 +104,10 @@ class Pool:
         for keys, path in contents.prompts():
             for at, page in enumerate(path):
                 text = bytes(keys[at]).rstrip(b".").decode()
-                written, digest = self.memory.get(page.twin, ("", 0))
-                if digest != page.digest:
+                written, digest = self.memory.get(page.twins[0], ("", 0))
+                if (digest,) != page.digests:
                     break
-                assert (written, page.home) == (text, 100 + page.twin)
+                assert (written, page.home) == (text, 100 + page.twins[0])
                 pages.add(text)
         for checkpoint in contents.checkpoints.values():
             text = checkpoint.key.rstrip(b".").decode()
@@ -205,11 +200,9 @@ def test_a_header_comes_back_or_is_refused(data):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"fingerprint": "g"}, "fingerprint"),
-        ({"model_identity": ModelIdentity(name="m", revision="2")}, "model_identity"),
-        ({"layout": "k"}, "layout"),
-        ({"ranks": ("pp0.tp0", "pp0.tp1")}, "ranks"),
-        ({"page_counts": {}}, "page_counts"),
+        ({"form": {"layout": "k", "ranks": "pp0.tp0"}}, "its layout is l, this daemon's is k"),
+        ({"form": {"layout": "l", "ranks": "pp0.tp0, pp0.tp1"}}, "its ranks is pp0.tp0, "),
+        ({"page_counts": {}}, "its page counts is"),
     ],
 )
 def test_a_pool_of_another_form_is_refused_and_says_why(changed, said):

@@ -1,137 +1,157 @@
 """Nodes and rooms that several bootstraps share, in Redis.
 
-What Redis returns is input from outside: a malformed value is counted, logged once and treated as absent, so that the node that it
+Redis's answers are input from outside: a malformed value is counted, logged once and treated as absent, so that the node that it
 belongs to registers again, or the room's id is free again. Time is Redis's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import msgpack
 import structlog
 from pydantic import TypeAdapter, ValidationError
+from redis.asyncio import BlockingConnectionPool, Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.credentials import CredentialProvider
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import RedisError
+from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from kvbridge.api.directory import Name, NodeHeartbeat, Ticket
 from kvbridge.bootstrap.nodes import NodeEntry, NodeKey, NodeRecord, check_registration
-from kvbridge.bootstrap.stores.base import (
-    NOTE_INSTANCES,
-    NOTE_KEEP_S,
-    NOTES,
-    Claim,
-    InstanceNodes,
-    PairingState,
-    RoomInUse,
-    RoomTimes,
-)
-from kvbridge.bootstrap.stores.redis_connection import RedisConnection, RedisSettings
+from kvbridge.bootstrap.stores import base
+from kvbridge.bootstrap.stores.base import Claim, InstanceNodes, PairingState, RoomInUse, RoomTimes
 from kvbridge.bootstrap.stores.scripts import PRELUDE, SCRIPTS
-from kvbridge.core.errors import BridgeError, NotReadyError
+from kvbridge.core.errors import BridgeError, ConfigError, NotReadyError
 from kvbridge.core.ids import NonNegative
 from kvbridge.telemetry.registry import Metrics
 
 log = structlog.get_logger(__name__)
 
+CONNECTIONS: Final = 32
+"""Open connections at most; further calls wait for one, within `timeouts.store_s`."""
 KEPT: Final = 4096
 """Parsed entries and heartbeats that are kept, and refusals that were logged."""
-MEMBER_KEEP_MS: Final = 3_600_000
-"""A node that has gone while no bootstrap was there is told of for so long."""
-
-Rows = Sequence[tuple[bytes, Sequence[Any]]]
 _KEY = TypeAdapter(tuple[Name, Name])
 _CHARGES = TypeAdapter(dict[str, NonNegative])
-_STATES: Final = (PairingState.PAIRING, PairingState.PAIRED, PairingState.CANCELLED)
 
 
 class RedisStore:
     """A NodeStore and a RoomStore. Close it."""
 
-    def __init__(self, settings: RedisSettings, *, expire_after_s: float, rooms: RoomTimes, observer: Metrics) -> None:
-        """Connect to nothing yet: every call does when it has to. Raises ConfigError for a URL that cannot be read."""
-        self._settings = settings
-        self._prefix = f"{settings.namespace}:"
-        self._lives_ms = (_ms(expire_after_s), MEMBER_KEEP_MS)
-        self._times = rooms
+    def __init__(
+        self,
+        client: Redis,
+        *,
+        namespace: str,
+        timeout_s: float,
+        expire_after_s: float,
+        rooms: RoomTimes,
+        observer: Metrics,
+    ) -> None:
+        """Keep everything behind `namespace`, by a client of `redis_client`. `timeout_s` is `timeouts.store_s`."""
+        self._client = client
+        self._namespace = namespace
+        self._timeout_s = timeout_s
         self._observer = observer
         self._entries: dict[bytes, NodeEntry | None] = {}
         """By digest; None for one that is malformed."""
-        self._told: set[tuple[bytes, str]] = set()
-        scripts = {name: PRELUDE + text for name, text in SCRIPTS.items()}
-        self._redis = RedisConnection(settings, scripts, on_failure=observer.store_failed)
+        self._tell_once = lru_cache(KEPT)(partial(_log_refused, namespace))
+        times_s = {
+            "expire": expire_after_s,
+            "claim": rooms.claim_s,
+            "keep": rooms.keep_s,
+            "note_keep": base.NOTE_KEEP_S,
+        }
+        limits = {f"{name}_ms": max(1, round(seconds * 1e3)) for name, seconds in times_s.items()}
+        limits |= {"max_rooms": rooms.max_rooms, "note_instances": base.NOTE_INSTANCES, "notes": base.NOTES}
+        head = "".join(f"local {name} = {value}\n" for name, value in limits.items()) + PRELUDE
+        self._scripts = {
+            name: client.register_script(f"{head}{text}end)() or false)") for name, text in SCRIPTS.items()
+        }
 
     def __repr__(self) -> str:
-        return f"RedisStore({self._redis.where}, namespace '{self._settings.namespace}')"
+        return f"RedisStore({self._where()}, namespace '{self._namespace}')"
 
     async def close(self) -> None:
-        await self._redis.client.aclose()
+        await self._client.aclose()
 
     # ------------------------------------------------------------------------------------- nodes
 
     async def nodes(self) -> tuple[NodeRecord, ...]:
-        return await self._records(*await self._rows(b""))
+        return await self._records(await self._run("LOOK", instance="", prefix=""))
 
     async def look(self, keys: Sequence[NodeKey]) -> tuple[NodeRecord, ...]:
-        return await self._records(*await self._rows(b"", *map(_member, keys))) if keys else ()
+        members = [*map(_member, keys)]
+        return await self._records(await self._run("LOOK", instance="", prefix="", members=members)) if keys else ()
 
     async def of_instance(self, instance: str) -> InstanceNodes:
-        now_ms, rows = await self._rows(_members_of(instance))
-        return InstanceNodes(_version(rows), await self._records(now_ms, rows))
+        prefix = _member((instance, ""))[:-3]  # with which its members, and no others, begin
+        found = await self._run("LOOK", instance=instance, prefix=prefix)
+        return InstanceNodes(_text(found[2]), await self._records(found))
 
     async def put(self, entry: NodeEntry, *, version: str) -> bool:
-        member, text = _member(entry.key), entry.model_dump_json().encode()
-        node = {"incarnation": entry.registration.incarnation, "beat": entry.beat.model_dump_json()}
-        fields = [part for pair in (node | {"entry": text, "digest": _digest(text)}).items() for part in pair]
-        where = (_members_of(entry.key[0]), self._prefix, member)
-        return bool(await self._redis.run("PUT", self._node_keys(member), version, *where, *self._lives_ms, *fields))
+        text, incarnation = entry.model_dump_json().encode(), entry.registration.incarnation
+        fields = {
+            "incarnation": incarnation,
+            "beat": entry.beat.model_dump_json(),
+            "entry": text,
+            "digest": _digest(text),
+        }
+        where = {"instance": entry.key[0], "member": _member(entry.key)}
+        return bool(await self._run("PUT", **where, version=version, drawn=secrets.token_hex(8), fields=fields))
 
     async def beat(self, key: NodeKey, heartbeat: NodeHeartbeat) -> NodeRecord | None:
-        member = _member(key)
-        facts = (heartbeat.incarnation, heartbeat.model_dump_json(), member)
-        packed = await self._redis.run("BEAT", self._node_keys(member), *facts, *self._lives_ms)
-        if packed is None:
-            return None
-        now_ms, row = _unpacked(packed)
-        return next(iter(await self._records(now_ms, [(member, row)])), None)
+        facts = {"incarnation": heartbeat.incarnation, "beat": heartbeat.model_dump_json()}
+        return next(iter(await self._records(await self._run("BEAT", member=_member(key), **facts))), None)
 
     async def remove(self, key: NodeKey, incarnation: str) -> bool:
-        return bool(await self._redis.run("REMOVE", self._node_keys(_member(key)), incarnation, _member(key)))
+        return bool(await self._run("REMOVE", member=_member(key), incarnation=incarnation))
 
     async def charge(self, pages: Mapping[NodeKey, Mapping[str, int]]) -> None:
-        charges = [msgpack.packb({**counts, "rooms": 1}) for counts in pages.values()]
-        await self._redis.run("CHARGE", [self._key("node", _member(key)) for key in pages], *charges)
+        await self._run("CHARGE", counts={_member(key): {**counts, "rooms": 1} for key, counts in pages.items()})
 
     async def expire(self) -> tuple[NodeKey, ...]:
         gone = []
-        for member in await self._redis.run("EXPIRE", [self._key("nodes")], self._prefix):
+        for member in await self._run("EXPIRE"):
             try:
                 gone.append(_KEY.validate_json(member))
             except ValidationError as error:
                 self._refused("node", member, error)
         return tuple(gone)
 
-    async def _rows(self, prefix: bytes, *members: bytes) -> tuple[int, Rows]:
-        now_ms, rows = _unpacked(await self._redis.run("LOOK", [self._key("nodes")], self._prefix, prefix, *members))
-        return now_ms, rows
+    async def _records(self, found: Sequence[Any]) -> tuple[NodeRecord, ...]:
+        """Return the records of an answer of LOOK; entries that are not known as they are now are read before."""
+        now_ms, rows, _ = found
+        if unknown := [member for member, row in rows if row[1] not in self._entries]:
+            for member, text in zip(unknown, await self._run("ENTRIES", members=unknown), strict=True):
+                self._learn_entry(text, member)
+        records = (self._record(member, row, now_ms) for member, row in rows)
+        return tuple(record for record in records if record is not None)
 
-    async def _records(self, now_ms: int, rows: Rows) -> tuple[NodeRecord, ...]:
-        """Return the records of rows; entries that are not known as they are now are read before."""
-        unknown = [member for member, row in rows if row[1] not in self._entries]
-        if unknown:
-            pipeline = self._redis.client.pipeline(transaction=False)
-            for member in unknown:
-                pipeline.hget(self._key("node", member), "entry")
-            texts = await self._redis.ask(pipeline.execute(raise_on_error=False))
-            for member, text in zip(unknown, texts, strict=True):
-                if isinstance(text, bytes):
-                    self._learn_entry(text, member)
-        found = (self._record(member, row, now_ms) for member, row in rows)
-        return tuple(record for record in found if record is not None)
+    def _learn_entry(self, text: bytes, member: bytes) -> None:
+        """Parse an entry and remember it, or that it is malformed."""
+        digest, entry = _digest(text), None
+        if not text or digest in self._entries:
+            return
+        if len(self._entries) >= KEPT:
+            self._entries.clear()
+        try:
+            entry = NodeEntry.model_validate_json(text, extra="ignore")
+            check_registration(entry.registration)
+        except (ValidationError, BridgeError) as error:
+            entry = None
+            self._refused("node", member, error)
+        self._entries[digest] = entry
 
     def _record(self, member: bytes, row: Sequence[Any], now_ms: int) -> NodeRecord | None:
         """Return the record of one row, or None when a part of it is missing or malformed."""
@@ -148,79 +168,58 @@ class RedisStore:
             if member != _member(entry.key):
                 raise ValueError(f"it is the entry of {entry.key}")  # noqa: TRY301
             pages = _CHARGES.validate_python(msgpack.unpackb(charges)) if charges else {}
-            silent_s = max(0, now_ms - int(seen_ms)) / 1e3
-            return NodeRecord(entry, beat, silent_s, pages, pages.pop("rooms", 0))
+            return NodeRecord(entry, beat, max(0, now_ms - int(seen_ms)) / 1e3, pages, pages.pop("rooms", 0))
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             self._refused("node", member, error)
             return None
 
-    def _learn_entry(self, text: bytes, member: bytes) -> None:
-        """Parse an entry and remember it, or that it is malformed."""
-        digest = _digest(text)
-        if digest in self._entries:
-            return
-        if len(self._entries) >= KEPT:
-            self._entries.clear()
-        try:
-            entry = NodeEntry.model_validate_json(text, extra="ignore")
-            check_registration(entry.registration)
-            self._entries[digest] = entry
-        except (ValidationError, BridgeError) as error:
-            self._entries[digest] = None
-            self._refused("node", member, error)
-
     # ------------------------------------------------------------------------------------- rooms
 
     async def claim(self, room: int, *, generations: int) -> Claim | RoomInUse:
-        owner, times = secrets.token_hex(8), self._times
-        limits = (generations, _ms(times.claim_s), _ms(times.keep_s), times.max_rooms)
-        claimed, figure = await self._redis.run("CLAIM", self._room_keys(room), self._prefix, room, owner, *limits)
-        return Claim(room, owner, int(figure)) if claimed else RoomInUse(int(figure) / 1e3)
+        owner = secrets.token_hex(8)
+        claimed, figure = await self._run("CLAIM", room=str(room), owner=owner, generations=generations)
+        return Claim(room, owner, figure) if claimed else RoomInUse(figure / 1e3)
 
     async def settle(self, claim: Claim, ticket: Ticket, page_keys: Sequence[bytes] = ()) -> bool:
-        settled = (claim.room, "owner", claim.owner, PairingState.PAIRED, ticket.generation)
-        kept = await self._end(*settled, ticket.model_dump_json())
+        facts = {"owner": claim.owner, "ticket": ticket.model_dump_json()}
+        kept = await self._end(PairingState.PAIRED, claim.room, ticket.generation, **facts)
         if kept and page_keys:
-            keys = [self._key("prefixes"), *self._note_keys(page_keys)]
-            limits = (_ms(NOTE_KEEP_S), NOTE_INSTANCES, NOTES)
+            instances = (ticket.prefill.instance, ticket.decode.instance)
             with contextlib.suppress(NotReadyError):  # the ticket counts; a note that is missing costs a guess
-                await self._redis.run(
-                    "NOTE", keys, self._prefix, *limits, ticket.prefill.instance, ticket.decode.instance
-                )
+                await self._run("NOTE", keys=[key.hex() for key in page_keys], instances=instances)
         return kept
 
     async def give_up(self, claim: Claim, generation: int) -> None:
-        await self._end(claim.room, "owner", claim.owner, PairingState.CANCELLED, generation)
+        await self._end(PairingState.CANCELLED, claim.room, generation, owner=claim.owner)
 
     async def cancelled(self, room: int, generation: int) -> None:
-        await self._end(room, "paired_in", str(generation), PairingState.CANCELLED, generation)
+        await self._end(PairingState.CANCELLED, room, generation, paired_in=str(generation))
 
-    async def _end(self, room: int, field: str, value: str, state: PairingState, generation: int, *ticket: str) -> bool:
-        place = _STATES.index(state) + 2
-        facts = (room, field, value, state.value, place, generation, *ticket)
-        return bool(await self._redis.run("END", self._room_keys(room), *facts))
+    async def _end(self, state: PairingState, room: int, generation: int, **facts: str) -> bool:
+        field = "owner" if "owner" in facts else "paired_in"
+        facts |= {"room": str(room), "field": field, "value": facts[field], "state": state.value}
+        return bool(await self._run("END", **facts, generation=generation))
 
     async def ticket(self, room: int) -> Ticket | None:
-        now_ms, state, generation, raw, settled_ms = await self._redis.run("TICKET", [self._key("room", room)])
-        if raw is None:
+        now_ms, state, generation, raw, settled_ms = await self._run("TICKET", room=str(room))
+        if not raw:
             return None
         try:
             ticket = Ticket.model_validate_json(raw, extra="ignore")
             PairingState(_text(state or b""))
             if (ticket.room, ticket.generation) != (room, int(generation)):
-                which = f"room {ticket.room} generation {ticket.generation}"
-                raise ValueError(f"the ticket is that of {which}")  # noqa: TRY301 - told below
+                raise ValueError(f"its ticket is of room {ticket.room} generation {ticket.generation}")  # noqa: TRY301 - told below
             return ticket.after(max(0, now_ms - int(settled_ms)) / 1e3)
         except (ValueError, TypeError) as error:
             self._refused("room", str(room).encode(), error)
             return None
 
     async def room_counts(self) -> dict[PairingState, int]:
-        counts = await self._redis.run("COUNTS", [self._key(state.value) for state in _STATES])
-        return dict(zip(_STATES, counts, strict=True))
+        counts = await self._run("COUNTS", states=[state.value for state in PairingState])
+        return dict(zip(PairingState, counts, strict=True))
 
     async def noted(self, page_keys: Sequence[bytes]) -> tuple[Mapping[str, float], ...]:
-        now_ms, rows = _unpacked(await self._redis.run("NOTED", self._note_keys(page_keys)))
+        now_ms, rows = await self._run("NOTED", keys=[key.hex() for key in page_keys])
         return tuple(
             {_text(name): max(0.0, now_ms - float(ms)) / 1e3 for name, ms in zip(row[::2], row[1::2], strict=True)}
             for row in rows
@@ -228,31 +227,33 @@ class RedisStore:
 
     # ------------------------------------------------------------------------------------- Redis
 
-    def _key(self, kind: str, name: str | bytes | int = "") -> bytes:
-        tail = name if isinstance(name, bytes) else str(name).encode()
-        return f"{self._prefix}{kind}".encode() + (b":" + tail if tail else b"")
+    async def _run(self, name: str, **arguments: object) -> Any:  # noqa: ANN401 - as the script answers
+        """Run a script within `timeouts.store_s`, and return its answer, strings as bytes. Raises NotReadyError."""
+        packed = msgpack.packb(arguments, use_bin_type=False)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await self._scripts[name](keys=[f"{self._namespace}:"], args=[packed])
+        except (TimeoutError, RedisTimeoutError) as error:
+            raise self._away("timeout", f"did not answer within {self._timeout_s:g} s (timeouts.store_s)") from error
+        except (RedisConnectionError, OSError) as error:
+            raise self._away("connection", f"cannot be reached: {error}") from error
+        except RedisError as error:
+            raise self._away("refused", f"refused a call: {error}") from error
+        return msgpack.unpackb(answer, raw=True)
 
-    def _node_keys(self, member: bytes) -> list[bytes]:
-        return [self._key("node", member), self._key("nodes")]
+    def _away(self, kind: str, what: str) -> NotReadyError:
+        self._observer.store_failed(kind)
+        return NotReadyError(f"the directory's Redis at {self._where()} {what} (directory.redis_url)")
 
-    def _room_keys(self, room: int) -> list[bytes]:
-        return [self._key("room", room), *(self._key(state.value) for state in _STATES)]
+    def _where(self) -> str:
+        """The address, without any secret."""
+        options = self._client.connection_pool.connection_kwargs
+        return str(options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}")
 
-    def _note_keys(self, page_keys: Iterable[bytes]) -> list[bytes]:
-        return [self._key("prefix", key.hex()) for key in page_keys]
-
-    def _refused(self, reason: str, name: bytes, error: Exception) -> None:
+    def _refused(self, kind: str, name: bytes, error: Exception) -> None:
         """Count a malformed value, and log it unless that was done: it may be read again before it is replaced."""
-        self._observer.store_value_refused(reason)
-        told = name, str(error)
-        if told in self._told:
-            return
-        if len(self._told) >= KEPT:
-            self._told.clear()
-        self._told.add(told)
-        log.warning(
-            "stored_value_refused", kind=reason, name=_text(name), namespace=self._settings.namespace, reason=str(error)
-        )
+        self._observer.store_value_refused(kind)
+        self._tell_once(kind, _text(name), str(error))
 
 
 @lru_cache(KEPT)
@@ -261,23 +262,8 @@ def _heartbeat(raw: bytes) -> NodeHeartbeat:
     return NodeHeartbeat.model_validate_json(raw, extra="ignore")
 
 
-def _version(rows: Rows) -> str:
-    parts = sorted(b"\0".join((member, row[0] or b"", row[1] or b"")) for member, row in rows)
-    return hashlib.sha1(b"\1".join(parts), usedforsecurity=False).hexdigest()
-
-
-def _unpacked(packed: bytes) -> list[Any]:
-    found: list[Any] = msgpack.unpackb(packed, raw=True, strict_map_key=False)
-    return found
-
-
 def _member(key: NodeKey) -> bytes:
     return json.dumps(key, separators=(",", ":")).encode()
-
-
-def _members_of(instance: str) -> bytes:
-    """Return what the members of an instance, and no others, begin with."""
-    return _member((instance, ""))[:-3]
 
 
 def _digest(text: bytes) -> bytes:
@@ -288,5 +274,37 @@ def _text(raw: bytes) -> str:
     return raw.decode(errors="replace")
 
 
-def _ms(seconds: float) -> int:
-    return max(1, round(seconds * 1e3))
+def _log_refused(namespace: str, kind: str, name: str, reason: str) -> None:
+    log.warning("stored_value_refused", kind=kind, name=name, namespace=namespace, reason=reason)
+
+
+class _Credentials(CredentialProvider):
+    """Asked by the library for each new connection."""
+
+    def __init__(self, user: str | None, password: Callable[[], str]) -> None:
+        self._user = (user,) if user else ()
+        self._password = password
+
+    def get_credentials(self) -> Any:  # noqa: ANN401 - one or two strings
+        return (*self._user, self._password())
+
+    async def get_credentials_async(self) -> Any:  # noqa: ANN401
+        return self.get_credentials()
+
+
+def redis_client(url: str, password: Callable[[], str] = str, *, timeout_s: float) -> Redis:
+    """Return a client that connects when it has to, and tries nothing again behind our back: a script must not run twice.
+
+    `url` may hold a password; where it holds none, each new connection shows `password`, if there is one. `RedisStore` bounds the
+    calls: the library's own limit on sockets is `asyncio.wait_for`, which in Python 3.11 loses a cancellation that meets the end of
+    the wait, so a caller's deadline would never come. Raises ConfigError for a URL that cannot be read.
+    """
+    none = {"socket_timeout": None, "socket_connect_timeout": None, "retry": Retry(NoBackoff(), 0), "protocol": 2}
+    try:
+        pool = BlockingConnectionPool.from_url(url, max_connections=CONNECTIONS, timeout=timeout_s, **none)
+    except (ValueError, TypeError) as error:
+        raise ConfigError("directory.redis_url: cannot be read; expected redis://, rediss:// or unix://") from error
+    if password():
+        options = pool.connection_kwargs
+        options["credential_provider"] = _Credentials(options.pop("username", None), password)
+    return Redis.from_pool(pool)

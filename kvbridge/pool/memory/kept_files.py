@@ -24,10 +24,8 @@ from kvbridge.core.errors import RegistrationError
 log = structlog.get_logger(__name__)
 
 _LOOK_EVERY_S = 0.02
-_RENEWALS = 10
-"""Number of times that the expiry is written anew within the time for which files are kept."""
-_RENEW_EVERY_S = 5.0
-"""At least so often."""
+_RENEWALS, _RENEW_EVERY_S = 10, 5.0
+"""The expiry is written anew so many times within the time for which files are kept, and at least so often."""
 
 
 class ForeignFilesError(RegistrationError):
@@ -40,10 +38,13 @@ class KeptFiles(Closing):
     def __init__(self, lock: Path, descriptor: int, keep_s: float) -> None:
         """Use `lock_files` instead."""
         self.directory = lock.parent
+        self._lock = lock
         self._prefix = lock.name.removesuffix(".lock")
         self._descriptor = descriptor
         self._keep_s = keep_s
         self._renew_at_s = 0.0
+        self.journal = lock.with_suffix(".journal")
+        """Where the journal of these files lies."""
 
     @classmethod
     def lock_files(cls, directory: Path, prefix: str, *, keep_s: float, wait_s: float) -> KeptFiles:
@@ -70,16 +71,11 @@ class KeptFiles(Closing):
                 )
             time.sleep(_LOOK_EVERY_S)
 
-    @property
-    def journal(self) -> Path:
-        """Where the journal of these files lies."""
-        return self.directory / f"{self._prefix}.journal"
-
     def read_journal(self) -> bytes:
         """Return the journal's bytes. Raises OSError, and waits for nobody, where it is no file of this user."""
         descriptor = os.open(self.journal, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         try:
-            if not _is_own_file(os.fstat(descriptor)):
+            if _why_foreign(os.fstat(descriptor)):
                 raise PermissionError(f"{self.journal} is not this user's file")
             with os.fdopen(descriptor, "rb", closefd=False) as file:
                 return file.read()
@@ -93,40 +89,38 @@ class KeptFiles(Closing):
     def pools(self) -> dict[str, list[Path]]:
         """Return the pools' files by what their names have after the incarnation, as `twins.0`."""
         found: dict[str, list[Path]] = {}
-        for path in sorted(self.directory.glob(f"{self._prefix}-*")):
-            if _is_own_path(path):
-                found.setdefault(path.name.removeprefix(f"{self._prefix}-").partition(".")[2], []).append(path)
+        for path in filter(_is_own, sorted(self.directory.glob(f"{self._prefix}-*"))):
+            found.setdefault(path.name.removeprefix(f"{self._prefix}-").partition(".")[2], []).append(path)
         return found
 
     def remove_pools(self, *, besides: str = "") -> None:
         """Remove every file but the lock, and but the pools of an incarnation."""
-        old = [path for paths in self.pools().values() for path in paths]
-        if besides:
-            old = [path for path in old if not path.name.startswith(self.new_path(besides).name)]
-        for path in (self.journal, *old):
-            if _is_own_path(path):
+        pools = [path for paths in self.pools().values() for path in paths]
+        kept = [path for path in pools if besides and path.name.startswith(self.new_path(besides).name)]
+        for path in (self.journal, *pools):
+            if path not in kept and _is_own(path):
                 path.unlink(missing_ok=True)
 
     def renew(self) -> None:
         """Keep the files for the whole time again, should this process end now. Call it often."""
         if time.monotonic() >= self._renew_at_s:
             self._renew_at_s = time.monotonic() + min(_RENEW_EVERY_S, self._keep_s / _RENEWALS)
-            self._write(time.time() + self._keep_s)
+            self._write_expiry()
 
     def close(self, *, keep: bool = False) -> None:
         """Give the right up; the files are kept for the next one, or removed. Harmless when closed."""
         if self._descriptor < 0:
             return
         if keep:
-            self._write(time.time() + self._keep_s)
+            self._write_expiry()
         else:
             self.remove_pools()
-            (self.directory / f"{self._prefix}.lock").unlink(missing_ok=True)
+            self._lock.unlink(missing_ok=True)
         os.close(self._descriptor)
         self._descriptor = -1
 
-    def _write(self, until_s: float) -> None:
-        os.pwrite(self._descriptor, f"{until_s:032.6f}".encode(), 0)
+    def _write_expiry(self) -> None:
+        os.pwrite(self._descriptor, f"{time.time() + self._keep_s:032.6f}".encode(), 0)
 
 
 def discard_files(directory: Path, prefix: str) -> None:
@@ -139,30 +133,24 @@ def discard_files(directory: Path, prefix: str) -> None:
 def _require_own_names(directory: Path, prefix: str) -> None:
     for path in sorted(directory.glob(f"{prefix}[.-]*")):
         with contextlib.suppress(FileNotFoundError):
-            _require_own(path, path.lstat())
+            if why := _why_foreign(path.lstat()):
+                raise ForeignFilesError(
+                    f"the pools cannot be kept (pools.keep_s): {path} {why}; have it removed, by that user or by root, and start "
+                    "this daemon again"
+                )
 
 
-def _require_own(path: Path, found: os.stat_result) -> None:
+def _why_foreign(found: os.stat_result) -> str:
     if found.st_uid != os.geteuid():
-        raise ForeignFilesError(
-            f"the pools cannot be kept (pools.keep_s): {path} belongs to user {found.st_uid}, and this daemon is user "
-            f"{os.geteuid()}; have it removed, by that user or by root, and start this daemon again"
-        )
-    if not stat.S_ISREG(found.st_mode):
-        raise ForeignFilesError(
-            f"the pools cannot be kept (pools.keep_s): {path} is no regular file; remove it, and start this daemon again"
-        )
+        return f"belongs to user {found.st_uid}, and this daemon is user {os.geteuid()}"
+    return "" if stat.S_ISREG(found.st_mode) else "is no regular file"
 
 
-def _is_own_path(path: Path) -> bool:
+def _is_own(path: Path) -> bool:
     try:
-        return _is_own_file(path.lstat())
+        return not _why_foreign(path.lstat())
     except FileNotFoundError:
         return False
-
-
-def _is_own_file(found: os.stat_result) -> bool:
-    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _locked(path: Path) -> int | None:

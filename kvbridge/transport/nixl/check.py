@@ -2,8 +2,7 @@
 
 The library does not survive metadata that was made to break it (1.5.1; `python -m tests.fuzz.nixl_metadata --unchecked`). So an
 agent in a process apart first loads the very same bytes and reads a byte of the peer's memory. Whatever ends that process is a
-refusal. Each description is read by a process of its own (0.2 s), forked from one that has loaded the library and nothing else: the
-worker starts that when it first needs one, and sends it the socket of each check.
+refusal. Each description is read by a process of its own (0.2 s), forked from one that has loaded the library and nothing else.
 """
 
 from __future__ import annotations
@@ -106,9 +105,7 @@ class PeerCheck:
         )
 
 
-CHECKS: HeldThings[NixlSettings, PeerCheck] = (
-    HeldThings()
-)  # one: opened by the first NIXL transport, closed by the last
+CHECKS: HeldThings[NixlSettings, PeerCheck] = HeldThings()  # opened by the first NIXL transport, closed by the last
 
 
 def main() -> None:

@@ -7,6 +7,8 @@ import re
 from collections import Counter
 from typing import Self
 
+from redis.asyncio import Redis
+
 from kvbridge.api.directory import Load, NodeRegistration
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.bootstrap.directory import Directory
@@ -14,8 +16,7 @@ from kvbridge.bootstrap.nodes import Instance, NodeEntry, NodeRecord, by_instanc
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.base import RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
-from kvbridge.bootstrap.stores.redis import RedisStore
-from kvbridge.bootstrap.stores.redis_connection import RedisSettings
+from kvbridge.bootstrap.stores.redis import RedisStore, redis_client
 from kvbridge.config.schema import PairingConfig
 from kvbridge.config.timeouts import BootstrapTimeouts
 from kvbridge.core.addresses import PeerAddress
@@ -145,12 +146,13 @@ class RedisFleet(World):
 
     def replica(self, *, timeout_s: float = 5.0) -> RedisStore:
         """Another store over the same keys, as another process would have it."""
-        settings = RedisSettings(
-            url=self.server.url, password=lambda: "", namespace=self.namespace, timeout_s=timeout_s
-        )
-        store = RedisStore(settings, expire_after_s=EXPIRE_AFTER_S, rooms=self.times, observer=self)
-        self._opened.append(store)
-        return store
+        return self.over(redis_client(self.server.url, timeout_s=timeout_s), timeout_s=timeout_s)
+
+    def over(self, client: Redis, *, timeout_s: float = 5.0) -> RedisStore:
+        """Another store over another client."""
+        limits = {"expire_after_s": EXPIRE_AFTER_S, "rooms": self.times, "timeout_s": timeout_s}
+        self._opened.append(RedisStore(client, namespace=self.namespace, observer=self, **limits))
+        return self._opened[-1]
 
     def limit(self, times: RoomTimes) -> None:
         self.times = times

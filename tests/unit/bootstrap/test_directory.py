@@ -12,7 +12,6 @@ from kvbridge.core.errors import (
     DeadlineError,
     FingerprintMismatchError,
     InvalidInputError,
-    NotFoundError,
     PeerError,
     StaleError,
     UnauthorizedError,
@@ -26,18 +25,6 @@ pytestmark = pytest.mark.asyncio
 
 def beat(incarnation: str, **changes) -> NodeHeartbeat:
     return NodeHeartbeat(**{"incarnation": incarnation, "ready": True, **changes})
-
-
-async def test_a_node_is_listed_until_it_falls_silent(world):
-    directory = await world.directory(node("p", Role.PREFILL))
-    world.advance(EXPIRE_AFTER_S - 10)
-    assert [view.instance for view in await directory.listing()] == ["p"]
-    world.advance(10.001)
-    assert await directory.expire() == (("p", "node-0"),)
-    assert await directory.expire() == ()
-    assert await directory.listing() == ()
-    with pytest.raises(NotFoundError, match="register again"):
-        await directory.heartbeat("p", "node-0", beat("p-incarnation-1"))
 
 
 SECOND = node("p", Role.PREFILL, incarnation="second", http_url="http://second")
@@ -101,14 +88,6 @@ async def test_a_new_incarnation_replaces_the_old_one(world):
     assert (await directory.heartbeat("p", "node-0", beat("second"))).epoch == 2
 
 
-async def test_a_node_that_leaves_is_gone(world):
-    directory = await world.directory(node("p", Role.PREFILL))
-    await directory.deregister("p", "node-0", "p-incarnation-1")
-    assert await directory.listing() == ()
-    with pytest.raises(NotFoundError):
-        await directory.deregister("p", "node-0", "p-incarnation-1")
-
-
 async def test_nodes_of_an_instance_agree_on_the_model(world):
     directory = await world.directory(half("p", Role.PREFILL, 0))
     with pytest.raises(FingerprintMismatchError, match=r"components\.\w+ exists only"):
@@ -168,16 +147,6 @@ async def load_of(directory: Directory) -> Load:
     return record.load
 
 
-async def test_a_charge_against_who_has_left_is_nothing(world):
-    directory = await world.directory(node("p", Role.PREFILL))
-    (instance,) = await directory.instances()
-    await directory.deregister("p", "node-0", "p-incarnation-1")
-    await directory.charge([(instance, {"full": 4})])
-    assert await directory.listing() == ()
-    await directory.register(node("p", Role.PREFILL, free=10))
-    assert (await load_of(directory)).available_pages["full"] == 10
-
-
 PLAIN, CURVE, LOCAL = ControlMode.PLAIN, ControlMode.CURVE, ControlMode.LOCAL
 WITH_KEY = {"control": PeerAddress(endpoint="tcp://p:1", public_key="k" * 40), "meets_by": (CURVE,)}
 
@@ -228,20 +197,6 @@ async def test_who_is_absent_is_told(world):
         "no decode instance is ready (1 known; 'd': node 'node-0' is not ready)",
     )
     await directory.heartbeat("d", "node-0", beat("d-incarnation-1"))
-    assert absences(await directory.listing()) == ()
-
-
-async def test_two_models_that_do_not_match_are_no_pair_and_say_so(world):
-    directory = await world.directory(node("p", Role.PREFILL), node("d", Role.DECODE, model="tiny-gqa"))
-    decode, prefill = await directory.listing()
-    assert (decode.ready, prefill.ready) == (False, False)
-    assert (
-        "no decode instance holds the model 'tiny-v4' of 'p'; between 'p' (here) and 'd' (peer)" in prefill.reasons[0]
-    )
-    assert "no prefill instance holds the model 'tiny-gqa' of 'd'" in decode.reasons[0]
-    assert len(absences((decode, prefill))) == 2
-    await directory.register(node("e", Role.DECODE))
-    assert {view.instance: view.ready for view in await directory.listing()} == {"p": True, "d": False, "e": True}
     assert absences(await directory.listing()) == ()
 
 

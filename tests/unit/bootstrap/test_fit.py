@@ -6,8 +6,7 @@ import pytest
 
 from kvbridge.api.directory import ControlMode, Load, PairRequest
 from kvbridge.bootstrap.fit import Ranking
-from kvbridge.core.addresses import PeerAddress
-from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError, NotReadyError
+from kvbridge.core.errors import InvalidInputError, NotReadyError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Role
@@ -60,11 +59,6 @@ def test_an_absent_side_is_named(registrations, expected):
         ranking(*registrations)
 
 
-def test_two_models_never_meet():
-    with pytest.raises(FingerprintMismatchError, match=r"between 'p' \(here\) and 'd' \(peer\).*components"):
-        ranking(node("p", Role.PREFILL), node("d", Role.DECODE, model="tiny-gqa"))
-
-
 def test_each_model_finds_its_own_pair():
     fleet = (
         node("p", Role.PREFILL),
@@ -79,13 +73,4 @@ def test_each_model_finds_its_own_pair():
         ranking(*fleet, fingerprint="nope")
 
 
-KEY = PeerAddress(endpoint="tcp://p:1", public_key="k" * 40)
 CURVE, PLAIN, LOCAL = (ControlMode.CURVE,), (ControlMode.PLAIN,), (ControlMode.LOCAL,)
-
-
-def test_instances_that_cannot_meet_are_not_paired():
-    fleet = (node("p", Role.PREFILL, control=KEY, meets_by=CURVE), node("d", Role.DECODE, meets_by=LOCAL))
-    with pytest.raises(
-        NotReadyError, match="'p' meets others by curve, decode instances of its model by local: give all of them keys"
-    ):
-        ranking(*fleet)

@@ -7,17 +7,17 @@ from collections import Counter
 import pytest
 
 from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest
-from kvbridge.bootstrap.directory import FREEST, Directory
+from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.looks import DRAWN
 from kvbridge.bootstrap.nodes import Instance
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.prefixes import HOLDERS, holders
-from kvbridge.core.errors import CapacityError, FingerprintMismatchError, NotReadyError
+from kvbridge.core.errors import FingerprintMismatchError, NotReadyError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import ModelIdentity
-from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, FakeDaemons, half, node
+from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, FakeDaemons, node
 
 pytestmark = pytest.mark.asyncio
 
@@ -67,20 +67,6 @@ async def test_as_many_are_drawn_of_each_role_as_were_asked_for_and_everybody_no
     assert names(await directory.draw(0)) == {}
 
 
-async def test_whoever_is_named_comes_too_and_once(world):
-    directory = await world.directory(*fleet(20), half("two", Role.DECODE, 0), half("two", Role.DECODE, 1))
-    drawn = names(await directory.draw(5, names=["decode-7", "two", "unknown"]))
-    assert (drawn["decode-7"], drawn["two"]) == (1, 2), "all nodes of an instance, and each once"
-    assert 6 <= sum(drawn.values()) <= 8, "five that were drawn, and those of the named that are not among them"
-
-
-async def test_only_instances_of_a_fingerprint_are_drawn_where_one_is_given(world):
-    directory = await world.directory(*fleet(20), *fleet(3, Role.PREFILL, model="tiny-gqa"))
-    assert len(await directory.draw(30)) == 23
-    assert {instance.fingerprint for instance in await directory.draw(30, GQA)} == {GQA}
-    assert await directory.draw(30, "nobody's") == ()
-
-
 async def test_who_left_or_died_is_not_drawn_and_who_came_back_is(world):
     first, second, third = fleet(3)
     directory = await world.directory(first, second, third)
@@ -117,15 +103,6 @@ async def test_a_registration_looks_at_its_own_instance_only(world):
     looks = Looks(world.store)
     await directory.register(node("another", Role.DECODE))
     assert (looks.records, looks.whole) == (0, 0)
-
-
-async def test_rooms_are_spread_over_a_large_fleet(world):
-    port = FakeDaemons()
-    pairing = await world.pairing(port, *fleet(MANY), *fleet(MANY, Role.PREFILL))
-    for _ in range(3 * MANY):
-        await pairing.pair(REQUEST)
-    rooms = [len(port.admitted.get(f"http://decode-{number}", ())) for number in range(MANY)]
-    assert max(rooms) - min(rooms) <= 3
 
 
 async def test_a_large_request_finds_the_one_instance_that_has_place_for_it(world):
@@ -183,27 +160,6 @@ async def test_who_holds_the_prompt_is_found_outside_of_what_is_drawn(world):
             await world.store.beat((one.instance, one.node), beat(one))
         again = await pairing.pair(asked)
         assert (again.prefill, again.decode) == (first.prefill, first.decode)
-
-
-async def test_refusals_are_bounded_by_what_was_drawn(world):
-    port = FakeDaemons()
-    nodes = [*fleet(MANY), *fleet(MANY, Role.PREFILL)]
-    port.refuse = {one.http_url: CapacityError("full") for one in nodes if one.role is Role.DECODE}
-    pairing = await world.pairing(port, *nodes)
-    with pytest.raises(CapacityError, match="full"):
-        await pairing.pair(REQUEST)
-    refusing = {url for call, url, _ in port.calls if call == "admit" and "decode" in url}
-    assert len(refusing) == 3, "pairing.attempts, each at another one"
-    assert port.rooms() == {}
-
-
-async def test_the_freest_of_each_model_are_remembered(world):
-    directory = await world.directory(*(node(f"d{free}", Role.DECODE, free=free) for free in range(100)))
-    assert directory.freest() == ()
-    await directory.instances()
-    assert directory.freest() == [f"d{free}" for free in range(99, 99 - FREEST, -1)]
-    assert directory.freest(fingerprint(preset("tiny-v4"))) == directory.freest()
-    assert directory.freest(GQA) == ()
 
 
 async def test_holders_are_those_of_the_longest_beginnings_and_few():

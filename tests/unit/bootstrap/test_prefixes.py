@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -12,7 +11,7 @@ from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRe
 from kvbridge.bootstrap.fit import Ranking
 from kvbridge.bootstrap.nodes import NodeEntry, NodeRecord, by_instance
 from kvbridge.bootstrap.prefixes import Guess, guess_held_pages, judge
-from kvbridge.bootstrap.stores import memory, redis
+from kvbridge.bootstrap.stores import base, memory
 from kvbridge.bootstrap.stores.base import NOTE_KEEP_S, Claim, RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.core.errors import CapacityError
@@ -21,7 +20,7 @@ from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.telemetry.events import PrefixGuessed
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.helpers.manual_clock import ManualClock
-from tests.unit.bootstrap.fleet import FakeDaemons, half, instances_of, node
+from tests.unit.bootstrap.fleet import TIMES, FakeDaemons, instances_of, node
 
 PAGE = 256
 HELD = ModelIdentity(name="tiny", revision="1")
@@ -79,14 +78,6 @@ def test_a_note_is_believed_for_as_long_as_its_node_keeps_prefixes(kept_s, silen
     assert guess_held_pages(instances, [{}, {"d1": age_s}, {}], 3) == ({"d1": 2} if believed else {})
 
 
-def test_of_several_nodes_the_one_that_keeps_least_decides():
-    nodes = [half("d", Role.DECODE, number, load=load(kept_s=kept_s)) for number, kept_s in enumerate((100.0, 5.0))]
-    assert guess_held_pages(instances_of(*nodes), [{"d": 6.0}], 1) == {}
-    assert guess_held_pages(instances_of(*nodes), [{"d": 4.0}], 1) == {"d": 1}
-    nodes[1] = half("d", Role.DECODE, 1, load=load(kept_s=None))
-    assert guess_held_pages(instances_of(*nodes), [{"d": 4.0}], 1) == {}
-
-
 @pytest.mark.parametrize(
     ("chosen", "held_tokens", "expected"),
     [("d1", 256, Guess.RIGHT), ("d1", 0, Guess.STALE), ("d2", 0, Guess.PASSED_OVER), ("d2", 512, Guess.PASSED_OVER)],
@@ -139,8 +130,9 @@ async def test_a_ticket_that_does_not_count_leaves_no_note(world):
 
 @pytest.mark.asyncio
 async def test_only_the_last_instances_are_remembered(world, monkeypatch):
-    for store in (memory, redis):
+    for store in (memory, base):
         monkeypatch.setattr(store, "NOTE_INSTANCES", 4)
+    world.limit(TIMES)
     for number in range(4):
         assert await give(world, number, f"p{number}", f"d{number}", [A])
         world.advance(1)
@@ -151,8 +143,9 @@ async def test_only_the_last_instances_are_remembered(world, monkeypatch):
 @pytest.mark.asyncio
 async def test_notes_take_bounded_memory_and_the_oldest_go_first(world, monkeypatch):
     """Whoever may pair can have notes made under any bytes, also by requests that are cancelled at once."""
-    for store in (memory, redis):
+    for store in (memory, base):
         monkeypatch.setattr(store, "NOTES", 2)
+    world.limit(TIMES)
     for number, key in enumerate((A, B, A, C)):
         assert await give(world, number, "p1", "d1", [key])
         world.advance(1)
@@ -232,8 +225,3 @@ async def test_keys_of_another_namespace_find_no_note(world):
     assert guesses == {("prefill", "none"): 2, ("decode", "none"): 2}
     await beats(world)
     assert names(await service.pair(request(SECOND))) == ("p2", "d2")
-
-
-def test_records_keep_what_they_say_when_they_are_charged():
-    charged = replace(record(keeper("d1")), charged_rooms=1, charged_pages={"full": 3})
-    assert charged.load.prefixes_kept_s == KEPT_S

@@ -11,12 +11,11 @@ import pytest
 from kvbridge.api.directory import NodeHeartbeat, PairRequest
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
-from kvbridge.bootstrap.stores.redis import RedisStore
-from kvbridge.bootstrap.stores.redis_connection import RedisSettings
+from kvbridge.bootstrap.stores.redis import redis_client
 from kvbridge.core.errors import ConfigError, NotFoundError, NotReadyError, StaleError
 from kvbridge.core.ids import Rank, Role
 from tests.helpers.redis_server import redis_server
-from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, FLEET, LIMITS, TIMES, FakeDaemons, RedisFleet, half, node
+from tests.unit.bootstrap.fleet import FLEET, LIMITS, FakeDaemons, RedisFleet, half, node
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.outside]
 
@@ -166,17 +165,12 @@ async def test_a_password_is_used_and_never_shown():
             with pytest.raises(NotReadyError, match=r"refused|cannot be reached") as raised:
                 await world.store.nodes()
             assert "hush" not in str(raised.value)
-            settings = RedisSettings(url=server.url, password=lambda: "hush-hush", namespace="secret", timeout_s=5.0)
-            store = RedisStore(settings, expire_after_s=EXPIRE_AFTER_S, rooms=TIMES, observer=world)
-            try:
-                assert await store.nodes() == ()
-            finally:
-                await store.close()
-            assert "hush" not in f"{settings!r} {store!r}"
+            store = world.over(redis_client(server.url, lambda: "hush-hush", timeout_s=5.0))
+            assert await store.nodes() == ()
+            assert "hush" not in repr(store)
 
 
-async def test_a_url_that_cannot_be_read_is_a_mistake_of_the_configuration(redis_fleet):
-    settings = RedisSettings(url="gopher://u:hush@x", password=lambda: "", namespace="x", timeout_s=1.0)
+async def test_a_url_that_cannot_be_read_is_a_mistake_of_the_configuration():
     with pytest.raises(ConfigError, match=r"directory\.redis_url") as raised:
-        RedisStore(settings, expire_after_s=EXPIRE_AFTER_S, rooms=TIMES, observer=redis_fleet)
+        redis_client("gopher://u:hush@x", timeout_s=5.0)
     assert "hush" not in str(raised.value)

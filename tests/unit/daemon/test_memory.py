@@ -11,7 +11,6 @@ from kvbridge.core.errors import ConfigError, DeadlineError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
-from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.wire.shared_memory import DeviceAllocationRequest
 from kvbridge.daemon.kept_pools import Restored
 from kvbridge.daemon.memory import NodeMemory, plan_memory, require_memory_directory
@@ -53,15 +52,7 @@ def test_a_node_starts_without_kept_pools_where_something_else_has_a_name_of_the
     path = tmp_path / "kvbridge-0123456789ab-keep.lock"
     path.mkdir()
     memory = NodeMemory(plan_memory(decode(), TINY))
-    header = KeptHeader(
-        incarnation="1" * 16,
-        fingerprint="f",
-        model_identity=ModelIdentity(name="m", revision="1"),
-        ranks=(),
-        layout="l",
-        page_counts={},
-        files=(),
-    )
+    header = KeptHeader(incarnation="1" * 16, form={"layout": "l"}, page_counts={})
     memory.keep(config, "kvbridge-0123456789ab-", header)
     assert memory.kept is None
     assert memory.restored is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import os
 from pathlib import Path
@@ -11,16 +10,14 @@ import pytest
 import pytest_asyncio
 
 from kvbridge.core.ids import IndexSpace
-from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.daemon.kept_pools import Restored, RestoredTwins
 from kvbridge.daemon.twin_journal import (
     NO_PAGE,
     Contents,
-    HeldPage,
+    Held,
     KeptHeader,
     TwinJournal,
-    entries_of,
-    entry_places,
+    entry_bases,
     read_header,
     read_journal,
 )
@@ -31,12 +28,8 @@ pytestmark = pytest.mark.asyncio
 FULL, HOST, FULL_TWIN, SWA_TWIN = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN
 HEADER = KeptHeader(
     incarnation="i",
-    fingerprint="f",
-    model_identity=ModelIdentity(name="m", revision="1"),
-    ranks=("pp0.tp0",),
-    layout="l",
+    form={"layout": "l"},
     page_counts={},
-    files=(),
 )
 PAGE_COUNTS = {FULL_TWIN: 16, SWA_TWIN: 4, HOST: 16}
 
@@ -68,8 +61,8 @@ class Node:
 
     async def written(self) -> None:
         """Wait until nothing is being read."""
-        while self.journal._reading is not None:
-            await asyncio.wait({self.journal._reading})
+        if self.journal._reading is not None:
+            await self.journal._reading
 
     def found(self) -> Contents:
         """What the next process would find."""
@@ -79,12 +72,12 @@ class Node:
         """The last keys of the prompts that it would find, and how many pages they have."""
         return {found[-1]: len(path) for found, path in self.found().prompts()}
 
-    def say(self, page: HeldPage) -> None:
+    def say(self, page: Held) -> None:
         """Write an entry with a right checksum over the one of this twin."""
         data = bytearray(self.path.read_bytes())
         header, start = read_header(data)
-        [(place, entry)] = entries_of(page, (page.digest,), 1 << 40)
-        at = entry_places(header.page_counts, start)[0][place[0]] + place[1] * len(entry)
+        [(place, entry)] = page.entries(1 << 40)
+        at = entry_bases(header.page_counts, start)[0][place[0]] + place[1] * len(entry)
         data[at : at + len(entry)] = entry
         self.path.write_bytes(data)
 
@@ -155,7 +148,7 @@ async def test_a_page_that_holds_something_else_is_lost_with_what_follows_it(nod
     node.bench.warm("a", 5, checkpoint=True)
     node.bench.back_up("a", 5)
     await node.written()
-    node.memory.bytes[FULL_TWIN, third_page(node).twin] = 7
+    node.memory.bytes[FULL_TWIN, third_page(node).twins[0]] = 7
     after, made = await restored(node)
     assert (made.found.pages, made.found.checkpoints, made.found.lost) == (2, 0, 3)
     assert after.bench.where("a", 5) == (0, 2)
@@ -219,7 +212,7 @@ async def test_a_page_whose_home_does_not_exist_is_left_out_with_what_follows_it
         one.journal.close()
 
 
-def third_page(node: Node) -> HeldPage:
+def third_page(node: Node) -> Held:
     [page] = [page for page in node.found().pages.values() if page.key == keys("a", 3)[2]]
     return page
 
@@ -234,7 +227,7 @@ async def test_of_two_pages_in_one_home_the_later_one_counts(tmp_path, memory):
     first = {page.key: page for page in node.found().pages.values()}
     taken, page = first[keys("a", 1)[0]], first[keys("b", 1)[0]]
     wrong = page._replace(home=taken.home)
-    node.say(wrong._replace(digest=memory(wrong.sets[0])))
+    node.say(wrong._replace(digests=(memory(wrong.sets[0]),)))
     after, made = await restored(node, (FULL, HOST))
     assert (made.found.pages, made.found.lost) == (4, 1)
     assert [after.bench.where(name, 2)[1] for name in ("a", "b", "c")] == [0, 2, 2]

@@ -7,12 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, UnsupportedError
-from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.ids import IndexSpace, MemoryKind
+from kvbridge.core.errors import PageOutOfBoundsError, UnsupportedError
 from kvbridge.kernels.page_copies import CudaPageCopier, ReferencePageCopier, page_copier
-from kvbridge.kernels.places import IdPairs, PageMemory, PagePair
+from kvbridge.kernels.places import PageMemory, PagePair
 from tests.helpers.kernel_memory import Form, id_pairs, random_bytes
 
 FORMS = st.builds(
@@ -86,24 +83,6 @@ def test_an_id_that_does_not_exist_is_refused_with_its_number(ids: tuple[int, in
     assert not target.any()
 
 
-def test_mistakes_of_the_caller_are_named():
-    _, _, pair = one_layer()
-    copier = ReferencePageCopier([pair])
-    with pytest.raises(InvalidInputError, match="1 lists, got 2"):
-        copier.copy([IdPairs(0, 0, 0)] * 2)
-    with pytest.raises(InvalidInputError, match=r"group 4.*\(5,\)"):
-        copier.wait_group(4, stream=0)
-    copier.wait_group(5, stream=0)
-    with pytest.raises(InvalidInputError, match="at least one"):
-        ReferencePageCopier([])
-    with pytest.raises(InvalidInputError, match="33 bytes at strides"):
-        PagePair(pair.source, pair.destination, 33)
-    with pytest.raises(InvalidInputError, match=r"5 pages of 2 an extent.*2 extents"):
-        PageMemory((4096, 8192), 2, 32, 5)
-    with pytest.raises(InvalidInputError, match="-1 ids"):
-        IdPairs(0, 0, -1)
-
-
 @pytest.mark.parametrize(
     ("address", "stride", "page_bytes", "table", "message"),
     [
@@ -117,22 +96,3 @@ def test_the_gpu_refuses_what_its_kernel_cannot_copy(address, stride, page_bytes
     memory = PageMemory.contiguous(address, page_count=2, page_stride_bytes=stride)
     with pytest.raises(UnsupportedError, match=message):
         CudaPageCopier(0, [PagePair(memory, memory, page_bytes, table=table)])
-
-
-@pytest.mark.parametrize(("third", "one"), [(4096 + 2 * 3 * 64, True), (1 << 20, False)])
-def test_extents_that_follow_one_another_are_one(third: int, one: bool):
-    region = Region(
-        component=ComponentKind.C4_KV,
-        layer=3,
-        space=IndexSpace.HOST,
-        memory=MemoryKind.DRAM,
-        extent_addresses=(4096, 4096 + 3 * 64, third),
-        pages_per_extent=3,
-        page_count=8,
-        page_bytes=48,
-        page_stride_bytes=64,
-    )
-    memory = PageMemory.of(region)
-    assert len(memory.extent_addresses) == (1 if one else 3)
-    expected = [region.extent_addresses[page // 3] + page % 3 * 64 for page in range(8)]
-    assert memory.addresses(np.arange(8)).tolist() == expected

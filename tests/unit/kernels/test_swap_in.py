@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvbridge.core.errors import InvalidInputError, UnsupportedError
-from kvbridge.kernels.swap_in import LayerMemory, ReferenceSwapIn, SwapInShape
-from tests.helpers.swap_in_simulation import SwapInSimulation, selections, step_of
+from kvbridge.kernels.swap_in import ReferenceSwapIn, SwapInShape
+from tests.helpers.swap_in_simulation import SwapInSimulation, step_of
 
 CPU = torch.device("cpu")
 
@@ -31,39 +30,6 @@ def _ask(
     swap.swap_in(layer, step_of(slots, counts), top_k=top_k.data_ptr(), out=out.data_ptr())
     world.check(layer, requests, rows, selected, out.numpy())
     return out.numpy()
-
-
-@pytest.mark.parametrize("parts", [(576, 8), (2048,), (64, 4)])
-@pytest.mark.parametrize(("extents", "page_first"), [(1, False), (3, False), (1, True)])
-def test_every_selected_row_is_found_byte_for_byte(parts: tuple[int, ...], extents: int, page_first: bool) -> None:
-    shape = SwapInShape(hot_rows=128, ring_rows=128, max_rows=1024, top_k=64, row_parts_bytes=parts)
-    world = SwapInSimulation(shape, layers=2, requests=3, device=CPU, extents=extents, page_first=page_first)
-    swap, random = _reference(world), np.random.default_rng(1)
-    rows = [1024, 130, 700]
-    for request in range(3):
-        world.admit(request, rows[request])
-    hot = [random.choice(count, 150) for count in rows]
-    for _ in range(12):
-        batch = [2, -1, 0, 1]
-        counts = [700, 5, 1024, 130]
-        selected = np.stack(
-            [selections(random, top_k=64, rows=rows[max(r, 0)], hot=list(hot[max(r, 0)]), fresh=0.1) for r in batch]
-        )
-        for layer in range(2):
-            _ask(swap, world, layer, batch, counts, selected)
-
-
-def test_a_row_that_was_loaded_is_not_loaded_again_and_twice_is_once() -> None:
-    shape = SwapInShape(hot_rows=64, ring_rows=64, max_rows=512, top_k=4)
-    world = SwapInSimulation(shape, layers=1, requests=1, device=CPU)
-    world.admit(0, 512)
-    swap = _reference(world)
-    first = _ask(swap, world, 0, [0], [512], np.array([[7, 7, 300, -1]]))
-    assert first[0, 0] == first[0, 1]
-    assert world.tallies[0, 0].tolist() == [2, 0, 2, 0]
-    second = _ask(swap, world, 0, [0], [512], np.array([[300, 7, 7, 7]]))
-    assert second[0].tolist() == [first[0, 2], first[0, 0], first[0, 0], first[0, 0]]
-    assert world.tallies[0, 0].tolist() == [2, 2, 2, 0]
 
 
 def test_missing_rows_take_slots_in_the_order_of_their_host_addresses() -> None:
@@ -103,18 +69,3 @@ def test_the_newest_rows_come_from_the_ring(rows: int) -> None:
     in_ring = found[0] >= shape.hot_rows
     assert in_ring.tolist() == (newest[0] >= start).tolist()
     assert in_ring[-1]
-
-
-def test_sizes_that_cannot_work_are_refused() -> None:
-    with pytest.raises(InvalidInputError, match="multiples of a page"):
-        SwapInShape(hot_rows=100, ring_rows=64, max_rows=512, top_k=8)
-    with pytest.raises(InvalidInputError, match="fit into the hot slots"):
-        SwapInShape(hot_rows=64, ring_rows=64, max_rows=512, top_k=65)
-    with pytest.raises(UnsupportedError, match="two parts"):
-        SwapInShape(hot_rows=64, ring_rows=64, max_rows=512, top_k=8, row_parts_bytes=(3,))
-    shape = SwapInShape(hot_rows=64, ring_rows=64, max_rows=512, top_k=8)
-    world = SwapInSimulation(shape, layers=1, requests=1, device=CPU)
-    memory = world.layer_memory()[0]
-    crooked = LayerMemory(memory.host_addresses, memory.pages_per_extent, 37_441, memory.hot_address, 37_440)
-    with pytest.raises(UnsupportedError, match="16 bytes at a time"):
-        ReferenceSwapIn(shape, world.state(), [crooked])

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from kvbridge.core.errors import (
-    CapacityError,
     ConflictError,
     IntegrityError,
     InvalidInputError,
@@ -18,19 +17,6 @@ from kvbridge.core.geometry.hot_buffer import sparse_request_bytes
 from kvbridge.sparse import PendingCopies, ReleasedRequest, SparseCache, SparseRows
 from kvbridge.sparse.streams import Point
 from tests.helpers.sparse_simulation import HostPool, SparseSimulation, c4_component, settings
-
-
-@pytest.mark.parametrize(
-    ("tokens", "preload_rows"), [(0, None), (3, 64), (256, 0), (259, None), (515, 64), (1024, 0), (1500, 64)]
-)
-def test_first_steps_after_admission_find_every_row(tokens, preload_rows):
-    """The newest row included, whatever L mod 4 and the fill of the last page are."""
-    world = SparseSimulation(settings(preload_rows=preload_rows))
-    world.admit(1, tokens)
-    world.cache.check()
-    for _ in range(9):
-        world.step([1])
-        world.cache.check()
 
 
 def test_a_long_decode_past_many_evictions_and_backups():
@@ -59,55 +45,6 @@ def test_what_was_done_for_a_request_is_not_known_before_its_copies_have_ended()
     assert released.rows() == SparseRows(hit=2, loaded=2, preloaded=5)
 
 
-@pytest.mark.parametrize(("ring_pages", "page_first"), [(2, False), (3, True)])
-def test_a_batch_of_requests_that_come_and_go(page_first, ring_pages):
-    world = SparseSimulation(settings(ring_pages=ring_pages), page_first=page_first, seed=3)
-    random = np.random.default_rng(5)
-    for turn in range(150):
-        for slot in range(3):
-            if slot not in world.requests and random.random() < 0.2:
-                world.admit(slot, int(random.integers(0, 1400)), more_tokens=600)
-            elif slot in world.requests and (random.random() < 0.01 or not world.can_step(slot)):
-                world.release(slot)
-        batch = [slot for slot in random.permutation(3).tolist() if slot in world.requests and random.random() < 0.8]
-        world.step(batch, padding=int(random.integers(0, 4 - len(batch))) if len(batch) < 3 else 0)
-        if turn % 20 == 0:
-            world.cache.check()
-    for slot in list(world.requests):
-        world.release(slot)
-
-
-def test_a_short_request_is_loaded_whole_at_admission():
-    world = SparseSimulation()
-    world.admit(0, 4 * 128 - 1)
-    assert world.cache.counts(0).preloaded == 64 * 2
-    world.step([0], choose=lambda slot, layer: np.arange(48, dtype=np.int32))
-    assert world.cache.counts(0).loaded == 0
-
-
-def test_a_request_grows_into_pages_that_it_is_given_later():
-    world = SparseSimulation(settings(top_k=48))
-    world.admit(0, 250, more_tokens=1200, named_pages=1)
-    for _ in range(1000):
-        if not world.can_step(0):
-            world.extend(0)
-            world.cache.check()
-        world.step([0])
-    assert len(world.requests[0].pages) > 4
-    world.verify_host(0)
-
-
-def test_nothing_reaches_the_host_before_its_page_is_complete():
-    world = SparseSimulation()
-    world.admit(0, 256)
-    for _ in range(255):
-        world.step([0])
-    page = int(world.requests[0].pages[1])
-    assert (world.pool.memory[:, page] == 0xEE).all()
-    world.step([0])
-    assert not (world.pool.memory[:, page] == 0xEE).all()
-
-
 def test_what_it_takes_is_what_the_accounts_say():
     options = settings(max_requests=5)
     world = SparseSimulation(options)
@@ -126,18 +63,6 @@ def test_what_it_takes_is_what_the_accounts_say():
 
 def pages(*ids: int) -> np.ndarray:
     return np.array(ids, dtype=np.int32)
-
-
-def test_more_requests_than_slots_are_refused():
-    world = SparseSimulation()
-    for _ in range(3):
-        world.admit(world.cache.requests.free_slot(), 100)
-    with pytest.raises(CapacityError, match="all 3 request slots of the hot buffer are in use"):
-        world.cache.requests.free_slot()
-    with pytest.raises(CapacityError, match="request slot 3 does not exist"):
-        world.cache.admit(3, pages(1), 10)
-    with pytest.raises(ConflictError, match="request slot 2 is in use"):
-        world.cache.admit(2, pages(1), 10)
 
 
 @pytest.mark.parametrize(

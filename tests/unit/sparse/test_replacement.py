@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from tests.helpers.replacement import Lru, Ours, changing, drifting, hit_rate, recorded, scanning, zipf
@@ -36,17 +35,3 @@ def test_the_hit_rate_is_close_to_that_of_lru(name, record_property):
         print(f"{name}: {hot_rows} hot rows: {ours:.3f}, LRU {lru:.3f}")
         record_property(f"hit_rate_{hot_rows}", f"{ours:.3f} (LRU {lru:.3f})")
     assert max(lost.values()) <= MOST_LOST, lost
-
-
-def test_a_working_set_that_fits_stays():
-    """Half of the hot slots wanted over and over, a scan beside them: the working set is never given up."""
-    ours = Ours(512, max_rows=ROWS, top_k=256)
-    random = np.random.default_rng(1)
-    kept = np.arange(192)
-    missed = 0
-    for number in range(200):
-        scan = 1000 + (number * 32 + np.arange(32)) % 6000
-        hits = ours.step(np.concatenate([random.permutation(kept), scan]))
-        if number > 1:
-            missed += 192 - min(hits, 192)
-    assert missed == 0

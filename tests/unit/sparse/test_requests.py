@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbridge.core.errors import IntegrityError, InvalidInputError
+from kvbridge.core.errors import IntegrityError
 from kvbridge.kernels.swap_in import SwapInShape
 from kvbridge.sparse.requests import RequestBook
 
@@ -16,17 +16,6 @@ def book(ring_pages=2):
 
 def pages(count):
     return np.arange(100, 100 + count, dtype=np.int32)
-
-
-@pytest.mark.parametrize(("rows", "begin"), [(0, 0), (1, 0), (63, 0), (64, 64), (65, 64), (127, 64), (128, 128)])
-def test_the_ring_begins_with_the_incomplete_page(rows, begin):
-    requests = book()
-    assert requests.admit(1, pages(4), rows).ring_begin == begin
-    partial = requests.partial_page(1)
-    assert (partial is None) == (rows == begin)
-    if partial is not None:
-        assert (partial.page, partial.host_page) == (begin // 64, 100 + begin // 64)
-        assert partial.hot_page == 4 + 2 + begin // 64 % 2  # slot 1 of 4 pages each: 2 hot ones, 2 of the ring
 
 
 @pytest.mark.parametrize("ring_pages", [2, 3, 5])
@@ -75,13 +64,6 @@ def test_nothing_is_ever_written_to_a_page_that_others_read(rows):
         requests.end_step()
     assert sorted(set(written)) == list(range(shared, 10))[: len(set(written))]
     assert len(written) >= 8 - shared
-
-
-def test_pages_that_are_not_complete_cannot_be_shared():
-    with pytest.raises(
-        InvalidInputError, match="2 host pages are said to be shared, but only 1 are complete with 127 rows"
-    ):
-        book().admit(0, pages(4), 127, shared_pages=2)
 
 
 def test_a_plan_that_names_a_shared_page_is_refused_and_changes_nothing():

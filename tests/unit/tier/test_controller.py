@@ -107,20 +107,6 @@ def make() -> Iterator[type[Bench]]:
         bench.cache.check_integrity()
 
 
-def test_selective_waits_for_the_use_that_was_asked_for(make):
-    bench = make(policy=SELECTIVE, uses=2)
-    bench.room("a", 5)
-    bench.room("b", 3)
-    bench.settle()
-    assert bench.twins == 0, "used once, when they were computed"
-    bench.room("a", 6)
-    bench.settle()
-    assert (bench.on_host("a", 6), bench.on_host("b", 3)) == (5, 0), "its sixth page was used once"
-    bench.room("b", 2)
-    bench.settle()
-    assert bench.on_host("b", 3) == 2
-
-
 def test_write_back_goes_ahead_of_need_oldest_first(make):
     bench = make(device=16, policy=BACK, low_share=0.5)
     for name in "abc":
@@ -160,43 +146,6 @@ def test_what_fails_frees_its_own_twins_and_is_tried_again_later(make):
     bench.clock.advance(backup_controller.FIRST_PAUSE_S)
     assert bench.order() == 3
     assert bench.on_host("a", 3) == 3
-
-
-def test_a_full_host_gives_what_nobody_reads_and_refuses_what_does_not_fit(make):
-    bench = make(device=16, host=4, policy=THROUGH)
-    bench.room("a", 4)
-    bench.settle()
-    bench.room("b", 4)
-    bench.settle()
-    assert (bench.on_host("a", 4), bench.on_host("b", 4)) == (0, 4), "the older one gave way"
-    bench.room("c", 6)
-    bench.settle()
-    assert bench.controller.refused == 1, "its last two pages have no place beside its first four"
-    assert bench.controller.waiting == 0
-    assert bench.twins <= 4
-    assert bench.twins_held() == 0
-    assert bench.cache.known(keys("c", 6)) == 6
-
-
-def test_only_so_many_prompts_wait(make, monkeypatch):
-    monkeypatch.setattr(backup_controller, "MOST_WAITING", 2)
-    bench = make(policy=THROUGH)
-    for name in "abc":
-        bench.room(name, 2)
-    assert bench.controller.waiting == 2
-    bench.settle()
-    assert [bench.on_host(name, 2) for name in "abc"] == [0, 2, 2]
-
-
-def test_what_does_not_fit_beside_what_is_on_its_way_waits_for_the_next_order(make):
-    bench = make(host=6, policy=THROUGH)
-    bench.room("a", 4)
-    bench.room("b", 4)
-    assert bench.order() == 6
-    assert [bench.on_host(name, 4) for name in "ab"] == [4, 2]
-    assert (bench.controller.refused, bench.controller.waiting) == (0, 1)
-    assert bench.order() == 2
-    assert [bench.on_host(name, 4) for name in "ab"] == [2, 4]
 
 
 def test_a_host_that_is_read_as_a_whole_costs_no_order_more_than_a_few_looks(make, monkeypatch):

@@ -7,24 +7,22 @@ from itertools import product
 import numpy as np
 import pytest
 
-from kvbridge.config.pools import DeviceLayout, HostLayout, HostPool
-from kvbridge.config.tier import CopyBackend, HostTier
+from kvbridge.config.pools import DeviceLayout, HostLayout
+from kvbridge.config.tier import CopyBackend
 from kvbridge.core.errors import ConfigError, InvalidInputError, PageOutOfBoundsError, TransportError
-from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.geometry.twins import twin_components, twin_pieces
-from kvbridge.core.ids import IndexSpace, Rank
+from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels import reference
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.page_copies import ReferencePageCopier
 from kvbridge.kernels.places import PageMemory, PagePair
-from kvbridge.pool.memory.layout import RankPart
 from kvbridge.tier import copy_backends
-from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier, backup_shares, copy_backend
+from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier, copy_backend
 from kvbridge.tier.copy_backends import joined, split_at_registrations
 from tests.helpers.fake_cuda import FakeEvent
-from tests.helpers.twin_pools import COMBINATIONS, TwinPools, pages
+from tests.helpers.twin_pools import TwinPools, pages
 
 TINY, GQA, V32 = preset("tiny-v4"), preset("tiny-gqa"), preset("deepseek-v3.2")
 LF, PF = HostLayout
@@ -45,37 +43,6 @@ def test_the_copy_engines_copy_what_is_one_stretch_on_both_sides_and_the_kernel_
                 ConfigError, match=f"tier.host.layout is {host} and pools.device_layout is {device}: the copy"
             ):
                 copy_backend(DIRECT, host=host, device=device)
-
-
-def test_page_first_direct_is_page_first_by_the_copy_engines():
-    tier = HostTier.model_validate({"pages": 1, "layout": "page_first_direct"})
-    assert (tier.layout, tier.backend) == (PF, DIRECT)
-    assert HostPool.model_validate({"pages": 1, "layout": "page_first_direct"}).layout is PF
-
-
-@pytest.mark.parametrize(("host", "device", "backend", "direction"), COMBINATIONS)
-def test_each_combination_copies_what_twins_keep(host, device, backend, direction):
-    moves = {FULL: (pages(7, 0, 3, 4), pages(2, 9, 5, 6)), SWA: (pages(1, 4), pages(3, 0))}
-    with TwinPools(TINY, layout=host, page_first=device is DEVICE_PF) as pools:
-        expected = pools.expected(moves, direction)
-        with pools.copier(direction, CopyMeans(backend)) as copier:
-            ticket = copier.copy(moves)
-            assert copier.done(ticket)
-            copier.wait(ticket)
-            for layer in range(TINY.layer_count + 3):
-                copier.wait_layer(layer, ticket)
-        pools.compare(expected)
-
-
-def test_tickets_count_copies_and_others_are_refused():
-    with TwinPools(TINY) as pools, pools.copier(Direction.BACKUP) as copier:
-        tickets = [copier.copy({FULL: (pages(0), pages(1))}), copier.copy({})]
-        assert tickets == [1, 2]
-        for unknown in (0, 3):
-            with pytest.raises(InvalidInputError, match=f"no copy {unknown} among the 2"):
-                copier.done(unknown)
-            with pytest.raises(InvalidInputError, match=f"no copy {unknown} among the 2"):
-                copier.wait_layer(0, unknown)
 
 
 def test_page_ids_are_checked_before_anything_is_copied():
@@ -102,37 +69,6 @@ def test_page_ids_are_checked_before_anything_is_copied():
 def test_a_rank_without_twins_is_refused():
     with TwinPools(TINY) as pools, pytest.raises(InvalidInputError, match="no component of this rank has twins"):
         TwinCopier(TINY, pools.device_regions, (), direction=Direction.BACKUP)
-
-
-def test_ranks_that_hold_the_same_share_the_backup():
-    ranks = [RankPart.of(V32, Rank(pp=0, tp=tp), pp_size=1, tp_size=4) for tp in range(4)]
-    kinds = (ComponentKind.MLA_KV, ComponentKind.DSA_INDEXER)
-    assert [backup_shares(V32, part, (0, 1, 2, 3)) for part in ranks] == [
-        dict.fromkeys(kinds, (index, 4)) for index in range(4)
-    ]
-    assert backup_shares(V32, ranks[3], (2, 3)) == dict.fromkeys(kinds, (1, 2))
-    assert backup_shares(V32, ranks[3], ()) == dict.fromkeys(kinds, (0, 1))
-    heads = [RankPart.of(GQA, Rank(pp=0, tp=tp), pp_size=1, tp_size=4) for tp in range(4)]
-    assert [backup_shares(GQA, part, (0, 1, 2, 3)) for part in heads] == [{ComponentKind.MHA_KV: (0, 1)}] * 4
-    shared = RankPart.of(GQA, Rank(pp=0, tp=5), pp_size=1, tp_size=8)
-    assert backup_shares(GQA, shared, range(8)) == {ComponentKind.MHA_KV: (1, 2)}, "ranks 4 and 5 hold the same lane"
-
-
-@pytest.mark.parametrize("layout", HostLayout)
-@pytest.mark.parametrize(("geometry", "tp_size"), [(TINY, 3), (GQA, 2), (GQA, 8)])
-def test_the_ranks_of_a_node_back_up_everything_between_them(geometry, tp_size, layout):
-    """Replicated pages once, by turns; lanes by the rank that has them."""
-    moves = {FULL: (pages(7, 0, 3, 4, 8), pages(2, 9, 5, 6, 0))}
-    if geometry is TINY:
-        moves[SWA] = pages(1, 4), pages(3, 0)
-    with TwinPools(geometry, tp_size=tp_size, layout=layout) as pools:
-        pools.replicate()
-        expected = pools.expected(moves, Direction.BACKUP)
-        for rank in range(tp_size):
-            shares = backup_shares(geometry, pools.parts[rank], range(tp_size))
-            with pools.copier(Direction.BACKUP, rank=rank, shares=shares) as copier:
-                copier.copy(moves)
-        pools.compare(expected)
 
 
 def test_pairs_that_follow_each_other_are_joined():

@@ -95,15 +95,6 @@ def test_a_store_that_is_opened_again_knows_everything_and_its_order(make: Make,
     assert 2 not in numbers(tmp_path)
 
 
-def test_a_smaller_bound_holds_from_the_next_put_on(make: Make, tmp_path: Path):
-    store = make(8)
-    for number in range(8):
-        put(store, number)
-    store.close()
-    assert put(make(3), 8) == "stored"
-    assert total(tmp_path) <= 3 * LENGTH
-
-
 def test_of_two_on_one_directory_each_finds_all_and_has_a_bound_of_its_own(make: Make, tmp_path: Path):
     one, other = make(8), make(8)
     for number in range(8):
@@ -226,24 +217,11 @@ def test_an_object_of_more_pieces_than_a_call_takes(make: Make):
     assert (held.memory == 3).all()
 
 
-def test_a_disk_that_takes_a_part_only_is_full(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    store = make(8)
-    monkeypatch.setattr(files, "_pwritev", lambda *_: LENGTH - 1)
-    assert store.write([Held(1).object], soon()).outcomes == ("full",)
-    assert store.total_bytes == total(tmp_path) == 0
-
-
 @pytest.mark.parametrize("mode", [0o770, 0o707])
 def test_a_directory_that_others_can_write_is_refused(make: Make, tmp_path: Path, mode: int):
     (tmp_path / "store").mkdir()
     (tmp_path / "store").chmod(mode)
     with pytest.raises(ConfigError, match="chmod 0700"):
-        make()
-
-
-def test_a_directory_that_cannot_be_made_is_told(make: Make, tmp_path: Path):
-    (tmp_path / "store").write_text("a file")
-    with pytest.raises(ConfigError, match="cannot be used"):
         make()
 
 

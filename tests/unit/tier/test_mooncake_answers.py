@@ -80,12 +80,6 @@ def test_each_answer(verb: str, code: int, outcome: str, settled: bool):
     assert (str(code) in detail) == (outcome in BROKEN)
 
 
-def test_a_failed_transfer_of_an_object_of_another_length_has_never_begun():
-    assert asked("read", FakeLibrary([-800, LENGTH], size=LENGTH - 1))[:2] == (["short", "hit"], True)
-    assert asked("read", FakeLibrary([-800, LENGTH], size=LENGTH))[:2] == (["unreachable", "hit"], False)
-    assert asked("read", FakeLibrary([-800, LENGTH], size=-704))[:2] == (["unreachable", "hit"], False)
-
-
 @pytest.mark.parametrize("verb", ["read", "write", "present", "remove"])
 @pytest.mark.parametrize("codes", [[], [0], [0, 0, 0], RuntimeError("broken"), IndexError("odd")], ids=repr)
 def test_what_says_nothing_about_each_settles_nothing(verb: str, codes: list[int] | Exception):

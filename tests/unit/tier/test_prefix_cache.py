@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbridge.core.errors import ConflictError, IntegrityError, NotFoundError
+from kvbridge.core.errors import ConflictError, IntegrityError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
@@ -70,21 +70,6 @@ def test_pages_whose_lease_has_not_ended_by_proof_are_not_kept(bench, state):
         bench.keep(A, "a", 0, ids)
     assert bench.cached == 0
     assert bench.admit(B, "a", 4).prefix_pages == 0
-
-
-def test_what_is_kept_follows_on_what_is_read_once(bench):
-    ids = bench.admit(A, "a", 6).own[FULL]
-    assert bench.keep(A, "a", 0, ids[:2]) == 2
-    for start in (0, 1, 3):
-        with pytest.raises(ConflictError, match="it reads 2 pages so far"):
-            bench.keep(A, "a", start, ids[2:3])
-    assert bench.keep(A, "a", 2, ids[2:]) == 4
-    with pytest.raises(ConflictError, match="admitted already"):
-        bench.admit(A, "a", 6)
-    bench.end(A)
-    for gone in (lambda: bench.cache.let_go(A), lambda: bench.keep(A, "a", 6, [])):
-        with pytest.raises(NotFoundError, match="room 7 generation 1 reads no cached pages"):
-            gone()
 
 
 def test_a_key_below_pages_of_others_denies_its_prompt_nothing_before_it(bench):

@@ -128,18 +128,6 @@ def test_of_the_oldest_fifth_neighbours_go_first():
     assert pool.knows("a" * 6, "b" * 10, "e" * 10)
 
 
-@pytest.mark.parametrize("pinned", ["a", "c", "j"])
-def test_what_is_pinned_and_not_used_anew_stays_when_all_others_go(pinned: str):
-    pool = Pool()
-    for text in "abcdefghij":
-        pool.add(text)
-    pool.index.pin(pool.match(pinned))  # as who looks at pages does: their rank is the old one
-    assert set(pool.evict(9)) == set(range(10)) - {"abcdefghij".index(pinned)}
-    assert pool.knows(pinned)
-    with pytest.raises(CapacityError):
-        pool.evict(1)
-
-
 def test_pins_go_down_paths_and_end_once():
     pool = Pool()
     pool.add("abcd")
@@ -210,18 +198,6 @@ def test_candidates_that_are_outdated_do_not_pile_up():
         pool.index.touch(path, now=10.0 + now)
     assert len(pool.index.device.victims._candidates) < 1100
     assert pool.evict(3) == [2, 1, 0]
-
-
-@pytest.mark.parametrize("spaces", [[], [FULL, FULL], [FULL, SWA]])
-def test_spaces_that_do_not_grow_with_the_tokens_are_refused(spaces):
-    with pytest.raises(InvalidInputError, match="grow with the tokens"):
-        PrefixIndex(spaces, 10)
-
-
-def test_more_pages_than_there_are_is_a_defect():
-    pool = Pool(capacity=3)
-    with pytest.raises(IntegrityError, match="of 3 that there are"):
-        pool.add("abcd")
 
 
 def test_pages_that_leave_the_host_are_counted_by_whether_they_were_of_use_there():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvbridge.core.ids import IndexSpace
-from kvbridge.core.prefixes import Evicted, Retention
+from kvbridge.core.prefixes import Retention
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.tier.index import PrefixIndex
@@ -67,16 +67,6 @@ def bench():
     bench.cache.check_integrity()
 
 
-def test_retained_pages_go_after_others_that_were_used_later(bench):
-    bench.warm("agent", 4, claim(1))
-    for name in ("x", "y"):
-        bench.clock.advance(1.0)
-        bench.warm(name, 4)
-    bench.need(8)
-    assert (bench.known("agent"), bench.known("x"), bench.known("y")) == (4, 0, 0)
-    assert bench.cache.gone() == {Evicted.SPACE: 8}
-
-
 def test_a_namespace_has_its_share_and_no_more():
     bench = Bench(share=0.25)  # 3 pages
     bench.warm("a", 3, claim(1))
@@ -105,44 +95,6 @@ def test_any_number_of_namespaces_retain_no_more_than_half_of_the_pages_or_one_s
     bench.clock.advance(31.5)
     bench.warm("again", 3, claim(3, namespace="late"))
     assert bench.cache.retained() == {"late": 3}
-
-
-@pytest.mark.parametrize("nothing", [claim(0), claim(3, 0.0)])
-def test_no_priority_and_no_time_are_as_without(nothing):
-    bench = Bench(share=0.0)
-    bench.warm("a", 2, nothing)
-    assert (bench.cache.retained(), bench.cache.retention_refused) == ({}, 0)
-
-
-def test_what_is_dropped_is_counted_by_why_and_its_place_in_the_share_comes_back():
-    bench = Bench(share=0.5)
-    bench.warm("a", 6, claim(1))
-    bench.cache.drop(Evicted.INTEGRITY, bench.cache.index.match(keys("a", 6))[4 : 4 + 1])
-    assert (bench.cache.gone(), bench.cache.retained()) == ({Evicted.INTEGRITY: 2}, {"acme": 4})
-    bench.cache.drop(Evicted.MEMORY_LOST)
-    assert bench.cache.gone() == {Evicted.INTEGRITY: 2, Evicted.MEMORY_LOST: 4}
-    assert not bench.cache.retained()
-    bench.cache.check_integrity()
-
-
-def test_what_lasts_says_when_it_was_used_and_not_how_it_was_ranked():
-    """Heartbeats tell bootstrap for how long what nobody uses again stays."""
-    bench = Bench()
-    bench.clock.advance(5.0)
-    bench.warm("agent", 6, claim(3, 1000))
-    bench.clock.advance(10.0)
-    bench.need(PAGES)
-    assert bench.cache.kept_s() == pytest.approx(10.0, abs=1e-3)
-
-
-def test_numbers_of_namespaces_are_used_again():
-    found = Retentions(8, share=1.0)
-    for turn in range(5):
-        assert found.retain(np.array([turn], dtype=np.int32), 1.0, claim(1, namespace=f"tenant {turn}"))
-        found.forget(np.array([turn], dtype=np.int32))
-    assert (len(found), found.by_namespace) == (0, {})
-    assert found._number.max() == 0
-    found.check_integrity()
 
 
 def test_retained_records_are_looked_at_once_a_second():

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from kvbridge.config.stores import FileStoreSettings, StoreLimits
-from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, MemoryKind
@@ -104,23 +103,6 @@ def in_loop(test):
 
 def outcomes(operation) -> list[str]:
     return [outcome.value for outcome in operation.answer.result().outcomes]
-
-
-@in_loop
-def test_an_order_says_what_to_do_and_until_when():
-    case = Case()
-    keys = new_keys(3)
-    operation = case.get(keys, 5, 0, 7)
-    [order] = case.process.orders
-    assert (order.verb, order.form, order.keys) == (Verb.GET, 0, keys.data)
-    assert np.frombuffer(order.pages, "<i4").tolist() == [5, 0, 7]
-    assert abs(order.until_s - asyncio.get_running_loop().time() - TIMEOUT_S) < 5
-    assert not operation.answer.done()
-    case.report(HIT, ABSENT, BAD)
-    assert outcomes(operation) == ["hit", "absent", "wrong_digest"]
-    assert operation.settled.done()
-    assert case.client.counts == {(Verb.GET, HIT): 1, (Verb.GET, ABSENT): 1, (Verb.GET, BAD): 1}
-    assert case.state is BreakerState.CLOSED, "a miss is an answer"
 
 
 @in_loop
@@ -231,14 +213,3 @@ def test_while_the_breaker_is_open_or_there_is_no_process_nothing_is_sent():
     assert "there is none" in case.get().answer.result().detail
     assert len(case.process.orders) == 1
     assert case.state is BreakerState.OPEN, "nobody was asked, so nobody has failed"
-
-
-@in_loop
-def test_what_can_never_work_is_no_order():
-    case = Case()
-    with pytest.raises(InvalidInputError):
-        case.get(new_keys(1), 8)
-    with pytest.raises(InvalidInputError):
-        case.client.has(1, new_keys(1), timeout_s=1.0)
-    assert case.process.orders == []
-    assert case.client.unsettled == []

@@ -8,7 +8,6 @@ import pytest
 
 from kvbridge.core.errors import CapacityError, ConflictError, NotFoundError
 from kvbridge.core.ids import IndexSpace
-from kvbridge.core.prefixes import Evicted
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.tier.index import PrefixIndex
@@ -152,43 +151,6 @@ def test_what_is_restored_must_be_held_and_go_on_from_what_is_read(bench):
     assert bench.book.counts()[FULL_TWIN][CACHED] == 0
 
 
-def test_a_checkpoint_that_came_later_is_backed_up_by_itself_where_there_are_twins_of_some(bench):
-    bench.warm("a", 3)
-    bench.back_up("a", 3)
-    bench.warm("b", 1)
-    bench.warm("a", 3)
-    owner, got = bench.admit("a", 3, windows=1)
-    assert bench.cache.keep_checkpoint(owner, 2, got.own[SWA])
-    bench.end(owner)
-    backup = bench.start("a", 3)
-    assert (backup.pages, list(backup.moves)) == (0, [SWA])
-    assert bench.start("a", 3) is None
-    assert bench.twins.end_backup(backup, done=True) == 0
-    path = bench.index.match(keys("a", 3))
-    assert bench.index.host.checkpointed(path).tolist() == [False, True, False]
-
-
-def test_a_backup_without_twins_of_checkpoints_leaves_them():
-    bench = Bench()
-    book = PageBook({FULL: 8, SWA: 4, FULL_TWIN: 8})
-    bench.book, bench.cache = book, PrefixCache(book, bench.index, clock=bench.clock)
-    bench.twins = bench.cache.twins
-    bench.warm("a", 3, checkpoint=True)
-    assert list(bench.start("a", 3).moves) == [FULL]
-
-
-def test_what_left_the_device_is_not_forgotten_and_what_left_both_is(bench):
-    bench.warm("a", 4)
-    bench.back_up("a", 4)
-    bench.clock.advance(100.0)
-    bench.push_out()
-    assert bench.cache.kept_s() > 100, "all is still here"
-    bench.warm("b", 4)
-    bench.clock.advance(10.0)
-    bench.push_out()
-    assert bench.cache.kept_s() == 10.0
-
-
 def test_those_who_wait_for_pages_hear_of_the_end_of_a_backup(bench):
     heard = []
 
@@ -201,45 +163,6 @@ def test_those_who_wait_for_pages_hear_of_the_end_of_a_backup(bench):
     bench.book.watch(Watcher())
     bench.twins.end_backup(backup, done=True)
     assert {FULL: 5} in heard
-
-
-def test_watchers_hear_what_is_kept_and_used_and_what_the_host_has(bench):
-    heard = []
-
-    class Watcher:
-        kept = staticmethod(lambda keys: heard.append(("kept", len(keys))))
-        used = staticmethod(lambda keys: heard.append(("used", len(keys))))
-        ending = staticmethod(lambda: heard.append("ending"))
-        added = staticmethod(lambda keys, start, pages: heard.append(("added", len(keys), start, *pages)))
-        checkpoint_added = staticmethod(lambda key, pages: heard.append((key, len(pages))))
-        removed = staticmethod(lambda pages: heard.append({space: len(ids) for space, ids in pages.items()}))
-
-    bench.cache.watch(Watcher())
-    bench.twins.watch(Watcher())
-    bench.warm("a", 3, checkpoint=True)
-    bench.back_up("a", 3)
-    bench.warm("a", 2)
-    bench.cache.drop(Evicted.INTEGRITY, bench.cache.index.match(keys("a", 3))[1 : 1 + 1])
-    assert heard == [
-        ("kept", 3),
-        "ending",
-        ("added", 3, 0, FULL_TWIN),
-        (keys("a", 3)[2], 1),
-        ("used", 2),
-        "ending",
-        {FULL_TWIN: 2, SWA_TWIN: 1},
-    ]
-
-
-def test_cold_prompts_that_are_on_the_device_only_are_named_oldest_first(bench):
-    bench.warm("a", 2)
-    bench.warm("b", 2)
-    bench.warm("c", 2)
-    reader, _ = bench.admit("a", 2)
-    assert bench.twins.cold(9) == [keys("b", 2), keys("c", 2)]
-    bench.back_up("b", 2)
-    assert bench.twins.cold(1) == [keys("c", 2)]
-    bench.end(reader)
 
 
 def test_checkpoints_that_do_not_fit_on_the_host_keep_no_page_from_it():

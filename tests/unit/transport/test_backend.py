@@ -99,19 +99,6 @@ def plain() -> Plain:
     return made
 
 
-def test_memory_is_registered_as_a_whole_or_not_at_all(plain: Plain) -> None:
-    with pytest.raises(InvalidInputError, match="overlaps"):
-        plain.register([extent(HERE + SIZE), extent(HERE + 1)])
-    with pytest.raises(RegistrationError, match="cannot register pool at 0x200000: it is device memory"):
-        plain.register([extent(HERE + SIZE), extent(1 << 21, MemoryKind.VRAM)])
-    plain.refusal = "no room"
-    with pytest.raises(RegistrationError, match="no room"):
-        plain.register([extent(HERE + SIZE)])
-    assert [part.address for part in plain.registered] == [HERE]
-    plain.refusal = ""
-    plain.register([extent(HERE + SIZE)])
-
-
 def test_what_is_submitted_is_checked_first(plain: Plain) -> None:
     peer = connect(plain, plain.endpoint())
     with pytest.raises(InvalidInputError, match="leave the registered memory of this process"):
@@ -126,13 +113,3 @@ def test_what_is_submitted_is_checked_first(plain: Plain) -> None:
     plain.close()
     with pytest.raises(TransportError, match="closed"):
         plain.submit(peer, one(HERE, THERE), deadline_s=1.0)
-
-
-def test_disconnecting_aborts_what_goes_to_that_peer_and_nothing_else(plain: Plain) -> None:
-    peers = [connect(plain, plain.endpoint()) for _ in range(2)]
-    transfers = [plain.submit(peer, one(HERE, THERE), deadline_s=1.0) for peer in peers]
-    plain.disconnect(peers[0])
-    assert "disconnected" in transfers[0].poll().error
-    assert transfers[1].poll().state is TransferState.ACTIVE
-    with pytest.raises(InvalidInputError, match="not connected"):
-        plain.disconnect(peers[0])

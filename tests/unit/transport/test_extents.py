@@ -21,22 +21,6 @@ def memory(*ranges: tuple[int, int]) -> list[Extent]:
     return [Extent(address=address, length_bytes=length) for address, length in ranges]
 
 
-def test_nothing_registered_and_nothing_asked() -> None:
-    require(Extents("this process"))
-    with pytest.raises(InvalidInputError):
-        require(Extents("this process"), (1, 1))
-
-
-def test_joining_is_all_or_nothing() -> None:
-    extents = Extents("this process", [(1_000, 100)])
-    with pytest.raises(InvalidInputError, match="overlaps"):
-        extents.joined(memory((2_000, 10), (1_099, 5)))
-    with pytest.raises(InvalidInputError, match="overlaps"):
-        extents.joined(memory((2_000, 10), (2_000, 10)))
-    assert extents.ranges == ((1_000, 100),)
-    assert extents.joined(memory((1_100, 5), (2, 3))).ranges == ((2, 3), (1_000, 100), (1_100, 5))
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), max_size=8),
     st.lists(st.tuples(st.integers(0, 80), st.integers(0, 14)), min_size=1, max_size=10),

@@ -52,19 +52,6 @@ def pump():
     made.close(timeout_s=LIMIT_S)
 
 
-def test_everything_happens_on_the_one_thread(pump: Pump) -> None:
-    libraries, window = (Library(), Library()), Window(LIMITS)
-    transfers = [pumped(library, window) for library in libraries]
-    for library, transfer in zip(libraries, transfers, strict=True):
-        library.gate.set()
-        pump.add(transfer)
-    for library, transfer in zip(libraries, transfers, strict=True):
-        assert wait(transfer, LIMIT_S).state is TransferState.DONE
-        assert library.started == list(range(10))
-        assert library.threads == {"test"}
-    assert (window.transfers, window.operations, window.bytes) == (0, 0, 0)
-
-
 def test_abort_waits_for_what_is_in_flight(pump: Pump) -> None:
     library, window = Library(), Window(WindowLimits(operations=4, bytes=1 << 20, quiet_timeout_s=30.0))
     transfer = pumped(library, window)

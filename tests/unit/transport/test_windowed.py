@@ -108,31 +108,10 @@ def test_batch_that_was_taken_in_part_fails_at_once_and_is_waited_for() -> None:
     assert (bench.window.operations, bench.window.bytes) == (0, 0)
 
 
-def test_keeps_to_the_byte_limit_but_always_admits_one() -> None:
-    bench = Bench()
-    transfer, library = bench.transfer(600, 300, 200, 5_000)
-    transfer.poll()
-    assert (len(library.started), bench.window.bytes) == (2, 900)
-    library.finish(0, 1)
-    transfer.poll()
-    assert (len(library.started), bench.window.bytes) == (3, 200)
-    library.finish(2)
-    transfer.poll()
-    assert (len(library.started), bench.window.bytes) == (4, 5_000)
-
-
 def test_nothing_to_do_is_done() -> None:
     transfer, library = Bench().transfer()
     assert transfer.poll().state is TransferState.DONE
     assert library.started == []
-
-
-def test_batches_are_cut_by_operations_and_by_bytes() -> None:
-    transfer, library = Bench(operations=100, batch_operations=3, batch_bytes=50).transfer(
-        10, 10, 10, 10, 30, 30, 80, 1
-    )
-    transfer.poll()
-    assert library.started == [(0, 3), (3, 5), (5, 6), (6, 7), (7, 8)]
 
 
 def test_failure_that_does_not_become_quiet_in_time() -> None:

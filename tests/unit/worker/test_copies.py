@@ -189,34 +189,6 @@ def test_a_device_that_cannot_be_asked_proves_nothing_and_is_told_of_once(bench:
     assert [line["reason"] for line in lines if line["event"] == "copies_not_quiet"] == ["an illegal address"]
 
 
-def test_a_rank_that_cannot_copy_says_so_to_each_order() -> None:
-    bench = Bench()
-
-    def create(_: RankIdentity) -> FakeCopier:
-        raise TransportError("no twins here")
-
-    bench.copies = bench.make(create)
-    for number in (1, 2):
-        bench.copies.take(order(number, 1))
-    bench.run()
-    assert [(answer.error, answer.quiet) for answer in bench.said] == [("no twins here", True)] * 2
-
-
-def test_an_order_without_pages_is_done(bench: Bench) -> None:
-    bench.copies.take(CopyPages(order=1, moves=()))
-    answer = bench.run()
-    assert (answer.bytes, answer.error_code) == (0, "")
-
-
-def test_closing_lets_the_copier_go_and_drops_orders(bench: Bench) -> None:
-    bench.copies.take(order(1, 1))
-    bench.run()
-    bench.copies.take(order(2, 1))
-    bench.copies.close()
-    assert bench.copier.closed
-    assert not bench.copies
-
-
 def test_closing_does_not_wait_for_a_device(bench: Bench) -> None:
     """Whoever closes waits as long as there is time; the memory stays where the device may still write to it."""
     bench.copier.is_idle = bench.copier.is_done = False

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from crc32c import crc32c
 
 from kvbridge.core.geometry.manifest import RankManifest
@@ -23,14 +22,13 @@ from kvbridge.core.wire.worker_messages import (
     Verify,
 )
 from kvbridge.kernels.cuda import runtime
-from kvbridge.kernels.digest import raw_checksums
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.worker import digests as rank_digests
 from kvbridge.worker.loop import RankWorker
 from kvbridge.worker.transports import RankIdentity, WorkerLimits
 from tests.helpers.manual_clock import ManualClock
-from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, R0, manifest
-from tests.helpers.worker_bench import DONE, NOT_QUIET, QUIET, FakeTransport, Link, node_ranks
+from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, manifest
+from tests.helpers.worker_bench import DONE, QUIET, FakeTransport, Link, node_ranks
 
 [COMPONENT] = GEOMETRY.components
 TOKENS = 2 * PAGE + 5
@@ -167,28 +165,6 @@ def test_long_work_is_cut_so_that_transfers_are_looked_after(monkeypatch):
     assert values(bench.link.take(Digested)) == bench.expected()
 
 
-@pytest.mark.parametrize("state", [QUIET, NOT_QUIET])
-def test_a_failed_order_has_no_digests(state, monkeypatch):
-    monkeypatch.setattr(rank_digests, "SLICE_BYTES", 1)
-    bench = Bench()
-    bench.open()
-    bench.send()
-    bench.end(state, steps=2)
-    [sent] = bench.link.take(Sent)
-    assert sent.error_code == "transport_failed"
-    assert not bench.link.take(Digested)
-
-
-def test_what_has_arrived_is_read_and_reported():
-    bench = Bench()
-    bench.say(verify(), steps=2)
-    [verified] = bench.link.take(Verified)
-    assert (verified.rank, verified.error, set(verified.seconds)) == (R0, "", {"verify", "verify_busy"})
-    digests = bench.link.take(Digested)
-    assert {message.order for message in digests} == {0}
-    assert values(digests) == bench.expected()
-
-
 def test_a_table_that_does_not_fit_fails_its_room_alone():
     bench = Bench()
     short = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, IDS[:2])})
@@ -209,26 +185,6 @@ def test_memory_that_cannot_be_read_here_fails_the_order_and_the_verification(mo
     assert "integrity.digest" in sent.error
     bench.say(verify(), steps=2)
     assert bench.link.take(Verified)[0].error_code == "unsupported"
-
-
-def test_device_memory_is_read_by_its_device_with_the_same_result(monkeypatch):
-    """The device's answers are those of the CPU here: what counts is who was asked for which memory."""
-    asked = []
-
-    def answer(address, length, memory, device):
-        asked.append((memory, device, len(address)))
-        return raw_checksums(address, length, MemoryKind.DRAM)
-
-    monkeypatch.setattr(rank_digests, "raw_checksums", answer)
-    found = []
-    for memory in (MemoryKind.VRAM, MemoryKind.DRAM):
-        bench = Bench(memory)
-        bench.open()
-        bench.send()
-        bench.end()
-        found.append([message.digests for message in bench.link.take(Digested)])
-    assert found[0] == found[1] != []
-    assert {(memory, device) for memory, device, _ in asked} == {(MemoryKind.VRAM, DEVICE), (MemoryKind.DRAM, 0)}
 
 
 def test_the_share_of_the_host_pool_is_the_rank_s_own():

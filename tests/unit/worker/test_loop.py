@@ -10,7 +10,6 @@ from kvbridge.core.wire.messages import Heartbeat, TransportEndpoint, WireTable
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
-    ConnectPeer,
     DisconnectPeer,
     EndpointsRevoked,
     PeerConnected,
@@ -36,7 +35,6 @@ from tests.helpers.worker_bench import (
     QUIET,
     TOKENS,
     Bench,
-    FakeTransport,
     node_ranks,
     ready_bench,
     tables,
@@ -65,15 +63,6 @@ def test_a_transport_that_cannot_be_built_ends_the_worker_and_closes_the_others(
     with pytest.raises(TransportError):
         bench.worker.run()
     assert bench.log == ["close two", "close one"]
-
-
-def test_it_stops_when_asked_and_beats_while_it_lives():
-    bench = Bench()
-    bench.worker._transports._built.clear()
-    bench.clock.advance(1.5)
-    rounds = iter([False, False, True])
-    bench.worker.run(lambda: next(rounds))
-    assert bench.link.take(Heartbeat) == [Heartbeat()]
 
 
 def test_a_flood_of_messages_does_not_hold_transfers_up(monkeypatch):
@@ -150,21 +139,6 @@ def test_a_submission_that_is_refused_waits_for_what_was_submitted_before():
     assert bench.sent() == []
     bench.end(QUIET)
     assert bench.sent()[0].error_code == "invalid_input"
-
-
-def test_one_peer_cannot_keep_another_waiting(monkeypatch):
-    monkeypatch.setattr(rank_worker, "ACTIVE_ORDERS", 2)
-    bench = ready_bench()
-    bench.connect(OTHER, node_ranks(data=b"second"))
-    bench.open(room=2, peer=OTHER)
-    for _ in range(3):
-        bench.order()
-    assert len(bench.transport().transfers) == 2
-    bench.order(room=2)
-    assert len(bench.transport().transfers) == 3
-    bench.end(DONE, which=0)
-    bench.worker.step()
-    assert len(bench.transport().transfers) == 4
 
 
 # ------------------------------------------------------------------------------------------- closing rooms
@@ -252,32 +226,6 @@ def test_a_peer_that_has_changed_is_reached_anew_and_what_is_under_way_ends_in_p
     assert [(sent.order, sent.error_code) for sent in bench.sent()] == [(1, ""), (2, "")]
 
 
-def test_ranks_that_have_not_changed_are_not_connected_again():
-    bench = Bench()
-    before = (*node_ranks(data=b"first"), *node_ranks(data=b"second"))
-    bench.connect(ranks=before)
-    bench.open()
-    bench.order()
-    first = bench.transport().peers[0]
-    bench.connect(ranks=(before[0], *node_ranks(data=b"moved")))
-    assert [peer.data for peer in bench.transport().peers] == [b"first0", b"second0", b"moved0"]
-    bench.transport().transfers[0].state = DONE
-    bench.end(DONE)
-    bench.worker.step()
-    assert [peer.data for peer in bench.transport().peers] == [b"first0", b"moved0"]
-    assert bench.transport().peers[0] is first
-    bench.say(DisconnectPeer(peer=DECODE), steps=2)
-    assert bench.transport().peers == []
-
-
-def test_every_order_to_connect_is_answered_and_the_last_one_counts():
-    bench = ready_bench()
-    bench.say(*(ConnectPeer(peer=DECODE, ranks=node_ranks(data=data)) for data in (b"second", b"third")), steps=2)
-    first, last = bench.link.take(PeerConnected)
-    assert (first.error_code, last.error_code) == ("peer_failed", "")
-    assert [peer.data for peer in bench.transport().peers] == [b"third0"]
-
-
 # ------------------------------------------------------------------------------------------- peers that do not answer
 
 
@@ -298,31 +246,6 @@ def test_one_rank_that_cannot_be_reached_ends_the_attempt_for_all():
     [connected] = bench.link.take(PeerConnected)
     assert "no route" in connected.error
     assert (bench.transport().peers, bench.transport().given_up) == ([], [b"silent0"])
-
-
-def test_a_disconnect_and_a_later_order_give_up_an_attempt_that_is_under_way():
-    bench = silent_bench()
-    bench.connect(OTHER, node_ranks(data=b"moved"))
-    assert bench.transport().given_up == [b"other0"]
-    assert [answer.error_code for answer in bench.link.take(PeerConnected)] == ["peer_failed", ""]
-    bench.connect(OTHER, node_ranks(data=b"other"))
-    bench.order(room=2)
-    bench.say(DisconnectPeer(peer=OTHER), steps=2)
-    assert bench.transport().given_up == [b"other0", b"other0"]
-    assert [sent.error_code for sent in bench.sent()] == ["peer_failed"]
-    assert [peer.data for peer in bench.transport().peers] == [b"peer0"]
-
-
-def test_an_attempt_that_is_under_way_goes_on_by_the_successor_of_its_transport():
-    bench = silent_bench()
-    old = bench.transport()
-    bench.order()
-    bench.end(NOT_QUIET)
-    assert old.given_up == [b"other0"]
-    bench.worker.step()
-    assert old.closed
-    assert [answer.peer for answer in bench.link.take(PeerConnected)] == [OTHER, DECODE]
-    assert [peer.data for peer in bench.transport().peers] == [b"other0", b"peer0"]
 
 
 # ------------------------------------------------------------------------------------------- defects
@@ -449,56 +372,6 @@ def test_a_transfer_that_is_not_quiet_is_told_at_once_and_its_room_closed_after_
     assert [(sent.room, sent.error_code) for sent in bench.sent()] == [(2, ""), (2, "")]
 
 
-def test_a_replacement_leaves_other_transports_and_peers_alone():
-    bench = Bench("one", "two")
-    bench.connect(ranks=node_ranks("one"))
-    bench.connect(OTHER, node_ranks("two", data=b"second"))
-    bench.open()
-    bench.open(room=2, peer=OTHER)
-    bench.order()
-    bench.order(room=2)
-    bench.end(NOT_QUIET)
-    assert [sent.room for sent in bench.sent()] == [1]
-    bench.end(DONE, "two")
-    assert [(sent.room, sent.error_code) for sent in bench.sent()] == [(2, "")]
-    assert len(bench.built["two"]) == 1
-    assert len(bench.transport("two").peers) == 1
-
-
-def test_a_peer_that_cannot_be_reached_by_the_successor_is_given_up():
-    bench = Bench("one", "two")
-    bench.connect(ranks=(*node_ranks("one"), *node_ranks("two", data=b"second")))
-    bench.link.said.clear()
-    bench.open()
-    bench.order()
-    bench.transport("two").transfers[0].state = DONE
-    original = bench.create
-
-    def create(name: str, epoch: int) -> FakeTransport:
-        transport = original(name, epoch)
-        transport.refuse = TransportError("no route")
-        return transport
-
-    bench.worker._transports._create = create
-    bench.end(NOT_QUIET)
-    assert bench.sent()[0].error_code == "transport_failed"
-    bench.worker.step()
-    assert bench.link.take(PeerConnected)[0].error_code == "transport_failed"
-    assert bench.transport("two").peers == []
-    bench.order()
-    assert bench.sent()[0].error_code == "not_ready"
-
-
-def test_a_retired_peer_does_not_outlive_its_transport():
-    bench = ready_bench()
-    bench.order()
-    bench.say(DisconnectPeer(peer=DECODE))
-    bench.end(NOT_QUIET)
-    bench.worker.step()
-    assert bench.sent()[0].error_code == "peer_failed"
-    assert bench.transport().peers == []
-
-
 def test_a_transport_that_cannot_be_replaced_is_told_of_and_given_up():
     """Its end is the only proof for the room that it failed. The worker goes on by what it has, and builds another one later."""
     bench = Bench("one", "two")
@@ -559,14 +432,6 @@ def test_earlier_endpoints_work_until_they_are_revoked():
     assert revoked.before_epoch == 1
     bench.worker.step()
     assert bench.link.take(EndpointsRevoked) == []
-
-
-def test_a_worker_that_began_in_an_epoch_has_nothing_to_renew_and_revokes_the_earlier_ones():
-    bench = Bench()
-    bench.worker._transports.epoch = bench.worker._transports.asked_epoch = 2
-    bench.say(RenewEndpoints(epoch=2), RevokeEndpoints(before_epoch=2))
-    assert bench.link.take(WorkerReady) == []
-    assert [message.before_epoch for message in bench.link.take(EndpointsRevoked)] == [2]
 
 
 # ------------------------------------------------------------------------------------------- points of an engine's GPU
@@ -631,11 +496,3 @@ def test_a_worker_of_a_gpu_looks_sooner_after_something_has_moved(monkeypatch):
     bench.clock.advance(1.0)
     bench.worker.step()
     assert pauses[-2:] == [SHORTEST_PAUSE_S, BUSY_PAUSE_S]
-
-
-def test_waiting_for_a_gpu_does_not_spin(monkeypatch):
-    pauses: list[float] = []
-    monkeypatch.setattr(rank_worker.time, "sleep", pauses.append)
-    bench, _ = gated_bench()
-    gated_order(bench, "never", steps=4)
-    assert pauses == [BUSY_PAUSE_S] * 4

@@ -124,29 +124,6 @@ def test_twins_are_page_locked_and_in_no_manifest(cuda, host, stack, tmp_path):
     assert cuda.registered == {}
 
 
-def test_a_worker_lays_out_its_device_pool_as_it_is_told(cuda, host, stack):
-    order = setup(host, make=True)
-    assert order.allocate is not None
-    told = order.model_copy(update={"allocate": order.allocate.model_copy(update={"page_first": True})})
-    memory = bring(told, (), stack, on_progress=lambda *_: None)
-    part = PART.model_copy(update={"memory": MemoryKind.VRAM, "device": 1})
-    placed = device_placement(TINY, part, page_counts=COUNTS, exclude={C4}, page_first=True)
-    made = [region for region in memory.regions if region.memory is MemoryKind.VRAM]
-    assert [region.page_stride_bytes for region in made] == [region.page_stride_bytes for region in placed.regions]
-    assert len({region.page_stride_bytes for region in made if region.space is IndexSpace.FULL}) == 1
-
-
-def test_an_engines_own_allocation_is_shared_with_the_offset_of_each_piece(cuda, host, stack):
-    given = on_gpu(cuda)
-    memory = bring(setup(host), given, stack, on_progress=lambda *_: None)
-    ours = [piece for piece in memory.extents if piece.kind is MemoryKind.VRAM]
-    (base,) = cuda.memory
-    assert len(cuda.handles) == 1
-    assert {base + piece.offset_bytes - piece.address for piece in ours} == {0}
-    assert memory.made == ()
-    assert sum(cuda.registered.values()) == host.placement.total_bytes
-
-
 @pytest.mark.parametrize("order", [(TransportName.LOCAL,), (TransportName.NIXL, TransportName.LOCAL)])
 def test_memory_that_cannot_be_shared_is_refused_where_local_is_to_reach_it(cuda, host, stack, order):
     cuda.shareable = False

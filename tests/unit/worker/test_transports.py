@@ -278,21 +278,6 @@ def test_a_gpu_that_hangs_keeps_no_transport_open_and_no_worker_from_ending(else
 # ------------------------------------------------------------------------------------------- threads
 
 
-def test_work_is_done_on_a_thread_of_its_own_and_its_error_comes_with_the_outcome():
-    release = threading.Event()
-
-    def work() -> str:
-        assert release.wait(LIMIT_S)
-        return threading.current_thread().name
-
-    outcome = in_background(work, "close one")
-    assert not outcome.done()
-    release.set()
-    assert outcome.result(LIMIT_S) == "close one"
-    with pytest.raises(ZeroDivisionError):
-        in_background(lambda: 1 // 0, "close two").result(LIMIT_S)
-
-
 def test_work_is_done_here_when_no_thread_can_be_started(monkeypatch):
     """It holds others up then, as nothing else can be done; it is not left undone."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge.kernels.cuda import programs
-from kvbridge.kernels.cuda.programs import CACHE_VARIABLE, KernelBuildError, Source, cache_directory, compile_for
+from kvbridge.kernels.cuda.programs import CACHE_VARIABLE, Source, cache_directory
 
 ARCHITECTURE = "sm_90a"
 SOURCE = Source("swap_in")
@@ -39,12 +39,6 @@ def test_a_kernel_is_compiled_once_for_all_processes(compiled: list[Source]) -> 
     assert compiled == [SOURCE]
 
 
-def test_other_sizes_are_another_kernel(compiled: list[Source]) -> None:
-    other = Source("swap_in", (("HOT_ROWS", 512),))
-    assert _code() != _code(other)
-    assert compiled == [SOURCE, other]
-
-
 def test_a_damaged_file_costs_a_compilation_and_is_replaced(compiled: list[Source]) -> None:
     whole = _code()
     directory = cache_directory()
@@ -74,8 +68,3 @@ def test_a_user_without_a_home_compiles_every_time(compiled: list[Source], monke
     monkeypatch.setattr(Path, "home", nowhere)
     assert _code() == _code()
     assert len(compiled) == 2
-
-
-def test_a_source_that_the_compiler_refuses_is_named_with_the_reason() -> None:
-    with pytest.raises(KernelBuildError, match=r"swap_in cannot be compiled for sm_90a: (?s:.*)MAX_ROWS"):
-        compile_for(Source("swap_in", (("HOT_ROWS", 64),)), ARCHITECTURE)  # the other sizes are missing

@@ -7,7 +7,6 @@ from kvbridge.core.errors import (
     ConflictError,
     IntegrityError,
     InvalidInputError,
-    NotFoundError,
     PageOutOfBoundsError,
 )
 from kvbridge.core.ids import IndexSpace
@@ -42,48 +41,6 @@ def test_pages_that_a_transfer_may_touch_cannot_be_freed(book, state):
     assert book.counts()[FULL][FREE] == 13
 
 
-@pytest.mark.parametrize(
-    ("from_state", "to_state"),
-    [(LEASED, FREE), (LEASED, LEASED), (HELD, HELD), (HELD, LEASED), (QUARANTINED, HELD), (LEASED, QUARANTINED)],
-)
-def test_illegal_moves_name_the_owner_and_change_nothing(book, from_state, to_state):
-    book.reserve(A, {FULL: 3}, state=LEASED)
-    with pytest.raises(ConflictError, match="room 7 generation 1"):
-        book.move(A, from_state, to_state)
-    assert book.state(A) is LEASED
-
-
-def test_an_owner_reserves_once_and_unknown_owners_have_nothing(book):
-    book.reserve(A, {FULL: 1})
-    with pytest.raises(ConflictError, match="has pages already"):
-        book.reserve(A, {FULL: 1})
-    for call in (
-        lambda: book.free(B),
-        lambda: book.grow(B, {FULL: 1}),
-        lambda: book.move(B, HELD, LEASED),
-        lambda: book.quarantine(B, "x"),
-        lambda: book.pages(B),
-    ):
-        with pytest.raises(NotFoundError, match="room 8 generation 1"):
-            call()
-
-
-def test_a_quarantine_needs_a_reason(book):
-    book.reserve(A, {FULL: 1})
-    with pytest.raises(InvalidInputError):
-        book.quarantine(A, "")
-
-
-def test_ending_owners_count_as_being_released(book):
-    book.reserve(A, {FULL: 3, SWA: 1})
-    book.reserve(B, {FULL: 2})
-    assert book.pages_being_released() == {FULL: 0, SWA: 0}
-    book.expect_free(A)
-    assert book.pages_being_released() == {FULL: 3, SWA: 1}
-    book.free(A)
-    assert book.pages_being_released() == {FULL: 0, SWA: 0}
-
-
 def test_a_watcher_hears_of_pages_that_are_free_and_of_owners_that_are_gone(book):
     heard = []
 
@@ -105,14 +62,6 @@ def test_a_watcher_hears_of_pages_that_are_free_and_of_owners_that_are_gone(book
     assert heard == []
     book.release_quarantined(B)
     assert heard == [("freed", {FULL: 2}, 16), ("gone", B)]
-
-
-def test_a_space_that_does_not_exist_is_refused_before_anything_is_taken(book):
-    with pytest.raises(InvalidInputError, match="'host' is not a space"):
-        book.reserve(A, {FULL: 1, HOST: 1})
-    with pytest.raises(InvalidInputError, match="-1 pages"):
-        book.reserve(A, {FULL: 1, SWA: -1})
-    assert book.counts()[FULL][FREE] == 16
 
 
 # ------------------------------------------------------------------------------------------- adopted spaces
@@ -140,29 +89,6 @@ def test_bad_ids_are_refused(adopting, ids, error):
     with pytest.raises(error):
         adopting.adopt(A, {FULL: ids})
     assert A not in adopting
-
-
-def test_owned_and_adopted_spaces_are_not_mixed_up(adopting):
-    with pytest.raises(InvalidInputError, match="'host' is not an adopted space"):
-        adopting.adopt(A, {HOST: [1]})
-    with pytest.raises(InvalidInputError, match="'full' is not a space that this node allocates from"):
-        adopting.reserve(A, {FULL: 1})
-    with pytest.raises(InvalidInputError, match="both owned and adopted"):
-        PageBook({FULL: 1}, adopted={FULL: 1})
-    with pytest.raises(InvalidInputError, match="at least one"):
-        PageBook({})
-
-
-def test_an_adopted_quarantine_keeps_the_engines_pages(adopting):
-    adopting.adopt(A, {FULL: [1]})
-    adopting.move(A, HELD, LEASED)
-    adopting.quarantine(A, "worker")
-    with pytest.raises(ConflictError, match="quarantined"):
-        adopting.adopt(A, {FULL: [2]})
-    with pytest.raises(ConflictError, match="still belongs to room 7"):
-        adopting.adopt(B, {FULL: [1]})
-    adopting.release_quarantined(A)
-    adopting.adopt(B, {FULL: [1]})
 
 
 @pytest.mark.parametrize("spoil", ["count", "twice", "lost", "reason"])
@@ -199,20 +125,6 @@ def test_what_a_peer_may_still_write_is_nobodys_prefix(adopting, end):
     adopting.adopt(B, {FULL: [3]}, shared={FULL: [2]}, written_by_peers=True)
 
 
-def test_adopting_is_all_or_nothing_over_what_is_written_and_what_is_read(adopting):
-    adopting.adopt(A, {FULL: [1]})
-    for pages, shared, error in (
-        ({FULL: [1]}, {FULL: [2]}, ConflictError),
-        ({FULL: [3]}, {FULL: [3]}, InvalidInputError),
-        ({FULL: [3]}, {FULL: [16]}, PageOutOfBoundsError),
-        ({FULL: [3]}, {HOST: [1]}, InvalidInputError),
-    ):
-        with pytest.raises(error):
-            adopting.adopt(B, pages, shared=shared)
-        assert B not in adopting
-        assert adopting.counts()[FULL] == {FREE: 15, HELD: 1, LEASED: 0, QUARANTINED: 0, CACHED: 0}
-
-
 # ------------------------------------------------------------------------------------------- the page cache
 
 
@@ -243,21 +155,6 @@ def keep(book, owner, ids):
     book.cache(owner, {FULL: np.array(ids, dtype=np.int32)})
 
 
-def test_pages_of_adopted_spaces_are_their_engines_to_keep(adopting):
-    adopting.adopt(A, {FULL: [1]})
-    with pytest.raises(InvalidInputError, match="'full' is not a space that this node allocates from"):
-        keep(adopting, A, [1])
-
-
-def test_only_cached_pages_leave_the_cache(book):
-    book.reserve(A, {FULL: 3})
-    keep(book, A, [0, 1])
-    for ids in ([2], [5], [0, 0], [16], [-1]):
-        with pytest.raises(IntegrityError, match="'full'"):
-            book.uncache({FULL: np.array(ids, dtype=np.int32)})
-    assert book.counts()[FULL][CACHED] == 2
-
-
 def test_a_reservation_that_finds_too_few_free_pages_evicts_what_lacks(book, cache):
     book.reserve(A, {FULL: 12})
     keep(book, A, range(8))
@@ -269,17 +166,6 @@ def test_a_reservation_that_finds_too_few_free_pages_evicts_what_lacks(book, cac
     assert book.available_pages()[FULL] == 5
     assert book.grow(B, {FULL: 2})[FULL].tolist() == [0, 7]
     assert book.counts()[FULL] == {FREE: 0, HELD: 13, LEASED: 0, QUARANTINED: 0, CACHED: 3}
-
-
-@pytest.mark.parametrize("answer", [[11], [3], []])
-def test_what_a_cache_gives_up_is_checked(book, cache, answer):
-    book.reserve(A, {FULL: 16})
-    keep(book, A, range(8))
-    cache.evictable = lambda: {FULL: 8}
-    cache.evict = lambda lacking: {FULL: np.array(answer, dtype=np.int32)}
-    with pytest.raises(IntegrityError):
-        book.reserve(B, {FULL: 2})
-    assert B not in book
 
 
 @pytest.mark.parametrize("damage", ["cached and free", "cached and owned", "not counted"])

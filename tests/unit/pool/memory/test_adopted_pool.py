@@ -9,10 +9,10 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
-from kvbridge.pool.memory.adopted_pool import AdoptedPool, cut_regions
+from kvbridge.pool.memory.adopted_pool import AdoptedPool
 from kvbridge.pool.memory.layout import RankPart, device_placement
 from kvbridge.pool.memory.pools import MappedPool
-from tests.helpers.pool_pages import page_address, page_view, region_of
+from tests.helpers.pool_pages import page_address, region_of
 
 TINY = preset("tiny-v4")
 GQA = preset("tiny-gqa")
@@ -52,22 +52,6 @@ def interleaved(memory) -> list[Region]:
     return [region(ctypes.addressof(memory) + layer * PAGE, layer, page_stride_bytes=3 * PAGE) for layer in range(3)]
 
 
-def test_pages_are_the_engines_memory(memory):
-    pool = AdoptedPool(GQA, PART, apart(memory))
-    page_view(pool, KV, 1, 2)[:] = b"\x07" * PAGE
-    assert bytes(memory[(PAGES + 2) * PAGE : (PAGES + 3) * PAGE]) == b"\x07" * PAGE
-    assert sum(memory) == 7 * PAGE
-    assert f"3 regions, pages {PAGES} full" in repr(pool)
-
-
-def test_each_region_is_its_own_extent_and_long_ones_are_cut(memory):
-    assert [extent.length_bytes for extent in AdoptedPool(GQA, PART, apart(memory)).extents()] == [PAGES * PAGE] * 3
-    pool = AdoptedPool(GQA, PART, apart(memory), extent_bytes=4 * PAGE)
-    assert [extent.length_bytes // PAGE for extent in pool.extents()] == [4, 2] * 3
-    assert region_of(pool, KV, 0).pages_per_extent == 4
-    assert page_address(region_of(pool, KV, 0), 5) == ctypes.addressof(memory) + 5 * PAGE
-
-
 def test_interleaved_layers_share_extents_and_are_cut_at_the_same_page(memory):
     pool = AdoptedPool(GQA, PART, interleaved(memory), extent_bytes=12 * PAGE)
     assert [extent.length_bytes // PAGE for extent in pool.extents()] == [12, 6]
@@ -76,13 +60,6 @@ def test_interleaved_layers_share_extents_and_are_cut_at_the_same_page(memory):
             assert (
                 page_address(region_of(pool, KV, layer), page) == ctypes.addressof(memory) + (3 * page + layer) * PAGE
             )
-
-
-def test_an_irregular_pattern_stays_whole(memory):
-    base = ctypes.addressof(memory)
-    # The second region begins within the first one's memory, but more than a stride behind it.
-    given = [region(base, 0, page_stride_bytes=2 * PAGE), region(base + 3 * PAGE, 1, page_stride_bytes=2 * PAGE)]
-    assert cut_regions(given, 4 * PAGE) == tuple(given)
 
 
 def test_memory_in_a_shared_mapping_carries_its_file(shm):
@@ -124,16 +101,3 @@ def test_layers_that_share_memory_are_refused(memory):
     aliased = region(given[0].extent_addresses[0], 2)
     with pytest.raises(InvalidInputError, match="share memory"):
         AdoptedPool(GQA, PART, [*given[:2], aliased])
-
-
-def test_page_counts_must_agree(memory):
-    given = apart(memory)
-    shorter = region(given[2].extent_addresses[0], 2, page_count=5)
-    with pytest.raises(InvalidInputError, match="has 5 pages, other regions of space 'full' have 6"):
-        AdoptedPool(GQA, PART, [*given[:2], shorter])
-
-
-def test_device_memory_is_described(memory):
-    given = apart(memory, memory=MemoryKind.VRAM, device=1)
-    pool = AdoptedPool(GQA, PART, given)
-    assert {(extent.kind, extent.device) for extent in pool.extents()} == {(MemoryKind.VRAM, 1)}

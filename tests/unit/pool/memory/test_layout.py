@@ -9,7 +9,6 @@ from kvbridge.core.geometry.manifest import RankManifest, fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.geometry.twins import twin_components
 from kvbridge.core.ids import IndexSpace, Rank
-from kvbridge.core.wire.shared_memory import FileOrigin
 from kvbridge.pool.memory.layout import (
     Chunking,
     RankPart,
@@ -56,20 +55,6 @@ def test_heads_are_split_over_ranks():
         device_placement(GQA, part(GQA, tp_size=3), page_counts=COUNTS)
 
 
-def test_missing_page_counts_and_empty_ranks_are_refused():
-    with pytest.raises(InvalidInputError, match="needs at least one page of space 'request'"):
-        device_placement(FLASH, part(), page_counts={IndexSpace.FULL: 1, IndexSpace.SWA: 1})
-    with pytest.raises(InvalidInputError, match="would hold no component"):
-        device_placement(GQA, part(GQA), page_counts=COUNTS, exclude={ComponentKind.MHA_KV})
-    with pytest.raises(InvalidInputError, match="does not exist"):
-        part(tp=2, tp_size=2)
-
-
-def test_a_page_longer_than_an_extent_is_refused_with_its_name():
-    with pytest.raises(InvalidInputError, match="c128_state, 1 layers together: a page of 524288 bytes is longer"):
-        device_placement(FLASH, part(), page_counts=COUNTS, chunking=Chunking(extent_bytes=500_000))
-
-
 @pytest.mark.parametrize("pages", [1, 3])
 def test_neighbours_are_registered_together_also_where_an_extent_holds_one_page(pages):
     counts = COUNTS | {IndexSpace.FULL: pages}
@@ -87,16 +72,6 @@ def test_neighbours_are_registered_together_also_where_an_extent_holds_one_page(
 
 
 TWIN_COUNTS = {IndexSpace.FULL_TWIN: 30, IndexSpace.SWA_TWIN: 4}
-
-
-def test_impossible_twins_are_refused():
-    everything = twin_components(FLASH, (), checkpoints=True)
-    with pytest.raises(InvalidInputError, match="at least one page of space 'swa_twin'"):
-        twin_placement(FLASH, [part()], everything, page_counts={IndexSpace.FULL_TWIN: 1})
-    with pytest.raises(InvalidInputError, match="holds no component of 'deepseek-v4-flash'"):
-        twin_placement(FLASH, [part()], (), page_counts=TWIN_COUNTS)
-    with pytest.raises(InvalidInputError, match="pages of 'request' have no twins"):
-        twin_placement(FLASH, [part()], FLASH.components, page_counts=TWIN_COUNTS)
 
 
 def test_no_manifest_ever_names_twins():
@@ -135,14 +110,3 @@ def test_a_placement_that_reaches_beyond_its_mapping_is_not_built():
         document["mappings"] = [document["mappings"][0] | change]
         with pytest.raises(ValueError, match=r"does not lie within|pattern"):
             Placement.model_validate(document)
-
-
-def test_addresses_and_origins_must_match_the_mappings():
-    placement = host_placement(FLASH, {C4}, page_count=5)
-    with pytest.raises(InvalidInputError, match="one address or origin for each, got 2"):
-        placement.regions_at([1, 2])
-    with pytest.raises(InvalidInputError, match="one address or origin for each, got 0"):
-        placement.shared_regions([])
-    shared = placement.shared_regions([FileOrigin(path="/dev/shm/x")])
-    assert shared[0].region.extent_addresses == (0,)
-    assert shared[0].origins == (FileOrigin(path="/dev/shm/x"),)

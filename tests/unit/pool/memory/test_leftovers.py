@@ -128,7 +128,3 @@ def test_files_of_others_and_files_that_cannot_be_removed_are_told(shm, monkeypa
     assert [(each.verdict, each.why) for each in sweep([shm])] == [(Verdict.FAILED, "Operation not permitted")]
     monkeypatch.undo()
     (shm / POOL).unlink()
-
-
-def test_a_directory_that_is_not_there_has_none(shm):
-    assert sweep([shm / "nowhere", shm, shm]) == []

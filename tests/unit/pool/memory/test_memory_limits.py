@@ -30,12 +30,6 @@ def test_version_2_limits_of_all_parents_with_reclaimable_cache_as_available(tmp
     assert str(root / "pod") in limits[1].name
 
 
-def test_no_limit_is_no_limit(tmp_path):
-    root = tmp_path / "cgroup"
-    group(root / "a", memory__max="max\n", memory__current="400\n")
-    assert control_group_limits(processes(tmp_path, "0::/a\n"), root) == []
-
-
 def test_version_1_and_a_group_that_the_container_does_not_see(tmp_path):
     root = tmp_path / "cgroup"
     group(root / "memory", memory__limit_in_bytes="2000", memory__usage_in_bytes="500")
@@ -43,12 +37,6 @@ def test_version_1_and_a_group_that_the_container_does_not_see(tmp_path):
     assert [limit.available_bytes for limit in control_group_limits(proc, root)] == [1500]
     group(root / "memory", memory__limit_in_bytes=str(2**63 - 4096), memory__usage_in_bytes="500")
     assert control_group_limits(proc, root) == []
-
-
-def test_more_used_than_allowed_leaves_nothing(tmp_path):
-    root = tmp_path / "cgroup"
-    group(root, memory__max="100", memory__current="150")
-    assert control_group_limits(processes(tmp_path, "0::/\n"), root)[0].available_bytes == 0
 
 
 def test_without_control_groups_the_file_system_and_the_machine_count(tmp_path, monkeypatch):

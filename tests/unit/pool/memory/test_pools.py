@@ -9,21 +9,17 @@ from kvbridge.config.pools import HostLayout
 from kvbridge.core.errors import (
     InvalidInputError,
     RegistrationError,
-    UnsupportedError,
 )
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
-from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import SharedRegion
-from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
+from kvbridge.pool.memory.layout import Chunking, host_placement
 from kvbridge.pool.memory.pools import MappedPool
 from kvbridge.pool.memory.shared_mapping import SharedMapping
 from kvbridge.pool.memory.sharing import MappedRegions
 
 TINY = preset("tiny-v4")
 C4 = ComponentKind.C4_KV
-PART = RankPart.of(TINY, Rank(pp=0, tp=0), pp_size=1, tp_size=1)
-COUNTS = {IndexSpace.FULL: 9, IndexSpace.SWA: 4, IndexSpace.REQUEST: 2}
 SPLIT = Chunking(extent_bytes=16_384, mapping_bytes=40_960)
 
 
@@ -39,12 +35,6 @@ def test_a_pool_that_cannot_be_created_leaves_nothing(shm):
         MappedPool.create(placement, shm, "kvb-1")
     assert list(shm.iterdir()) == [last]
     last.unlink()
-
-
-def test_device_memory_is_no_shared_file(shm):
-    part = PART.model_copy(update={"memory": MemoryKind.VRAM})
-    with pytest.raises(UnsupportedError, match="vram"):
-        MappedPool.create(device_placement(TINY, part, page_counts=COUNTS), shm, "kvb-1")
 
 
 def test_a_region_beyond_its_file_is_refused_before_it_is_touched(shm):

@@ -65,14 +65,6 @@ def test_an_event_is_used_again_only_when_the_older_half_has_been_reached(ring):
     assert len(ring.ring) == len(ring.events) == FEWEST_EVENTS + 1
 
 
-def test_there_are_never_more_events_than_allowed(ring, monkeypatch):
-    monkeypatch.setattr(stream_points, "MOST_EVENTS", FEWEST_EVENTS + 2)
-    points = [ring.ring.record(1) for _ in range(FEWEST_EVENTS + 5)]
-    assert len(ring.events) == FEWEST_EVENTS + 2
-    assert points[-3].handle == points[0].handle
-    assert ring.event(points[0]).streams == [1, 1]
-
-
 def test_points_are_reached_when_all_are(ring):
     theirs = Others()
     asked = StreamPoints(theirs.open)

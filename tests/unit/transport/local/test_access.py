@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 
-from kvbridge.core.errors import RegistrationError
 from kvbridge.transport.local.memory import DeviceAccess
 
 LIMIT_S = 10.0
@@ -28,16 +27,6 @@ def test_ready_when_registered_and_undone_before_what_follows() -> None:
     assert order == ["registered", "undone", "unmapped"]
 
 
-def test_what_its_owner_has_registered_is_ready_at_once_and_left_alone() -> None:
-    before = threading.active_count()
-    access = DeviceAccess(0x1000, 3, None, label="pool")
-    assert access.ready
-    assert repr(access) == "<DeviceAccess to pool: 3 of 3 bytes, ready>"
-    then: list[int] = []
-    access.close(then=lambda: then.append(threading.active_count()))
-    assert then == [before]
-
-
 def test_without_a_thread_memory_is_refused_in_words_and_given_back_all_the_same(monkeypatch) -> None:
     """A process may have no more threads for a while."""
     undone: list[str] = []
@@ -54,19 +43,6 @@ def test_without_a_thread_memory_is_refused_in_words_and_given_back_all_the_same
     refused.close(then=lambda: undone.append("after the refused one"))
     access.close(then=lambda: undone.append("unmapped"))
     assert undone == ["after the refused one", "undone", "unmapped"]
-
-
-def test_a_failure_is_kept_in_words() -> None:
-    def register(_):
-        raise RegistrationError("raise the memlock limit")
-
-    access = DeviceAccess(0x1000, 3, register, label="pool")
-    access.wait(LIMIT_S)
-    assert not access.ready
-    assert access.error == "raise the memlock limit"
-    ended = threading.Event()
-    access.close(then=ended.set)
-    assert ended.wait(LIMIT_S)
 
 
 def test_closing_meanwhile_ends_it_with_the_present_chunk() -> None:

@@ -93,24 +93,6 @@ def test_abort_takes_effect_before_the_next_slice_and_drops_the_mapping() -> Non
     assert seen() is None
 
 
-def test_populating_keeps_the_bytes(pump: Pump) -> None:
-    import mmap
-
-    class Mapping(mmap.mmap):
-        """One that can be referred to weakly."""
-
-    mapping = Mapping(-1, 1 << 20)
-    mapping[:3] = b"abc"
-    view = np.frombuffer(mapping, dtype=np.uint8)
-    populating = Populating(int(view.ctypes.data), len(view), mapping)
-    assert not populating(), "one step does it"
-    pump.add_chore(Populating(int(view.ctypes.data), len(view), mapping))
-    transfer = copying(blocks(1)[0])
-    pump.add(transfer)
-    assert finish(transfer) is TransferState.DONE
-    assert mapping[:4] == b"abc\0"
-
-
 def test_pages_that_nobody_keeps_any_more_are_forgotten(pump: Pump, monkeypatch: pytest.MonkeyPatch) -> None:
     """What keeps them mapped holds the lock by which their owner sees a writer."""
     inside, go_on, steps = threading.Event(), threading.Event(), []

@@ -213,15 +213,6 @@ def test_memory_that_cannot_be_registered_fails_the_transfer() -> None:
     assert "raise the memlock limit" in status.error
 
 
-def test_one_stream_a_route_made_once() -> None:
-    world = World()
-    other = Route(Way.ENGINES, 0)
-    world.copier.prepare([ROUTE, other])
-    for route in (ROUTE, other):
-        world.begin(blocks(4)[0], route)
-    assert [stream.route for stream in world.streams] == [ROUTE, other]
-
-
 def test_closing_says_so_when_a_device_does_not_finish() -> None:
     """Also what a transfer had started that has ended without being quiet."""
     world = World()

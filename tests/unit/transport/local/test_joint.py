@@ -27,15 +27,6 @@ class Part(Transfer):
             self.status = TransferStatus(TransferState.FAILED_QUIET, f"aborted: {reason}")
 
 
-def test_done_when_all_are() -> None:
-    parts = [Part(), Part()]
-    whole = JointTransfer(parts)
-    parts[0].status = DONE
-    assert whole.poll() == ACTIVE
-    parts[1].status = DONE
-    assert whole.poll() == DONE
-
-
 def test_one_failure_aborts_the_others_and_gives_the_cause() -> None:
     parts = [Part(), Part(obedient=True)]
     whole = JointTransfer(parts)
@@ -57,10 +48,3 @@ def test_active_until_the_last_part_has_ended_and_as_loud_as_the_loudest() -> No
     assert status == TransferStatus(TransferState.FAILED_NOT_QUIET, "the cause", in_transit=True)
     parts[0].status = DONE
     assert whole.poll() is status
-
-
-def test_abort_reaches_every_part() -> None:
-    parts = [Part(obedient=True), Part(obedient=True)]
-    whole = JointTransfer(parts)
-    whole.abort("enough")
-    assert whole.poll() == TransferStatus(TransferState.FAILED_QUIET, "aborted: enough")

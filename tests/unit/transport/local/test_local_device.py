@@ -181,73 +181,6 @@ def test_each_end_wherever_it_is(world: World, make, tmp_path: Path) -> None:
     assert own.address in world.registered
 
 
-@pytest.mark.parametrize("places", [("device",), ("pool",), ("pool", "device"), ("device", "pool", "second")])
-def test_short_operations_from_one_place_wherever_they_go(world: World, make, tmp_path: Path, places: tuple) -> None:
-    """All to one place go by one way without a look at each; every byte is where it belongs, and the device may write there."""
-    source = DeviceArray()
-    source.bytes[:] = np.random.default_rng(0).integers(1, 256, SIZE, dtype=np.uint8)
-    pool, second, device = SharedBuffer(tmp_path / "pool", SIZE), SharedBuffer(tmp_path / "second", SIZE), DeviceArray()
-    targets = {"pool": pool, "second": second, "device": device}
-    writer, reader = make(), make()
-    writer.register([source.memory()])
-    reader.register([target.memory() for target in targets.values()])
-    peer = connect(writer, reader.endpoint())
-    rows = [
-        (source.address + 100 * turn, targets[place].address + 300 * turn, 7 + turn)
-        for turn, place in enumerate(places * 4)
-    ]
-    assert wait(writer.submit(peer, operations(*rows), deadline_s=5.0)).state is TransferState.DONE
-    expected = {name: np.zeros(SIZE, np.uint8) for name in targets}
-    for turn, place in enumerate(places * 4):
-        expected[place][300 * turn : 300 * turn + 7 + turn] = source.bytes[100 * turn : 100 * turn + 7 + turn]
-    for name, target in targets.items():
-        np.testing.assert_array_equal(target.bytes, expected[name])
-    used = {route for route, stream in world.streams.items() if stream.started}
-    assert used == {Route(Way.KERNEL, 0, over_host_link=place != "device") for place in places}
-
-
-@pytest.mark.parametrize("length", [7, BELOW])
-def test_nothing_goes_to_host_memory_before_the_device_may_write_there(
-    world: World, make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int
-) -> None:
-    source, pool, may_end = DeviceArray(), SharedBuffer(tmp_path / "pool", SIZE), threading.Event()
-    source.bytes[:] = 7
-
-    class Registration:
-        def __init__(self, mappings: list, *, device: int, on_progress: Callable[[int, int], None]) -> None:
-            assert may_end.wait(10)
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(local_peer, "HostRegistration", Registration)
-    writer, reader = make(registration_wait_s=0.01), make()
-    writer.register([source.memory()])
-    reader.register([pool.memory()])
-    peer = connect(writer, reader.endpoint())
-    transfer = writer.submit(peer, operations((source.address, pool.address, length)), deadline_s=5.0)
-    try:
-        assert transfer.poll().state is TransferState.ACTIVE
-        assert not pool.bytes.any()
-    finally:
-        may_end.set()
-    assert wait(transfer).state is TransferState.DONE
-    assert (pool.bytes[:length] == 7).all()
-
-
-def test_host_to_device_from_a_process_without_device_memory(world: World, make, tmp_path: Path) -> None:
-    own, target = SharedBuffer(tmp_path / "own", SIZE), DeviceArray()
-    own.bytes[:] = 7
-    writer, reader = make(), make()
-    writer.register([own.memory()])
-    reader.register([target.memory()])
-    peer = connect(writer, reader.endpoint())
-    row = operations((own.address, target.address, BELOW))
-    assert wait(writer.submit(peer, row, deadline_s=5.0)).state is TransferState.DONE
-    assert (target.bytes[:BELOW] == 7).all()
-    assert not target.bytes[BELOW:].any()
-
-
 def test_device_memory_beyond_what_was_named_is_refused(world: World, make) -> None:
     source, target = DeviceArray(), DeviceArray()
     writer, reader = make(), make()
@@ -359,23 +292,6 @@ def test_host_memory_that_cannot_be_registered_is_refused_when_connecting(world:
     assert len(world.registered) == 1
 
 
-def test_a_file_is_mapped_and_registered_once_for_all_peers(world: World, make, tmp_path: Path) -> None:
-    """The ranks of a decode node share one host pool, and a new epoch names the old files."""
-    pool = SharedBuffer(tmp_path / "pool", SIZE)
-    writer, first, second = make(), make(), make(epoch=1)
-    source = DeviceArray()
-    writer.register([source.memory()])
-    first.register([pool.memory(0, SIZE // 2)])
-    second.register([pool.memory()])
-    peers = [connect(writer, reader.endpoint()) for reader in (first, second)]
-    assert len(world.registered) == 1
-    writer.disconnect(peers.pop(0))
-    source.bytes[:] = 5
-    row = operations((source.address, pool.address + SIZE - BELOW, BELOW))
-    assert wait(writer.submit(peers[0], row, deadline_s=5.0)).state is TransferState.DONE
-    assert (pool.bytes[-BELOW:] == 5).all()
-
-
 def test_an_endpoint_without_files_is_revoked_like_one_with_files(world: World, make, tmp_path: Path) -> None:
     """Device memory has no file to lock, so a lock file stands for it, which outlives the transports that name it."""
     world.gpu = False
@@ -442,16 +358,3 @@ def test_on_a_host_with_a_gpu_writers_must_have_been_gone_for_a_while(world: Wor
     assert not reader.revoked(1)
     clock.advance(0.01)
     assert reader.revoked(1)
-
-
-def test_disconnecting_and_closing_let_go_of_device_memory(world: World, make) -> None:
-    writer, reader = make(), make()
-    source, target = DeviceArray(), DeviceArray()
-    writer.register([source.memory()])
-    reader.register([target.memory()])
-    peer = connect(writer, reader.endpoint())
-    transfer = writer.submit(peer, operations((source.address, target.address, BELOW)), deadline_s=5.0)
-    writer.disconnect(peer)
-    assert world.closed == 0, "a transfer to it is still active"
-    assert wait(transfer).state.terminal
-    eventually("the memory is closed", lambda: (world.opened, world.closed) == (1, 1))

@@ -69,37 +69,6 @@ def writes(agent: ScriptedAgent) -> _Writes:
     return _Writes(agent, peer, _Places(known), operations)
 
 
-def test_one_request_for_each_pair_of_memory_kinds(writes: _Writes, agent: ScriptedAgent) -> None:
-    batch = writes.start(0, 4)
-    assert batch.requests == [0, 1, 2]
-    seen = {(local[0], remote[0]): (local[1].tolist(), remote[1].tolist()) for local, remote in agent.posted}
-    assert seen == {
-        (MemoryKind.DRAM, MemoryKind.DRAM): ([[0x1000, 16, 0], [0x1FF0, 16, 0]], [[0x1000, 16, 0], [0x1300, 16, 0]]),
-        (MemoryKind.DRAM, MemoryKind.VRAM): ([[0x1100, 16, 0]], [[0x8FF0, 16, 3]]),
-        (MemoryKind.VRAM, MemoryKind.DRAM): ([[0x8000, 32, 3]], [[0x1200, 32, 0]]),
-    }
-    assert all(rows.flags.c_contiguous and rows.dtype == np.uint64 for pair in agent.posted for _, rows in pair)
-
-
-def test_batch_is_done_when_all_its_requests_are(writes: _Writes, agent: ScriptedAgent) -> None:
-    batch = writes.start(0, 4)
-    agent.answers = {0: DONE, 2: DONE}
-    assert writes.check(batch) == PENDING
-    agent.answers[1] = DONE
-    agent.asked.clear()
-    assert writes.check(batch) == DONE
-    assert agent.asked == [1]  # an ended request is not asked after again
-
-
-def test_failure_is_terminal_only_with_the_last_request(writes: _Writes, agent: ScriptedAgent) -> None:
-    batch = writes.start(0, 4)
-    agent.answers = {0: FAILED, 1: DONE}
-    assert writes.check(batch) == Check(Progress.STALLED, "gone")
-    agent.answers[2] = DONE
-    assert writes.check(batch) == Check(Progress.FAILED, "gone")
-    assert not batch.requests
-
-
 def test_refused_first_request_started_nothing(writes: _Writes, agent: ScriptedAgent) -> None:
     agent.refusals = {0: TransportError("refused")}
     with pytest.raises(TransportError, match="refused"):
@@ -132,20 +101,6 @@ def no_infiniband(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(nixl_agent, "INFINIBAND_DEVICES", tmp_path / "infiniband")
     return tmp_path / "infiniband"
-
-
-def test_settings_win_over_the_environment_and_it_over_defaults(
-    no_infiniband: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in (("UCX_TLS", "rc"), ("UCX_MODULES", "all"), ("UCX_LOG_LEVEL", "debug")):
-        monkeypatch.setenv(name, value)
-    assert environment(NixlSettings(ucx_tls="tcp", ucx_net_devices="lo")) == {
-        "UCX_TLS": "tcp",
-        "UCX_NET_DEVICES": "lo",
-        "UCX_MODULES": "all",
-        "UCX_LOG_LEVEL": "debug",
-    }
-    assert environment(NixlSettings(ucx_modules="ib"))["UCX_MODULES"] == "ib"
 
 
 # ------------------------------------------------------------------------------- with the real library
@@ -244,12 +199,6 @@ def test_the_build_that_the_driver_suits_is_loaded(
     if driver:
         (tmp_path / "version").write_text(f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Wed\n")
     assert nixl_agent._package() == chosen
-
-
-def test_no_build_at_all_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nixl_agent.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(TransportError, match="no nixl library is installed"):
-        nixl_agent._package()
 
 
 def test_device_memory_is_used_with_its_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
