@@ -15,8 +15,9 @@ from kvbridge.engine.adapters.vllm.guard import Guard
 from kvbridge.engine.adapters.vllm.instance import Instance
 from kvbridge.engine.adapters.vllm.prefill_rooms import PrefillRooms
 from kvbridge.engine.adapters.vllm.stats import TransferStats
+from tests.helpers.rooms import ADDRESS as NODE_ADDRESS
 
-ADDRESS = PeerAddress(endpoint="tcp://127.0.0.1:7801")
+ADDRESS = PeerAddress(endpoint=NODE_ADDRESS.endpoint)
 
 
 def instance(*roles: Role, block_tokens: int, tp_size: int = 1, **more: Any) -> Instance:
