@@ -18,14 +18,14 @@ import torch
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.engine.adapters.vllm.guard import Guard
-from kvbridge.engine.adapters.vllm.instance import Instance
 from kvbridge.engine.adapters.vllm.node_config import runtime_directory
 from kvbridge.engine.adapters.vllm.requests import Request
-from kvbridge.engine.adapters.vllm.scheduler_role import SchedulerRole
+from kvbridge.engine.adapters.vllm.scheduler import Scheduler
 from kvbridge.engine.adapters.vllm.stats import TransferStats, no_counts
-from kvbridge.engine.adapters.vllm.worker_role import WorkerRole
+from kvbridge.engine.adapters.vllm.worker import Worker
 from tests.helpers.matrices import kept
 from tests.helpers.vllm_caches import BLOCKS, TOKENS, caches
+from tests.helpers.vllm_links import instance
 
 R0 = Rank(pp=0, tp=0)
 LIMIT_S = 120.0
@@ -46,21 +46,13 @@ class Vllm:
     def __init__(self, *roles: Role, tp_size: int = 1) -> None:
         ranks = [Rank(pp=0, tp=tp) for tp in range(tp_size)]
         self.caches = [caches(range(3), 4 // tp_size, 6) for _ in ranks]
-        self.instance = Instance(
-            engine_id=f"test-{uuid.uuid4()}",
-            roles=roles,
-            tp_size=tp_size,
-            pp_size=1,
-            block_tokens=TOKENS,
-            kv_heads=4,
-            latent=False,
-            facts={"model": "tiny"},
-            extra={"transports": {"order": ["mooncake"]}},
-        )
+        transports = {"transports": {"order": ["mooncake"]}}
+        name = f"test-{uuid.uuid4()}"
+        self.instance = instance(*roles, block_tokens=TOKENS, tp_size=tp_size, engine_id=name, extra=transports)
         self.stats = TransferStats()
         guard = Guard(self.stats.failed)
-        self.scheduler = SchedulerRole(self.instance, self.stats, guard)
-        self.workers = [WorkerRole(self.instance, rank, guard) for rank in ranks]
+        self.scheduler = Scheduler(self.instance, self.stats, guard)
+        self.workers = [Worker(self.instance, rank, guard) for rank in ranks]
         told = [
             worker.register(held, {"attention_backend": "CPU_ATTN"})
             for worker, held in zip(self.workers, self.caches, strict=True)
@@ -101,8 +93,10 @@ class Vllm:
                 tensor.zero_()
 
     def node_pid(self, role: Role) -> int:
-        [half] = [half for half in self.scheduler._halves if half.role is role]
-        return half.node.endpoint().pid
+        return self.rooms(role).process.endpoint().pid
+
+    def rooms(self, role: Role) -> Any:
+        return self.scheduler.prefill if role is Role.PREFILL else self.scheduler.decode
 
     def load(self, params: dict[str, Any] | None, blocks: list[int], digest: bytes = b"p") -> str:
         """A request whose prompt is elsewhere, up to where vLLM waits for its blocks."""
@@ -209,28 +203,19 @@ def test_a_node_that_dies_ends_what_it_had_and_the_next_one_serves(role: Role) -
             step_until([target], lambda: loaded in target.received, "a load of a dead node")
             assert target.unfilled == [1, 2, 6]
             target.unfilled.clear()
-        half = victim.scheduler._halves[0]
-        step_until([victim], lambda: half._known and half.node.endpoint().pid != first, "the next node")
+        rooms = victim.rooms(role)
+        step_until([victim], lambda: rooms.node and rooms.process.endpoint().pid != first, "the next node")
         target.wipe()
         cross(source, target)
 
 
 def test_a_node_that_cannot_be_started_ends_the_start_in_our_words() -> None:
     tensors = caches(range(3), 4, 6)
-    instance = Instance(
-        engine_id="x",
-        roles=(Role.PREFILL,),
-        tp_size=1,
-        pp_size=1,
-        block_tokens=TOKENS,
-        kv_heads=4,
-        latent=False,
-        facts={"model": "tiny"},
-        extra={"transports": {"odrer": ["mooncake"]}},
-    )
+    extra = {"transports": {"odrer": ["mooncake"]}}
+    made = instance(Role.PREFILL, block_tokens=TOKENS, engine_id="x", extra=extra)
     stats = TransferStats()
     guard = Guard(stats.failed)
-    worker, scheduler = WorkerRole(instance, R0, guard), SchedulerRole(instance, stats, guard)
+    worker, scheduler = Worker(made, R0, guard), Scheduler(made, stats, guard)
     try:
         report = worker.register(tensors, {})
         with pytest.raises(ConfigError, match="odrer"):
