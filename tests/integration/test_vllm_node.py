@@ -129,6 +129,7 @@ def end_of(pid: int) -> None:
         os.close(process)
 
 
+@pytest.mark.thorough
 def test_blocks_cross_and_a_node_that_was_killed_comes_back_and_serves_again() -> None:
     with side(Role.PREFILL) as source, side(Role.DECODE) as target, source.attached(PrefillEngine) as sender:
         with target.attached(DecodeEngine) as reader:

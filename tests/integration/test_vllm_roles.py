@@ -148,65 +148,70 @@ def cross(source: Vllm, target: Vllm) -> None:
     assert torch.equal(target.blocks(0, 3, 4, 5), before[:, [0, 3, 4, 5]])
 
 
-@pytest.mark.parametrize("both", [False, kept(True, False)])
-def test_a_prompt_crosses_and_nothing_is_left_when_both_have_ended(both: bool, runtime_home: Path) -> None:
-    roles = (Role.PREFILL, Role.DECODE)
-    with vllms(*([roles, roles] if both else [(Role.PREFILL,), (Role.DECODE,)])) as (source, target):
-        cross(source, target)
-        if both:
-            source.wipe()
-            cross(target, source)
-        size = source.blocks(5, 0, 3).nbytes
-        loaded: list[int] = []
-
-        def counted() -> bool:  # the scheduler's process may hear of a load later than the worker that reports it
-            loaded.extend((target.scheduler.stats.take() or no_counts())["bytes"])
-            return bool(loaded)
-
-        step_until([target], counted, "the count of a load")
-        assert loaded == [size]
-        assert (source.sent[1:], target.received[1:]) == ([], [])
-    assert not list(runtime_home.iterdir())
+def refused(source: Vllm, target: Vllm) -> None:
+    """A room that prefill does not hold fails soon, and another prompt does not get one that it holds."""
+    held, params = source.hold([5, 0, 3])
+    unknown = params | {"kvbridge": params["kvbridge"] | {"room": str(int(params["kvbridge"]["room"]) ^ 1)}}
+    for wrong, digest in ((unknown, b"p"), (params, b"another")):
+        target.received.clear()
+        target.unfilled.clear()
+        loaded = target.load(wrong, [2, 6, 1], digest)
+        step_until([target], lambda loaded=loaded: target.received == [loaded], "a load that was refused")
+        assert target.unfilled == [1, 2, 6]
+    assert held not in source.sent
+    target.unfilled.clear()
 
 
-def test_a_room_that_prefill_does_not_hold_fails_soon_and_another_prompt_does_not_get_it() -> None:
-    with vllms((Role.PREFILL,), (Role.DECODE,)) as (source, target):
-        cross(source, target)
-        held, params = source.hold([5, 0, 3])
-        unknown = params | {"kvbridge": params["kvbridge"] | {"room": str(int(params["kvbridge"]["room"]) ^ 1)}}
-        for wrong, digest in ((unknown, b"p"), (params, b"another")):
-            target.received.clear()
-            target.unfilled.clear()
-            loaded = target.load(wrong, [2, 6, 1], digest)
-            step_until([target], lambda loaded=loaded: target.received == [loaded], "a load that was refused")
-            assert target.unfilled == [1, 2, 6]
-        assert held not in source.sent
+def node_dies(role: Role, source: Vllm, target: Vllm) -> None:
+    """What it had ends."""
+    if role is Role.PREFILL:
+        held, _ = source.hold([5, 0, 3])
+        source.step()
+        os.kill(source.node_pid(role), signal.SIGKILL)
+        step_until([source], lambda: held in source.sent, "a request that was held by a dead node")
+        return
+    address = source.hold([5, 0, 3])[1]["kvbridge"]["prefill"]
+    params = {"do_remote_prefill": True, "kvbridge": {"room": "77", "prefill": address}}
+    loaded = target.load(params, [2, 6, 1])  # it waits: nobody said that the room is held
+    target.step()
+    os.kill(target.node_pid(role), signal.SIGKILL)
+    step_until([target], lambda: loaded in target.received, "a load of a dead node")
+    assert target.unfilled == [1, 2, 6]
+    target.unfilled.clear()
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, kept(Role.DECODE, False)])
-def test_a_node_that_dies_ends_what_it_had_and_the_next_one_serves(role: Role) -> None:
+def test_prompts_cross_also_after_a_node_has_died_and_nothing_is_left(role: Role, runtime_home: Path) -> None:
     with vllms((Role.PREFILL,), (Role.DECODE,), tp_sizes=(1, 2)) as (source, target):
         cross(source, target)
+        assert counted(target) == source.blocks(5, 0, 3).nbytes
+        refused(source, target)
         victim = source if role is Role.PREFILL else target
-        first = victim.node_pid(role)
-        if role is Role.PREFILL:
-            held, _ = source.hold([5, 0, 3])
-            source.step()
-            os.kill(first, signal.SIGKILL)
-            step_until([source], lambda: held in source.sent, "a request that was held by a dead node")
-        else:
-            address = source.hold([5, 0, 3])[1]["kvbridge"]["prefill"]
-            params = {"do_remote_prefill": True, "kvbridge": {"room": "77", "prefill": address}}
-            loaded = target.load(params, [2, 6, 1])  # it waits: nobody said that the room is held
-            target.step()
-            os.kill(first, signal.SIGKILL)
-            step_until([target], lambda: loaded in target.received, "a load of a dead node")
-            assert target.unfilled == [1, 2, 6]
-            target.unfilled.clear()
-        rooms = victim.rooms(role)
+        first, rooms = victim.node_pid(role), victim.rooms(role)
+        node_dies(role, source, target)
         step_until([victim], lambda: rooms.node and rooms.process.endpoint().pid != first, "the next node")
         target.wipe()
         cross(source, target)
+    assert not list(runtime_home.iterdir())
+
+
+def counted(target: Vllm) -> int:
+    """The bytes of a load: the scheduler's process may hear of the load later than the worker that reports it."""
+    loaded: list[int] = []
+    step_until(
+        [target], lambda: loaded.extend((target.scheduler.stats.take() or no_counts())["bytes"]) or loaded, "a count"
+    )
+    return sum(loaded)
+
+
+@pytest.mark.thorough
+def test_instances_of_both_roles_serve_each_other() -> None:
+    roles = (Role.PREFILL, Role.DECODE)
+    with vllms(roles, roles) as (source, target):
+        cross(source, target)
+        source.wipe()
+        cross(target, source)
+        assert (source.sent[1:], target.received[1:]) == ([], [])
 
 
 def test_a_node_that_cannot_be_started_ends_the_start_in_our_words() -> None:

@@ -109,8 +109,7 @@ def test_params_that_no_prefill_has_answered_are_computed_here_and_counted(conne
     assert not list(vllm.node.bench.service.book)
 
 
-@pytest.mark.parametrize("params", ["x", 1, 0.5, True, ["do_remote_prefill"], [["do_remote_prefill", True]]])
-@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize(("params", "refused"), [("x", False), (1, True), (["do_remote_prefill"], False)])
 def test_params_that_are_no_object_are_computed_here_and_counted(connector, params, refused):
     vllm = Vllm(connector, Role.DECODE)
     live(vllm, "r", params, refused=refused)
