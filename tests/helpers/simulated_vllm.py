@@ -271,8 +271,9 @@ class Engine:
                 break
             hits.append(self.known[label])
         local = len(hits) * self.block
-        external = self.scheduler.matched_tokens(job.request, local)
-        assert external == self.scheduler.matched_tokens(job.request, local)
+        decode = self.scheduler.decode
+        external = 0 if decode is None else decode.matched_tokens(job.request, local)
+        assert decode is None or external == decode.matched_tokens(job.request, local)
         fresh = len(job.labels) - len(hits) if external else 1
         if len([one for one in self.unused() if one not in hits]) < fresh:
             return False
@@ -282,7 +283,8 @@ class Engine:
         # Lookahead: there may be a block behind the prompt's.
         spare = [self.take(1)[0]] if external and len(self.unused()) > 1 else []
         job.blocks += spare
-        self.scheduler.allocated(job.request, tuple(job.blocks), external)
+        if decode is not None:
+            decode.allocated(job.request, tuple(job.blocks), external)
         if external:
             assert external == job.request.prompt_tokens - local
             job.status = Status.LOADING
@@ -305,7 +307,7 @@ class Engine:
             self.finish(name, well=False)
             return
         job.computed = len(job.labels) if job.unfilled is None else job.unfilled
-        self.scheduler.allocated(job.request, tuple(job.blocks), 0)
+        self.rooms.allocated(job.request, tuple(job.blocks), 0)  # only decode loads
         self.know(job)
         self.run(name, job)
 

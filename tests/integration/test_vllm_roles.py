@@ -102,9 +102,9 @@ class Vllm:
         """A request whose prompt is elsewhere, up to where vLLM waits for its blocks."""
         request = Request(f"load-{uuid.uuid4()}", PROMPT, digest, params)
         self.scheduler.arrived(request)
-        assert self.scheduler.matched_tokens(request, 0) == PROMPT
-        self.scheduler.allocated(request, blocks, PROMPT)
-        assert self.scheduler.matched_tokens(request, 0) == 0
+        assert self.scheduler.decode.matched_tokens(request, 0) == PROMPT
+        self.scheduler.decode.allocated(request, blocks, PROMPT)
+        assert self.scheduler.decode.matched_tokens(request, 0) == 0
         return request.id
 
     def hold(self, blocks: list[int]) -> tuple[str, dict[str, Any]]:

@@ -123,7 +123,6 @@ class KvbridgeConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """All workers have their KV caches: the nodes are started."""
         reports = {
             Rank(pp=pp, tp=tp): told.report
             for (pp, tp), told in metadata.items()
@@ -150,7 +149,6 @@ class KvbridgeConnector(KVConnectorBase_V1):
     # ------------------------------------------------------------------ scheduler: blocks
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Blocks that are read can be kept from other requests."""
         self._of_scheduler().pins = BlockPins(gpu_block_pool)
 
     @hook(bool)
@@ -184,22 +182,19 @@ class KvbridgeConnector(KVConnectorBase_V1):
 
     @hook(lambda: (0, False), of_request=True)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        known = self._requests.get(request.request_id)
-        if known is None:
-            return 0, False
-        tokens = self._of_scheduler().matched_tokens(known.told, num_computed_tokens)
+        known, rooms = self._requests.get(request.request_id), self._of_scheduler().decode
+        tokens = 0 if known is None or rooms is None else rooms.matched_tokens(known.told, num_computed_tokens)
         return tokens, tokens > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """A load fills the request's own blocks, of every group."""
         groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return groups
 
     @hook(nothing, of_request=True)
     def update_state_after_alloc(self, request: Any, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        known = self._requests.get(request.request_id)
-        if known is not None:
-            self._of_scheduler().allocated(known.told, blocks.get_block_ids()[0], num_external_tokens)
+        known, rooms = self._requests.get(request.request_id), self._of_scheduler().decode
+        if known is not None and rooms is not None:
+            rooms.allocated(known.told, blocks.get_block_ids()[0], num_external_tokens)
 
     @hook(lambda: (False, None), of_request=True)
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -230,7 +225,6 @@ class KvbridgeConnector(KVConnectorBase_V1):
 
     @hook(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take what the workers have reported."""
         scheduler = self._of_scheduler()
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, KvbridgeWorkerMetadata):
@@ -243,13 +237,11 @@ class KvbridgeConnector(KVConnectorBase_V1):
 
     @hook(nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What has happened since the last call, as this process has heard it."""
         counts = self._stats.take(holds=self._scheduler is not None)
         return None if counts is None else KvbridgeStats(counts)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Counts that another process has taken."""
         return KvbridgeStats(data)
 
     @classmethod
@@ -260,13 +252,11 @@ class KvbridgeConnector(KVConnectorBase_V1):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """Metrics of the process that serves HTTP."""
         return KvbridgePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ------------------------------------------------------------------ worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Serve the tensors from now on."""
         ours = {name: tensor for name, tensor in kv_caches.items() if name in self._layers}
         self._handshake = KvbridgeHandshake(self._of_worker().register(ours, _facts(self._vllm_config, ours)))
 
@@ -275,16 +265,13 @@ class KvbridgeConnector(KVConnectorBase_V1):
         self._of_worker().unregister()
 
     def restore_kv_caches(self) -> None:
-        """Serve them again when it has woken (0.33)."""
         self._of_worker().restore()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What the scheduler's process is to know of this worker."""
         return self._handshake
 
     @hook(nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Take what the scheduler has begun. The bytes are moved by threads."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KvbridgeMetadata)
         self._of_worker().start(metadata.steps)
@@ -309,7 +296,6 @@ class KvbridgeConnector(KVConnectorBase_V1):
 
     @hook(nothing)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What the scheduler's process has to know at the end of a step."""
         worker = self._of_worker()
         closed = worker.closed_here()
         return KvbridgeWorkerMetadata({worker.number: closed}) if closed else None

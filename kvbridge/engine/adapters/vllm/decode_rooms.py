@@ -18,13 +18,9 @@ from kvbridge.core.ids import Role
 from kvbridge.core.session.states import WITHDRAWN
 from kvbridge.core.wire.engine_messages import Fetch as FetchCall
 from kvbridge.core.wire.engine_messages import Provide, RoomEvent
-from kvbridge.engine.adapters.vllm.attachment import NodeAttachment
-from kvbridge.engine.adapters.vllm.guard import Guard
 from kvbridge.engine.adapters.vllm.instance import Instance
-from kvbridge.engine.adapters.vllm.node_process import Node
 from kvbridge.engine.adapters.vllm.requests import Load, Request, Source, full_tables, room_tokens, source_of
 from kvbridge.engine.adapters.vllm.rooms import NO_NODE, RoomsOfRole
-from kvbridge.engine.adapters.vllm.stats import TransferStats
 
 MOST_WITHDRAWALS = 4_096
 """What is kept for a node that is being started again; prefill holds what is forgotten for its `timeouts.offer_s`."""
@@ -65,10 +61,8 @@ class DecodeRooms(RoomsOfRole):
 
     role = Role.DECODE
 
-    def __init__(
-        self, instance: Instance, node: Node, attachment: NodeAttachment, stats: TransferStats, guard: Guard
-    ) -> None:
-        super().__init__(instance, node, attachment, stats, guard)
+    def __init__(self, instance: Instance, *parts: Any) -> None:  # noqa: ANN401 - those of every role
+        super().__init__(instance, *parts)
         self._allowed = instance.allowed_prefill
         self._of: dict[str, Fetch] = {}
         self._withdrawals: OrderedDict[int, Mapping[str, Any]] = OrderedDict()

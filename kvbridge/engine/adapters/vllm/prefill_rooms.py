@@ -27,10 +27,7 @@ import structlog
 from kvbridge.core.ids import ROOM_BITS, Role
 from kvbridge.core.session.states import WITHDRAWN
 from kvbridge.core.wire.engine_messages import Finish, Hold, Publish, RoomEvent
-from kvbridge.engine.adapters.vllm.attachment import NodeAttachment
-from kvbridge.engine.adapters.vllm.guard import Guard
 from kvbridge.engine.adapters.vllm.instance import Instance
-from kvbridge.engine.adapters.vllm.node_process import Node
 from kvbridge.engine.adapters.vllm.requests import (
     Held,
     Request,
@@ -41,7 +38,6 @@ from kvbridge.engine.adapters.vllm.requests import (
     room_tokens,
 )
 from kvbridge.engine.adapters.vllm.rooms import NO_NODE, RoomsOfRole
-from kvbridge.engine.adapters.vllm.stats import TransferStats
 
 log = structlog.get_logger(__name__)
 
@@ -103,10 +99,8 @@ class PrefillRooms(RoomsOfRole):
 
     role = Role.PREFILL
 
-    def __init__(
-        self, instance: Instance, node: Node, attachment: NodeAttachment, stats: TransferStats, guard: Guard
-    ) -> None:
-        super().__init__(instance, node, attachment, stats, guard)
+    def __init__(self, instance: Instance, *parts: Any) -> None:  # noqa: ANN401 - those of every role
+        super().__init__(instance, *parts)
         self._of: dict[str, PairedRoom] = {}
         self._rooms: dict[int, PairedRoom] = {}
         self._ending: dict[tuple[int, int], Ending] = {}

@@ -126,15 +126,6 @@ class Scheduler:
         for rooms in self.roles:
             rooms.lost(request, reason)
 
-    def matched_tokens(self, request: Request, computed_tokens: int) -> int:
-        """Return how many tokens are loaded behind those that vLLM has (`get_num_new_matched_tokens`)."""
-        return 0 if self.decode is None else self.decode.matched_tokens(request, computed_tokens)
-
-    def allocated(self, request: Request, blocks: Sequence[int], external_tokens: int) -> None:
-        """The request has blocks (`update_state_after_alloc`)."""
-        if self.decode is not None:
-            self.decode.allocated(request, blocks, external_tokens)
-
     def finished(self, request: Request, blocks: Sequence[int], *, well: bool) -> tuple[bool, dict[str, Any] | None]:
         """Return whether its blocks are still needed, and the answer's `kv_transfer_params` (`request_finished`).
 
