@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import sys
-import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from enum import Enum, auto
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.addresses import PeerAddress
@@ -27,8 +25,10 @@ from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import Attach, Attached, EngineToNode, NodeToEngine
 from kvbridge.core.wire.features import ENGINE_FEATURES
 from kvbridge.engine import DecodeEngine, PrefillEngine
-from kvbridge.engine.adapters.vllm import scheduler_role, worker_role
 from kvbridge.engine.adapters.vllm.attachment import NodeAttachment
+from kvbridge.engine.adapters.vllm.decode_rooms import DecodeRooms
+from kvbridge.engine.adapters.vllm.prefill_rooms import PrefillRooms
+from kvbridge.engine.adapters.vllm.worker import ServedRole
 from kvbridge.engine.attachment import Attachment
 from kvbridge.engine.link import EngineLink
 from kvbridge.engine.stream_order import StreamOrder
@@ -37,6 +37,7 @@ from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.engines import AttachedEngines
 from kvbridge.pool.memory.sharing import MappedRegions
 from tests.helpers.rooms import GEOMETRY, PAGE, R0, ReceiverBench, SenderBench
+from tests.helpers.vllm_links import attach
 
 OURS = ("connector", "metrics")
 """Modules of the adapter that import vLLM."""
@@ -191,15 +192,6 @@ class Node:
         """Nothing runs."""
 
 
-class _Attachment(NodeAttachment):
-    """An attachment that needs no thread to attach, and does not end."""
-
-    def __init__(self, node: Node) -> None:
-        self._role, self._runtime_dir, self._why_not = node.role, node.runtime_dir, ""
-        self._changed = threading.Condition()
-        self._engine = node.attach()
-
-
 class Vllm:
     """A vLLM of one worker with one of our connectors in each of its two places. What leaves a hook leaves a method of this."""
 
@@ -214,27 +206,22 @@ class Vllm:
         self.scheduler = module.KvbridgeConnector(config, KVConnectorRole.SCHEDULER, cache)
         self.worker = module.KvbridgeConnector(config, KVConnectorRole.WORKER, cache)
         ours, theirs = self.scheduler._scheduler, self.worker._worker
-        attach = lambda *_: _Attachment(self.node)  # noqa: E731
-        with (
-            patch.object(scheduler_role, "NodeAttachment", attach),
-            patch.object(worker_role, "NodeAttachment", attach),
-        ):
-            ours._halves.append(
-                scheduler_role._Half(role, ours._instance, self.node, self.scheduler._stats, self.scheduler.guard)
-            )
-            serve = lambda: SimpleNamespace(node="n", ends=list)  # noqa: E731
-            theirs._halves.append(worker_role._Half(role, self.node.runtime_dir, serve, reports=True))
-        ours.look()
+        kind = PrefillRooms if role is Role.PREFILL else DecodeRooms
+        self.rooms = kind(ours._instance, self.node, self._attached(), self.scheduler._stats, self.scheduler.guard)
+        setattr(ours, role.value, self.rooms)
+        serve = lambda: SimpleNamespace(node="n", ends=list)  # noqa: E731
+        theirs.roles.append(ServedRole(role, serve, self._attached()))
+        self.rooms.look()
         self.waiting: dict[str, Any] = {}
         """Requests that wait for a load, or whose blocks are held, until that is reported."""
         self.unfilled: set[int] = set()
         self.failures: dict[str, int] = {}
         """Counted by both connectors."""
 
-    @property
-    def side(self) -> Any:
-        """The half that decides."""
-        return self.scheduler._scheduler._halves[0].side
+    def _attached(self) -> NodeAttachment:
+        attachment = NodeAttachment(self.node.role, self.node.runtime_dir)
+        attach(attachment, self.node.attach()._link, "n")
+        return attachment
 
     def arrives(self, request: Any, blocks: list[int]) -> None:
         """A request comes and is scheduled at once, with all the blocks that it needs."""

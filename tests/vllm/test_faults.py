@@ -146,20 +146,6 @@ def test_prefill_is_frozen_in_the_middle_of_a_transfer(fleet: Fleet, what: str, 
         fleet.wait_hand_over(decode)
 
 
-def test_prefill_is_frozen_for_a_moment(fleet: Fleet) -> None:
-    prefill = fleet.servers["prefill"]
-    asked, told = hand_over(fleet)
-    stopped = workers(prefill)
-    send(signal.SIGSTOP, stopped)
-    try:
-        with under_way(asking(fleet, asked, told)) as results:
-            wait_loads(fleet)
-            send(signal.SIGCONT, stopped)
-            assert_right(fleet, list(asked.values()), [result.result() for result in results])
-    finally:
-        send(signal.SIGCONT, stopped)
-
-
 def test_a_decode_server_is_killed(fleet: Fleet, say: list[str]) -> None:
     prefill, decode = fleet.servers["prefill"], fleet.servers["mooncake"]
     asked = fresh(900)
@@ -199,13 +185,3 @@ def test_nodes_are_killed_in_the_middle_of_a_transfer(fleet: Fleet, beside: tupl
         fleet.wait_hand_over(decode)
     said_again = f"{time.monotonic() - killed_s:.1f} s"
     say.append(f"nodes beside {', '.join(beside)} killed: loads ended after {said}, hand-offs again after {said_again}")
-
-
-@pytest.mark.parametrize("name", ["prefill", *DECODES])
-def test_a_node_is_killed_while_nothing_happens(fleet: Fleet, name: str) -> None:
-    server = fleet.servers[name]
-    node = server.node()
-    send(signal.SIGKILL, [node])
-    psutil.wait_procs([node], timeout=20.0)
-    for decode in DECODES if name == "prefill" else (name,):
-        fleet.wait_hand_over(decode)

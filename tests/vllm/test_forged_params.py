@@ -9,16 +9,11 @@ import pytest
 from tests.vllm.fleet import DECODES, Fleet
 from tests.vllm.prompts import fresh
 
-PLACE = {"endpoint": "tcp://127.0.0.1:9"}
 FORGED: dict[str, dict[str, Any]] = {
-    "no prefill node": {"prefill": []},
-    "more prefill nodes than an instance has": {"prefill": [PLACE] * 257},
     "no endpoint": {"prefill": [{"endpoint": "x"}]},
-    "more tokens than a room has": {"prefill": [PLACE], "prompt_tokens": 2**63},
     "no prefill node, and what the room is of": {"prefill": [], "prompt_tokens": 256},
-    "no object": {"prefill": "x", "prompt_tokens": "y"},
 }
-NO_OBJECTS: tuple[Any, ...] = ("x", 1, ["do_remote_prefill"])
+NO_OBJECTS: tuple[Any, ...] = ("x", ["do_remote_prefill"])
 TOO_LONG = 3_000
 """Tokens of a prompt that the API refuses; the scheduler hears of the room all the same."""
 
@@ -37,7 +32,7 @@ def test_a_decode_server_computes_what_forged_params_are_about(decode: str, ours
 
 
 @pytest.mark.parametrize("params", NO_OBJECTS)
-@pytest.mark.parametrize("decode", DECODES)
+@pytest.mark.parametrize("decode", DECODES[:1])
 def test_a_server_goes_on_after_params_that_are_no_object(decode: str, params: object, fleet: Fleet) -> None:
     """They come past the API's own checks. What their sender gets is up to vLLM."""
     server = fleet.servers[decode]

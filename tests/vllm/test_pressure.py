@@ -14,7 +14,7 @@ import pytest
 from tests.vllm.fleet import DECODES, OFFER_S, Fleet
 from tests.vllm.processes import send
 from tests.vllm.prompts import fresh
-from tests.vllm.servers import HOLD, Server, together, under_way, wait_until
+from tests.vllm.servers import Server, together, under_way, wait_until
 from tests.vllm.test_answers import assert_right, both_orders
 
 PATIENCE_S = 2.0
@@ -61,17 +61,6 @@ def test_prefill_preempts(fleet: Fleet, order: str) -> None:
     assert pair.prefill.metric("vllm:num_preemptions_total") > before
 
 
-@both_orders
-def test_more_prompts_than_either_cache_holds(fleet: Fleet, order: str) -> None:
-    pairs = [fleet.pair(decode) for decode in DECODES]
-    asked = [fresh(1500) for _ in range(10)]
-    assert_right(
-        fleet,
-        asked,
-        together([lambda at=at, one=one: pairs[at % 2].ask(one, order=order) for at, one in enumerate(asked)]),
-    )
-
-
 @pytest.mark.parametrize("decode", DECODES)
 def test_a_client_leaves_while_its_request_is_queued(fleet: Fleet, decode: str) -> None:
     pair, asked = fleet.pair(decode), fresh(1500)
@@ -96,13 +85,6 @@ def test_a_client_leaves_while_its_answer_is_decoded(fleet: Fleet, decode: str) 
     assert len(got.tokens) >= 3
     took_s = wait_until(lambda: not pair.prefill.used(), "prefill has its blocks back", OFFER_S)
     assert took_s < OFFER_S / 2
-
-
-@pytest.mark.parametrize("patience_s", [0.05, 0.15, 0.4])
-def test_a_client_leaves_while_prefill_computes(fleet: Fleet, patience_s: float) -> None:
-    # It may have been quicker than the client.
-    with contextlib.suppress(httpx.ReadTimeout):
-        fleet.servers["prefill"].ask(fresh(1500), 1, transfer=HOLD, timeout_s=patience_s)
 
 
 def test_nobody_comes_for_what_prefill_holds(fleet: Fleet) -> None:
@@ -138,8 +120,7 @@ def test_decode_waits_longer_than_prefill_would_hold(fleet: Fleet, decode: str) 
     assert took_s > OFFER_S, "it did not wait for long enough to prove anything"
 
 
-@pytest.mark.parametrize("patience_s", [0.05, 0.3])
-@pytest.mark.parametrize("side", ["prefill", "decode", "both"])
+@pytest.mark.parametrize(("side", "patience_s"), [("prefill", 0.3), ("decode", 0.3), ("both", 0.05)])
 @pytest.mark.parametrize("decode", DECODES)
 def test_a_client_leaves_a_pair(fleet: Fleet, decode: str, side: str, patience_s: float) -> None:
     """Paired order: the one that goes on has its own answer, or an error where decode's policy says so."""

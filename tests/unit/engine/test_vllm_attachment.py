@@ -12,7 +12,6 @@ from structlog.testing import capture_logs
 
 from kvbridge.core.errors import ConfigError, NotReadyError
 from kvbridge.core.ids import Role
-from kvbridge.engine import DecodeEngine
 from kvbridge.engine.adapters.vllm import attachment
 from kvbridge.engine.adapters.vllm.attachment import NodeAttachment
 from tests.helpers.hooked_vllm import Node
@@ -25,7 +24,7 @@ class Attempts:
 
     def __init__(self, *errors: Exception) -> None:
         self.left = list(errors)
-        self.made = Node(Role.DECODE).attach()
+        self.made = Node(Role.DECODE).attach()._attachment
         self.pauses: list[float] = []
 
     def adopt(self, *_: object, **__: object) -> Any:
@@ -41,7 +40,7 @@ def attach(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def attach(*errors: Exception) -> Attempts:
         attempts = Attempts(*errors)
-        monkeypatch.setattr(DecodeEngine, "adopt", attempts.adopt)
+        monkeypatch.setattr(attachment, "adopt", attempts.adopt)
 
         def counted(self: threading.Condition, predicate: Any, timeout: float | None = None) -> bool:
             if timeout in {attachment.PAUSE_S, attachment.LONG_PAUSE_S}:
@@ -51,6 +50,7 @@ def attach(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
         monkeypatch.setattr(threading.Condition, "wait_for", counted)
         opened.append(NodeAttachment(Role.DECODE, Path("/nowhere")))
+        opened[-1].begin()
         opened[-1].wait(LIMIT_S)
         return attempts
 

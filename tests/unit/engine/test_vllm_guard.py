@@ -12,11 +12,12 @@ from structlog.testing import capture_logs
 
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.geometry.tables import MOST_PAGES
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.engine.adapters.vllm.guard import LINES, Guard
 from tests.helpers.hooked_vllm import Vllm, connector_module, request
-from tests.helpers.rooms import ADDRESS
+from tests.helpers.rooms import ADDRESS, PAGE
 
 BLOCKS = [4, 5]
 AT_START_AND_END = {
@@ -134,7 +135,7 @@ def test_a_load_whose_hook_fails_once_it_has_begun_is_given_up_and_reported(conn
     def fail(*_: object) -> str:
         raise RuntimeError("a defect")
 
-    vllm.side._fetches._provide = fail
+    vllm.rooms._provide = fail
     vllm.arrives(asked, BLOCKS)
     assert list(vllm.waiting) == ["r"]
     vllm.steps()
@@ -143,12 +144,12 @@ def test_a_load_whose_hook_fails_once_it_has_begun_is_given_up_and_reported(conn
     assert vllm.failures == {"internal": 1, "aborted": 1}
     vllm.ends(asked, BLOCKS)
     vllm.steps()
-    assert vllm.side.idle
+    assert vllm.rooms.idle
 
 
 def test_a_request_whose_progress_cannot_be_read_keeps_no_other_one_from_its_step(connector: ModuleType) -> None:
     vllm = Vllm(connector, Role.PREFILL)
-    vllm.side.use_pins(SimpleNamespace(pin=list, unpin=list))
+    vllm.rooms.pins = SimpleNamespace(pin=list, unpin=list)
     asked = [
         request(name, {"do_remote_decode": True, "kvbridge": {"room": room}}) for name, room in (("a", "1"), ("b", "2"))
     ]
@@ -166,37 +167,31 @@ def test_a_request_whose_progress_cannot_be_read_keeps_no_other_one_from_its_ste
     for _ in range(2):
         assert vllm.scheduler.build_connector_meta(output).steps
     assert read == ["b", "b"]
-    assert vllm.side.computing == ("b",)
+    assert vllm.rooms.computing == ("b",)
     assert vllm.scheduler._stats.take()["failures"] == {"internal": 1, "aborted": 1}
 
 
-@pytest.mark.parametrize("generation", [1, 2])
-def test_what_the_node_can_never_be_told_is_not_tried_at_each_step(connector: ModuleType, generation: int) -> None:
+def test_what_the_node_can_never_be_told_is_not_tried_at_each_step(connector: ModuleType) -> None:
     """A withdrawal, and the word that a room is given up."""
     vllm = Vllm(connector, Role.DECODE)
-    node = vllm.side._node
-    node.withdrawals[7] = SimpleNamespace(named={"prefill": (), "prompt_tokens": 0, "generation": generation})
-    node.unsent[8] = (b"\xff", False)
-    assert node.owes
+    vllm.rooms._withdraw(7, {"prefill": (), "prompt_tokens": 0})
+    vllm.rooms._give_up(8, b"\xff")
     vllm.steps(2)
-    assert not node.owes
-    assert not vllm.failures
+    assert vllm.rooms.idle
+    assert not vllm.rooms.attachment._unsent
+    assert vllm.failures == {"invalid_input": 1}
 
 
 def test_blocks_that_no_message_can_name_are_not_published_and_the_request_ends(connector: ModuleType) -> None:
     """As those of a prompt that is longer than a table; else its blocks would be held for ever."""
     vllm = Vllm(connector, Role.PREFILL)
-    asked = request("r", {"do_remote_decode": True, "kvbridge": {"room": "1"}})
-    vllm.arrives(asked, BLOCKS)
-
-    def too_many(*_: object, **__: object) -> None:
-        raise ValueError("too many")
-
-    vllm.scheduler._scheduler._halves[0].attachment._engine.publish = too_many
-    vllm.ends(asked, BLOCKS)
+    many = [4] * (MOST_PAGES + 1)
+    asked = request("r", {"do_remote_decode": True, "kvbridge": {"room": "1"}}, tokens=len(many) * PAGE)
+    vllm.arrives(asked, many)
+    vllm.ends(asked, many)
     vllm.steps()
     assert not vllm.waiting
-    assert vllm.side.idle
+    assert vllm.rooms.idle
     assert not [room for room in vllm.node.bench.service.book if not room.is_over]
 
 

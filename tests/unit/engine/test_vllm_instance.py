@@ -12,7 +12,13 @@ from kvbridge.core.ids import Role
 from kvbridge.engine.adapters.vllm.instance import read_instance
 
 
-def read(kv_role: str = "kv_producer", extra: dict[str, Any] | None = None, groups: int = 1, **parallel: int) -> Any:
+def read(
+    kv_role: str = "kv_producer",
+    extra: dict[str, Any] | None = None,
+    groups: int = 1,
+    speculative: Any = None,
+    **parallel: int,
+) -> Any:
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             engine_id="e", kv_role=kv_role, kv_connector_extra_config={} if extra is None else extra
@@ -35,7 +41,7 @@ def read(kv_role: str = "kv_producer", extra: dict[str, Any] | None = None, grou
             get_total_num_kv_heads=lambda: 4,
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
-        speculative_config=None,
+        speculative_config=speculative,
     )
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=128))
     return read_instance(config, SimpleNamespace(kv_cache_groups=[group] * groups), version="0.32.0")
@@ -65,8 +71,10 @@ def test_what_is_for_the_connector_is_not_the_nodes_and_stays_in_vllms_configura
         ({"groups": 2}, "--disable-hybrid-kv-cache-manager"),
         ({"groups": 0}, "the model has none"),
         ({"decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
+        ({"prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
+        ({"speculative": SimpleNamespace(method="eagle")}, r"\(eagle\).*leave --speculative-config out"),
     ],
 )
-def test_what_cannot_be_transferred_is_refused_with_the_way_out(fields: dict[str, int], reason: str) -> None:
+def test_what_cannot_be_transferred_is_refused_with_the_way_out(fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedError, match=f"kvbridge cannot transfer this KV cache: .*{reason}"):
         read(**fields)

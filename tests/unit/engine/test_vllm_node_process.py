@@ -12,7 +12,7 @@ from kvbridge.engine.adapters.vllm.node_process import LAST_ENDS, NodeProcess
 def test_a_node_is_started_again_though_the_one_before_could_not_be_followed() -> None:
     """As when there is no descriptor left for a moment."""
     node = NodeProcess.__new__(NodeProcess)
-    node._role, node._lines, node.ends = Role.DECODE, deque(), deque(maxlen=LAST_ENDS)
+    node._role, node.ends = Role.DECODE, deque(maxlen=LAST_ENDS)
     runs: list[str] = []
     node._closing = threading.Event()
     node._closing.wait = lambda *_: False
@@ -27,4 +27,4 @@ def test_a_node_is_started_again_though_the_one_before_could_not_be_followed() -
     node._run = run
     node._keep()
     assert len(runs) == 2
-    assert [end.how for end in node.ends] == ["it could not be followed: OSError: no descriptors are left"]
+    assert list(node.ends) == ["it could not be followed: OSError: no descriptors are left"]

@@ -123,17 +123,26 @@ def move(source: Instance, target: Instance, *, tokens: int, prefix_tokens: int 
     assert sent[component.kind].lane_rows == due
 
 
-GQA = {"kv_heads": 4, "content": 6}
-SPLITS = [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4)]
+GQA, FEW_HEADS = {"kv_heads": 4, "content": 6}, {"kv_heads": 2, "content": 6}
+LATENT = {"kv_heads": 1, "content": 9, "latent": True}
+CASES = [
+    (1, 1, 1, GQA, (HND, HND)),
+    (1, 4, 1, GQA, (HND, BLOCKS_OUTERMOST)),
+    (4, 1, 1, GQA, (BLOCKS_OUTERMOST, HND)),
+    (4, 2, 1, GQA, (HND, HND)),
+    (1, 1, 2, GQA, (HND, HND)),
+    (2, 4, 2, GQA, (HND, BLOCKS_OUTERMOST)),
+    (2, 4, 1, FEW_HEADS, (HND, HND)),
+    (4, 1, 1, FEW_HEADS, (BLOCKS_OUTERMOST, HND)),
+    (4, 4, 1, FEW_HEADS, (HND, HND)),
+    (1, 2, 1, LATENT, (HND, BLOCKS_OUTERMOST)),
+    (4, 1, 1, LATENT, (HND, HND)),
+    (2, 1, 2, LATENT, (HND, HND)),
+]
+"""Tensor-parallel ranks of either side, pipeline stages of the source, the model, and how either side lays its blocks out."""
 
 
-@pytest.mark.parametrize("orders", [(HND, HND), (HND, BLOCKS_OUTERMOST), (BLOCKS_OUTERMOST, HND)], ids="-".join)
-@pytest.mark.parametrize(
-    "model", [GQA, {"kv_heads": 2, "content": 6}, {"kv_heads": 1, "content": 9, "latent": True}], ids=str
-)
-@pytest.mark.parametrize(
-    ("theirs", "ours", "pp"), [(*split, 1) for split in SPLITS] + [(1, 1, 2), (2, 1, 2), (2, 4, 2)]
-)
+@pytest.mark.parametrize(("theirs", "ours", "pp", "model", "orders"), CASES)
 def test_every_byte_of_a_prompt_crosses_between_instances_that_are_split_otherwise(theirs, ours, pp, model, orders):
     source = Instance.make(tp=theirs, pp=pp, order=orders[0], **model)
     target = Instance.make(tp=ours, order=orders[1], **model)

@@ -1,15 +1,15 @@
-"""An attachment to the node beside vLLM that is made again whenever the node has ended and come back.
+"""An engine's attachment to the node beside it, which is made again whenever the node has ended and come back.
 
-Owns: the thread that attaches, so that whoever uses the attachment never waits. Must not know: rooms, vLLM.
-
-A process of vLLM that holds blocks must know each end of the node: another incarnation knows nothing of the rooms of this one. So
-an attachment that has ended is given up by whoever uses it, at its next look, and only then is the next one made.
+A process that holds pages must know each end of the node: another incarnation knows nothing of the rooms of this one. So the next
+attachment is made only when the one before was given up, and taken up only where events are read.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import structlog
 
@@ -24,9 +24,11 @@ from kvbridge.core.errors import (
     code_of,
 )
 from kvbridge.core.ids import Role, Tables
-from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.decode import DecodeEngine
-from kvbridge.engine.prefill import PrefillEngine
+from kvbridge.core.wire.engine_messages import AbortRoom, RoomEvent
+from kvbridge.core.wire.messages import REASON_CHARS, to_wire
+from kvbridge.engine.adopted import adopt
+from kvbridge.engine.attachment import Attachment
+from kvbridge.engine.link import RoomCall
 
 log = structlog.get_logger(__name__)
 
@@ -37,44 +39,62 @@ ATTEMPT_S = 5.0
 CLOSE_S = 2 * ATTEMPT_S
 
 
+class _Unsent(NamedTuple):
+    """A call that the node has not read."""
+
+    kind: type[RoomCall]
+    room: int
+    tables: Tables | None
+    fields: dict[str, Any]
+
+
 class NodeAttachment:
-    """One process of vLLM at its node of one role, serving no rank. Implements `requests.RoomCalls`; for one thread."""
+    """One process of an engine at its node of one role, serving no rank. For one thread, which never waits.
+
+    Calls that the node does not read are kept, in their order, and sent when it reads again. They are lost with the node.
+    """
 
     def __init__(self, role: Role, runtime_dir: Path) -> None:
-        """Begin to attach."""
         self._role = role
         self._runtime_dir = runtime_dir
-        self._engine: PrefillEngine | DecodeEngine | None = None
+        self._made: Attachment | None = None
+        """By the thread; None again when its user has given it up."""
+        self._used: Attachment | None = None
+        """The same, once its user has taken it up."""
+        self._unsent: deque[_Unsent] = deque()
+        self._unsayable: list[RoomEvent] = []
+        """Calls that no message can say, as refusals."""
         self._closing = False
         self._changed = threading.Condition()
-        """Notified when there is an engine, when there is none any more, and by `close`."""
         self._why_not = "it was not asked yet"
         self._thread = threading.Thread(target=self._keep, name=f"kvbridge-{role}-attach", daemon=True)
+
+    def begin(self) -> None:
+        """Begin to attach."""
         self._thread.start()
 
     # ------------------------------------------------------------------ the thread
 
     def _keep(self) -> None:
         while not self._closing:
-            engine = self._attach()
-            if engine is None:
+            made = self._attach()
+            if made is None:
                 continue
             with self._changed:
-                self._engine = engine
+                self._made = made
                 self._changed.notify_all()
-                while not self._closing and self._engine is engine:
+                while not self._closing and self._made is made:
                     self._changed.wait()
-                self._engine = None
+                self._made = None
             try:
-                engine.close()
+                made.close(through=True)
             except Exception as error:  # noqa: BLE001 - the next attachment does not depend on it
                 reason = str(error) or type(error).__name__
                 log.warning("not_detached", node_role=self._role.value, code=code_of(error), reason=reason)
 
-    def _attach(self) -> PrefillEngine | DecodeEngine | None:
-        kind = PrefillEngine if self._role is Role.PREFILL else DecodeEngine
+    def _attach(self) -> Attachment | None:
         try:
-            return kind.adopt(self._runtime_dir, {}, call_timeout_s=ATTEMPT_S, on_progress=None)
+            return adopt(self._runtime_dir, self._role, {}, call_timeout_s=ATTEMPT_S, on_progress=None)
         except Exception as error:  # noqa: BLE001 - without this thread the node would never be attached to again
             why_not = str(error) or type(error).__name__
             by_itself = isinstance(error, BridgeError) and not isinstance(error, ConfigError)
@@ -90,77 +110,70 @@ class NodeAttachment:
     def wait(self, timeout_s: float) -> None:
         """Wait until it is attached. Raises DeadlineError with the reason."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._engine is not None, timeout_s):
+            if not self._changed.wait_for(lambda: self._made is not None, timeout_s):
                 raise DeadlineError(
                     f"the {self._role} node in {self._runtime_dir} serves no rooms after {timeout_s:g} s: {self._why_not}"
                 )
 
     @property
     def node(self) -> str:
-        """The incarnation of the node that it is attached to; empty while there is none."""
-        engine = self._engine
-        return engine.incarnation if engine is not None else ""
+        """The incarnation of the node that calls go to; empty while there is none."""
+        return self._used.answer.incarnation if self._used is not None else ""
 
     def events(self) -> list[RoomEvent]:
-        """Return what the node has said since the last call. Once it is gone, `node` says so."""
-        engine = self._engine
-        if engine is None:
+        """Return what the node has said since the last call, and send what it did not read. Once it is gone, `node` says so."""
+        used = self._used = self._made
+        if used is None:
             return []
         try:
-            return engine.events(0.0)
+            events = used.link.events(0.0)
         except Exception as error:  # noqa: BLE001 - another attachment begins from what the node says then
             self._lose(error)
             return []
+        if used.link.lost and not events:
+            self._lose(DetachedError(used.link.lost))
+        self._send()
+        unsayable, self._unsayable = self._unsayable, []
+        return events + unsayable
 
-    def hold(self, room: int, **said: object) -> None:
-        """See PrefillEngine."""
-        self._say("hold", room, **said)
+    def say(self, kind: type[RoomCall], room: int, *, tables: Tables | None = None, **fields: Any) -> bool:  # noqa: ANN401
+        """Send a call, now or when the node reads; return False when there is no node. A refusal is an event, whoever refuses."""
+        if self._used is None:
+            return False
+        self._unsent.append(_Unsent(kind, room, tables, fields))
+        if len(self._unsent) == 1:
+            self._send()
+        return self._used is not None
 
-    def publish(self, room: int, upto_token: int, *, tables: Tables) -> None:
-        """See PrefillEngine."""
-        self._say("publish", room, upto_token, tables=tables)
+    def _send(self) -> None:
+        while self._unsent and self._used is not None:
+            call, link = self._unsent[0], self._used.link
+            try:
+                tables = {} if call.tables is None else {"tables": to_wire(call.tables)}
+                link.post(call.kind(call=link.number(), room=call.room, **tables, **call.fields))
+            except NotReadyError:
+                return
+            except PeerError as error:
+                self._lose(error)
+                return
+            except Exception as error:  # noqa: BLE001 - a value that the message does not take, and never will
+                self._refuse(call, error)
+            self._unsent.popleft()
 
-    def finish(self, room: int) -> None:
-        """See PrefillEngine."""
-        self._say("finish", room)
-
-    def fetch(self, room: int, **said: object) -> None:
-        """See DecodeEngine."""
-        self._say("fetch", room, **said)
-
-    def provide(self, room: int, tables: Tables, *, prefix_tokens: int) -> None:
-        """See DecodeEngine."""
-        self._say("provide", room, tables, prefix_tokens=prefix_tokens)
-
-    def abort(self, room: int, reason: str, *, again: bool = False) -> None:
-        """See Engine."""
-        self._say("abort", room, reason, again=again)
-
-    def _say(self, verb: str, *args: object, **said: object) -> None:
-        """Post a call.
-
-        Raises NotReadyError while there is no node, or it does not read; PeerError when it has just gone; InvalidInputError when no
-        message can say it, of whatever kind the library's own error is.
-        """
-        engine = self._engine
-        if engine is None:
-            raise NotReadyError(f"the {self._role} node of this vLLM is not there: {self._why_not}")
-        try:
-            getattr(engine, verb)(*args, **said)
-        except (PeerError, DetachedError) as error:
-            self._lose(error)
-            raise
-        except BridgeError:
-            raise
-        except Exception as error:  # a value that the message does not take
-            log.error("not_said", node_role=self._role.value, call=verb, room=args[0], exc_info=error)
-            raise InvalidInputError(f"'{verb}' of room {args[0]} cannot be said: {error}") from error
+    def _refuse(self, call: _Unsent, error: Exception) -> None:
+        log.error("not_said", node_role=self._role.value, call=call.kind.__name__, room=call.room, exc_info=error)
+        if call.kind is not AbortRoom:
+            why = {"code": InvalidInputError.code, "reason": f"it cannot be said: {error}"[:REASON_CHARS]}
+            generation = call.fields.get("generation", 0)
+            self._unsayable.append(RoomEvent(room=call.room, generation=generation, kind="refused", **why))
 
     def _lose(self, error: Exception) -> None:
         reason = str(error) or type(error).__name__
         log.warning("node_lost", node_role=self._role.value, code=code_of(error), reason=reason)
+        self._unsent.clear()
+        self._unsayable.clear()
         with self._changed:
-            self._engine = None
+            self._used = self._made = None
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -168,4 +181,5 @@ class NodeAttachment:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._thread.join(CLOSE_S)
+        if self._thread.ident is not None:
+            self._thread.join(CLOSE_S)

@@ -1,7 +1,4 @@
-"""KvbridgeConnector: vLLM's hooks, passed on to what decides.
-
-Owns: the reading of vLLM's objects. Must not know: rooms, nodes, what a transfer is.
-Beside `metrics` and `plugin` the only importer of vLLM.
+"""KvbridgeConnector: vLLM's hooks, and the reading of vLLM's objects. Beside `metrics` the only importer of vLLM.
 
 vLLM makes one in its scheduler's process and one in each worker. All hooks run on the main thread of their process, so none of them
 waits, but those at start and end. Those raise too, for whoever starts vLLM, or since something may still move bytes. No other one
@@ -10,7 +7,7 @@ does (`guard`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,11 +32,11 @@ from kvbridge.core.ids import Rank, Role
 from kvbridge.engine.adapters.vllm.guard import Guard, hook, nothing
 from kvbridge.engine.adapters.vllm.instance import read_instance
 from kvbridge.engine.adapters.vllm.metrics import KvbridgePromMetrics, KvbridgeStats
-from kvbridge.engine.adapters.vllm.prompts import prompt_digest
-from kvbridge.engine.adapters.vllm.requests import Request
-from kvbridge.engine.adapters.vllm.scheduler_role import RankReport, SchedulerRole, StepOfRole
+from kvbridge.engine.adapters.vllm.prefill_rooms import BlockPins, PrefillRooms
+from kvbridge.engine.adapters.vllm.requests import Request, StepMetadata, prompt_digest
+from kvbridge.engine.adapters.vllm.scheduler import RankReport, Scheduler
 from kvbridge.engine.adapters.vllm.stats import TransferStats
-from kvbridge.engine.adapters.vllm.worker_role import WorkerRole
+from kvbridge.engine.adapters.vllm.worker import Worker
 from kvbridge.telemetry.logs import leave_standard_output
 
 if TYPE_CHECKING:
@@ -64,7 +61,7 @@ class KvbridgeHandshake(KVConnectorHandshakeMetadata):
 class KvbridgeMetadata(KVConnectorMetadata):
     """From the scheduler's process to the workers, at each step."""
 
-    steps: dict[Role, StepOfRole] = field(default_factory=dict)
+    steps: dict[Role, StepMetadata] = field(default_factory=dict)
 
 
 @dataclass
@@ -86,19 +83,6 @@ class _Known(NamedTuple):
     told: Request
 
 
-class _Pins:
-    """References to vLLM's blocks. Implements `requests.BlockPins`."""
-
-    def __init__(self, pool: Any) -> None:
-        self._pool = pool
-
-    def pin(self, blocks: Sequence[int]) -> None:
-        self._pool.touch([self._pool.blocks[block] for block in blocks])
-
-    def unpin(self, blocks: Sequence[int]) -> None:
-        self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
-
-
 class KvbridgeConnector(KVConnectorBase_V1):
     """See the module. vLLM finds it by its name, or by `kv_connector_module_path`."""
 
@@ -115,12 +99,12 @@ class KvbridgeConnector(KVConnectorBase_V1):
         self._handshake: KvbridgeHandshake | None = None
         self._stats = TransferStats()
         self.guard = Guard(self._stats.failed)
-        self._scheduler: SchedulerRole | None = None
-        self._worker: WorkerRole | None = None
+        self._scheduler: Scheduler | None = None
+        self._worker: Worker | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerRole(self._instance, self._stats, self.guard)
+            self._scheduler = Scheduler(self._instance, self._stats, self.guard)
         else:
-            self._worker = WorkerRole(self._instance, _this_rank(), self.guard)
+            self._worker = Worker(self._instance, _this_rank(), self.guard)
 
     # ------------------------------------------------------------------ what vLLM asks before it starts
 
@@ -139,7 +123,6 @@ class KvbridgeConnector(KVConnectorBase_V1):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """All workers have their KV caches: the nodes are started."""
         reports = {
             Rank(pp=pp, tp=tp): told.report
             for (pp, tp), told in metadata.items()
@@ -155,38 +138,35 @@ class KvbridgeConnector(KVConnectorBase_V1):
             if self._scheduler is not None:
                 stack.callback(self._scheduler.close)
 
-    def _of_scheduler(self) -> SchedulerRole:
+    def _of_scheduler(self) -> Scheduler:
         assert self._scheduler is not None
         return self._scheduler
 
-    def _of_worker(self) -> WorkerRole:
+    def _of_worker(self) -> Worker:
         assert self._worker is not None
         return self._worker
 
     # ------------------------------------------------------------------ scheduler: blocks
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Blocks that are read can be kept from other requests."""
-        self._of_scheduler().pins = _Pins(gpu_block_pool)
+        self._of_scheduler().pins = BlockPins(gpu_block_pool)
 
     @hook(bool)
     def has_pending_block_frees(self) -> bool:
-        """See SchedulerSide.blocks_return."""
-        scheduler = self._of_scheduler()
+        if (rooms := self._of_scheduler().prefill) is None:
+            return False
         preempted = RequestStatus.PREEMPTED
-        found = [one for one in scheduler.computing if self._requests[one].request.status is preempted]
-        return scheduler.blocks_return(found)
+        return rooms.blocks_return([one for one in rooms.computing if self._requests[one].request.status is preempted])
 
     @hook(bool)
     def has_pending_push_work(self) -> bool:
-        """See SchedulerSide.has_pins."""
-        return self._of_scheduler().has_pins
+        rooms = self._of_scheduler().prefill
+        return rooms is not None and rooms.has_pins
 
     # ------------------------------------------------------------------ scheduler: requests
 
     @hook(nothing, of_request=True)
     def on_new_request(self, request: Any) -> None:
-        """See SchedulerSide.arrived, and `declined` for one that the API has refused: it comes aborted, with another prompt."""
         if not request.kv_transfer_params:
             return
         refused = Request(request.request_id, request.num_prompt_tokens, b"", request.kv_transfer_params)
@@ -195,35 +175,29 @@ class KvbridgeConnector(KVConnectorBase_V1):
             with self.guard.over("computed_here", request.request_id):
                 told = _told(request)
         if told is None:
-            self._of_scheduler().declined(refused)
+            self._of_scheduler().declined(refused)  # the API has refused it: it comes aborted, with another prompt
             return
         self._requests[request.request_id] = _Known(request, told)
         self._of_scheduler().arrived(told)
 
     @hook(lambda: (0, False), of_request=True)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """See SchedulerSide.matched_tokens."""
-        known = self._requests.get(request.request_id)
-        if known is None:
-            return 0, False
-        tokens = self._of_scheduler().matched_tokens(known.told, num_computed_tokens)
+        known, rooms = self._requests.get(request.request_id), self._of_scheduler().decode
+        tokens = 0 if known is None or rooms is None else rooms.matched_tokens(known.told, num_computed_tokens)
         return tokens, tokens > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
-        """A load fills the request's own blocks, of every group."""
         groups: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
         return groups
 
     @hook(nothing, of_request=True)
     def update_state_after_alloc(self, request: Any, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """See SchedulerSide.allocated."""
-        known = self._requests.get(request.request_id)
-        if known is not None:
-            self._of_scheduler().allocated(known.told, blocks.get_block_ids()[0], num_external_tokens)
+        known, rooms = self._requests.get(request.request_id), self._of_scheduler().decode
+        if known is not None and rooms is not None:
+            rooms.allocated(known.told, blocks.get_block_ids()[0], num_external_tokens)
 
     @hook(lambda: (False, None), of_request=True)
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See SchedulerSide.finished."""
         known = self._requests.pop(request.request_id, None)
         if known is None:
             return False, None
@@ -231,23 +205,26 @@ class KvbridgeConnector(KVConnectorBase_V1):
 
     @hook(KvbridgeMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """See SchedulerSide: what was computed and preempted since the last step, then `step`."""
         scheduler = self._of_scheduler()
         scheduler.look()
+        if scheduler.prefill is not None:
+            self._tell_computed(scheduler.prefill, scheduler_output)
+        return KvbridgeMetadata(scheduler.step())
+
+    def _tell_computed(self, rooms: PrefillRooms, scheduler_output: SchedulerOutput) -> None:
+        """Tell what was computed and preempted since the last step."""
         if scheduler_output.preempted_req_ids:
-            scheduler.preempted(scheduler_output.preempted_req_ids)
+            rooms.preempted(scheduler_output.preempted_req_ids)
         state = scheduler_output.kv_connector_block_state
-        for request in scheduler.computing if state is not None else ():
+        for request in rooms.computing if state is not None else ():
             with self.guard.over("computed", request, lost=partial(self.guard.lose, request)):
                 groups = state.get_block_ids(request)
                 if groups is not None:
                     known = self._requests[request].request
-                    scheduler.computed(request, known.num_computed_tokens, known.num_in_flight_tokens, groups[0])
-        return KvbridgeMetadata(scheduler.step())
+                    rooms.computed(request, known.num_computed_tokens, known.num_in_flight_tokens, groups[0])
 
     @hook(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take what the workers have reported."""
         scheduler = self._of_scheduler()
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, KvbridgeWorkerMetadata):
@@ -260,13 +237,11 @@ class KvbridgeConnector(KVConnectorBase_V1):
 
     @hook(nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What has happened since the last call, as this process has heard it."""
         counts = self._stats.take(holds=self._scheduler is not None)
         return None if counts is None else KvbridgeStats(counts)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        """Counts that another process has taken."""
         return KvbridgeStats(data)
 
     @classmethod
@@ -277,31 +252,26 @@ class KvbridgeConnector(KVConnectorBase_V1):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        """Metrics of the process that serves HTTP."""
         return KvbridgePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ------------------------------------------------------------------ worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Serve the tensors from now on."""
         ours = {name: tensor for name, tensor in kv_caches.items() if name in self._layers}
         self._handshake = KvbridgeHandshake(self._of_worker().register(ours, _facts(self._vllm_config, ours)))
 
     def unregister_kv_caches(self) -> None:
-        """Let go of the tensors before vLLM sleeps (0.33). What it raises keeps vLLM from that: see `WorkerRole.unregister`."""
+        """Let go of the tensors before vLLM sleeps (0.33). What it raises keeps vLLM from that: see `Worker.unregister`."""
         self._of_worker().unregister()
 
     def restore_kv_caches(self) -> None:
-        """Serve them again when it has woken (0.33)."""
         self._of_worker().restore()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        """What the scheduler's process is to know of this worker."""
         return self._handshake
 
     @hook(nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Take what the scheduler has begun. The bytes are moved by threads."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KvbridgeMetadata)
         self._of_worker().start(metadata.steps)
@@ -317,18 +287,15 @@ class KvbridgeConnector(KVConnectorBase_V1):
 
     @hook(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """See WorkerSide.results."""
         over = self._of_worker().results()
         return KVConnectorTransferResults(finished_sending=set(over.sent), finished_recving=set(over.received))
 
     @hook(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """See WorkerSide.unfilled_blocks."""
         return self._of_worker().unfilled_blocks()
 
     @hook(nothing)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What the scheduler's process has to know at the end of a step."""
         worker = self._of_worker()
         closed = worker.closed_here()
         return KvbridgeWorkerMetadata({worker.number: closed}) if closed else None

@@ -1,7 +1,6 @@
-"""Errors in vLLM's hooks: none leaves a hook, since vLLM's engine ends with every error that does.
+"""Errors in an engine's hooks: none leaves a hook, since vLLM's engine ends with every error that does.
 
-Owns: what becomes of such an error: a line of the log with its reason, a few of each kind a second, and a count by code. Must not
-know: vLLM, what a hook does, what it answers instead.
+Each is counted by its code, and told in a line with its reason, a few of each kind a second.
 """
 
 from __future__ import annotations

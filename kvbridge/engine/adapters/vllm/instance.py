@@ -1,18 +1,13 @@
-"""A vLLM instance as plain values: what of its configuration decides how its KV cache is transferred.
-
-Owns: which of vLLM's settings are read, and what they mean here. Must not know: vLLM's classes (anything with their attributes
-will do), tensors.
-"""
+"""A vLLM instance as plain values: what of its configuration decides how its KV cache is transferred, and what cannot be served."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from kvbridge.core.errors import ConfigError, UnsupportedError
 from kvbridge.core.ids import Role
-from kvbridge.engine.adapters.vllm.limits import Settings, require_supported
 
 ALLOWED_PREFILL = "allowed_prefill"
 """Key of `kv_connector_extra_config`: endpoints of prefill nodes that requests may name."""
@@ -50,18 +45,7 @@ def read_instance(vllm_config: Any, kv_cache_config: Any, *, version: str) -> In
     """Read a VllmConfig and a KVCacheConfig. Raises UnsupportedError, ConfigError for settings that cannot be served."""
     transfer, parallel, model = vllm_config.kv_transfer_config, vllm_config.parallel_config, vllm_config.model_config
     groups = kv_cache_config.kv_cache_groups
-    speculative = vllm_config.speculative_config
-    require_supported(
-        Settings(
-            kv_cache_groups=len(groups),
-            decode_context_parallel=parallel.decode_context_parallel_size,
-            prefill_context_parallel=parallel.prefill_context_parallel_size,
-            speculative_method=str(speculative.method) if speculative is not None else "",
-            block_sizes=tuple(group.kv_cache_spec.block_size for group in groups),
-        )
-    )
-    if not groups:
-        raise UnsupportedError("kvbridge cannot transfer this KV cache: the model has none")
+    _require_supported(parallel, vllm_config.speculative_config, len(groups))
     extra = dict(transfer.kv_connector_extra_config)
     return Instance(
         engine_id=transfer.engine_id,
@@ -83,6 +67,32 @@ def read_instance(vllm_config: Any, kv_cache_config: Any, *, version: str) -> In
         allowed_prefill=_allowed(extra.pop(ALLOWED_PREFILL, None)),
         extra=extra,
     )
+
+
+def _require_supported(parallel: Any, speculative: Any, groups: int) -> None:
+    """Refuse what a transfer cannot serve, with the way out."""
+    if not groups:
+        refuse("the model has none")
+    if groups > 1:
+        refuse(
+            f"the model has {groups} KV cache groups (window or state layers beside full attention): start vLLM with "
+            "--disable-hybrid-kv-cache-manager, or serve it without prefill and decode apart"
+        )
+    if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
+        refuse(
+            "decode or prefill context parallelism spreads the tokens of a block over ranks: leave "
+            "--decode-context-parallel-size and --prefill-context-parallel-size at 1"
+        )
+    if speculative is not None:
+        refuse(
+            f"speculative decoding ({speculative.method}) keeps a second KV cache, which is written after the first token: "
+            "leave --speculative-config out"
+        )
+
+
+def refuse(reason: str) -> NoReturn:
+    """Raise UnsupportedError."""
+    raise UnsupportedError(f"kvbridge cannot transfer this KV cache: {reason}")
 
 
 def _allowed(said: Any) -> frozenset[str] | None:

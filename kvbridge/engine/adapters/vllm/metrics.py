@@ -1,7 +1,4 @@
-"""vLLM's classes for the counts of transfers: one that adds them up, one that shows them to Prometheus.
-
-Owns: the names of the metrics. Must not know: what is counted (`stats`).
-"""
+"""vLLM's classes for the counts of transfers: one that adds them up, one that shows them to Prometheus under their names."""
 
 from __future__ import annotations
 
@@ -20,20 +17,16 @@ class KvbridgeStats(KVConnectorStats):
         super().__init__(data=data or no_counts())
 
     def reset(self) -> None:
-        """Count from nothing."""
         self.data = no_counts()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Add later counts."""
         self.data = add_counts(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return them for the log line."""
         return summary(self.data)
 
     def is_empty(self) -> bool:
-        """Whether there is nothing to show."""
         return is_nothing(self.data)
 
 
@@ -73,7 +66,6 @@ class KvbridgePromMetrics(KVConnectorPromMetrics):
         return found
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Take counts."""
         counts = transfer_stats_data
         for seconds in counts["seconds"]:
             self._seconds[engine_idx].observe(seconds)

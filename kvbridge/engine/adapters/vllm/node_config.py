@@ -1,7 +1,4 @@
-"""The configuration of the node beside a vLLM engine: what vLLM decides, and what its user has said in `kv_connector_extra_config`.
-
-Owns: which keys are whose, where the node's directory is, what is refused. Must not know: processes, vLLM.
-"""
+"""The configuration of the node beside a vLLM engine, by vLLM and by its user's `kv_connector_extra_config`; and its directory."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from kvbridge.control.runtime_directory import prepare_runtime_directory, requir
 from kvbridge.core.addresses import is_loopback
 from kvbridge.core.errors import ConfigError, ConflictError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.engine.adapters.vllm.limits import Settings, require_supported
+from kvbridge.engine.adapters.vllm.instance import refuse
 from kvbridge.engine.adapters.vllm.tensors import InstanceCache
 
 EXTRA = "kv_connector_extra_config"
@@ -131,13 +128,11 @@ def node_config(plan: NodePlan) -> tuple[PrefillConfig | DecodeConfig, dict[str,
         merge_config(PrefillConfig, sources) if plan.role is Role.PREFILL else merge_config(DecodeConfig, sources)
     )
     config, values = merged
-    require_supported(
-        Settings(
-            is_open=_is_open(config),
-            has_keys=config.control.curve.secret_key_file is not None,
-            insecure=config.insecure,
+    if _is_open(config) and config.control.curve.secret_key_file is None and not config.insecure:
+        refuse(
+            "it can be reached from other hosts and has no keys, so that anybody there could read and write KV caches: give it "
+            "keys (kv_connector_extra_config: control.curve), keep it on this host, or set insecure to true"
         )
-    )
     return config, values
 
 

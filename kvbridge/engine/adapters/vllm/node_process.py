@@ -1,28 +1,23 @@
-"""The node beside a vLLM engine: a child process with an interpreter of its own, or a daemon that an operator runs.
+"""The node beside an engine: a child process with an interpreter of its own, or a daemon that an operator runs.
 
-Owns: the child, when it is started again, and its end: with this process, however that ends. Must not know: rooms, vLLM.
-
-A thread starts the child, passes its log on to standard error, and starts it again after a growing pause whenever it ends. The
-kernel ends the child with that thread (`daemon/parent.py`), which lives until `close`.
+A thread starts the child, and starts it again after a growing pause whenever it ends. The kernel ends the child with that thread
+(`daemon/parent.py`), which lives until `close`. The child's log goes to this process's standard error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 import structlog
 
-from kvbridge.api.endpoint_file import ENDPOINT_FILE, DaemonEndpoint, read_endpoint
+from kvbridge.api.endpoint_file import DaemonEndpoint, read_endpoint
 from kvbridge.core.children import child_environment, how_it_ended, module_command
 from kvbridge.core.errors import ConfigError, ConflictError, DeadlineError, NotReadyError, PeerError
 from kvbridge.core.ids import Role
@@ -44,32 +39,16 @@ STABLE_AFTER_S = 30.0
 LOOK_S = 0.02
 DRAIN_S, KILL_S = 2.0, 5.0
 """Limits of `close`: rooms end in peace; after a second signal, endpoints close. Then the node is killed."""
-LAST_LINES, LONGEST_LINE, LAST_ENDS = 8, 300, 16
-"""What is remembered: of the node's log, for errors; of former nodes."""
-_READ_BYTES = 1 << 16
-
-
-class Node(Protocol):
-    """The node of one role of this vLLM instance."""
-
-    runtime_dir: Path
-    """What engines and rank workers attach to."""
-
-    def endpoint(self) -> DaemonEndpoint:
-        """Return where it is: its name, and for prefill the control address and key that decode is told. Waits for nothing.
-
-        Raises NotReadyError, with the reason, while it cannot be reached.
-        """
-
-    def close(self) -> None:
-        """End it, if it is this process's own. Harmless when it has ended."""
+LAST_ENDS = 16
+"""Ends of former nodes that are remembered."""
+_STANDARD_ERROR = 2
 
 
 def open_node(plan: NodePlan, *, timeout_s: float = START_S) -> Node:
     """Start the node of a plan, or find the one that its operator runs, and wait until it listens.
 
-    Raises ConfigError and UnsupportedError for what it is told to be, ConflictError when another vLLM of this engine id has one,
-    PeerError when it ends instead, DeadlineError.
+    Raises ConfigError and UnsupportedError for what it is told to be, ConflictError when another engine of this id has one,
+    PeerError when it ends instead, DeadlineError; NotReadyError when an operator's does not listen.
     """
     deadline_s = time.monotonic() + timeout_s
     operated = operated_directory(plan.role, plan.extra)
@@ -83,7 +62,7 @@ def open_node(plan: NodePlan, *, timeout_s: float = START_S) -> Node:
 
 
 def _new_process(plan: NodePlan, deadline_s: float) -> NodeProcess:
-    """Start the node, when that of a vLLM of the same name which has just ended is through."""
+    """Start the node, when that of an engine of the same name which has just ended is through."""
     while True:
         try:
             return NodeProcess(plan)
@@ -96,37 +75,16 @@ def _new_process(plan: NodePlan, deadline_s: float) -> NodeProcess:
         time.sleep(FIRST_PAUSE_S)
 
 
-class _EndpointFile:
-    """What the endpoint file of a directory says, read again when it has changed."""
-
-    def __init__(self, runtime_dir: Path) -> None:
-        self._runtime_dir = runtime_dir
-        self._seen: tuple[int, int] | None = None
-        self._endpoint: DaemonEndpoint | None = None
-
-    def read(self) -> DaemonEndpoint | None:
-        try:
-            facts = (self._runtime_dir / ENDPOINT_FILE).stat()
-        except OSError:
-            self._seen = self._endpoint = None
-            return None
-        if self._seen != (facts.st_ino, facts.st_mtime_ns):
-            self._endpoint = read_endpoint(self._runtime_dir)
-            self._seen = (facts.st_ino, facts.st_mtime_ns)
-        return self._endpoint
-
-
 class OperatedNode:
-    """A node that somebody else runs. Implements Node."""
+    """A node that somebody else runs."""
 
     def __init__(self, role: Role, runtime_dir: Path) -> None:
         self.runtime_dir = runtime_dir
         self._role = role
-        self._file = _EndpointFile(runtime_dir)
 
     def endpoint(self) -> DaemonEndpoint:
-        """See Node. Raises ConfigError when another role's daemon is there."""
-        found = self._file.read()
+        """As `NodeProcess.endpoint`. Raises ConfigError when another role's daemon is there."""
+        found = read_endpoint(self.runtime_dir)
         if found is None:
             raise NotReadyError(
                 f"no {self._role} node listens in {self.runtime_dir} (runtime_dir): start one there, or take runtime_dir out and "
@@ -152,18 +110,11 @@ class OperatedNode:
                 return
 
     def close(self) -> None:
-        """See Node."""
-
-
-class NodeEnd(NamedTuple):
-    """How a child has ended, and the last that it has written."""
-
-    how: str
-    words: str
+        """Leave it: its operator ends it."""
 
 
 class NodeProcess:
-    """A node as a child of this process. Implements Node."""
+    """A node as a child of this process."""
 
     def __init__(self, plan: NodePlan) -> None:
         """Write its files and start it. Raises as `write_node` does."""
@@ -171,15 +122,13 @@ class NodeProcess:
         self.runtime_dir = config.runtime_dir
         remove_orphans(config.runtime_dir.parent)
         self._role = plan.role
-        self._file = _EndpointFile(config.runtime_dir)
         self._changing = threading.Lock()
         """Held while a child is started or signalled, so that none is started after `close`."""
         self._closing = threading.Event()
         self._has_listened = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._lines: deque[str] = deque(maxlen=LAST_LINES)
-        self.ends: deque[NodeEnd] = deque(maxlen=LAST_ENDS)
-        """Of the children that were not told to end."""
+        self.ends: deque[str] = deque(maxlen=LAST_ENDS)
+        """How the children have ended that were not told to."""
         self._thread = threading.Thread(target=self._keep, name=f"kvbridge-{plan.role}-node", daemon=True)
         self._thread.start()
 
@@ -189,15 +138,15 @@ class NodeProcess:
         return self._process.pid if self._process is not None else 0
 
     def endpoint(self) -> DaemonEndpoint:
-        """See Node."""
-        found = self._file.read()
-        if found is not None and self._process is not None and found.pid == self._process.pid and self._runs():
-            return found
-        reason = f"has ended ({self.ends[-1].how}) and is being started again" if self.ends else "is being started"
-        raise NotReadyError(f"the {self._role} node of this vLLM {reason}; its log is among the lines of this process")
+        """Return where it is: its name, and for prefill the control address and key that decode is told. Waits for nothing.
 
-    def _runs(self) -> bool:
-        return self._process is not None and self._process.returncode is None
+        Raises NotReadyError, with the reason, while it cannot be reached.
+        """
+        found, process = read_endpoint(self.runtime_dir), self._process
+        if found is not None and process is not None and found.pid == process.pid and process.returncode is None:
+            return found
+        reason = f"has ended ({self.ends[-1]}) and is being started again" if self.ends else "is being started"
+        raise NotReadyError(f"the {self._role} node of this vLLM {reason}; its log is among the lines of this process")
 
     def wait_listening(self, timeout_s: float) -> None:
         """Wait until the first child listens. Raises PeerError when it ends instead, DeadlineError."""
@@ -205,8 +154,8 @@ class NodeProcess:
         while True:
             if self.ends:
                 raise PeerError(
-                    f"the {self._role} node of this vLLM could not start: {self.ends[0].how}; {self.ends[0].words}\n"
-                    f"Try it by itself: kvbridge {self._role} --config {self._config_file}"
+                    f"the {self._role} node of this vLLM could not start: {self.ends[0]}; its log, above, says why. Try it "
+                    f"by itself: kvbridge {self._role} --config {self._config_file}"
                 )
             with contextlib.suppress(NotReadyError):
                 self.endpoint()
@@ -214,7 +163,7 @@ class NodeProcess:
                 return
             if time.monotonic() >= deadline_s:
                 raise DeadlineError(
-                    f"the {self._role} node of this vLLM does not listen after {timeout_s:g} s; {self._last_lines()}"
+                    f"the {self._role} node of this vLLM does not listen after {timeout_s:g} s; its log is above"
                 )
             time.sleep(LOOK_S)
 
@@ -231,16 +180,15 @@ class NodeProcess:
                 how = f"it could not be followed: {type(error).__name__}: {error}"
             if self._closing.is_set():
                 return
-            self.ends.append(NodeEnd(how, self._last_lines()))
+            self.ends.append(how)
             log.error("node_gone", node_role=self._role.value, reason=how, again_in_s=pause_s)
             self._closing.wait(pause_s)
             lasted = time.monotonic() - begun_s > STABLE_AFTER_S
             pause_s = FIRST_PAUSE_S if lasted else min(LONGEST_PAUSE_S, 2 * pause_s)
 
     def _run(self) -> str:
-        """Start a child and pass its log on until it ends. Returns why it ended, or did not even begin."""
+        """Start a child and wait until it ends. Returns why it ended, or did not even begin."""
         command = module_command("kvbridge", self._role.value, "--config", str(self._config_file))
-        self._lines.clear()
         with self._changing:
             if self._closing.is_set():
                 return ""
@@ -248,54 +196,22 @@ class NodeProcess:
                 process = self._process = subprocess.Popen(
                     [*command, "--parent", str(os.getpid())],
                     stdin=subprocess.PIPE,  # its end is the child's, too
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
+                    stdout=_STANDARD_ERROR,
                     env=child_environment(os.environ),
                     start_new_session=True,  # Ctrl-C is vLLM's, which ends us
                 )
             except OSError as error:  # descriptors, processes or memory are short, perhaps for a moment only
                 return f"it could not be started: {error}"
-        with process:
-            self._pass_on(process)
-            code = process.wait()
-        return how_it_ended(code)
-
-    def _pass_on(self, process: subprocess.Popen[bytes]) -> None:
-        """Copy what a child writes to standard error until it has ended; what it has started may hold the pipe for longer."""
-        assert process.stdout is not None
-        output, ended, rest = process.stdout.fileno(), os.pidfd_open(process.pid), b""
-        waiting = select.poll()  # select() knows no descriptor above 1023, and vLLM has many
-        waiting.register(ended, select.POLLIN)
-        waiting.register(output, select.POLLIN)
         try:
-            while ready := dict(waiting.poll()):
-                read = os.read(output, _READ_BYTES) if output in ready else b""
-                *lines, rest = (rest + read).split(b"\n")
-                for line in lines:
-                    self._tell(line)
-                if not read and ended in ready:
-                    break
-                if not read:  # it has closed its output, and lives
-                    waiting.unregister(output)
+            return how_it_ended(process.wait())
         finally:
-            os.close(ended)
-        if rest:
-            self._tell(rest)
-
-    def _tell(self, line: bytes) -> None:
-        text = line.decode(errors="replace")
-        self._lines.append(text[:LONGEST_LINE])
-        with contextlib.suppress(OSError, ValueError):  # nobody reads standard error any more
-            sys.stderr.write(f"kvbridge {self._role} | {text}\n")
-            sys.stderr.flush()
-
-    def _last_lines(self) -> str:
-        return "its log ends:\n" + "\n".join(self._lines) if self._lines else "its log is empty"
+            assert process.stdin is not None
+            process.stdin.close()
 
     # ------------------------------------------------------------------ the end
 
     def close(self) -> None:
-        """See Node. Rooms under way may end within DRAIN_S; its directory is removed."""
+        """End it. Rooms under way may end within DRAIN_S; its directory is removed. Harmless when it has ended."""
         with self._changing:
             self._closing.set()
         self._signal(signal.SIGCONT)  # a stopped one would not hear the rest
@@ -312,3 +228,6 @@ class NodeProcess:
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:
             self._process.send_signal(number)
+
+
+Node = NodeProcess | OperatedNode

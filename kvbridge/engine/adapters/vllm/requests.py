@@ -1,34 +1,61 @@
-"""What the two halves of the connector know of a request, and say to each other and to the other engine.
-
-Owns: these records, and the form of `kv_transfer_params`. Must not know: vLLM's classes, who decides what.
+"""Requests as the two halves of the connector know them, what the halves tell each other, and the form of `kv_transfer_params`.
 
 vLLM builds a connector twice: in its scheduler's process, which sees requests, and in each worker's, which may report that a
-transfer is over. Only what is here goes from one to the other. All of it is pickled by vLLM at each step, so it is small.
+transfer is over. vLLM pickles what goes from one to the other, at each step.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import pydantic
 
-from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import ROOM_BITS, FrozenModel, IndexSpace, NonNegative, PageTable, RoomId, Tables
-from kvbridge.core.wire.engine_messages import PrefillNodes
+from kvbridge.core.wire.engine_messages import PrefillNodes, RoomEvent
 
 LAST_EVENTS = frozenset({"committed", "completed", "aborted", "failed"})
 """Kinds of events after which nobody reads or writes a page of a room's generation any more."""
 PARAMS_KEY = "kvbridge"
 """Of what is ours in `kv_transfer_params`; the other keys are vLLM's and its gateways'."""
+DIGEST_BYTES = 16
+_DOMAIN = b"kvbridge.prompt.1"
+ModelT = TypeVar("ModelT", bound=pydantic.BaseModel)
+
+
+def prompt_digest(
+    tokens: Sequence[int] | npt.NDArray[np.int64], *, adapter: str = "", inputs: Sequence[str] = (), salt: str = ""
+) -> bytes:
+    """Return 16 bytes that two prompts share only if one may be answered from the KV cache of the other.
+
+    `tokens`: ids of the whole prompt. `adapter`: the LoRA adapter; `inputs`: the hashes of multimodal inputs, in the prompt's
+    order; `salt`: of the request's cache, as vLLM's `cache_salt`.
+    """
+    digest = hashlib.blake2b(_DOMAIN + len(inputs).to_bytes(8, "little"), digest_size=DIGEST_BYTES)
+    for part in (adapter.encode(), salt.encode(), *(text.encode() for text in inputs)):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    digest.update(np.asarray(tokens, dtype="<i8").tobytes())
+    return digest.digest()
+
+
+def room_tokens(prompt_tokens: int, block_tokens: int) -> int:
+    """Return the tokens of a room for a prompt: blocks are moved whole, since what is inside one is its engine's affair."""
+    return -(-prompt_tokens // block_tokens) * block_tokens
+
+
+def full_tables(blocks: Sequence[int], first: int) -> Tables:
+    """Return a prompt's blocks from the `first` on as the node is told of them."""
+    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(blocks, dtype=np.int32), first)}
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What of a request decides about its transfer. `prompt_digest`: of `prompts.prompt_digest`."""
+    """What of a request decides about its transfer."""
 
     id: str
     prompt_tokens: int
@@ -76,29 +103,25 @@ def room_of(request: Request) -> int | None:
     """
     if not request.is_for_another or not request.params or request.params.get(PARAMS_KEY) is None:
         return None
-    try:
-        return Pairing.model_validate(request.params[PARAMS_KEY]).room
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        raise InvalidInputError(
-            f"kv_transfer_params of request {request.id} say that decode has it too, and "
-            f"{'.'.join(map(str, (PARAMS_KEY, *first['loc'])))} is wrong: {first['msg']}; draw {ROOM_BITS} random bits for each "
-            "request and send them to both as a decimal string"
-        ) from error
+    way_out = f"draw {ROOM_BITS} random bits for each request and send them to both as a decimal string"
+    return _read(Pairing, request, "decode has it too", way_out).room
 
 
 def source_of(request: Request) -> Source | None:
     """Return where the request's KV cache is, if it says so. Raises InvalidInputError when what it says cannot be read."""
     if not request.params or not request.params.get("do_remote_prefill"):
         return None
+    return _read(Source, request, "its prefill is done elsewhere", "pass on what the prefill server answered as it is")
+
+
+def _read(kind: type[ModelT], request: Request, what: str, way_out: str) -> ModelT:
     try:
-        return Source.model_validate(request.params.get(PARAMS_KEY))
+        return kind.model_validate((request.params or {}).get(PARAMS_KEY))
     except pydantic.ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, (PARAMS_KEY, *first["loc"])))
         raise InvalidInputError(
-            f"kv_transfer_params of request {request.id} say that its prefill is done elsewhere, and {place} is wrong: "
-            f"{first['msg']}; pass on what the prefill server answered as it is"
+            f"kv_transfer_params of request {request.id} say that {what}, and {place} is wrong: {first['msg']}; {way_out}"
         ) from error
 
 
@@ -137,81 +160,12 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class StepMetadata:
-    """From the scheduler's half to the workers', at each step."""
+    """From the scheduler's half of one role to the workers', at each step."""
 
-    loads: tuple[Load, ...] = ()
-    helds: tuple[Held, ...] = ()
+    begun: tuple[Load | Held, ...] = ()
     refused: tuple[tuple[int, str], ...] = ()
     """Rooms that the node would not have, and why: nobody knows their pages. Only whoever sent the message hears of it."""
     closed: tuple[str, ...] = ()
     """Incarnations of our node of which no rank moves a byte any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """What a worker reports at the end of a step: requests by id, each once."""
-
-    sent: frozenset[str] = field(default_factory=frozenset)
-    received: frozenset[str] = field(default_factory=frozenset)
-
-
-class RoomCalls(Protocol):
-    """What is said to the node: `PrefillEngine.hold`, `publish` and `finish`, `DecodeEngine.fetch` and `provide`, and `abort`.
-
-    Nothing is waited for. Each raises a BridgeError, and nothing else, when the message was not sent: InvalidInputError when it can
-    never be sent.
-    """
-
-    def hold(  # noqa: PLR0913 - each is something else that an engine may say of a room
-        self,
-        room: int,
-        *,
-        prompt_tokens: int,
-        prompt_digest: bytes,
-        tables: Tables,
-        computed_tokens: int,
-        published_tokens: int,
-        generation: int = 1,
-    ) -> None:
-        """Hold the pages of a prompt, those that are computed."""
-
-    def publish(self, room: int, upto_token: int, *, tables: Tables) -> None:
-        """Name further pages, and say that so many tokens are final."""
-
-    def finish(self, room: int) -> None:
-        """Say that everything is published."""
-
-    def fetch(  # noqa: PLR0913 - each is something else that an engine may say of a room
-        self,
-        room: int,
-        *,
-        prompt_tokens: int,
-        prefill: tuple[PeerAddress, ...],
-        prompt_digest: bytes,
-        generation: int = 1,
-        held: bool = False,
-        tables: Tables | None = None,
-        prefix_tokens: int = 0,
-    ) -> None:
-        """Say that we will come for a room, or name our pages for it at once."""
-
-    def provide(self, room: int, tables: Tables, *, prefix_tokens: int) -> None:
-        """Name the pages behind the prefix that is there."""
-
-    def abort(self, room: int, reason: str, *, again: bool = False) -> None:
-        """Give a room up; harmless when it is over. `again`: prefill holds its next generation."""
-
-
-class BlockPins(Protocol):
-    """vLLM's references to its blocks, by which we keep some from being given to another request whoever frees them."""
-
-    def pin(self, blocks: Sequence[int]) -> None:
-        """Add one reference to each (`BlockPool.touch`)."""
-
-    def unpin(self, blocks: Sequence[int]) -> None:
-        """Take it back (`BlockPool.free_blocks`); those that nobody else has are free with it, the first ones last."""
-
-
-def full_tables(blocks: Sequence[int], first: int) -> Tables:
-    """Return a prompt's blocks from the `first` on as the node is told of them."""
-    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(blocks, dtype=np.int32), first)}
+    ended: tuple[RoomEvent, ...] = ()
+    """Last events of rooms: worker 0 mostly knows, but it may have attached later than the scheduler's process."""

@@ -1,9 +1,6 @@
-"""What vLLM's log line and `/metrics` show of transfers: counted in the scheduler's process, shown in the one that serves HTTP.
+"""Counts of transfers: taken in the scheduler's process, shown by vLLM's log line and `/metrics` in the process that serves HTTP.
 
-Owns: what is counted, and how the counts of several steps become one. Must not know: vLLM's classes, Prometheus.
-
-Counts go from process to process as `Counts`, plain values that can be packed. They are of what has happened since the last ones;
-what is held is as it was last.
+They are plain values that can be packed, of what has happened since the last ones; what is held is as it was last.
 """
 
 from __future__ import annotations
@@ -25,15 +22,8 @@ TRANSFER_PHASE = "offer_to_commit"
 
 def no_counts() -> Counts:
     """Return the counts of nothing."""
-    return {
-        "seconds": [],
-        "bytes": [],
-        "operations": [],
-        "sent": 0,
-        "failures": {},
-        "held_rooms": None,
-        "held_blocks": None,
-    }
+    lists: Counts = {"seconds": [], "bytes": [], "operations": []}
+    return {**lists, "sent": 0, "failures": {}, "held_rooms": None, "held_blocks": None}
 
 
 def add_counts(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> Counts:

@@ -1,7 +1,5 @@
 """What vLLM's KV cache tensors are to a transfer: a geometry from their shapes and strides, and regions at their addresses.
 
-Owns: that reading. Must not know: vLLM (tensors and plain facts come in), what attention makes of the bytes of a block.
-
 vLLM registers one tensor for each attention layer of a rank, logically [blocks, KV heads, tokens of a block, content], in
 whatever order of memory its attention backend likes; strides tell. A block is a page. Where the heads are outermost in a block, a
 head is a lane, and ranks may be split otherwise on the other side. Where they are not, all that a rank has of a block is one lane,

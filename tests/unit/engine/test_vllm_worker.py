@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,15 +9,15 @@ import torch
 
 from kvbridge.core.errors import BridgeError, DeadlineError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.engine.adapters.vllm import worker_role
+from kvbridge.engine.adapters.vllm import worker as worker_module
 from kvbridge.engine.adapters.vllm.guard import Guard
-from kvbridge.engine.adapters.vllm.worker_role import WorkerRole, _Half
+from kvbridge.engine.adapters.vllm.worker import ServedRole, Worker
 from kvbridge.worker.lifecycle import UnclosedError
 
 R0 = Rank(pp=0, tp=0)
 
 
-class Worker:
+class RankWorker:
     """A rank worker that ends as a test says."""
 
     node = "first"
@@ -39,16 +38,16 @@ class Worker:
 @pytest.fixture
 def staying(monkeypatch) -> list[object]:
     kept: list[object] = []
-    monkeypatch.setattr(worker_role, "_STAYING", kept)
+    monkeypatch.setattr(worker_module, "_STAYING", kept)
     return kept
 
 
-def role_of(*workers: Worker) -> WorkerRole:
+def role_of(*workers: RankWorker) -> Worker:
     """Both roles on one set of tensors, each served by one of these."""
-    role = WorkerRole(SimpleNamespace(tp_size=1), R0, Guard(lambda _code: None))
+    role = Worker(SimpleNamespace(tp_size=1), R0, Guard(lambda _code: None))
     role._tensors = {"layer.0": torch.zeros(1)}
     for one, worker in zip((Role.PREFILL, Role.DECODE), workers, strict=True):
-        role._halves.append(_Half(one, Path("/nowhere"), lambda worker=worker: worker, reports=False))
+        role.roles.append(ServedRole(one, lambda worker=worker: worker))
     return role
 
 
@@ -57,7 +56,7 @@ def role_of(*workers: Worker) -> WorkerRole:
 @pytest.mark.parametrize("stuck", [0, 1])
 def test_tensors_that_may_still_be_written_to_neither_sleep_nor_are_freed(staying, verb, error, stuck):
     """vLLM hears of it before it sleeps, and both roles let go as far as they can."""
-    workers = [Worker(error if number == stuck else None) for number in range(2)]
+    workers = [RankWorker(error if number == stuck else None) for number in range(2)]
     role = role_of(*workers)
     with pytest.raises(type(error)):
         getattr(role, verb)()
@@ -69,18 +68,18 @@ def test_tensors_that_may_still_be_written_to_neither_sleep_nor_are_freed(stayin
 
 
 def test_a_worker_that_has_not_ended_is_not_followed_by_another_one(staying):
-    stuck = Worker(UnclosedError("nixl hangs"))
-    role = role_of(stuck, Worker(None))
+    stuck = RankWorker(UnclosedError("nixl hangs"))
+    role = role_of(stuck, RankWorker(None))
     with pytest.raises(UnclosedError):
         role.unregister()
     role.restore()
-    assert role._halves[0]._worker is stuck
+    assert role.roles[0]._worker is stuck
     role.results()
     assert role.closed_here() == {}, "something of it may still move for the node"
 
 
 def test_tensors_that_nobody_reaches_are_vllms_again(staying):
-    workers = [Worker(None), Worker(None)]
+    workers = [RankWorker(None), RankWorker(None)]
     role = role_of(*workers)
     role.unregister()
     role.close()

@@ -6,18 +6,16 @@ from collections import Counter
 
 import pytest
 
-from kvbridge.core.addresses import PeerAddress
-from kvbridge.core.errors import NotReadyError
-from kvbridge.core.ids import IndexSpace
+from kvbridge.core.errors import InvalidInputError, NotReadyError
+from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.states import WITHDRAWN
-from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adapters.vllm.guard import Guard
+from kvbridge.core.wire.engine_messages import AbortRoom, Fetch, Finish, Hold, Provide, Publish, RoomEvent
 from kvbridge.engine.adapters.vllm.requests import Request, Source, params_of
-from kvbridge.engine.adapters.vllm.scheduler_side import Place, SchedulerSide
-from kvbridge.engine.adapters.vllm.worker_side import WorkerSide
+from kvbridge.engine.adapters.vllm.worker import Reports
+from tests.helpers.vllm_links import ADDRESS, attach, rooms_at
 
 BLOCK = 16
-ADDRESS = PeerAddress(endpoint="tcp://127.0.0.1:7801")
 TOKENS = 3 * BLOCK + 5
 BLOCKS = (10, 11, 12, 13)
 """Of the prompt."""
@@ -25,37 +23,40 @@ PAIRED = {"do_remote_decode": True, "kvbridge": {"room": "7"}}
 
 
 class Node:
-    """Takes every call, unless it does not read; and counts references to blocks."""
+    """A link to a node that takes every call, unless it does not read; and references to blocks, counted."""
+
+    lost = ""
 
     def __init__(self) -> None:
         self.said: list[tuple] = []
+        self.news: list[RoomEvent] = []
         self.deaf = False
-        self.failures: list[str] = []
-        """Codes of the errors that no hook has let out."""
         self.pins: Counter[int] = Counter()
 
-    def _take(self, *said: object) -> None:
+    def number(self) -> int:
+        return 1
+
+    def events(self, timeout_s: float) -> list[RoomEvent]:
+        news, self.news = self.news, []
+        return news
+
+    def post(self, call) -> None:
         if self.deaf:
             raise NotReadyError("it does not read")
+        match call:
+            case Hold():
+                said = ("hold", call.room, call.generation, ids(call), call.published_tokens)
+            case Publish():
+                said = ("publish", call.room, call.upto_token, ids(call))
+            case Finish():
+                said = ("finish", call.room)
+            case Fetch():
+                said = ("fetch", call.room, call.generation, ids(call), call.prefix_tokens)
+            case Provide():
+                said = ("provide", call.room, ids(call))
+            case AbortRoom():
+                said = ("abort", call.room, call.again)
         self.said.append(said)
-
-    def hold(self, room, *, tables, published_tokens, generation=1, **_) -> None:
-        self._take("hold", room, generation, ids(tables), published_tokens)
-
-    def publish(self, room, upto_token, *, tables) -> None:
-        self._take("publish", room, upto_token, ids(tables))
-
-    def finish(self, room) -> None:
-        self._take("finish", room)
-
-    def fetch(self, room, *, generation=1, tables=None, prefix_tokens=0, **_) -> None:
-        self._take("fetch", room, generation, None if tables is None else ids(tables), prefix_tokens)
-
-    def provide(self, room, tables, *, prefix_tokens) -> None:
-        self._take("provide", room, ids(tables))
-
-    def abort(self, room, reason, *, again=False) -> None:
-        self._take("abort", room, again)
 
     def pin(self, blocks) -> None:
         self.pins.update(blocks)
@@ -74,8 +75,8 @@ class Node:
         return set(+self.pins)
 
 
-def ids(tables) -> tuple[int, list[int]] | None:
-    table = tables.get(IndexSpace.FULL)
+def ids(call) -> tuple[int, list[int]] | None:
+    table = tables_from_wire(call.tables or ()).get(IndexSpace.FULL)
     return None if table is None else (table.first_page, table.ids.tolist())
 
 
@@ -89,11 +90,15 @@ def node() -> Node:
 
 
 @pytest.fixture
-def side(node) -> SchedulerSide:
-    side = SchedulerSide(Place(BLOCK, 1, (ADDRESS,)), node, Guard(node.failures.append), draw_room=lambda: 99)
-    side.node_ready("n1")
-    side.use_pins(node)
+def side(node):
+    side = rooms_at(Role.PREFILL, node, block_tokens=BLOCK, rooms=[99])
+    side.pins = node
     return side
+
+
+def hear(side, node, *events) -> None:
+    node.news += events
+    side.look()
 
 
 def request(params=None, *, name="p") -> Request:
@@ -137,15 +142,14 @@ def test_when_it_finishes_the_rest_is_published_and_vllm_keeps_the_blocks(side, 
     assert held
     assert answer == params_of(Source(room=7, prefill=(ADDRESS,)))
     assert not node.pinned
-    [told] = side.step().helds
+    [told] = side.step().begun
     assert (told.request, told.room, told.generation, told.node) == ("p", 7, 1, "n1")
-    side.heard([event("completed")])
-    assert not side._paired._of
+    hear(side, node, event("completed"))
+    assert not side._of
 
 
 def test_without_references_to_blocks_nothing_is_published_before_it_finishes(node):
-    side = SchedulerSide(Place(BLOCK, 1, (ADDRESS,)), node, Guard(node.failures.append))
-    side.node_ready("n1")
+    side = rooms_at(Role.PREFILL, node, block_tokens=BLOCK)
     computing(side, node, tokens=2 * BLOCK)
     side.finished(request(), BLOCKS, well=True)
     assert node.take() == [("publish", 7, 4 * BLOCK, (0, [10, 11, 12, 13])), ("finish", 7)]
@@ -154,7 +158,8 @@ def test_without_references_to_blocks_nothing_is_published_before_it_finishes(no
 @pytest.mark.parametrize("room", ["abc", "-1", str(1 << 60)])
 def test_a_room_that_cannot_be_read_makes_it_plain(side, node, room):
     told = request(PAIRED | {"kvbridge": {"room": room}})
-    side.arrived(told)
+    with pytest.raises(InvalidInputError, match=r"kvbridge\.room is wrong"):
+        side.arrived(told)
     assert side.computing == ()
     held, answer = side.finished(told, BLOCKS, well=True)
     assert node.take() == [("hold", 99, 1, (0, [10, 11, 12, 13]), 4 * BLOCK)]
@@ -164,7 +169,8 @@ def test_a_room_that_cannot_be_read_makes_it_plain(side, node, room):
 
 def test_a_room_that_another_request_has_or_had_makes_it_plain(side, node):
     computing(side, node)
-    side.arrived(request(name="q"))
+    with pytest.raises(InvalidInputError, match="another request has room 7"):
+        side.arrived(request(name="q"))
     assert node.take() == []
     assert side.finished(request(name="q"), BLOCKS, well=True)[1]["kvbridge"]["room"] == "99"
 
@@ -179,8 +185,9 @@ def test_what_was_published_stays_pinned_when_a_request_is_aborted_between_its_p
     assert node.take() == [("abort", 7, False)]
     assert node.pinned == {10, 11}
     assert not side.idle
-    side.heard([event("aborted")])
+    hear(side, node, event("aborted"))
     assert not node.pinned
+    side.step()
     assert side.idle
 
 
@@ -196,11 +203,11 @@ def test_what_was_over_before_it_could_be_withdrawn_does_not_begin_anew(side, no
     computing(side, node, tokens=2 * BLOCK)
     side.preempted({"p"})
     node.take()
-    side.heard([event("aborted", code="aborted")])
+    hear(side, node, event("aborted", code="aborted"))
     assert node.take() == [("abort", 7, False)]
     assert not node.pinned
     assert side.finished(request(), BLOCKS, well=True)[0] is False
-    assert not side._paired._of
+    assert not side._of
 
 
 def test_the_next_generation_waits_for_the_word_that_the_one_before_is_over(side, node):
@@ -210,7 +217,7 @@ def test_the_next_generation_waits_for_the_word_that_the_one_before_is_over(side
     node.deaf = False
     side.computed("p", BLOCK, 0, (20, 21))
     assert node.take() == []
-    side.step()
+    side.look()
     assert node.take() == [("abort", 7, True), ("hold", 7, 2, None, 0)]
 
 
@@ -222,7 +229,7 @@ def test_an_aborted_request_keeps_what_is_being_sent(side, node):
     assert side.finished(request(), BLOCKS[:2], well=False) == (True, None)
     assert node.take() == [("abort", 7, False)]
     assert not node.pinned
-    worker = WorkerSide(reports=True)
+    worker = Reports()
     worker.start(side.step())
     assert worker.results().sent == frozenset()
     worker.heard([event("aborted")])
@@ -231,7 +238,7 @@ def test_an_aborted_request_keeps_what_is_being_sent(side, node):
 
 def test_when_decode_gives_up_prefill_goes_on_without_it(side, node):
     computing(side, node, tokens=2 * BLOCK)
-    side.heard([event("aborted")])
+    hear(side, node, event("aborted"))
     assert not node.pinned
     side.computed("p", 3 * BLOCK, 0, BLOCKS)
     held, answer = side.finished(request(), BLOCKS, well=True)
@@ -243,30 +250,29 @@ def test_when_decode_gives_up_prefill_goes_on_without_it(side, node):
 def test_a_room_that_the_node_would_not_hold_is_known_to_nobody(side, node):
     computing(side, node, tokens=2 * BLOCK)
     side.finished(request(), BLOCKS, well=True)
-    worker = WorkerSide(reports=True)
+    worker = Reports()
     worker.start(side.step())
-    side.heard([event("refused", generation=1), event("refused", generation=0)])
+    hear(side, node, event("refused", generation=1), event("refused", generation=0))
     worker.start(side.step())
     assert worker.results().sent == {"p"}
 
 
 def test_a_publication_that_is_refused_ends_the_room_but_not_what_is_being_sent(side, node):
     computing(side, node, tokens=2 * BLOCK)
-    side.heard([event("refused", generation=0)])
+    hear(side, node, event("refused", generation=0))
     assert node.take() == [("abort", 7, False)]
     assert node.pinned == {10, 11}
     assert side.step().refused == ()
-    side.heard([event("aborted")])
+    hear(side, node, event("aborted"))
     assert not node.pinned
 
 
 def test_blocks_stay_pinned_until_no_rank_reads_for_a_node_that_has_ended(node):
-    side = SchedulerSide(Place(BLOCK, 2, (ADDRESS,)), node, Guard(node.failures.append))
-    side.node_ready("n1")
-    side.use_pins(node)
+    side = rooms_at(Role.PREFILL, node, block_tokens=BLOCK, ranks=2)
+    side.pins = node
     computing(side, node, tokens=2 * BLOCK)
-    side.node_lost()
-    side.node_ready("n2")
+    attach(side.attachment, node, "n2")
+    side.look()
     side.closed(0, ["n1"])
     assert node.pinned == {10, 11}
     side.closed(1, ["n1"])
@@ -279,12 +285,12 @@ def test_what_a_deaf_node_is_not_told_it_is_told_later(side, node):
     side.arrived(request())
     side.computed("p", 0, 0, BLOCKS)
     node.deaf = False
-    side.step()
+    side.look()
     assert node.take() == [("hold", 7, 1, None, 0)]
     node.deaf = True
     assert side.finished(request(), BLOCKS, well=True)[0] is True
     node.deaf = False
-    side.step()
+    side.look()
     assert node.take() == [("publish", 7, 4 * BLOCK, (0, [10, 11, 12, 13])), ("finish", 7)]
 
 
@@ -292,32 +298,37 @@ def test_what_a_deaf_node_is_not_told_it_is_told_later(side, node):
 
 
 @pytest.fixture
-def started(side, node) -> Request:
+def decode(node):
+    return rooms_at(Role.DECODE, node, block_tokens=BLOCK)
+
+
+@pytest.fixture
+def started(decode, node) -> Request:
     """A load behind one block that decode has."""
     told = request(params_of(Source(room=7, prefill=(ADDRESS,))), name="d")
-    side.arrived(told)
-    side.allocated(told, BLOCKS, TOKENS - BLOCK)
+    decode.arrived(told)
+    decode.allocated(told, BLOCKS, TOKENS - BLOCK)
     assert node.take() == [("fetch", 7, 1, None, 0), ("provide", 7, (1, [11, 12, 13]))]
     return told
 
 
-def loading(side) -> WorkerSide:
-    worker = WorkerSide(reports=True)
-    worker.start(side.step())
+def loading(decode) -> Reports:
+    worker = Reports()
+    worker.start(decode.step())
     return worker
 
 
-def test_events_may_be_ahead_of_the_step_that_names_the_load(side, started):
-    worker = WorkerSide(reports=True)
+def test_events_may_be_ahead_of_the_step_that_names_the_load(decode, node, started):
+    worker = Reports()
     worker.heard([event(code=WITHDRAWN), event("committed", generation=2)])
-    worker.start(side.step())
+    worker.start(decode.step())
     assert worker.results().received == {"d"}
 
 
 @pytest.mark.parametrize("abort_first", [True, False])
-def test_a_load_whose_request_was_aborted_is_reported_all_the_same(side, node, started, abort_first):
-    worker = loading(side)
-    steps = [lambda: side.finished(started, BLOCKS, well=False), lambda: side.heard([event(code=WITHDRAWN)])]
+def test_a_load_whose_request_was_aborted_is_reported_all_the_same(decode, node, started, abort_first):
+    worker = loading(decode)
+    steps = [lambda: decode.finished("d"), lambda: hear(decode, node, event(code=WITHDRAWN))]
     for step in steps if abort_first else steps[::-1]:
         step()
     worker.heard([event(code=WITHDRAWN)])
@@ -325,25 +336,41 @@ def test_a_load_whose_request_was_aborted_is_reported_all_the_same(side, node, s
     assert node.take() == said
     if not abort_first:
         worker.heard([event("aborted", generation=2)])
-    worker.start(side.step())
+    worker.start(decode.step())
     assert worker.results().received == {"d"}
-    side.reported({"d"})
-    assert "d" not in side._fetches
+    decode.reported({"d"})
+    assert "d" not in decode._of
 
 
-def test_that_pages_came_too_late_for_a_withdrawn_room_means_nothing(side, node, started):
-    side.heard([event(code=WITHDRAWN), event("refused", generation=0)])
+def test_that_pages_came_too_late_for_a_withdrawn_room_means_nothing(decode, node, started):
+    hear(decode, node, event(code=WITHDRAWN), event("refused", generation=0))
     assert node.take() == [("fetch", 7, 2, (1, [11, 12, 13]), BLOCK)]
-    assert side.step().refused == ()
-    side.heard([event("refused", generation=2)])
-    assert [room for room, _ in side.step().refused] == [7]
+    assert decode.step().refused == ()
+    hear(decode, node, event("refused", generation=2))
+    assert [room for room, _ in decode.step().refused] == [7]
 
 
-def test_a_node_that_does_not_read_cannot_come_again(side, node, started):
-    worker = loading(side)
+def test_a_node_that_does_not_read_comes_again_when_it_reads(decode, node, started):
+    worker = loading(decode)
     node.deaf = True
-    for half in (worker, side):
-        half.heard([event(code=WITHDRAWN)])
-    worker.start(side.step())
+    worker.heard([event(code=WITHDRAWN)])
+    hear(decode, node, event(code=WITHDRAWN))
+    node.deaf = False
+    worker.start(decode.step())
+    decode.look()
+    assert node.take() == [("fetch", 7, 2, (1, [11, 12, 13]), BLOCK)]
+    assert worker.results().received == frozenset()
+    worker.heard([event("committed", generation=2)])
+    assert worker.results().received == {"d"}
+
+
+def test_a_load_of_a_node_that_has_ended_is_reported_when_no_rank_moves_a_byte_for_it(decode, node, started):
+    worker = loading(decode)
+    attach(decode.attachment, node, "n2")
+    decode.look()
+    worker.start(decode.step())
+    assert worker.results().received == frozenset()
+    decode.closed(0, ["n1"])
+    worker.start(decode.step())
     assert worker.results().received == {"d"}
     assert worker.unfilled_blocks() == {11, 12, 13}

@@ -1,0 +1,267 @@
+"""Decode's rooms: prompts that are computed elsewhere, from the arrival of their requests until their loads are reported.
+
+Decode says at once that it will come, and names its blocks when vLLM has allocated them. vLLM waits for blocks that are named, so
+nothing is under way for a request that vLLM may preempt. A load is over when the worker says so (`worker`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum, auto
+from typing import Any
+
+from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.ids import Role
+from kvbridge.core.session.states import WITHDRAWN
+from kvbridge.core.wire.engine_messages import Fetch as FetchCall
+from kvbridge.core.wire.engine_messages import Provide, RoomEvent
+from kvbridge.engine.adapters.vllm.instance import Instance
+from kvbridge.engine.adapters.vllm.requests import Load, Request, Source, full_tables, room_tokens, source_of
+from kvbridge.engine.adapters.vllm.rooms import NO_NODE, RoomsOfRole
+
+MOST_WITHDRAWALS = 4_096
+"""What is kept for a node that is being started again; prefill holds what is forgotten for its `timeouts.offer_s`."""
+
+
+class FetchState(StrEnum):
+    """How far a request is whose prompt was computed elsewhere."""
+
+    INTENDED = auto()
+    """Prefill knows that we will come; there are no blocks yet."""
+    STARTED = auto()
+    """Blocks are named: vLLM waits for one report, whatever becomes of the request."""
+    ABANDONED = auto()
+    """The same, and the request is gone."""
+    OVER = auto()
+    """Reported, or not needed: from now on it is a request like any other."""
+
+
+@dataclass(slots=True)
+class Fetch:
+    """The room of one request."""
+
+    request: Request
+    source: Source
+    state: FetchState = FetchState.INTENDED
+    generation: int = 1
+    provided: int = 0
+    """The generation for which the blocks were named."""
+    blocks: tuple[int, ...] = ()
+    """Those that are named, from the prompt's block `first` on."""
+    first: int = 0
+    refused: str = ""
+    """Why nothing will come."""
+
+
+class DecodeRooms(RoomsOfRole):
+    """For the scheduler's thread only."""
+
+    role = Role.DECODE
+
+    def __init__(self, instance: Instance, *parts: Any) -> None:  # noqa: ANN401 - those of every role
+        super().__init__(instance, *parts)
+        self._allowed = instance.allowed_prefill
+        self._of: dict[str, Fetch] = {}
+        self._withdrawals: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
+        """Rooms that prefill holds for us, and nobody comes for, as `Fetch` names them: no incarnation of the node was told."""
+
+    @property
+    def idle(self) -> bool:
+        owes = self.node and self._withdrawals
+        return super().idle and not owes and all(fetch.state is FetchState.OVER for fetch in self._of.values())
+
+    # ------------------------------------------------------------------ the node
+
+    def _node_lost(self) -> None:
+        for fetch in self._of.values():
+            if fetch.state is FetchState.INTENDED:
+                fetch.refused = fetch.refused or "the node process has ended"
+
+    def _is_unknown(self, refused: RoomEvent) -> bool:
+        fetch = self._fetch_of(refused.room)
+        if fetch is None:
+            return True
+        if refused.generation != fetch.generation and (refused.generation or fetch.provided != fetch.generation):
+            return False  # what was said of a generation that is over means nothing
+        if not fetch.refused:
+            fetch.refused = refused.reason
+            self._give_up(refused.room, refused.reason)
+        return True
+
+    def _over(self, event: RoomEvent) -> None:
+        """Where prefill computes the prompt again, come for the next generation, with the same blocks."""
+        fetch = self._fetch_of(event.room)
+        if event.code != WITHDRAWN or fetch is None or event.generation != fetch.generation:
+            return
+        fetch.generation += 1
+        if fetch.state is FetchState.ABANDONED:
+            fetch.refused = fetch.refused or "its request was aborted"
+        if not fetch.refused:
+            self._fetch(fetch)
+        if fetch.refused and fetch.state is not FetchState.INTENDED:
+            self._refused.setdefault(event.room, fetch.refused)
+
+    def _fetch_of(self, room: int) -> Fetch | None:
+        return next((fetch for fetch in self._of.values() if fetch.source.room == room), None)
+
+    def _fetch(self, fetch: Fetch) -> None:
+        """Say that we will come, with our blocks where there are any. Prefill is told later where that cannot be said."""
+        named = _named(
+            room_tokens(fetch.request.prompt_tokens, self._block_tokens),
+            fetch.request.prompt_digest,
+            fetch.source.prefill,
+            fetch.generation,
+        )
+        told = self._say(
+            FetchCall,
+            fetch.source.room,
+            **named,
+            held=fetch.source.held and fetch.generation == 1,
+            tables=full_tables(fetch.blocks, fetch.first) if fetch.state is FetchState.STARTED else None,
+            prefix_tokens=fetch.first * self._block_tokens,
+        )
+        if not told:
+            fetch.refused = NO_NODE
+            self._withdraw(fetch.source.room, named)
+
+    def _withdraw(self, room: int, named: Mapping[str, Any]) -> None:
+        """Have prefill told that nobody comes for a room, now or when there is a node: it ends a room for whoever has come."""
+        self._withdrawals[room] = named
+        if len(self._withdrawals) > MOST_WITHDRAWALS:
+            self._withdrawals.popitem(last=False)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        while self.node and self._withdrawals:
+            room, named = next(iter(self._withdrawals.items()))
+            if not self._say(FetchCall, room, **named):
+                return
+            self._give_up(room, "decode does not come for it")
+            del self._withdrawals[room]
+
+    # ------------------------------------------------------------------ requests
+
+    def arrived(self, request: Request) -> None:
+        """A request has come. Where its prompt is computed elsewhere, prefill hears that we come, and waits without a limit.
+
+        Raises InvalidInputError for a room that cannot be read, that is not allowed or that another request has.
+        """
+        source = source_of(request)
+        if source is None or request.id in self._of:
+            return
+        self._require_allowed(source)
+        self._require_new(source.room)
+        fetch = self._of[request.id] = Fetch(request, source)
+        self._fetch(fetch)
+
+    def declined(self, request: Request) -> None:
+        """A request has come that is not computed here, as one that the API has refused: prefill is told.
+
+        Such a request has another prompt, so only an answer of prefill says what the room is of. In paired order whoever has drawn
+        the room has asked prefill too. Raises as `arrived` does.
+        """
+        source = source_of(request)
+        if source is None or not source.prompt_tokens or source.room in self._seen:
+            return  # of a client that leaves the API says so too, after its request came
+        self._require_allowed(source)
+        self._require_new(source.room)
+        self._withdraw(source.room, _named(source.prompt_tokens, bytes.fromhex(source.prompt_digest), source.prefill))
+
+    def _require_allowed(self, source: Source) -> None:
+        wrong = [
+            one.endpoint for one in source.prefill if self._allowed is not None and one.endpoint not in self._allowed
+        ]
+        if wrong:
+            raise InvalidInputError(
+                f"room {source.room} is said to be at {', '.join(wrong)}, which is not in allowed_prefill"
+            )
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int:
+        """Return how many tokens behind those in vLLM's cache will be loaded, asynchronously.
+
+        Asked any number of times. 0 once blocks were named, also after a load that failed and after preemption.
+        """
+        fetch = self._of.get(request.id)
+        if fetch is None or fetch.state is not FetchState.INTENDED or computed_tokens % self._block_tokens:
+            return 0
+        return max(0, request.prompt_tokens - computed_tokens)
+
+    def allocated(self, request: Request, blocks: Sequence[int], external_tokens: int) -> None:
+        """The request has blocks: all of them, from the prompt's first on.
+
+        `external_tokens`: how many tokens we are to load. Called once more when they are there.
+        """
+        fetch = self._of.get(request.id)
+        if fetch is None or fetch.state is not FetchState.INTENDED:
+            return
+        room = fetch.source.room
+        if not external_tokens:
+            fetch.state = FetchState.OVER
+            self._give_up(room, "decode has all of the prompt")
+            return
+        fetch.first = (request.prompt_tokens - external_tokens) // self._block_tokens
+        pages = room_tokens(request.prompt_tokens, self._block_tokens) // self._block_tokens
+        # By place, never from the end: there may be further blocks behind the prompt's.
+        fetch.blocks = tuple(blocks[fetch.first : pages])
+        fetch.state, fetch.provided = FetchState.STARTED, fetch.generation
+        self._begun.append(Load(request.id, room, fetch.blocks, self.node, fetch.generation))
+        if not fetch.refused:
+            fetch.refused = self._provide(fetch, pages)
+            if fetch.refused:
+                self._give_up(room, fetch.refused)
+        if fetch.refused:
+            self._refused.setdefault(room, fetch.refused)
+
+    def _provide(self, fetch: Fetch, pages: int) -> str:
+        """Name the blocks; return why they could not be."""
+        if len(fetch.blocks) != pages - fetch.first:
+            return f"vLLM allocated {len(fetch.blocks)} blocks where the prompt needs {pages - fetch.first}"
+        tables = full_tables(fetch.blocks, fetch.first)
+        told = self._say(Provide, fetch.source.room, tables=tables, prefix_tokens=fetch.first * self._block_tokens)
+        return "" if told else NO_NODE
+
+    def lost(self, request: str, reason: str) -> None:
+        fetch = self._of.get(request)
+        if fetch is None or fetch.state is FetchState.OVER:
+            return
+        if fetch.state is FetchState.INTENDED:
+            fetch.state = FetchState.OVER
+        if not fetch.refused:
+            fetch.refused = reason
+            self._give_up(fetch.source.room, reason)
+
+    def finished(self, request: str) -> None:
+        """The request has ended, and with it whatever is under way for it, but for its report."""
+        fetch = self._of.get(request)
+        if fetch is None:
+            return
+        if fetch.state is FetchState.STARTED:
+            fetch.state = FetchState.ABANDONED
+        else:
+            del self._of[request]
+        if fetch.state is not FetchState.OVER:
+            self._give_up(fetch.source.room, "its request was aborted")
+
+    def reported(self, received: Collection[str]) -> None:
+        """A worker has reported these loads."""
+        for request in received:
+            fetch = self._of.get(request)
+            if fetch is not None and fetch.state is FetchState.ABANDONED:
+                del self._of[request]
+            elif fetch is not None:
+                fetch.state = FetchState.OVER
+
+
+def _named(
+    prompt_tokens: int, prompt_digest: bytes, prefill: Sequence[PeerAddress], generation: int = 1
+) -> dict[str, Any]:
+    """Return what says of a room whose it is and what it is of."""
+    return {
+        "generation": generation,
+        "prompt_tokens": prompt_tokens,
+        "prompt_digest": prompt_digest,
+        "prefill": tuple(prefill),
+    }

@@ -1,0 +1,165 @@
+"""The rooms at a node of one role as the scheduler's process knows them: which node there is, and what the workers are to hear.
+
+`decode_rooms` and `prefill_rooms` say how far each room is. Nothing waits. What the node refuses comes as an event; a call that no
+message can say is as good as refused.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any, ClassVar
+
+from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.errors import BridgeError, InvalidInputError
+from kvbridge.core.ids import Role
+from kvbridge.core.wire.engine_messages import AbortRoom, RoomEvent
+from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.engine.adapters.vllm.attachment import NodeAttachment
+from kvbridge.engine.adapters.vllm.guard import Guard
+from kvbridge.engine.adapters.vllm.instance import Instance
+from kvbridge.engine.adapters.vllm.node_process import Node
+from kvbridge.engine.adapters.vllm.requests import LAST_EVENTS, Held, Load, StepMetadata
+from kvbridge.engine.adapters.vllm.stats import TransferStats
+from kvbridge.engine.link import RoomCall
+
+IDLE_LOOK_S = 0.1
+"""How often a node is looked at while nothing is under way. Each request that arrives looks first."""
+ROOMS_REMEMBERED = 65_536
+"""Of rooms that requests have come with: another request that names one of them computes its prompt itself."""
+NO_NODE = "there is no node process to ask; it is started again"
+
+
+class RoomsOfRole(ABC):
+    """For the scheduler's thread only."""
+
+    role: ClassVar[Role]
+
+    def __init__(
+        self, instance: Instance, node: Node, attachment: NodeAttachment, stats: TransferStats, guard: Guard
+    ) -> None:
+        self.process = node
+        self.attachment = attachment
+        self.node = ""
+        """The incarnation that is asked; empty while there is none."""
+        self.addresses: tuple[PeerAddress, ...] = ()
+        """Where decode reaches the node; of prefill."""
+        self._block_tokens = instance.block_tokens
+        self._ranks = instance.ranks
+        self._stats = stats
+        self._guard = guard
+        self._known = ""
+        self._next_look_s = 0.0
+        self._seen: OrderedDict[int, None] = OrderedDict()
+        self._begun: list[Load | Held] = []
+        self._refused: dict[int, str] = {}
+        self._closed_by: dict[str, set[int]] = {}
+        self._closed: list[str] = []
+        self._ended: list[RoomEvent] = []
+
+    # ------------------------------------------------------------------ the node
+
+    def look_at_step(self, now_s: float) -> None:
+        """As `look`, but seldom while nothing is under way: nobody waits for what the node may say then."""
+        if now_s >= self._next_look_s or not self.idle:
+            self._next_look_s = now_s + IDLE_LOOK_S
+            self.look()
+
+    def look(self) -> None:
+        """Take what the node has said, and note when it is another."""
+        events = self.attachment.events()
+        self._stats.heard(events)
+        for event in events:
+            if event.kind == "refused" and self._is_unknown(event):
+                self._refused.setdefault(event.room, event.reason)
+            elif event.kind in LAST_EVENTS:
+                self._ended.append(event)
+                self._over(event)
+        node = self.attachment.node
+        if node == self._known:
+            return
+        if self._known:
+            self._lose_node()
+        self._known = ""
+        if node:
+            with suppress(BridgeError):  # it does not say yet where it is
+                control = self.process.endpoint().control
+                self.addresses = () if control is None else (control,)
+                self.node = self._known = node
+
+    def closed(self, rank: int, nodes: Iterable[str]) -> None:
+        """A rank moves nothing any more for these incarnations of the node."""
+        for node in nodes:
+            ranks = self._closed_by.setdefault(node, set())
+            ranks.add(rank)
+            if len(ranks) == self._ranks:
+                del self._closed_by[node]
+                self._closed.append(node)
+                if node == self.node:
+                    self._lose_node()
+                self._all_closed(node)
+
+    def _lose_node(self) -> None:
+        self.node = ""
+        self._node_lost()
+
+    def _say(self, kind: type[RoomCall], room: int, **fields: Any) -> bool:  # noqa: ANN401 - what the message takes
+        """Tell the node; return False when there is none."""
+        return bool(self.node) and self.attachment.say(kind, room, **fields)
+
+    def _give_up(self, room: int, reason: str, *, again: bool = False) -> None:
+        """Tell the node; one that is gone has told the other side by that."""
+        self._say(AbortRoom, room, reason=reason[:REASON_CHARS], again=again)
+
+    @abstractmethod
+    def _node_lost(self) -> None:
+        """It is gone, with the rooms that it had. What it was doing is over when every rank says so."""
+
+    def _all_closed(self, node: str) -> None:  # noqa: B027 - decode has nothing to do then
+        """No rank moves anything any more for that incarnation of the node."""
+
+    @abstractmethod
+    def _is_unknown(self, refused: RoomEvent) -> bool:
+        """Take a refusal; return whether the room's pages are known to nobody by that."""
+
+    @abstractmethod
+    def _over(self, event: RoomEvent) -> None:
+        """An attempt at a room is over, and nobody reads or writes its pages any more."""
+
+    # ------------------------------------------------------------------ requests
+
+    def _require_new(self, room: int) -> None:
+        if room in self._seen:
+            raise InvalidInputError(f"another request has room {room}")
+        self._seen[room] = None
+        if len(self._seen) > ROOMS_REMEMBERED:
+            self._seen.popitem(last=False)
+
+    @abstractmethod
+    def lost(self, request: str, reason: str) -> None:
+        """A hook has failed in the middle of what it does for a request: what it has begun ends, and nothing more begins.
+
+        A request that has no blocks for a load is computed here. vLLM waits for a load that has begun, and gets the last event of
+        its room.
+        """
+
+    # ------------------------------------------------------------------ a step
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way and nothing is to be said."""
+        return not (self._begun or self._refused or self._closed or self._ended or self._stats.holds)
+
+    def step(self) -> StepMetadata:
+        """Return what the workers have to know, and begin the next step."""
+        with self._guard.over("step"):
+            self._begin_step()
+        told = StepMetadata(tuple(self._begun), tuple(self._refused.items()), tuple(self._closed), tuple(self._ended))
+        self._begun, self._refused, self._closed, self._ended = [], {}, [], []
+        return told
+
+    @abstractmethod
+    def _begin_step(self) -> None:
+        """Say what could not be said before."""

@@ -1,0 +1,55 @@
+"""What the connector's halves speak to in tests: an attachment without its thread, over a link that a test has made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.ids import Role
+from kvbridge.engine.adapters.vllm.attachment import NodeAttachment
+from kvbridge.engine.adapters.vllm.decode_rooms import DecodeRooms
+from kvbridge.engine.adapters.vllm.guard import Guard
+from kvbridge.engine.adapters.vllm.instance import Instance
+from kvbridge.engine.adapters.vllm.prefill_rooms import PrefillRooms
+from kvbridge.engine.adapters.vllm.stats import TransferStats
+from tests.helpers.rooms import ADDRESS as NODE_ADDRESS
+
+ADDRESS = PeerAddress(endpoint=NODE_ADDRESS.endpoint)
+
+
+def instance(*roles: Role, block_tokens: int, tp_size: int = 1, **more: Any) -> Instance:
+    """A vLLM of these roles."""
+    facts = {"facts": {"model": "tiny"}, "kv_heads": 4, "latent": False, "engine_id": "e"}
+    return Instance(roles=roles, tp_size=tp_size, pp_size=1, block_tokens=block_tokens, **facts | more)
+
+
+def attach(attachment: NodeAttachment, link: Any, incarnation: str) -> None:
+    """Have an attachment find a node at its user's next look."""
+    attachment._made = SimpleNamespace(link=link, answer=SimpleNamespace(incarnation=incarnation))
+
+
+def rooms_at(
+    role: Role,
+    link: Any,
+    *,
+    block_tokens: int,
+    ranks: int = 1,
+    failures: list[str] | None = None,
+    rooms: Sequence[int] = (),
+) -> PrefillRooms | DecodeRooms:
+    """The rooms at a node whose incarnation is `n1`, behind a link. `failures` takes the codes of errors that no hook lets out."""
+    attachment = NodeAttachment(role, Path("/nowhere"))
+    attach(attachment, link, "n1")
+    kind = PrefillRooms if role is Role.PREFILL else DecodeRooms
+    node = SimpleNamespace(endpoint=lambda: SimpleNamespace(control=ADDRESS if role is Role.PREFILL else None))
+    told = [] if failures is None else failures
+    made = kind(
+        instance(role, block_tokens=block_tokens, tp_size=ranks), node, attachment, TransferStats(), Guard(told.append)
+    )
+    if rooms:
+        made._draw_room = iter(rooms).__next__
+    made.look()
+    return made
