@@ -20,8 +20,6 @@ from kvbridge.core.errors import BridgeError, PeerError
 
 ENGINES = "kvbridge.demo.engines"
 STOP_S = 3.0
-SCRATCH = "tmp"
-"""The folder where libraries put what they forget to remove."""
 
 _processes = multiprocessing.get_context("forkserver")
 
@@ -41,7 +39,7 @@ class EngineProcess:
         self._log = folder / f"{kind.lower()}-engine.log"
         self.pipe, theirs = _processes.Pipe()
         _processes.set_forkserver_preload([ENGINES])
-        entry = (kind, arguments, theirs, self._log, folder / SCRATCH)
+        entry = (kind, arguments, theirs, self._log)
         self._process = _processes.Process(target=_serve, name=name, args=entry, daemon=True)
         with interrupts_ignored():  # which the process inherits
             self._process.start()
@@ -84,13 +82,12 @@ class EngineProcess:
         return PeerError(f"{self.name} ended ({how_it_ended(self._process.exitcode or 0)}); {found}")
 
 
-def _serve(kind: str, arguments: tuple[object, ...], pipe: Connection, log_path: Path, scratch: Path) -> None:
+def _serve(kind: str, arguments: tuple[object, ...], pipe: Connection, log_path: Path) -> None:
     """Run the process until the command closes the pipe or ends."""
     with log_path.open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.setsid()  # Ctrl-C and a terminal's end are the command's to hear
-    os.environ["TMPDIR"] = str(scratch)
     try:
         with getattr(importlib.import_module(ENGINES), kind)(*arguments) as engine:
             pipe.send(engine.loaded)

@@ -1,12 +1,13 @@
 """One demo from its first process to its report.
 
-The demo plays the router: it asks bootstrap for a pair for each prompt and hands the room to the engines, a few requests at once. The
-engines tell what happens to them; the cache itself never comes through here.
+The demo plays the router: it asks bootstrap for a pair for each prompt and hands the room to the engines, a few requests at once.
+The engines tell what happens to them; the cache itself never comes through here.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -26,7 +27,7 @@ from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, Dead
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.demo.cluster import REVISION, cluster_spec, prefill_only_tokens
 from kvbridge.demo.options import DemoOptions
-from kvbridge.demo.processes import SCRATCH, EngineProcess
+from kvbridge.demo.processes import EngineProcess
 from kvbridge.demo.prompts import Order, Request, Text
 from kvbridge.demo.report import Report, compare, concluded
 from kvbridge.pool.memory.layout import stage_layers
@@ -55,7 +56,9 @@ class Demo:
         )
         self._prefill_only_tokens = prefill_only_tokens(options)
         self._folder = Path(tempfile.mkdtemp(prefix="kvbridge-demo-"))
-        (self._folder / SCRATCH).mkdir()
+        scratch = self._folder / "tmp"
+        scratch.mkdir()
+        os.environ["TMPDIR"] = str(scratch)  # where libraries of all processes put what they forget to remove
         model_file = self._folder / f"{options.model_name}.json"
         model_file.write_text(json.dumps(options.facts))
         self._cluster = plan_cluster(self._folder, cluster_spec(options, self._folder.name, model_file))
@@ -80,7 +83,7 @@ class Demo:
             last.enter_context(interrupts_ignored())
             last.callback(shutil.rmtree, self._folder, ignore_errors=True)
             if (kept := self._options.keep_logs) is not None:
-                ignored = shutil.ignore_patterns("run", SCRATCH)
+                ignored = shutil.ignore_patterns("run", "tmp")
                 last.callback(shutil.copytree, self._folder, kept, dirs_exist_ok=True, ignore=ignored)
             last.callback(self._cluster.stop, timeout_s=STOP_S, force_after_s=None if self._completed else FORCE_S)
             for engine in self._engines.values():

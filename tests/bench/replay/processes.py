@@ -83,7 +83,7 @@ class Channel:
         """Report an event."""
         self._pipe.send(event)
 
-    def next_order(self, timeout_s: float | None = None) -> Any | None:  # noqa: ANN401 - each command has its own
+    def next_order(self, timeout_s: float | None = None) -> Any | None:
         """Return the next order; None when none comes within `timeout_s`, or no more will come."""
         try:
             if not self.ended and self._pipe.poll(timeout_s):
@@ -115,7 +115,7 @@ class EngineProcess:
         except OSError as error:
             raise self.end() from error
 
-    def receive(self) -> Any:  # noqa: ANN401 - each command has its own
+    def receive(self) -> Any:
         """Return the next report. Raises PeerError when the process has ended or says that it failed."""
         try:
             event = self.pipe.recv()
