@@ -18,7 +18,6 @@ from kvbridge.cli.signals import interrupts_ignored
 from kvbridge.core.children import how_it_ended
 from kvbridge.core.errors import BridgeError, PeerError
 
-ENGINES = "kvbridge.demo.engines"
 STOP_S = 3.0
 
 _processes = multiprocessing.get_context("forkserver")
@@ -31,15 +30,16 @@ class Failed(str):
 
 
 class EngineProcess:
-    """One object of `kvbridge.demo.engines` in a process of its own."""
+    """One object in a process of its own."""
 
-    def __init__(self, name: str, kind: str, folder: Path, *arguments: object) -> None:
-        """Start `kind(*arguments)`; its first answer is its attribute `loaded`. `name` is for messages."""
+    def __init__(self, name: str, target: str, folder: Path, *arguments: object) -> None:
+        """Make a `target` ("module:class") of the arguments; the first answer is its `loaded`. `name` is for messages."""
         self.name = name
+        module, _, kind = target.partition(":")
         self._log = folder / f"{kind.lower()}-engine.log"
         self.pipe, theirs = _processes.Pipe()
-        _processes.set_forkserver_preload([ENGINES])
-        entry = (kind, arguments, theirs, self._log)
+        _processes.set_forkserver_preload([module])
+        entry = (module, kind, arguments, theirs, self._log)
         self._process = _processes.Process(target=_serve, name=name, args=entry, daemon=True)
         with interrupts_ignored():  # which the process inherits
             self._process.start()
@@ -63,8 +63,9 @@ class EngineProcess:
         return found
 
     def check_running(self) -> None:
-        """Raise PeerError when the process has ended without a last answer."""
-        if not self._process.is_alive() and not self.pipe.poll():
+        """Raise PeerError when the process has ended."""
+        if not self._process.is_alive():
+            self.answer()
             raise self._end()
 
     def close(self, *, at_once: bool) -> None:
@@ -82,14 +83,14 @@ class EngineProcess:
         return PeerError(f"{self.name} ended ({how_it_ended(self._process.exitcode or 0)}); {found}")
 
 
-def _serve(kind: str, arguments: tuple[object, ...], pipe: Connection, log_path: Path) -> None:
+def _serve(module: str, kind: str, arguments: tuple[object, ...], pipe: Connection, log_path: Path) -> None:
     """Run the process until the command closes the pipe or ends."""
     with log_path.open("ab") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     os.setsid()  # Ctrl-C and a terminal's end are the command's to hear
     try:
-        with getattr(importlib.import_module(ENGINES), kind)(*arguments) as engine:
+        with getattr(importlib.import_module(module), kind)(*arguments) as engine:
             pipe.send(engine.loaded)
             while True:
                 method, given = pipe.recv()

@@ -33,6 +33,7 @@ from kvbridge.demo.report import Report, compare, concluded
 from kvbridge.pool.memory.layout import stage_layers
 from kvbridge.tier.keys import PrefixIdentity, page_keys
 
+ENGINES = "kvbridge.demo.engines"
 START_S, SILENCE_S = 180.0, 600.0
 """How long daemons may take until they are ready, and a process with a model for one answer."""
 FREE_S, PAIR_S, LOOK_S = 10.0, 15.0, 0.1
@@ -125,7 +126,7 @@ class Demo:
         cluster, stages = self._cluster, self._options.prefill_pp
         self._say(f"starting 3 daemons (prefill in {stages} pipeline stages) and 3 processes with the model")
         for kind, name in (("Prefill", "prefill engine"), ("Decode", "decode engine"), ("Alone", "model alone")):
-            self._engines[kind] = EngineProcess(f"the {name}", kind, self._folder, self._options)
+            self._engines[kind] = EngineProcess(f"the {name}", f"{ENGINES}:{kind}", self._folder, self._options)
         cluster.start()
         nodes = {"Prefill": cluster.prefill, "Decode": cluster.decode}
         wait_all_ready(cluster.all(), timeout_s=START_S, check=lambda: check_workers(nodes.values()))
