@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import time
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -15,22 +15,10 @@ from kvbridge.cli.interrupts import EXIT_INTERRUPTED
 from kvbridge.cli.options import with_options
 from kvbridge.cli.signals import terminated_like_interrupted
 from kvbridge.core.errors import BridgeError, InvalidInputError
-from kvbridge.demo.options import DemoOptions, Device, Transport
-from kvbridge.demo.report import DemoReport, print_report
+from kvbridge.demo.options import DemoOptions, Device
+from kvbridge.demo.report import print_report
 from kvbridge.demo.run import Demo
 from kvbridge.kernels.cuda.runtime import reason_without_device
-
-LIBRARIES = {Transport.MOONCAKE: ("mooncake",), Transport.NIXL: ("nixl_cu12", "nixl_cu13"), Transport.LOCAL: ()}
-"""The packages of which each transport needs one."""
-SYSTEM_LIBRARIES = {
-    "libibverbs.so": "libibverbs1",
-    "librdmacm.so": "librdmacm1",
-    "libnuma.so": "libnuma1",
-    "libcurl.so": "libcurl4",
-    "libgomp.so": "libgomp1",
-    "libstdc++.so": "libstdc++6",
-}
-"""The Debian package of each shared library that the wheels expect to find."""
 
 
 @with_options(DemoOptions)
@@ -49,25 +37,24 @@ def demo(options: DemoOptions) -> None:
     failed; 2: wrong options; 130: interrupted.
     """
     if options.device is Device.CUDA and (reason := reason_without_device()):
-        _refuse(f"--device cuda: {reason}")
-    for needed in (("torch",), ("transformers",), LIBRARIES[options.chosen_transport]):
-        if needed and not any(map(importlib.util.find_spec, needed)):
-            _say(
-                f"not installed: {needed[0]}; in a checkout of kvbridge, pip install '.[demo]' brings all that this needs"
+        _end(f"--device cuda: {reason}", EXIT_CONFIG)
+    for library in ("torch", "transformers"):
+        if not importlib.util.find_spec(library):
+            _end(
+                f"not installed: {library}; in a checkout of kvbridge, pip install '.[demo]' brings all that this needs"
             )
-            raise typer.Exit(EXIT_FAILED)
     kept = options.keep_logs
     if kept is not None and kept.exists() and not (kept.is_dir() and not any(kept.iterdir())):
-        _refuse(f"--keep-logs {kept}: there is something already; name an empty or a new directory")
+        _end(f"--keep-logs {kept}: there is something already; name an empty or a new directory", EXIT_CONFIG)
     report = _run(options)
     if options.as_json:
-        typer.echo(json.dumps(report.as_dict(), indent=2))
+        typer.echo(json.dumps(report, indent=2))
     else:
         print_report(report, Console())
-    raise typer.Exit(0 if report.good else EXIT_FAILED)
+    raise typer.Exit(0 if report["good"] else EXIT_FAILED)
 
 
-def _run(options: DemoOptions) -> DemoReport:
+def _run(options: DemoOptions) -> dict[str, Any]:
     """Run it, or end with one clear message and the right exit code."""
     begun_s = time.monotonic()
     try:
@@ -77,29 +64,19 @@ def _run(options: DemoOptions) -> DemoReport:
                     options, lambda text: typer.echo(f"{time.monotonic() - begun_s:6.1f} s  {text}", err=True)
                 )
             except InvalidInputError as error:
-                _refuse(str(error))
+                _end(str(error), EXIT_CONFIG)
             with prepared:
                 return prepared.run()
     except KeyboardInterrupt:
-        _say("interrupted; every process has been ended")
-        raise typer.Exit(EXIT_INTERRUPTED) from None
+        _end("interrupted; every process has been ended", EXIT_INTERRUPTED)
     except SystemExit:
-        _say("told to end; every process has been ended")
+        typer.echo("kvbridge demo: told to end; every process has been ended", err=True)
         raise
     except BridgeError as error:
-        packages = [package for library, package in SYSTEM_LIBRARIES.items() if library in str(error)]
-        hint = f" (on Debian and Ubuntu: apt install {' '.join(packages)})" if packages else ""
-        _say(f"{error}{hint}")
-        if options.keep_logs is not None:
-            _say(f"all logs are in {options.keep_logs}")
-        raise typer.Exit(EXIT_FAILED) from error
+        kept = f"\nkvbridge demo: all logs are in {options.keep_logs}" if options.keep_logs is not None else ""
+        _end(f"{error}{kept}")
 
 
-def _say(text: str) -> None:
+def _end(text: str, code: int = EXIT_FAILED) -> NoReturn:
     typer.echo(f"kvbridge demo: {text}", err=True)
-
-
-def _refuse(text: str) -> NoReturn:
-    """End with the exit code for wrong options."""
-    _say(text)
-    raise typer.Exit(EXIT_CONFIG)
+    raise typer.Exit(code)

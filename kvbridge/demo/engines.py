@@ -1,234 +1,277 @@
-"""The demo's processes with a model: the prefill engine, the decode engine, and the model alone that they are compared with."""
+"""The demo's prefill engine, its decode engine, and the model alone that they are compared with. Each has a process of its own.
+
+Answers are facts for the report (JSON by the names that `--json` shows), and logits as numpy arrays [positions, vocabulary].
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
-import os
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from kvbridge.core.errors import ConflictError
-from kvbridge.core.geometry.components import Encoding
-from kvbridge.demo.generation import Generation, generations
-from kvbridge.demo.messages import Compute, Computed, Decoded, Job, Logits, Prefilled, Serve, page_ids
-from kvbridge.demo.model import DemoModel
-from kvbridge.demo.processes import Attached, Channel, RoomEnded
-from kvbridge.demo.prompts import Text
+from kvbridge.core.closing import Closing
+from kvbridge.core.errors import ConflictError, RoomFailedError, UnsupportedError
+from kvbridge.core.geometry.components import ComponentKind, Encoding
+from kvbridge.core.ids import IndexSpace, Tables
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.demo.options import DemoOptions
+from kvbridge.demo.prompts import Order, Text
 from kvbridge.demo.reference import SelectedAttention
-from kvbridge.engine import DecodeEngine, DecodeRoom, PrefillEngine
+from kvbridge.engine import DecodeEngine, DecodeRoom, Engine, PrefillEngine
 from kvbridge.engine.adapters.deepseek_v4 import (
     CacheCodec,
     Placement,
     PrefillPacker,
+    append,
     reencoded,
     replace_entries,
     unpack,
 )
-from kvbridge.engine.adapters.sparse_deepseek_v4 import reencoding_cache
-from kvbridge.engine.adapters.transformers import generate, prefill_chunks
+from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder, SparseRequest, reencoding_cache
+from kvbridge.engine.adapters.transformers import decode_step, generate, load_model, prefill_chunks, weights_digest
+from kvbridge.sparse import SparseCache
 from kvbridge.tier.keys import NO_KEYS, Keys
 
 IDLE_WAIT_S = 0.2
-NICENESS = 10
-"""The model alone steps back for what is being timed."""
+QUIET_S = 10.0
+
+Facts: TypeAlias = dict[str, Any]
+Logits: TypeAlias = npt.NDArray[np.float32]
+Cache: TypeAlias = Any
 
 
-def prefill(job: Job, channel: Channel) -> None:
-    """Compute every prompt that is ordered into the pages of its room, chunk by chunk."""
-    loaded = DemoModel.load(job, channel)
-    if channel.next_order() is None:
-        return
-    with PrefillEngine.attach(job.prefill_runtime_dir) as engine:
-        codec = loaded.codec(engine.geometry)
-        channel.report(Attached())
-        while (order := channel.next_order()) is not None:
-            _prefill(job, channel, loaded, engine=engine, codec=codec, order=order)
-            for event in engine.events():
-                if event.kind in {"aborted", "failed"}:
-                    channel.report(RoomEnded.told(event, "prefill"))
+class Model(Closing):
+    """The model with random weights that every process loads."""
+
+    def __init__(self, options: DemoOptions) -> None:
+        """Raises InvalidInputError or UnsupportedError for what the demo cannot run."""
+        self.options = options
+        device = torch.device(options.torch_device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise UnsupportedError(
+                f"--device cuda: torch {torch.__version__} cannot use a GPU here; install a build of torch with CUDA, or leave "
+                "--device out"
+            )
+        dtype = getattr(torch, options.dtype)
+        self.model = load_model(options.facts, dtype=dtype, device=device)
+        self.codec = CacheCodec(options.geometry, self.model.config, dtype=dtype, device=device)
+        self.weights = weights_digest(self.model)
+        self.loaded = {"weights": self.weights} | {
+            package: importlib.metadata.version(package) for package in ("torch", "transformers")
+        }
+        self._closing = ExitStack()
+
+    def keys(self, engine: Engine, tokens: Text) -> Keys:
+        """Return the page keys of tokens whose pages are to stay."""
+        return engine.page_keys(tokens) if self.options.turns else NO_KEYS
+
+    def close(self) -> None:
+        """Detach from the daemon."""
+        self._closing.close()
 
 
-def _prefill(
-    job: Job, channel: Channel, loaded: DemoModel, *, engine: PrefillEngine, codec: CacheCodec, order: Serve
-) -> None:
-    keys = engine.page_keys(order.prompt) if order.page_keys else NO_KEYS
-    begun = engine.begin(order.room, prompt_tokens=len(order.prompt), page_hashes=keys)
-    computed, views = begun.computed_tokens, list(engine.views.values())
-    packers = [
-        PrefillPacker(
-            codec,
-            Placement(each, begun.tables),
-            prompt_tokens=len(order.prompt),
+class Prefill(Model):
+    """The prefill engine."""
+
+    def attach(self, runtime_dir: Path) -> None:
+        """Attach to the daemon."""
+        self.engine = self._closing.enter_context(PrefillEngine.attach(runtime_dir))
+
+    def serve(self, orders: Sequence[Order]) -> list[tuple[Facts, Logits]]:
+        """Compute prompts into the pages of their rooms, one after another."""
+        return [self._serve(order) for order in orders]
+
+    def _serve(self, order: Order) -> tuple[Facts, Logits]:
+        engine, prompt, room = self.engine, order.prompt, order.room
+        begun = engine.begin(room, prompt_tokens=len(prompt), page_hashes=self.keys(engine, prompt))
+        computed, views = begun.computed_tokens, engine.views.values()
+        packer = PrefillPacker(
+            self.codec,
+            Placement(views, begun.tables),
+            prompt_tokens=len(prompt),
             computed_tokens=computed,
             checkpoints=begun.checkpoints,
         )
-        for each in views
-    ]
 
-    def publish(held: Any, upto: int) -> None:  # noqa: ANN401 - transformers is untyped
-        for packer in packers:
+        def publish(held: Cache, upto: int) -> None:
             packer.advance(held)
-        engine.publish(order.room, upto)
+            engine.publish(room, upto)
 
-    cache = unpack(codec, [Placement(each, begun.restore) for each in views], tokens=computed) if computed else None
-    result = prefill_chunks(loaded.model, order.prompt, chunk_tokens=job.chunk_tokens, on_chunk=publish, cache=cache)
-    logits = _array(result.logits[None])
-    pages = page_ids(begun.tables)
-    channel.report(Prefilled(order.number, pages, computed, begun.host_tokens, time.monotonic(), logits))
-    note = json.dumps([order.number, result.first_token, loaded.weights]).encode()
-    engine.finish(order.room, metadata=note, checkpoints=packers[0].checkpointed)
-
-
-def decode(job: Job, channel: Channel) -> None:
-    """Serve the job's requests, whichever room they come in, then wait for the end."""
-    loaded = DemoModel.load(job, channel)
-    if channel.next_order() is None:
-        return
-    with DecodeEngine.attach(job.decode_runtime_dir) as engine, generations(job, loaded, engine) as begin:
-        channel.report(Attached())
-        _Decoding(job, channel, loaded, engine, begin).run()
-        engine.events(IDLE_WAIT_S)  # on a GPU, releases are sent once it is through with the pages
-        while channel.next_order() is not None:
-            pass
+        cache = unpack(self.codec, Placement(views, begun.restore), tokens=computed) if computed else None
+        chunk_tokens = self.options.chunk_tokens
+        made = prefill_chunks(self.model, prompt, chunk_tokens=chunk_tokens, on_chunk=publish, cache=cache)
+        logits = _array(made.logits[None])
+        facts = {
+            "prefilled_s": time.monotonic(),
+            "computed_tokens": computed,
+            "computed_host_tokens": begun.host_tokens,
+            "source_pages": _page_ids(begun.tables),
+        }
+        note = json.dumps([order.number, made.first_token, self.weights]).encode()
+        engine.finish(room, metadata=note, checkpoints=packer.checkpointed)
+        for event in engine.events():
+            _check_alive(event, "prefill")
+        return facts, logits
 
 
 @dataclass
-class _Active:
+class _Decoding:
     """One request that tokens are being generated for."""
 
-    order: Serve
+    order: Order
     claimed: DecodeRoom
-    claimable_s: float
-    generation: Generation
+    cache: Cache
+    sparse: SparseRequest | None
     tokens: list[int]
     """Fed so far, and the next one to feed."""
+    facts: Facts
     logits: list[torch.Tensor] = field(default_factory=list)
 
 
-class _Decoding:
-    """The decode engine's loop: claim what has arrived, take a step for every request, release what is through."""
+class Decode(Model):
+    """The decode engine."""
 
-    def __init__(
-        self,
-        job: Job,
-        channel: Channel,
-        loaded: DemoModel,
-        engine: DecodeEngine,
-        begin: Callable[[DecodeRoom], Generation],
-    ) -> None:
-        self._job = job
-        self._channel = channel
-        self._loaded = loaded
-        self._engine = engine
-        self._begin = begin
-        self._orders: dict[int, Serve] = {}
-        """By room; each comes before its room does."""
-        self._active: list[_Active] = []
+    def attach(self, runtime_dir: Path) -> None:
+        """Attach to the daemon, and make the hot buffer if decode is sparse."""
+        self.engine = engine = self._closing.enter_context(DecodeEngine.attach(runtime_dir))
+        self._decoder: SparseDecoder | None = None
+        if (settings := self.options.hot_buffer) is not None:
+            component = self.codec.geometry.component(ComponentKind.C4_KV)
+            regions = [
+                views.region(component.kind, layer, space=IndexSpace.HOST).region
+                for views in engine.views.values()
+                for layer in views.layers(component.kind)
+            ]
+            store = self._closing.enter_context(SparseCache(settings, component, regions, self.codec.device))
+            self._decoder = self._closing.enter_context(SparseDecoder(self.model, self.codec, store))
 
-    def run(self) -> None:
-        """Until every request of the job is through."""
-        missing = self._job.requests
-        while missing:
-            for event in self._engine.events(0.0 if self._active else IDLE_WAIT_S):
+    def serve(self, orders: Sequence[Order]) -> list[tuple[Facts, Text, Logits]]:
+        """Claim rooms as they arrive, take one step after another for every request that is here, and release them."""
+        expected = {order.room: order for order in orders}
+        active: list[_Decoding] = []
+        found: dict[int, tuple[Facts, Text, Logits]] = {}
+        while len(found) < len(orders):
+            for event in self.engine.events(0.0 if active else IDLE_WAIT_S):
+                _check_alive(event, "decode")
                 if event.kind == "committed":
-                    self._active.append(self._claim(event.room))
-                elif event.kind in {"aborted", "failed"}:
-                    self._channel.report(RoomEnded.told(event, "decode"))
-            for each in self._active:
-                each.logits.append(each.generation.step(each.tokens[-1]))
-                each.tokens.append(int(each.logits[-1].argmax()))
-            for each in [each for each in self._active if len(each.logits) == self._job.steps]:
-                self._active.remove(each)
-                self._release(each)
-                missing -= 1
+                    active.append(self._claim(expected[event.room]))
+            for each in active:
+                self._step(each)
+            for each in [each for each in active if len(each.logits) == self.options.step_count]:
+                active.remove(each)
+                found[each.order.number] = self._release(each)
+        self.engine.events(IDLE_WAIT_S)  # on a GPU, releases are sent once it is through with the pages
+        return [found[order.number] for order in orders]
 
-    def _claim(self, room: int) -> _Active:
+    def _step(self, each: _Decoding) -> None:
+        if each.sparse is not None and self._decoder is not None:
+            each.logits.append(self._decoder.step(each.sparse, token=each.tokens[-1]))
+        else:
+            each.logits.append(decode_step(self.model, each.cache, token=each.tokens[-1]))
+        each.tokens.append(int(each.logits[-1].argmax()))
+
+    def _claim(self, order: Order) -> _Decoding:
         """Claim a committed room and take its cache out of the pages."""
-        while room not in self._orders and (known := self._channel.next_order()) is not None:
-            self._orders[known.room] = known
-        order = self._orders.pop(room)
-        claimed = self._engine.claim(room, page_hashes=self._keys(order, ()))
-        claimable_s = time.monotonic() - claimed.phases_s.get("commit_to_claim", 0.0)
+        claimed = self.engine.claim(order.room, page_hashes=self.keys(self.engine, order.prompt))
+        facts = {
+            "claimable_s": time.monotonic() - claimed.phases_s.get("commit_to_claim", 0.0),
+            "prefix_tokens": claimed.prefix_tokens,
+            "prefix_host_tokens": claimed.host_tokens,
+            "arrived_bytes": {kind.value: amount.bytes for kind, amount in claimed.amounts.items()},
+            "destination_pages": _page_ids(claimed.tables),
+        }
         notes = set(claimed.metadata.values())
         if len(notes) != 1:
-            raise ConflictError(f"room {room}: prefill ranks {sorted(claimed.metadata)} sent different first tokens")
-        number, first_token, weights = json.loads(notes.pop())
-        if weights != self._loaded.weights:
             raise ConflictError(
-                f"request {number} was computed by a model with weights {weights}, this process has {self._loaded.weights}; "
-                "two releases of torch or transformers?"
+                f"room {order.room}: prefill ranks {sorted(claimed.metadata)} sent different first tokens"
             )
-        if number != order.number:
-            raise ConflictError(f"room {room} was to bring request {order.number} and brought {number}")
-        return _Active(order, claimed, claimable_s, self._begin(claimed), [first_token])
-
-    def _release(self, each: _Active) -> None:
-        order, claimed, fed = each.order, each.claimed, tuple(each.tokens[: self._job.steps])
-        figures, rows = each.generation.end() or (None, None)
-        keys = self._keys(order, fed)
-        self._engine.release(order.room, valid_tokens=len(order.prompt) + len(fed), page_hashes=keys, sparse=rows)
-        self._channel.report(
-            Decoded(
-                number=order.number,
-                pages=page_ids(claimed.tables),
-                prefix_tokens=claimed.prefix_tokens,
-                host_tokens=claimed.host_tokens,
-                amounts=claimed.amounts,
-                claimable_s=each.claimable_s,
-                tokens=fed,
-                logits=_array(torch.stack(each.logits)),
-                sparse=figures,
+        number, first_token, weights = json.loads(notes.pop())
+        if (number, weights) != (order.number, self.weights):
+            raise ConflictError(
+                f"room {order.room} was to bring request {order.number} of weights {self.weights}, and brought {number} of "
+                f"{weights}; two releases of torch or transformers?"
             )
-        )
+        placement, tokens = Placement(self.engine.views.values(), claimed.tables), claimed.prompt_tokens
+        if self._decoder is None:
+            cache, sparse = unpack(self.codec, placement, tokens=tokens), None
+        else:
+            slot = self._decoder.store.requests.free_slot()
+            sparse = self._decoder.admit(slot, placement, tokens=tokens, shared_tokens=claimed.prefix_tokens)
+            cache = sparse.cache
+        return _Decoding(order, claimed, cache, sparse, [first_token], facts)
 
-    def _keys(self, order: Serve, answer: Text) -> Keys:
-        """Return the page keys of a prompt and its answer, for a room that has any."""
-        return self._engine.page_keys(order.prompt + answer) if order.page_keys else NO_KEYS
+    def _release(self, each: _Decoding) -> tuple[Facts, Text, Logits]:
+        """Write the rows of the answer into the pages, and give them back."""
+        order, fed, rows = each.order, tuple(each.tokens[:-1]), None
+        placement = Placement(self.engine.views.values(), each.claimed.tables)
+        append(self.codec, each.cache, placement, from_token=len(order.prompt))
+        if each.sparse is not None and self._decoder is not None:
+            store, slot = self._decoder.store, each.sparse.request_slot
+            counts, per_row = store.counts(slot), store.component.tokens_per_row
+            steps = range(len(order.prompt) + 1, each.sparse.tokens + 1)
+            selected = sum(min(store.settings.top_k, tokens // per_row) for tokens in steps) * len(store.layers)
+            each.facts["sparse"] = {
+                "selected": selected,
+                "in_hot_slots": counts.hits,
+                "loaded": counts.loaded,
+                "rows": each.sparse.tokens // per_row,
+            }
+            released = store.release(slot)
+            released.wait(QUIET_S)
+            rows = released.rows()
+        stated = order.prompt + fed
+        keys = self.keys(self.engine, stated)
+        self.engine.release(order.room, valid_tokens=len(stated), page_hashes=keys, sparse=rows)
+        return each.facts, fed, _array(torch.stack(each.logits))
 
 
-def alone(job: Job, channel: Channel) -> None:
-    """Compute every prompt that is ordered and generate, in one process and without kvbridge."""
-    os.nice(NICENESS)
-    model = _Alone(job, DemoModel.load(job, channel))
-    while (order := channel.next_order()) is not None:
-        channel.report(model.compute(order))
+class Alone(Model):
+    """The model in one process and without kvbridge."""
 
-
-class _Alone:
-    """The model, and what is left of the requests before."""
-
-    def __init__(self, job: Job, loaded: DemoModel) -> None:
-        self._job = job
-        self._loaded = loaded
-        self._after: dict[int, Any] = {}
+    def __init__(self, options: DemoOptions) -> None:
+        super().__init__(options)
+        self._after: dict[int, Cache] = {}
         """The cache of each request after its answer."""
 
-    def compute(self, order: Compute) -> Computed:
-        """Compute one request; a cache that loses something as rows is encoded and decoded once."""
-        job, model = self._job, self._loaded.model
-        result = prefill_chunks(model, order.prompt, chunk_tokens=job.chunk_tokens)
-        as_it_is = job.encoding is Encoding.NATIVE and job.sparse is None and not order.kept_tokens
-        cache = result.cache if as_it_is else self._as_kept(result.cache, order)
-        attention = SelectedAttention(model)
-        with attention if job.sparse else nullcontext():
-            ours = generate(model, cache, first_token=result.first_token, steps=job.steps)
-        self._after[order.number] = cache
-        logits = _array(torch.cat([result.logits[None], ours.logits]))
-        return Computed(order.number, logits, attention.share_of_rounding if job.sparse else None)
+    def compute(self, questions: Sequence[tuple[int, Text, int, int]]) -> list[tuple[Facts, Logits]]:
+        """Compute prompts and generate: (number, prompt, the request that it continues, tokens that decode had kept)."""
+        return [self._compute(*question) for question in questions]
 
-    def _as_kept(self, cache: Any, order: Compute) -> Any:  # noqa: ANN401 - transformers is untyped
-        """Return the cache as decode gets it out of rows: sparse decode's, and with the entries that it had kept."""
-        codec = self._loaded.codec()
-        into = reencoding_cache(self._loaded.model.config, codec) if self._job.sparse else None
-        kept = reencoded(codec, cache, into=into)
-        if order.kept_tokens:
-            replace_entries(codec, kept, self._after[order.previous], tokens=order.kept_tokens)
-        return kept
+    def _compute(self, number: int, prompt: Text, previous: int, kept_tokens: int) -> tuple[Facts, Logits]:
+        """Generate from a cache as decode gets it out of rows, with the rows of the answer before that decode had kept."""
+        options, config = self.options, self.model.config
+        made = prefill_chunks(self.model, prompt, chunk_tokens=options.chunk_tokens)
+        cache = made.cache
+        if options.sparse or kept_tokens or options.encoding.value != Encoding.NATIVE.value:
+            into = reencoding_cache(config, self.codec) if options.sparse else None
+            cache = reencoded(self.codec, cache, into=into)
+        if kept_tokens:
+            replace_entries(self.codec, cache, self._after[previous], tokens=kept_tokens)
+        attention = SelectedAttention(self.model)
+        with attention if options.sparse else nullcontext():
+            ours = generate(self.model, cache, first_token=made.first_token, steps=options.step_count)
+        if options.keep_answers:
+            self._after[number] = cache
+        share = attention.share_of_rounding if options.sparse else None
+        return {"share_of_rounding": share}, _array(torch.cat([made.logits[None], ours.logits]))
+
+
+def _check_alive(event: RoomEvent, side: str) -> None:
+    if event.kind in {"aborted", "failed"}:
+        raise RoomFailedError(f"room {event.room} {event.kind} on {side}: {event.reason}")
+
+
+def _page_ids(tables: Tables) -> dict[str, list[int]]:
+    return {space.value: table.ids.tolist() for space, table in tables.items()}
 
 
 def _array(logits: torch.Tensor) -> Logits:

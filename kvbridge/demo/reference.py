@@ -31,7 +31,6 @@ score is larger than sqrt(d).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -74,9 +73,7 @@ class SelectedAttention:
         self._model.set_attn_implementation(_NAME)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._model.set_attn_implementation("eager")
         for attention in self._layers:
             del attention.selected
@@ -86,7 +83,7 @@ class SelectedAttention:
 
 @dataclass
 class _Layer:
-    """What one C4 layer selected in the step that is being computed, and how well the two sums have agreed."""
+    """The rows that one C4 layer selected in the step that is being computed, and how well the two sums have agreed."""
 
     name: str
     entries: int = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +17,7 @@ from kvbridge.demo.reference import SelectedAttention
 from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker, reencoded
 from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder, SparseRequest, reencoding_cache
 from kvbridge.engine.adapters.transformers import Generated, Prefill, generate, load_model, prefill_chunks
-from kvbridge.engine.views import PoolViews
 from kvbridge.sparse import SparseCache
-from tests.helpers.cache_watch import CacheWatch, Trace
 from tests.helpers.tiny_model import load_config, prompt_tokens
 from tests.helpers.torch_pools import Form, Pools, make_pools
 
@@ -33,7 +30,6 @@ class Alone:
     """A request that the model decoded alone, in the arithmetic of sparse decode."""
 
     generated: Generated
-    trace: Trace
     cache: DynamicCache
     share_of_rounding: float
     """Of what may lie between its attention and the dense model's; see `reference`."""
@@ -60,7 +56,6 @@ class SparseModelPair:
     ) -> None:
         facts = config or load_config()
         self.device = torch.device(device)
-        self.encoding = encoding
         self.model = load_model(facts, device=self.device)
         self.geometry = geometry_from_config(facts, encoding=encoding)
         self.codec = CacheCodec(self.geometry, self.model.config, device=self.device)
@@ -70,28 +65,20 @@ class SparseModelPair:
     def prefill(self, tokens: int, *, offset: int = 0) -> Prefill:
         return prefill_chunks(self.model, prompt_tokens(tokens, offset=offset), chunk_tokens=512)
 
-    def dense(self, prefill: Prefill, steps: int) -> Generated:
-        """The model as it is; rows that are quantised lose what they lose on the way."""
-        return generate(self.model, self._whole(prefill), first_token=prefill.first_token, steps=steps)
-
     def alone(self, prefill: Prefill, steps: int) -> Alone:
-        """The same in the arithmetic of sparse decode: what that must give to the last bit."""
-        cache, attention = self._whole(prefill), SelectedAttention(self.model)
-        with closing(CacheWatch(self.model)) as watch, attention:
+        """What sparse decode must give to the last bit; quantised rows lose what they lose on the way."""
+        cache = reencoded(self.codec, prefill.cache, into=reencoding_cache(self.model.config, self.codec))
+        attention = SelectedAttention(self.model)
+        with attention:
             generated = generate(self.model, cache, first_token=prefill.first_token, steps=steps)
-        return Alone(generated, watch.take(), cache, attention.share_of_rounding)
-
-    def _whole(self, prefill: Prefill) -> DynamicCache:
-        exact = self.encoding is Encoding.NATIVE
-        into = None if exact else reencoding_cache(self.model.config, self.codec)
-        return reencoded(self.codec, prefill.cache, into=into)
+        return Alone(generated, cache, attention.share_of_rounding)
 
     def pools(self, prefill: Prefill, *, steps: int, seed: int = 0) -> Pools:
         """Pages that hold a request, as a transfer leaves them, with room for `steps` more tokens."""
         tokens = prefill.cache.get_seq_length()
         form = Form(host=HOST, page_first=True, extent_pages=3)
         pools = make_pools(self.geometry, tokens=tokens + steps, prompt_tokens=tokens, seed=seed, form=form)
-        placement = Placement(pools.views, pools.tables)
+        placement = Placement([pools.views], pools.tables)
         PrefillPacker(self.codec, placement, prompt_tokens=tokens).advance(prefill.cache)
         return pools
 
@@ -100,7 +87,7 @@ class SparseModelPair:
         settings = SparseSettings(
             max_requests=max_requests, hot_rows=hot_rows, top_k=self.top_k, max_tokens=max_tokens, **more
         )
-        regions = [host_region(host.views, layer) for layer in self.c4.layers]
+        regions = [host.views.region(C4, layer, space=IndexSpace.HOST).region for layer in self.c4.layers]
         return SparseCache(settings, self.c4, regions, self.device)
 
     def host_entries(self, host: Pools, layer: int, tables: Tables, *, start: int, stop: int) -> torch.Tensor:
@@ -109,14 +96,10 @@ class SparseModelPair:
         return self.codec.row_codec(C4).decode(rows).to(self.device)
 
 
-def host_region(views: PoolViews, layer: int) -> Any:
-    return views.region(C4, layer, space=IndexSpace.HOST).region
-
-
 def admitted(decoder: SparseDecoder, pools: Pools, slot: int, *, tokens: int, host: PageTable | None = None):
     """Admit the request in `pools`, with its own host table or another one."""
     tables = pools.tables if host is None else {**pools.tables, IndexSpace.HOST: host}
-    return decoder.admit(slot, [Placement(pools.views, tables)], tokens=tokens)
+    return decoder.admit(slot, Placement([pools.views], tables), tokens=tokens)
 
 
 def fed(decoder: SparseDecoder, request: SparseRequest, tokens: Sequence[int]) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Hugging Face's DeepSeek-V4 cache as rows of components, and back.
 
-What the cache keeps of L tokens, one request at a time, and where it goes:
+The cache of one request of L tokens, and the component of each part:
 
-- `keys`: the last `sliding_window - 1` keys, `swa_kv`. The component's window is one row longer; that oldest row can
-  never be read again, and is written as zeros.
+- `keys`: the last `sliding_window - 1` keys, `swa_kv`. The component's window is one row longer. The model never reads that oldest
+  row again; it is written as zeros.
 - `compressed_kv`: one entry for each `compress_rate` complete tokens: `c4_kv`, `c4_indexer`, `c128_kv`.
 - `buffer_kv` and `buffer_gate`: the L % rate tokens that wait for their block, and in sparse layers `overlap_kv` and
   `overlap_gate`: the Ca half of the last complete block. Both are rows of the states: [kv | gate] in heavy layers,
@@ -13,7 +13,7 @@ What the cache keeps of L tokens, one request at a time, and where it goes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -22,8 +22,7 @@ import torch
 from transformers import DeepseekV4Config, DynamicCache
 
 from kvbridge.core.errors import ConflictError, InvalidInputError
-from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
-from kvbridge.core.geometry.pages import NO_HOST
+from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry, RowInterval
 from kvbridge.core.ids import Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.encodings import RowCodec, row_codec
@@ -37,6 +36,7 @@ _ENTRIES = {
     ComponentKind.C4_INDEXER: "indexer",
     ComponentKind.C128_KV: "compressor",
 }
+"""The cache's own name for each component that grows."""
 _STATE_OF = {
     ComponentKind.C4_KV: ComponentKind.C4_STATE,
     ComponentKind.C4_INDEXER: ComponentKind.C4_INDEXER_STATE,
@@ -54,6 +54,7 @@ _KINDS = {
     ),
     HEAVY: (ComponentKind.SWA_KV, ComponentKind.C128_KV, ComponentKind.C128_STATE),
 }
+_RATES = ((ComponentKind.C4_KV, SPARSE), (ComponentKind.C128_KV, HEAVY))
 
 CPU = torch.device("cpu")
 NO_CHECKPOINTS: Mapping[int, Tables] = MappingProxyType({})
@@ -65,23 +66,11 @@ ReadRows = Callable[[Component, int, int, int], torch.Tensor]
 """(component, layer, start row, stop row) -> uint8 [stop - start, row_bytes]."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """One rank's part of one request: its pools, and the request's pages in them."""
-
-    views: PoolViews
-    tables: Tables
-
-
 class CacheCodec:
     """Turns a model's cache into rows and back. One for a model; keeps nothing of a request.
 
-    `config` is the model's DeepseekV4Config, `geometry` the one that both instances agreed on, `dtype` what the model
-    computes in and `device` where: caches that are made here live there, wherever their pages are. Raises
-    InvalidInputError when geometry and model do not fit.
-
-    Bit-exact for the native encoding, with one exception: a bf16 model whose position bias is fp32 has fp32 overlap
-    gates, which only fp32 states (those of fp8_v4) keep whole.
+    Native rows keep every bit, with one exception: a bf16 model whose position bias is fp32 has fp32 overlap gates, which only
+    fp32 states (those of fp8_v4) keep whole.
     """
 
     def __init__(
@@ -92,11 +81,14 @@ class CacheCodec:
         dtype: torch.dtype = torch.float32,
         device: torch.device = CPU,
     ) -> None:
+        """The model computes in `dtype` on `device`; caches that are made here live there.
+
+        Raises InvalidInputError when geometry and model do not fit.
+        """
         self.geometry = geometry
         self.dtype = dtype
         self.device = device
         self._config = config
-        self._window: int = config.sliding_window
         self.kinds = [_KINDS[kind] for kind in config.layer_types or ()]
         """The components of each layer."""
         _check_fit(geometry, config, self.kinds)
@@ -119,29 +111,24 @@ class CacheCodec:
             )
         return self._codecs[component.kind].encode(values)
 
-    def decode(
-        self,
-        tokens: int,
-        read: ReadRows,
-        *,
-        into: DynamicCache | None = None,
-        elsewhere: frozenset[ComponentKind] = NO_HOST,
-    ) -> DynamicCache:
-        """Return a cache of `tokens` tokens made of the rows that `read` answers; its tensors are its own.
+    def decode(self, tokens: int, read: ReadRows, *, into: DynamicCache | None = None) -> DynamicCache:
+        """Return a cache of `tokens` tokens made of the rows that `read` returns; its tensors are its own.
 
-        `into` is an empty cache to fill; left out, a new one of the model's own layers. Entries of the kinds in
-        `elsewhere` are not read, only counted: the layers of `into` know how to come by them.
+        `into` is an empty cache to fill; left out, a new one of the model's own layers.
         """
         if tokens < 1:
             raise InvalidInputError(f"a cache of {tokens} tokens has nothing to continue from")
         cache = DynamicCache(config=self._config) if into is None else into
+        held: CacheLayer
         for layer, held in enumerate(cache.layers):
-            self._decode_window(held, layer, tokens=tokens, read=read)
+            start = max(0, tokens - self._config.sliding_window + 1)
+            keys = self._values(ComponentKind.SWA_KV, layer, read, start=start, stop=tokens)[None, None]
+            held.lazy_initialization(keys, keys)
+            held.keys = held.values = keys  # one tensor in this model
+            held.cumulative_length = tokens
             for kind in self.kinds[layer]:
                 if kind in _ENTRIES:
-                    self._decode_state(held, kind, layer, tokens=tokens, read=read)
-                if kind in _ENTRIES and kind not in elsewhere:
-                    self._decode_entries(held, kind, layer, read=read)
+                    self._decode_entries(held, kind, layer, tokens=tokens, read=read)
         return cache
 
     def row_codec(self, kind: ComponentKind) -> RowCodec:
@@ -160,22 +147,14 @@ class CacheCodec:
     def _values(self, kind: ComponentKind, layer: int, read: ReadRows, *, start: int, stop: int) -> torch.Tensor:
         return self._codecs[kind].decode(read(self.geometry.component(kind), layer, start, stop)).to(self.device)
 
-    def _decode_window(self, held: CacheLayer, layer: int, *, tokens: int, read: ReadRows) -> None:
-        start = max(0, tokens - self._window + 1)
-        keys = self._values(ComponentKind.SWA_KV, layer, read, start=start, stop=tokens)[None, None]
-        held.lazy_initialization(keys, keys)
-        # Keys and values are one tensor in this model.
-        held.keys = held.values = keys
-        held.cumulative_length = tokens
-
-    def _decode_entries(self, held: CacheLayer, kind: ComponentKind, layer: int, *, read: ReadRows) -> None:
-        name = _ENTRIES[kind]
-        held.compressed_kv[name] = self._values(kind, layer, read, start=0, stop=held.entry_count[name])[None]
-
-    def _decode_state(self, held: CacheLayer, kind: ComponentKind, layer: int, *, tokens: int, read: ReadRows) -> None:
-        """Set the count of entries, and what waits to become the next one."""
+    def _decode_entries(
+        self, held: CacheLayer, kind: ComponentKind, layer: int, *, tokens: int, read: ReadRows
+    ) -> None:
+        """Set the entries of one kind, and what waits to become the next one."""
         name = _ENTRIES[kind]
         held.entry_count[name] = tokens // self.geometry.component(kind).tokens_per_row
+        if kind not in elsewhere(held):
+            held.compressed_kv[name] = self._values(kind, layer, read, start=0, stop=held.entry_count[name])[None]
         state = self.geometry.component(_STATE_OF[kind])
         live = state.live_rows(tokens)
         rows = self._values(state.kind, layer, read, start=live.start, stop=live.stop)
@@ -189,54 +168,47 @@ class CacheCodec:
             held.overlap_gate[name] = gate[:overlap_rows, :ca].clone()[None]
 
 
-def append(
-    codec: CacheCodec,
-    cache: DynamicCache,
-    *,
-    placement: Placement,
-    from_token: int,
-    elsewhere: frozenset[ComponentKind] = NO_HOST,
-) -> None:
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """One request's pages: the pools of every rank here, and the request's tables."""
+
+    views: Collection[PoolViews]
+    tables: Tables
+
+    def read(self, component: Component, layer: int, start: int, stop: int) -> torch.Tensor:
+        """Return rows of the first rank that holds them. Raises InvalidInputError when no rank does."""
+        for views in self.views:
+            if layer in views.layers(component.kind):
+                return views.read_rows(component.kind, layer, tables=self.tables, start_row=start, stop_row=stop)
+        raise InvalidInputError(f"no rank here holds {component.kind} layer {layer}; pass the views of every stage")
+
+    def write(self, codec: CacheCodec, cache: DynamicCache, component: Component, rows: RowInterval) -> None:
+        """Write rows of one component into the pages of every layer that is here, unless the cache has them elsewhere."""
+        for views in self.views if rows.stop > rows.start else ():
+            for layer in views.layers(component.kind):
+                if component.kind not in elsewhere(cache.layers[layer]):
+                    encoded = codec.encode(cache, component, layer, start=rows.start, stop=rows.stop)
+                    views.write_rows(component.kind, layer, tables=self.tables, start_row=rows.start, rows=encoded)
+
+
+def append(codec: CacheCodec, cache: DynamicCache, placement: Placement, *, from_token: int) -> None:
     """Write the entries that were completed after `from_token` tokens into the growing pages; the tables must cover them.
 
-    This is decode's side: the pages that are whole then hold all that others may share of an answer. The cache holds the tokens
-    that were *fed*, one less than were produced. Windows and states are not written: decode shares none.
-    Entries of the kinds in `elsewhere` are not in this cache; whoever has them writes them.
+    Decode so completes the pages of an answer that others may share. The cache holds the tokens that were *fed*, one less than were
+    produced. Decode shares no windows and states: they are not written.
     """
-    tokens = cache.get_seq_length()
-    for component, layer in _held(codec, placement):
-        if component.liveness is Liveness.GROWING and component.kind not in elsewhere:
-            rows = component.live_rows(tokens, from_token)
-            _write(codec, cache, placement, component, layer, (rows.start, rows.stop))
+    for component in codec.geometry.components:
+        if component.liveness is Liveness.GROWING:
+            placement.write(codec, cache, component, component.live_rows(cache.get_seq_length(), from_token))
 
 
-def unpack(
-    codec: CacheCodec,
-    placements: Sequence[Placement],
-    *,
-    tokens: int,
-    into: DynamicCache | None = None,
-    elsewhere: frozenset[ComponentKind] = NO_HOST,
-) -> DynamicCache:
-    """Return a fresh cache of `tokens` tokens from pages; decoding continues from it.
+def unpack(codec: CacheCodec, placement: Placement, *, tokens: int, into: DynamicCache | None = None) -> DynamicCache:
+    """Return a fresh cache of `tokens` tokens from pages; decoding continues from it, and no part of it refers to page memory.
 
-    `placements` together hold every layer (pipeline stages hold different ones); the first that holds a component of a
-    layer is read. Nothing in the cache refers to page memory. A prefill goes on from a prefix in the same way, with tables whose
-    windows are a checkpoint: those that a cache had when it held exactly `tokens`. `into` and `elsewhere` are as in
-    `CacheCodec.decode`. Raises InvalidInputError when a layer is held by nobody.
+    A prefill continues from a prefix in the same way, with tables whose windows are a checkpoint of exactly `tokens` tokens.
+    `into` is as in `CacheCodec.decode`. Raises InvalidInputError when no rank holds a layer.
     """
-    homes: dict[tuple[ComponentKind, int], Placement] = {}
-    for placement in placements:
-        for component, layer in _held(codec, placement):
-            homes.setdefault((component.kind, layer), placement)
-
-    def read(component: Component, layer: int, start: int, stop: int) -> torch.Tensor:
-        home = homes.get((component.kind, layer))
-        if home is None:
-            raise InvalidInputError(f"no rank here holds {component.kind} layer {layer}; pass the views of every stage")
-        return home.views.read_rows(component.kind, layer, tables=home.tables, start_row=start, stop_row=stop)
-
-    return codec.decode(tokens, read, into=into, elsewhere=elsewhere)
+    return codec.decode(tokens, placement.read, into=into)
 
 
 def reencoded(codec: CacheCodec, cache: DynamicCache, *, into: DynamicCache | None = None) -> DynamicCache:
@@ -251,7 +223,7 @@ def reencoded(codec: CacheCodec, cache: DynamicCache, *, into: DynamicCache | No
 def replace_entries(codec: CacheCodec, cache: DynamicCache, by: DynamicCache, *, tokens: int) -> None:
     """Take the entries of the first `tokens` tokens from another cache; windows and states stay.
 
-    It is what a decode node does that kept rows of an answer, computed one token at a time, where prefill computes them by chunks.
+    A decode node that kept rows of an answer does the same. It computed them one token at a time, prefill computes by chunks.
     """
     for layer, kinds in enumerate(codec.kinds):
         held: CacheLayer = cache.layers[layer]
@@ -266,12 +238,7 @@ def replace_entries(codec: CacheCodec, cache: DynamicCache, by: DynamicCache, *,
 class PrefillPacker:
     """Writes a request's pages as its prompt is computed, chunk by chunk.
 
-    Call `advance` after each chunk: it writes the rows that became final and returns the section to publish. The last
-    chunk brings the windows and states. Several packers over one cache (one for each pipeline stage) are fine.
-
-    `computed_tokens`: where the cache started, at a page's end; the pages before it are shared and not written. `checkpoints`:
-    by the tokens at which they are wanted, the tables in which windows and states go then; each is written when the cache holds
-    exactly so many after a chunk. `checkpointed` says which were.
+    Call `advance` after each chunk: it writes the rows that became final. The last chunk brings the windows and states.
     """
 
     def __init__(
@@ -283,7 +250,11 @@ class PrefillPacker:
         computed_tokens: int = 0,
         checkpoints: Mapping[int, Tables] = NO_CHECKPOINTS,
     ) -> None:
-        """Raises InvalidInputError for a start that is no page's end."""
+        """The cache starts at `computed_tokens`, a page's end; the pages before it are shared and not written.
+
+        `checkpoints`: the tables for windows and states, by the tokens at which they are wanted. Each is written when the cache
+        holds exactly so many tokens after a chunk. Raises InvalidInputError for a start that is no page's end.
+        """
         page = codec.geometry.tokens_per_page
         if computed_tokens % page:
             raise InvalidInputError(
@@ -295,8 +266,9 @@ class PrefillPacker:
         self._packed_tokens = computed_tokens
         self._wanted = checkpoints
         self.checkpointed: list[int] = []
+        """The checkpoints that were written."""
 
-    def advance(self, cache: DynamicCache) -> Section:
+    def advance(self, cache: DynamicCache) -> None:
         """Write what the cache has beyond the last call. Raises ConflictError when it went backwards or too far."""
         tokens = cache.get_seq_length()
         if not self._packed_tokens <= tokens <= self._prompt_tokens:
@@ -304,41 +276,21 @@ class PrefillPacker:
                 f"the cache holds {tokens} tokens; {self._packed_tokens} of {self._prompt_tokens} are packed"
             )
         section = Section(prompt_tokens=self._prompt_tokens, start_token=self._packed_tokens, stop_token=tokens)
-        for component, layer in _held(self._codec, self._placement):
-            rows = section_rows(component, section)
-            _write(self._codec, cache, self._placement, component, layer, (rows.start, rows.stop))
-        if tokens in self._wanted:
-            self._write_checkpoint(cache, tokens)
+        for component in self._codec.geometry.components:
+            self._placement.write(self._codec, cache, component, section_rows(component, section))
         self._packed_tokens = tokens
-        return section
-
-    def _write_checkpoint(self, cache: DynamicCache, tokens: int) -> None:
-        placement = Placement(self._placement.views, self._wanted[tokens])
-        for component, layer in _held(self._codec, placement):
-            if component.liveness is not Liveness.GROWING:
-                rows = component.live_rows(tokens)
-                _write(self._codec, cache, placement, component, layer, (rows.start, rows.stop))
-        self.checkpointed.append(tokens)
+        if tokens in self._wanted:
+            checkpoint = Placement(self._placement.views, self._wanted[tokens])
+            for component in self._codec.geometry.components:
+                if component.liveness is not Liveness.GROWING:
+                    checkpoint.write(self._codec, cache, component, component.live_rows(tokens))
+            self.checkpointed.append(tokens)
 
 
-def _held(codec: CacheCodec, placement: Placement) -> Iterator[tuple[Component, int]]:
-    for component in codec.geometry.components:
-        for layer in placement.views.layers(component.kind):
-            yield component, layer
-
-
-def _write(
-    codec: CacheCodec,
-    cache: DynamicCache,
-    placement: Placement,
-    component: Component,
-    layer: int,
-    rows: tuple[int, int],
-) -> None:
-    start, stop = rows
-    if stop > start:
-        encoded = codec.encode(cache, component, layer, start=start, stop=stop)
-        placement.views.write_rows(component.kind, layer, tables=placement.tables, start_row=start, rows=encoded)
+def elsewhere(held: CacheLayer) -> Collection[ComponentKind]:
+    """Return the components whose entries a layer of a cache does not hold itself."""
+    kinds: Collection[ComponentKind] = getattr(held, "entries_elsewhere", ())
+    return kinds
 
 
 def _window_values(held: CacheLayer, start: int, stop: int) -> torch.Tensor:
@@ -352,25 +304,22 @@ def _window_values(held: CacheLayer, start: int, stop: int) -> torch.Tensor:
 
 
 def _state_values(held: CacheLayer, component: Component, start: int, stop: int) -> torch.Tensor:
-    """Overlap rows, then buffered rows; rows [start, stop) of them."""
+    """Return rows [start, stop) of the overlap rows and the buffered rows after them."""
     name = _STATES[component.kind]
     kv, gate = held.buffer_kv[name][0], held.buffer_gate[name][0]
     first = held.cumulative_length - len(kv)
     if component.overlap and held.overlap_kv[name] is not None:
         overlap_kv, overlap_gate = held.overlap_kv[name][0], held.overlap_gate[name][0]
-        nothing = torch.zeros_like(overlap_kv)
-        kv = torch.cat([torch.cat([overlap_kv, nothing], dim=1), kv])
-        gate = torch.cat([torch.cat([overlap_gate, nothing.to(overlap_gate.dtype)], dim=1), gate])
+        kv = torch.cat([torch.nn.functional.pad(overlap_kv, (0, overlap_kv.shape[1])), kv])
+        gate = torch.cat([torch.nn.functional.pad(overlap_gate, (0, overlap_gate.shape[1])), gate])
         first -= len(overlap_kv)
     wide = torch.promote_types(kv.dtype, gate.dtype)
     return torch.cat([kv.to(wide), gate.to(wide)], dim=1)[start - first : stop - first]
 
 
 def _check_fit(geometry: ModelGeometry, config: DeepseekV4Config, kinds: list[tuple[ComponentKind, ...]]) -> None:
-    expected: dict[ComponentKind, list[int]] = {}
-    for layer, of_layer in enumerate(kinds):
-        for kind in of_layer:
-            expected.setdefault(kind, []).append(layer)
+    wanted = {kind: [layer for layer, held in enumerate(kinds) if kind in held] for kind in ComponentKind}
+    expected = {kind: layers for kind, layers in wanted.items() if layers}
     found = {component.kind: list(component.layers) for component in geometry.components}
     if found != expected:
         raise InvalidInputError(
@@ -382,10 +331,9 @@ def _check_fit(geometry: ModelGeometry, config: DeepseekV4Config, kinds: list[tu
             f"geometry '{geometry.name}' has a window of {window}, the model's sliding_window is "
             f"{config.sliding_window} (at least 2)"
         )
-    rates = config.compress_rates or {}
-    for kind, rate in ((ComponentKind.C4_KV, SPARSE), (ComponentKind.C128_KV, HEAVY)):
-        if kind in found and geometry.component(kind).tokens_per_row != rates[rate]:
+    for kind, rate in _RATES:
+        if kind in found and geometry.component(kind).tokens_per_row != (config.compress_rates or {})[rate]:
             raise InvalidInputError(
                 f"{kind}: the geometry compresses {geometry.component(kind).tokens_per_row} tokens into a row, the "
-                f"model {rates[rate]}"
+                f"model {config.compress_rates}"
             )

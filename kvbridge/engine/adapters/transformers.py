@@ -1,14 +1,14 @@
 """Hugging Face's own DeepSeek-V4, small and with random weights, as an engine that runs on a CPU or a GPU.
 
-The same numbers come out of two processes when these are the same in both: config, seed, dtype, device, thread count,
-the library versions, and the chunks that the prompt was cut into (a matrix product of other shape rounds differently).
+Two processes compute the same bits when both have the same config, seed, dtype, device, thread count and library versions, and
+cut the prompt into the same chunks (a matrix product of another shape rounds differently).
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +17,15 @@ from transformers import AutoModelForCausalLM, DeepseekV4Config, DeepseekV4ForCa
 
 from kvbridge.core.errors import InvalidInputError
 
-BYTE_VOCABULARY = 256
-"""Prompts are tokenised by bytes: a token is a byte of UTF-8."""
-DEFAULT_INITIALIZER_RANGE = 0.08
+INITIALIZER_RANGE = 0.08
 """Wide enough for generated text to vary; with the library's 0.02 a random model repeats one token."""
-
-_FORWARD = inspect.signature(DeepseekV4ForCausalLM.forward)
-CACHE_ARGUMENT = "cache" if "cache" in _FORWARD.parameters else "past_key_values"
+CACHE_ARGUMENT = (
+    "cache" if "cache" in inspect.signature(DeepseekV4ForCausalLM.forward).parameters else "past_key_values"
+)
 """The name of the cache among the arguments of a model and of its layers; transformers 5.24 has renamed it."""
 
-OnChunk = Callable[[DynamicCache, int], None]
-"""Called with the cache and the tokens computed so far, after each chunk."""
+Model = Any
+"""A DeepseekV4ForCausalLM: transformers is untyped."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,29 +43,22 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Generated:
-    """What greedy decoding gave: the tokens that it fed and, for each, the fp32 logits [steps, vocabulary] after it."""
+    """The tokens that greedy decoding fed, and the fp32 logits [steps, vocabulary] after each of them."""
 
     tokens: tuple[int, ...]
     logits: torch.Tensor
 
 
 def load_model(
-    config: Mapping[str, Any],
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    threads: int | None = 1,
-    device: torch.device | None = None,
-) -> Any:  # noqa: ANN401 - transformers is untyped
-    """Return a DeepseekV4ForCausalLM with random weights that depend on `config`, `seed` and `dtype` only.
+    config: Mapping[str, Any], *, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | None = None
+) -> Model:
+    """Return a model whose random weights depend on `config`, `seed` and `dtype` only, made on the CPU.
 
-    They are made on the CPU, wherever the model then lives: `device`, by default the CPU. It is in evaluation mode,
-    without gradients, with eager attention and experts. `threads` sets torch's thread count for this whole process (None
-    leaves it): the logits depend on it.
+    The model lives on `device` (by default the CPU), without gradients, with eager attention and experts. The whole process then
+    computes on one thread, since the logits depend on the thread count.
     """
-    if threads is not None:
-        torch.set_num_threads(threads)
-    facts = {"initializer_range": DEFAULT_INITIALIZER_RANGE, **config}
+    torch.set_num_threads(1)
+    facts = {"initializer_range": INITIALIZER_RANGE, **config}
     facts.pop("model_type", None)
     model_config = DeepseekV4Config(**facts)
     with torch.random.fork_rng(devices=[]):
@@ -88,19 +79,18 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def prefill_chunks(
-    model: Any,  # noqa: ANN401 - transformers is untyped
+    model: Model,
     token_ids: Sequence[int],
     *,
     chunk_tokens: int,
-    on_chunk: OnChunk | None = None,
+    on_chunk: Callable[[DynamicCache, int], None] = lambda _cache, _tokens: None,
     cache: DynamicCache | None = None,
-    cuts: Collection[int] = (),
 ) -> Prefill:
-    """Compute a prompt, cut at every multiple of `chunk_tokens` and at `cuts`, counted from its first token.
+    """Compute a prompt in chunks that end at multiples of `chunk_tokens`, and call `on_chunk` with the tokens computed so far.
 
-    `cache` holds how much of it has been computed already, and is gone on with. Since the cuts do not depend on where that ends,
-    the result is that of computing everything, bit by bit, if it ends at one of them. Raises InvalidInputError when nothing is left
-    to compute: the logits of the last token are in no cache.
+    `cache` may hold a prefix; computation continues from its end. If the prefix ends at a multiple of `chunk_tokens`, the result
+    has the bits of a computation from the start. Raises InvalidInputError when no token is left to compute: the logits of the
+    last token are in no cache.
     """
     held = DynamicCache(config=model.config) if cache is None else cache
     start, stop = held.get_seq_length(), len(token_ids)
@@ -110,33 +100,30 @@ def prefill_chunks(
             f"{chunk_tokens}"
         )
     logits = torch.empty(0)
-    for end in sorted({*range(0, stop, chunk_tokens), *cuts, stop}):
-        if start < end <= stop:
-            logits = _forward(model, held, token_ids[start:end])
-            start = end
-            if on_chunk is not None:
-                on_chunk(held, end)
-    return Prefill(cache=held, logits=logits)
+    while start < stop:
+        end = min(stop, (start // chunk_tokens + 1) * chunk_tokens)
+        logits = _forward(model, held, token_ids[start:end])
+        on_chunk(held, end)
+        start = end
+    return Prefill(held, logits)
 
 
-def decode_step(model: Any, cache: DynamicCache, *, token: int) -> torch.Tensor:  # noqa: ANN401
+def decode_step(model: Model, cache: DynamicCache, *, token: int) -> torch.Tensor:
     """Feed one token; return the fp32 logits [vocabulary] of the next. The cache grows by one token."""
     return _forward(model, cache, [token])
 
 
-def generate(model: Any, cache: DynamicCache, *, first_token: int, steps: int) -> Generated:  # noqa: ANN401
+def generate(model: Model, cache: DynamicCache, *, first_token: int, steps: int) -> Generated:
     """Decode greedily: feed `first_token` and then, `steps - 1` times, the most likely token."""
-    token = first_token
-    tokens, logits = [], []
-    for _ in range(steps):
-        tokens.append(token)
-        logits.append(decode_step(model, cache, token=token))
-        token = int(logits[-1].argmax())
-    return Generated(tokens=tuple(tokens), logits=torch.stack(logits))
+    tokens, logits = [first_token], [decode_step(model, cache, token=first_token)]
+    while len(tokens) < steps:
+        tokens.append(int(logits[-1].argmax()))
+        logits.append(decode_step(model, cache, token=tokens[-1]))
+    return Generated(tuple(tokens), torch.stack(logits))
 
 
 @torch.no_grad()
-def _forward(model: Any, cache: DynamicCache, tokens: Sequence[int]) -> torch.Tensor:  # noqa: ANN401
+def _forward(model: Model, cache: DynamicCache, tokens: Sequence[int]) -> torch.Tensor:
     ids = torch.tensor([list(tokens)], dtype=torch.long, device=model.device)
     output = model(ids, **{CACHE_ARGUMENT: cache}, use_cache=True, logits_to_keep=1)
     logits: torch.Tensor = output.logits[0, -1].float()
@@ -145,7 +132,7 @@ def _forward(model: Any, cache: DynamicCache, tokens: Sequence[int]) -> torch.Te
 
 @torch.no_grad()
 def _fill_what_checkpoints_bring(model: torch.nn.Module, *, experts: int) -> None:
-    """Give numbers to what the library initialises with zeros, so that a mistake in moving it would show."""
+    """Give numbers to what the library initialises with zeros, so that a mistake in moving them would show."""
     for name, parameter in model.named_parameters():
         if name.endswith((".position_bias", ".sinks")):
             parameter.normal_(std=0.5)

@@ -16,9 +16,9 @@ from kvbridge.core.errors import BridgeError, ConflictError, DeadlineError
 from kvbridge.core.ids import Rank, Tables
 from kvbridge.core.plan.operations import Amounts, Section
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.demo.processes import Attached, Channel, RoomEnded
 from kvbridge.engine import DecodeEngine, DecodeRoom, Engine, PrefillEngine
 from kvbridge.tier.keys import NO_KEYS, Keys
+from tests.bench.replay.processes import Attached, Channel, RoomEnded
 from tests.helpers import synthetic
 
 IDLE_WAIT_S = 0.05

@@ -23,9 +23,9 @@ from kvbridge.api.directory import PairRequest
 from kvbridge.cli.trace import TraceRequest
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, InvalidInputError, PeerError
 from kvbridge.core.plan.operations import Amounts, add_amounts
-from kvbridge.demo.processes import ClusterRun, EngineProcess, RoomEnded
 from tests.bench.replay.engines import Arrived, Compared, Finished, Released, Serve
 from tests.bench.replay.plan import ReplayOptions, ReplayPlan
+from tests.bench.replay.processes import ClusterRun, EngineProcess, RoomEnded
 
 LOOK_S = 0.1
 RETRY_S = 1.0
