@@ -1,42 +1,27 @@
 """Measure what needs no GPU: `python -m tests.bench`; or some of it, or other things: `python -m tests.bench plan load`.
 
-A benchmark is a module with `run(quick)`, whose result may be written as JSON, and `table(result)`. Each runs in its own process: UCX and CUDA are set up once a process, and memory that one has taken would be in the figures of the next.
-Every rate stands beside something that was measured in the same run; figures of two runs are not compared.
+A benchmark is a module with `run(quick)`, whose result may be written as JSON, and `table(result)`.
+Each has a process to itself: UCX and CUDA are set up once a process, and memory that one has taken would be in the figures of the
+next. Every rate stands beside something that was measured in the same run; figures of two runs are not compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import logging
 import multiprocessing
-import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import structlog
-
-from tests.bench.output import environment, write
+from tests.bench.output import environment, measure, write
 
 HERE = ("plan", "prefix", "transport", "operations", "overhead", "paths", "directory", "store", "load")
 GPU = ("gpu.copy_pages", "gpu.transport", "gpu.swap_in")
 GROUPS = {"all": HERE, "gpu": GPU}
 OTHERS = ("peers.compare", "vllm.compare")
 """These want another environment (see the Makefile)."""
-
-
-def measure(name: str, *, quick: bool) -> tuple[Any, str]:
-    """Run one benchmark here; returns its figures and their table."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
-    bench = importlib.import_module(f"tests.bench.{name}" if "." in name else f"tests.bench.bench_{name}")
-    load = [os.getloadavg()[0]]
-    found = {"load": load} | bench.run(quick=quick)
-    load.append(os.getloadavg()[0])
-    return found, f"load {load[0]:.1f} before, {load[1]:.1f} after\n{bench.table(found)}"
 
 
 def main() -> int:

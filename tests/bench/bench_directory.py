@@ -67,8 +67,14 @@ async def _incarnation(_url: str) -> str:
 
 
 DAEMONS: Any = SimpleNamespace(admit=_admit, incarnation=_incarnation)
-OBSERVER: Any = SimpleNamespace()
-"""Nothing is observed, and a failure ends the benchmark."""
+
+
+def _fail(reason: str) -> None:
+    raise AssertionError(reason)
+
+
+OBSERVER: Any = SimpleNamespace(store_failed=_fail, store_value_refused=_fail)
+"""A failure ends the benchmark."""
 
 
 def run(*, quick: bool) -> dict[str, Any]:

@@ -125,6 +125,7 @@ def _nixl() -> Iterator[Way]:
     )
     never_raised = type("NeverRaisedError", (Exception,), {})
     library = SimpleNamespace(
+        __name__="nixl",
         DRAM_SEG=SimpleNamespace(name="DRAM_SEG"),
         VRAM_SEG=SimpleNamespace(name="VRAM_SEG"),
         NIXL_WRITE=1,

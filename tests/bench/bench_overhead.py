@@ -72,7 +72,6 @@ def table(found: dict[str, Any]) -> str:
     rows = [
         (transport, name.removesuffix("_ms"), statistics.median(ms), percentile(ms, 99), BUDGETS_MS.get(name))
         for transport, figures in found.items()
-        if isinstance(figures, dict)
         for name, ms in figures.items()
     ]
     return text(("transport", "figure", "median ms", "p99 ms", "budget ms"), rows)

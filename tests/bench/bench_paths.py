@@ -32,7 +32,8 @@ from tests.helpers.mutated_daemon import mutated
 from tests.helpers.whole_rooms import check_rows
 
 MODEL = "deepseek-v4-flash"
-TOKENS, QUICK_TOKENS = 131_072, 8_192
+TOKENS = 131_072
+PAGES = {"full": TOKENS // 256 + 16, "swa": 16, "request": 4}
 ORDERS = (("mooncake", "nixl"), ("nixl", "mooncake"))
 ADDRESSES = {"mooncake": "127.0.0.2", "nixl": "127.0.0.1"}
 TURNS = 5
@@ -50,7 +51,6 @@ class _Pair:
     reader: DecodeEngine
     flag: Path
     order: tuple[str, str]
-    tokens: int
 
     def whole(self) -> bool:
         """Whether the first path is used and the second stands by."""
@@ -62,13 +62,13 @@ class _Pair:
 
     def cross(self, *, compared: bool) -> float:
         """Seconds from the publication to the claim."""
-        room = int(self.running.pair(self.tokens)["room"])
-        tables = self.sender.begin(room, prompt_tokens=self.tokens).tables
-        section = Section(prompt_tokens=self.tokens, start_token=0, stop_token=self.tokens)
+        room = int(self.running.pair(TOKENS)["room"])
+        tables = self.sender.begin(room, prompt_tokens=TOKENS).tables
+        section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
         for views in self.sender.views.values():
             synthetic.fill(views, room=room, tables=tables, section=section)
         begun_s = time.monotonic()
-        self.sender.publish(room, self.tokens)
+        self.sender.publish(room, TOKENS)
         self.sender.finish(room)
         claimed = self.reader.wait_claim(room, timeout_s=WAIT_S)
         seconds = time.monotonic() - begun_s
@@ -94,7 +94,7 @@ class _Pair:
 
 
 @contextmanager
-def _pair(order: tuple[str, str], folder: Path, tokens: int) -> Iterator[_Pair]:
+def _pair(order: tuple[str, str], folder: Path) -> Iterator[_Pair]:
     flag = folder / "flag"
     cut = CutSettings(transport=order[0], addresses=(ADDRESSES[order[0]],), after_share=0.5, flag=str(flag))
     code = cut_worker(cut) + f"\nfrom kvbridge.worker import peers\npeers.RETRY_S = {RETRY_S}\n"
@@ -104,7 +104,6 @@ def _pair(order: tuple[str, str], folder: Path, tokens: int) -> Iterator[_Pair]:
         # Batches of few: what a batch has brought over shows when all of it has.
         "nixl": {"ucx_tls": "tcp", "ucx_net_devices": "lo", "batch_operations": 4},
     }
-    pages = {"full": tokens // 256 + 16, "swa": 16, "request": 4}
 
     def change(daemon: DaemonProcess) -> DaemonProcess:
         return mutated(daemon, worker_code=code) if daemon.role == "prefill" else daemon
@@ -112,12 +111,12 @@ def _pair(order: tuple[str, str], folder: Path, tokens: int) -> Iterator[_Pair]:
     more = {"prefill": {"transports": section}, "decode": {"transports": section}}
     with (
         cluster(
-            {"preset": MODEL}, transport=order[0], pages=pages, host_pages=pages["full"], change=change, **more
+            {"preset": MODEL}, transport=order[0], pages=PAGES, host_pages=PAGES["full"], change=change, **more
         ) as running,
         PrefillEngine.attach(running.prefill.runtime_dir) as sender,
         DecodeEngine.attach(running.decode.runtime_dir) as reader,
     ):
-        made = _Pair(running, sender, reader, flag, order, tokens)
+        made = _Pair(running, sender, reader, flag, order)
         made.cross(compared=False)
         eventually("both paths", made.whole, WAIT_S)
         yield made
@@ -125,15 +124,15 @@ def _pair(order: tuple[str, str], folder: Path, tokens: int) -> Iterator[_Pair]:
 
 def run(*, quick: bool) -> dict[str, Any]:
     """Return seconds for each order of transports, undisturbed and disturbed in turns."""
-    tokens, turns = (QUICK_TOKENS, 1) if quick else (TOKENS, TURNS)
+    turns = 1 if quick else TURNS
     found = {}
     for order in ORDERS:
-        with tempfile.TemporaryDirectory() as folder, _pair(order, Path(folder), tokens) as pair:
+        with tempfile.TemporaryDirectory() as folder, _pair(order, Path(folder)) as pair:
             times_s = [(pair.cross(compared=False), pair.disturbed()) for _ in range(turns)]
         plain_s, lost_s = map(list, zip(*times_s, strict=True))
         added_s = statistics.median(lost_s) - statistics.median(plain_s)
         found[" then ".join(order)] = {"undisturbed_s": plain_s, "disturbed_s": lost_s, "added_s": added_s}
-    return {"tokens": tokens, "budget_s": BUDGET_S, "orders": found}
+    return {"tokens": TOKENS, "budget_s": BUDGET_S, "orders": found}
 
 
 def table(found: dict[str, Any]) -> str:

@@ -50,7 +50,7 @@ def _filled(page_count: int, *, scattered: bool) -> tuple[PrefixIndex, list[Keys
     before = _resident_bytes()
     index = PrefixIndex([FULL, HOST], page_count + SPARE)
     if scattered:
-        index._records._unused[:] = rng.permutation(page_count + SPARE)
+        index.records._unused[:] = rng.permutation(page_count + SPARE)
     lengths, filled, long = [LONG] * LONG_PATHS, 0, []
     while filled < page_count:
         length = min(page_count - filled, lengths.pop() if lengths else int(rng.integers(1, 200)))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
+import os
 import platform
 import time
 from collections.abc import Iterable, Sequence
@@ -11,10 +14,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import structlog
+
 LIBRARIES = ("numpy", "torch", "pyzmq", "mooncake-transfer-engine-non-cuda", "nixl-cu12")
 LINE = 150
 MOST_SAMPLES = 3
 """A longer list of numbers is written as its median and range."""
+
+
+def measure(name: str, *, quick: bool) -> tuple[dict[str, Any], str]:
+    """Run one benchmark in this process; returns its figures and their table."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
+    bench = importlib.import_module(f"tests.bench.{name}" if "." in name else f"tests.bench.bench_{name}")
+    load = [os.getloadavg()[0]]
+    found = bench.run(quick=quick)
+    load.append(os.getloadavg()[0])
+    return {"load": load} | found, f"load {load[0]:.1f} before, {load[1]:.1f} after\n{bench.table(found)}"
 
 
 def environment() -> dict[str, Any]:
