@@ -1,7 +1,7 @@
 """A process that writes from one GPU through the local transport, and obeys.
 
 `python -m tests.bench.gpu.transport_writer DEVICE BYTES`. It has BYTES of random device memory and a transport that has
-registered it. One JSON object a line in, one out. Commands: `connect` and `disconnect` (a target's name), `transfer` (operations
+registered it. One JSON object a line in, one out. Commands: `connect` and `disconnect`, `transfer` (operations
 of one size, scattered on both sides; a stripe of them), `copy` (one plain copy of as many bytes, for comparison), `sums` (of the
 pages that a transfer sends). Moments are CLOCK_MONOTONIC, which all processes of a host share, so that several writers can begin
 together (`at_s`). A transfer is looked after as a rank worker does.
@@ -61,37 +61,34 @@ class Writer:
         self._transport.register(
             [Extent(address=address, length_bytes=length_bytes, kind=MemoryKind.VRAM, device=device, label="source")]
         )
-        self._peers: dict[str, tuple[Peer, int]] = {}
+        self._target: tuple[Peer, int] | None = None
         self._plain: int | None = None
         self._stream = runtime.Stream.create(device)
         self._pauses = Pauses(time.monotonic, with_gpu=True)
         self._pauses.sleep_precisely()
 
     def connect(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Connect to a target under a name."""
+        """Connect to the target."""
         endpoint = Endpoint(transport="local", data=base64.b64decode(command["endpoint"]))
-        begun_s = time.monotonic()
-        self._peers[command["target"]] = (connect(self._transport, endpoint), command["address"])
-        return {"took_s": time.monotonic() - begun_s}
+        self._target = connect(self._transport, endpoint), command["address"]
+        return {}
 
-    def disconnect(self, command: dict[str, Any]) -> dict[str, Any]:
-        """Let go of a target's memory, before its owner frees it."""
-        peer, _ = self._peers.pop(command["target"])
-        self._transport.disconnect(peer)
+    def disconnect(self, _: dict[str, Any]) -> dict[str, Any]:
+        """Let go of the target's memory, before its owner frees it."""
+        assert self._target is not None
+        self._transport.disconnect(self._target[0])
         return {}
 
     def transfer(self, command: dict[str, Any]) -> dict[str, Any]:
         """Move the operations once; answer when it began and ended."""
-        peer, operations = self._operations(command)
+        assert self._target is not None
+        peer, address = self._target
+        source, target = scattered(command["order"])
+        lengths = np.full(len(source), command["order"]["operation_bytes"], dtype=np.uint64)
+        operations = Operations(source + np.uint64(self.address), target + np.uint64(address), lengths)
         begun_s = _wait_until(command["at_s"])
         self._finish(self._transport.submit(peer, operations, deadline_s=LIMIT_S))
         return {"begun_s": begun_s, "ended_s": time.monotonic(), "bytes": int(operations.length.sum())}
-
-    def _operations(self, command: dict[str, Any]) -> tuple[Peer, Operations]:
-        peer, address = self._peers[command["target"]]
-        source, target = scattered(command["order"])
-        lengths = np.full(len(source), command["order"]["operation_bytes"], dtype=np.uint64)
-        return peer, Operations(source + np.uint64(self.address), target + np.uint64(address), lengths)
 
     def _finish(self, transfer: Transfer) -> None:
         self._pauses.moved()
