@@ -60,8 +60,7 @@ def run(*, quick: bool) -> dict[str, Any]:
             scene = SwapInModel(batch=batch, hot_rows=hot_rows, pool=mapping.address, hot=hot)
             for top_k in top_ks:
                 operation = CudaSwapIn(0, *scene.facts(top_k))
-                for share in shares:
-                    cases.append(bench.case(scene, operation, top_k=top_k, miss_percent=share))
+                cases += [bench.case(scene, operation, top_k=top_k, miss_percent=share) for share in shares]
                 operation.close()
             torch.cuda.synchronize()
     return {"cases": cases}
