@@ -33,6 +33,7 @@ def test_first_steps_after_admission_find_every_row(tokens, preload_rows):
         world.cache.check()
 
 
+@pytest.mark.slow
 def test_a_long_decode_past_many_evictions_and_backups():
     world = SparseSimulation(settings(hot_rows=64, top_k=64, max_requests=1))
     world.admit(0, 1000, more_tokens=1200)
@@ -85,6 +86,7 @@ def test_a_short_request_is_loaded_whole_at_admission():
     assert world.cache.counts(0).loaded == 0
 
 
+@pytest.mark.slow
 def test_a_request_grows_into_pages_that_it_is_given_later():
     world = SparseSimulation(settings(top_k=48))
     world.admit(0, 250, more_tokens=1200, named_pages=1)

@@ -98,6 +98,7 @@ def test_admission_comes_after_steps_and_backups_and_compute_waits_for_it_once(w
     assert not [entry for entry in log_of(world, lambda: world.step([0])) if entry[1].startswith("waits")]
 
 
+@pytest.mark.slow
 def test_a_backup_follows_the_step_that_completed_its_page_and_is_waited_for_two_pages_later(world):
     world.admit(0, 0, more_tokens=1600)
     marked, waited = {}, {}
