@@ -31,7 +31,7 @@ import numpy as np
 
 from tests.bench.output import spread
 from tests.bench.output import table as text
-from tests.bench.peers.kvbridge_pair import LAYOUT, PAGE_TOKENS, Crossed, KvbridgePair
+from tests.bench.peers.kvbridge_pair import LAYOUT, PAGE_TOKENS, Crossed, KvbridgePair, kvbridge_pair
 from tests.bench.peers.sglang_pair import Pages, SglangPair
 
 SGLANG = Path(os.environ.get("SGLANG", "out/peers/sglang"))
@@ -82,11 +82,11 @@ def run(*, quick: bool) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory(prefix="kvb-peers-") as folder,
         SglangPair(SGLANG / "bin" / "python", Path(folder), PAGES) as theirs,
-        KvbridgePair(PAGES, rooms, LAYOUT) as ours,
+        kvbridge_pair(PAGES, rooms, LAYOUT) as ours,
     ):
         theirs.connect()
         (other,) = {"layer_first", "page_first"} - {LAYOUT}
-        with KvbridgePair(FEW_PAGES, FEW_ROOMS, other) as others:
+        with kvbridge_pair(FEW_PAGES, FEW_ROOMS, other) as others:
             one_page = _one_page({LAYOUT: ours, other: others}, theirs, one_page_turns)
         long = [case for shape in SHAPES for case in _long(ours, theirs, shape, turns)]
     return {"turns": turns, "layout": LAYOUT, "sglang": _versions(), "one_page": one_page, "long": long}
