@@ -9,8 +9,7 @@ made is removed after each turn:
 - `mooncake`: the peer is the library's own batch call with the same pieces, over TCP on this host.
 - `without digests` is our get without looking at what came.
 
-Ways take turns in changing order. Ratios are medians of each turn's, above 1 where the store was quicker. Processor time is that of
-all threads of this process: a digest that is computed beside the next read takes no time of the wall, but this.
+Ways take turns in changing order. Ratios are medians of each turn's, above 1 where the store was quicker.
 """
 
 from __future__ import annotations
@@ -143,13 +142,12 @@ def _measure(
         for rows in (source, target)
     )
     random = np.random.default_rng()
-    seconds: dict[str, list[tuple[float, float]]] = {}
+    seconds: dict[str, list[float]] = {}
 
     def timed(way: str, call: Callable[[], Any], wanted: str = "") -> None:
-        begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
+        begun_s = time.perf_counter()
         found = call()
-        taken = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
-        seconds.setdefault(way, []).append(taken)
+        seconds.setdefault(way, []).append(time.perf_counter() - begun_s)
         assert not wanted or set(found.outcomes) == {wanted}, found
 
     def steps(keys: Keys) -> list[tuple[str, Callable[[], Any], str]]:
@@ -180,39 +178,27 @@ def _measure(
         for way, call, wanted in each if turn % 2 else [each[index] for index in (1, 0, 4, 3, 2, 6, 5)]:
             timed(way, call, wanted)
     pages.close()
-    return {"kind": kind, "object_bytes": form.payload_bytes} | _figures(seconds, form.payload_bytes)
+    taken = {way: turns[1:] for way, turns in seconds.items() if way != "remove"}  # the first turn warms up
+
+    def ratio(way: str, against: str) -> float:
+        return statistics.median(b / a for a, b in zip(taken[way], taken[against], strict=True))
+
+    return {
+        "kind": kind,
+        "object_bytes": form.payload_bytes,
+        "gb_s": {way: BATCH * form.payload_bytes / statistics.median(each) / 1e9 for way, each in taken.items()},
+        "put_of_bare": ratio("put", "bare put"),
+        "get_of_bare": ratio("get", "bare get"),
+        "get_of_without_digests": ratio("get", "get without digests"),
+    }
 
 
-def _figures(seconds: dict[str, list[tuple[float, float]]], page_bytes: int) -> dict[str, Any]:
-    """By the clock of the wall, and by the time of this process's processors, which a busy machine changes less."""
-    figures: dict[str, Any] = {}
-    for column, clock in enumerate(("wall", "processor")):
-        # The first turn warms up.
-        taken = {way: [each[column] for each in turns[1:]] for way, turns in seconds.items() if way != "remove"}
-
-        def ratio(way: str, against: str, taken: dict[str, list[float]] = taken) -> float:
-            return statistics.median(b / a for a, b in zip(taken[way], taken[against], strict=True))
-
-        figures[clock] = {
-            "gb_s": {way: BATCH * int(page_bytes) / statistics.median(each) / 1e9 for way, each in taken.items()},
-            "put_of_bare": ratio("put", "bare put"),
-            "get_of_bare": ratio("get", "bare get"),
-            "get_of_without_digests": ratio("get", "get without digests"),
-        }
-    return figures
-
-
-def table(figures: dict[str, Any]) -> str:
-    """The figures of `run` for a reader."""
+def table(found: dict[str, Any]) -> str:
+    """The figures for a reader."""
     rows = []
-    for case in figures["cases"]:
-        for clock in ("wall", "processor"):
-            found = case[clock]
-            ratios = [found[name] for name in ("put_of_bare", "get_of_bare", "get_of_without_digests")]
-            rates = ", ".join(f"{way} {rate:.2f}" for way, rate in found["gb_s"].items())
-            rows.append((case["kind"], clock, *ratios, BUDGETS[case["kind"]], rates))
-    headings = ("store", "clock", "put of bare", "get of bare", "of no digests", "budget", "GB/s")
-    title = (
-        f"{figures['batch']} objects of {figures['cases'][0]['object_bytes']} bytes, {figures['turns']} turns, medians"
-    )
-    return text(headings, rows, title)
+    for case in found["cases"]:
+        ratios = [case[name] for name in ("put_of_bare", "get_of_bare", "get_of_without_digests")]
+        rates = ", ".join(f"{way} {rate:.2f}" for way, rate in case["gb_s"].items())
+        rows.append((case["kind"], *ratios, BUDGETS[case["kind"]], rates))
+    title = f"{found['batch']} objects of {found['cases'][0]['object_bytes']} bytes, {found['turns']} turns, medians"
+    return text(("store", "put of bare", "get of bare", "of no digests", "budget", "GB/s"), rows, title)

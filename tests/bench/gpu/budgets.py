@@ -74,6 +74,5 @@ def of_page_copies(cases: Sequence[Case]) -> Iterator[Row]:
 
 def of_transport(cases: Sequence[Case]) -> Iterator[Row]:
     for case in cases:
-        if case["gpus"] == 1 and case["layout"] == "layer_first":
-            what = f"local transport, C4 of {case['tokens'] // 1024}k tokens to the host pool, of a pinned copy"
-            yield at_least(what, case["gb_s"] / case["copy_gb_s"], LEAST_OF_LINK)
+        what = f"local transport, C4 of {case['tokens'] // 1024}k tokens to the host pool, of a pinned copy"
+        yield at_least(what, case["gb_s"] / case["copy_gb_s"], LEAST_OF_LINK)
