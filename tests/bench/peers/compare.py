@@ -11,7 +11,7 @@ both over Mooncake's TCP on loopback, both with the geometry of DeepSeek-V4-Flas
 
 SGLang sends a whole page of windows with every request. So does kvbridge from `page_first` pools; from `layer_first` ones it
 sends the rows that are live, 4 MB less, so times for each MB stand beside the times. Pages of long prompts are consecutive on
-both sides; in runs of 16 on both; or as pools that have been in use give them: runs of 8 on kvbridge's side (as many as a
+both sides, or as pools that have been in use give them: runs of 8 on kvbridge's side (as many as a
 trace leaves), single ones on SGLang's, the worst case of an allocator that does not look for runs. The bytes of both are
 compared before anything is measured.
 """
@@ -55,7 +55,6 @@ class Shape:
 
 SHAPES = (
     Shape("consecutive pages", 0, 0, 1.5),
-    Shape("runs of 16 pages", 16, 16, 1.5),
     Shape("pools in use", 8, 1, 3.0),
 )
 ONE_PAGE_BUDGET = 2.0
