@@ -164,7 +164,7 @@ bench: $(READY)
 	$(BIN)/python -m tests.bench --output out/bench
 
 bench-gpu: $(GPU_READY)
-	$(GPU_RUN) -m tests.bench.gpu --output out/bench-gpu
+	$(GPU_RUN) -m tests.bench gpu --output out/bench-gpu
 
 # pip says what SGLang asks for and does not get: its transfer needs none of it.
 $(SGLANG)/.ready: tests/bench/peers/sglang.txt | system
@@ -175,10 +175,10 @@ $(SGLANG)/.ready: tests/bench/peers/sglang.txt | system
 	touch $@
 
 bench-peers: $(READY) $(SGLANG)/.ready
-	$(BIN)/python -m tests.bench.peers --sglang $(SGLANG) --output out/bench
+	SGLANG=$(SGLANG) $(BIN)/python -m tests.bench peers.compare --output out/bench
 
 bench-vllm: $(READY) $(VLLM)/.ready
-	$(BIN)/python -m tests.bench.vllm --vllm $(VLLM)/bin/python --work out/vllm --output out/bench
+	VLLM=$(VLLM)/bin/python $(BIN)/python -m tests.bench vllm.compare --output out/bench
 
 soak: $(READY)
 	$(BIN)/python -m tests.bench.soak --rooms $(ROOMS) --output out/bench/soak.json

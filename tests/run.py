@@ -74,7 +74,7 @@ SUITES = (
     Suite("contract", ("tests/contract",), ("tests/contract",)),
     Suite("faults", ("tests/faults", "-m", "faults_short"), ("tests/faults",)),
 )
-UNIT = Suite("unit", ("tests/unit", "-m", "not thorough and not outside"), ("tests/unit",))
+UNIT = Suite("unit", ("tests/unit", "-m", "not thorough and not outside and not slow"), ("tests/unit",))
 """A part of the main suite, for `make unit`."""
 
 

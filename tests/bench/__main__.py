@@ -1,47 +1,52 @@
-"""Runs every benchmark that needs no GPU: `python -m tests.bench --output out/bench`. Prints tables, writes JSON.
+"""Measure what needs no GPU: `python -m tests.bench`; or some of it, or other things: `python -m tests.bench plan load`.
 
-Every rate stands beside the thing that it is compared with, measured in the same run; figures of two runs are not compared.
+A benchmark is a module with `run(quick)`, whose result may be written as JSON, and `table(result)`.
+Each has a process to itself: UCX and CUDA are set up once a process, and memory that one has taken would be in the figures of the
+next. Every rate stands beside something that was measured in the same run; figures of two runs are not compared.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import logging
+import multiprocessing
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import structlog
+from tests.bench.output import environment, measure, write
 
-from tests.bench.output import environment, write
-
-BENCHMARKS = ("plan", "prefix", "transport", "operations", "overhead", "paths", "directory", "store", "load")
+HERE = ("plan", "prefix", "transport", "operations", "overhead", "paths", "directory", "store", "load")
+GPU = ("gpu.copy_pages", "gpu.transport", "gpu.swap_in")
+GROUPS = {"all": HERE, "gpu": GPU}
+OTHERS = ("peers.compare", "vllm.compare")
+"""These want another environment (see the Makefile)."""
 
 
 def main() -> int:
     """Run the chosen benchmarks; the exit code says whether all of them ran."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__.splitlines()[0])
+    chosen = (*GROUPS, *HERE, *GPU, *OTHERS)
+    parser.add_argument("names", nargs="*", choices=chosen, default=["all"], metavar="NAME", help=", ".join(chosen))
     parser.add_argument("--output", type=Path, default=Path("out/bench"), help="where the JSON goes")
-    parser.add_argument("--only", choices=BENCHMARKS, action="append", help="run these only")
+    parser.add_argument("--quick", action="store_true", help="few repetitions and cases: does everything work?")
     given = parser.parse_args()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    results: dict[str, Any] = {"environment": environment()}
-    failed = []
-    for name in given.only or BENCHMARKS:
+    results: dict[str, Any] = {"environment": environment(), "quick": given.quick}
+    failed = False
+    for name in [each for named in given.names for each in GROUPS.get(named, (named,))]:
         begun_s = time.monotonic()
         print(f"=== {name}", flush=True)
         try:
-            bench = importlib.import_module(f"tests.bench.bench_{name}")
-            results[name] = bench.run()
-            print(bench.table(results[name]))
+            with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as own_process:
+                results[name], table = own_process.submit(measure, name, quick=given.quick).result()
+            print(table)
         except Exception as error:  # noqa: BLE001 - the others are still worth running; the failure is the exit code
             print(f"{name} FAILED: {type(error).__name__}: {error}")
-            failed.append(name)
+            failed = True
         print(f"{name}: {time.monotonic() - begun_s:.0f} s", flush=True)
-    write(given.output, "bench", results)
-    return 1 if failed else 0
+    write(given.output, "-".join(given.names), results)
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Pairings a second of one bootstrap, by store and by the number of registered instances.
 
 Daemons are not there: they admit at once, in this process, so that what is measured is the directory, the choice and the store.
-`concurrent` keeps 16 pairings under way; `alone` one, so it is the time that one caller waits. Every room is cancelled again,
-outside of the measured time, and every node sends its heartbeat every so many pairings as it would.
+`per_s` keeps 16 pairings under way; `alone` one, so it is the time that one caller waits. Every node sends its heartbeat every
+so many pairings.
 
 `page keys` are the same pairings of requests with page keys (conversations of some turns over one system prompt, at nodes that keep
 prefixes), in the same run and by turns with the others, so the quotient is what pairing by overlap costs. `cpu_us` is the time of
@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest
@@ -26,17 +27,14 @@ from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.base import RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.bootstrap.stores.redis import RedisStore, redis_client
-from kvbridge.config.schema import PairingConfig
-from kvbridge.config.timeouts import BootstrapTimeouts
-from kvbridge.core.addresses import PeerAddress
-from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.geometry.presets import preset
-from kvbridge.core.ids import Rank, Role
+from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.session.states import RoomState
 from kvbridge.tier.keys import KEY_BYTES
+from tests.bench.output import percentile
 from tests.bench.output import table as text
 from tests.helpers.redis_server import redis_server
+from tests.unit.bootstrap.fleet import LIMITS, node
 
 INSTANCES = (10, 1000)
 PAIRINGS = 600
@@ -49,46 +47,38 @@ PAGES = 100_000
 CONVERSATIONS = 16
 BUDGETS_PER_S = {"memory, 1000 instances": 5000, "redis, 1000 instances": 1500}
 TIMES = RoomTimes(claim_s=30.0, keep_s=600.0, max_rooms=100_000)
-LIMITS = {"config": PairingConfig(), "timeouts": BootstrapTimeouts()}
 
 
-class WillingDaemons:
-    """Every daemon at once; each admits whatever it is asked."""
-
-    async def admit(self, url: str, request: AdmissionRequest) -> RoomReport:
-        role = Role.DECODE if request.prefill else Role.PREFILL
-        assert request.room is not None
-        return RoomReport(
-            room=request.room,
-            generation=request.generation,
-            role=role,
-            state=RoomState.ADMITTED,
-            prompt_tokens=request.prompt_tokens,
-        )
-
-    async def incarnation(self, url: str) -> str:
-        return ""
-
-    async def report(self, url: str, room: int) -> RoomReport:
-        raise NotImplementedError
-
-    async def cancel(self, url: str, room: int, reason: str, *, generation: int) -> RoomReport:
-        raise NotImplementedError
+async def _admit(_url: str, request: AdmissionRequest) -> RoomReport:
+    """Every daemon at once admits whatever it is asked."""
+    assert request.room is not None
+    return RoomReport(
+        room=request.room,
+        generation=request.generation,
+        role=Role.DECODE if request.prefill else Role.PREFILL,
+        state=RoomState.ADMITTED,
+        prompt_tokens=request.prompt_tokens,
+    )
 
 
-class Uncounted:
-    """Nobody reads the counters of a benchmark; a failure ends it."""
-
-    def store_value_refused(self, reason: str) -> None:
-        raise AssertionError(reason)
-
-    def store_failed(self, reason: str) -> None:
-        raise AssertionError(reason)
+async def _incarnation(_url: str) -> str:
+    return ""
 
 
-def run(*, pairings: int = PAIRINGS) -> dict[str, Any]:
+DAEMONS: Any = SimpleNamespace(admit=_admit, incarnation=_incarnation)
+
+
+def _fail(reason: str) -> None:
+    raise AssertionError(reason)
+
+
+OBSERVER: Any = SimpleNamespace(store_failed=_fail, store_value_refused=_fail)
+"""A failure ends the benchmark."""
+
+
+def run(*, quick: bool) -> dict[str, Any]:
     """Return pairings a second and milliseconds, by store and number of instances."""
-    return asyncio.run(_run(pairings))
+    return {"cases": asyncio.run(_run(32 if quick else PAIRINGS))}
 
 
 async def _run(pairings: int) -> dict[str, Any]:
@@ -109,7 +99,7 @@ async def _store(kind: str) -> AsyncIterator[MemoryStore | RedisStore]:
         return
     with redis_server() as server:
         limits = {"timeout_s": 5.0, "expire_after_s": 600.0, "rooms": TIMES}
-        store = RedisStore(redis_client(server.url, timeout_s=5.0), namespace="bench", observer=Uncounted(), **limits)
+        store = RedisStore(redis_client(server.url, timeout_s=5.0), namespace="bench", observer=OBSERVER, **limits)
         try:
             yield store
         finally:
@@ -117,11 +107,11 @@ async def _store(kind: str) -> AsyncIterator[MemoryStore | RedisStore]:
 
 
 async def _measure(store: MemoryStore | RedisStore, instances: int, pairings: int) -> dict[bool, dict[str, float]]:
-    directory = Directory(store, WillingDaemons())
+    directory = Directory(store, DAEMONS)
     nodes = [_node(number) for number in range(instances)]
-    for node in nodes:
-        await directory.register(node)
-    service = PairingService(directory, store, WillingDaemons(), **LIMITS)
+    for each in nodes:
+        await directory.register(each)
+    service = PairingService(directory, store, DAEMONS, **LIMITS)
     plain, keyed = [PairRequest(prompt_tokens=4096, max_new_tokens=512)], _conversations()
     for request in [*plain * WARM_UP, *keyed]:
         await service.pair(request)
@@ -139,7 +129,10 @@ async def _measure(store: MemoryStore | RedisStore, instances: int, pairings: in
         for _ in range(TURNS):
             await _beats(directory, nodes)
             turns.append(await _many(service, requests, pairings))
-        found[with_keys] = sorted(turns, key=lambda turn: turn["cpu_us"])[TURNS // 2] | _alone(waits_ms[with_keys])
+        found[with_keys] = sorted(turns, key=lambda turn: turn["cpu_us"])[TURNS // 2] | {
+            "alone_median_ms": statistics.median(waits_ms[with_keys]),
+            "alone_p99_ms": percentile(waits_ms[with_keys], 99),
+        }
     return found
 
 
@@ -156,13 +149,6 @@ async def _many(service: PairingService, requests: list[PairRequest], pairings: 
     return {"per_s": pairings / (time.perf_counter() - begun_s), "cpu_us": cpu_s / pairings * 1e6}
 
 
-def _alone(waits_ms: list[float]) -> dict[str, float]:
-    return {
-        "alone_median_ms": statistics.median(waits_ms),
-        "alone_p99_ms": sorted(waits_ms)[-max(1, len(waits_ms) // 100)],
-    }
-
-
 def _conversations() -> list[PairRequest]:
     """Some turns of some conversations over one system prompt of four pages, the longest of 128 pages."""
     found = []
@@ -175,36 +161,27 @@ def _conversations() -> list[PairRequest]:
 
 
 async def _beats(directory: Directory, nodes: list[NodeRegistration]) -> None:
-    for node in nodes:
-        beat = NodeHeartbeat(incarnation=node.incarnation, ready=True, load=node.load)
-        await directory.heartbeat(node.instance, node.node, beat)
+    for each in nodes:
+        beat = NodeHeartbeat(incarnation=each.incarnation, ready=True, load=each.load)
+        await directory.heartbeat(each.instance, each.node, beat)
 
 
 def _node(number: int) -> NodeRegistration:
     """Prefill and decode by turns, of the real model's geometry."""
     role = Role.DECODE if number % 2 else Role.PREFILL
-    geometry = preset("deepseek-v4-flash")
     pages = dict.fromkeys(("full", "swa", "request", "host"), PAGES)
-    return NodeRegistration(
-        instance=f"{role}-{number}",
-        node="node-0",
-        role=role,
-        incarnation=f"incarnation-{number}",
-        http_url=f"http://node-{number}:7900",
-        control=PeerAddress(endpoint=f"tcp://node-{number}:7901"),
-        pp_size=1,
-        tp_size=1,
-        ranks=(Rank(pp=0, tp=0),),
-        fingerprint=fingerprint(geometry),
-        geometry=geometry,
+    return node(
+        f"{role}-{number}",
+        role,
+        model="deepseek-v4-flash",
         host=("c4_kv",) if role is Role.DECODE else (),
         model_identity=ModelIdentity(name="deepseek-v4-flash", revision="1"),
         load=Load(available_pages=pages, total_pages=pages, prefixes_kept_s=3600.0),
     )
 
 
-def table(results: dict[str, Any]) -> str:
-    """Lay the figures out for reading."""
+def table(found: dict[str, Any]) -> str:
+    """The figures for a reader."""
     names = ("per_s", "alone_median_ms", "alone_p99_ms", "cpu_us")
-    rows = [(name, *(case[each] for each in names), BUDGETS_PER_S.get(name)) for name, case in results.items()]
+    rows = [(name, *(case[each] for each in names), BUDGETS_PER_S.get(name)) for name, case in found["cases"].items()]
     return text(("store", "pairings/s", "alone, median ms", "p99 ms", "cpu us", "budget/s"), rows)

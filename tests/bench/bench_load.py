@@ -7,8 +7,6 @@ Generator, engines, bootstrap, daemons and rank workers share the machine's core
 
 Closed loop: so many rooms at once, each followed by the next. Open loop: rooms arrive at twice the best rate, whether or not
 earlier ones are through; a refused room is not tried again.
-
-Run as `python -m tests.bench --only load`.
 """
 
 from __future__ import annotations
@@ -19,13 +17,13 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 
-from tests.bench.load import WAYS, Life, Load, RefusedError, RoomLostError, Shape, load
+from tests.bench.load import WAYS, Life, Load, RefusedError, RoomLostError, load
+from tests.bench.load_engine import Facts
 from tests.bench.output import percentile
 from tests.bench.output import table as text
 from tests.helpers.cluster import Cluster, cluster
@@ -61,7 +59,7 @@ class Tally:
         """Take one room through its life and count what came of it; False when it was not admitted."""
         self.offered += 1
         try:
-            life = await running.room(way, number)
+            life = await running.room(way, number, TOKENS)
         except RefusedError as error:
             self.refused[f"{error.status} {error.code}"] += 1
             return False
@@ -72,7 +70,7 @@ class Tally:
         return True
 
     def summary(self, seconds: float) -> dict[str, Any]:
-        phases = sorted({name for life in self.lives for name in life.all_phases_s})
+        phases = {name: [life.phases_s[name] for life in self.lives if name in life.phases_s] for name in PHASES}
         return {
             "seconds": seconds,
             "offered_s": self.offered / seconds,
@@ -81,33 +79,36 @@ class Tally:
             "refused_share": self.refused.total() / max(1, self.refused.total() + len(self.lives) + self.lost.total()),
             "dropped": self.dropped,
             "lost": dict(self.lost.most_common(5)),
-            "payload_bytes": sum(life.payload_bytes for life in self.lives),
             "phases_ms": {
-                name: _milliseconds([life.all_phases_s[name] for life in self.lives if name in life.all_phases_s])
-                for name in phases
+                name: {f"p{percent}": percentile(taken_s, percent) * 1e3 for percent in (50, 99)}
+                for name, taken_s in phases.items()
+                if taken_s
             },
         }
 
 
-def run(*, seconds: float = 5.0, ways: Sequence[str] = WAYS, transport: str = "local") -> dict[str, Any]:
+PHASES = ("admission", "offer_to_commit", "total")
+
+
+def run(*, quick: bool) -> dict[str, Any]:
     """Measure each way of admission: {"cores", "ways": {way: {"levels": [...], "best_rooms_s", "overload": {...}}}}."""
     found = {}
-    for way in ways:
+    for way in WAYS:
         # A pair of its own for each: receipts of earlier rooms would weigh on later ones.
         pools = {"full": PAGES, "swa": 1, "request": 1}
         host = {"pools": {"device": pools, "host": {"components": []}}}
-        with cluster({"preset": MODEL}, transport=transport, pages=pools, decode=host) as running:
-            found[way] = asyncio.run(_measure(running, way, seconds))
+        with cluster({"preset": MODEL}, pages=pools, decode=host) as running:
+            found[way] = asyncio.run(_measure(running, way, 0.5 if quick else 5.0, LEVELS[:5:2] if quick else LEVELS))
     return {"cores": len(os.sched_getaffinity(0)), "model": MODEL, "tokens": TOKENS, "pages": PAGES, "ways": found}
 
 
-async def _measure(running: Cluster, way: str, seconds: float) -> dict[str, Any]:
+async def _measure(running: Cluster, way: str, seconds: float, levels: tuple[int, ...]) -> dict[str, Any]:
     numbers = itertools.count(1)
-    async with load(running, Shape(TOKENS)) as generator:
+    async with load(running, Facts()) as generator:
         # Connections, first meetings, code that runs first.
         await _closed_loop(generator, way, 4, min(2.0, seconds), numbers)
         measured = [
-            {"concurrency": level, **await _closed_loop(generator, way, level, seconds, numbers)} for level in LEVELS
+            {"concurrency": level, **await _closed_loop(generator, way, level, seconds, numbers)} for level in levels
         ]
         best = max(case["rooms_s"] for case in measured)
         overload = await _open(generator, way, OVERLOAD * best, 2 * seconds, numbers)
@@ -165,39 +166,22 @@ class _Usage:
     """Processor time of every process that takes part, as shares of one core."""
 
     def __init__(self, generator: Load) -> None:
-        self._processes = dict(_processes(generator))
-        self._before = {name: _cpu_s(process) for name, process in self._processes.items()}
+        self._processes = {"generator": psutil.Process()}
+        for name, engine in zip(("prefill engine", "decode engine"), generator.engines, strict=True):
+            self._processes[name] = psutil.Process(engine.pid)
+        for name, daemon in generator.daemons():
+            assert daemon.process is not None
+            self._processes[name] = process = psutil.Process(daemon.process.pid)
+            workers = enumerate(process.children())
+            self._processes |= {f"{name} worker {number}": child for number, child in workers}
+        self._before_s = self._now_s()
+
+    def _now_s(self) -> dict[str, float]:
+        taken = {name: process.cpu_times() for name, process in self._processes.items()}
+        return {name: times.user + times.system for name, times in taken.items()}
 
     def shares(self, seconds: float) -> dict[str, float]:
-        return {
-            name: round((_cpu_s(process) - self._before[name]) / seconds, 3)
-            for name, process in self._processes.items()
-        }
-
-
-def _processes(generator: Load) -> list[tuple[str, psutil.Process]]:
-    found = [("generator", psutil.Process())]
-    for name, engine in zip(("prefill engine", "decode engine"), generator.engines, strict=True):
-        found.append((name, psutil.Process(engine.pid)))
-    for name, daemon in (
-        ("bootstrap", generator.cluster.bootstrap),
-        ("prefill node", generator.cluster.prefill),
-        ("decode node", generator.cluster.decode),
-    ):
-        assert daemon.process is not None
-        process = psutil.Process(daemon.process.pid)
-        found.append((name, process))
-        found += [(f"{name.split()[0]} worker {number}", child) for number, child in enumerate(process.children())]
-    return found
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
-def _milliseconds(seconds: list[float]) -> dict[str, float]:
-    return {"p50": percentile(seconds, 50) * 1e3, "p99": percentile(seconds, 99) * 1e3, "max": max(seconds) * 1e3}
+        return {name: round((now_s - self._before_s[name]) / seconds, 3) for name, now_s in self._now_s().items()}
 
 
 def table(found: dict[str, Any]) -> str:
@@ -208,8 +192,7 @@ def table(found: dict[str, Any]) -> str:
         cases = [(str(case["concurrency"]), case) for case in measured["levels"]]
         cases += [(f"open {overload['target_s']:.0f}/s", overload), ("16 afterwards", measured["after_overload"])]
         title = f"admission by {way}: rooms/s (budget {BUDGET_ROOMS_S:.0f}), then median / 99th percentile in ms"
-        headings = ("at once", "rooms/s", "refused", "admission", "offer to commit", "total")
-        lines.append(text(headings, (_row(label, case) for label, case in cases), title))
+        lines.append(text(("at once", "rooms/s", "refused", *PHASES), (_row(*each) for each in cases), title))
         busiest = max(measured["levels"], key=lambda case: float(case["rooms_s"]))
         lines.append(f"cores at {measured['best_rooms_s']:.0f} rooms/s: {busiest['cpu']}")
         lines.append(
@@ -221,6 +204,6 @@ def table(found: dict[str, Any]) -> str:
 
 
 def _row(label: str, case: dict[str, Any]) -> tuple[str, ...]:
-    phases = [case["phases_ms"].get(name) for name in ("admission", "offer_to_commit", "total")]
+    phases = [case["phases_ms"].get(name) for name in PHASES]
     cells = [f"{phase['p50']:.1f} / {phase['p99']:.1f}" if phase else "-" for phase in phases]
     return (label, f"{case['rooms_s']:.0f}", f"{case['refused_share']:.1%}", *cells)

@@ -1,18 +1,12 @@
-"""What an operation of one page costs above Mooncake and NIXL: processor time, and rates against the bare libraries.
-
-Run as `python -m tests.bench --only operations`; `run` gives the same as JSON-able data.
+"""What an operation of one page costs above Mooncake and NIXL: processor time, over libraries that do nothing.
 
 10,000 operations of one page of DeepSeek-V4's C4 cache (37,440 B), scattered on both sides, are submitted and polled until the
-transfer is done, with a short sleep whenever nothing has moved. Counted is the processor time of the whole process, threads
-included, so the calls into the libraries that do nothing count, too; what those take alone, made from a bare loop over the same
-arrays, stands beside it.
-
-Then the same operations over Mooncake's TCP and over NIXL on shared memory, with the real libraries (`bench_transport`).
+transfer is done. Counted is the processor time of the whole process, threads included, so the calls into the libraries that do
+nothing count, too; what those take alone, made from a bare loop over the same arrays, stands beside it.
 """
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -29,12 +23,12 @@ from crc32c import crc32c
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings, NixlSettings
 from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.extent import Extent
-from kvbridge.transport.base import Endpoint, Peer, TransferState, Transport
+from kvbridge.transport.base import Endpoint, Peer, Transport
 from kvbridge.transport.mooncake import transport as mooncake
 from kvbridge.transport.nixl import agent as nixl_agent
 from kvbridge.transport.nixl import transport as nixl
 from kvbridge.transport.nixl.peers import NixlEndpoint, NixlExtent
-from tests.bench import bench_transport
+from tests.bench.bench_transport import as_lists, nixl_request, through_kvbridge
 from tests.bench.output import spread
 from tests.bench.output import table as text
 from tests.helpers.connecting import connect
@@ -42,11 +36,9 @@ from tests.helpers.connecting import connect
 OPERATIONS = 10_000
 OPERATION_BYTES = 37_440
 BUDGET_US = 0.25
-POLL_PAUSE_S = 0.0001
 BASE = 1 << 40
 """Where the memory would be; nobody reads it."""
-
-Bare = Callable[[Operations], None]
+MEMORY = Extent(address=BASE, length_bytes=OPERATIONS * OPERATION_BYTES)
 
 
 @dataclass(frozen=True)
@@ -55,160 +47,85 @@ class Way:
 
     transport: Transport
     peer: Peer
-    bare: Bare
+    bare: Callable[[Operations], None]
 
 
-def run(*, turns: int = 50, transfer_turns: int = 15) -> dict[str, Any]:
-    """Measure both; "load" is how many processes wanted the machine's cores, before and after."""
-    load = [os.getloadavg()[0]]
-    processor = processor_time(turns)
-    transfers = bench_transport.run(
-        backends=("mooncake", "nixl-shm"), sizes_bytes=(OPERATION_BYTES,), turns=transfer_turns
-    )
-    return {
-        "load": [*load, os.getloadavg()[0]],
-        "processor": processor,
-        "transfers": transfers,
-    }
-
-
-def processor_time(turns: int) -> dict[str, Any]:
-    """Return {"turns", "operations", "operation_bytes", "cases": [{way, us: [...], bare_us: [...], budget_us}, ...]}."""
+def run(*, quick: bool) -> dict[str, Any]:
+    """Measure each way, in turns with the bare loop."""
+    turns = 3 if quick else 50
     rng = np.random.default_rng(0)
     source, destination = (
         rng.permutation(OPERATIONS).astype(np.uint64) * np.uint64(OPERATION_BYTES) + np.uint64(BASE) for _ in range(2)
     )
     operations = Operations(source, destination, np.full(OPERATIONS, OPERATION_BYTES, dtype=np.uint64))
     cases = []
-    for name, open_way in WAYS.items():
-        with open_way() as way:
+    for name, opened in WAYS.items():
+        with opened as way:
             taken: dict[str, list[float]] = {"us": [], "bare_us": []}
-            for turn in range(turns + 1):
-                found = {
-                    "us": _processor_us(lambda: _move(way, operations)),
-                    "bare_us": _processor_us(lambda: way.bare(operations)),
-                }
-                for each, us in found.items():
-                    if turn:  # the first one starts threads
-                        taken[each].append(us)
-        cases.append({"way": name, **taken, "budget_us": BUDGET_US})
-    return {
-        "turns": turns,
-        "operations": OPERATIONS,
-        "operation_bytes": OPERATION_BYTES,
-        "cases": cases,
-    }
+            for _ in range(turns + 1):
+                taken["us"].append(_processor_us(lambda: through_kvbridge(way.transport, way.peer, operations)))
+                taken["bare_us"].append(_processor_us(lambda: way.bare(operations)))
+        # The first turn starts threads.
+        cases.append({"way": name} | {each: us[1:] for each, us in taken.items()} | {"budget_us": BUDGET_US})
+    return {"turns": turns, "operations": OPERATIONS, "operation_bytes": OPERATION_BYTES, "cases": cases}
 
 
 def _processor_us(work: Callable[[], None]) -> float:
-    """Of an operation."""
+    """Processor time of an operation."""
     begun_s = time.process_time()
     work()
     return (time.process_time() - begun_s) * 1e6 / OPERATIONS
 
 
-def _move(way: Way, operations: Operations) -> None:
-    transfer = way.transport.submit(way.peer, operations, deadline_s=60.0)
-    before = None
-    while not (status := transfer.poll()).state.terminal:
-        progress = getattr(transfer, "progress", None)  # what another thread pushes shows none
-        if progress == before:
-            time.sleep(POLL_PAUSE_S)
-        before = progress
-    assert status.state is TransferState.DONE, status
-
-
-# ------------------------------------------------------------------------------------------- mooncake
-
-
-class InstantMooncake:
-    """Everything is done as soon as it is asked for."""
-
-    def initialize(self, *_: object) -> int:
-        return 0
-
-    def get_rpc_port(self) -> int:
-        return 15_000
-
-    def send_probe(self, _: str) -> int:
-        return 0
-
-    def batch_register_memory(self, _addresses: list[int], _lengths: list[int]) -> int:
-        return 0
-
-    def transfer_submit_write(self, _session: str, _source: int, _destination: int, _length: int) -> int:
-        return 1
-
-    def transfer_check_status(self, _: int) -> int:
-        return 1
-
-    def batch_transfer_async_write(self, _session: str, _from: list[int], _to: list[int], _lengths: list[int]) -> int:
-        return 1
-
-    def get_batch_transfer_status(self, _: list[int]) -> int:
-        return 0
-
-
 @contextmanager
 def _mooncake(protocol: MooncakeProtocol) -> Iterator[Way]:
-    library = InstantMooncake()
+    """Everything is done as soon as it is asked for."""
+    library = SimpleNamespace(
+        initialize=lambda *_: 0,
+        get_rpc_port=lambda: 15_000,
+        send_probe=lambda _: 0,
+        batch_register_memory=lambda *_: 0,
+        transfer_submit_write=lambda *_: 1,
+        transfer_check_status=lambda _: 1,
+        batch_transfer_async_write=lambda *_: 1,
+        get_batch_transfer_status=lambda _: 0,
+    )
     with mock.patch.object(mooncake, "create_library", return_value=library):
         transport = mooncake.MooncakeTransport(MooncakeSettings(protocol=protocol))
-    transport.register([_memory()])
-    peer = connect(transport, transport.endpoint())
+    transport.register([MEMORY])
 
     def singles(operations: Operations) -> None:
-        lists = (operations.source.tolist(), operations.destination.tolist(), operations.length.tolist())
-        ids = list(map(library.transfer_submit_write, repeat("peer"), *lists))
+        ids = list(map(library.transfer_submit_write, repeat("peer"), *as_lists(operations)))
         assert min(map(library.transfer_check_status, ids)) == 1
 
     def batch(operations: Operations) -> None:
-        lists = (operations.source.tolist(), operations.destination.tolist(), operations.length.tolist())
-        assert library.get_batch_transfer_status([library.batch_transfer_async_write("peer", *lists)]) == 0
+        assert (
+            library.get_batch_transfer_status([library.batch_transfer_async_write("peer", *as_lists(operations))]) == 0
+        )
 
-    yield Way(transport, peer, singles if protocol is MooncakeProtocol.TCP else batch)
+    bare = singles if protocol is MooncakeProtocol.TCP else batch
+    yield Way(transport, connect(transport, transport.endpoint()), bare)
     transport.close()
 
 
-# ------------------------------------------------------------------------------------------- nixl
-
-
-class InstantAgent:
-    """Every request is done as soon as it is posted."""
-
-    def createBackend(self, *_: object) -> int:
-        return 1
-
-    def getBackendParams(self, _: int) -> tuple[dict[str, str], list[str]]:
-        return {}, ["DRAM_SEG"]
-
-    def registerMem(self, *_: object) -> None: ...
-
-    def getLocalMD(self) -> bytes:
-        return b"metadata"
-
-    def loadRemoteMD(self, _: bytes) -> str:
-        return "peer"
-
-    def createXferReq(self, *_: object) -> int:
-        return 1
-
-    def postXferReq(self, _: int) -> None: ...
-
-    def getXferStatus(self, _: int) -> int:
-        return 1
-
-    def releaseXferReq(self, _: int) -> None: ...
-
-    def invalidateRemoteMD(self, _: str) -> None: ...
-
-
-class _NeverRaisedError(Exception):
-    pass
-
-
-def _instant_nixl() -> Any:
-    return SimpleNamespace(
+@contextmanager
+def _nixl() -> Iterator[Way]:
+    """Every request is done as soon as it is posted; nothing is read of what a peer says of itself."""
+    agent = SimpleNamespace(
+        createBackend=lambda *_: 1,
+        getBackendParams=lambda _: ({}, ["DRAM_SEG"]),
+        registerMem=lambda *_: None,
+        getLocalMD=lambda: b"metadata",
+        loadRemoteMD=lambda _: "peer",
+        createXferReq=lambda *_: 1,
+        postXferReq=lambda _: None,
+        getXferStatus=lambda _: 1,
+        releaseXferReq=lambda _: None,
+        invalidateRemoteMD=lambda _: None,
+    )
+    never_raised = type("NeverRaisedError", (Exception,), {})
+    library = SimpleNamespace(
+        __name__="nixl",
         DRAM_SEG=SimpleNamespace(name="DRAM_SEG"),
         VRAM_SEG=SimpleNamespace(name="VRAM_SEG"),
         NIXL_WRITE=1,
@@ -217,50 +134,27 @@ def _instant_nixl() -> Any:
         NIXL_SUCCESS=1,
         NIXL_THREAD_SYNC_STRICT=1,
         nixlAgentConfig=SimpleNamespace,
-        nixlAgent=lambda *_: InstantAgent(),
+        nixlAgent=lambda *_: agent,
         nixlRegDList=lambda _, rows: rows,
         nixlXferDList=lambda _, rows: rows,
-        nixlRemoteDisconnectError=_NeverRaisedError,
-        nixlNotFoundError=_NeverRaisedError,
+        nixlRemoteDisconnectError=never_raised,
+        nixlNotFoundError=never_raised,
     )
-
-
-class _NoCheck:
-    """In the place of the process that reads what peers say of themselves."""
-
-    def __init__(self, *_: object) -> None:
-        pass
-
-    def check(self, *_: object, **__: object) -> tuple[()]:
-        return ()
-
-    def close(self) -> None:
-        """Nothing was opened."""
-
-
-@contextmanager
-def _nixl() -> Iterator[Way]:
-    library = _instant_nixl()
+    no_check = SimpleNamespace(check=lambda *_, **__: (), close=lambda: None)
     with (
         mock.patch.object(nixl_agent, "load_library", return_value=library),
-        mock.patch.object(nixl, "PeerCheck", _NoCheck),
+        mock.patch.object(nixl, "PeerCheck", return_value=no_check),
     ):
         transport = nixl.NixlTransport(NixlSettings())
-        transport.register([_memory()])
-        extent = NixlExtent(address=BASE, length_bytes=OPERATIONS * OPERATION_BYTES)
+        transport.register([MEMORY])
+        extent = NixlExtent(address=BASE, length_bytes=MEMORY.length_bytes)
         content = NixlEndpoint(
             agent="peer", metadata=b"metadata", release="", checksum=crc32c(b"metadata"), extents=(extent,)
         )
         peer = connect(transport, Endpoint(transport=nixl.NAME, data=content.model_dump_json().encode()))
-        agent = InstantAgent()
 
         def one_request(operations: Operations) -> None:
-            nothing = np.zeros_like(operations.length)
-            rows = [
-                library.nixlXferDList(library.DRAM_SEG, np.stack((addresses, operations.length, nothing), axis=1))
-                for addresses in (operations.source, operations.destination)
-            ]
-            request = agent.createXferReq(library.NIXL_WRITE, *rows, "peer")
+            request = nixl_request(library, agent, "peer", operations)
             agent.postXferReq(request)
             assert agent.getXferStatus(request) == library.NIXL_SUCCESS
 
@@ -268,24 +162,17 @@ def _nixl() -> Iterator[Way]:
         transport.close()
 
 
-def _memory() -> Extent:
-    return Extent(address=BASE, length_bytes=OPERATIONS * OPERATION_BYTES)
-
-
 WAYS = {
-    "mooncake over rdma, batches": lambda: _mooncake(MooncakeProtocol.RDMA),
-    "mooncake over tcp, each by itself": lambda: _mooncake(MooncakeProtocol.TCP),
-    "nixl, requests of many": _nixl,
+    "mooncake over rdma, batches": _mooncake(MooncakeProtocol.RDMA),
+    "mooncake over tcp, each by itself": _mooncake(MooncakeProtocol.TCP),
+    "nixl, requests of many": _nixl(),
 }
 
 
-def table(result: dict[str, Any]) -> str:
-    """The result as plain text, a row for each way."""
+def table(found: dict[str, Any]) -> str:
+    """The figures for a reader, a row for each way."""
     rows = [
         (case["way"], spread(case["us"]), statistics.median(case["bare_us"]), case["budget_us"])
-        for case in result["processor"]["cases"]
+        for case in found["cases"]
     ]
-    before, after = result["load"]
-    title = f"load {before:.1f} before, {after:.1f} after"
-    processor = text(("us of processor time an operation", "median (range)", "bare loop", "budget"), rows, title)
-    return f"{processor}\n{bench_transport.table(result['transfers'])}"
+    return text(("us of processor time an operation", "median (range)", "bare loop", "budget"), rows)

@@ -1,7 +1,5 @@
 """What a store costs beyond what is below it: pages into stores and back, against the same bytes without keys and digests.
 
-Run as `python -m tests.bench --only store`; it takes about a minute.
-
 An object is one page of DeepSeek-V4-Flash's C4 cache: 21 layers, apart from each other in a layer-first pool, 786,240 bytes. All
 ways move the same 16 pages from the same memory into the same memory, from one thread of one process, and what they have
 made is removed after each turn:
@@ -9,15 +7,13 @@ made is removed after each turn:
 - `files`: the peer is a new file for each page, written and read by one call for all layers; neither flushes to a disk, and both
   are in shared memory, so that no disk's mood is in it.
 - `mooncake`: the peer is the library's own batch call with the same pieces, over TCP on this host.
-- `without digests` is our get without looking at what came, `process` our get by way of a store process.
+- `without digests` is our get without looking at what came.
 
-Ways take turns in changing order. Ratios are medians of each turn's, above 1 where the store was quicker. Processor time is that of
-all threads of this process: a digest that is computed beside the next read takes no time of the wall, but this.
+Ways take turns in changing order. Ratios are medians of each turn's, above 1 where the store was quicker.
 """
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import os
 import statistics
@@ -26,12 +22,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from unittest import mock
 
 import numpy as np
 
-from kvbridge.config.stores import FileStoreSettings, MooncakeStoreSettings, StoreSettings
+from kvbridge.config.stores import FileStoreSettings, MooncakeStoreSettings
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.pool.memory.layout import host_placement
@@ -39,7 +35,6 @@ from kvbridge.pool.memory.pools import MappedPool
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores import pages as page_store
 from kvbridge.tier.stores.base import Answer, ObjectStore
-from kvbridge.tier.stores.client import StoreClient
 from kvbridge.tier.stores.files import FileStore
 from kvbridge.tier.stores.mooncake import MooncakeStore
 from kvbridge.tier.stores.objects import object_name
@@ -56,22 +51,6 @@ BUDGETS = {"mooncake": 0.9, "files": 0.8, "digests": 0.9}
 
 Pieces = list[tuple[int, int]]
 """Addresses and lengths in bytes."""
-
-
-class Bare(Protocol):
-    """The same pieces without anything above what moves them."""
-
-    def prepared(self, pieces: list[Pieces]) -> Any:
-        """What `put` and `get` take: made before the time is taken."""
-
-    def put(self, names: list[str], prepared: Any) -> None:
-        """Make new objects."""
-
-    def get(self, names: list[str], prepared: Any) -> None:
-        """Read whole objects."""
-
-    def remove(self, names: list[str]) -> None:
-        """Remove objects."""
 
 
 class BareFiles:
@@ -120,10 +99,9 @@ class BareMooncake:
         self._library.batch_remove(names, True)
 
 
-def run(*, turns: int = TURNS) -> dict[str, Any]:
-    """Measure and return {"turns", "batch", "object_bytes", "load", "cases": [...]}; rates in GB/s, the machine's load before."""
-    load = os.getloadavg()[0]
-    cases: list[dict[str, Any]] = []
+def run(*, quick: bool) -> dict[str, Any]:
+    """Measure both kinds of store; rates in GB/s."""
+    turns = 2 if quick else TURNS
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-bench-")))
         placement = host_placement(preset(MODEL), [ComponentKind.C4_KV], page_count=2 * BATCH)
@@ -131,39 +109,30 @@ def run(*, turns: int = TURNS) -> dict[str, Any]:
         memory = np.frombuffer(pool.mappings[0].buffer, dtype=np.uint8)
         memory[:] = np.random.default_rng(5).integers(0, 256, len(memory), dtype=np.uint8)
         del memory
+        cases = []
         for kind in ("files", "mooncake"):
-            with _store(kind, folder) as (store, settings, bare):
-                cases.append(_measure(kind, store, settings, bare, pool, turns))
-        object_bytes = cases[0].pop("object_bytes")
-        cases[1].pop("object_bytes")
-    return {
-        "turns": turns,
-        "batch": BATCH,
-        "object_bytes": object_bytes,
-        "budgets": BUDGETS,
-        "load": load,
-        "cases": cases,
-    }
+            with _store(kind, folder) as (store, bare):
+                cases.append(_measure(kind, store, bare, pool, turns))
+    return {"turns": turns, "batch": BATCH, "budgets": BUDGETS, "cases": cases}
 
 
 @contextmanager
-def _store(kind: str, folder: Path) -> Iterator[tuple[ObjectStore, StoreSettings, Bare]]:
+def _store(kind: str, folder: Path) -> Iterator[tuple[ObjectStore, BareFiles | BareMooncake]]:
     if kind == "files":
         settings = FileStoreSettings(directory=folder / "store", max_bytes=1 << 30)
-        yield FileStore(settings), settings, BareFiles(folder / "bare")
+        yield FileStore(settings), BareFiles(folder / "bare")
         return
     servers = MooncakeServers(folder, segment_bytes=512 << 20)
     try:
         servers.start()
-        mooncake_settings = MooncakeStoreSettings(master=servers.address)
-        mooncake = MooncakeStore(mooncake_settings)
-        yield mooncake, mooncake_settings, BareMooncake(mooncake)
+        mooncake = MooncakeStore(MooncakeStoreSettings(master=servers.address))
+        yield mooncake, BareMooncake(mooncake)
     finally:
         servers.stop()
 
 
 def _measure(
-    kind: str, store: ObjectStore, settings: StoreSettings, bare: Bare, pool: MappedPool, turns: int
+    kind: str, store: ObjectStore, bare: BareFiles | BareMooncake, pool: MappedPool, turns: int
 ) -> dict[str, Any]:
     pages = PageStore(store, [pool.regions()])
     [form] = pages.forms
@@ -173,16 +142,15 @@ def _measure(
         for rows in (source, target)
     )
     random = np.random.default_rng()
-    seconds: dict[str, list[tuple[float, float]]] = {}
+    seconds: dict[str, list[float]] = {}
 
     def timed(way: str, call: Callable[[], Any], wanted: str = "") -> None:
-        begun_s, begun_cpu_s = time.perf_counter(), time.process_time()
+        begun_s = time.perf_counter()
         found = call()
-        taken = time.perf_counter() - begun_s, time.process_time() - begun_cpu_s
-        seconds.setdefault(way, []).append(taken)
+        seconds.setdefault(way, []).append(time.perf_counter() - begun_s)
         assert not wanted or set(found.outcomes) == {wanted}, found
 
-    def steps(keys: Keys, ask: Callable[[Keys, np.ndarray], Any]) -> list[tuple[str, Callable[[], Any], str]]:
+    def steps(keys: Keys) -> list[tuple[str, Callable[[], Any], str]]:
         names = [object_name(form, key) for key in keys]
         bare_names = [f"bare-{name}" for name in names]
         until_s = time.monotonic() + LIMIT_S
@@ -201,77 +169,36 @@ def _measure(
             ("get", lambda: pages.get(0, keys, target, until_s), "hit"),
             ("bare get", lambda: bare.get(bare_names, out_of), ""),
             ("get without digests", without_digests, "hit"),
-            ("process get", lambda: ask(keys, target), "hit"),
             ("remove", lambda: store.remove(names, until_s), "dropped"),
             ("remove", lambda: bare.remove(bare_names), ""),
         ]
 
-    with _process(settings, pool) as ask:
-        for turn in range(turns + 1):
-            each = steps(Keys(random.bytes(16 * BATCH)), ask)
-            for way, call, wanted in each if turn % 2 else [each[index] for index in (1, 0, 5, 4, 3, 2, 7, 6)]:
-                timed(way, call, wanted)
+    for turn in range(turns + 1):
+        each = steps(Keys(random.bytes(16 * BATCH)))
+        for way, call, wanted in each if turn % 2 else [each[index] for index in (1, 0, 4, 3, 2, 6, 5)]:
+            timed(way, call, wanted)
     pages.close()
-    return {"kind": kind, "object_bytes": form.payload_bytes} | _figures(seconds, form.payload_bytes)
+    taken = {way: turns[1:] for way, turns in seconds.items() if way != "remove"}  # the first turn warms up
+
+    def ratio(way: str, against: str) -> float:
+        return statistics.median(b / a for a, b in zip(taken[way], taken[against], strict=True))
+
+    return {
+        "kind": kind,
+        "object_bytes": form.payload_bytes,
+        "gb_s": {way: BATCH * form.payload_bytes / statistics.median(each) / 1e9 for way, each in taken.items()},
+        "put_of_bare": ratio("put", "bare put"),
+        "get_of_bare": ratio("get", "bare get"),
+        "get_of_without_digests": ratio("get", "get without digests"),
+    }
 
 
-@contextmanager
-def _process(settings: StoreSettings, pool: MappedPool) -> Iterator[Callable[[Keys, np.ndarray], Any]]:
-    """Gets by way of a store process."""
-    loop = asyncio.new_event_loop()
-
-    async def start() -> StoreClient:
-        client = StoreClient(settings, [pool.shared_regions()], log_level="warning")
-        client.start()
-        ends_s = time.monotonic() + LIMIT_S
-        while client.process.capabilities is None:
-            assert time.monotonic() < ends_s, "the store process is not ready"
-            await asyncio.sleep(0.01)
-        return client
-
-    client = loop.run_until_complete(start())
-
-    async def ask(keys: Keys, pages: np.ndarray) -> Any:
-        return await client.get(0, keys, pages, timeout_s=LIMIT_S)
-
-    try:
-        yield lambda keys, pages: loop.run_until_complete(ask(keys, pages))
-    finally:
-        loop.run_until_complete(client.close(6.0))
-        loop.close()
-
-
-def _figures(seconds: dict[str, list[tuple[float, float]]], page_bytes: int) -> dict[str, Any]:
-    """By the clock of the wall, and by the time of this process's processors, which a busy machine changes less."""
-    figures: dict[str, Any] = {}
-    for column, clock in enumerate(("wall", "processor")):
-        # The first turn warms up.
-        taken = {way: [each[column] for each in turns[1:]] for way, turns in seconds.items() if way != "remove"}
-
-        def ratio(way: str, against: str, taken: dict[str, list[float]] = taken) -> float:
-            return statistics.median(b / a for a, b in zip(taken[way], taken[against], strict=True))
-
-        figures[clock] = {
-            "gb_s": {way: BATCH * int(page_bytes) / statistics.median(each) / 1e9 for way, each in taken.items()},
-            "put_of_bare": ratio("put", "bare put"),
-            "get_of_bare": ratio("get", "bare get"),
-            "get_of_without_digests": ratio("get", "get without digests"),
-        }
-        if clock == "wall":
-            figures[clock]["process_get_of_get"] = ratio("process get", "get")
-    return figures
-
-
-def table(figures: dict[str, Any]) -> str:
-    """The figures of `run` for a reader."""
+def table(found: dict[str, Any]) -> str:
+    """The figures for a reader."""
     rows = []
-    for case in figures["cases"]:
-        for clock in ("wall", "processor"):
-            found = case[clock]
-            ratios = [found[name] for name in ("put_of_bare", "get_of_bare", "get_of_without_digests")]
-            rates = ", ".join(f"{way} {rate:.2f}" for way, rate in found["gb_s"].items())
-            through = found.get("process_get_of_get")
-            rows.append((case["kind"], clock, *ratios, through, BUDGETS[case["kind"]], rates))
-    headings = ("store", "clock", "put of bare", "get of bare", "of no digests", "by a process", "budget", "GB/s")
-    title = f"{figures['batch']} objects of {figures['object_bytes']} bytes, {figures['turns']} turns, medians"
-    return text(headings, rows, f"{title}, load before {figures['load']:.1f}")
+    for case in found["cases"]:
+        ratios = [case[name] for name in ("put_of_bare", "get_of_bare", "get_of_without_digests")]
+        rates = ", ".join(f"{way} {rate:.2f}" for way, rate in case["gb_s"].items())
+        rows.append((case["kind"], *ratios, BUDGETS[case["kind"]], rates))
+    title = f"{found['batch']} objects of {found['cases'][0]['object_bytes']} bytes, {found['turns']} turns, medians"
+    return text(("store", "put of bare", "get of bare", "of no digests", "budget", "GB/s"), rows, title)

@@ -1,4 +1,4 @@
-"""Many rooms through one pair of real daemons: the load generator of the load benchmark and the soak.
+"""Many rooms through one pair of real daemons: the load generator of the load benchmark, the soak and the replay.
 
 A room may be admitted in three ways: `bootstrap` (one POST there, a ticket back, as most routers do it), `daemons` (the router
 knows the pair and names the same room to both), `engine` (decode by HTTP, then prefill's engine admits from its own process).
@@ -14,16 +14,19 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvbridge.cli.local_cluster import Cluster, DaemonProcess
 from kvbridge.core.children import child_environment
+from kvbridge.core.geometry.manifest import fingerprint
+from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import ROOM_BITS
-from kvbridge.tier.keys import Keys
-from tests.helpers.cluster import Cluster
+from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
+from tests.bench.load_engine import NUMBER_BITS, Facts
 
 WAYS = ("bootstrap", "daemons", "engine")
 ROOM_LIMIT_S = 30.0
@@ -100,31 +103,29 @@ class Endpoint:
         self._idle.clear()
 
 
+def identity_of(model: str) -> PrefixIdentity:
+    """Return what the keys of a preset's pages are of, under its own name and revision 1."""
+    geometry = preset(model)
+    named = {"model": model, "revision": "1", "fingerprint": fingerprint(geometry)}
+    return PrefixIdentity(**named, tokens_per_page=geometry.tokens_per_page)
+
+
 @dataclass
 class Life:
-    """What is known of one room that came through. Seconds."""
+    """What is known of one room that came through."""
 
-    admission_s: float
     total_s: float
     phases_s: dict[str, float]
-    payload_bytes: int
-    checked: bool
-    held_tokens: int
-    """Of its prompt, what decode held already."""
+    """With `admission` and `total`."""
+    amounts: dict[str, list[int]]
+    """Bytes and operations of each component."""
+    checked_bytes: int
+    held: dict[str, int]
+    """Tokens of its prompt that either side held, and of these what came back from host memory."""
 
     @property
-    def all_phases_s(self) -> dict[str, float]:
-        return {"admission": self.admission_s, **self.phases_s, "total": self.total_s}
-
-
-@dataclass
-class Shape:
-    """What every room asks for."""
-
-    tokens: int
-    sample_every: int = 0
-    keys: Callable[[int], Keys] | None = None
-    """From a room to the page keys of its prompt of `shared_prompts`, which takes SHARED_TOKENS. None: rooms have none."""
+    def payload_bytes(self) -> int:
+        return sum(moved for moved, _ in self.amounts.values())
 
 
 @dataclass
@@ -132,7 +133,8 @@ class Load:
     """A running pair with engines attached. Rooms are independent tasks."""
 
     cluster: Cluster
-    shape: Shape
+    facts: Facts
+    identity: PrefixIdentity | None
     bootstrap: Endpoint
     prefill: Endpoint
     decode: Endpoint
@@ -140,13 +142,22 @@ class Load:
     engines: list[asyncio.subprocess.Process] = field(default_factory=list)
     _waiting: dict[int, asyncio.Future[dict[str, Any]]] = field(default_factory=dict)
 
-    async def room(self, way: str, number: int) -> Life:
+    def __post_init__(self) -> None:
+        self._prompts = self.facts.prompts_by_number()
+
+    def keys(self, number: int) -> Keys:
+        """Return the page keys of a request's prompt; none where rooms have no prompts."""
+        if self._prompts is None or self.identity is None:
+            return Keys()
+        return page_keys(self.identity, self._prompts(number))
+
+    async def room(self, way: str, number: int, tokens: int, *, limit_s: float = ROOM_LIMIT_S, **more: Any) -> Life:
         """Take one room through its life. Raises RefusedError when it is not admitted, RoomLostError when it fails afterwards."""
-        shape, begun_s = self.shape, time.perf_counter()
-        body: dict[str, Any] = {"prompt_tokens": shape.tokens}
-        room = (secrets.randbits(ROOM_BITS - 20) << 20) + number
-        if shape.keys is not None:
-            body |= {"room": room, "page_hashes": base64.b64encode(shape.keys(room).data).decode()}
+        begun_s = time.perf_counter()
+        body: dict[str, Any] = {"prompt_tokens": tokens, **more}
+        room = (secrets.randbits(ROOM_BITS - NUMBER_BITS) << NUMBER_BITS) + number
+        if self._prompts is not None:
+            body |= {"room": room, "page_hashes": base64.b64encode(self.keys(number).data).decode()}
         if way == "bootstrap":
             room = int((await self.bootstrap.post("/v1/requests", body))["room"])
         else:
@@ -158,13 +169,15 @@ class Load:
                 if way == "daemons":
                     await self.prefill.give_back(room)
                 raise
-        admitted_s = time.perf_counter()
+        admission_s = time.perf_counter() - begun_s
         ended = self._waiting[room] = asyncio.get_running_loop().create_future()
-        self._order(room, admit=way == "engine")
+        stdin = self.engines[0].stdin
+        assert stdin is not None
+        stdin.write(f"{room} {tokens} {int(way == 'engine')}\n".encode())
         try:
-            fact = await asyncio.wait_for(ended, ROOM_LIMIT_S)
+            fact = await asyncio.wait_for(ended, limit_s)
         except TimeoutError:
-            raise RoomLostError(f"room {room} was not released within {ROOM_LIMIT_S:g} s") from None
+            raise RoomLostError(f"room {room} was not released within {limit_s:g} s") from None
         finally:
             self._waiting.pop(room, None)
         if fact.get("code") == "capacity" and way == "engine":
@@ -173,17 +186,21 @@ class Load:
         if "error" in fact:
             raise RoomLostError(f"{fact['code']}: {fact['error']}")
         total_s = time.perf_counter() - begun_s
-        return Life(admitted_s - begun_s, total_s, fact["phases_s"], fact["bytes"], fact["checked"], fact["held"])
-
-    def _order(self, room: int, *, admit: bool) -> None:
-        stdin = self.engines[0].stdin
-        assert stdin is not None
-        stdin.write(f"{room} {self.shape.tokens} {int(admit)}\n".encode())
+        phases_s = {"admission": admission_s, **fact["phases_s"], "total": total_s}
+        return Life(total_s, phases_s, fact["amounts"], fact["checked_bytes"], fact["held"])
 
     def rest(self) -> None:
         """Close idle connections, so that those who count sockets count none of ours."""
         for endpoint in (self.bootstrap, self.prefill, self.decode):
             endpoint.close()
+
+    def daemons(self) -> list[tuple[str, DaemonProcess]]:
+        """Return the daemons by names that stay."""
+        return [
+            ("bootstrap", self.cluster.bootstrap),
+            ("prefill", self.cluster.prefill),
+            ("decode", self.cluster.decode),
+        ]
 
     async def _listen(self, engine: asyncio.subprocess.Process) -> None:
         assert engine.stdout is not None
@@ -195,17 +212,16 @@ class Load:
 
 
 @asynccontextmanager
-async def load(cluster: Cluster, shape: Shape) -> AsyncIterator[Load]:
-    """Attach engines to a running pair; they end with the context."""
+async def load(cluster: Cluster, facts: Facts, identity: PrefixIdentity | None = None) -> AsyncIterator[Load]:
+    """Attach engines to a running pair; they end with the context. `identity`: of the model, where rooms have prompts."""
     control = cluster.prefill.endpoint().control
     assert control is not None
     endpoints = [Endpoint(daemon.url) for daemon in (cluster.bootstrap, cluster.prefill, cluster.decode)]
-    running = Load(cluster, shape, *endpoints, control=control.model_dump())
+    running = Load(cluster, facts, identity, *endpoints, control=control.model_dump())
     async with AsyncExitStack() as stack:
-        for endpoint in endpoints:
-            stack.callback(endpoint.close)
+        stack.callback(running.rest)
         for role, daemon in (("prefill", cluster.prefill), ("decode", cluster.decode)):
-            engine = await _start(role, str(daemon.runtime_dir), shape)
+            engine = await _start(role, str(daemon.runtime_dir), facts)
             stack.push_async_callback(_end, engine)
             running.engines.append(engine)
         for engine in running.engines:
@@ -216,12 +232,9 @@ async def load(cluster: Cluster, shape: Shape) -> AsyncIterator[Load]:
         yield running
 
 
-async def _start(role: str, runtime_dir: str, shape: Shape) -> asyncio.subprocess.Process:
+async def _start(role: str, runtime_dir: str, facts: Facts) -> asyncio.subprocess.Process:
     pipe = asyncio.subprocess.PIPE
-    shared = str(int(shape.keys is not None))
-    command = [
-        sys.executable, "-m", "tests.bench.load_engine", role, runtime_dir, str(shape.sample_every), shared,
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "tests.bench.load_engine", role, runtime_dir, json.dumps(asdict(facts))]
     return await asyncio.create_subprocess_exec(
         *command, stdin=pipe, stdout=pipe, env=child_environment(os.environ), limit=PIPE_BYTES
     )

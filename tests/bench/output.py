@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import logging
+import os
 import platform
 import time
 from collections.abc import Iterable, Sequence
@@ -11,10 +14,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import structlog
+
 LIBRARIES = ("numpy", "torch", "pyzmq", "mooncake-transfer-engine-non-cuda", "nixl-cu12")
 LINE = 150
 MOST_SAMPLES = 3
 """A longer list of numbers is written as its median and range."""
+
+
+def measure(name: str, *, quick: bool) -> tuple[dict[str, Any], str]:
+    """Run one benchmark in this process; returns its figures and their table."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
+    bench = importlib.import_module(f"tests.bench.{name}" if "." in name else f"tests.bench.bench_{name}")
+    load = [os.getloadavg()[0]]
+    found = bench.run(quick=quick)
+    load.append(os.getloadavg()[0])
+    return {"load": load} | found, f"load {load[0]:.1f} before, {load[1]:.1f} after\n{bench.table(found)}"
 
 
 def environment() -> dict[str, Any]:
@@ -26,13 +42,12 @@ def environment() -> dict[str, Any]:
     return {"python": platform.python_version(), "cpu": cpu, "libraries": versions}
 
 
-def write(folder: Path, name: str, results: dict[str, Any]) -> Path:
+def write(folder: Path, name: str, results: dict[str, Any]) -> None:
     """Write results to `folder` under the name and the time, every list of samples as its median and range."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.write_text(lines(reduced(results)) + "\n")
     print(f"written to {path}")
-    return path
 
 
 def reduced(found: Any) -> Any:
@@ -54,24 +69,31 @@ def lines(found: Any, indent: str = "") -> str:
     if len(whole) <= LINE or not any(isinstance(each, dict | list) for each in parts):
         return whole
     below = indent + " "
-    named = isinstance(found, dict)
-    shown = [
-        f"{below}{json.dumps(key) + ': ' if named else ''}{lines(value, below)}"
-        for key, value in (found.items() if named else enumerate(found))
-    ]
-    opened, closed = "{}" if named else "[]"
-    return "\n".join((opened, ",\n".join(shown), indent + closed))
+    if isinstance(found, dict):
+        shown = [f"{below}{json.dumps(key)}: {lines(value, below)}" for key, value in found.items()]
+        return "\n".join(("{", ",\n".join(shown), indent + "}"))
+    return "\n".join(("[", ",\n".join(below + lines(value, below) for value in found), indent + "]"))
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> str:
     """Return columns of text below headings: numbers with three digits that count, a dash for None."""
     cells = [list(headings), *([_cell(each) for each in row] for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
+    shown = (
         "  ".join(cell.rjust(width) if at else cell.ljust(width) for at, (cell, width) in enumerate(pairs)).rstrip()
         for pairs in (zip(row, widths, strict=True) for row in cells)
-    ]
-    return "\n".join([*([title] if title else []), *lines])
+    )
+    return "\n".join([*([title] if title else []), *shown])
+
+
+def cases_table(cases: Sequence[dict[str, Any]]) -> str:
+    """Return a table of flat cases that have the same facts."""
+    return table(list(cases[0]), (list(case.values()) for case in cases))
+
+
+def met(holds: bool) -> str:
+    """Return how a budget is told."""
+    return "met" if holds else "MISSED"
 
 
 def _cell(value: object) -> str:

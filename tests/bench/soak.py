@@ -6,7 +6,7 @@ process is looked at: memory, descriptors, sockets, threads, mappings of pools (
 regions it has registered), log bytes. It ends red (exit code 1) when something has grown by more than 5% since the first look,
 when a room was lost, or when a byte was wrong.
 
-With `--shared`, nine rooms of ten have prompts that begin like others (`shared_prompts`), and pages stay: what is cached and
+With `--shared`, nine rooms of ten have prompts that begin like others (`load_engine`), and pages stay: what is cached and
 read by nobody is not busy.
 
 Receipts of ended rooms are kept by design, `timeouts.room_keep_s` long and 10,000 at most. Here they are kept for five seconds,
@@ -23,7 +23,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,16 +30,14 @@ from typing import Any
 
 import psutil
 
-from kvbridge.cli.local_cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
-from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.geometry.presets import preset
-from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
-from tests.bench.load import Load, RefusedError, RoomLostError, Shape, load
+from kvbridge.cli.local_cluster import used_pages
+from tests.bench.load import Load, RefusedError, RoomLostError, identity_of, load
+from tests.bench.load_engine import SHARED, SHARED_TOKENS, Facts
 from tests.bench.output import percentile
 from tests.bench.output import table as text
-from tests.bench.shared_prompts import SHARED_TOKENS, prompt
+from tests.helpers.cluster import Cluster, cluster
 
-MODEL, REVISION, TOKENS = "tiny-v4", "1", 64
+MODEL, TOKENS = "tiny-v4", 64
 CONCURRENCY = 16
 PAGES = 256
 KEEP_S = 5.0
@@ -126,17 +123,24 @@ def findings(course: Course) -> list[str]:
 
 def run(*, rooms: int, transport: str = "local", shared: bool = False, keep_s: float = KEEP_S) -> dict[str, Any]:
     """Soak a pair of its own and return the figures, with what is wrong under "findings"."""
-    with tempfile.TemporaryDirectory(prefix="kvb-", dir="/tmp") as folder:
-        running = _cluster(Path(folder), transport, shared=shared, keep_s=keep_s)
-        try:
-            running.start()
-            running.wait_ready()
-            begun_s = time.monotonic()
-            course = asyncio.run(_soak(running, rooms, shared=shared, rest_s=keep_s + REST_S))
-            took_s = time.monotonic() - begun_s
-            left = _busy_pages(running)
-        finally:
-            running.stop()
+    tokens = SHARED_TOKENS if shared else TOKENS
+    more: dict[str, Any] = {"timeouts": {"room_keep_s": keep_s, "control_delivery_s": keep_s - 1}}
+    if shared:
+        more["tier"] = {"enabled": True, "model_name": MODEL, "model_revision": "1"}
+    bootstrap = {"reserve_s": 3.0, "pair_s": 4.0, "ticket_s": keep_s - 1, "room_keep_s": keep_s}
+    with cluster(
+        {"preset": MODEL},
+        transport=transport,
+        pages={"full": PAGES, "swa": PAGES, "request": PAGES},
+        host_pages=PAGES,
+        prefill=more,
+        decode=more,
+        bootstrap={"pairing": {"max_wait_s": 1.0}, "timeouts": bootstrap},
+    ) as running:
+        begun_s = time.monotonic()
+        course = asyncio.run(_soak(running, rooms, tokens, rest_s=keep_s + REST_S))
+        took_s = time.monotonic() - begun_s
+        left = _busy_pages(running)
     return {
         "findings": findings(course)
         + (["nothing was shared"] if shared and not course.held_tokens else [])
@@ -145,7 +149,7 @@ def run(*, rooms: int, transport: str = "local", shared: bool = False, keep_s: f
         "seconds": round(took_s, 1),
         "cores": len(os.sched_getaffinity(0)),
         "model": MODEL,
-        "tokens": SHARED_TOKENS if shared else TOKENS,
+        "tokens": tokens,
         "shared": shared,
         "held_tokens": course.held_tokens,
         "transport": transport,
@@ -160,53 +164,22 @@ def run(*, rooms: int, transport: str = "local", shared: bool = False, keep_s: f
     }
 
 
-def _cluster(folder: Path, transport: str, *, shared: bool, keep_s: float) -> Cluster:
-    device = {"full": PAGES, "swa": PAGES, "request": PAGES}
-    more = {"timeouts": {"room_keep_s": keep_s, "control_delivery_s": keep_s - 1}}
-    if shared:
-        more["tier"] = {"enabled": True, "model_name": MODEL, "model_revision": REVISION}
-    spec = ClusterSpec(
-        model={"preset": MODEL},
-        transport=transport,
-        prefill=NodeSpec(instance="soak-prefill", pools={"device": device}, more=more),
-        decode=NodeSpec(instance="soak-decode", pools={"device": device, "host": {"pages": PAGES}}, more=more),
-        ends_with_us=True,
-    )
-    made = plan_cluster(folder, spec)
-    made.bootstrap.config["pairing"] = {"max_wait_s": 1.0}
-    made.bootstrap.config["timeouts"] = {
-        "reserve_s": 3.0, "pair_s": 4.0, "ticket_s": keep_s - 1, "room_keep_s": keep_s,
-    }  # fmt: skip
-    return made
-
-
-async def _soak(running: Cluster, rooms: int, *, shared: bool, rest_s: float) -> Course:
+async def _soak(running: Cluster, rooms: int, tokens: int, *, rest_s: float) -> Course:
     course = Course()
-    shape = Shape(SHARED_TOKENS if shared else TOKENS, sample_every=SAMPLE_EVERY, keys=_keys if shared else None)
-    async with load(running, shape) as generator:
-        await _course(generator, course, rooms, rest_s)
+    facts = Facts(SAMPLE_EVERY, prompts=SHARED if tokens == SHARED_TOKENS else "")
+    async with load(running, facts, identity_of(MODEL)) as generator:
+        await _course(generator, course, rooms, tokens, rest_s)
     return course
 
 
-def _keys(room: int) -> Keys:
-    geometry = preset(MODEL)
-    identity = PrefixIdentity(
-        model=MODEL,
-        revision=REVISION,
-        fingerprint=fingerprint(geometry),
-        tokens_per_page=geometry.tokens_per_page,
-    )
-    return page_keys(identity, prompt(room, SHARED_TOKENS))
-
-
-async def _course(generator: Load, course: Course, rooms: int, rest_s: float) -> None:
+async def _course(generator: Load, course: Course, rooms: int, tokens: int, rest_s: float) -> None:
     numbers, begun_s = iter(range(1, rooms + 1)), time.monotonic()
     first = min(FIRST_LOOK_ROOMS, rooms)
     marks = [first, *(mark for step in range(1, LOOKS + 1) if (mark := rooms * step // LOOKS) > first)]
     for mark in marks:
         before, before_s = course.done, time.monotonic()
         batch = itertools.islice(numbers, mark - before)
-        await asyncio.gather(*(_slot(generator, batch, course) for _ in range(CONCURRENCY)))
+        await asyncio.gather(*(_slot(generator, batch, tokens, course) for _ in range(CONCURRENCY)))
         took_s = time.monotonic() - before_s
         generator.rest()
         await asyncio.sleep(rest_s)
@@ -218,13 +191,13 @@ async def _course(generator: Load, course: Course, rooms: int, rest_s: float) ->
             break  # something is broken; the rest would only say so again
 
 
-async def _slot(generator: Load, numbers: Any, course: Course) -> None:
+async def _slot(generator: Load, numbers: Any, tokens: int, course: Course) -> None:
     for number in numbers:
         way = "daemons" if number % BY_BOOTSTRAP else "bootstrap"
         give_up_s = time.monotonic() + GIVE_UP_S
         while True:
             try:
-                life = await generator.room(way, number)
+                life = await generator.room(way, number, tokens)
             except RefusedError as error:
                 course.refusals += 1
                 if time.monotonic() < give_up_s:
@@ -234,9 +207,9 @@ async def _slot(generator: Load, numbers: Any, course: Course) -> None:
             except (RoomLostError, OSError, asyncio.IncompleteReadError) as error:
                 course.lost.append(f"number {number}: {error}")
             else:
-                course.checked += life.checked
+                course.checked += bool(life.checked_bytes)
                 course.payload_bytes += life.payload_bytes
-                course.held_tokens += life.held_tokens
+                course.held_tokens += life.held["decode"]
                 course.totals_s.append(life.total_s)
             break
         course.done += 1
@@ -248,16 +221,12 @@ async def _slot(generator: Load, numbers: Any, course: Course) -> None:
 def _processes(generator: Load) -> list[tuple[str, psutil.Process, Path]]:
     """Every daemon and every rank worker, by a name that stays, with the daemon's log (workers write to it, too)."""
     found = []
-    for name, daemon in _daemons(generator.cluster):
+    for name, daemon in generator.daemons():
         assert daemon.process is not None
         process = psutil.Process(daemon.process.pid)
         found.append((name, process, daemon.log_path))
         found += [(f"{name} worker {number}", child, Path()) for number, child in enumerate(process.children())]
     return found
-
-
-def _daemons(running: Cluster) -> list[tuple[str, DaemonProcess]]:
-    return [("bootstrap", running.bootstrap), ("prefill", running.prefill), ("decode", running.decode)]
 
 
 def _look(process: psutil.Process, log: Path) -> Figures:
@@ -287,18 +256,10 @@ def _busy_pages(running: Cluster) -> int:
     """Return how many pages are not available within a while; what is cached and read by nobody is not busy."""
     deadline_s = time.monotonic() + 10.0
     while True:
-        left = sum(map(_used_pages, (running.prefill, running.decode)))
+        left = sum(sum(used_pages(daemon).values()) for daemon in (running.prefill, running.decode))
         if not left or time.monotonic() > deadline_s:
             return left
         time.sleep(0.1)
-
-
-def _used_pages(daemon: DaemonProcess) -> int:
-    status = daemon.get("/status")
-    return sum(
-        sum(map(int, states.values())) - int(status["available_pages"][space])
-        for space, states in status["pools"].items()
-    )
 
 
 # ------------------------------------------------------------------------------------------- output

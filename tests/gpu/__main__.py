@@ -42,7 +42,7 @@ PASSED, NOTHING = "passed", "no test ran"
 
 @dataclass
 class Outcome:
-    """How a step went, or a part of several steps."""
+    """How a step went."""
 
     name: str
     verdict: str
@@ -77,7 +77,7 @@ def main() -> int:
     parser.add_argument("-k", dest="chosen", default="", help="pytest's expression for the tests to run")
     parser.add_argument("--at-once", type=int, default=steps_at_once(cores), help="processes side by side")
     given = parser.parse_args()
-    heed_interruptions()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what a script runs in its background ignores Ctrl-C
     if reason_without_device():
         print(f"no GPU tests here: {reason_without_device()}", file=sys.stderr)
         return NO_DEVICE
@@ -86,9 +86,9 @@ def main() -> int:
     print(f"{len(steps)} steps, {given.at_once} at once", flush=True)
     run = Run(given.output.resolve(), given.chosen, given.at_once, tuple(_visible_devices()))
     outcomes = asyncio.run(run_all(steps, run))
-    parts = [add_up(part, found) for part in PARTS if (found := outcomes.get(part))]
-    print("\n" + summary(parts))
-    return 0 if all(part.good for part in parts) else 1
+    print(f"\n{'part':<10} {'seconds':>7} {'passed':>6} {'failed':>6} {'skipped':>7}")
+    print(*(told(part, outcomes[part]) for part in PARTS if part in outcomes), sep="\n")
+    return 0 if all(map(is_good, outcomes.values())) else 1
 
 
 async def run_all(steps: Sequence[Step], run: Run) -> dict[str, list[Outcome]]:
@@ -172,25 +172,22 @@ def judge(code: int | None, counts: Counter[str], deadline_s: float) -> str:
     return PASSED
 
 
-def add_up(part: str, outcomes: Sequence[Outcome]) -> Outcome:
-    """How all steps of a part went together; a part in which no test ran is a failure."""
+def told(part: str, outcomes: Sequence[Outcome]) -> str:
+    """How all steps of a part went together, and why tests were skipped."""
     counts: Counter[str] = sum((outcome.counts for outcome in outcomes), Counter())
     reasons: Counter[str] = sum((outcome.reasons for outcome in outcomes), Counter())
-    took_s = sum(outcome.took_s for outcome in outcomes)
-    wrong = [outcome for outcome in outcomes if not outcome.good]
-    skipped = [outcome.verdict for outcome in outcomes if outcome.verdict.startswith("skipped")]
-    if wrong:
-        verdict = "; ".join(f"{outcome.name} {outcome.verdict}" for outcome in wrong)
-    elif skipped:
-        verdict = skipped[0]
-    else:
-        verdict = PASSED if counts["passed"] else f"failed: {NOTHING}"
-    return Outcome(part, verdict, not verdict.startswith("failed") and not wrong, took_s, counts, reasons)
+    numbers = f"{counts['passed']:>6} {counts['failed']:>6} {counts['skipped']:>7}"
+    verdict = (
+        "; ".join(f"{outcome.name} {outcome.verdict}" for outcome in outcomes if outcome.verdict != PASSED) or PASSED
+    )
+    lines = [f"{part:<10} {sum(outcome.took_s for outcome in outcomes):>7.0f} {numbers}  {verdict}"]
+    return "\n".join([*lines, *(f"{'':<10} skipped {count}: {reason}" for reason, count in reasons.most_common())])
 
 
-def heed_interruptions() -> None:
-    """Have SIGINT mean what Ctrl-C does, here and in what is started: what a script runs in its background ignores it."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+def is_good(outcomes: Sequence[Outcome]) -> bool:
+    """Whether nothing failed, and something passed or could not run here."""
+    looked = any(outcome.counts["passed"] or outcome.verdict.startswith("skipped") for outcome in outcomes)
+    return looked and all(outcome.good for outcome in outcomes)
 
 
 async def run_limited(command: Sequence[str], deadline_s: float, environment: dict[str, str], log: Path) -> int | None:
@@ -236,19 +233,6 @@ def read_report(report: Path) -> tuple[Counter[str], Counter[str]]:
         else:
             counts["passed"] += 1
     return counts, reasons
-
-
-def summary(outcomes: Sequence[Outcome]) -> str:
-    """Lay the outcomes out for reading."""
-    lines = [f"{'step':<10} {'seconds':>7} {'passed':>6} {'failed':>6} {'skipped':>7}  verdict"]
-    for outcome in outcomes:
-        counts = outcome.counts
-        lines.append(
-            f"{outcome.name:<10} {outcome.took_s:>7.0f} {counts['passed']:>6} {counts['failed']:>6} "
-            f"{counts['skipped']:>7}  {outcome.verdict}"
-        )
-        lines += [f"{'':<10} skipped {count}: {reason}" for reason, count in outcome.reasons.most_common()]
-    return "\n".join(lines)
 
 
 def find_sanitizer() -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from kvbridge.kernels.cuda import runtime
 from tests.helpers.gpu import skip_without_device
+from tests.helpers.twin_gpu import Streams
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -17,6 +20,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> int:
     """The first CUDA device."""
     return 0
+
+
+@pytest.fixture
+def streams(device: int) -> Iterator[Streams]:
+    """Three streams of the first device."""
+    with Streams.on(device) as made:
+        yield made
+
+
+@pytest.fixture
+def stream(streams: Streams) -> int:
+    """One of them, as kernels take it."""
+    return streams.main.handle
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ CORES_OF_A_STEP = 4
 """A step has a test's process, two daemons and their rank workers."""
 MOST_AT_ONCE = 8
 MEASURED_S = {
-    "tests/sparse_model": 60.0,
+    "tests/sparse_model": 30.0,
     "tests/turns-sparse": 100.0,
     "tests/turns-dense": 110.0,
     "tests/strikes": 100.0,
@@ -45,7 +45,7 @@ MEASURED_S = {
     "contract/transport_failures-nixl": 60.0,
     "contract/transport_failures-not-nixl": 55.0,
     "tests/transport_local": 30.0,
-    "tests/cuda_daemons": 35.0,
+    "tests/cuda_daemons": 25.0,
     "racecheck": 35.0,
     "tests/cuda_pool": 30.0,
     "contract/transport_bytes-nixl": 20.0,

@@ -60,10 +60,6 @@ class World:
         for found, expected in zip(self.memory, self.plain, strict=True):
             assert np.array_equal(found.read(), expected)
 
-    def close(self) -> None:
-        for side in self.memory:
-            side.close()
-
 
 @contextmanager
 def world(device: int, way: tuple[str, str], forms: tuple[Form, Form]) -> Iterator[World]:
@@ -71,12 +67,6 @@ def world(device: int, way: tuple[str, str], forms: tuple[Form, Form]) -> Iterat
     with ExitStack() as stack:
         memory = [stack.enter_context(Bytes(kind, each, device)) for kind, each in zip(way, plain, strict=True)]
         yield World(device, forms, (memory[0], memory[1]), plain)
-
-
-@pytest.fixture
-def stream(device: int) -> Iterator[int]:
-    with runtime.Stream.create(device) as made:
-        yield made.handle
 
 
 @pytest.mark.parametrize(("layout", "count"), list(zip(LAYOUTS, COUNTS, strict=True)))

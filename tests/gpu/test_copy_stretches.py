@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from kvbridge.core.plan.operations import Operations
-from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.reference import copy_operations
 from kvbridge.kernels.stretch_copies import StretchCopier
 from tests.helpers.gpu import SMALL
@@ -17,12 +14,6 @@ from tests.helpers.kernel_memory import DEVICE, HOST, Bytes, random_bytes
 pytestmark = pytest.mark.gpu
 
 WAYS = [(DEVICE, HOST), (HOST, DEVICE), (DEVICE, DEVICE)]
-
-
-@pytest.fixture
-def stream(device: int) -> Iterator[runtime.Stream]:
-    with runtime.Stream.create(device) as made:
-        yield made
 
 
 def scattered(lengths: np.ndarray, seed: int, alignment: int) -> tuple[np.ndarray, np.ndarray, int]:
@@ -54,20 +45,20 @@ def lengths_of(kind: str) -> np.ndarray:
 
 @pytest.mark.parametrize(("kind", "alignment"), [("every", 1), ("pages", 8), ("pages", 16), ("mixed", 4)])
 @pytest.mark.parametrize("way", WAYS, ids="_to_".join)
-def test_copies_what_the_reference_copies(device: int, stream, way: tuple[str, str], kind: str, alignment: int):
+def test_copies_what_the_reference_copies(device: int, stream: int, way: tuple[str, str], kind: str, alignment: int):
     lengths = lengths_of(kind)
     source_at, destination_at, size = scattered(lengths, alignment, alignment)
     source, target = random_bytes(size, 1), random_bytes(size, 2)
     with Bytes(way[0], source, device) as here, Bytes(way[1], target, device) as there, StretchCopier(device) as copier:
         submitted = operations((source_at, destination_at), lengths, [here.address, there.address])
-        copier.submit(submitted, stream=stream.handle)
+        copier.submit(submitted, stream=stream)
         found = there.read()
     plain = operations((source_at, destination_at), lengths, [source.ctypes.data, target.ctypes.data])
     copy_operations(plain.source, plain.destination, plain.length)
     assert np.array_equal(found, target)
 
 
-def test_many_submissions_at_once_keep_their_own_arrays(device: int, stream):
+def test_many_submissions_at_once_keep_their_own_arrays(device: int, stream: int):
     """Nothing waits between submissions, the arrays are dropped at once, and staging is used again afterwards."""
     rounds, pages, page_bytes = (2, 20, 8_448) if SMALL else (3, 400, 37_440)
     source = random_bytes(pages * page_bytes, 1)
@@ -87,7 +78,7 @@ def test_many_submissions_at_once_keep_their_own_arrays(device: int, stream):
                         (there.address + moved[part] * page_bytes).astype(np.uint64),
                         np.full(len(part), page_bytes, dtype=np.uint64),
                     ),
-                    stream=stream.handle,
+                    stream=stream,
                 )
             found = there.read().reshape(pages, page_bytes)
             assert np.array_equal(found[moved], source.reshape(pages, page_bytes))

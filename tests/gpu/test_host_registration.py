@@ -11,7 +11,7 @@ import torch
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.host_registration import HostRegistration, registered_ranges
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
-from tests.helpers.gpu_children import child, write_registered
+from tests.helpers.gpu_children import child, register
 
 pytestmark = pytest.mark.gpu
 LENGTH = 64 << 20
@@ -62,7 +62,7 @@ def test_the_copy_engines_reach_it(mapping: SharedMapping, device: int) -> None:
 
 def test_a_process_that_is_killed_leaves_the_others_registration_alone(mapping: SharedMapping, device: int) -> None:
     with HostRegistration([mapping], device=device):
-        with child(write_registered, str(mapping.path), 0, 4096, device) as process:
+        with child(register, str(mapping.path), device) as process:
             assert process.hear() == "registered"
             process.kill()
         assert is_pinned(mapping)

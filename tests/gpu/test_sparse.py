@@ -26,20 +26,6 @@ def assert_same(cpu: SparseSimulation, gpu: SparseSimulation) -> None:
         np.testing.assert_array_equal(table, theirs[name], err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "page_first"), [(0, False), (3, True), (255, False), (257, True), (512, False), (1500, True)]
-)
-def test_first_steps_after_admission_find_every_row(device, tokens, page_first):
-    cpu, gpu = two_worlds(device, page_first=page_first)
-    for world in (cpu, gpu):
-        world.admit(1, tokens)
-    for _ in range(9):
-        for world in (cpu, gpu):
-            world.step([1])
-        assert_same(cpu, gpu)
-    gpu.cache.check()
-
-
 @pytest.mark.parametrize(("form", "hot_rows"), [("tiny-v4", 64), (FLASH, 256)])
 def test_requests_come_and_go_as_on_the_cpu(device, hot_rows, form):
     component = c4_component(form).model_copy(update={"layers": (2, 4)})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -26,17 +25,6 @@ from tests.helpers.twin_pools import COMBINATIONS, TwinPools
 pytestmark = pytest.mark.gpu
 TINY, GQA = preset("tiny-v4"), preset("tiny-gqa")
 FULL, SWA = IndexSpace.FULL, IndexSpace.SWA
-
-
-@pytest.fixture
-def streams(device: int) -> Iterator[Streams]:
-    with Streams.on(device) as made:
-        yield made
-
-
-@pytest.fixture
-def stream(streams: Streams) -> int:
-    return streams.main.handle
 
 
 @pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)

@@ -41,17 +41,6 @@ class Gate:
             array_at(self._word.address, (1,), np.uint32)[0] = 1
 
 
-@pytest.fixture
-def streams(device: int) -> Iterator[Streams]:
-    with Streams.on(device) as made:
-        yield made
-
-
-@pytest.fixture
-def stream(streams: Streams) -> int:
-    return streams.main.handle
-
-
 @pytest.mark.parametrize("backend", CopyBackend)
 def test_nothing_on_the_host_waits_and_the_arrays_are_free_at_once(
     device: int, stream: int, streams: Streams, backend: CopyBackend

@@ -43,7 +43,6 @@ TOKENS = 600
 ANSWER_S = 60.0
 SLEEP_CYCLES = 2_000_000_000
 """About a second of a GPU's time."""
-MARKED = 0x77
 COUNTED_AT_ONCE = 1_000
 """Kernels of one CUDA graph, so that a GPU does not wait for the process that is being killed."""
 
@@ -197,16 +196,10 @@ def counter_of(views: PoolViews, page_id: int) -> torch.Tensor:
     return page[:8].view(torch.int64)
 
 
-def write_registered(pipe: Connection, path: str, start: int, stop: int, device: int) -> None:
-    """Register a shared file and have the GPU write [start, stop) of it."""
+def register(pipe: Connection, path: str, device: int) -> None:
+    """Register a shared file until the test is over."""
     with SharedMapping.open(path) as mapping, HostRegistration([mapping], device=device):
         pipe.send("registered")
-        _next(pipe)
-        host = torch.frombuffer(mapping.buffer, dtype=torch.uint8)
-        host[start:stop].copy_(torch.full((stop - start,), MARKED, dtype=torch.uint8, device=f"cuda:{device}"))
-        pinned = host.is_pinned()
-        del host
-        pipe.send(pinned)
         _wait(pipe)
 
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sized
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 
 from tests.helpers import zygote
 
@@ -56,10 +55,7 @@ def read_settings() -> State:
     root = logging.getLogger()
     handlers = [handler for handler in root.handlers if not type(handler).__module__.startswith("_pytest.")]
     found["root logger"] = (root.level, root.disabled, root.manager.disable, handlers)
-    for name, module in list(sys.modules.items()):
-        if name.startswith(OURS) and name not in BOOKKEEPING:
-            found |= {f"size of {full}": len(held) for full, held in _containers(name, module)}
-    return found
+    return found | {name: len(held) for name, held in _containers()}
 
 
 def read_names() -> ModuleNames:
@@ -106,22 +102,42 @@ def still_there(before: Helpers, read: Callable[[], Helpers]) -> list[str]:
     return [f"{kind} {number}: {what}" for (kind, number), what in new.items()]
 
 
-_known: dict[str, tuple[int, list[tuple[str, Sized]]]] = {}
-"""The containers of each module, and how many names it had when they were looked for."""
+class _Known:
+    """What was found when the containers were looked for last. To look for them takes long; to see that nothing is new does not."""
+
+    def __init__(self) -> None:
+        self.loaded = 0
+        """How many modules there were."""
+        self.ours: list[dict[str, object]] = []
+        self.names = -1
+        """How many names our modules had together."""
+        self.containers: list[tuple[str, Sized]] = []
 
 
-def _containers(module: str, found: ModuleType) -> list[tuple[str, Sized]]:
-    names, containers = _known.get(module, (-1, []))
-    if names != len(vars(found)):
-        containers = list(_find_containers(module, vars(found)))
-        _known[module] = (len(vars(found)), containers)
-    return containers
+_known = _Known()
 
 
-def _find_containers(module: str, values: Mapping[str, object]) -> Iterator[tuple[str, Sized]]:
-    """What can grow: containers with a global name, and those in objects of ours with a global name."""
+def _containers() -> list[tuple[str, Sized]]:
+    """All containers of our modules that can grow."""
+    if _known.loaded != len(sys.modules):
+        _known.loaded, _known.names = len(sys.modules), -1
+        _known.ours = [vars(module) for name, module in list(sys.modules.items()) if _is_watched(name)]
+    if _known.names != (names := sum(map(len, _known.ours))):
+        _known.names = names
+        _known.containers = [
+            (f"size of {full}", held) for values in _known.ours for full, held in _find_containers(values)
+        ]
+    return _known.containers
+
+
+def _is_watched(module: str) -> bool:
+    return module.startswith(OURS) and module not in BOOKKEEPING
+
+
+def _find_containers(values: Mapping[str, object]) -> Iterator[tuple[str, Sized]]:
+    """What can grow: containers with a global name of a module, and those in objects of ours with a global name."""
     for name, value in values.items():
-        full = f"{module}.{name}"
+        full = f"{values['__name__']}.{name}"
         if name.startswith("__") or full in ONCE_A_PROCESS:
             continue
         if isinstance(value, (dict, list, set)):

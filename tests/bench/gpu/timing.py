@@ -15,8 +15,6 @@ from cuda.bindings import runtime as library
 from kvbridge.kernels.cuda import runtime
 
 Work = Callable[[], None]
-Record = Callable[..., None]
-"""Writes one case down: its facts by their names."""
 
 
 def checked(answer: tuple[Any, ...]) -> Any:

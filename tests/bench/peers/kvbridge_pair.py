@@ -1,4 +1,4 @@
-"""kvbridge's two daemons over Mooncake's TCP, with an engine attached to each: `KvbridgePair`.
+"""kvbridge's two daemons over Mooncake's TCP, with an engine attached to each: `kvbridge_pair`.
 
 Routers and engines are this process. What a router asks decode goes over one kept connection, as a router's does.
 """
@@ -10,10 +10,9 @@ import itertools
 import json
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -26,7 +25,8 @@ from kvbridge.core.plan.operations import Section
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine
 from tests.helpers import synthetic
-from tests.helpers.cluster import cluster
+from tests.helpers.cluster import Cluster, cluster, eventually
+from tests.helpers.whole_rooms import check_rows
 
 MODEL = "deepseek-v4-flash"
 LAYOUT = str(PrefillPools.model_fields["device_layout"].default)
@@ -52,44 +52,39 @@ class Crossed:
     """Of the prompt's pages, on both sides at once."""
 
 
-class KvbridgePair(AbstractContextManager["KvbridgePair"]):
-    """Both daemons and both engines, with pools of `pages` pages and place for `rooms` rooms at once."""
+@contextmanager
+def kvbridge_pair(pages: int, rooms: int, layout: str) -> Iterator[KvbridgePair]:
+    """Both daemons and both engines, with pools of so many pages and place for so many rooms at once."""
+    pools = {"device": {"full": pages, "swa": rooms, "request": rooms}, "device_layout": layout}
+    host = {"pages": pages, "layout": layout}
+    with cluster(
+        {"preset": MODEL},
+        transport="mooncake",
+        prefill={"timeouts": PATIENCE, "pools": pools},
+        decode={"timeouts": PATIENCE, "pools": pools | {"host": host}},
+        wait=False,
+    ) as running:
+        wait_all_ready(running.all(), timeout_s=START_S)
+        with (
+            closing(_Router(running.decode)) as router,
+            PrefillEngine.attach(running.prefill.runtime_dir) as sender,
+            DecodeEngine.attach(running.decode.runtime_dir) as receiver,
+        ):
+            yield KvbridgePair(running, router, sender, receiver, pages)
 
-    def __init__(self, pages: int, rooms: int, layout: str) -> None:
-        self._pages, self._rooms_at_once, self._layout = pages, rooms, layout
-        self._held = ExitStack()
-        self._rooms = itertools.count(1)
 
-    def __enter__(self) -> Self:
-        pools = {"full": self._pages, "swa": self._rooms_at_once, "request": self._rooms_at_once}
-        layout = {"device": pools, "device_layout": self._layout}
-        host = {"pages": self._pages, "layout": self._layout}
-        with ExitStack() as opened:
-            running = opened.enter_context(
-                cluster(
-                    {"preset": MODEL},
-                    transport="mooncake",
-                    prefill={"timeouts": PATIENCE, "pools": layout},
-                    decode={"timeouts": PATIENCE, "pools": layout | {"host": host}},
-                    wait=False,
-                )
-            )
-            wait_all_ready(running.all(), timeout_s=START_S)
-            self._daemons = self._prefill_daemon, self._decode_daemon = running.prefill, running.decode
-            control = running.prefill.endpoint().control
-            assert control is not None
-            self._address = control.model_dump()
-            self._router = _Router(running.decode)
-            opened.callback(self._router.close)
-            self._sender = opened.enter_context(PrefillEngine.attach(running.prefill.runtime_dir))
-            self._receiver = opened.enter_context(DecodeEngine.attach(running.decode.runtime_dir))
-            self._held = opened.pop_all()
-        return self
+class KvbridgePair:
+    """Daemons and engines, and the router between them."""
 
-    def __exit__(
-        self, kind: type[BaseException] | None, raised: BaseException | None, where: TracebackType | None
+    def __init__(
+        self, running: Cluster, router: _Router, sender: PrefillEngine, receiver: DecodeEngine, pages: int
     ) -> None:
-        self._held.__exit__(kind, raised, where)
+        self._daemons = self._prefill_daemon, _ = running.prefill, running.decode
+        self._router, self._sender, self._receiver, self._pages = router, sender, receiver, pages
+        self._rooms = itertools.count(1)
+        control = running.prefill.endpoint().control
+        assert control is not None
+        self._address = control.model_dump()
 
     def whole_request(self, tokens: int, *, check: bool = False) -> Crossed:
         """Prefill has published all; the clock runs from decode's admission, as its router asks for it, until the claim returns."""
@@ -100,7 +95,7 @@ class KvbridgePair(AbstractContextManager["KvbridgePair"]):
         begun_s = time.monotonic()
         self._admit(room, tokens)
         claimed = self._receiver.wait_claim(room, LIMIT_S)
-        return self._over(claimed, source, tokens, time.monotonic() - begun_s, check=check)
+        return self._over(claimed, source, time.monotonic() - begun_s, check=check)
 
     def published_request(self, tokens: int, *, check: bool = False) -> Crossed:
         """Both ends have admitted the room and prefill has decode's pages; the clock runs from the first `publish` to the claim."""
@@ -111,7 +106,7 @@ class KvbridgePair(AbstractContextManager["KvbridgePair"]):
         begun_s = time.monotonic()
         self._publish(room, tokens)
         claimed = self._receiver.wait_claim(room, LIMIT_S)
-        return self._over(claimed, source, tokens, time.monotonic() - begun_s, check=check)
+        return self._over(claimed, source, time.monotonic() - begun_s, check=check)
 
     @contextmanager
     def used(self, run_pages: int) -> Iterator[None]:
@@ -148,18 +143,14 @@ class KvbridgePair(AbstractContextManager["KvbridgePair"]):
         self._sender.finish(room)
 
     def _wait_offered(self, room: int) -> None:
-        deadline_s = time.monotonic() + LIMIT_S
-        while "admit_to_offer_received" not in self._prefill_daemon.get(f"/v1/requests/{room}")["phases_s"]:
-            if time.monotonic() > deadline_s:
-                raise TimeoutError(f"room {room} was not offered within {LIMIT_S} s")
-            time.sleep(0.01)
+        path = f"/v1/requests/{room}"
+        eventually(
+            "the offer", lambda: "admit_to_offer_received" in self._prefill_daemon.get(path)["phases_s"], LIMIT_S
+        )
 
-    def _over(self, claimed: DecodeRoom, source: Tables, tokens: int, total_s: float, *, check: bool) -> Crossed:
+    def _over(self, claimed: DecodeRoom, source: Tables, total_s: float, *, check: bool) -> Crossed:
         if check:
-            for views in self._receiver.views.values():
-                found = synthetic.compare(views, room=claimed.room, tables=claimed.tables, tokens=tokens)
-                if found.wrong_bytes or not found.checked_bytes:
-                    raise RuntimeError(f"room {claimed.room}: {found}")
+            check_rows(self._receiver, claimed)
         self._receiver.release(claimed.room)
         for daemon in self._daemons:
             wait_ended(daemon, claimed.room)

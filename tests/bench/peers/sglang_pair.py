@@ -16,7 +16,6 @@ from kvbridge.core.errors import DeadlineError
 from kvbridge.daemon.children import ChildProcess, stop_all
 
 END = Path(__file__).with_name("sglang_end.py")
-ENVIRONMENT = Path("out/peers/sglang")
 START_S, CALL_S = 600.0, 120.0
 CHUNK_PAGES = 32
 """Of 8,192 tokens, as both engines publish by default."""

@@ -33,13 +33,13 @@ class HookTimes:
         files = self.path.parent.glob(f"{self.path.name}.*")
         return sorted((row for file in files for row in _rows(file)), key=lambda row: row.at_s)
 
-    def between(self, begun_s: float, ended_s: float, what: str) -> list[Row]:
-        """Return the rows of one kind that began in a while."""
-        return [row for row in self.rows() if row.what == what and begun_s <= row.at_s < ended_s]
+    def loads(self, begun_s: float, ended_s: float) -> list[Row]:
+        """Return the loads that began in a while."""
+        return [row for row in self.rows() if row.what == "load" and begun_s <= row.at_s < ended_s]
 
     def steps_ms(self, begun_s: float, ended_s: float) -> list[float]:
-        """Return what the hooks of each step took."""
-        return [1e3 * row.seconds for row in self.between(begun_s, ended_s, "step")]
+        """Return what the hooks of each step took that began in a while."""
+        return [1e3 * row.seconds for row in self.rows() if row.what == "step" and begun_s <= row.at_s < ended_s]
 
     def requests_ms(self, spans: list[tuple[float, float]], usual_step_s: float) -> list[float]:
         """Return what all hooks of each request took: those that name it, and what its steps took beyond a step without work.

@@ -16,7 +16,7 @@ import psutil
 
 from kvbridge.engine.adapters.vllm.requests import PARAMS_KEY
 from tests.bench.vllm.hooks import summary
-from tests.bench.vllm.pairs import CONNECTORS, Measured, Pairs, first_token_s, forget
+from tests.bench.vllm.pairs import CONNECTORS, Measured, Pairs, forget
 from tests.vllm.prompts import fresh
 from tests.vllm.servers import Server, together, wait_until
 
@@ -37,6 +37,13 @@ def _turns(turn: int) -> tuple[str, ...]:
 
 def _ms(values: Sequence[float]) -> list[float]:
     return [round(1e3 * value, 3) for value in values]
+
+
+def first_token_s(server: Server, prompt: Sequence[int], transfer: dict[str, Any]) -> float:
+    """Ask for a stream of one token and return how long that took."""
+    answer = server.stream(prompt, 1, transfer=transfer)
+    assert not answer.is_error, answer
+    return answer.first_s
 
 
 # ------------------------------------------------------------------ transfers
@@ -72,7 +79,7 @@ def _transfer_case(pairs: Pairs, prompts: list[list[int]], order: str, turns: in
         for name in _turns(turn):
             measured = pairs.by_name[name]
             forget(measured.pair.decode)
-            told = [measured.hand_over(one) for one in prompts]
+            told = [measured.pair.hand_over(one) for one in prompts]
             begun_s = time.monotonic()
             calls = [
                 lambda decode=measured.pair.decode, one=one, params=params: first_token_s(decode, one, params)
@@ -90,19 +97,13 @@ def _transfer_case(pairs: Pairs, prompts: list[list[int]], order: str, turns: in
     }
 
 
-def read_transfers(pairs: Pairs, cases: list[dict[str, Any]]) -> None:
-    """Put the loads into the cases, when the servers have ended."""
-    for case in cases:
-        spans = case.pop("spans")
-        case["load_ms"] = {
-            name: _ms([row.seconds for span in spans[name] for row in decode_rows(pairs, name, span, "load")])
-            for name in CONNECTORS
-        }
-
-
-def decode_rows(pairs: Pairs, name: str, span: tuple[float, float], what: str) -> list[Any]:
-    """Return rows of a connector's decode server."""
-    return pairs.by_name[name].hooks["decode"].between(*span, what)
+def read_loads(pairs: Pairs, found: dict[str, Any]) -> None:
+    """Put the loads in, when the servers have ended."""
+    spans = found.pop("spans")
+    found["load_ms"] = {
+        name: _ms([row.seconds for span in spans[name] for row in pairs.by_name[name].hooks["decode"].loads(*span)])
+        for name in CONNECTORS
+    }
 
 
 def scatter(server: Server) -> None:
@@ -136,15 +137,13 @@ def overlapped(pairs: Pairs, turns: int) -> dict[str, Any]:
 
 def _plain(measured: Measured, prompt: list[int]) -> tuple[float, float]:
     begun_s = time.monotonic()
-    told = measured.hand_over(prompt)
+    told = measured.pair.hand_over(prompt)
     handed_s = time.monotonic() - begun_s
     return handed_s, handed_s + first_token_s(measured.pair.decode, prompt, told)
 
 
 def _paired(measured: Measured, prompt: list[int]) -> tuple[float, float]:
-    if not measured.addresses:
-        measured.hand_over(fresh(200))
-    to_prefill, to_decode = measured.paired()
+    to_prefill, to_decode = measured.pair.draw_room()
     begun_s = time.monotonic()
 
     def prefill() -> float:
@@ -152,7 +151,8 @@ def _paired(measured: Measured, prompt: list[int]) -> tuple[float, float]:
         assert not answer.is_error, answer
         return time.monotonic() - begun_s
 
-    handed_s, first_s = together([prefill, lambda: first_token_s(measured.pair.decode, prompt, to_decode)])
+    decode = measured.pair.decode
+    handed_s, first_s = together([prefill, lambda: first_token_s(decode, prompt, to_decode)])
     return handed_s, first_s
 
 
@@ -194,7 +194,7 @@ def idle(pairs: Pairs, turns: int) -> dict[str, Any]:
     found: dict[str, Any] = {name: {} for name in CONNECTORS}
     for name, measured in pairs.by_name.items():
         found[name]["nothing"] = _cores(measured)
-        told = [(prompt, measured.hand_over(prompt)) for prompt in (fresh(200) for _ in range(HELD_ROOMS))]
+        told = [(prompt, measured.pair.hand_over(prompt)) for prompt in (fresh(200) for _ in range(HELD_ROOMS))]
         found[name]["held"] = _cores(measured)
         for prompt, params in told:
             measured.pair.decode.ask(prompt, 1, transfer=params)
@@ -227,7 +227,7 @@ def short(pairs: Pairs, turns: int) -> dict[str, Any]:
     for turn in range(3 * turns):
         for name in _turns(turn):
             prompt = fresh(512)
-            told = pairs.by_name[name].hand_over(prompt)
+            told = pairs.by_name[name].pair.hand_over(prompt)
             if PARAMS_KEY in told:
                 rooms.append(int(told[PARAMS_KEY]["room"]))
             begun_s = time.monotonic()
@@ -248,12 +248,3 @@ def _phases_ms(server: Server, rooms: Sequence[int]) -> dict[str, float]:
     """Medians over rooms, as the node beside a server has them."""
     found = [server.room(room)["phases_s"] for room in rooms]
     return {name: round(1e3 * statistics.median(one[name] for one in found if name in one), 3) for name in found[0]}
-
-
-def read_short(pairs: Pairs, found: dict[str, Any]) -> None:
-    """Put in which part of it was the load, when the servers have ended."""
-    spans = found.pop("spans")
-    found["load_ms"] = {
-        name: _ms([row.seconds for span in spans[name] for row in decode_rows(pairs, name, span, "load")])
-        for name in CONNECTORS
-    }

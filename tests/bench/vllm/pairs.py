@@ -6,22 +6,17 @@ Both pairs run at the same time on the same cores, and only one of them has anyt
 
 from __future__ import annotations
 
-import json
 import os
-import secrets
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import httpx
 
 from tests.bench.vllm.hooks import HookTimes
-from tests.vllm.servers import ANSWER_S, HOLD, Pair, Plan, Server, Setup, kvbridge, nixl_plan
+from tests.vllm.servers import ANSWER_S, Pair, Plan, Server, Setup, kvbridge, nixl_plan
 
 CONNECTORS = ("kvbridge", "nixl")
-ROOM_BITS = 53
 TIMED = Path(__file__).parent / "timed"
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -45,31 +40,11 @@ class Measured:
     pair: Pair
     hooks: dict[str, HookTimes]
     """Of `prefill` and `decode`."""
-    addresses: list[dict[str, Any]] = field(default_factory=list)
-    """Of kvbridge's prefill node, by which decode finds a room that the client has drawn."""
 
     @property
     def servers(self) -> tuple[Server, Server]:
         """Both."""
         return self.pair.prefill, self.pair.decode
-
-    def hand_over(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """Have prefill compute and hold a prompt; remembers where prefill is."""
-        told = self.pair.hand_over(prompt)
-        self.addresses = told.get("kvbridge", {}).get("prefill", [])
-        return told
-
-    def paired(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what to tell prefill and decode at the same time. After a first request in plain order."""
-        room = str(secrets.randbits(ROOM_BITS))
-        return (
-            {**HOLD, "kvbridge": {"room": room}},
-            {
-                "do_remote_prefill": True,
-                "do_remote_decode": False,
-                "kvbridge": {"room": room, "prefill": self.addresses},
-            },
-        )
 
 
 def plans(shape: Shape, work: Path) -> list[tuple[str, str, Plan, HookTimes]]:
@@ -81,7 +56,8 @@ def plans(shape: Shape, work: Path) -> list[tuple[str, str, Plan, HookTimes]]:
             hooks = HookTimes(work / f"{title}.hooks")
             for old in work.glob(f"{hooks.path.name}.*"):
                 old.unlink()
-            plan = _plan(connector, role, title)
+            ours = Plan(title, kvbridge(role, transports={"order": ["nixl"]}))
+            plan = nixl_plan(title, role) if connector == "nixl" else ours
             paths = [str(TIMED), str(ROOT), *filter(None, [plan.environment.get("PYTHONPATH")])]
             environment = {
                 **plan.environment,
@@ -91,28 +67,10 @@ def plans(shape: Shape, work: Path) -> list[tuple[str, str, Plan, HookTimes]]:
             }
             transfer = {**(plan.transfer or {}), "kv_connector_module_path": "timed_connectors"}
             chunk = ("--max-num-batched-tokens", str(shape.chunk_tokens)) if name == "prefill" else ()
-            found.append(
-                (
-                    connector,
-                    name,
-                    replace(
-                        plan,
-                        transfer=transfer,
-                        environment=environment,
-                        shape=shape.model,
-                        dtype="bfloat16",
-                        arguments=(*plan.arguments, *chunk),
-                    ),
-                    hooks,
-                )
-            )
+            more = {"shape": shape.model, "dtype": "bfloat16", "arguments": (*plan.arguments, *chunk)}
+            plan = replace(plan, transfer=transfer, environment=environment, **more)
+            found.append((connector, name, plan, hooks))
     return found
-
-
-def _plan(connector: str, role: str, title: str) -> Plan:
-    if connector == "nixl":
-        return nixl_plan(title, role)
-    return Plan(title, kvbridge(role, transports={"order": ["nixl"]}))
 
 
 class Pairs:
@@ -161,25 +119,3 @@ def forget(server: Server) -> None:
     """Have a server forget its prefix cache (in its development mode)."""
     url = f"http://127.0.0.1:{server.port}/reset_prefix_cache"
     httpx.post(url, timeout=ANSWER_S, trust_env=False).raise_for_status()
-
-
-def first_token_s(server: Server, prompt: Sequence[int], transfer: Mapping[str, Any] | None = None) -> float:
-    """Ask for a stream of one token and return how long it took. Raises AssertionError when there is no answer."""
-    body = {
-        "model": server.model,
-        "prompt": list(prompt),
-        "max_tokens": 1,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-    } | ({"kv_transfer_params": dict(transfer)} if transfer is not None else {})
-    url = f"http://127.0.0.1:{server.port}/v1/completions"
-    begun_s, times_s = time.monotonic(), []
-    with httpx.stream("POST", url, json=body, timeout=ANSWER_S, trust_env=False) as answer:
-        assert answer.status_code == 200, answer.read()
-        for line in answer.iter_lines():
-            if line.startswith("data: ") and line != "data: [DONE]":
-                part = json.loads(line.removeprefix("data: "))
-                assert "error" not in part, part
-                times_s.append(time.monotonic())
-    return times_s[0] - begun_s

@@ -78,6 +78,7 @@ def conversations(turns: int) -> CacheRun:
     return run_cache(prompts, 2000)
 
 
+@pytest.mark.slow
 def test_a_pool_that_has_long_been_full_still_has_runs(monkeypatch):
     found = conversations(3000)
     monkeypatch.setattr(Victims, "_neighbours", lambda *_: [])

@@ -30,6 +30,7 @@ def interpreters_named(source: ast.AST) -> set[int]:
     }
 
 
+@pytest.mark.slow
 def test_every_child_interpreter_is_started_by_the_one_helper() -> None:
     """A command that is put together elsewhere would lack `-P`, and run modules of the working directory."""
     found = {
@@ -57,6 +58,7 @@ def test_variables_that_every_process_reads_reach_children_and_are_no_settings()
     assert given.keys() <= RESERVED_VARIABLES
 
 
+@pytest.mark.slow
 def test_every_variable_that_the_code_reads_is_known_to_be_none_of_a_configuration() -> None:
     """A variable that the configuration refuses cannot be used, whatever the documentation says of it."""
     read = {

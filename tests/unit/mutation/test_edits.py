@@ -65,6 +65,7 @@ def test_a_name_holds_when_lines_move_and_fails_when_the_code_is_gone(path: Path
         edited(edit)
 
 
+@pytest.mark.slow
 def test_names_of_the_package_are_distinct() -> None:
     names = [edit.name for edit in edits.all_edits()]
     assert len(names) == len(set(names)) > 1_000

@@ -19,6 +19,7 @@ from kvbridge.sparse.streams import Point
 from tests.helpers.sparse_simulation import HostPool, SparseSimulation, c4_component, settings
 
 
+@pytest.mark.slow
 def test_a_long_decode_past_many_evictions_and_backups():
     world = SparseSimulation(settings(hot_rows=64, top_k=64, max_requests=1))
     world.admit(0, 1000, more_tokens=1200)

@@ -16,11 +16,11 @@ from tests.helpers.manual_clock import ManualClock
 @pytest.fixture(autouse=True)
 def _restore():
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers, level, before = root.handlers[:], root.level, structlog.get_config()
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
-    structlog.reset_defaults()
+    structlog.configure(**before)
 
 
 @pytest.fixture

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.page_copies import CudaPageCopier
 from kvbridge.kernels.places import IdPairs, PageMemory, PagePair
+from tests.bench.gpu.budgets import of_page_copies, with_budgets
 from tests.bench.gpu.memory import PAGE_BYTES, CacheFlush, device_memory, fill_random, host_memory, tensor_at
-from tests.bench.gpu.timing import Record, graph_us
+from tests.bench.gpu.timing import graph_us
 
 LAYERS = 21
 LAYER_PAGES = 1024
@@ -34,20 +36,23 @@ class Beds:
         return (self.device, self.host) if way == "d2h" else (self.host, self.device)
 
 
-def run(record: Record, *, quick: bool) -> None:
+def run(*, quick: bool) -> dict[str, Any]:
     """Measure everything."""
     torch.cuda.set_device(0)
     size = POOL_PAGES * PAGE_BYTES
     with host_memory(size) as mapping, device_memory(size) as device, torch.cuda.stream(torch.cuda.Stream()):
         stream = torch.cuda.current_stream().cuda_stream
         beds = Beds(device, mapping.address, stream, CacheFlush(0), 7 if quick else 21)
-        for way in WAYS:
-            for layers, counts in CASES:
-                for pages in counts[:3] if quick else counts:
-                    case(record, beds, way, layers=layers, pages=pages)
+        cases = [
+            _case(beds, way, layers=layers, pages=pages)
+            for way in WAYS
+            for layers, counts in CASES
+            for pages in (counts[:3] if quick else counts)
+        ]
+    return {"cases": cases}
 
 
-def case(record: Record, beds: Beds, way: str, *, layers: int, pages: int) -> None:
+def _case(beds: Beds, way: str, *, layers: int, pages: int) -> dict[str, Any]:
     """Check and time one copy."""
     source, target = beds.sides(way)
     each = POOL_PAGES // layers
@@ -62,6 +67,7 @@ def case(record: Record, beds: Beds, way: str, *, layers: int, pages: int) -> No
     with CudaPageCopier(0, pairs) as copier:
         copier.copy(lists, stream=beds.stream)
         wrong = _wrong_pages(source, target, ids, layers=layers, each=each)
+        assert not wrong, f"{wrong} wrong pages: {way}, {layers} layers, {pages} pages"
         us = graph_us(
             0,
             beds.stream,
@@ -76,17 +82,16 @@ def case(record: Record, beds: Beds, way: str, *, layers: int, pages: int) -> No
         replays=beds.replays,
         before=lambda _: beds.flush.enqueue(beds.stream),
     )
-    record(
-        way=way,
-        layers=layers,
-        pages=pages,
-        bytes=total,
-        us=us,
-        gb_s=total / us / 1e3,
-        link_us=link_us,
-        link_gb_s=total / link_us / 1e3,
-        wrong=f"{wrong} wrong pages" if wrong else "",
-    )
+    return {
+        "way": way,
+        "layers": layers,
+        "pages": pages,
+        "bytes": total,
+        "us": us,
+        "gb_s": total / us / 1e3,
+        "link_us": link_us,
+        "link_gb_s": total / link_us / 1e3,
+    }
 
 
 def _memory(address: int, layer: int, each: int) -> PageMemory:
@@ -104,3 +109,8 @@ def _wrong_pages(source: int, target: int, ids: list[torch.Tensor], *, layers: i
         read = [side[layer][chosen.long()] for side, chosen in zip(sides, ids, strict=True)]
         wrong += int((read[0] != read[1]).any(dim=1).sum())
     return wrong
+
+
+def table(found: dict[str, Any]) -> str:
+    """The figures and their budgets for a reader."""
+    return with_budgets(found["cases"], of_page_copies(found["cases"]))

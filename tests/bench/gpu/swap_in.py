@@ -10,11 +10,13 @@ written, 256 MiB go through the second-level cache.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 
 from kvbridge.kernels.swap_in_device import CudaSwapIn
 from tests.bench.gpu import bare
+from tests.bench.gpu.budgets import of_swap_ins, with_budgets
 from tests.bench.gpu.memory import (
     PAGE_BYTES,
     ROW_BYTES,
@@ -37,14 +39,14 @@ from tests.bench.gpu.swap_in_model import (
     wrong_bytes,
     wrong_state,
 )
-from tests.bench.gpu.timing import Record, graph_us
+from tests.bench.gpu.timing import graph_us
 
 FULL = (((4096, (512, 1024, 2048)), (1024, (512,))), (1, 4, 16, 64, MOST_BATCH), (0, 2, 10, 50, 100))
 QUICK = (((4096, (512,)),), (1, 16, 64), (0, 2, 100))
 REPLAYS = 21
 
 
-def run(record: Record, *, quick: bool) -> None:
+def run(*, quick: bool) -> dict[str, Any]:
     """Measure the table."""
     torch.cuda.set_device(0)
     sizes, batches, shares = QUICK if quick else FULL
@@ -52,28 +54,28 @@ def run(record: Record, *, quick: bool) -> None:
     most_hot = max(hot_bytes(hot_rows) for hot_rows, _ in sizes)
     with host_memory(pool_bytes) as mapping, device_memory(most_hot) as hot, torch.cuda.stream(torch.cuda.Stream()):
         fill_random(mapping.address, pool_bytes, 0)
-        bench = SwapInBench(record, CacheFlush(0), 7 if quick else REPLAYS)
+        bench = SwapInBench(CacheFlush(0), 7 if quick else REPLAYS)
+        cases = []
         for (hot_rows, top_ks), batch in itertools.product(sizes, batches):
             scene = SwapInModel(batch=batch, hot_rows=hot_rows, pool=mapping.address, hot=hot)
             for top_k in top_ks:
                 operation = CudaSwapIn(0, *scene.facts(top_k))
-                for share in shares:
-                    bench.case(scene, operation, top_k=top_k, miss_percent=share)
+                cases += [bench.case(scene, operation, top_k=top_k, miss_percent=share) for share in shares]
                 operation.close()
             torch.cuda.synchronize()
+    return {"cases": cases}
 
 
 class SwapInBench:
     """Measures cases one after another on torch's current stream."""
 
-    def __init__(self, record: Record, flush: CacheFlush, replays: int) -> None:
+    def __init__(self, flush: CacheFlush, replays: int) -> None:
         """`replays`: how often a case is timed; the median counts."""
-        self._record = record
         self._flush = flush
         self._replays = replays
         self._stream = torch.cuda.current_stream().cuda_stream
 
-    def case(self, scene: SwapInModel, operation: CudaSwapIn, *, top_k: int, miss_percent: int) -> None:
+    def case(self, scene: SwapInModel, operation: CudaSwapIn, *, top_k: int, miss_percent: int) -> dict[str, Any]:
         """Check and time one case."""
         misses = misses_of(top_k, miss_percent)
         layers = layers_for(scene.batch, misses)
@@ -96,25 +98,24 @@ class SwapInBench:
         before(0)
         swap_ins()
         torch.cuda.synchronize()
-        wrong = self._check(scene, selections, out, misses)
+        self._check(scene, selections, out, misses)
         us = graph_us(0, self._stream, swap_ins, replays=self._replays, calls=layers, before=before)
         gathered = self._gathers(scene, selections, layers) if misses else []
         best = min(gathered) if gathered else None
         loaded = scene.batch * misses * ROW_BYTES
-        self._record(
-            hot_rows=scene.hot_rows,
-            top_k=top_k,
-            batch=scene.batch,
-            miss_percent=miss_percent,
-            misses=misses,
-            layers=layers,
-            us=us,
-            bare_gather_us=best,
-            gb_s=loaded / us / 1e3,
-            wrong=wrong,
-        )
+        return {
+            "hot_rows": scene.hot_rows,
+            "top_k": top_k,
+            "batch": scene.batch,
+            "miss_percent": miss_percent,
+            "misses": misses,
+            "layers": layers,
+            "us": us,
+            "bare_gather_us": best,
+            "gb_s": loaded / us / 1e3,
+        }
 
-    def _check(self, scene: SwapInModel, selections: Selections, out: torch.Tensor, misses: int) -> str:
+    def _check(self, scene: SwapInModel, selections: Selections, out: torch.Tensor, misses: int) -> None:
         hot_words = scene.batch * scene.rows_each // SLOTS * PAGE_BYTES // 8
         for layer in range(len(out)):
             memory = scene.memory[layer]
@@ -126,9 +127,7 @@ class SwapInBench:
                 pool=tensor_at(memory.host_addresses[0], scene.host_words, torch.int64, 0),
                 hot=tensor_at(memory.hot_address, hot_words, torch.int64, 0),
             )
-            if wrong:
-                return f"layer {layer}: {wrong}"
-        return ""
+            assert not wrong, f"batch {scene.batch}, layer {layer}: {wrong}"
 
     def _gathers(self, scene: SwapInModel, selections: Selections, layers: int) -> list[float]:
         """Return microseconds of the bare gather of the same rows, in each of its shapes."""
@@ -148,3 +147,8 @@ class SwapInBench:
             gathers()
             took_us.append(graph_us(0, self._stream, gathers, replays=self._replays, calls=layers, before=before))
         return took_us
+
+
+def table(found: dict[str, Any]) -> str:
+    """The figures and their budgets for a reader."""
+    return with_budgets(found["cases"], of_swap_ins(found["cases"]))

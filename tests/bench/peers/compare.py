@@ -1,4 +1,4 @@
-"""kvbridge against SGLang's own sender and receiver, in turns: `make bench-peers`, or `python -m tests.bench.peers`.
+"""kvbridge against SGLang's own sender and receiver, in turns: `make bench-peers`. `SGLANG` names its environment.
 
 Two processes of SGLang (`sglang_end.py`, an environment of its own) and kvbridge's daemons run beside each other on the same cores,
 both over Mooncake's TCP on loopback, both with the geometry of DeepSeek-V4-Flash; only one of the two has anything to do at a time.
@@ -11,18 +11,15 @@ both over Mooncake's TCP on loopback, both with the geometry of DeepSeek-V4-Flas
 
 SGLang sends a whole page of windows with every request. So does kvbridge from `page_first` pools; from `layer_first` ones it
 sends the rows that are live, 4 MB less, so times for each MB stand beside the times. Pages of long prompts are consecutive on
-both sides; in runs of 16 on both; or as pools that have been in use give them: runs of 8 on kvbridge's side (as many as a
+both sides, or as pools that have been in use give them: runs of 8 on kvbridge's side (as many as a
 trace leaves), single ones on SGLang's, the worst case of an allocator that does not look for runs. The bytes of both are
 compared before anything is measured.
 """
 
 from __future__ import annotations
 
-import argparse
-import logging
 import os
 import statistics
-import sys
 import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -31,13 +28,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import structlog
 
-from tests.bench.output import environment, spread, write
+from tests.bench.output import spread
 from tests.bench.output import table as text
-from tests.bench.peers.kvbridge_pair import LAYOUT, PAGE_TOKENS, Crossed, KvbridgePair
-from tests.bench.peers.sglang_pair import ENVIRONMENT, Pages, SglangPair
+from tests.bench.peers.kvbridge_pair import LAYOUT, PAGE_TOKENS, Crossed, KvbridgePair, kvbridge_pair
+from tests.bench.peers.sglang_pair import Pages, SglangPair
 
+SGLANG = Path(os.environ.get("SGLANG", "out/peers/sglang"))
+TURNS, ONE_PAGE_TURNS = 7, 40
 PAGES = 1024
 LENGTHS_TOKENS = (8_192, 32_768, 131_072)
 WARM_UP = 2
@@ -57,7 +55,6 @@ class Shape:
 
 SHAPES = (
     Shape("consecutive pages", 0, 0, 1.5),
-    Shape("runs of 16 pages", 16, 16, 1.5),
     Shape("pools in use", 8, 1, 3.0),
 )
 ONE_PAGE_BUDGET = 2.0
@@ -77,26 +74,29 @@ def sglang_pages(tokens: int, run: int, rng: np.random.Generator) -> tuple[Pages
     return sides[0], sides[1]
 
 
-def run(sglang: Path, *, turns: int, one_page_turns: int, layout: str = LAYOUT) -> dict[str, Any]:
-    """Measure; JSON-able. Milliseconds and bytes. `layout`: of kvbridge's pools; the one page is measured with both."""
-    load = [os.getloadavg()[0]]
+def run(*, quick: bool) -> dict[str, Any]:
+    """Measure: milliseconds and bytes. The one page is measured with both layouts of kvbridge's pools."""
+    turns, one_page_turns = (1, 2) if quick else (TURNS, ONE_PAGE_TURNS)
     rooms = PAGES // min(shape.kvbridge_run for shape in SHAPES if shape.kvbridge_run) + 2
     with (
         tempfile.TemporaryDirectory(prefix="kvb-peers-") as folder,
-        SglangPair(sglang / "bin" / "python", Path(folder), PAGES) as theirs,
-        KvbridgePair(PAGES, rooms, layout) as ours,
+        SglangPair(SGLANG / "bin" / "python", Path(folder), PAGES) as theirs,
+        kvbridge_pair(PAGES, rooms, LAYOUT) as ours,
     ):
         theirs.connect()
-        (other,) = {"layer_first", "page_first"} - {layout}
-        with KvbridgePair(FEW_PAGES, FEW_ROOMS, other) as others:
-            one_page = _one_page({layout: ours, other: others}, theirs, one_page_turns)
+        (other,) = {"layer_first", "page_first"} - {LAYOUT}
+        with kvbridge_pair(FEW_PAGES, FEW_ROOMS, other) as others:
+            one_page = _one_page({LAYOUT: ours, other: others}, theirs, one_page_turns)
         long = [case for shape in SHAPES for case in _long(ours, theirs, shape, turns)]
+    return {"turns": turns, "layout": LAYOUT, "sglang": _versions(), "one_page": one_page, "long": long}
+
+
+def _versions() -> dict[str, str]:
+    library = next((SGLANG / "lib").glob("python*/site-packages"))
     return {
-        "load": [*load, os.getloadavg()[0]],
-        "turns": turns,
-        "layout": layout,
-        "one_page": one_page,
-        "long": long,
+        name: metadata.Distribution.at(each).version
+        for name in ("sglang", "torch", "mooncake_transfer_engine_non_cuda")
+        for each in library.glob(f"{name}-*.dist-info")
     }
 
 
@@ -149,17 +149,12 @@ def _long(ours: KvbridgePair, theirs: SglangPair, shape: Shape, turns: int) -> l
         for tokens in LENGTHS_TOKENS:
             source, destination = sglang_pages(tokens, shape.sglang_run, rng)
             theirs.wipe(destination)
-            crossed, taken_s = (
-                [ours.published_request(tokens, check=True)],
-                [theirs.published_request(source, destination)],
-            )
+            crossed = [ours.published_request(tokens, check=True)]
+            taken_s = [theirs.published_request(source, destination)]
             theirs.check(source, destination)
-            for turn in range(turns):
-                for name in _order(turn):
-                    if name == "kvbridge":
-                        crossed.append(ours.published_request(tokens))
-                    else:
-                        taken_s.append(theirs.published_request(source, destination))
+            for _ in range(turns):
+                crossed.append(ours.published_request(tokens))
+                taken_s.append(theirs.published_request(source, destination))
             crossed, taken_s = crossed[-turns:], taken_s[-turns:]
             cases.append(
                 {
@@ -175,10 +170,6 @@ def _long(ours: KvbridgePair, theirs: SglangPair, shape: Shape, turns: int) -> l
                 }
             )
     return cases
-
-
-def _order(turn: int) -> tuple[str, str]:
-    return ("kvbridge", "sglang") if turn % 2 else ("sglang", "kvbridge")
 
 
 def _ms(seconds: list[float]) -> list[float]:
@@ -199,10 +190,9 @@ def _compared(crossed: list[Crossed], taken_s: list[float], sglang_bytes: int) -
 
 def table(found: dict[str, Any]) -> str:
     """The result as plain text."""
-    before, after = found["load"]
     headings = ("", "tokens", "kvbridge ms", "SGLang ms", "MB of both", "ms a MB", "x as fast", "budget")
     rows = map(_row, [*found["one_page"], *found["long"]])
-    lines = [text(headings, rows, f"load {before:.1f} before, {after:.1f} after")]
+    lines = [text(headings, rows)]
     for case in found["one_page"]:
         steps = ", ".join(f"{name} {statistics.median(ms):.2f}" for name, ms in case["steps_ms"].items())
         lines.append(f"{case['shape']}: {case['operations']} operations, ms: {steps}")
@@ -214,31 +204,3 @@ def _row(case: dict[str, Any]) -> tuple[object, ...]:
     rates = " / ".join(f"{each:.2f}" for each in case["ms_a_mb"].values())
     times = map(spread, case["ms"].values())
     return (case["shape"], case["tokens"], *times, sizes, rates, case["sglang_over_kvbridge"], case["budget"])
-
-
-def main() -> int:
-    """Print a table, write the JSON."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.peers", description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, default=Path("out/bench"), help="where the JSON goes")
-    parser.add_argument(
-        "--sglang", type=Path, default=ENVIRONMENT, help="the environment that `make bench-peers` makes"
-    )
-    parser.add_argument("--turns", type=int, default=7)
-    parser.add_argument("--one-page-turns", type=int, default=40)
-    parser.add_argument("--layout", choices=("layer_first", "page_first"), default=LAYOUT, help="of kvbridge's pools")
-    given = parser.parse_args()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    found = run(given.sglang, turns=given.turns, one_page_turns=given.one_page_turns, layout=given.layout)
-    print(table(found))
-    library = next((given.sglang / "lib").glob("python*/site-packages"))
-    versions = {
-        name: metadata.Distribution.at(each).version
-        for name in ("sglang", "torch", "mooncake_transfer_engine_non_cuda")
-        for each in library.glob(f"{name}-*.dist-info")
-    }
-    write(given.output, "peers", {"environment": environment(), "sglang": versions, "peers": found})
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
