@@ -15,7 +15,17 @@ import httpx
 import pytest
 
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import LiveCluster, all_free, ends, http, live_cluster, metric, raises_code, report, status
+from tests.helpers.live_rooms import (
+    LiveCluster,
+    all_free,
+    ends,
+    http,
+    live_cluster,
+    metric,
+    raises_code,
+    report,
+    status,
+)
 
 SLOTS = 4
 UNREADY_S = 1.0
