@@ -101,6 +101,10 @@ def test_pages_are_not_free_before_the_process_has_ended(live, role):
     with an_engine(live, role) as (process, room):
         tell(process, "vanish")
         eventually("the room fails", lambda: report(daemon, room)["state"] == "failed")
+        reason = report(daemon, room)["reason"]
+        assert f"the {role} engine engine-{process.pid}" in reason
+        if role == "prefill":
+            assert reason in ends(live.decode, room, "failed", "peer_failed")
         [left] = [engine for engine in status(daemon)["engines"] if engine["gone"]]
         assert (left["pid"], left["gone"]) == (process.pid, "its connection has ended; its process has not ended")
         counted = {"reason": "engine_process_alive"}
@@ -119,10 +123,9 @@ def test_pages_are_not_free_before_the_process_has_ended(live, role):
         assert not [engine for engine in status(daemon)["engines"] if engine["gone"]]
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_engine_that_detaches_is_not_waited_for(live, role):
-    daemon = live.prefill if role == "prefill" else live.decode
-    with an_engine(live, role) as (process, room):
+def test_an_engine_that_detaches_is_not_waited_for(live):
+    daemon = live.decode
+    with an_engine(live, "decode") as (process, room):
         tell(process, "leave")
         ends(daemon, room, "failed", "peer_failed")
         all_free(daemon)
