@@ -5,7 +5,6 @@ Those of custom resources are not published in a package; what is used of them i
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
@@ -149,13 +148,6 @@ def test_every_object_fits_its_schema(overlay: str):
             checked += 1
         assert each["kind"] == "Namespace" or each["metadata"]["namespace"] == "kvbridge", each["metadata"]
     assert checked >= 3
-
-
-def test_a_wrong_field_is_found():
-    wrong = json.loads(json.dumps(daemons("one-host")[0][0]))
-    wrong["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
 
 
 def environment(container: dict[str, Any], pod_name: str) -> dict[str, str]:
