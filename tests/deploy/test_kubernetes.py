@@ -267,7 +267,7 @@ def test_no_secret_is_in_the_manifests():
     assert not [each for overlay in OVERLAYS for each in rendered(overlay) if each["kind"] == "Secret"]
 
 
-@pytest.mark.parametrize("overlay", ["one-host", "rdma", "replicated-bootstrap"])
+@pytest.mark.parametrize("overlay", ["one-host", "rdma"])
 def test_every_image_can_be_named_by_its_digest(tmp_path: Path, overlay: str):
     """A kustomization over an overlay, as operating.md has it."""
     copy = tmp_path / "kubernetes"
