@@ -112,17 +112,6 @@ def test_every_daemon_of_the_fleet_has_a_right_configuration():
     assert instances == set(DAEMONS[1:])
 
 
-def test_every_image_of_the_fleet_can_be_named_by_its_digest():
-    """What operating.md writes into docker/.env: nothing is left that has a tag alone."""
-    for name, service in COMPOSE["services"].items():
-        variable = re.fullmatch(r"\$\{([A-Z]+_IMAGE):-[^@}]+:[^@}]+\}", service["image"])
-        assert variable, name
-        assert variable[1] in (DOCKER.parent / "docs/operating.md").read_text()
-    arguments = COMPOSE["x-image"]["build"]["args"]
-    assert arguments == {"BASE": "${BASE_IMAGE:-python:3.11-slim-bookworm}"}
-    assert "ARG BASE=python:3.11-slim-bookworm\n" in (DOCKER / "Dockerfile").read_text()
-
-
 def test_prometheus_understands_its_configuration_and_asks_every_daemon():
     promtool = shutil.which("promtool")
     assert promtool, "install the Debian package prometheus"

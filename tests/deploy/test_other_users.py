@@ -214,24 +214,6 @@ def test_others_do_not_attach(pod: Pod, user: int, groups: tuple[int, ...], more
     assert said in err.splitlines()[-1], err
 
 
-def test_a_daemon_that_is_no_member_of_the_group_says_so(tmp_path: Path):
-    program = (
-        "import sys; from pathlib import Path\n"
-        "from kvbridge.control.runtime_directory import prepare_runtime_directory as prepare\n"
-        "prepare(Path(sys.argv[1]) / 'run', 4711)\n"
-    )
-    folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
-    try:
-        os.chown(folder, DAEMON, DAEMON)
-        command = [*as_user(DAEMON), sys.executable, "-c", program, str(folder)]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=60, cwd="/", env={**os.environ, **SOURCES}, check=False
-        )
-    finally:
-        shutil.rmtree(folder)
-    assert f"user {DAEMON} of this daemon must be a member of it" in done.stderr
-
-
 @pytest.mark.parametrize(
     ("owner", "mode", "good"), [(0, 0o440, True), (0, 0o444, False), (STRANGER, 0o440, False), (DAEMON, 0o440, False)]
 )

@@ -16,7 +16,7 @@ PUBLIC = ("kvbridge.engine", "kvbridge.sparse")
 BUILD_S = 200
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(BUILD_S + 40)
 def test_the_site_builds_without_a_warning_and_has_the_public_api(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="needs the extra docs")

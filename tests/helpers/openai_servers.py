@@ -72,8 +72,6 @@ class OpenAiServer:
         self.breaks_at: int | None = None
         """The piece before which the connection is closed."""
         self.pieces = ["one", " two", " three"]
-        self.drips_s: float | None = None
-        """The time between two bytes of an answer about models that never ends."""
         self.begins_with_error: int | None = None
         """The code of an error that a stream says under a status of 200."""
         self._server: HttpServer | None = None
@@ -106,8 +104,6 @@ class OpenAiServer:
                 await _closed(receive)
                 return
             await _respond(send, self.health, b"", "text/plain")
-        elif scope["path"] == "/v1/models" and self.drips_s is not None:
-            await self._drip(receive, send, self.drips_s)
         elif scope["path"] == "/v1/models":
             await _respond(send, 200, json.dumps({"data": [{"id": self.name}]}).encode())
         else:
@@ -153,13 +149,6 @@ class OpenAiServer:
                 await self.rooms.of(room).wait()
             await (self._stream(send) if received.body.get("stream") else self._whole(received, send))
         received.answered = True
-
-    async def _drip(self, receive: Receive, send: Send, pause_s: float) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        leaving = asyncio.create_task(_closed(receive))
-        while not leaving.done():
-            await send({"type": "http.response.body", "body": b" ", "more_body": True})
-            await asyncio.wait({leaving}, timeout=pause_s)
 
     def _held(self, received: Received) -> dict[str, Any]:
         answer = {"id": "p", "choices": [{"text": "one", "finish_reason": "length"}]}

@@ -1,42 +1,55 @@
-"""Admission under pressure on running daemons: waits, order, caps, callers that hang up, readiness, Retry-After.
+"""Admission under pressure on running daemons: waits, order, caps, readiness, tickets that nobody uses.
 
 Both roles admit in the same way, so most tests run on both. A room here is one request slot.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import LiveCluster, all_free, http, live_cluster, metric, report, status
+from tests.helpers.live_rooms import (
+    LiveCluster,
+    all_free,
+    ends,
+    http,
+    live_cluster,
+    metric,
+    raises_code,
+    report,
+    status,
+)
 
 SLOTS = 4
 UNREADY_S = 1.0
+TICKET_S = 6.0
+TOKENS = 1000
 ADMISSION = {"unready_after_s": UNREADY_S, "max_waiting": 8, "clients": {"capped": {"max_rooms": 2}}}
 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[LiveCluster]:
-    pages = {"full": 16, "swa": 3 * SLOTS, "request": SLOTS}
     with live_cluster(
-        pages=pages,
+        pages={"full": 16, "swa": 3 * SLOTS, "request": SLOTS},
         host_pages=16,
         prefill={"admission": ADMISSION, "timeouts": {"early_offer_s": 60.0}},  # rooms that are on decode alone stay
         decode={"admission": ADMISSION},
+        bootstrap={"timeouts": {"ticket_s": TICKET_S}},
     ) as running:
         yield running
+
+
+@pytest.fixture(autouse=True)
+def _engines_let_go(live: LiveCluster) -> Iterator[None]:
+    yield
+    live.detach()
 
 
 @pytest.fixture(params=["prefill", "decode"])
@@ -57,12 +70,8 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def post(live: LiveCluster, daemon: DaemonProcess, **more: Any) -> httpx.Response:
-    return http("POST", daemon, "/v1/requests", json=body(live, daemon, **more))
-
-
-def body(live: LiveCluster, daemon: DaemonProcess, **more: Any) -> dict[str, Any]:
     prefill = [live.address] if daemon is live.decode else []
-    return {"prompt_tokens": 1, "prefill": prefill, **more}
+    return http("POST", daemon, "/v1/requests", json={"prompt_tokens": 1, "prefill": prefill, **more})
 
 
 def admit(live: LiveCluster, daemon: DaemonProcess, **more: Any) -> int:
@@ -95,6 +104,8 @@ def test_who_waits_is_admitted_in_fair_order_as_rooms_end(
     for number, client in enumerate(("greedy", "greedy", "modest")):
         asked.append((client, threads.submit(post, live, daemon, client=client, wait_s=15)))
         eventually("it waits", lambda count=number + 1: waiting(daemon) == count)
+    refused = post(live, daemon)
+    assert (refused.status_code, refused.json()["code"]) == (503, "capacity"), "nobody passes those who wait"
     clients = {shown["client"]: shown["waiting"] for shown in status(daemon)["admission"]["clients"]}
     assert clients == {"greedy": 2, "modest": 1}
     assert metric(daemon, "kvbridge_admission_waiting_requests") == 3
@@ -113,71 +124,30 @@ def test_who_waits_is_admitted_in_fair_order_as_rooms_end(
 
 def test_who_waits_in_vain_is_told_the_limit(live: LiveCluster, daemon: DaemonProcess) -> None:
     held = fill(live, daemon)
-    late = metric(daemon, "kvbridge_admissions_refused_total", code="wait_timeout")
     answer = post(live, daemon, wait_s=0.2)
     assert (answer.status_code, answer.json()["code"]) == (503, "capacity")
     assert "not there within 0.2 s (limit: the request's wait_s" in answer.json()["detail"]
-    assert "Retry-After" in answer.headers
-    assert metric(daemon, "kvbridge_admissions_refused_total", code="wait_timeout") == late + 1
+    assert int(answer.headers["Retry-After"]) >= answer.json()["retry_after_s"] > 0
     answer = post(live, daemon, wait_s=31)
     assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
     assert "admission.max_wait_s" in answer.json()["detail"]
     end(daemon, *held)
 
 
-def test_nobody_passes_those_who_wait(live: LiveCluster, daemon: DaemonProcess, threads: ThreadPoolExecutor) -> None:
-    """The waiting request needs more full pages than are free, though there are slots; one that does not wait needs few."""
-    first = admit(live, daemon, prompt_tokens=10 * 256)
-    large = threads.submit(post, live, daemon, prompt_tokens=16 * 256, client="large", wait_s=15)
-    eventually("it waits", lambda: waiting(daemon) == 1)
-    answer = post(live, daemon)
-    assert (answer.status_code, answer.json()["code"]) == (503, "capacity")
-    assert "1 requests wait for pages" in answer.json()["detail"]
-    end(daemon, first)
-    assert large.result(20).status_code == 201
-    end(daemon, int(large.result().json()["room"]))
-
-
-@contextmanager
-def asked_by_somebody(daemon: DaemonProcess, request: dict[str, Any]) -> Iterator[None]:
-    """A caller has sent a request, and hangs up at the end without having read an answer."""
-    url = urlsplit(daemon.url)
-    content = json.dumps(request).encode()
-    head = f"POST /v1/requests HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    with socket.create_connection((url.hostname, url.port), timeout=20) as connection:
-        connection.sendall(head.encode() + content)
-        yield
-
-
-def test_a_caller_that_hangs_up_leaves_nothing(live: LiveCluster, daemon: DaemonProcess) -> None:
-    held = fill(live, daemon)
-    left = metric(daemon, "kvbridge_admission_wait_seconds_count", outcome="left")
-    with asked_by_somebody(daemon, body(live, daemon, wait_s=15)):
-        eventually("it waits", lambda: waiting(daemon) == 1)
-    eventually("it waits no more", lambda: waiting(daemon) == 0)
-    assert metric(daemon, "kvbridge_admission_wait_seconds_count", outcome="left") == left + 1
-    end(daemon, *held)
-    all_free(daemon)
-
-
 def test_who_waits_at_bootstrap_waits_at_the_daemon_that_is_full(
     live: LiveCluster, daemon: DaemonProcess, threads: ThreadPoolExecutor
 ) -> None:
     held = fill(live, daemon)
-    request = {"prompt_tokens": 1, "wait_s": 15}
-    asked = threads.submit(http, "POST", live.cluster.bootstrap, "/v1/requests", json=request)
+    asked = threads.submit(
+        http, "POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": 1, "wait_s": 15}
+    )
     eventually("it waits", lambda: waiting(daemon) == 1)
     end(daemon, held.pop())
     answer = asked.result(20)
     assert answer.status_code == 201, answer.text
-    room = answer.json()["room"]
-    assert answer.json()["expires_in_s"] >= 60
-    with asked_by_somebody(live.cluster.bootstrap, request):
-        eventually("another waits", lambda: waiting(daemon) == 1)
-    eventually("it waits no more", lambda: waiting(daemon) == 0)
-    http("DELETE", live.cluster.bootstrap, f"/v1/requests/{room}")
+    http("DELETE", live.cluster.bootstrap, f"/v1/requests/{answer.json()['room']}")
     end(daemon, *held)
-    for each in (live.prefill, live.decode):
+    for each in live.nodes:
         all_free(each)
 
 
@@ -221,7 +191,7 @@ def test_a_daemon_that_shuts_down_keeps_nobody_waiting(
     live.cluster.wait_ready()
 
 
-# ------------------------------------------------------------------------------------------- caps
+# ------------------------------------------------------------------------------------------- caps and readiness
 
 
 def test_a_client_at_its_cap_is_answered_429(live: LiveCluster, daemon: DaemonProcess) -> None:
@@ -245,9 +215,7 @@ def test_of_more_requests_at_once_than_fit_the_others_are_refused_and_nothing_st
     assert len(held) == SLOTS
     refused = [answer for answer in answers if answer.status_code != 201]
     assert {(answer.status_code, answer.json()["code"]) for answer in refused} == {(503, "capacity")}
-    for answer in refused:
-        assert "space 'request' lacks 1 pages" in answer.json()["detail"]
-        assert int(answer.headers["Retry-After"]) >= answer.json()["retry_after_s"] > 0
+    assert all("space 'request' lacks 1 pages" in answer.json()["detail"] for answer in refused)
     end(daemon, held.pop())
     eventually("one more fits", lambda: _kept(held, post(live, daemon)))
     end(daemon, *held)
@@ -262,16 +230,9 @@ def _kept(held: list[int], answer: httpx.Response) -> bool:
     return answer.is_success
 
 
-# ------------------------------------------------------------------------------------------- readiness
-
-
 def test_a_daemon_that_admits_nothing_turns_red_and_green_again(live: LiveCluster, daemon: DaemonProcess) -> None:
-    held = [admit(live, daemon) for _ in range(SLOTS - 1)]
-    before_s = time.monotonic()
-    held.append(admit(live, daemon))
+    held = fill(live, daemon)
     red = eventually("red", lambda: http("GET", daemon, "/ready").status_code == 503 and http("GET", daemon, "/ready"))
-    assert time.monotonic() - before_s >= UNREADY_S * 0.9
-    assert not red.json()["ready"]
     (reason,) = red.json()["reasons"]
     assert "admission.unready_after_s" in reason
     assert f"space 'request' has no available page of {SLOTS} ({SLOTS} " in reason
@@ -286,61 +247,45 @@ def test_a_daemon_that_admits_nothing_turns_red_and_green_again(live: LiveCluste
     end(daemon, *held[1:])
 
 
-# ------------------------------------------------------------------------------------------- Retry-After
+# ------------------------------------------------------------------------------------------- tickets
 
 
-@pytest.mark.parametrize("daemon", ["prefill"], indirect=True)
-def test_retry_after_is_close_to_when_slots_come_free(live: LiveCluster, daemon: DaemonProcess) -> None:
-    """Rooms end one by one at a steady rate; a caller that asks for a slot meanwhile is told about one interval."""
-    every_s, times = 0.25, 16
-    assert daemon.stop() == 0  # what the tests before have released, and when, counts as well
-    daemon.start()
-    live.cluster.wait_ready()
-    held = fill(live, daemon)
-    begun_s = due_s = time.monotonic()
-    for _ in range(times):
-        due_s += every_s
-        time.sleep(max(0.0, due_s - time.monotonic()))  # the rate is what is tested
-        end(daemon, held.pop(0))
-        held.append(int(eventually("a slot", lambda: _room(post(live, daemon)))))
-    least_s = (time.monotonic() - begun_s) / times  # longer on a machine that does not keep up
-    answer = post(live, daemon)
-    assert answer.status_code == 503
-    told_s = answer.json()["retry_after_s"]
-    assert answer.headers["Retry-After"] == str(math.ceil(told_s))
-    most_s = (time.monotonic() - begun_s) / times
-    assert 0.5 * least_s < told_s < 2.5 * most_s, f"told {told_s} s, a slot comes free every {least_s} to {most_s} s"
-    end(daemon, *held)
+def test_a_ticket_that_no_engine_uses_ends_on_both_sides_when_it_says(live: LiveCluster) -> None:
+    why = "no prefill engine has begun it in time (limit: begin_within_s)"
+    room = live.ticket(TOKENS)["room"]
+    shown = http("GET", live.cluster.bootstrap, f"/v1/requests/{room}").json()
+    (prefill,), (decode,) = shown["prefill"], shown["decode"]
+    for told in (shown["ticket"], prefill["report"], decode["report"]):
+        assert 0 < told["expires_in_s"] <= TICKET_S
+    assert {prefill["report"]["limit"], decode["report"]["limit"]} == {"begin_within_s"}
+    eventually("offered", lambda: report(live.decode, room)["state"] == "offered")
+    assert ends(live.prefill, room, "failed", "deadline") == why
+    assert ends(live.decode, room, "failed", "deadline") == f"prefill node prefill-0/node-0: {why}"
+    for daemon in live.nodes:
+        all_free(daemon)
+    shown = http("GET", live.cluster.bootstrap, f"/v1/requests/{room}").json()
+    assert shown["state"] == "failed"
+    assert why in raises_code("conflict", lambda: live.sender.begin(room, prompt_tokens=TOKENS))
+    live.cross(TOKENS, live.ticket(TOKENS)["room"])
+    live.serves()
 
 
-def _room(answer: httpx.Response) -> int | None:
-    return int(answer.json()["room"]) if answer.is_success else None
+def test_a_ticket_that_an_engine_has_used_is_good_for_as_long_as_the_room_takes(live: LiveCluster) -> None:
+    room = live.ticket(TOKENS)["room"]
+    assert live.reader is not None
+    live.write(room, TOKENS, 0, TOKENS // 2)
+    ended_s = time.monotonic() + TICKET_S + 0.5
+    eventually("its ticket has ended", lambda: time.monotonic() > ended_s)
+    assert (report(live.prefill, room)["limit"], report(live.decode, room)["limit"]) == ("timeouts.room_s",) * 2
+    live.write(room, TOKENS, TOKENS // 2)
+    live.sender.finish(room, metadata=b"first token")
+    live.read(room, TOKENS)
+    live.reader.release(room)
+    live.serves()
 
 
-# ------------------------------------------------------------------------------------------- reservations end
-
-
-def test_a_reservation_that_is_not_used_ends_by_its_limit_and_gives_all_back() -> None:
-    limits = {"offer_s": 4.0, "handshake_s": 4.0}
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,  # which says nothing
-        live_cluster(prefill={"timeouts": limits}, decode={"timeouts": limits}) as live,
-    ):
-        silent = [{"endpoint": f"tcp://127.0.0.1:{listener.getsockname()[1]}"}]
-        cases = ((live.prefill, {}, "timeouts.offer_s"), (live.decode, {"prefill": silent}, "timeouts.handshake_s"))
-        rooms = [(daemon, admit(live, daemon, **more), limit) for daemon, more, limit in cases]
-        for daemon, room, limit in rooms:
-            shown = report(daemon, room)
-            assert shown["limit"] == limit
-            assert 0 < shown["expires_in_s"] <= limits["offer_s"]
-        for daemon, room, limit in rooms:
-            shown = eventually("it ends", lambda one=daemon, id_=room: _final(report(one, id_)))
-            assert (shown["state"], shown["reason_code"]) == ("failed", "deadline")
-            assert limit in shown["reason"]
-            assert (shown["expires_in_s"], shown["limit"]) == (None, "")
-            all_free(daemon)
-        live.serves()
-
-
-def _final(shown: dict[str, Any]) -> dict[str, Any] | None:
-    return shown if shown["state"] == "failed" else None
+def test_a_room_that_was_admitted_directly_has_the_daemons_own_limit(live: LiveCluster) -> None:
+    room = live.pair(TOKENS)
+    assert report(live.prefill, room)["limit"] == "timeouts.begin_s"
+    live.cross(TOKENS, room)
+    live.serves()

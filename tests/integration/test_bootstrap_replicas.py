@@ -1,14 +1,12 @@
-"""Bootstrap as it fails and as it is shared: killed and started empty, two replicas over one Redis, Redis away; real daemons."""
+"""Bootstrap as it is shared: two replicas over one Redis, one of them killed, Redis away; real daemons."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -16,7 +14,7 @@ import pytest
 from kvbridge.cli.local_cluster import DaemonProcess
 from kvbridge.core.errors import PeerError
 from tests.helpers.cluster import eventually
-from tests.helpers.live_rooms import LiveCluster, all_free, http, live_cluster, metric, report, status
+from tests.helpers.live_rooms import LiveCluster, all_free, http, live_cluster, metric, status
 from tests.helpers.redis_server import RedisServer, redis_server
 
 TOKENS = 1000
@@ -45,81 +43,9 @@ def cancel(bootstrap: DaemonProcess, room: int) -> None:
     assert answer.status_code in {200, 404}, answer.text
 
 
-def start_again(bootstrap: DaemonProcess, url: str) -> None:
-    """Start a killed bootstrap under the address that the nodes know."""
-    bootstrap.config = {**bootstrap.config, "http": {"port": urlsplit(url).port}}
-    bootstrap.start()
-
-
 def reasons(bootstrap: DaemonProcess) -> tuple[int, str]:
     answer = http("GET", bootstrap, "/ready")
     return answer.status_code, " ".join(answer.json()["reasons"])
-
-
-def test_a_bootstrap_that_was_killed_is_filled_again_and_open_rooms_do_not_notice() -> None:
-    with live_cluster() as live:
-        bootstrap = live.cluster.bootstrap
-        room = paired(bootstrap)["room"]
-        assert live.reader is not None
-        live.write(room, TOKENS, 0, 512)
-        url = bootstrap.url
-        bootstrap.kill()
-        eventually("the nodes say that bootstrap is away", lambda: status(live.prefill)["bootstrap"]["problem"])
-        live.write(room, TOKENS, 512, TOKENS)
-        start_again(bootstrap, url)
-        eventually("a pair", bootstrap.is_ready, PAIRED_AGAIN_S)
-        live.sender.finish(room, metadata=b"x")
-        live.read(room, TOKENS)
-        live.reader.release(room)
-        assert http("GET", bootstrap, f"/v1/requests/{room}").status_code == 404  # it came back empty
-        again = paired(bootstrap)
-        live.cross(TOKENS, again["room"])
-        eventually("no problem", lambda: not status(live.prefill)["bootstrap"]["problem"])
-        live.serves()
-
-
-@pytest.mark.thorough
-def test_a_daemon_that_was_killed_is_known_by_its_new_life_at_once() -> None:
-    with live_cluster() as live:
-        bootstrap, decode = live.cluster.bootstrap, live.decode
-        before = node_of(bootstrap, "decode-0")["incarnation"]
-        decode.kill()
-        decode.start()
-        decode.wait_ready()
-        found = eventually("its new life", lambda: _if(node_of(bootstrap, "decode-0"), incarnation=before))
-        assert found["epoch"] == 2
-        room = paired(bootstrap)["room"]
-        assert report(decode, room)["state"] != "failed"
-        cancel(bootstrap, room)
-        for daemon in (live.prefill, decode):
-            all_free(daemon)
-
-
-def node_of(bootstrap: DaemonProcess, instance: str) -> dict[str, Any]:
-    (found,) = [each for each in http("GET", bootstrap, "/v1/instances").json() if each["instance"] == instance]
-    return dict(found["nodes"][0])
-
-
-def _if(node: dict[str, Any], *, incarnation: str) -> dict[str, Any] | None:
-    return node if node["incarnation"] != incarnation else None
-
-
-@pytest.mark.thorough
-def test_a_pair_that_was_full_is_taken_again_as_soon_as_its_pages_are_free() -> None:
-    with live_cluster(pages={"full": 8, "swa": 4, "request": 4}, host_pages=8) as small:
-        big = 8 * 256
-        for _ in range(3):
-            answer = pair(small.cluster.bootstrap, prompt_tokens=big)
-            assert answer.status_code == 201, answer.text
-            refused = pair(small.cluster.bootstrap, prompt_tokens=big)
-            assert (refused.status_code, refused.json()["code"]) == (503, "capacity"), refused.text
-            assert "pages" in refused.json()["detail"]  # the daemon's own words
-            cancel(small.cluster.bootstrap, answer.json()["room"])
-            for daemon in (small.prefill, small.decode):
-                all_free(daemon)
-
-
-# ------------------------------------------------------------------------------------------- replicas
 
 
 @contextmanager
@@ -253,35 +179,3 @@ def test_a_redis_that_is_away_stops_new_pairings_only_and_comes_back_filled() ->
             eventually("a pair", lambda replica=replica: replica.is_ready(), PAIRED_AGAIN_S)
         live.cross(TOKENS, paired(replicas[1])["room"])
         live.serves()
-
-
-@pytest.mark.thorough
-def test_a_shared_secret_is_in_no_log_and_on_no_page() -> None:
-    with redis_server(password="hush-hush") as server:
-        password_file = server.socket.parent / "password"
-        password_file.write_text("hush-hush\n")
-        section = {
-            "directory": {
-                "store": "redis",
-                "redis_url": server.url,
-                "redis_password_file": str(password_file),
-                "namespace": "secret",
-            }
-        }
-        with live_cluster(bootstrap=section) as live:
-            bootstrap = live.cluster.bootstrap
-            cancel(bootstrap, paired(bootstrap)["room"])
-            server.kill()
-            assert pair(bootstrap).status_code == 503
-            shown = [json.dumps(status(bootstrap)), bootstrap.log(10_000), pair(bootstrap).text]
-            assert "hush" not in " ".join(shown)
-
-
-@pytest.mark.thorough
-def test_a_redis_that_was_never_there_does_not_keep_bootstrap_from_starting() -> None:
-    section = {"directory": {"store": "redis", "redis_url": "redis://127.0.0.1:1/0"}}
-    with live_cluster(bootstrap=section, wait=False) as live:
-        bootstrap = live.cluster.bootstrap
-        eventually("the reason", lambda: "127.0.0.1:1" in reasons(bootstrap)[1])
-        assert reasons(bootstrap)[0] == 503
-        assert http("GET", bootstrap, "/health").status_code == 200

@@ -191,22 +191,6 @@ def test_pages_of_a_finished_room_that_fails_wait_for_the_engines_gpu(gpu: cuda_
         assert not sender._begun
 
 
-def test_an_engine_that_dies_before_its_gpu_is_done_fails_its_room_and_no_other(gpu: cuda_stand_in.Runtime) -> None:
-    with gpus() as running, DecodeEngine.attach(running.decode.runtime_dir) as reader:
-        with PrefillEngine.attach(running.prefill.runtime_dir) as dying:
-            dying._order = dying._attachment.order = OwnGpu()  # type: ignore[assignment]
-            room = running.pair(700)["room"]
-            dying.begin(room, prompt_tokens=700)
-            gpu.events_reached = False
-            dying.publish(room, 256)
-        gpu.events_reached = True
-        (event,) = reader.events(WAIT_S)
-        assert (event.kind, event.room) == ("failed", room)
-        with PrefillEngine.attach(running.prefill.runtime_dir) as sender:
-            for case in CASES[:2]:
-                reader.release(cross(running, sender, reader, case).room)
-
-
 @pytest.mark.thorough
 def test_a_prefill_worker_that_is_killed_takes_its_memory_along_and_the_next_room_is_fine() -> None:
     with gpus() as running:

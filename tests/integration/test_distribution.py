@@ -89,13 +89,6 @@ def test_the_wheel_has_every_file_of_the_package_and_what_is_used_beside_it(buil
     assert rest == {info + name for name in named}
 
 
-def test_what_the_package_needs_beside_code_is_among_it() -> None:
-    """Or the test above would compare nothing with nothing."""
-    suffixes = {Path(name).suffix for name in sources()}
-    assert suffixes == {".py", ".typed", ".cu", ".cuh", ".html", ".css", ".js", ".svg", ".md", ".json", ".txt"}
-    assert all(list(ROOT.glob(pattern)) for pattern in DATA.values())
-
-
 def test_nothing_secret_and_no_test_is_in_either(built: Distributions) -> None:
     with tarfile.open(built.sdist) as archive:
         names = [name.partition("/")[2] for name in archive.getnames()]

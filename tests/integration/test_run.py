@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 
 from tests import run
 from tests.helpers.cluster import eventually
-from tests.run import MARK, TOLD, Suite, environment, pytest_command, run_suite
+from tests.run import Suite, environment, run_suite
 
 
 def python(script: str, limit_s: float = 60.0) -> list[str]:
@@ -79,45 +78,3 @@ def test_a_suite_that_prints_nothing_is_said_to_be_running(
     monkeypatch.setattr(run, "QUIET_S", 0.05)
     assert python("import sys, time; time.sleep(0.5); print('1 passed in 0.50s')") == []
     assert "it: (0 s; nothing new for 0.05 s)" in capfd.readouterr().out
-
-
-def test_a_suite_that_dies_is_told() -> None:
-    assert python("import os; os.kill(os.getpid(), 9)") == ["exit code -9"]
-
-
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ("FAILED tests/a.py::test_b - assert 1", True),
-        ("ERROR tests/a.py::test_b", True),
-        ("=========== 1 failed, 3 passed in 0.12s ===========", True),
-        ("3 passed in 0.12s", True),
-        ("2481 passed, 11 errors in 308.28s (0:05:08)", True),
-        ("SKIPPED [35] tests/contract: needs a GPU", False),
-        ("......... [ 54%]", False),
-    ],
-)
-def test_lines_of_the_summary(line: str, told: bool) -> None:
-    assert bool(TOLD.match(line)) is told
-
-
-def test_what_a_suite_inherits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.delenv("HYPOTHESIS_PROFILE", raising=False)
-    found, again = environment(10_000, "thorough"), environment(1, "thorough")
-    assert "PYTHONDONTWRITEBYTECODE" not in found
-    assert found["OMP_NUM_THREADS"] == "1"
-    assert again["OMP_NUM_THREADS"] == str(len(os.sched_getaffinity(0)))
-    assert found["HYPOTHESIS_PROFILE"] == "thorough"
-    assert found[MARK] != again[MARK]
-
-
-def test_one_worker_is_no_worker() -> None:
-    assert "-n" not in pytest_command(1, 1, ())
-    assert pytest_command(1, 2, ("x",))[3:] == [
-        "--randomly-seed=1",
-        "--hypothesis-seed=1",
-        *("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"),
-        "x",
-    ]

@@ -1,12 +1,166 @@
-"""How many connections a listening socket may hold: which of them count, and which one is cut."""
+"""Connections of control sockets: their limit, their deadline, and how their ends show."""
 
-import socket
+import asyncio
+import contextlib
+import gc
+import resource
+import socket as unix
+import struct
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 import zmq
 
 from kvbridge.control.connections import ConnectionLimit
+from kvbridge.control.link import PeerSettings
+from kvbridge.core.wire.messages import Abort, Heartbeat
+from tests.helpers.held_ports import held_ports
+from tests.integration.control.stage import CLIENT, WAIT_S, drained, frame, poll
+
+pytestmark = pytest.mark.asyncio
+
+
+async def test_a_broken_connection_of_the_same_link_goes_on(stage):
+    _, at_server, endpoint = stage.server()
+    first, second = stage.raw(endpoint), stage.raw(endpoint)
+    first.send(frame(sequence=1, body=drained(1)))
+    await at_server.until(lambda: at_server.rooms == [1])
+    first.close()
+    second.send(frame(sequence=1, body=drained(1)))
+    second.send(frame(sequence=2, body=Abort(room=2, generation=1, code="cancelled", message="")))
+    await at_server.until(lambda: at_server.rooms == [1, 2])
+    assert at_server.refused == ["duplicate"]
+
+
+async def test_a_reset_tcp_connection_and_foreign_protocols_are_harmless(stage):
+    _, at_server, endpoint = stage.server()
+    port = int(endpoint.rsplit(":", 1)[1])
+    for payload in (b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\xff" + bytes(200)):
+        with unix.create_connection(("127.0.0.1", port), timeout=WAIT_S) as connection:
+            connection.setsockopt(unix.SOL_SOCKET, unix.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.sendall(payload)
+    client, _ = stage.client(endpoint)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1])
+
+
+def open_descriptors():
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def connect_and_be_cut(stage, endpoint):
+    """Say nothing on a new connection, and return when the other side has closed it."""
+    loop, caller = asyncio.get_running_loop(), stage.stack.enter_context(unix.socket())
+    caller.setblocking(False)
+    with contextlib.suppress(ConnectionError):
+        await loop.sock_connect(caller, ("127.0.0.1", int(endpoint.rsplit(":", 1)[1])))
+        while await loop.sock_recv(caller, 1_000):
+            pass
+    caller.close()
+
+
+async def test_silent_connections_take_no_more_descriptors_than_the_limit(stage):
+    """Even where the process has hardly more than that: what cuts them needs no descriptor that it does not hold already."""
+    _, at_server, endpoint = stage.server(settings=PeerSettings(max_connections=10, handshake_s=60))
+    client, _ = stage.client(endpoint)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1])
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    stage.stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limit)
+    gc.collect()  # what earlier tests have left is not closed meanwhile
+    before = open_descriptors()
+    silent = set()
+    async with asyncio.timeout(WAIT_S):
+        for _ in range(10):  # no more at a time than the kernel lets wait for us (ZeroMQ's backlog is 100)
+            silent |= {asyncio.create_task(connect_and_be_cut(stage, endpoint)) for _ in range(30)}
+            await asyncio.sleep(0)  # each has its own descriptor now, and the server may have few more
+            resource.setrlimit(resource.RLIMIT_NOFILE, (before + 60, limit[1]))
+            while len(silent) > 9:  # the client has one of the ten
+                _, silent = await asyncio.wait(silent, return_when=asyncio.FIRST_COMPLETED)
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        while open_descriptors() != before + 2 * 9:  # noqa: ASYNC110 - both ends are in this process
+            await asyncio.sleep(0.01)
+    assert at_server.refused.count("too_many_connections") == 291
+    client.send(drained(2))
+    await at_server.until(lambda: at_server.rooms == [1, 2])
+    for task in silent:
+        task.cancel()
+
+
+async def test_a_handshake_has_a_deadline(stage):
+    _, at_server, endpoint = stage.server(settings=PeerSettings(max_connections=1, handshake_s=0.2))
+    async with asyncio.timeout(WAIT_S):
+        await connect_and_be_cut(stage, endpoint)
+    client, _ = stage.client(endpoint)
+    client.send(drained(1))
+    await at_server.until(lambda: at_server.rooms == [1])
+    assert "handshake" in at_server.refused
+
+
+async def test_a_side_that_has_ended_shows_in_the_connection(stage):
+    server, at_server, endpoint = stage.server()
+    client, _ = stage.client(endpoint)
+    client.send(drained(1))
+    await poll(lambda: client.link.peer)
+    assert (server.link(CLIENT).cut_s, client.link.cut_s) == (0.0, 0.0)
+    client.close()
+    await poll(lambda: server.link(CLIENT).cut_s, lambda: server.send(CLIENT, Heartbeat()))
+    again, at_again = stage.client(endpoint, "a" * 16)
+    again.send(drained(2))
+    await poll(lambda: again.link.peer)
+    assert at_server.rooms == [1, 2]
+    server.close()
+    await at_again.until(lambda: at_again.cuts)  # without anything being sent
+    assert again.link.cut_s
+
+
+async def test_an_address_where_nobody_listens_shows_too_and_may_be_listened_at_later(stage):
+    with held_ports(1) as (port,):
+        endpoint = f"tcp://127.0.0.1:{port}"
+        client, at_client = stage.client(endpoint)
+        client.send(drained(1))
+        await at_client.until(lambda: at_client.cuts)
+        assert client.link.cut_s
+        assert not client.link.peer
+        _, at_server, _ = stage.server(endpoint=endpoint)
+        await at_server.until(lambda: at_server.rooms == [1])
+        assert client.link.cut_s == 0.0
+        assert at_client.cuts == 1
+
+
+async def test_a_connection_on_which_nobody_answers_is_not_one_that_is_gone(stage):
+    with unix.create_server(("127.0.0.1", 0)) as silent:
+        client, at_client = stage.client(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
+        client.send(drained(1))
+        connection = await asyncio.to_thread(accepted, silent)
+        assert connection.recv(1) == b"\xff", "ZeroMQ's greeting"
+        connection.close()  # as a peer with other keys does
+        again = await asyncio.to_thread(accepted, silent)
+        again.close()
+        assert (client.link.cut_s, at_client.cuts) == (0.0, 0)
+
+
+def accepted(listener):
+    listener.settimeout(WAIT_S)
+    connection, _ = listener.accept()
+    connection.settimeout(WAIT_S)
+    return connection
+
+
+async def test_a_connection_that_is_back_is_known_at_once_on_both_sides(stage):
+    """A heartbeat may be long in coming; the side that connects says that it is there."""
+    server, at_server, endpoint = stage.server()
+    client, at_client = stage.client(endpoint)
+    client.send(drained(1))
+    await poll(lambda: client.link.peer)
+    client._socket._raw.disconnect(endpoint)
+    await poll(lambda: client.link.cut_s, lambda: client.send(Heartbeat()))
+    await poll(lambda: server.link(CLIENT).cut_s, lambda: server.send(CLIENT, Heartbeat()))
+    client._socket._raw.connect(endpoint)
+    await poll(lambda: not server.link(CLIENT).cut_s and not client.link.cut_s)
+    assert (at_server.resets, at_client.resets) == ([], [])
+
 
 ACCEPTED, DISCONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
 
@@ -14,8 +168,8 @@ ACCEPTED, DISCONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
 @pytest.fixture
 def connected():
     """A connection as a server sees it, and its other end."""
-    with closing(socket.create_server(("127.0.0.1", 0))) as server:
-        client = socket.create_connection(server.getsockname())
+    with closing(unix.create_server(("127.0.0.1", 0))) as server:
+        client = unix.create_connection(server.getsockname())
         with closing(client), closing(server.accept()[0]) as accepted:
             client.settimeout(20)
             yield accepted, client
@@ -35,15 +189,7 @@ NEVER = 1 << 20
 """A descriptor that no process has."""
 
 
-def test_the_connection_beyond_the_limit_is_cut(connected, limited):
-    (accepted, client), (limit, cut) = connected, limited
-    limit.on_event(ACCEPTED, NEVER)
-    limit.on_event(ACCEPTED, accepted.fileno())
-    assert cut == [True]
-    assert client.recv(1) == b""
-
-
-def test_a_connection_that_ended_does_not_count(connected, limited):
+async def test_a_connection_that_ended_does_not_count(connected, limited):
     (accepted, _), (limit, cut) = connected, limited
     limit.on_event(ACCEPTED, NEVER)
     limit.on_event(DISCONNECTED, NEVER)
@@ -51,10 +197,10 @@ def test_a_connection_that_ended_does_not_count(connected, limited):
     assert not cut
 
 
-def test_a_descriptor_that_became_another_connection_is_left_alone(connected, limited):
+async def test_a_descriptor_that_became_another_connection_is_left_alone(connected, limited):
     limit, cut = limited
-    with closing(socket.create_server(("127.0.0.1", 0))) as other:
-        stranger = socket.create_connection(other.getsockname())
+    with closing(unix.create_server(("127.0.0.1", 0))) as other:
+        stranger = unix.create_connection(other.getsockname())
         with closing(stranger), closing(other.accept()[0]) as accepted:
             limit.on_event(ACCEPTED, NEVER)
             limit.on_event(ACCEPTED, accepted.fileno())

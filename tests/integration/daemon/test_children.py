@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 
 import pytest
 
@@ -51,14 +50,6 @@ def test_hurry_sends_the_signal_again(child):
     asked_twice = child(SECOND_TIME)
     stop_all([asked_twice], timeout_s=20, hurry_after_s=2.0)  # two signals at once would be one
     assert asked_twice.process.returncode == 5
-
-
-def test_several_end_together(child):
-    several = [child(STUBBORN) for _ in range(3)]
-    begun_s = time.monotonic()
-    stop_all(several, timeout_s=5.0)
-    assert time.monotonic() - begun_s < 14.5, "one after another takes 15 s"
-    assert not any(each.running for each in several)
 
 
 def test_waiting_notices_an_end_before_its_deadline(child):

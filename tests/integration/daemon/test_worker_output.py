@@ -55,29 +55,28 @@ async def test_a_library_cannot_write_into_the_log_of_its_worker():
     ]
 
 
-@pytest.mark.parametrize("text", ['{"event": "room_en', '{"no": "event"}', "[]", '{"event": "x", "level": "loud"}'])
-async def test_a_record_that_was_cut_off_is_shown_as_it_is(text):
-    assert await written(text.encode(), to_log=True) == [
-        {"event": "library_output", "log_level": "warning", "rank": "pp0.tp1", "text": text}
+async def test_records_that_were_cut_off_are_shown_as_they_are():
+    texts = ['{"no": "event"}', "[]", '{"event": "x", "level": "loud"}', '{"event": "room_en']
+    shown = await written("\n".join(texts).encode(), to_log=True)
+    assert shown == [
+        {"event": "library_output", "log_level": "warning", "rank": "pp0.tp1", "text": text} for text in texts
     ]
 
 
-@pytest.mark.parametrize(
-    ("text", "level"),
-    [
-        (GLOG + "no route to host", "error"),
-        (GLOG.replace("E", "W", 1) + "slow", "warning"),
-        (GLOG.replace("E", "I", 1) + "listening", "info"),
-        (GLOG + "Local segment descriptor not found", "debug"),
-        ("WARNING: Logging before InitGoogleLogging() is written to STDERR", "debug"),
-        ("[1763806272.131415] [host:4711 :0]  ucp_context.c:12  UCX  ERROR no such device", "error"),
-        ("[1763806272.131415] [host:4711 :0]  parser.c:1  UCX  WARN  unused variable", "warning"),
-        ("Fatal Python error: Segmentation fault", "warning"),
-    ],
-)
-async def test_what_libraries_write_has_a_level_and_an_owner(text, level):
-    assert await written(text.encode() + b"\n") == [
+async def test_what_libraries_write_has_a_level_and_an_owner():
+    levels = {
+        GLOG + "no route to host": "error",
+        GLOG.replace("E", "W", 1) + "slow": "warning",
+        GLOG.replace("E", "I", 1) + "listening": "info",
+        GLOG + "Local segment descriptor not found": "debug",
+        "WARNING: Logging before InitGoogleLogging() is written to STDERR": "debug",
+        "[1763806272.131415] [host:4711 :0]  ucp_context.c:12  UCX  ERROR no such device": "error",
+        "[1763806272.131415] [host:4711 :0]  parser.c:1  UCX  WARN  unused variable": "warning",
+        "Fatal Python error: Segmentation fault": "warning",
+    }
+    assert await written("\n".join(levels).encode() + b"\n") == [
         {"event": "library_output", "log_level": level, "rank": "pp0.tp1", "text": text}
+        for text, level in levels.items()
     ]
 
 

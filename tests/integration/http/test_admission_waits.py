@@ -6,12 +6,10 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 
-import httpx
 import pytest
 import pytest_asyncio
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
-from kvbridge.core.errors import CapacityError, ClientLimitError
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.http.client import DaemonClient
 from kvbridge.http.server import HttpServer
@@ -88,27 +86,10 @@ async def test_the_client_waits_longer_than_its_own_limit(server, rooms):
             client.admit(server.url, AdmissionRequest(room=7, prompt_tokens=5, wait_s=WAIT_S))
         )
         await asyncio.wait_for(rooms.asked.wait(), WAIT_S)
-        await asyncio.sleep(0.3)  # longer than the client's limit for calls that do not wait
+        await asyncio.wait({asked}, timeout=0.3)  # longer than the client's limit for calls that do not wait
+        assert not asked.done()
         rooms.go.set()
         assert (await asked).room == 7
-
-
-async def test_a_refusal_after_a_wait_is_as_any_other(server, rooms):
-    rooms.go.set()
-    for error, status in (
-        (CapacityError("full", retry_after_s=1.25), 503),
-        (ClientLimitError("no", retry_after_s=3), 429),
-    ):
-        rooms.error = error
-        async with httpx.AsyncClient() as client:
-            answer = await client.post(f"{server.url}/v1/requests", json={"prompt_tokens": 5, "wait_s": 1})
-        assert (answer.status_code, answer.json()["code"]) == (status, error.code)
-        assert answer.json()["retry_after_s"] == error.retry_after_s
-        assert answer.headers["Retry-After"] == {503: "2", 429: "3"}[status]
-        async with DaemonClient(timeout_s=WAIT_S) as client:
-            with pytest.raises(type(error)) as caught:
-                await client.admit(server.url, AdmissionRequest(prompt_tokens=5, wait_s=1))
-        assert caught.value.retry_after_s == error.retry_after_s
 
 
 async def test_a_caller_that_hangs_up_ends_its_wait(server, rooms):

@@ -12,17 +12,11 @@ from typing import Any
 
 import pytest
 
-from kvbridge.core.ids import MAX_ROOM
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import LiveCluster, all_free, busy_pages, ends, http, metric, report, status
 from tests.helpers.shared_cluster import FULL_PAGES, HOST_PAGES, REQUEST_PAGES
 
 TOKENS = 700
-
-
-@pytest.fixture(params=["prefill", "decode"])
-def daemon(live: LiveCluster, request: pytest.FixtureRequest) -> DaemonProcess:
-    return getattr(live, request.param)
 
 
 def body(live: LiveCluster, daemon: DaemonProcess, **more: Any) -> dict[str, Any]:
@@ -50,12 +44,7 @@ def delete(daemon: DaemonProcess, room: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("side", "space", "rooms", "tokens"),
-    [
-        ("prefill", "full", 1, FULL_PAGES * 256),
-        ("prefill", "request", REQUEST_PAGES, 1),
-        ("decode", "host", 1, HOST_PAGES * 256),
-        ("decode", "request", REQUEST_PAGES, 1),
-    ],
+    [("prefill", "full", 1, FULL_PAGES * 256), ("decode", "request", REQUEST_PAGES, 1)],
 )
 def test_a_full_pool_says_when_to_come_back(live: LiveCluster, side: str, space: str, rooms: int, tokens: int) -> None:
     daemon: DaemonProcess = getattr(live, side)
@@ -88,7 +77,7 @@ def test_a_full_pool_says_when_to_come_back(live: LiveCluster, side: str, space:
 
 
 def test_a_request_that_can_never_fit_is_told_so(live: LiveCluster, daemon: DaemonProcess) -> None:
-    for tokens in ((FULL_PAGES + 1) * 256, 2**40, 2**62):
+    for tokens in ((FULL_PAGES + 1) * 256, 2**62):
         answer = http("POST", daemon, "/v1/requests", json=body(live, daemon, prompt_tokens=tokens))
         assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input"), answer.text
     answer = http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": (FULL_PAGES + 1) * 256})
@@ -109,48 +98,18 @@ def test_room_for_new_tokens_is_reserved_too(live: LiveCluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "fault"),
+    "address",
     [
-        ({"room": MAX_ROOM + 1}, "room"),
-        ({"surprise": 1}, "surprise"),
-    ],
-)
-def test_a_wrong_request_costs_nothing(
-    live: LiveCluster, daemon: DaemonProcess, change: dict[str, Any], fault: str
-) -> None:
-    answer = http("POST", daemon, "/v1/requests", json=body(live, daemon, **change))
-    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
-    assert fault in answer.json()["detail"]
-    live.serves()
-
-
-@pytest.mark.parametrize(
-    ("side", "prefill", "fault"),
-    [
-        ("decode", [], "a decode daemon needs `prefill`"),
-        ("prefill", [{"endpoint": "tcp://127.0.0.1:1"}], "`prefill` is for the decode daemon"),
-    ],
-)
-def test_writers_that_make_no_sense(live: LiveCluster, side: str, prefill: list[dict[str, str]], fault: str) -> None:
-    answer = http("POST", getattr(live, side), "/v1/requests", json={"prompt_tokens": 1, "prefill": prefill})
-    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
-    assert fault in answer.json()["detail"]
-    live.serves()
-
-
-@pytest.mark.parametrize(
-    ("address", "code"),
-    [
-        ({"endpoint": "tcp://192.0.2.1:5"}, "config_invalid"),  # not in the clear over a network
-        ({"endpoint": "tcp://127.0.0.1:5", "public_key": "k" * 40}, "config_invalid"),
+        {"endpoint": "tcp://192.0.2.1:5"},  # not in the clear over a network
+        {"endpoint": "tcp://127.0.0.1:5", "public_key": "k" * 40},
     ],
 )
 def test_writers_that_cannot_be_reached_from_here_fail_the_room_only(
-    live: LiveCluster, address: dict[str, str], code: str
+    live: LiveCluster, address: dict[str, str]
 ) -> None:
     answer = http("POST", live.decode, "/v1/requests", json={"prompt_tokens": TOKENS, "prefill": [address]})
     assert answer.status_code == 201
-    ends(live.decode, int(answer.json()["room"]), "failed", code)
+    ends(live.decode, int(answer.json()["room"]), "failed", "config_invalid")
     live.serves()
 
 
@@ -177,26 +136,23 @@ def test_rooms_that_are_not_there_or_there_already(live: LiveCluster, daemon: Da
 # ------------------------------------------------------------------------------------------- waiting
 
 
-WAIT_S = 15
+WAIT_S = 25
+"""Longer than `http` waits for an answer: a wait that did not end before would fail the test."""
 
 
 def test_a_wait_ends_with_the_state_that_it_waits_for(live: LiveCluster) -> None:
     assert live.reader
     room = live.pair(TOKENS)
 
-    def wait(daemon: DaemonProcess, until: str = "") -> tuple[str, float]:
+    def wait(daemon: DaemonProcess, until: str = "") -> str:
         query = f"?wait={WAIT_S}" + (f"&until={until}" if until else "")
-        state = http("GET", daemon, f"/v1/requests/{room}{query}").json()["state"]
-        return str(state), time.monotonic()
+        return str(http("GET", daemon, f"/v1/requests/{room}{query}").json()["state"])
 
     def after(change: Callable[[], object], *waits: tuple[DaemonProcess, str], states: tuple[str, ...]) -> None:
         with ThreadPoolExecutor(len(waits)) as pool:
             futures = [pool.submit(wait, daemon, until) for daemon, until in waits]
             change()
-            changed_s = time.monotonic()
-            answers = [future.result(20) for future in futures]
-        assert tuple(state for state, _ in answers) == states
-        assert max(at_s for _, at_s in answers) - changed_s < WAIT_S / 2
+            assert tuple(future.result() for future in futures) == states
 
     def finish() -> None:
         live.write(room, TOKENS)
@@ -205,9 +161,7 @@ def test_a_wait_ends_with_the_state_that_it_waits_for(live: LiveCluster) -> None
     after(finish, (live.prefill, ""), (live.decode, "committed"), states=("completed", "committed"))
     after(lambda: live.read(room, TOKENS), (live.decode, "claimed"), states=("claimed",))
     after(lambda: live.reader.release(room), (live.decode, ""), states=("completed",))
-    began_s = time.monotonic()
-    assert wait(live.decode)[0] == "completed", "a final room is not waited for"
-    assert time.monotonic() - began_s < 10
+    assert wait(live.decode) == "completed", "a final room is not waited for"
     live.serves()
 
 
@@ -216,9 +170,7 @@ def test_a_wait_ends_in_any_case(live: LiveCluster, daemon: DaemonProcess) -> No
     began_s = time.monotonic()
     answer = http("GET", daemon, f"/v1/requests/{room}?wait=0.3&until=claimed")
     assert answer.json()["state"] in {"admitted", "offered"}
-    assert 0.3 <= time.monotonic() - began_s < 15
-    for query in ("wait=-1", "wait=nan", "wait=1e9", "wait=1&until=tomorrow"):
-        assert http("GET", daemon, f"/v1/requests/{room}?{query}").status_code == 400
+    assert time.monotonic() - began_s >= 0.3
     delete(daemon, room)
     live.serves()
 
@@ -244,11 +196,14 @@ def committed(live: LiveCluster, room: int) -> None:
     eventually("committed", lambda: report(live.decode, room)["state"] == "committed")
 
 
-@pytest.mark.parametrize("stage", [nothing, half, whole])
+@pytest.mark.parametrize(
+    ("cancelled", "stage"), [("prefill", nothing), ("decode", nothing), ("prefill", half), ("decode", whole)]
+)
 def test_a_cancel_on_either_side_ends_both(
-    live: LiveCluster, daemon: DaemonProcess, stage: Callable[[LiveCluster, int], None]
+    live: LiveCluster, cancelled: str, stage: Callable[[LiveCluster, int], None]
 ) -> None:
     assert live.sender
+    daemon: DaemonProcess = getattr(live, cancelled)
     room = live.pair(TOKENS)
     stage(live, room)
     delete(daemon, room)
@@ -362,4 +317,3 @@ def test_status_and_metrics_agree(live: LiveCluster, daemon: DaemonProcess) -> N
     eventually("a moment in which no page changes its state", agreed)
     delete(daemon, room)
     live.serves()
-    assert "Traceback" not in daemon.log_path.read_text()

@@ -1,25 +1,22 @@
 """Running daemons among hostile peers: floods of nonsense, rooms of others, borrowed names.
 
 The peers here are authenticated as far as that goes: they may connect, and some were welcomed. What they may not do is
-end, complete or delay what is not theirs, kill a process, or make it grow. Every test ends with the question of
+end, complete or delay what is not theirs, kill a process, or make a process grow. Every test ends with the question of
 `live_rooms`: does the next good room cross?
 """
 
 from __future__ import annotations
 
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import psutil
 import pytest
 import zmq
 
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.ids import REQUEST_SPACES, IndexSpace, Rank
+from kvbridge.core.ids import REQUEST_SPACES, IndexSpace
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, PEER, WORKER_TO_NODE, MessageCodec
 from kvbridge.core.wire.messages import (
@@ -38,49 +35,14 @@ from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from tests.fuzz.decoders import MESSAGES, frame
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import LiveCluster, ends, frames_refused, http, metric, refuses, report
-from tests.helpers.raw_peers import RawDecode, RawPeer, RawPrefill, raw_prefill
+from tests.helpers.raw_peers import RawDecode, RawPeer, raw_prefill
+from tests.integration.endpoints.rooms import RANK, TOKENS, admitted, give_up, offered_to, welcomed
 
-TOKENS = 600
-FLOOD_S = 2.0
-STALL_S = 2.0
-"""Well below `timeouts.peer_silence_s`, well above what a busy machine takes for one answer."""
+FLOOD_FRAMES = 4_000
+BUSY_S = 10.0
+"""Processor seconds of a daemon: many times what an introduction takes, and far below what a look at each page takes."""
 GROWTH_BYTES = 96 << 20
 """More than a process grows by when it meets each kind of message for the first time, and less than a flood brings."""
-RANK = Rank(pp=0, tp=0)
-
-
-@pytest.fixture(scope="module")
-def real(endpoints: LiveCluster) -> NodeDescription:
-    """The decode node as it introduces itself."""
-    with raw_prefill() as peer:
-        room = admitted_on_decode(endpoints, peer.endpoint)
-        node = peer.take(Hello).node
-        http("DELETE", endpoints.decode, f"/v1/requests/{room}")
-    return node
-
-
-@pytest.fixture
-def met(live: LiveCluster, real: NodeDescription) -> Iterator[RawDecode]:
-    """A hostile decode node that was welcomed."""
-    with RawDecode(live.control) as peer:
-        peer.send(peer.introduction(real, instance="hostile"))
-        peer.recipient = peer.take(Welcome).incarnation
-        yield peer
-
-
-def admitted(live: LiveCluster) -> int:
-    """A room on prefill that nobody has offered yet."""
-    answer = http("POST", live.prefill, "/v1/requests", json={"prompt_tokens": TOKENS})
-    assert answer.status_code == 201, answer.text
-    return int(answer.json()["room"])
-
-
-def admitted_on_decode(live: LiveCluster, *endpoints: str) -> int:
-    """A room on decode that prefill nodes at these addresses are to write."""
-    body = {"prompt_tokens": TOKENS, "prefill": [{"endpoint": endpoint} for endpoint in endpoints]}
-    answer = http("POST", live.decode, "/v1/requests", json=body)
-    assert answer.status_code == 201, answer.text
-    return int(answer.json()["room"])
 
 
 # ------------------------------------------------------------------------------------------- introductions
@@ -112,38 +74,26 @@ def many_ranks(real: NodeDescription) -> tuple[bytes, ...]:
     return (pack_rank(rank.model_copy(update={"manifest": manifest, "endpoints": ()})),) * MAX_NODE_RANKS
 
 
-@contextmanager
-def slowest_health(daemon: DaemonProcess) -> Iterator[list[float]]:
-    """Ask a daemon how it is all the time; afterwards the list has the longest wait for an answer, in seconds."""
-    found, over = [0.0], threading.Event()
-    http("GET", daemon, "/health")
-
-    def ask() -> None:
-        while not over.is_set():
-            began_s = time.monotonic()
-            http("GET", daemon, "/health")
-            found[0] = max(found[0], time.monotonic() - began_s)
-
-    with ThreadPoolExecutor(1) as asking:
-        asked = asking.submit(ask)
-        try:
-            yield found
-        finally:
-            over.set()
-            asked.result()
-
-
 @pytest.mark.parametrize(("ranks", "code"), [(interleaved, "invalid_input"), (many_ranks, "transport_failed")])
 def test_no_introduction_holds_the_daemon_up(
-    live: LiveCluster, real: NodeDescription, ranks: Callable[[NodeDescription], tuple[bytes, ...]], code: str
+    live: LiveCluster,
+    raw: RawDecode,
+    real: NodeDescription,
+    ranks: Callable[[NodeDescription], tuple[bytes, ...]],
+    code: str,
 ) -> None:
-    with RawDecode(live.control) as peer:
-        hello = peer.introduction(real, instance="hostile", ranks=ranks(real))
-        with slowest_health(live.prefill) as slowest_s:
-            peer.send(hello)
-            assert peer.take(Rejected).code == code
-        assert slowest_s[0] < STALL_S
+    hello = raw.introduction(real, instance="hostile", ranks=ranks(real))
+    before_s = processor_s(live.prefill)
+    raw.send(hello)
+    assert raw.take(Rejected).code == code
+    assert processor_s(live.prefill) - before_s < BUSY_S
     live.serves()
+
+
+def processor_s(daemon: DaemonProcess) -> float:
+    assert daemon.process is not None
+    used = psutil.Process(daemon.process.pid).cpu_times()
+    return used.user + used.system
 
 
 # ------------------------------------------------------------------------------------------- rooms of others
@@ -151,7 +101,8 @@ def test_no_introduction_holds_the_daemon_up(
 
 @pytest.mark.parametrize("who", ["a stranger", "a welcomed node"])
 def test_an_abort_ends_no_room_of_others(live: LiveCluster, met: RawDecode, who: str) -> None:
-    """Neither one that nobody has offered yet, nor one that another node has."""
+    """Neither one that nobody has offered yet, nor one that another node has. A stranger's is counted."""
+    before = frames_refused(live.prefill, "unmet")
     with RawDecode(live.control) as stranger:
         peer = stranger if who == "a stranger" else met
         waiting, running = admitted(live), live.pair(TOKENS)
@@ -159,35 +110,16 @@ def test_an_abort_ends_no_room_of_others(live: LiveCluster, met: RawDecode, who:
         for room in (waiting, running):
             peer.send(Abort(room=room, generation=1, code="aborted", message="mine"))
             peer.take(Drained, room)  # the truth: we do not write to this peer's pages
+    assert frames_refused(live.prefill, "unmet") - before == (2 if who == "a stranger" else 0)
     assert report(live.prefill, waiting)["state"] == "admitted"
     live.cross(TOKENS, running)
     http("DELETE", live.prefill, f"/v1/requests/{waiting}")
     live.serves()
 
 
-def test_a_stranger_that_aborts_is_counted(live: LiveCluster) -> None:
-    with RawDecode(live.control) as stranger, refuses(live.prefill, "unmet"):
-        stranger.send(Abort(room=1, generation=1, code="aborted", message="x"))
-    live.serves()
-
-
-def welcomed(live: LiveCluster, *peers: RawPrefill) -> int:
-    """A room on decode that these hostile prefill nodes were offered."""
-    room = admitted_on_decode(live, *(peer.endpoint for peer in peers))
-    for number, peer in enumerate(peers):
-        peer.take(Hello)
-        rank = Rank(pp=0, tp=number)
-        facts = {"instance": "raw", "node": f"node-{number}", "incarnation": peer.incarnation}
-        peer.send(Welcome(**facts, pp_size=1, tp_size=len(peers), ranks=(rank,)))
-    for peer in peers:
-        peer.take(Offer, room)
-    return room
-
-
 def test_a_prefill_node_ends_no_room_that_it_does_not_write(live: LiveCluster) -> None:
     with raw_prefill() as writer, raw_prefill() as other:
-        others = welcomed(live, other)
-        room = welcomed(live, writer)
+        others, room = welcomed(live, other), welcomed(live, writer)
         strange = metric(live.decode, "kvbridge_room_messages_refused_total", code="foreign_done")
         other.send(Failed(room=room, generation=1, code="x", message="not yours"))
         other.send(Drained(room=room, generation=1))
@@ -197,44 +129,34 @@ def test_a_prefill_node_ends_no_room_that_it_does_not_write(live: LiveCluster) -
             lambda: metric(live.decode, "kvbridge_room_messages_refused_total", code="foreign_done") > strange,
         )
         assert report(live.decode, room)["state"] == "offered"
-        for peer, mine in ((writer, room), (other, others)):
-            peer.send(Failed(room=mine, generation=1, code="conflict", message="enough"))
-            peer.send(Drained(room=mine, generation=1))
-            ends(live.decode, mine, "failed", "conflict")
+        give_up(live, writer, room)
+        give_up(live, other, others)
     live.serves()
 
 
 def test_a_prefill_node_does_not_speak_before_its_welcome_nor_in_another_name(live: LiveCluster) -> None:
     with raw_prefill() as writer, raw_prefill() as other:
-        room = welcomed(live, writer)
-        waiting = admitted_on_decode(live, other.endpoint)
+        room, waiting = welcomed(live, writer), offered_to(live, other)
         other.take(Hello)
+        facts = {"instance": "raw", "node": "n", "incarnation": writer.incarnation, "pp_size": 1, "tp_size": 1}
         with refuses(live.decode, "unmet", 3):
             other.send(Drained(room=room, generation=1))
-            other.send(
-                Welcome(instance="raw", node="n", incarnation=writer.incarnation, pp_size=1, tp_size=1, ranks=(RANK,))
-            )
+            other.send(Welcome(**facts, ranks=(RANK,)))
             other.send(Done(room=room, generation=1, writer=RANK, amounts={}, phases_s={}))
         assert report(live.decode, room)["state"] == "offered"
-        writer.send(Failed(room=room, generation=1, code="conflict", message="enough"))
-        writer.send(Drained(room=room, generation=1))
-        ends(live.decode, room, "failed", "conflict")
+        give_up(live, writer, room)
         ends(live.decode, waiting, "failed", "deadline")
     live.serves()
 
 
-@pytest.mark.parametrize("amount", [2**50 + 1, 2**62])
-def test_sums_that_nobody_can_have_sent_are_refused_on_arrival(live: LiveCluster, amount: int) -> None:
+def test_sums_that_nobody_can_have_sent_are_refused_on_arrival(live: LiveCluster) -> None:
     with raw_prefill() as peer:
         room = welcomed(live, peer)
         done = Done(room=room, generation=1, writer=RANK, amounts={}, phases_s={})
-        hostile = done.model_copy(update={"amounts": {ComponentKind("c4_kv"): Amount(lane_rows=amount)}})
         with refuses(live.decode, "field"):
-            peer.send(hostile)
+            peer.send(done.model_copy(update={"amounts": {ComponentKind("c4_kv"): Amount(lane_rows=2**50 + 1)}}))
         peer.sent -= 1
-        peer.send(Failed(room=room, generation=1, code="conflict", message="enough"))
-        peer.send(Drained(room=room, generation=1))
-        ends(live.decode, room, "failed", "conflict")
+        give_up(live, peer, room)
     live.serves()
 
 
@@ -286,15 +208,16 @@ class Watch:
         self._live.serves()
 
 
-def flood(send: Callable[[bytes], object], make: Callable[[], bytes]) -> None:
-    """Send for a while, and a hundred at least; what the other side does not take is dropped here."""
-    ends_at_s, count = time.monotonic() + FLOOD_S, 0
-    while time.monotonic() < ends_at_s or count <= 100:
+def flood(socket: zmq.Socket[bytes], send: Callable[[bytes], object], make: Callable[[], bytes]) -> None:
+    """Send without a wait; what the other side does not take is dropped here."""
+    limit_ms = socket.getsockopt(zmq.SNDTIMEO)
+    socket.setsockopt(zmq.SNDTIMEO, 0)
+    for _ in range(FLOOD_FRAMES):
         try:
             send(make())
         except zmq.Again:
             time.sleep(0.001)
-        count += 1
+    socket.setsockopt(zmq.SNDTIMEO, limit_ms)
 
 
 def in_order(peer: RawPeer, source: random.Random, room: int) -> bytes:
@@ -308,12 +231,9 @@ def in_order(peer: RawPeer, source: random.Random, room: int) -> bytes:
     return spoiled(source, data) if source.random() < 0.3 else data
 
 
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_flood_from_a_welcomed_decode_node(live: LiveCluster, met: RawDecode, seed: int) -> None:
-    source, watch, room = random.Random(seed), Watch(live, live.prefill), live.pair(TOKENS)
-    met.socket.setsockopt(zmq.SNDTIMEO, 0)
-    flood(met.socket.send, lambda: in_order(met, source, room))
-    met.socket.setsockopt(zmq.SNDTIMEO, 10_000)
+def test_a_flood_from_a_welcomed_decode_node(live: LiveCluster, met: RawDecode) -> None:
+    source, watch, room = random.Random(1), Watch(live, live.prefill), live.pair(TOKENS)
+    flood(met.socket, met.put, lambda: in_order(met, source, room))
     live.cross(TOKENS, room)
     watch.judge()
 
@@ -321,12 +241,10 @@ def test_a_flood_from_a_welcomed_decode_node(live: LiveCluster, met: RawDecode, 
 def test_a_flood_from_a_prefill_node(live: LiveCluster) -> None:
     source, watch = random.Random(3), Watch(live, live.decode)
     with raw_prefill() as peer:
-        room = live.pair(TOKENS)
-        own = admitted_on_decode(live, peer.endpoint)
+        room, own = live.pair(TOKENS), offered_to(live, peer)
         peer.take(Hello)
-        peer.socket.setsockopt(zmq.SNDTIMEO, 0)
         peer.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        flood(peer.put, lambda: in_order(peer, source, source.choice((own, room))))
+        flood(peer.socket, peer.put, lambda: in_order(peer, source, source.choice((own, room))))
     live.cross(TOKENS, room)
     http("DELETE", live.decode, f"/v1/requests/{own}")
     watch.judge()
@@ -340,12 +258,11 @@ def test_a_flood_on_a_socket_of_the_node(live: LiveCluster, name: str, codec: Me
     try:
         with context.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.SNDTIMEO, 0)
             socket.connect(f"ipc://{live.prefill.runtime_dir / name}")
             # Not WorkerHello: whoever says it in the name of a rank takes its place, and so it is meant to be.
             bodies = [body for body in MESSAGES[codec] if getattr(body, "type", "") != "worker_hello"]
             frames = [frame(codec, body, sequence=1) for body in bodies]
-            flood(socket.send, lambda: spoiled(source, source.choice(frames)))
+            flood(socket, socket.send, lambda: spoiled(source, source.choice(frames)))
     finally:
         context.term()
     watch.judge()
@@ -354,26 +271,12 @@ def test_a_flood_on_a_socket_of_the_node(live: LiveCluster, name: str, codec: Me
 def test_messages_before_their_turn_are_dropped(live: LiveCluster, met: RawDecode) -> None:
     """A node that leaves its first message out, and sends megabytes behind it: they are dropped, not kept."""
     watch = Watch(live, live.prefill)
-    megabyte = bytes(1 << 18)
-    tables = tuple({"space": space, "ids": megabyte} for space in REQUEST_SPACES)
+    tables = tuple({"space": space, "ids": bytes(1 << 18)} for space in REQUEST_SPACES)
     offer = Offer.model_validate({"room": 1, "generation": 1, "prompt_tokens": 1, "tables": tables})
-    with refuses_at_least(live.prefill, "out_of_order", 100):
-        for number in range(2, 300):
-            met.put(met.frame(offer, sequence=met.sent + number))
+    before = frames_refused(live.prefill, "out_of_order")
+    for number in range(2, 300):
+        met.put(met.frame(offer, sequence=met.sent + number))
+    eventually("dropped", lambda: frames_refused(live.prefill, "out_of_order") - before >= 100)
     with refuses(live.prefill, "malformed"):
         met.put(b"\xc1")
     watch.judge()
-
-
-class refuses_at_least:  # noqa: N801 - reads like `refuses`
-    """What is done inside is counted as that many refused frames, or more."""
-
-    def __init__(self, daemon: DaemonProcess, reason: str, times: int) -> None:
-        self._look = lambda: frames_refused(daemon, reason)
-        self._what, self._times = f"{times} frames refused as {reason}", times
-
-    def __enter__(self) -> None:
-        self._before = self._look()
-
-    def __exit__(self, *error: object) -> None:
-        eventually(self._what, lambda: self._look() - self._before >= self._times)

@@ -1,0 +1,44 @@
+"""What the tests of endpoints share: the daemons by their side, and fake peers that are known to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvbridge.core.wire.messages import Hello, NodeDescription, Welcome
+from tests.helpers.cluster import DaemonProcess
+from tests.helpers.live_rooms import LiveCluster, http
+from tests.helpers.raw_peers import RawDecode, raw_prefill
+from tests.integration.endpoints.rooms import offered_to
+
+
+@pytest.fixture(params=["prefill", "decode"])
+def daemon(live: LiveCluster, request: pytest.FixtureRequest) -> DaemonProcess:
+    """Each of both nodes."""
+    return getattr(live, request.param)
+
+
+@pytest.fixture(scope="module")
+def real(endpoints: LiveCluster) -> NodeDescription:
+    """The decode node as it introduces itself."""
+    with raw_prefill() as peer:
+        room = offered_to(endpoints, peer)
+        node = peer.take(Hello).node
+        assert http("DELETE", endpoints.decode, f"/v1/requests/{room}").status_code == 200
+    return node
+
+
+@pytest.fixture
+def raw(live: LiveCluster) -> Iterator[RawDecode]:
+    """A fake decode node that has connected and said nothing."""
+    with RawDecode(live.control) as peer:
+        yield peer
+
+
+@pytest.fixture
+def met(raw: RawDecode, real: NodeDescription) -> RawDecode:
+    """A fake decode node that was welcomed."""
+    raw.send(raw.introduction(real))
+    raw.recipient = raw.take(Welcome).incarnation
+    return raw
