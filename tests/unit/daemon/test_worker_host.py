@@ -25,7 +25,7 @@ from kvbridge.telemetry.events import Fact, FrameRefused
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.stream import EventStream
 from tests.helpers.rooms import R0, R1, manifest
-from tests.unit.node.test_workers import setup
+from tests.helpers.worker_sets import setup
 
 
 class Listener:
