@@ -51,15 +51,7 @@ from kvbridge.node.room import Room
 from kvbridge.node.sender.rooms import SenderRooms
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
-from kvbridge.telemetry.events import (
-    Fact,
-    PagesDiffer,
-    RankReceived,
-    RequestRefused,
-    RequestWaited,
-    RoomEntered,
-    RoomMessageRefused,
-)
+from kvbridge.telemetry.events import Fact, PagesDiffer, RequestRefused, RequestWaited, RoomEntered, RoomMessageRefused
 from kvbridge.telemetry.stream import EventStream
 
 GEOMETRY = preset("tiny-gqa")
@@ -168,10 +160,6 @@ class RecordedEvents(EventStream):
     @property
     def states(self) -> list[RoomState]:
         return [fact.state for fact in self.of(RoomEntered)]
-
-    @property
-    def received_amounts(self) -> list[Amounts]:
-        return [fact.amounts for fact in self.of(RankReceived)]
 
     @property
     def mismatches(self) -> dict[ComponentKind, int]:

@@ -11,15 +11,7 @@ from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.wire.features import PEER_FEATURES, Features
-from kvbridge.core.wire.messages import (
-    Heartbeat,
-    Hello,
-    Offer,
-    RankDescription,
-    Rejected,
-    Welcome,
-    WireTable,
-)
+from kvbridge.core.wire.messages import Heartbeat, Hello, Offer, RankDescription, Rejected, Welcome, WireTable
 from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PathsChanged, PeerConnected
 from kvbridge.node.handshake import decode_nodes, inspections

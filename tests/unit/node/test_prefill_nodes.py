@@ -9,24 +9,11 @@ import pytest
 from kvbridge.core.errors import BridgeError, FeatureError, InvalidInputError
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.wire.features import PEER_FEATURES, Features
-from kvbridge.core.wire.messages import (
-    Heartbeat,
-    Hello,
-    Rejected,
-)
+from kvbridge.core.wire.messages import Heartbeat, Hello, Rejected
 from kvbridge.node.handshake import prefill_nodes
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.telemetry.events import PeerAccepted, PeerFact, PeerLost, PeerRejected
-from tests.helpers.rooms import (
-    ADDRESS,
-    OTHER_ADDRESS,
-    PREFILL,
-    R0,
-    RecordedEvents,
-    describe_decode,
-    pick,
-    welcome_of,
-)
+from tests.helpers.rooms import ADDRESS, OTHER_ADDRESS, PREFILL, R0, RecordedEvents, describe_decode, pick, welcome_of
 
 NEXT_LIFE = "dddd000000000002"
 
