@@ -171,15 +171,6 @@ def test_what_is_refused_of_a_held_room_leaves_nothing_of_it(fields, text):
     assert isinstance(api.call(Hold(call=3, **PROMPT, generation=2, tables=names(4, 5))), Accepted)
 
 
-def test_an_engine_fetches_a_room_when_it_hears_of_it_and_names_its_pages_later():
-    api = decode(adopted=True)
-    assert isinstance(api.call(Fetch(call=2, **PROMPT, prefill=PLACES)), Accepted)
-    assert [type(message) for _, message in api.bench.nodes.messages] == [Intend]
-    api.bench.wait(100_000)
-    api.call(Provide(call=3, room=1, tables=names(5, first=1), prefix_tokens=PAGE))
-    assert api.bench.told(Offer)[0].prefix_tokens == PAGE
-
-
 def test_a_room_of_another_prompt_is_refused_and_held_for_whoever_it_is_for():
     api = prefill(adopted=True)
     bench, whole = api.bench, {"tables": names(4, 5), "published_tokens": TOKENS}
@@ -342,12 +333,3 @@ def test_engines_of_a_rank_whose_memory_is_gone_may_only_let_go_until_they_attac
     assert isinstance(api.call(Admit(call=2, room=2, prompt_tokens=PAGE), "of the other"), Accepted)
     assert isinstance(api.attach("of both"), Attached)
     assert isinstance(api.call(Admit(call=2, room=3, prompt_tokens=PAGE), "of both"), Accepted)
-
-
-def test_a_decode_engine_without_memory_releases_what_it_had_claimed():
-    api = using("decode")
-    api.engines.memory_lost(R0, "killed")
-    api.bench.service.workers.gone(R0, "killed", memory_lost=True)
-    assert api.call(Extend(call=3, room=1, tokens=3 * PAGE)).code == "detached"
-    assert isinstance(api.call(Release(call=4, room=1)), Accepted)
-    assert api.bench.free == 16

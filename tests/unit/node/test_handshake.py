@@ -142,20 +142,6 @@ def test_a_worker_that_cannot_connect_rejects_the_node():
     assert not side.nodes.known()
 
 
-def test_a_worker_that_is_back_is_connected_to_everybody():
-    side = PrefillSide()
-    side.introduce()
-    side.workers.messages.clear()
-    side.nodes.worker_ready(R1)
-    assert [rank for rank, _ in side.workers.messages] == [R1]
-    side.connected(R1)
-    assert len(pick(side.messages, Welcome)) == 2
-    side.nodes.worker_ready(R1)
-    side.connected(R1, error_code="transport_failed", error="gone")
-    assert side.gone[0][0] == DECODE
-    assert pick(side.messages, Rejected)
-
-
 def test_a_new_life_ends_the_old_one_and_a_prefill_node_tells_of_its_handshakes_as_facts():
     side = PrefillSide()
     side.introduce()

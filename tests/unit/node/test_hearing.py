@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 
 import pytest
 
@@ -13,14 +12,8 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.hearing import Meaning
-from kvbridge.core.session.receiver import (
-    RECEIVER_HEARS,
-    RECEIVER_TABLE,
-    ReceiverMessage,
-    ReceiverSpeaker,
-    ReceiverState,
-)
-from kvbridge.core.session.sender import SENDER_HEARS, SENDER_TABLE, SenderMessage, SenderSpeaker, SenderState
+from kvbridge.core.session.receiver import RECEIVER_HEARS, RECEIVER_TABLE, ReceiverState
+from kvbridge.core.session.sender import SENDER_HEARS, SENDER_TABLE, SenderState
 from kvbridge.core.wire.messages import (
     Abort,
     Digests,
@@ -401,36 +394,3 @@ def test_a_call_of_an_engine_that_is_refused_changes_nothing(state):
             lets_go = name == "finish of engine" and (room.over or room.stopping)  # all the same, and it says so
             assert seen(bench, OWNER) == looked or lets_go, f"{name} was refused and has changed a room that is {state}"
         bench.book.check_integrity()
-
-
-# ------------------------------------------------------------------------------------------- the literals themselves
-
-
-@pytest.mark.parametrize(
-    ("hearing", "states", "speakers", "messages"),
-    [
-        pytest.param(SENDER_HEARS, SenderState, SenderSpeaker, SenderMessage, id="sender"),
-        pytest.param(RECEIVER_HEARS, ReceiverState, ReceiverSpeaker, ReceiverMessage, id="receiver"),
-    ],
-)
-def test_every_state_has_a_row_and_every_word_is_used(hearing, states, speakers, messages):
-    assert set(hearing.rows) == set(states)
-    rows = [*hearing.rows.values(), hearing.unknown]
-    assert {speaker for row in rows for speaker in row} == set(speakers)
-    assert {message for row in rows for said in row.values() for message in said} == set(messages)
-    for state, speaker, message in product([*states, None], [*speakers, None], messages):
-        listed = (hearing.unknown if state is None else hearing.rows[state]).get(speaker, {})
-        assert hearing.meaning(state, speaker, message) is listed.get(message)
-
-
-def test_words_that_give_pages_back_are_listed_only_where_pages_may_be_touched():
-    """Done and Drained count as proof from the offer on, and RoomClosed once a rank was told to close."""
-    written = {ReceiverState.OFFERED, ReceiverState.ABORTING, ReceiverState.FAILING}
-    for state, row in RECEIVER_HEARS.rows.items():
-        for said in row.values():
-            for message in {ReceiverMessage.DONE, ReceiverMessage.DRAINED} & said.keys():
-                assert state in written or said[message] is Meaning.LATE
-    for state, row in SENDER_HEARS.rows.items():
-        for said in row.values():
-            if said.get(SenderMessage.ROOM_CLOSED, Meaning.LATE) is not Meaning.LATE:
-                assert state in {SenderState.ABORTING, SenderState.FAILING}

@@ -12,7 +12,7 @@ from kvbridge.core.wire.features import PEER_FEATURES, Features
 from kvbridge.core.wire.messages import Heartbeat, Hello, Rejected
 from kvbridge.node.handshake import prefill_nodes
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
-from kvbridge.telemetry.events import PeerAccepted, PeerFact, PeerLost, PeerRejected
+from kvbridge.telemetry.events import PeerRejected
 from tests.helpers.rooms import ADDRESS, OTHER_ADDRESS, PREFILL, R0, RecordedEvents, describe_decode, pick, welcome_of
 
 NEXT_LIFE = "dddd000000000002"
@@ -109,19 +109,6 @@ def test_a_known_node_that_is_out_of_reach_is_gone(how):
     assert pick(side.messages, Heartbeat) == []
     assert side.hellos == (2 if how == "restarted" else 1)
     assert side.closed == ([ADDRESS] if how in {"lost", "rejected"} else [])
-
-
-def test_a_decode_node_tells_of_its_handshakes_as_facts():
-    side = DecodeSide()
-    side.introduce()
-    side.nodes.lost(ADDRESS, "silent")
-    side.nodes.known_node(ADDRESS)
-    side.nodes.rejected(ADDRESS, Rejected(code="fingerprint_mismatch", message="another model"))
-    accepted, lost, rejected = side.events.of(PeerFact)
-    assert accepted == PeerAccepted(peer=PREFILL, name="prefill/p0", features=())
-    assert lost == PeerLost(peer=PREFILL, reason="silent")
-    assert (rejected.peer, rejected.code) == (ADDRESS.endpoint, "fingerprint_mismatch")
-    assert "rejected us: another model" in rejected.reason
 
 
 def test_nobody_speaks_in_the_name_of_a_node_behind_another_key():

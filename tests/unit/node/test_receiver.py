@@ -159,27 +159,6 @@ def test_amounts_that_add_up_do_not_count_unless_each_rank_reports_its_own():
     assert (bench.state(), bench.free) == (ReceiverState.FAILED, 16)
 
 
-def test_drained_without_done_fails_the_room():
-    bench = offered()
-    bench.drained()
-    assert (bench.report().state, bench.report().reason_code) == (RoomState.FAILED, "protocol")
-    assert bench.free == 16
-
-
-def test_strangers_and_stale_messages_are_harmless():
-    bench = offered()
-    for generation in (1, 2):
-        bench.done(STRANGER, generation=generation)
-        bench.drained(STRANGER, generation=generation)
-    bench.failed(STRANGER)
-    bench.done(rank=R1)
-    bench.drained(generation=7)
-    bench.service.writers.peer_gone(STRANGER, "silent")
-    assert bench.state() is ReceiverState.OFFERED
-    refused = {"foreign_done": 2, "stale_done": 1, "foreign_drained": 1, "foreign_failed": 1}
-    assert bench.events.refusals == refused
-
-
 def test_metadata_beyond_what_the_answer_to_a_claim_holds_fails_the_room():
     ranks = tuple(Rank(pp=0, tp=tp) for tp in range(32))
     bench = ReceiverBench()
@@ -213,15 +192,6 @@ def test_a_room_whose_writer_has_lost_a_path_is_not_read_before_that_is_shut():
     assert bench.state() is ReceiverState.COMMITTED
     assert bench.book.state(OWNER) is PageState.HELD
     assert [fact.lost for fact in bench.events.of(RoomRerouted)] == ["mooncake"]
-
-
-def test_a_writer_that_says_of_another_s_room_that_it_has_lost_a_path_is_refused():
-    bench = offered()
-    path_lost(bench, peer=STRANGER)
-    path_lost(bench, rank=R1)
-    assert bench.fence.paths == []
-    bench.done()
-    assert bench.state() is ReceiverState.COMMITTED
 
 
 def test_a_room_whose_writer_has_lost_what_is_no_transport_fails():

@@ -89,14 +89,6 @@ def test_digests_of_what_the_room_does_not_have_fail_it():
     assert "pages [0, 2)" in bench.report().reason
 
 
-def test_a_rank_that_cannot_look_fails_the_room():
-    bench = arrived()
-    verified(bench, error_code="unsupported", error="no kernel")
-    assert (bench.report().state, bench.report().reason_code) == (RoomState.FAILED, "unsupported")
-    assert "rank worker pp0.tp0 could not verify what has arrived: no kernel" in bench.report().reason
-    assert bench.free == 16
-
-
 # ------------------------------------------------------------------------------------------- prefill
 
 

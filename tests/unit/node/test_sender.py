@@ -10,17 +10,30 @@ from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.session.sender import SenderState
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.messages import MAX_INTERVALS, Done, Drained, Failed, Intend, Offer, PathLost
+from kvbridge.core.wire.messages import (
+    MAX_INTERVALS,
+    Done,
+    Drained,
+    Failed,
+    Intend,
+    Offer,
+    PathLost,
+    WireTable,
+    to_wire,
+)
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Rerouted
+from kvbridge.node.sender import offers
 from kvbridge.node.sender import room as sender
+from kvbridge.node.sender.offers import EarlyOffers, check_offer
 from kvbridge.node.sender.room import RankWork
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import OrderBegan, OrderEnded, PhasesEnded
 from kvbridge.telemetry.path_events import RoomRerouted
 from kvbridge.telemetry.phases import PHASES
+from tests.helpers.manual_clock import ManualClock
 from tests.helpers.node_bench import SenderBench
-from tests.helpers.rooms import DECODE, PAGE, R0, R1, TOKENS, full_amounts, pages_table, pick
+from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, R0, R1, TOKENS, full_amounts, pages_table, pick
 
 STRANGER = "eeee000000000001"
 
@@ -312,3 +325,67 @@ def test_the_decode_node_hears_of_a_lost_path_by_which_something_may_arrive(in_t
     bench.closed()
     [drained] = bench.told(Drained, DECODE)
     assert (drained.in_transit, bench.told(PathLost, DECODE)) == (in_transit, told)
+
+
+# ------------------------------------------------------------------------------------------- offers
+
+
+def early_offer(room: int = 1, **fields) -> Offer:
+    fields = {"prompt_tokens": PAGE, "tables": to_wire(pages_table(3))} | fields
+    return Offer(room=room, generation=1, **fields)
+
+
+def wire(*ids: bytes) -> dict[str, object]:
+    return {"tables": tuple(WireTable(space=IndexSpace.FULL, ids=each) for each in ids)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "complaint"),
+    [
+        ({"prompt_tokens": PAGE + 1}, "prefill admitted"),
+        ({"prefix_tokens": 3}, "must be a multiple"),
+        ({"prefix_tokens": 2 * PAGE}, "at most"),
+        (wire(b"abc"), "malformed"),
+        (wire(bytes(4), bytes(4)), "twice"),
+        (wire(b"\xff\xff\xff\xff"), "negative"),
+    ],
+)
+def test_an_offer_that_cannot_be_right_is_named(fields, complaint):
+    check_offer(early_offer(), GEOMETRY, prompt_tokens=PAGE)
+    with pytest.raises(InvalidInputError, match=complaint):
+        check_offer(early_offer(**fields), GEOMETRY, prompt_tokens=PAGE)
+
+
+def test_the_first_offer_of_an_attempt_counts_and_a_lost_peer_takes_its_offers_along():
+    early = EarlyOffers(wait_s=10, clock=ManualClock())
+    assert early.put("a", early_offer())
+    assert early.put("a", early_offer())
+    assert not early.put("b", early_offer())
+    early.withdraw("b", 1, 1)
+    assert early.take(1, 1).peer == "a"
+    assert early.take(1, 1) is None
+    early.put("a", early_offer())
+    early.put("b", early_offer(2))
+    early.forget_peer("a")
+    assert (early.take(1, 1), len(early)) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("bound", "most", "kept"),
+    [
+        ("MOST_PEER_BYTES", 20 * offers.OFFER_BYTES + 999, 20),
+        ("MOST_BYTES", 20 * offers.OFFER_BYTES + 999, 19),
+        ("MOST_OFFERS", 20, 19),
+    ],
+)
+def test_nobody_crowds_the_others_out(monkeypatch, bound, most, kept):
+    monkeypatch.setattr(offers, bound, most)
+    early = EarlyOffers(wait_s=10, clock=ManualClock())
+    assert early.put("modest", early_offer(1))
+    assert sum(early.put("greedy", early_offer(room)) for room in range(2, 100)) == kept
+    assert early.take(1, 1) is not None
+    for room in range(2, 2 + kept):
+        early.withdraw("greedy", room, 1)
+    assert sum(early.put("greedy", early_offer(room)) for room in range(100, 200)) >= kept, (
+        "what has gone counts no more"
+    )

@@ -68,17 +68,6 @@ def test_the_second_of_two_is_offered_for_what_lacks_only(bench, over):
     assert (bench.cached, bench.free) == (4, 16)
 
 
-def test_siblings_find_a_prompt_while_its_first_still_decodes(bench):
-    first = bench.keyed(1, 3 * PAGE)
-    assert bench.keyed(2, 3 * PAGE).prefix_tokens == 0, "nothing of it has arrived yet"
-    bench.arrives(first)
-    bench.claim(first)
-    second = bench.claimed(3, 3 * PAGE)
-    assert second.prefix_tokens == 3 * PAGE, "all of it"
-    assert len(tables_from_wire(bench.told(Offer)[-1].tables)[FULL].ids) == 2, "the answer's only"
-    assert second.tables[FULL].ids[:3].tolist() == first.tables[FULL].ids[:3].tolist()
-
-
 def test_an_offer_that_names_a_page_of_its_prefix_or_of_its_node_alone_is_refused(bench):
     bench.whole(1, 3 * PAGE)
     room = bench.keyed(2, 4 * PAGE)
@@ -355,16 +344,6 @@ def test_a_room_in_quarantine_reads_on_and_its_siblings_go_on(bench):
     bench.arrives(sibling)
     bench.claim(sibling)
     assert (sibling.shown, bench.cached) == (RoomState.CLAIMED, 4)
-
-
-def test_device_memory_that_is_lost_takes_every_prefix_with_it(bench):
-    bench.whole(1, 3 * PAGE)
-    reader = bench.keyed(2, 4 * PAGE)
-    bench.prefixes.drop()
-    bench.service.workers.gone(R0, "a test", memory_lost=True)
-    bench.drained(room=2)
-    assert reader.over
-    assert (bench.cached, bench.free) == (0, 16)
 
 
 def test_what_is_dropped_by_hand_is_told_and_a_node_that_keeps_nothing_says_so(bench):
