@@ -229,7 +229,6 @@ async def test_who_fetches_the_same_page_behind_another_one_waits_for_nobody():
     bench.check()
 
 
-@pytest.mark.asyncio
 async def test_pages_that_are_dropped_while_the_store_is_asked_for_them_are_not_waited_for():
     """A checkpoint behind dropped pages is still there; the request must go to the one before them."""
     bench = Bench(twins=16, ends=True)
