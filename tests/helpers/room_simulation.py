@@ -73,6 +73,8 @@ from tests.helpers.simulated_prefill import OneLink, PrefillNode, own_admission
 
 STAGES = ("admitted", "provided", "begun", "published", "finished", "arrived", "committed", "claimed")
 """Orders stay in flight until `arrived`; what has arrived is looked at (where digests are wanted) until `committed`."""
+BEGUN = STAGES[: STAGES.index("begun") + 1]
+Tried = Callable[[Callable[[], object]], object]
 
 
 class World(SimulatedCalls, Checked):
@@ -318,6 +320,15 @@ class World(SimulatedCalls, Checked):
             "finished": [partial(self.prefill_engine_ends, engine, room, well=True) for engine in prefill],
             "claimed": [partial(self.claim, engine, room) for engine in decode if not self.adopted],
         }.get(stage, [])
+
+    def bring(
+        self, owner: Owner, tokens: int, stages: Iterable[str] = STAGES, tried: Tried = lambda call: call()
+    ) -> None:
+        """Lead a room that nobody disturbs through stages; its orders stay in flight until `arrived`."""
+        for stage in stages:
+            for call in self.calls(stage, owner, tokens):
+                tried(call)
+            self.settle(orders=stage in {"arrived", "committed"}, verifying=stage == "committed")
 
     # ------------------------------------------------------------------ coming to rest
 
