@@ -107,6 +107,7 @@ class NodeBench:
         return {cause for cause, count in self.service.book.quarantined().items() if count}
 
     def wait(self, seconds: float) -> None:
+        """Time passes, and the node looks at its limits."""
         self.clock.advance(seconds)
         self.tick()
 

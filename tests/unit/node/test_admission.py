@@ -97,14 +97,8 @@ class Bench:
         self.book = book or PageBook({FULL: PAGES})
         self.rooms = rooms or Rooms(self.book)
         self.events = RecordedEvents()
-        self.admission = AdmissionController(
-            self.rooms,
-            self.book,
-            limits=AdmissionConfig(**limits),
-            events=self.events,
-            clock=self.clock,
-            draw=lambda: 0.0,
-        )
+        about = {"events": self.events, "clock": self.clock, "draw": lambda: 0.0}
+        self.admission = AdmissionController(self.rooms, self.book, limits=AdmissionConfig(**limits), **about)
         self.tasks: list[asyncio.Task[RoomReport]] = []
 
     def now(self, room: int | None, pages: int = 1, client: str = "") -> RoomReport:
