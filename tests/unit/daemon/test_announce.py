@@ -208,9 +208,9 @@ async def test_changes_waits_for_a_directory_that_is_away():
     """It is asked again at the interval; a busy node must not make that a storm."""
     directory, load = FakeDirectory(), Pages()
     announced = announcer(directory, load=load)
-    for directory.problem in (None, AWAY, None):
+    for directory.problem, free in ((None, 30), (AWAY, 20), (None, 90)):
         await announced.beat()
-        load.free = 300 - load.free
+        load.free = free
         announced.look()
         assert announced._changed.is_set() is (directory.problem is None)
         announced._changed.clear()
