@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
-from functools import partial
 
 import pytest
 
@@ -67,7 +66,7 @@ class FakeDirectory:
 def announcer(
     *replicas: FakeDirectory, interval_s: float = 60.0, load: Callable[[], Load] = Load, pause_s: float = 0.001
 ) -> Announcer:
-    entry = partial(fleet_node, "i", Role.PREFILL)
+    entry = lambda: fleet_node("i", Role.PREFILL, load=load())  # noqa: E731
     return Announcer(replicas, registration=entry, load=load, interval_s=interval_s, pause_s=pause_s)
 
 
