@@ -132,7 +132,7 @@ async def test_a_problem_is_said_once_and_shown_until_it_is_over(problem, capsys
     directory = FakeDirectory()
     announced = announcer(directory)
     await announced.beat()
-    for directory.problem in (problem, problem):
+    for directory.problem in (problem, problem, problem):
         await announced.beat()
     assert str(problem) in announced.problem
     refused = isinstance(problem, StaleError)
