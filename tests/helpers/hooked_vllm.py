@@ -36,7 +36,8 @@ from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.engines import AttachedEngines
 from kvbridge.pool.memory.sharing import MappedRegions
-from tests.helpers.rooms import GEOMETRY, PAGE, R0, ReceiverBench, SenderBench
+from tests.helpers.node_bench import ReceiverBench, SenderBench
+from tests.helpers.rooms import GEOMETRY, PAGE, R0
 from tests.helpers.vllm_links import attach
 
 OURS = ("connector", "metrics")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -15,9 +15,8 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint, lane_interval
 from kvbridge.core.geometry.presets import preset
-from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable, Rank, Tables
+from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable, Rank, Role, Tables
 from kvbridge.core.plan.accounting import Demand, LaneRows
-from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Amount, Amounts
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import (
@@ -35,32 +34,25 @@ from kvbridge.core.wire.engine_messages import (
     RoomEvent,
 )
 from kvbridge.core.wire.features import PEER_FEATURES
-from kvbridge.core.wire.messages import PeerMessage, to_wire
+from kvbridge.core.wire.messages import (
+    NodeDescription,
+    PeerMessage,
+    RankDescription,
+    TransportEndpoint,
+    Welcome,
+    to_wire,
+)
+from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.worker_messages import NodeToWorker
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.handshake.prefill_nodes import KnownNode
-from kvbridge.node.receiver.room import ReceiverPorts
-from kvbridge.node.receiver.rooms import ReceiverRooms, receiver_rooms
+from kvbridge.node.receiver.rooms import ReceiverRooms
 from kvbridge.node.room import Room
-from kvbridge.node.room_pages import RoomSettings
-from kvbridge.node.sender.room import SenderPorts
-from kvbridge.node.sender.rooms import SenderRooms, sender_rooms
-from kvbridge.node.stored_prefixes import StoredPrefixes
+from kvbridge.node.sender.rooms import SenderRooms
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
-from kvbridge.telemetry.events import (
-    Fact,
-    PagesDiffer,
-    RankReceived,
-    RequestRefused,
-    RequestWaited,
-    RoomEntered,
-    RoomMessageRefused,
-)
+from kvbridge.telemetry.events import Fact, PagesDiffer, RequestRefused, RequestWaited, RoomEntered, RoomMessageRefused
 from kvbridge.telemetry.stream import EventStream
-from kvbridge.tier.index import PrefixIndex
-from kvbridge.tier.prefix_cache import PrefixCache
-from tests.helpers.manual_clock import ManualClock
 
 GEOMETRY = preset("tiny-gqa")
 PAGE = GEOMETRY.tokens_per_page
@@ -71,6 +63,8 @@ SENDER_LIMITS = DaemonTimeouts(begin_s=80, offer_s=60, room_s=600, early_offer_s
 RECEIVER_LIMITS = DaemonTimeouts(
     pages_s=10, handshake_s=20, room_s=600, claim_s=120, verify_s=40, drain_s=50, room_keep_s=300
 )
+TOKENS = 2 * PAGE
+"""Of the prompt of most rooms."""
 PREFILL, DECODE = "aaaa000000000001", "dddd000000000001"
 """Incarnations."""
 
@@ -113,6 +107,19 @@ def manifest(
     )
 
 
+def describe_decode(incarnation: str = DECODE, endpoint: bytes = b"1", **fields) -> NodeDescription:
+    """What a decode node says of itself."""
+    rank = RankDescription(manifest=manifest(), endpoints=(TransportEndpoint(transport="local", data=endpoint),))
+    fields = {"role": Role.DECODE, "geometry": GEOMETRY, "ranks": (pack_rank(rank),)} | fields
+    return NodeDescription(instance="decode", node="d0", incarnation=incarnation, **fields)
+
+
+def welcome_of(incarnation: str = PREFILL, **fields) -> Welcome:
+    """What a prefill node says of itself."""
+    fields = {"tp_size": 1, "ranks": (R0,), "features": PEER_FEATURES} | fields
+    return Welcome(instance="prefill", node="p0", incarnation=incarnation, pp_size=1, **fields)
+
+
 def full_amounts(prompt_tokens: int, prefix_tokens: int = 0) -> Amounts:
     """What one writer of everything reports to a decode node of one rank."""
     rows = all_rows(GEOMETRY, Demand(GEOMETRY, [manifest()]), prompt_tokens, prefix_tokens)
@@ -153,10 +160,6 @@ class RecordedEvents(EventStream):
     @property
     def states(self) -> list[RoomState]:
         return [fact.state for fact in self.of(RoomEntered)]
-
-    @property
-    def received_amounts(self) -> list[Amounts]:
-        return [fact.amounts for fact in self.of(RankReceived)]
 
     @property
     def mismatches(self) -> dict[ComponentKind, int]:
@@ -307,28 +310,31 @@ def pages_in(book: PageBook, state: PageState) -> int:
 
 @dataclass(frozen=True)
 class EngineVerbs:
-    """The verbs of engines on the rooms of a node, carried out as its API does."""
+    """The verbs of engines on the rooms of a node, carried out as its API does. What is left out is what most tests say."""
 
     rooms: SenderRooms | ReceiverRooms
+    ranks: tuple[Rank, ...] = (R0,)
 
-    def _call(self, engine: str, ranks: tuple[Rank, ...], message: Call) -> Pages | None:
-        return self.rooms.calls[type(message)](AttachedEngine(engine, 0, ranks), message)
+    def _call(self, engine: str, ranks: tuple[Rank, ...] | None, message: Call) -> Pages | None:
+        return self.rooms.calls[type(message)](AttachedEngine(engine, 0, ranks or self.ranks), message)
 
-    def begin(self, engine, ranks, room, *, prompt_tokens, tables, **fields) -> Pages:
+    def begin(self, engine="engine", ranks=None, room=1, *, prompt_tokens=TOKENS, tables=None, **fields) -> Pages:
         wire = to_wire(tables or {})
         return self._call(engine, ranks, Begin(call=1, room=room, prompt_tokens=prompt_tokens, tables=wire, **fields))
 
-    def publish(self, engine, ranks, room, *, upto_token, layers, after=None, tables=None) -> None:
-        fields = {"layers": layers, "after": dict(after or {}), "tables": to_wire(tables or {})}
-        self._call(engine, ranks, Publish(call=1, room=room, upto_token=upto_token, **fields))
+    def publish(self, engine="engine", ranks=None, room=1, *, upto_token=TOKENS, layers=None, tables=None, **fields):
+        wire = to_wire(tables or {})
+        self._call(
+            engine, ranks, Publish(call=1, room=room, upto_token=upto_token, layers=layers, tables=wire, **fields)
+        )
 
-    def finish(self, engine, ranks, room, *, metadata, **fields) -> None:
+    def finish(self, engine="engine", ranks=None, room=1, *, metadata=b"meta", **fields) -> None:
         self._call(engine, ranks, Finish(call=1, room=room, metadata=metadata, **fields))
 
     def provide(self, room, tables, *, prefix_tokens=0) -> None:
-        self._call("", (), Provide(call=1, room=room, tables=to_wire(tables), prefix_tokens=prefix_tokens))
+        self._call("", None, Provide(call=1, room=room, tables=to_wire(tables), prefix_tokens=prefix_tokens))
 
-    def claim(self, engine, room, page_hashes=b"", **fields) -> Room:
+    def claim(self, engine="engine", room=1, page_hashes=b"", **fields) -> Room:
         self.claim_pages(engine, room, page_hashes, **fields)
         return self.rooms.book.used_by(engine, room)
 
@@ -339,131 +345,15 @@ class EngineVerbs:
         assert answer is not None
         return answer
 
-    def loaded(self, engine, room, ranks=(R0,), generation=1, **figures) -> None:
+    def loaded(self, engine="engine", room=1, ranks=None, generation=1, **figures) -> None:
         self._call(engine, ranks, Loaded(call=1, room=room, generation=generation, **figures))
 
     def extend(self, engine, room, tokens) -> Tables:
-        self._call(engine, (), Extend(call=1, room=room, tokens=tokens))
+        self._call(engine, None, Extend(call=1, room=room, tokens=tokens))
         return self.rooms.book.used_by(engine, room).tables
 
-    def release(self, engine, room, generation=0, ranks=(R0,), **answer) -> None:
+    def release(self, engine="engine", room=1, generation=0, ranks=None, **answer) -> None:
         self._call(engine, ranks, Release(call=1, room=room, generation=generation, **answer))
 
-    def abort(self, engine, room, reason, **fields) -> None:
-        self._call(engine, (), AbortRoom(call=1, room=room, reason=reason, **fields))
-
-
-def prefix_cache(bench: SenderBench | ReceiverBench) -> PrefixCache | None:
-    """As the daemon makes it: for pages that the node gives out."""
-    if bench.adopted or not bench.shares_prefixes:
-        return None
-    twins = getattr(bench, "twins", 0)
-    index = PrefixIndex((IndexSpace.FULL,), bench.pages + twins, has_twins=bool(twins))
-    return PrefixCache(bench.book, index, clock=bench.clock, restores=True)
-
-
-@dataclass
-class SenderBench:
-    """A sending service and all that surrounds it. `pages` pages of the full space."""
-
-    ranks: tuple[Rank, ...] = (R0,)
-    adopted: bool = False
-    shares_prefixes: bool = True
-    pages: int = 16
-    clock: ManualClock = field(default_factory=ManualClock)
-    peers: FakePeers = field(default_factory=FakePeers)
-    engines: FakeEngines = field(default_factory=lambda: FakeEngines("engine"))
-    events: RecordedEvents = field(default_factory=RecordedEvents)
-
-    def __post_init__(self) -> None:
-        space = {IndexSpace.FULL: self.pages}
-        self.workers = FakeWorkers(*self.ranks)
-        self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
-        self.prefixes = prefix_cache(self)
-        self.service = sender_rooms(
-            SenderPorts(
-                book=self.book,
-                workers=self.workers,
-                nodes=self.peers,
-                engines=self.engines,
-                events=self.events,
-                prefixes=self.prefixes,
-            ),
-            RoomSettings(
-                geometry=GEOMETRY, adopted=self.adopted, shares_prefixes=self.shares_prefixes, limits=SENDER_LIMITS
-            ),
-            clock=self.clock,
-        )
-        self.verbs = EngineVerbs(self.service)
-
-    def tick(self) -> None:
-        """As its daemon does."""
-        self.service.deadlines.tick()
-        self.service.peers.tick()
-
-    @property
-    def free(self) -> int:
-        """Pages that a request can have: nobody has them, or they are cached and nobody reads them."""
-        return sum(self.book.available_pages().values())
-
-
-@dataclass
-class ReceiverBench:
-    """A receiving service and all that surrounds it."""
-
-    adopted: bool = False
-    shares_prefixes: bool = True
-    keeps_answers: bool = True
-    digest: DigestKind = DigestKind.NONE
-    pages: int = 16
-    request_slots: int = 0
-    """Slots of a hot buffer, which the model itself does not need."""
-    twins: int = 0
-    """Pages of the host tier."""
-    store: StoredPrefixes | None = None
-    clock: ManualClock = field(default_factory=ManualClock)
-    nodes: FakeNodes = field(default_factory=FakeNodes)
-    fence: FakeFence = field(default_factory=FakeFence)
-    ranks: FakeRanks = field(default_factory=FakeRanks)
-    engines: FakeEngines = field(default_factory=lambda: FakeEngines("engine"))
-    events: RecordedEvents = field(default_factory=RecordedEvents)
-
-    def __post_init__(self) -> None:
-        space = {IndexSpace.FULL: self.pages}
-        if self.request_slots:
-            space[IndexSpace.REQUEST] = self.request_slots
-        if self.twins:
-            space[IndexSpace.FULL_TWIN] = self.twins
-        self.book = PageBook({}, adopted=space) if self.adopted else PageBook(space)
-        self.prefixes = prefix_cache(self)
-        self.service = receiver_rooms(
-            ReceiverPorts(
-                book=self.book,
-                workers=self.ranks,
-                nodes=self.nodes,
-                fence=self.fence,
-                engines=self.engines,
-                events=self.events,
-                prefixes=self.prefixes,
-                store=self.store,
-            ),
-            RoomSettings(
-                geometry=GEOMETRY,
-                adopted=self.adopted,
-                shares_prefixes=self.shares_prefixes,
-                keeps_answers=self.keeps_answers,
-                digest=self.digest,
-                limits=RECEIVER_LIMITS,
-            ),
-            clock=self.clock,
-        )
-        self.verbs = EngineVerbs(self.service)
-
-    def tick(self) -> None:
-        """As its daemon does."""
-        self.service.deadlines.tick()
-
-    @property
-    def free(self) -> int:
-        """Pages that a request can have: nobody has them, or they are cached and nobody reads them."""
-        return sum(self.book.available_pages().values())
+    def abort(self, engine="engine", room=1, reason="enough", **fields) -> None:
+        self._call(engine, None, AbortRoom(call=1, room=room, reason=reason, **fields))

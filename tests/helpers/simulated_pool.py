@@ -7,9 +7,10 @@ and is found by its key until then. So a page that is written by somebody late, 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
-from kvbridge.core.errors import CapacityError
+from kvbridge.core.errors import BridgeError, CapacityError
 from kvbridge.pool.accounts.page_states import Owner
 from tests.helpers.simulated_memory import Label, Memory
 from tests.helpers.simulated_nodes import PAGES, RANKS
@@ -54,6 +55,17 @@ class EnginePool:
         self.of[owner], self.found[owner] = found + others, len(found)
         self._readers.update(self.of[owner])
         self.reused += len(found)
+
+    @contextmanager
+    def returned_if_refused(self, owner: Owner) -> Iterator[None]:
+        """Pages that a request takes for a call go back when the node refuses that, unless it had them before."""
+        fresh = owner not in self.of
+        try:
+            yield
+        except BridgeError:
+            if fresh:
+                self.give_back(owner)
+            raise
 
     def take_more(self, owner: Owner, count: int) -> None:
         """Take so many more pages for a request."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 import tracemalloc
 
+import msgpack
 import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from kvbridge.core.wire.codec import PEER, Acks, Envelope
+from kvbridge.core.wire.messages import Done, Heartbeat
 from tests.fuzz.decoders import DECODERS, MESSAGES, Decoder, family, hostile_frames
 from tests.helpers.examples import fewer
 
@@ -84,3 +87,40 @@ def test_a_problem_of_a_hostile_server_is_still_one_of_ours(retry_after_s: bytes
     seed = problem.seeds[0]
     assert b"2.5" in seed
     problem.feed(seed.replace(b"2.5", retry_after_s))
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=20),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=12), inner, max_size=5),
+    max_leaves=20,
+)
+
+
+@given(st.lists(VALUES, max_size=9), VALUES)
+def test_a_frame_of_any_structure(fields, body):
+    [peer] = [each for each in family("frames") if each.name == PEER.name]
+    for structure in (
+        fields,
+        [1, "a", "", 1, 1, 1, [0, []], body],
+        [1, "a", "", 1, 1, 1, [0, []], {"type": "abort", "room": body, "generation": 1}],
+    ):
+        answer = peer.feed(msgpack.packb(structure))
+        assert not isinstance(answer, Exception) or (len(str(answer)) <= 200 and str(answer).isprintable())
+
+
+@given(
+    st.integers(0, 2**53 - 1),
+    st.binary(max_size=200),
+    st.dictionaries(st.sampled_from(["c4_kv", "swa_kv"]), st.fixed_dictionaries({"bytes": st.integers(0, 2**40)})),
+)
+def test_an_envelope_comes_back(room, metadata, amounts):
+    done = {"room": room, "generation": 1, "writer": {"pp": 0, "tp": 1}, "amounts": amounts, "metadata": metadata}
+    message = Done.model_validate(done | {"phases_s": {"move": 0.25}})
+    envelope = Envelope("sender", "recipient", 12, 34, 30, Acks(5, (7,)), message)
+    assert PEER.decode(PEER.encode(envelope)) == envelope
+    assert PEER.decode(PEER.encode(Envelope("sender", body=Heartbeat()))).body == Heartbeat()

@@ -24,7 +24,7 @@ from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.tier.keys import Keys
 from tests.helpers.examples import fewer
-from tests.helpers.room_simulation import STAGES, World
+from tests.helpers.room_simulation import BEGUN, STAGES, World
 from tests.helpers.rooms import PAGE
 from tests.helpers.simulated_memory import keys_of
 from tests.helpers.simulated_nodes import PAGES, RANKS
@@ -84,11 +84,7 @@ class RoomsMachine(RuleBasedStateMachine):
 
     def bring(self, room, tokens, stage):
         """A next attempt at a room that nobody disturbs until it has come to a stage."""
-        world, owner = self.world, self.next_attempt(room)
-        for step in STAGES[: STAGES.index(stage) + 1]:
-            for call in world.calls(step, owner, tokens):
-                self.tried(call)
-            world.settle(orders=step in {"arrived", "committed"}, verifying=step == "committed")
+        self.world.bring(self.next_attempt(room), tokens, STAGES[: STAGES.index(stage) + 1], self.tried)
 
     def next_attempt(self, room):
         services = (self.world.prefill.service, self.world.receiver)
@@ -341,10 +337,8 @@ class SharingRoomsMachine(RoomsMachine):
         self.tried(world.admit, owner, tokens, on_prefill=True)
         self.tried(world.admit, owner, tokens, on_prefill=False, keys=Keys(forged))
         world.settle()
-        for step in ("begun", "published", "finished"):
-            for call in world.calls(step, owner, tokens):
-                self.tried(call)
-            world.settle()
+        world.bring(owner, tokens, ("begun", "published", "finished"), self.tried)
+        world.settle()
 
     @precondition(lambda self: self.disasters)
     @rule(on_prefill=st.booleans())
@@ -384,10 +378,7 @@ def test_rooms_one_after_another_find_what_the_ones_before_have_left():
 @pytest.mark.parametrize("digest", list(DigestKind))
 def test_a_room_that_nobody_disturbs_is_committed_and_comes_to_an_end(adopted, digest):
     world = World(adopted=adopted, digest=digest)
-    for stage in STAGES:
-        for call in world.calls(stage, Owner(1, 1), 2 * PAGE + 5):
-            call()
-        world.settle(orders=stage in {"arrived", "committed"}, verifying=stage == "committed")
+    world.bring(Owner(1, 1), 2 * PAGE + 5)
     if adopted:
         assert [event.kind for event in world.engines.events] == ["wanted", "committed"]
     else:
@@ -404,11 +395,8 @@ def test_rooms_of_engines_own_pages_share_what_is_alike_on_both_sides():
     machine.begin_world(disasters=0)
     world = machine.world
     for room, generation in ((1, 1), (2, 3)):  # which make the same prompt
-        owner = Owner(room, generation)
-        for step in STAGES[:4]:  # nothing is finished, so all of them are under way at once
-            for call in world.calls(step, owner, 2 * PAGE + 5):
-                call()
-            world.settle()
+        world.bring(Owner(room, generation), 2 * PAGE + 5, STAGES[:4])  # nothing is finished: all are under way at once
+        world.settle()
     assert world.prefill.pool.reused == 2
     assert pages_shared(world.prefill.book) == 2
     for room in (1, 2):
@@ -455,10 +443,7 @@ def pages_shared(book):
 def test_a_room_that_was_given_up_is_not_written_by_the_endpoints_of_a_later_handshake():
     """Decode has lost prefill, which knows nothing of that, and has used the room's pages again when both begin anew."""
     world = World(adopted=False)
-    for stage in STAGES[: STAGES.index("begun") + 1]:
-        for call in world.calls(stage, Owner(1, 1), 2 * PAGE):
-            call()
-        world.settle()
+    world.bring(Owner(1, 1), 2 * PAGE, BEGUN)
     world.publish("e0", 1, PAGE)
     world.settle()
     assert world.book.state(Owner(1, 1)) is PageState.LEASED
@@ -479,10 +464,7 @@ def test_a_room_that_was_given_up_is_not_written_by_the_endpoints_of_a_later_han
 def test_a_room_that_lost_a_path_is_read_when_that_is_shut_and_not_before():
     """The other rank's part, and other rooms, are written by the same transport meanwhile."""
     world = World(adopted=False)
-    for stage in STAGES[: STAGES.index("begun") + 1]:
-        for call in world.calls(stage, Owner(1, 1), 2 * PAGE):
-            call()
-        world.settle()
+    world.bring(Owner(1, 1), 2 * PAGE, BEGUN)
     for engine in ("e0", "e1"):
         world.publish(engine, 1, 2 * PAGE)
         world.prefill_engine_ends(engine, 1, well=True)

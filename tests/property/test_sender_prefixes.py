@@ -12,12 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvbridge.core.errors import CapacityError
 from kvbridge.core.wire.engine_messages import Pages
-from kvbridge.core.wire.messages import Abort, WireTable
+from kvbridge.core.wire.messages import WireTable
 from kvbridge.node.sender.room import SenderRoom
-from kvbridge.tier.keys import Keys
 from tests.helpers.examples import fewer
-from tests.helpers.prefix_bench import FULL, HISTORY, PAGE, SWA, PrefixBench, hashes, ids
-from tests.helpers.rooms import DECODE, R0
+from tests.helpers.node_bench import FULL, HISTORY, SWA, PrefixBench, ids, keys_of
+from tests.helpers.rooms import PAGE, R0
 
 BRANCHES = [
     HISTORY[: 9 * PAGE],
@@ -80,7 +79,7 @@ class PrefillNode(RuleBasedStateMachine):
 
     def look_at(self, number: int) -> None:
         """A begun room's prefix is what it says, and has not been evicted."""
-        pages, keys = self.begun[number], Keys(hashes(self.rooms[number]))
+        pages, keys = self.begun[number], keys_of(self.rooms[number])
         whole, cached = pages.computed_tokens // PAGE, self.bench.book.cached_pages()
         assert set(ids(pages)[:whole]) <= set(cached[FULL].tolist())
         assert [self.full[page] for page in ids(pages)[:whole]] == [keys[at] for at in range(whole)]
@@ -97,7 +96,7 @@ class PrefillNode(RuleBasedStateMachine):
         room, tokens = self.room(number), self.rooms[number]
         if room is None or room.over or room.stopping or any(work.finished for work in room.ranks.values()):
             return
-        pages, keys = self.begun[number], Keys(hashes(tokens))
+        pages, keys = self.begun[number], keys_of(tokens)
         windows = next(page_ids(table) for table in pages.tables if table.space is SWA)
         own = ids(pages)[pages.computed_tokens // PAGE :]
         written = [page for one in pages.checkpoints for page in page_ids(one.table)] if leaves else []
@@ -134,7 +133,7 @@ class PrefillNode(RuleBasedStateMachine):
     @precondition(lambda self: self.rooms)
     @rule(choice=st.integers(0, 99))
     def sent(self, choice: int) -> None:
-        self.bench.sent(self.pick(choice))
+        self.bench.all_sent(self.pick(choice))
 
     @precondition(lambda self: self.rooms)
     @rule(choice=st.integers(0, 99), by_engine=st.booleans())
@@ -143,9 +142,9 @@ class PrefillNode(RuleBasedStateMachine):
         if self.room(number) is None:
             return
         if by_engine:
-            self.bench.verbs.abort("engine", number, "enough")
+            self.bench.verbs.abort(room=number)
         else:
-            self.bench.service.peers.hear(DECODE, Abort(room=number, generation=1, code="aborted", message="enough"))
+            self.bench.abort(number)
 
     @precondition(lambda self: self.rooms)
     @rule(choice=st.integers(0, 99), quiet=st.booleans())
@@ -157,7 +156,7 @@ class PrefillNode(RuleBasedStateMachine):
     @rule()
     def worker_dies(self) -> None:
         self.bench.service.workers.gone(R0, "killed")
-        self.bench.cache.drop()
+        self.bench.prefixes.drop()
 
     @rule(seconds=st.sampled_from([1, 70, 700]))
     def time_passes(self, seconds: int) -> None:
@@ -169,19 +168,19 @@ class PrefillNode(RuleBasedStateMachine):
         """Accounts add up, whoever reads a prefix still has it, and every page in the index is what its key says."""
         if not hasattr(self, "bench"):
             return
-        self.bench.check()
+        self.bench.prefixes.check_integrity()
         for number in self.rooms:
             room = self.room(number)
-            reads = room is None or not room.keys or room.owner in self.bench.cache
+            reads = room is None or not room.keys or room.owner in self.bench.prefixes
             assert reads, f"{room} is not over, and has let go of what it shares"
         for number in list(self.begun):
             if self.room(number) is None:
                 del self.begun[number]
             else:
                 self.look_at(number)
-        index = self.bench.cache.index
+        index = self.bench.prefixes.index
         for tokens in BRANCHES:
-            keys = Keys(hashes(tokens))
+            keys = keys_of(tokens)
             path = index.match(keys.in_namespace(""))
             assert [self.full[page] for page in index.pages(path)[FULL].tolist()] == [
                 keys[at] for at in range(len(path))
@@ -195,9 +194,9 @@ class PrefillNode(RuleBasedStateMachine):
             return
         for number in self.rooms:
             if self.room(number) is not None:
-                self.bench.verbs.abort("engine", number, "the end")
+                self.bench.verbs.abort(room=number)
                 self.bench.closed(number)
-        self.bench.quiet()
+        self.bench.all_is_back()
 
 
 PrefillNode.TestCase.settings = fewer(2, stateful_step_count=40)

@@ -7,14 +7,16 @@ at its very end, so a page that was given away too early is seen by what is in i
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cache
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvbridge.core.errors import CapacityError
+from kvbridge.core.errors import CapacityError, ConflictError
 from kvbridge.core.ids import TWINS, IndexSpace
 from kvbridge.core.prefixes import Evicted
 from kvbridge.pool.accounts.book import PageBook
@@ -123,6 +125,8 @@ class TwinMachine(RuleBasedStateMachine):
         self.clock = ManualClock()
         self.cache = PrefixCache(self.book, self.index, clock=self.clock, restores=restores)
         self.cache.twins.watch(self)
+        self.book.watch(self)
+        self.told: Counter[IndexSpace] = Counter()
         self.entries: list[Entry] = []
         self.rooms: dict[Owner, Room] = {}
         self.copies: dict[Owner, Copy] = {}
@@ -133,6 +137,18 @@ class TwinMachine(RuleBasedStateMachine):
         self.journal: dict[tuple[IndexSpace, int], str] = {}
         """What a watcher believes that twins hold."""
         self.number = 0
+
+    # ------------------------------------------------------------------ watcher of the book
+
+    def freed(self, pages):
+        assert all(count >= 0 for count in pages.values())
+        self.told.update(pages)
+
+    def gone(self, owner):
+        pass
+
+    def quarantined(self, owner):
+        pass
 
     # ------------------------------------------------------------------ watcher of the host
 
@@ -319,6 +335,15 @@ class TwinMachine(RuleBasedStateMachine):
         return owner
 
     @rule(data=st.data())
+    @of_one(lambda room: True)
+    def what_makes_no_sense_is_refused(self, owner):
+        with pytest.raises(ConflictError):
+            self.cache.admit(owner, keys_of("a"), lambda shared: {FULL: 0})
+        reads = len(self.rooms[owner].reads.path)
+        with pytest.raises(ConflictError, match=f"it reads {reads} pages so far"):
+            self.cache.keep(owner, keys_of("a" * 9), reads + 1, {})
+
+    @rule(data=st.data())
     @of_one(lambda room: not room.restored and room.state is HELD)
     def load(self, owner):
         self.load_of(owner)
@@ -418,7 +443,10 @@ class TwinMachine(RuleBasedStateMachine):
         self.end_of(owner)
 
     def end_of(self, owner):
+        before, self.told = self.book.available_pages(), Counter()
         self.cache.let_go(owner)
+        now = self.book.available_pages()
+        assert +self.told == +Counter({space: now[space] - before[space] for space in now}), "who waits was not told"
         if self.rooms.pop(owner).state is QUARANTINED:
             self.book.release_quarantined(owner)
         else:

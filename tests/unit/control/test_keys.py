@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
 import pytest
+import zmq
+from zmq.utils import z85
 
-from kvbridge.control.authentication import Gate
+from kvbridge.control.authentication import ZAP_ENDPOINT, Authenticator, Gate
 from kvbridge.control.keys import (
     AllowedKeys,
     CurveKeys,
@@ -17,6 +20,7 @@ from kvbridge.control.keys import (
     write_keys,
     write_secret,
 )
+from kvbridge.control.sockets import SocketContext
 from kvbridge.core.errors import ConfigError, ConflictError
 
 ONE, TWO, THREE = (generate_keys().public for _ in range(3))
@@ -173,3 +177,27 @@ def test_a_gate_lets_in_its_own_pair_and_those_on_the_list():
     assert gate.names_of(keys.public) == frozenset()
     assert Gate(None).allows("")
     assert not Gate(None).allows(ONE)
+
+
+@pytest.mark.asyncio
+async def test_a_handshake_passes_with_an_allowed_key_and_everything_else_is_answered_with_a_refusal():
+    context, denied = SocketContext(), []
+    authenticator = Authenticator(context, Gate(generate_keys([ONE])), denied.append)
+    asker = context.open(zmq.REQ)
+    asker.connect(ZAP_ENDPOINT)
+    asked = [b"1.0", b"7", b"kvbridge", b"10.0.0.9", b"", b"CURVE"]
+
+    async def answer(*parts: bytes) -> list[bytes]:
+        asker.send_multipart(parts)
+        async with asyncio.timeout(20):
+            while not asker.poll(0):  # noqa: ASYNC110 - ZeroMQ wakes nobody here
+                await asyncio.sleep(0.001)
+        return asker.recv_multipart()
+
+    assert await answer(*asked, z85.decode(ONE)) == [b"1.0", b"7", b"200", b"", ONE.encode(), b""]
+    for parts in ((*asked, z85.decode(TWO)), (*asked, z85.decode(ONE), b"more"), asked, (*asked[:5], b"PLAIN", b"")):
+        assert (await answer(*parts))[:4] == [b"1.0", b"7", b"400", b"key not allowed"]
+    assert [TWO in denied[0], len(denied)] == [True, 4]
+    asker.close()
+    authenticator.close()
+    context.close()

@@ -50,19 +50,7 @@ def test_prefill_has_twins_of_everything_that_a_prefix_takes():
     assert {space: layout.owned[space] for space in (FULL_TWIN, SWA_TWIN)} == {FULL_TWIN: 30, SWA_TWIN: 5}
     assert layout.page_bytes(FLASH)[FULL_TWIN] == 998_208
     assert layout.page_bytes(FLASH)[SWA_TWIN] == 4_080_000
-    assert layout.twins is not None
-    assert (
-        layout.total_bytes - planned(without(prefill({"pages": 1, "checkpoint_pages": 1}))).total_bytes
-        == layout.twins.total_bytes
-    )
     assert layout.book().available_pages()[FULL_TWIN] == 30
-
-
-def without(config: PrefillConfig) -> PrefillConfig:
-    return config.model_copy(update={"tier": config.tier.model_copy(update={"host": None})})
-
-
-def test_a_size_in_bytes_counts_checkpoints():
     asked = {"size_bytes": 10 * 998_208 + 3 * 4_080_000 + 998_207, "checkpoint_pages": 3}
     layout = planned(prefill(asked))
     assert {space: layout.owned[space] for space in (FULL_TWIN, SWA_TWIN)} == {FULL_TWIN: 10, SWA_TWIN: 3}
@@ -101,6 +89,10 @@ def test_a_size_in_bytes_counts_checkpoints():
                 pools={"device": {"full": 4}, "host": {"pages": 4, "components": ["mla_kv", "dsa_indexer"]}},
             ),
             "cannot live in host memory",
+        ),
+        (
+            decode({"pages": 3}, sparse={"max_requests": 2, "hot_rows": 1000}),
+            r"sparse: hot_rows \(sparse.hot_rows\) is 1000",
         ),
     ],
 )

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
-from fastapi import FastAPI
 
 from kvbridge.api.status import Readiness, RegistrationState
-from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
+from kvbridge.config.schema import BootstrapConfig, PrefillConfig
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
 from kvbridge.daemon.announce import Announcer, is_significant
 from kvbridge.daemon.bootstrap import BootstrapDaemon
-from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.prefill import prefill_daemon
 from kvbridge.node.admission.starvation import Starvation
@@ -33,13 +30,6 @@ NODE = {"instance": "i", "model": {"preset": "tiny-gqa"}, "pools": {"device": {"
 @pytest.fixture
 def prefill() -> NodeDaemon:
     return prefill_daemon(PrefillConfig.model_validate(NODE))
-
-
-def described(app: Any) -> str:
-    """The name of the schema that the published description gives the status page."""
-    assert isinstance(app, FastAPI)
-    answer = app.openapi()["paths"]["/status"]["get"]["responses"]["200"]
-    return str(answer["content"]["application/json"]["schema"]["$ref"]).rpartition("/")[2]
 
 
 @pytest.mark.asyncio
@@ -71,13 +61,6 @@ def test_a_node_says_where_it_stands_with_the_directory(prefill: NodeDaemon) -> 
     assert "bootstrap does not know this node: not registered at bootstrap yet" in page.ready.reasons
     announced._registered = True
     assert known.overview.readiness().reasons[-1] == "bootstrap does not answer: not registered at bootstrap yet"
-
-
-def test_a_decode_node_shows_its_fence() -> None:
-    config = NODE | {"pools": {"device": {"full": 8}, "host": {"components": []}}}
-    page = decode_daemon(DecodeConfig.model_validate(config)).overview.status()
-    assert page.fence is not None
-    assert (page.fence.epoch, page.fence.phase) == (0, "idle")
 
 
 def test_the_recent_past_is_on_the_page(prefill: NodeDaemon) -> None:

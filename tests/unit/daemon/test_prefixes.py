@@ -17,19 +17,7 @@ from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.tier.keys import Keys
 
 FULL, HOST = IndexSpace.FULL, IndexSpace.HOST
-RANKS = [{"pp": 0, "tp": 0, "device": "cpu"}, {"pp": 0, "tp": 1, "device": "cuda:3"}]
 TIER = {"enabled": True, "model_name": "tiny", "model_revision": "1"}
-
-
-def parts(tier=TIER, **pools) -> NodeParts:
-    fields = {
-        "instance": "d",
-        "model": {"preset": "tiny-v4"},
-        "parallelism": {"tp_size": 2, "ranks": RANKS},
-        "pools": pools or {"device": {"full": 8, "swa": 4, "request": 2}, "host": {"pages": 4}},
-        "tier": tier,
-    }
-    return NodeParts.build(DecodeConfig.model_validate(fields), Role.DECODE)
 
 
 def test_a_model_with_a_state_that_has_no_checkpoint_keeps_prefixes_on_decode_alone(monkeypatch):
@@ -53,33 +41,22 @@ def test_a_model_with_a_state_that_has_no_checkpoint_keeps_prefixes_on_decode_al
     decode_daemon(DecodeConfig.model_validate(fields | {"pools": fields["pools"] | {"host": {"components": []}}}))
 
 
-@pytest.mark.parametrize(("tp", "left"), [(0, 2), (1, 0)])
-def test_the_end_of_a_worker_takes_all_prefixes_when_it_had_made_device_memory(tp, left):
-    node = parts()
-    cache, owner, keys = node.prefixes, Owner(1, 1), Keys.of([b"0" * 16, b"1" * 16])
-    assert cache is not None
-    own = cache.admit(owner, keys, lambda _: {FULL: 2, HOST: 2}).own
-    cache.keep(owner, keys, 0, own)
-    cache.let_go(owner)
-    node.book.free(owner)
-    node.worker_gone(Rank(pp=0, tp=tp), "a test")
-    assert (cache.index.device.pinned, len(cache.index.device)) == (0, left)
-    assert [node.book.counts()[space][PageState.CACHED] for space in (FULL, HOST)] == [left, left]
-    cache.check_integrity()
-
-
-def test_what_is_on_the_host_outlives_the_device_memory_of_a_worker():
-    node = parts(TIER | {"host": {"pages": 4}})
+def test_the_end_of_a_worker_takes_all_that_is_on_the_device_alone_when_it_had_made_device_memory():
+    ranks = [{"pp": 0, "tp": 0, "device": "cpu"}, {"pp": 0, "tp": 1, "device": "cuda:3"}]
+    fields = {
+        "instance": "d",
+        "model": {"preset": "tiny-v4"},
+        "parallelism": {"tp_size": 2, "ranks": ranks},
+        "pools": {"device": {"full": 8, "swa": 4, "request": 2}, "host": {"pages": 4}},
+        "tier": TIER | {"host": {"pages": 4}},
+    }
+    node = NodeParts.build(DecodeConfig.model_validate(fields), Role.DECODE)
     cache, owner, keys = node.prefixes, Owner(1, 1), Keys.of([b"0" * 16, b"1" * 16, b"2" * 16])
-    assert cache is not None
-    assert cache.twins is not None
     own = cache.admit(owner, keys, lambda _: {FULL: 3, HOST: 3}).own
     cache.keep(owner, keys, 0, own)
     cache.let_go(owner)
     node.book.free(owner)
-    copied = cache.twins.start_backup(Owner(NO_ROOM, 1), keys, at_most=2)
-    assert copied is not None
-    cache.twins.end_backup(copied, done=True)
+    cache.twins.end_backup(cache.twins.start_backup(Owner(NO_ROOM, 1), keys, at_most=2), done=True)
     node.worker_gone(Rank(pp=0, tp=0), "its memory is the node's")
     assert cache.residency()[:3] == (1, 2, 0)
     node.worker_gone(Rank(pp=0, tp=1), "its memory was its own")

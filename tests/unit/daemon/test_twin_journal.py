@@ -53,11 +53,16 @@ class Memory:
 class Node:
     """A node's cache, its journal, and its memory."""
 
-    def __init__(self, path: Path, memory: Memory, found: Contents | None = None, spaces=(FULL,)) -> None:
-        self.bench, self.path, self.memory = Bench(spaces), path, memory
+    def __init__(self, path: Path, memory: Memory, found: Contents | None, spaces, make) -> None:
+        self.bench, self.path, self.memory, self.spaces, self.make = Bench(spaces), path, memory, spaces, make
         counts = {space: count for space, count in PAGE_COUNTS.items() if space is not HOST or HOST in spaces}
         self.journal = TwinJournal(path, HEADER.model_copy(update={"page_counts": counts}), memory, found or Contents())
         self.bench.twins.watch(self.journal)
+
+    def keep(self, name: str, pages: int, **fields) -> None:
+        """A prompt comes to the host."""
+        self.bench.warm(name, pages, **fields)
+        self.bench.back_up(name, pages)
 
     async def written(self) -> None:
         """Wait until nothing is being read."""
@@ -71,6 +76,11 @@ class Node:
     def prompts(self) -> dict[bytes, int]:
         """The last keys of the prompts that it would find, and how many pages they have."""
         return {found[-1]: len(path) for found, path in self.found().prompts()}
+
+    def third(self, name: str) -> Held:
+        """The third page of a prompt."""
+        [page] = [page for page in self.found().pages.values() if page.key == keys(name, 3)[2]]
+        return page
 
     def say(self, page: Held) -> None:
         """Write an entry with a right checksum over the one of this twin."""
@@ -88,16 +98,28 @@ def memory() -> Memory:
 
 
 @pytest_asyncio.fixture
-async def node(tmp_path, memory):
-    made = Node(tmp_path / "kvbridge-keep.journal", memory)
-    yield made
-    made.journal.close()
+async def made(tmp_path, memory):
+    nodes: list[Node] = []
+
+    def make(found: Contents | None = None, spaces=(FULL,)) -> Node:
+        nodes.append(Node(tmp_path / "kvbridge-keep.journal", memory, found, spaces, make))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.journal.close()
 
 
-async def restored(node: Node, spaces=(FULL,)) -> tuple[Node, RestoredTwins]:
+@pytest_asyncio.fixture
+async def node(made) -> Node:
+    return made()
+
+
+async def restored(node: Node) -> tuple[Node, RestoredTwins]:
     """The process after one that was killed just now."""
+    await node.written()
     found = node.found()
-    after = Node(node.path, node.memory, found, spaces)
+    after = node.make(found, node.spaces)
     made = RestoredTwins(
         after.bench.book, after.bench.twins, after.memory, found, Restored(), lost=after.journal.removed
     )
@@ -107,90 +129,51 @@ async def restored(node: Node, spaces=(FULL,)) -> tuple[Node, RestoredTwins]:
 
 
 async def test_what_goes_while_it_is_being_read_is_never_written(node):
-    node.bench.warm("a", 4)
-    node.bench.back_up("a", 4)
+    node.keep("a", 4)
     node.bench.cache.drop()
     await node.written()
     assert not node.found().pages
 
 
-async def test_the_next_process_goes_on_with_prompts_and_checkpoints(node):
-    node.bench.warm("a", 4, checkpoint=True)
-    node.bench.warm("b", 3)
-    for name, pages in (("a", 4), ("b", 3)):
-        node.bench.back_up(name, pages)
-    await node.written()
-    after, made = await restored(node)
-    assert (made.found.pages, made.found.checkpoints, made.found.lost) == (7, 1, 0)
+@pytest.mark.parametrize("spaces", [(FULL,), (FULL, HOST)])
+async def test_the_next_process_goes_on_with_prompts_and_checkpoints(made, spaces):
+    node = made(spaces=spaces)
+    node.keep("a", 4, checkpoint=True)
+    node.keep("b", 3)
+    after, back = await restored(node)
+    assert (back.found.pages, back.found.checkpoints, back.found.lost) == (7, 1, 0)
     assert (after.bench.where("a", 4), after.bench.where("b", 3)) == ((0, 4), (0, 3))
     _, got = after.bench.admit("a", 6, from_checkpoint=True)
     assert (got.prefix_pages, len(got.checkpoint_twin)) == (4, 1)
     await after.written()
     assert after.found().pages == node.found().pages, "nothing is read and written twice"
-    after.journal.close()
-
-
-async def test_a_home_comes_back_with_its_twins(tmp_path, memory):
-    node = Node(tmp_path / "kvbridge-keep.journal", memory, spaces=(FULL, HOST))
-    node.bench.warm("a", 4)
-    node.bench.back_up("a", 4)
-    await node.written()
-    homes = [page.home for page in node.found().pages.values()]
-    after, made = await restored(node, (FULL, HOST))
-    assert made.found.pages == 4
-    path = after.bench.index.match(keys("a", 4))
-    assert after.bench.index.home_pages(path)[HOST].tolist() == homes
-    for one in (node, after):
-        one.journal.close()
 
 
 async def test_a_page_that_holds_something_else_is_lost_with_what_follows_it(node):
-    node.bench.warm("a", 5, checkpoint=True)
-    node.bench.back_up("a", 5)
+    node.keep("a", 5, checkpoint=True)
     await node.written()
-    node.memory.bytes[FULL_TWIN, third_page(node).twins[0]] = 7
-    after, made = await restored(node)
-    assert (made.found.pages, made.found.checkpoints, made.found.lost) == (2, 0, 3)
+    node.memory.bytes[FULL_TWIN, node.third("a").twins[0]] = 7
+    after, back = await restored(node)
+    assert (back.found.pages, back.found.checkpoints, back.found.lost) == (2, 0, 3)
     assert after.bench.where("a", 5) == (0, 2)
     assert len(after.found().pages) == 2
     assert not after.found().checkpoints
     free = after.bench.book.available_pages()
     assert free[FULL_TWIN] == after.bench.total[FULL_TWIN]
-    after.journal.close()
-
-
-async def test_a_checkpoint_that_holds_something_else_is_lost_alone(node):
-    node.bench.warm("a", 3, checkpoint=True)
-    node.bench.back_up("a", 3)
-    await node.written()
-    [[twin]] = [end.twins for end in node.found().checkpoints.values()]
-    node.memory.bytes[SWA_TWIN, twin] = 7
-    after, made = await restored(node)
-    assert (made.found.pages, made.found.checkpoints) == (3, 0)
-    after.journal.close()
-
-
-async def test_its_end_writes_what_is_still_being_read(node):
-    node.bench.warm("a", 6)
-    node.bench.back_up("a", 6)
-    await node.journal.finish(5.0)
-    assert node.prompts() == {keys("a", 6)[-1]: 6}
 
 
 async def test_a_journal_that_finds_no_memory_is_none(node, monkeypatch):
     """Else the one before would name pages that are somebody else's by then."""
-    node.bench.warm("a", 3)
-    node.bench.back_up("a", 3)
+    node.keep("a", 3)
     await node.written()
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    after = Node(node.path, node.memory)
+    after = node.make()
     assert not node.path.exists()
-    after.bench.warm("b", 3)
-    after.bench.back_up("b", 3)
+    after.keep("b", 3)
     await after.written()
     after.bench.cache.drop()
     await after.journal.finish(1.0)
@@ -198,50 +181,38 @@ async def test_a_journal_that_finds_no_memory_is_none(node, monkeypatch):
 
 
 @pytest.mark.parametrize("home", [2**31 - 1, 16, -2, NO_PAGE])
-async def test_a_page_whose_home_does_not_exist_is_left_out_with_what_follows_it(tmp_path, memory, home):
+async def test_a_page_whose_home_does_not_exist_is_left_out_with_what_follows_it(made, home):
     """Such an entry has a right checksum: a defect, or the user of the daemon, has written it."""
-    node = Node(tmp_path / "kvbridge-keep.journal", memory, spaces=(FULL, HOST))
-    node.bench.warm("a", 5)
-    node.bench.back_up("a", 5)
+    node = made(spaces=(FULL, HOST))
+    node.keep("a", 5)
     await node.written()
-    node.say(third_page(node)._replace(home=home))
-    after, made = await restored(node, (FULL, HOST))
-    assert made.found.pages == 2
+    node.say(node.third("a")._replace(home=home))
+    after, back = await restored(node)
+    assert back.found.pages == 2
     assert after.bench.where("a", 5) == (0, 2)
-    for one in (node, after):
-        one.journal.close()
 
 
-def third_page(node: Node) -> Held:
-    [page] = [page for page in node.found().pages.values() if page.key == keys("a", 3)[2]]
-    return page
-
-
-async def test_of_two_pages_in_one_home_the_later_one_counts(tmp_path, memory):
+async def test_of_two_pages_in_one_home_the_later_one_counts(made, memory):
     """The entry that took the earlier one back was damaged, say. The accounts know each home once."""
-    node = Node(tmp_path / "kvbridge-keep.journal", memory, spaces=(FULL, HOST))
+    node = made(spaces=(FULL, HOST))
     for name in ("a", "b", "c"):
-        node.bench.warm(name, 2)
-        node.bench.back_up(name, 2)
+        node.keep(name, 2)
     await node.written()
     first = {page.key: page for page in node.found().pages.values()}
     taken, page = first[keys("a", 1)[0]], first[keys("b", 1)[0]]
     wrong = page._replace(home=taken.home)
     node.say(wrong._replace(digests=(memory(wrong.sets[0]),)))
-    after, made = await restored(node, (FULL, HOST))
-    assert (made.found.pages, made.found.lost) == (4, 1)
+    after, back = await restored(node)
+    assert (back.found.pages, back.found.lost) == (4, 1)
     assert [after.bench.where(name, 2)[1] for name in ("a", "b", "c")] == [0, 2, 2]
     free = after.bench.book.available_pages()
     assert free[FULL_TWIN] == after.bench.total[FULL_TWIN]
-    for one in (node, after):
-        one.journal.close()
 
 
 async def test_a_defect_while_pages_come_back_costs_pages_and_not_the_daemon(node, monkeypatch):
     """What has come back so far was compared and stays, all other pages are free, and the status says why."""
     for name in ("a", "b"):
-        node.bench.warm(name, 3)
-        node.bench.back_up(name, 3)
+        node.keep(name, 3)
     await node.written()
     read, calls = Memory.__call__, itertools.count()
 
@@ -251,14 +222,13 @@ async def test_a_defect_while_pages_come_back_costs_pages_and_not_the_daemon(nod
         return read(self, pages)
 
     monkeypatch.setattr(Memory, "__call__", fail)
-    after, made = await restored(node)
-    assert (made.found.pages, made.found.refused, made.found.waiting) == (3, 3, 0)
-    assert "IndexError: list index out of range" in made.found.why_not
+    after, back = await restored(node)
+    assert (back.found.pages, back.found.refused, back.found.waiting) == (3, 3, 0)
+    assert "IndexError: list index out of range" in back.found.why_not
     free = after.bench.book.available_pages()
     assert free[FULL_TWIN] == after.bench.total[FULL_TWIN]
     await after.written()
     assert len(after.found().pages) == 3
-    after.journal.close()
 
 
 async def test_what_comes_to_the_host_is_written_once_it_was_read(node):
@@ -267,7 +237,6 @@ async def test_what_comes_to_the_host_is_written_once_it_was_read(node):
     node.bench.back_up("a", 5)
     await node.written()
     assert node.prompts() == {keys("a", 5)[-1]: 5}
-    node.bench.warm("a", 7)
-    node.bench.back_up("a", 7)
+    node.keep("a", 7)
     await node.written()
     assert node.prompts() == {keys("a", 7)[-1]: 7}

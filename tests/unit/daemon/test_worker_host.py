@@ -1,31 +1,78 @@
-"""Whose word about a rank is taken: that of the link which serves it."""
+"""Rank workers: whose word about a rank is taken, when it is believed, and what is waited for until then."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
-from kvbridge.config.schema import DecodeConfig
-from kvbridge.core.errors import NotFoundError
+from kvbridge.core.errors import InvalidInputError, NotFoundError
 from kvbridge.core.ids import Rank
+from kvbridge.core.wire.engine_messages import Accepted, Pages, Refused
 from kvbridge.core.wire.messages import Heartbeat, RankDescription
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
-    NodeToWorker,
+    EndpointsRevoked,
     RoomClosed,
     Shutdown,
+    WorkerClosed,
     WorkerFailed,
     WorkerHello,
     WorkerReady,
 )
-from kvbridge.daemon.worker_host import WorkerHost, WorkerReport
+from kvbridge.daemon.engine_socket import EngineSocket
+from kvbridge.daemon.worker_host import WorkerHost
 from kvbridge.node.workers import WorkerState
 from kvbridge.telemetry.events import Fact, FrameRefused
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.stream import EventStream
 from tests.helpers.rooms import R0, R1, manifest
-from tests.unit.node.test_workers import setup
+from tests.helpers.worker_sets import setup
+
+LIMIT_S = 15.0
+REVOKED = EndpointsRevoked(rank=R0, before_epoch=1)
+
+
+class Process:
+    """A process that ends when the test says so."""
+
+    followed = True
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.calls: list[Callable[[], None]] = []
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        self.calls.append(call)
+
+    def end(self) -> None:
+        for call in self.calls:
+            call()
+
+
+class Server:
+    """The socket of a node's workers (or engines); nobody is behind a link that is `gone`."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, object]] = []
+        self.gone: set[str] = set()
+        self.dropped: list[str] = []
+        self.processes: dict[str, Process] = {}
+
+    def send(self, client: str, message: object) -> None:
+        if isinstance(message, Pages):
+            raise InvalidInputError("4000000 bytes long, a frame takes at most 3145728")
+        if client in self.gone:
+            raise NotFoundError(f"{client} is gone")
+        self.sent.append((client, message))
+
+    def process(self, client: str) -> Process:
+        return self.processes.setdefault(client, Process(len(self.processes) + 1))
+
+    def drop(self, client: str) -> None:
+        self.dropped.append(client)
 
 
 class Listener:
@@ -33,15 +80,15 @@ class Listener:
 
     def __init__(self) -> None:
         self.up: list[Rank] = []
-        self.down: list[Rank] = []
-        self.said: list[WorkerReport] = []
+        self.down: list[str] = []
+        self.said: list[object] = []
         self.refused: list[str] = []
 
     def worker_ready(self, rank: Rank) -> None:
         self.up.append(rank)
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
-        self.down.append(rank)
+        self.down.append(reason)
 
     def fact(self, _now_s: float, fact: Fact) -> None:
         if isinstance(fact, FrameRefused):
@@ -49,107 +96,171 @@ class Listener:
 
 
 @pytest.fixture
-def listener() -> Listener:
-    return Listener()
-
-
-@pytest.fixture
-def host(listener: Listener, tmp_path: Path) -> WorkerHost:
-    """Two ranks, served by the links `a` and `b`; engines bring the workers."""
-    config = DecodeConfig.model_validate(
-        {
-            "instance": "d",
-            "model": {"preset": "tiny-v4"},
-            "pools": {"device": {"full": 4, "swa": 4, "request": 1}, "host": {"pages": 4}},
-            "runtime_dir": "/tmp/kvbridge-test-host",  # short, as a path of sockets has to be; nothing is made there
-        }
-    )
-    events = EventStream()
+def host() -> WorkerHost:
+    """Two ranks, whose workers engines bring."""
+    listener, events = Listener(), EventStream()
     events.add_reader({Fact: listener.fact})
-    made = WorkerHost(config, {R0: (0, 1), R1: (0, 1)}, events, Seldom(lambda _event: None))
-    made.serve(listener, {RoomClosed: listener.said.append})
-    made.workers.connect(lambda _link, _message: None)
+    timeouts = SimpleNamespace(worker_start_s=LIMIT_S, worker_silence_s=LIMIT_S)
+    made = WorkerHost(SimpleNamespace(timeouts=timeouts), {R0: (0,), R1: (1,)}, events, Seldom(lambda _event: None))
+    made.serve(listener, dict.fromkeys((RoomClosed, EndpointsRevoked), listener.said.append))
+    made._server = Server()
+    made.workers.connect(made._post)
     made.start(setup, None)
-    for link, rank in (("a", R0), ("b", R1)):
-        made._on_message(link, WorkerHello(rank=rank, pid=11))
+    made.listener = listener
     return made
 
 
-def messages_of(rank: Rank) -> list[object]:
-    return [
-        WorkerReady(rank=rank, pid=11, description=RankDescription(manifest=manifest(), endpoints=())),
-        RoomClosed(room=1, generation=1, rank=rank, quiet=True),
-        WorkerFailed(rank=rank, code="transport_failed", message="no device"),
-    ]
-
-
-def test_a_worker_speaks_for_its_own_rank(host: WorkerHost, listener: Listener) -> None:
-    for message in messages_of(R0)[:2]:
-        host._on_message("a", message)
-    assert (listener.up, listener.refused) == ([R0], [])
-    assert [type(message) for message in listener.said] == [RoomClosed]
-
-
-@pytest.mark.parametrize("link", ["a", "stranger"])
-def test_a_worker_does_not_speak_for_another_rank(host: WorkerHost, listener: Listener, link: str) -> None:
-    """Else one rank's end of a room would count as another's, which may still write."""
-    heard_s = dict(host._heard_s)
-    for message in messages_of(R1):
-        host._on_message(link, message)
-    assert len(listener.refused) == 3
-    assert f"worker {link}, which does not serve that rank" in listener.refused[0]
-    assert (listener.up, listener.said) == ([], [])
-    assert host.workers.states()[R1] is WorkerState.STARTING
-    assert host._heard_s == heard_s
-
-
-def test_a_stranger_has_no_heartbeat(host: WorkerHost, listener: Listener) -> None:
-    host._on_message("a", Heartbeat())
-    assert listener.refused == []
-    host._on_message("stranger", Heartbeat())
-    assert len(listener.refused) == 1
-
-
-class Sockets:
-    """What was handed to ZeroMQ; nobody is behind a link that is `gone`."""
-
-    def __init__(self) -> None:
-        self.sent: list[tuple[str, NodeToWorker]] = []
-        self.gone: set[str] = set()
-
-    def send(self, link: str, message: NodeToWorker) -> None:
-        if link in self.gone:
-            raise NotFoundError(f"{link} is gone")
-        self.sent.append((link, message))
+def hello(host: WorkerHost, link: str, rank: Rank = R0) -> None:
+    host._on_message(link, WorkerHello(rank=rank, pid=1, adopted=True))
 
 
 @pytest.fixture
-def sockets(host: WorkerHost) -> Sockets:
-    host._server = Sockets()
-    host.workers.connect(host._post)
-    return host._server
+def served(host: WorkerHost) -> WorkerHost:
+    """Both ranks are there, behind the links `a` and `b`."""
+    for link, rank in (("a", R0), ("b", R1)):
+        hello(host, link, rank)
+    host._server.sent.clear()
+    return host
 
+
+# ------------------------------------------------------------------------------------------- whose word is taken
+
+
+@pytest.mark.parametrize("link", ["b", "a", "stranger"])
+def test_a_worker_speaks_for_its_own_rank_and_for_no_other(served, link):
+    """Else one rank's end of a room would count as another's, which may still write."""
+    heard_s, listener = dict(served._heard_s), served.listener
+    for message in (
+        WorkerReady(rank=R1, pid=11, description=RankDescription(manifest=manifest(), endpoints=())),
+        RoomClosed(room=1, generation=1, rank=R1, quiet=True),
+    ):
+        served._on_message(link, message)
+    if link == "b":
+        assert (listener.up, len(listener.said), listener.refused) == ([R1], 1, [])
+        return
+    served._on_message(link, WorkerFailed(rank=R1, code="transport_failed", message="no device"))
+    assert len(listener.refused) == 3
+    assert f"worker {link}, which does not serve that rank" in listener.refused[0]
+    assert (listener.up, listener.said) == ([], [])
+    assert served.workers.states()[R1] is WorkerState.STARTING
+    assert served._heard_s == heard_s
+
+
+def test_a_stranger_has_no_heartbeat(served):
+    served._on_message("a", Heartbeat())
+    assert served.listener.refused == []
+    served._on_message("stranger", Heartbeat())
+    assert len(served.listener.refused) == 1
+
+
+# ------------------------------------------------------------------------------------------- what can wait
 
 ALL_SENT = [CloseRoom(room=room, generation=1, all_sent=True) for room in (1, 2)]
 STOPPED = CloseRoom(room=3, generation=1)
 
 
-def test_that_rooms_are_over_is_told_ahead_of_the_next_message_to_that_worker(host: WorkerHost, sockets: Sockets):
+def test_that_rooms_are_over_is_told_ahead_of_the_next_message_to_that_worker(served):
     for message in ALL_SENT:
-        host.workers.send(R0, message)
-    assert sockets.sent == []
-    host.workers.send(R1, STOPPED)
-    assert sockets.sent == [("b", STOPPED)]
-    host.workers.send(R0, STOPPED)
-    assert sockets.sent[1:] == [("a", ALL_SENT[0]), ("a", ALL_SENT[1]), ("a", STOPPED)]
+        served.workers.send(R0, message)
+    sent = served._server.sent
+    assert sent == []
+    served.workers.send(R1, STOPPED)
+    assert sent == [("b", STOPPED)]
+    served.workers.send(R0, STOPPED)
+    assert sent[1:] == [("a", ALL_SENT[0]), ("a", ALL_SENT[1]), ("a", STOPPED)]
 
 
-def test_that_rooms_are_over_is_told_with_the_next_tick(host: WorkerHost, sockets: Sockets):
+def test_that_rooms_are_over_is_told_with_the_next_tick(served):
     for rank in (R0, R1):
-        host.workers.send(rank, ALL_SENT[0])
-    sockets.gone.add("a")
+        served.workers.send(rank, ALL_SENT[0])
+    served._server.gone.add("a")
+    served.watch()
+    served.watch()
+    assert served._server.sent == [("b", ALL_SENT[0])]
+    served.workers.send(R1, Shutdown())
+    assert served._server.sent[1:] == [("b", Shutdown())]
+
+
+# ------------------------------------------------------------------------------------------- when it is believed
+
+
+@pytest.mark.parametrize("how", ["its connection ends", "another takes its place"])
+def test_a_successor_is_believed_when_the_process_of_its_predecessor_has_ended(host, how):
+    hello(host, "first")
+    process = host._server.process("first")
+    if how == "its connection ends":
+        host._on_link_gone("first", process)
+        hello(host, "second")
+    else:
+        hello(host, "second")
+        assert host._server.dropped == ["first"]
+    assert len(host.listener.down) == 1, "rooms fail at once"
+    host._on_message("second", REVOKED)
+    assert host.listener.said == []
+    process.end()
+    assert host.listener.said == [REVOKED]
+    host._on_message("second", REVOKED)
+    assert host.listener.said == [REVOKED, REVOKED]
+
+
+def silent(host: WorkerHost) -> None:
+    """Its worker has said nothing for longer than it may, and the node was there."""
+    host._looked_s = time.monotonic()
+    host._heard_s[R0] = time.monotonic() - 2 * LIMIT_S
     host.watch()
+
+
+def test_a_worker_that_says_nothing_is_given_up_and_its_process_is_left_alone(host):
+    hello(host, "first")
     host.watch()
-    assert sockets.sent == [("b", ALL_SENT[0])]
-    host.workers.send(R1, Shutdown())
-    assert sockets.sent[1:] == [("b", Shutdown())]
+    assert host.listener.down == []
+    silent(host)
+    host.watch()
+    [reason] = host.listener.down
+    assert "said nothing for 30.0 s" in reason, "rooms fail, and whoever it may still write to shuts it out"
+    assert host._server.dropped == ["first"], "when it goes on, it hears with its next message that it is not served"
+    hello(host, "second")
+    host._on_message("second", REVOKED)
+    assert host.listener.said == [], "another process's word is no proof"
+    host._server.process("first").end()
+    assert host.listener.said == [REVOKED]
+
+
+def test_a_process_that_serves_its_rank_again_has_closed_what_it_had(host):
+    hello(host, "first")
+    silent(host)
+    host._server.processes["again"] = host._server.process("first")
+    hello(host, "again")
+    host._on_message("again", REVOKED)
+    assert host.listener.said == [REVOKED]
+    host._server.process("first").end()
+    assert host.listener.said == [REVOKED]
+
+
+def test_a_worker_that_has_closed_everything_is_not_waited_for(host):
+    hello(host, "first")
+    host._on_message("first", WorkerClosed(rank=R0))
+    assert host._server.sent[-1] == ("first", Shutdown())
+    assert (host._server.dropped, host.listener.down) == (["first"], ["its engine has closed it"])
+    hello(host, "second")
+    host._on_message("second", REVOKED)
+    assert host.listener.said == [REVOKED]
+
+
+def test_a_worker_that_leaves_before_its_memory_is_there_is_answered_too(host):
+    host._early = {}
+    hello(host, "first")
+    host._on_message("first", WorkerClosed(rank=R0))
+    assert (host._server.sent, host._early, host.listener.refused) == ([("first", Shutdown())], {}, [])
+
+
+def test_an_engine_is_told_that_its_answer_does_not_fit_into_a_frame():
+    engines = EngineSocket(0.0, EventStream())
+    engines._server = Server()
+    engines.send("engine", Pages(call=7, room=1, generation=1, prompt_tokens=1, tables=()))
+    [(engine, refused)] = engines._server.sent
+    assert isinstance(refused, Refused)
+    assert (engine, refused.call, refused.code) == ("engine", 7, "invalid_input")
+    assert "3145728" in refused.message
+    engines.send("engine", Accepted(call=8))
+    assert engines._server.sent[-1] == ("engine", Accepted(call=8))

@@ -1,14 +1,14 @@
+"""The calls of engines: what each is answered, and what becomes of rooms when an engine or its memory is gone."""
+
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import NotReadyError
-from kvbridge.core.ids import IndexSpace, PageTable, Role
+from kvbridge.core.ids import Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import (
     AbortRoom,
@@ -32,51 +32,44 @@ from kvbridge.core.wire.engine_messages import (
     SparseRows,
 )
 from kvbridge.core.wire.features import Features
-from kvbridge.core.wire.messages import Done, Drained, Heartbeat, Intend, Offer, to_wire
-from kvbridge.core.wire.worker_messages import Send
+from kvbridge.core.wire.messages import Drained, Heartbeat, Intend, Offer, to_wire
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.engines import AttachedEngines
 from kvbridge.node.rooms import RoomEngines
 from kvbridge.telemetry.events import EngineAttached, EngineEnded, EngineFact, EngineLost, SparseDecoded
-from tests.helpers.rooms import (
-    ADDRESS,
-    DECODE,
-    GEOMETRY,
-    PAGE,
-    PREFILL,
-    R0,
-    R1,
-    ReceiverBench,
-    SenderBench,
-    full_amounts,
-    pick,
-)
+from tests.helpers.node_bench import ReceiverBench, SenderBench
+from tests.helpers.rooms import ADDRESS, DECODE, GEOMETRY, PAGE, R0, R1, TOKENS, full_amounts, pages_table
 
-TABLES = to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([4, 5], dtype=np.int32))})
+PROMPT = {"room": 1, "prompt_tokens": TOKENS}
+PLACES = (PeerAddress(endpoint=ADDRESS.endpoint),)
+
+
+def names(*ids: int, first: int = 0):
+    return to_wire(pages_table(*ids, first=first))
 
 
 class Api:
-    """A api in front of a bench's service, whose engines are those attached here."""
+    """An API in front of a bench's rooms, whose engines are those attached here."""
 
-    def __init__(self, bench, ranks=(R0,)) -> None:
+    def __init__(self, bench: SenderBench | ReceiverBench, ranks=(R0,), **limits: object) -> None:
         self.bench = bench
         self.messages: list[tuple[str, object]] = []
-        self.ready = True
-        self.required: tuple[str, ...] = ()
-        """Features that the node requires of engines."""
         admission = AdmissionController(
-            bench.service.requests, bench.book, limits=AdmissionConfig(), events=bench.events
+            bench.service.requests,
+            bench.book,
+            limits=AdmissionConfig(**limits),
+            events=bench.events,
+            clock=bench.clock,
+            draw=lambda: 0.0,
         )
         send = lambda engine, message: self.messages.append((engine, message))  # noqa: E731
         self.engines = AttachedEngines(send, ranks, bench.events)
         self.api = EngineApi(bench.service, admission, self.engines, pid=lambda engine: 77, attached=self.describe)
 
     def describe(self, call: int, ranks) -> Attached:
-        if not self.ready:
-            raise NotReadyError("memory is being created", retry_after_s=7)
         facts = {"instance": "i", "incarnation": "x", "geometry": GEOMETRY, "pp_size": 1, "tp_size": 1}
-        return Attached(call=call, **facts, ranks=ranks, layers={}, features=Features(requires=self.required))
+        return Attached(call=call, **facts, ranks=ranks, layers={}, features=Features())
 
     def call(self, message, engine: str = "engine"):
         self.api.handle(engine, message)
@@ -86,37 +79,75 @@ class Api:
         return self.call(Attach(call=1, role=role or self.bench.service.book.role, ranks=ranks), engine)
 
 
-def prefill(**fields) -> Api:
-    return Api(SenderBench(**fields), fields.get("ranks", (R0,)))
+def prefill(limits=None, **fields) -> Api:
+    api = Api(SenderBench(**fields), fields.get("ranks", (R0,)), **(limits or {}))
+    api.attach()
+    return api
 
 
 def decode(**fields) -> Api:
-    bench = ReceiverBench(**fields)
-    bench.nodes.know()
-    return Api(bench)
+    api = Api(ReceiverBench(**fields))
+    api.bench.nodes.know()
+    api.attach()
+    return api
+
+
+# ------------------------------------------------------------------------------------------- engines come
 
 
 def test_an_engine_attaches_for_ranks_of_this_node():
-    api = prefill(ranks=(R0, R1))
-    answer = api.attach(ranks=(R1,))
-    assert isinstance(answer, Attached)
-    assert set(api.engines.serving()) == {"engine"}
+    api = Api(SenderBench(ranks=(R0, R1)), (R0, R1))
+    for fields, text in (
+        ({"role": Role.DECODE}, "this is a prefill daemon"),
+        ({"ranks": (R0.model_copy(update={"tp": 9}),)}, "do not live on this node"),
+    ):
+        assert text in api.attach(**fields).message
+    assert api.engines.serving() == {}
+    assert isinstance(api.attach(ranks=(R1,)), Attached)
     assert api.engines.status()[0].ranks == (str(R1),)
     assert api.attach("b").ranks == (R0, R1)
+    api.engines.push(RoomEvent(room=1, generation=1, kind="failed"))
+    assert [engine for engine, message in api.messages if isinstance(message, RoomEvent)] == ["engine", "b"]
 
 
-PROMPT = {"room": 1, "prompt_tokens": 2 * PAGE}
-PLACES = (PeerAddress(endpoint=ADDRESS.endpoint),)
+def test_an_engine_of_no_rank_attaches_when_the_engines_that_bring_memory_are_served():
+    api = Api(SenderBench(adopted=True))
+    api.bench.workers.lacking = "pp0.tp0 is starting"
+    refused = api.attach("commands")
+    assert isinstance(refused, Refused)
+    assert (refused.code, "pp0.tp0 is starting" in refused.message) == (NotReadyError.code, True)
+    assert isinstance(api.attach("brings", ranks=(R0,)), Attached)
+    api.bench.workers.lacking = ""
+    assert isinstance(api.attach("commands"), Attached)
 
 
-def names(*ids: int, first: int = 0):
-    return to_wire({IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(ids, dtype=np.int32), first)})
+def test_calls_before_attach_unknown_calls_and_heartbeats():
+    api = Api(SenderBench())
+    refused = api.call(Begin(call=4, room=1, prompt_tokens=1))
+    assert (refused.call, refused.code) == (4, "conflict")
+    api.attach()
+    assert "does not know the call 'Claim'" in api.call(Claim(call=5, room=1)).message
+    count = len(api.messages)
+    api.api.handle("engine", Heartbeat())
+    assert len(api.messages) == count
+
+
+def test_engines_are_one_client_of_their_own_and_are_told_when_to_come_back():
+    api = prefill({"client_max_rooms": 2}, pages=3)
+    api.call(Admit(call=2, room=1, prompt_tokens=TOKENS))
+    refused = api.call(Admit(call=3, room=2, prompt_tokens=TOKENS))
+    assert (refused.code, refused.retry_after_s) == ("capacity", 0.1), "nothing has been released yet: soon"
+    api.call(Admit(call=4, room=2, prompt_tokens=1))
+    refused = api.call(Admit(call=5, room=3, prompt_tokens=1))
+    assert (refused.code, "client 'engine' has 2 rooms" in refused.message) == ("client_limit", True)
+
+
+# ------------------------------------------------------------------------------------------- rooms that engines admit
 
 
 def test_decode_that_waits_for_a_room_hears_at_once_that_it_is_not_admitted():
     api = prefill(adopted=True)
-    api.attach()
-    api.bench.service.peers.hear(DECODE, Intend(room=1, generation=1, prompt_tokens=2 * PAGE))
+    api.bench.hear(Intend(generation=1, **PROMPT))
     assert api.bench.peers.messages == []
     api.call(Hold(call=2, room=1, prompt_tokens=99 * PAGE))
     failed, drained = (message for _, message in api.bench.peers.messages)
@@ -127,138 +158,54 @@ def test_decode_that_waits_for_a_room_hears_at_once_that_it_is_not_admitted():
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"tables": names(4), "published_tokens": 2 * PAGE}, "needs 2 pages"),
+        ({"tables": names(4), "published_tokens": TOKENS}, "needs 2 pages"),
         ({"tables": names(4, 99)}, "page 99 is not in"),
         ({"published_tokens": PAGE}, "was not begun"),
-        ({"tables": names(4, 5), "computed_tokens": 2 * PAGE + 1}, "computed_tokens must be at most"),
+        ({"tables": names(4, 5), "computed_tokens": TOKENS + 1}, "computed_tokens must be at most"),
     ],
 )
 def test_what_is_refused_of_a_held_room_leaves_nothing_of_it(fields, text):
     api = prefill(adopted=True)
-    api.attach()
-    refused = api.call(Hold(call=2, **PROMPT, **fields))
-    assert text in refused.message
-    assert api.bench.free == 16
-    assert api.bench.service.book.report(1).state is RoomState.FAILED
-    assert isinstance(api.call(Hold(call=3, **PROMPT, generation=2, tables=TABLES)), Accepted)
-
-
-def test_an_engine_fetches_a_room_when_it_hears_of_it_and_names_its_pages_later():
-    api = decode(adopted=True)
-    api.attach()
-    assert isinstance(api.call(Fetch(call=2, **PROMPT, prefill=PLACES)), Accepted)
-    assert [type(message) for _, message in api.bench.nodes.messages] == [Intend]
-    assert not [message for _, message in api.messages if isinstance(message, RoomEvent)]
-    api.bench.clock.advance(100_000)
-    api.bench.tick()
-    api.call(Provide(call=3, room=1, tables=names(5, first=1), prefix_tokens=PAGE))
-    assert pick(api.bench.nodes.messages, Offer)[0].prefix_tokens == PAGE
+    assert text in api.call(Hold(call=2, **PROMPT, **fields)).message
+    assert (api.bench.free, api.bench.report().state) == (16, RoomState.FAILED)
+    assert isinstance(api.call(Hold(call=3, **PROMPT, generation=2, tables=names(4, 5))), Accepted)
 
 
 def test_a_room_of_another_prompt_is_refused_and_held_for_whoever_it_is_for():
     api = prefill(adopted=True)
-    api.attach()
-    whole = {"tables": TABLES, "published_tokens": 2 * PAGE}
+    bench, whole = api.bench, {"tables": names(4, 5), "published_tokens": TOKENS}
     api.call(Hold(call=2, **PROMPT, **whole, prompt_digest=b"of this one"))
-    asked = {"room": 1, "generation": 1, "prompt_tokens": 2 * PAGE}
     for digest in (b"of that one", b""):
-        for message in (
-            Intend(**asked, prompt_digest=digest),
-            Offer(**asked, prompt_digest=digest, tables=names(7, 8)),
-        ):
-            api.bench.service.peers.hear("eeee000000000001", message)
-            failed, drained = (message for _, message in api.bench.peers.messages[-2:])
+        asked = PROMPT | {"generation": 1, "prompt_digest": digest}
+        for message in (Intend(**asked), Offer(**asked, tables=names(7, 8))):
+            bench.hear(message, "eeee000000000001")
+            failed, drained = (message for _, message in bench.peers.messages[-2:])
             assert (failed.code, type(drained)) == ("key_mismatch", Drained)
             assert f"and prefill holds {b'of this one'.hex()}" in failed.message
-    assert api.bench.service.book.report(1).state is RoomState.ADMITTED
-    api.bench.service.peers.hear(DECODE, Offer(**asked, prompt_digest=b"of this one", tables=names(7, 8)))
-    assert len(pick(api.bench.workers.messages, Send)) == 1
+    assert bench.report().state is RoomState.ADMITTED
+    bench.offer(peer=DECODE, prompt_digest=b"of this one")
+    assert len(bench.orders()) == 1
 
 
 def test_rooms_that_an_engine_admitted_end_with_it():
     for api, message in (
         (decode(adopted=True), Fetch(call=2, **PROMPT, prefill=PLACES)),
-        (prefill(adopted=True), Hold(call=2, **PROMPT, tables=TABLES, published_tokens=2 * PAGE)),
+        (prefill(adopted=True), Hold(call=2, **PROMPT, tables=names(4, 5), published_tokens=TOKENS)),
     ):
-        api.attach()
         api.attach("another")
         api.call(message)
         api.api.gone("another", "killed", followed=True)
-        assert api.bench.service.book.report(1).state is RoomState.ADMITTED
+        assert api.bench.report().state is RoomState.ADMITTED
         api.api.gone("engine", "killed", followed=True)
-        assert api.bench.service.book.report(1).state is RoomState.FAILED
-        assert api.bench.free == 16
+        assert (api.bench.report().state, api.bench.free) == (RoomState.FAILED, 16)
 
 
 @pytest.mark.parametrize("adopted", [False, True])
 def test_a_room_of_the_nodes_own_pages_or_of_the_other_role_is_not_an_engines_to_admit(adopted):
-    hold, fetch = Hold(call=2, **PROMPT, tables=TABLES), Fetch(call=2, **PROMPT, prefill=PLACES)
+    hold, fetch = Hold(call=2, **PROMPT, tables=names(4, 5)), Fetch(call=2, **PROMPT, prefill=PLACES)
     for api, message in ((prefill(adopted=adopted), fetch if adopted else hold), (decode(adopted=adopted), hold)):
-        api.attach()
         assert isinstance(api.call(message), Refused)
         assert not api.bench.service.book.open()
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [({"role": Role.DECODE}, "this is a prefill daemon"), ({"ranks": (R1,)}, "do not live on this node")],
-)
-def test_an_attach_that_does_not_fit_is_refused(fields, text):
-    api = prefill()
-    refused = api.attach(**fields)
-    assert isinstance(refused, Refused)
-    assert text in refused.message
-    assert api.engines.serving() == {}
-
-
-def test_an_engine_of_no_rank_attaches_when_the_engines_that_bring_memory_are_served():
-    api = prefill(adopted=True)
-    api.bench.workers.lacking = "pp0.tp0 is starting"
-    refused = api.attach("commands")
-    assert isinstance(refused, Refused)
-    assert (refused.code, "pp0.tp0 is starting" in refused.message) == ("not_ready", True)
-    assert isinstance(api.attach("brings", ranks=(R0,)), Attached)
-    api.bench.workers.lacking = ""
-    assert isinstance(api.attach("commands"), Attached)
-
-
-def test_calls_before_attach_unknown_calls_and_heartbeats():
-    api = prefill()
-    refused = api.call(Begin(call=4, room=1, prompt_tokens=1))
-    assert (refused.call, refused.code) == (4, "conflict")
-    api.attach()
-    assert "does not know the call 'Claim'" in api.call(Claim(call=5, room=1)).message
-    count = len(api.messages)
-    api.api.handle("engine", Heartbeat())
-    assert len(api.messages) == count
-    other = decode()
-    other.attach()
-    assert "does not know the call 'Begin'" in other.call(Begin(call=5, room=1, prompt_tokens=1)).message
-
-
-def test_the_decode_verbs():
-    api = decode()
-    api.attach()
-    api.bench.engines.names = set()
-    api.bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
-    refused = api.call(Claim(call=2, room=1))
-    assert refused.code == "conflict"
-    amounts = full_amounts(2 * PAGE)
-    done = Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={"move": 1.0}, metadata=b"first token")
-    api.bench.service.peers.hear(PREFILL, done)
-    pages = api.call(Claim(call=3, room=1))
-    assert (pages.metadata, pages.amounts) == ({"pp0.tp0": b"first token"}, amounts)
-    assert pages.phases_s["move"] == 1.0
-    extended = api.call(Extend(call=4, room=1, tokens=3 * PAGE))
-    assert len(extended.tables[0].ids) == 3 * 4
-    sparse = SparseRows(hit=7, loaded=3, preloaded=64, backed_up=16)
-    assert api.call(Release(call=5, room=1, sparse=sparse)) == Accepted(call=5)
-    (told,) = api.bench.events.of(SparseDecoded)
-    assert (told.room, told.rows) == (1, {"hit": 7, "loaded": 3, "preloaded": 64, "backed_up": 16})
-    assert api.bench.free == 16
-    assert api.call(AbortRoom(call=6, room=1, reason="late")) == Accepted(call=6)
-    assert api.call(Claim(call=7, room=1)).code == "room_failed"
-    assert api.call(Claim(call=8, room=2)).code == "unknown_room"
 
 
 @pytest.mark.parametrize("fails", ["at once", "when the room is there"])
@@ -266,7 +213,6 @@ def test_the_decode_verbs():
 def test_a_call_that_fails_by_a_defect_is_refused_and_leaves_no_room_behind(fails, role, monkeypatch):
     """An engine that waits for an answer which never comes waits for ever."""
     api = prefill(adopted=True) if role == "prefill" else decode(adopted=True)
-    api.attach()
 
     def fail(*_, **__):
         raise RuntimeError("a defect " + "x" * 10_000)
@@ -274,15 +220,10 @@ def test_a_call_that_fails_by_a_defect_is_refused_and_leaves_no_room_behind(fail
     if fails == "at once":
         monkeypatch.setattr(AdmissionController, "admit_now", fail)
     else:
-        calls = api.bench.service.calls
-        monkeypatch.setitem(calls, Begin if role == "prefill" else Provide, fail)
-    message = (
-        Hold(call=2, **PROMPT, tables=TABLES)
-        if role == "prefill"
-        else Fetch(call=2, **PROMPT, prefill=PLACES, tables=TABLES)
-    )
+        monkeypatch.setitem(api.bench.service.calls, Begin if role == "prefill" else Provide, fail)
+    asked = PROMPT | {"call": 2, "tables": names(4, 5)}
     with capture_logs() as lines:
-        refused = api.call(message)
+        refused = api.call(Hold(**asked) if role == "prefill" else Fetch(**asked, prefill=PLACES))
     assert (refused.call, refused.code) == (2, "internal")
     assert "failed, please report it" in refused.message
     assert "RuntimeError: a defect" in refused.message
@@ -292,28 +233,63 @@ def test_a_call_that_fails_by_a_defect_is_refused_and_leaves_no_room_behind(fail
     assert api.bench.free == 16
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_engine_that_is_gone_is_told_to_the_rooms_once(role, monkeypatch):
-    api = prefill() if role == "prefill" else decode()
+# ------------------------------------------------------------------------------------------- the decode verbs
+
+
+def test_the_decode_verbs():
+    api = decode()
+    bench = api.bench
+    bench.engines.names = set()
+    bench.admit()
+    assert api.call(Claim(call=2, room=1)).code == "conflict"
+    bench.done(metadata=b"first token")
+    pages = api.call(Claim(call=3, room=1))
+    assert (pages.metadata, pages.amounts) == ({"pp0.tp0": b"first token"}, full_amounts(TOKENS))
+    assert pages.phases_s["move"] == 1.0
+    extended = api.call(Extend(call=4, room=1, tokens=3 * PAGE))
+    assert len(extended.tables[0].ids) == 3 * 4
+    sparse = SparseRows(hit=7, loaded=3, preloaded=64, backed_up=16)
+    assert api.call(Release(call=5, room=1, sparse=sparse)) == Accepted(call=5)
+    (told,) = bench.events.of(SparseDecoded)
+    assert (told.room, told.rows) == (1, {"hit": 7, "loaded": 3, "preloaded": 64, "backed_up": 16})
+    assert bench.free == 16
+    assert api.call(AbortRoom(call=6, room=1, reason="late")) == Accepted(call=6)
+    assert api.call(Claim(call=7, room=1)).code == "room_failed"
+    assert api.call(Claim(call=8, room=2)).code == "unknown_room"
+
+
+# ------------------------------------------------------------------------------------------- engines go
+
+
+def using(role: str) -> Api:
+    """An engine uses the two pages of room 1."""
+    if role == "prefill":
+        api = prefill()
+        api.call(Admit(call=2, **PROMPT))
+        api.call(Begin(call=3, **PROMPT))
+        return api
+    api = decode()
+    api.bench.admit()
+    api.bench.done()
+    assert isinstance(api.call(Claim(call=3, room=1)), Pages)
+    return api
+
+
+def test_an_engine_that_is_gone_is_told_to_the_rooms_once(monkeypatch):
     told: list[str] = []
     heard = lambda _, engine, reason, followed: bool(told.append(reason))  # noqa: E731
     monkeypatch.setattr(RoomEngines, "gone", heard)
-    api.attach()
+    api = prefill()
     api.api.gone("engine", "killed", followed=True)
     api.api.gone("engine", "killed", followed=True)
     assert told == ["killed"]
-    assert api.engines.serving() == {}
-    assert api.engines.status() == (), "no page waits for it"
+    assert (api.engines.serving(), api.engines.status()) == ({}, ()), "no page waits for it"
 
 
 def test_pages_of_an_engine_that_is_gone_wait_for_the_end_of_its_process():
-    api = prefill()
-    api.attach()
-    api.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE))
-    api.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
+    api = using("prefill")
     assert api.api.gone("engine", "its connection has ended", followed=True)
-    assert api.bench.service.book.report(1).state is RoomState.FAILED
-    assert api.bench.free == 14
+    assert (api.bench.report().state, api.bench.free) == (RoomState.FAILED, 14)
     [left] = api.engines.status()
     assert (left.pid, left.gone) == (77, "its connection has ended; its process has not ended")
     refused = api.attach()
@@ -325,48 +301,25 @@ def test_pages_of_an_engine_that_is_gone_wait_for_the_end_of_its_process():
         EngineLost(engine="engine", reason="its connection has ended", pages_wait=True),
         EngineEnded(engine="engine"),
     ]
-    assert api.bench.free == 16
-    assert api.engines.status() == ()
+    assert (api.bench.free, api.engines.status()) == (16, ())
     assert isinstance(api.attach(), Attached)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_an_engine_that_detaches_waits_for_nothing(role):
-    api = prefill() if role == "prefill" else decode()
-    api.attach()
-    if role == "prefill":
-        api.call(Admit(call=2, room=1, prompt_tokens=2 * PAGE))
-        api.call(Begin(call=3, room=1, prompt_tokens=2 * PAGE))
-    else:
-        api.bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=2 * PAGE, prefill=(ADDRESS,)))
-        amounts = full_amounts(2 * PAGE)
-        api.bench.service.peers.hear(PREFILL, Done(room=1, generation=1, writer=R0, amounts=amounts, phases_s={}))
-        api.call(Claim(call=3, room=1))
+    api = using(role)
     assert api.call(Detach(call=4)) == Accepted(call=4)
-    assert (api.bench.free, api.bench.service.book.report(1).state) == (16, RoomState.FAILED)
+    assert (api.bench.free, api.bench.report().state) == (16, RoomState.FAILED)
     assert not api.api.gone("engine", "its connection has ended", followed=True)
     assert api.call(Detach(call=5)).code == "conflict"
 
 
-def test_events_go_to_everybody_who_is_attached():
-    api = prefill()
-    api.attach("a")
-    api.attach("b")
-    event = RoomEvent(room=1, generation=1, kind="failed")
-    api.engines.push(event)
-    assert [engine for engine, _ in pick_events(api)] == ["a", "b"]
-
-
-def pick_events(api: Api):
-    return [(engine, message) for engine, message in api.messages if isinstance(message, RoomEvent)]
-
-
 def test_engines_of_a_rank_whose_memory_is_gone_may_only_let_go_until_they_attach_again():
-    api = prefill(ranks=(R0, R1))
+    api = Api(SenderBench(ranks=(R0, R1)), (R0, R1))
     api.attach("of both")
     api.attach("of the other", ranks=(R1,))
-    api.call(Admit(call=2, room=1, prompt_tokens=PAGE), "of both")
-    api.call(Begin(call=3, room=1, prompt_tokens=PAGE), "of both")
+    for call in (Admit(call=2, **PROMPT), Begin(call=3, **PROMPT)):
+        api.call(call, "of both")
     api.messages.clear()
     for _ in range(2):
         api.engines.memory_lost(R0, "rank worker pp0.tp0 is gone: killed")
@@ -374,24 +327,9 @@ def test_engines_of_a_rank_whose_memory_is_gone_may_only_let_go_until_they_attac
     api.bench.service.workers.gone(R0, "killed")
     refused = api.call(Publish(call=4, room=1, upto_token=PAGE), "of both")
     assert (refused.code, "attach again" in refused.message) == ("detached", True)
-    assert api.bench.free == 15
+    assert api.bench.free == 14
     assert isinstance(api.call(AbortRoom(call=5, room=1, reason="lost"), "of both"), Accepted)
     assert api.bench.free == 16
     assert isinstance(api.call(Admit(call=2, room=2, prompt_tokens=PAGE), "of the other"), Accepted)
     assert isinstance(api.attach("of both"), Attached)
     assert isinstance(api.call(Admit(call=2, room=3, prompt_tokens=PAGE), "of both"), Accepted)
-
-
-def test_a_decode_engine_without_memory_releases_what_it_had_claimed():
-    api = decode()
-    api.attach()
-    api.bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=PAGE, prefill=(ADDRESS,)))
-    api.bench.service.peers.hear(
-        PREFILL, Done(room=1, generation=1, writer=R0, amounts=full_amounts(PAGE), phases_s={})
-    )
-    assert isinstance(api.call(Claim(call=2, room=1)), Pages)
-    api.engines.memory_lost(R0, "killed")
-    api.bench.service.workers.gone(R0, "killed", memory_lost=True)
-    assert api.call(Extend(call=3, room=1, tokens=2 * PAGE)).code == "detached"
-    assert isinstance(api.call(Release(call=4, room=1)), Accepted)
-    assert api.bench.free == 16

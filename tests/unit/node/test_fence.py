@@ -53,7 +53,7 @@ def bench() -> Bench:
     return Bench()
 
 
-def test_rooms_that_are_being_written_end_in_peace(bench: Bench) -> None:
+def test_rooms_that_are_being_written_end_in_peace(bench):
     bench.offers = {OTHER}
     bench.fence.ask(FAILED)
     bench.renewed()
@@ -68,7 +68,7 @@ def test_rooms_that_are_being_written_end_in_peace(bench: Bench) -> None:
     assert set(bench.orders()) == {ONE, TWO}
 
 
-def test_rooms_that_take_too_long_are_cut_off(bench: Bench) -> None:
+def test_rooms_that_take_too_long_are_cut_off(bench):
     bench.offers = {OTHER}
     bench.fence.ask(FAILED)
     bench.renewed()
@@ -78,7 +78,7 @@ def test_rooms_that_take_too_long_are_cut_off(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("phase", list(FencePhase)[1:])
-def test_a_room_that_asks_during_a_round_is_served_by_the_next(bench: Bench, phase: FencePhase) -> None:
+def test_a_room_that_asks_during_a_round_is_served_by_the_next(bench, phase):
     bench.offers = {OTHER}
     bench.fence.ask(FAILED)
     if phase is not FencePhase.RENEWING:
@@ -103,7 +103,7 @@ def test_a_room_that_asks_during_a_round_is_served_by_the_next(bench: Bench, pha
     assert bench.fence.epoch == 2
 
 
-def test_a_worker_that_took_another_s_place_answers_for_it(bench: Bench) -> None:
+def test_a_worker_that_took_another_s_place_answers_for_it(bench):
     bench.fence.ask(FAILED)
     bench.fence.ready(ONE, 0)  # it became ready before it heard of the new epoch
     bench.fence.ready(TWO, 1)
@@ -119,14 +119,14 @@ def test_a_worker_that_took_another_s_place_answers_for_it(bench: Bench) -> None
     assert bench.shut == [{FAILED}]
 
 
-def test_stray_answers_change_nothing(bench: Bench) -> None:
+def test_stray_answers_change_nothing(bench):
     bench.renewed(0)
     bench.revoked(5)
     bench.fence.tick()
     assert (bench.fence.phase, bench.shut, bench.sent) == (FencePhase.IDLE, [], [])
 
 
-def test_a_lost_path_is_shut_alone_and_its_room_is_not_waited_for(bench: Bench) -> None:
+def test_a_lost_path_is_shut_alone_and_its_room_is_not_waited_for(bench):
     bench.offers = {OTHER, LATER}
     assert bench.fence.ask_path(OTHER, "nixl", 0)
     assert bench.orders() == dict.fromkeys((ONE, TWO), RenewEndpoints(epoch=1, transports=("nixl",)))
@@ -142,7 +142,7 @@ def test_a_lost_path_is_shut_alone_and_its_room_is_not_waited_for(bench: Bench) 
     assert bench.shut == [{OTHER}]
 
 
-def test_rooms_that_lose_an_endpoint_that_is_being_shut_are_served_at_once(bench: Bench) -> None:
+def test_rooms_that_lose_an_endpoint_that_is_being_shut_are_served_at_once(bench):
     bench.offers = {OTHER, LATER}
     bench.fence.ask_path(OTHER, "nixl", 0)
     bench.renewed()
@@ -155,7 +155,7 @@ def test_rooms_that_lose_an_endpoint_that_is_being_shut_are_served_at_once(bench
     assert bench.fence.phase is FencePhase.IDLE
 
 
-def test_what_is_shut_already_is_not_shut_again(bench: Bench) -> None:
+def test_what_is_shut_already_is_not_shut_again(bench):
     bench.fence.ask_path(OTHER, "nixl", 0)
     bench.renewed()
     bench.revoked()
@@ -171,7 +171,7 @@ def test_what_is_shut_already_is_not_shut_again(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize(("transport", "epoch"), [("mooncake", 0), ("nixl", 1)])
-def test_a_path_that_the_round_does_not_shut_is_served_by_the_next(bench: Bench, transport: str, epoch: int) -> None:
+def test_a_path_that_the_round_does_not_shut_is_served_by_the_next(bench, transport, epoch):
     """Another transport, or the new endpoint."""
     bench.fence.ask_path(OTHER, "nixl", 0)
     assert bench.fence.ask_path(OTHER, transport, epoch)

@@ -5,23 +5,15 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 
 import pytest
 
-from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.hearing import Meaning
-from kvbridge.core.session.receiver import (
-    RECEIVER_HEARS,
-    RECEIVER_TABLE,
-    ReceiverMessage,
-    ReceiverSpeaker,
-    ReceiverState,
-)
-from kvbridge.core.session.sender import SENDER_HEARS, SENDER_TABLE, SenderMessage, SenderSpeaker, SenderState
+from kvbridge.core.session.receiver import RECEIVER_HEARS, RECEIVER_TABLE, ReceiverState
+from kvbridge.core.session.sender import SENDER_HEARS, SENDER_TABLE, SenderState
 from kvbridge.core.wire.messages import (
     Abort,
     Digests,
@@ -38,22 +30,9 @@ from kvbridge.core.wire.worker_messages import Digested, Rerouted, RoomClosed, S
 from kvbridge.node.receiver.room import speaker_of as receiver_speaker
 from kvbridge.node.sender.room import speaker_of as sender_speaker
 from kvbridge.pool.accounts.page_states import Owner, PageState
-from tests.helpers.rooms import (
-    ADDRESS,
-    DECODE,
-    OTHER_ADDRESS,
-    PAGE,
-    PREFILL,
-    R0,
-    R1,
-    ReceiverBench,
-    SenderBench,
-    full_amounts,
-    pages_table,
-    pick,
-)
+from tests.helpers.node_bench import ReceiverBench, SenderBench
+from tests.helpers.rooms import ADDRESS, DECODE, OTHER_ADDRESS, PREFILL, R0, R1, TOKENS, full_amounts, pages_table
 
-TOKENS = 2 * PAGE
 SECOND = "bbbb000000000001"
 STRANGER = "eeee000000000001"
 OWNER = Owner(1, 1)
@@ -111,17 +90,17 @@ def receiver_in(state: ReceiverState | None, before: str = "") -> ReceiverBench:
         bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,), tp_size=2)
     if state is None:
         return bench
-    bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=TOKENS, prefill=(ADDRESS, OTHER_ADDRESS)))
-    room, hear, driver = bench.service.book.get(1), bench.service.peers.hear, bench.service.driver
+    bench.admit(prefill=(ADDRESS, OTHER_ADDRESS))
+    room, hear = bench.room(), bench.hear
     steps = {
-        "done": lambda: hear(PREFILL, done()),
-        "drained": lambda: (hear(PREFILL, done()), hear(PREFILL, drained())),
-        "arrive": lambda: (hear(PREFILL, done()), hear(SECOND, done(R1))),
-        "claim": lambda: bench.verbs.claim("engine", 1),
-        "release": lambda: bench.verbs.release("engine", 1),
-        "stop": lambda: driver.stop(room, "by its client"),
-        "fail": lambda: driver.fail(room, "x", "y"),
-        "drain": lambda: (hear(PREFILL, drained()), hear(SECOND, drained())),
+        "done": lambda: hear(done()),
+        "drained": lambda: (hear(done()), hear(drained())),
+        "arrive": lambda: (hear(done()), hear(done(R1), SECOND)),
+        "claim": bench.verbs.claim,
+        "release": bench.verbs.release,
+        "stop": bench.stop,
+        "fail": lambda: bench.service.driver.fail(room, "x", "y"),
+        "drain": lambda: (hear(drained()), hear(drained(), SECOND)),
     }
     for step in (*[before][: bool(before)], *HOW_THEY_COME.get(state, ())):
         steps[step]()
@@ -155,7 +134,7 @@ def receiver_says(bench: ReceiverBench, who: str, message: RoomMessage) -> None:
         case Verified():
             bench.service.workers.verified(message)
         case _:
-            bench.service.peers.hear(who, message)
+            bench.hear(message, who)
 
 
 def seen(bench: ReceiverBench | SenderBench, owner: Owner) -> bytes:
@@ -214,12 +193,11 @@ def test_no_word_of_a_writer_before_the_offer_counts_after_it():
     """A rank that reported before anybody knew a page has sent nothing: its bytes are waited for."""
     bench = receiver_in(ReceiverState.INTENDED)
     for message in (done(), PathLost(**SAID, writer=R0, transport="mooncake", epoch=0), drained(in_transit=True)):
-        bench.service.peers.hear(PREFILL, message)
+        bench.hear(message)
     bench.verbs.provide(1, pages_table(4, 5))
-    room = bench.service.book.get(1)
-    assert room.writers[PREFILL].missing == {R0}
-    bench.service.peers.hear(SECOND, done(R1))
-    assert room.state is ReceiverState.OFFERED
+    assert bench.room().writers[PREFILL].missing == {R0}
+    bench.hear(done(R1), SECOND)
+    assert bench.state() is ReceiverState.OFFERED
     assert "committed" not in bench.engines.kinds
     assert bench.events.refusals == {"unexpected_done": 1, "unexpected_path_lost": 1, "unexpected_drained": 1}
 
@@ -227,23 +205,23 @@ def test_no_word_of_a_writer_before_the_offer_counts_after_it():
 def test_a_writer_that_drained_before_the_offer_is_told_to_stop_and_its_pages_wait_for_its_word():
     bench = receiver_in(ReceiverState.INTENDED)
     for peer in (PREFILL, SECOND):
-        bench.service.peers.hear(peer, drained())
+        bench.hear(drained(), peer)
     bench.verbs.provide(1, pages_table(4, 5))
-    bench.service.driver.stop(bench.service.book.get(1), "by its client")
+    bench.stop()
     assert {peer for peer, message in bench.nodes.messages if isinstance(message, Abort)} == {PREFILL, SECOND}
     assert bench.book.state(OWNER) is PageState.LEASED
     for peer in (PREFILL, SECOND):
-        bench.service.peers.hear(peer, drained())
+        bench.hear(drained(), peer)
     assert bench.book.state(OWNER) is PageState.FREE
 
 
 def test_a_writer_that_has_drained_and_says_done_is_refused():
     """Drained is the last word: what was not sent before is not sent."""
     bench = receiver_in(ReceiverState.ABORTING)
-    bench.service.peers.hear(PREFILL, drained())
-    bench.service.peers.hear(PREFILL, done())
+    bench.hear(drained())
+    bench.hear(done())
     assert bench.events.refusals == {"unexpected_done": 1}
-    assert bench.service.book.get(1).writers[PREFILL].missing == {R0}
+    assert bench.room().writers[PREFILL].missing == {R0}
 
 
 # ------------------------------------------------------------------------------------------- the prefill side
@@ -273,31 +251,27 @@ def sender_in(state: SenderState | None, before: str = "") -> SenderBench:
     bench = SenderBench(ranks=(R0, R1))
     if state is None:
         return bench
-    bench.service.requests.admit(AdmissionRequest(room=1, prompt_tokens=TOKENS))
-    room, driver, hear = bench.service.book.get(1), bench.service.driver, bench.service.workers.hear
+    bench.admit()
+    room, hear = bench.room(), bench.service.workers.hear
 
     def offered() -> None:
-        bench.service.peers.hear(DECODE, offer())
-        bench.verbs.begin("engine", bench.ranks, 1, prompt_tokens=TOKENS, tables={})
-        bench.verbs.publish("engine", bench.ranks, 1, upto_token=TOKENS, layers=None)
+        bench.hear(offer())
+        bench.verbs.begin()
+        bench.verbs.publish()
 
     def finished() -> None:
-        bench.verbs.finish("engine", bench.ranks, 1, metadata=b"")
+        bench.verbs.finish()
         for order, rank in ((1, R0), (2, R1)):
             hear(Sent(**SAID, rank=rank, order=order))
 
-    def closed(*ranks) -> None:
-        for rank in ranks:
-            hear(RoomClosed(**SAID, rank=rank, quiet=True))
-
     steps = {
-        "intend": lambda: bench.service.peers.hear(DECODE, Intend(**SAID, prompt_tokens=TOKENS)),
+        "intend": lambda: bench.hear(Intend(**SAID, prompt_tokens=TOKENS)),
         "offer": offered,
         "finish": finished,
-        "stop": lambda: driver.stop(room, "by its client"),
-        "fail": lambda: driver.fail(room, "x", "y"),
-        "close": lambda: closed(R0, R1),
-        "closed": lambda: closed(R0),
+        "stop": bench.stop,
+        "fail": lambda: bench.service.driver.fail(room, "x", "y"),
+        "close": bench.closed,
+        "closed": lambda: hear(RoomClosed(**SAID, rank=R0, quiet=True)),
     }
     way = ENDED_EARLY[state] if before == "intended" else HOW_THEY_GO.get(state, ())
     for step in (*way, *(["closed"] if before == "closed" else [])):
@@ -348,8 +322,7 @@ def test_prefill_takes_what_is_listed_and_nothing_else_changes_a_room(state, bef
         speaker = sender_speaker(room, who, message)
         meaning = SENDER_HEARS.meaning(state, speaker, message.type)
         looked, refused = seen(bench, OWNER), bench.events.refusals.total()
-        hear: Callable[..., None] = bench.service.peers.hear
-        hear(who, message) if who else bench.service.workers.hear(message)
+        bench.hear(message, who) if who else bench.service.workers.hear(message)
         if meaning in {None, Meaning.LATE}:
             assert seen(bench, OWNER) == looked, f"{message!r} of {speaker} has changed a room that is {state}"
             assert bench.events.refusals.total() - refused == (meaning is None)
@@ -358,7 +331,7 @@ def test_prefill_takes_what_is_listed_and_nothing_else_changes_a_room(state, bef
             assert bench.events.refusals.total() - refused == (meaning is Meaning.TURN_AWAY)
         if meaning is Meaning.TURN_AWAY:
             assert room.state is state
-            assert [type(said) for said in pick(bench.peers.messages, object, who)][-2:] == [Failed, Drained]
+            assert [type(said) for said in bench.told(object, who)][-2:] == [Failed, Drained]
         bench.book.check_integrity()
 
 
@@ -367,18 +340,17 @@ def test_a_rank_worker_that_speaks_of_a_room_it_was_never_given_quarantines_noth
     bench.service.workers.hear(RoomClosed(**SAID, rank=R0, quiet=False, reason="stuck"))
     bench.service.workers.hear(Rerouted(**SAID, rank=R0, lost="local", over="nixl", epoch=2, in_transit=True))
     assert bench.book.state(OWNER) is PageState.HELD
-    assert not bench.service.book.get(1).in_transit
+    assert not bench.room().in_transit
     assert bench.events.refusals == {"unexpected_room_closed": 1, "unexpected_rerouted": 1}
 
 
 def test_a_rank_worker_that_closes_a_room_it_was_not_told_to_close_is_refused():
     """Were it believed, an abort would take for quiet what is still read."""
     bench = sender_in(SenderState.SENDING)
-    for rank in bench.ranks:
-        bench.service.workers.hear(RoomClosed(**SAID, rank=rank, quiet=True))
-    bench.service.peers.hear(DECODE, Abort(**SAID, code="aborted", message="enough"))
-    assert bench.service.book.get(1).state is SenderState.ABORTING
-    assert pick(bench.peers.messages, Drained) == []
+    bench.closed()
+    bench.abort()
+    assert bench.state() is SenderState.ABORTING
+    assert bench.told(Drained) == []
     assert bench.events.refusals == {"unexpected_room_closed": 2}
 
 
@@ -392,18 +364,18 @@ def engine_calls(bench: ReceiverBench | SenderBench) -> dict[str, Callable[[], o
         if isinstance(bench, ReceiverBench):
             of_role = {
                 "provide": partial(verbs.provide, 1, pages_table(4, 5)),
-                "claim": partial(verbs.claim, who, 1),
-                "loaded": partial(verbs.loaded, who, 1),
+                "claim": partial(verbs.claim, who),
+                "loaded": partial(verbs.loaded, who),
                 "extend": partial(verbs.extend, who, 1, TOKENS),
-                "release": partial(verbs.release, who, 1),
+                "release": partial(verbs.release, who),
             }
         else:
             of_role = {
-                "begin": partial(verbs.begin, who, bench.ranks, 1, prompt_tokens=TOKENS, tables={}),
-                "publish": partial(verbs.publish, who, bench.ranks, 1, upto_token=TOKENS, layers=None),
-                "loaded": partial(verbs.loaded, who, 1),
-                "finish": partial(verbs.finish, who, bench.ranks, 1, metadata=b""),
-                "release": partial(verbs.release, who, 1, 1),
+                "begin": partial(verbs.begin, who),
+                "publish": partial(verbs.publish, who),
+                "loaded": partial(verbs.loaded, who),
+                "finish": partial(verbs.finish, who),
+                "release": partial(verbs.release, who, generation=1),
             }
         calls |= {f"{name} of {who}": call for name, call in of_role.items()}
     return calls
@@ -418,40 +390,7 @@ def test_a_call_of_an_engine_that_is_refused_changes_nothing(state):
         try:
             engine_calls(bench)[name]()
         except BridgeError:
-            room = bench.service.book.get(1)
+            room = bench.room()
             lets_go = name == "finish of engine" and (room.over or room.stopping)  # all the same, and it says so
             assert seen(bench, OWNER) == looked or lets_go, f"{name} was refused and has changed a room that is {state}"
         bench.book.check_integrity()
-
-
-# ------------------------------------------------------------------------------------------- the literals themselves
-
-
-@pytest.mark.parametrize(
-    ("hearing", "states", "speakers", "messages"),
-    [
-        pytest.param(SENDER_HEARS, SenderState, SenderSpeaker, SenderMessage, id="sender"),
-        pytest.param(RECEIVER_HEARS, ReceiverState, ReceiverSpeaker, ReceiverMessage, id="receiver"),
-    ],
-)
-def test_every_state_has_a_row_and_every_word_is_used(hearing, states, speakers, messages):
-    assert set(hearing.rows) == set(states)
-    rows = [*hearing.rows.values(), hearing.unknown]
-    assert {speaker for row in rows for speaker in row} == set(speakers)
-    assert {message for row in rows for said in row.values() for message in said} == set(messages)
-    for state, speaker, message in product([*states, None], [*speakers, None], messages):
-        listed = (hearing.unknown if state is None else hearing.rows[state]).get(speaker, {})
-        assert hearing.meaning(state, speaker, message) is listed.get(message)
-
-
-def test_words_that_give_pages_back_are_listed_only_where_pages_may_be_touched():
-    """Done and Drained count as proof from the offer on, and RoomClosed once a rank was told to close."""
-    written = {ReceiverState.OFFERED, ReceiverState.ABORTING, ReceiverState.FAILING}
-    for state, row in RECEIVER_HEARS.rows.items():
-        for said in row.values():
-            for message in {ReceiverMessage.DONE, ReceiverMessage.DRAINED} & said.keys():
-                assert state in written or said[message] is Meaning.LATE
-    for state, row in SENDER_HEARS.rows.items():
-        for said in row.values():
-            if said.get(SenderMessage.ROOM_CLOSED, Meaning.LATE) is not Meaning.LATE:
-                assert state in {SenderState.ABORTING, SenderState.FAILING}

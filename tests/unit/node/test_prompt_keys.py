@@ -2,88 +2,62 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.errors import ConflictError, InvalidInputError, KeyMismatchError, NamespaceError, RoomFailedError
-from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.messages import Done, Failed
+from kvbridge.core.wire.messages import Failed
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
-from tests.helpers.rooms import (
-    ADDRESS,
-    GEOMETRY,
-    PAGE,
-    PREFILL,
-    R0,
-    R1,
-    ReceiverBench,
-    SenderBench,
-    full_amounts,
-    pick,
-)
+from kvbridge.tier.keys import Keys
+from tests.helpers.node_bench import HISTORY, ReceiverBench, SenderBench, keys_of
+from tests.helpers.rooms import PAGE, R0, R1, full_amounts
 
 PROMPT = 3 * PAGE + 5
 """Three whole pages."""
-TOKENS = np.arange(5 * PAGE) + 1_000_000
-IDENTITY = PrefixIdentity(
-    model="m", revision="1", fingerprint=fingerprint(GEOMETRY), tokens_per_page=PAGE, namespace="acme"
-)
-KEYS = page_keys(IDENTITY, TOKENS[:PROMPT]).data
+KEYS = keys_of(PROMPT).data
+KEYED = {"page_hashes": KEYS, "namespace": "acme"}
 
 
 def other_from(page: int) -> bytes:
     """The keys of the prompt when one token of a page is another one."""
-    tokens = TOKENS[:PROMPT].copy()
+    tokens = HISTORY[:PROMPT]
     tokens[page * PAGE + 7] += 1
-    return page_keys(IDENTITY, tokens).data
-
-
-def request(**fields) -> AdmissionRequest:
-    return AdmissionRequest(**{"room": 1, "prompt_tokens": PROMPT, "page_hashes": KEYS, "namespace": "acme"} | fields)
+    return keys_of(tokens).data
 
 
 def prefill(**fields) -> SenderBench:
     bench = SenderBench(**fields)
-    bench.service.requests.admit(request())
-    return bench
-
-
-def decode(*engines: str, committed: bool = True, **fields) -> ReceiverBench:
-    bench = ReceiverBench(**fields)
-    bench.engines.names = {*engines} or {"engine"}
-    bench.nodes.know()
-    bench.service.requests.admit(request(prefill=(ADDRESS,), max_new_tokens=PAGE + PAGE - 5))
-    if committed:
-        done = Done(room=1, generation=1, writer=R0, amounts=full_amounts(PROMPT), phases_s={})
-        bench.service.peers.hear(PREFILL, done)
+    bench.admit(1, PROMPT, **KEYED)
     return bench
 
 
 def begin(bench: SenderBench, page_hashes: bytes = b"", ranks=(R0,), engine: str = "engine", **fields):
-    return bench.verbs.begin(engine, ranks, 1, prompt_tokens=PROMPT, tables=None, page_hashes=page_hashes, **fields)
+    return bench.verbs.begin(engine, ranks, prompt_tokens=PROMPT, page_hashes=page_hashes, **fields)
 
 
-def report(bench):
-    return bench.service.book.report(1)
+def committed(*engines: str) -> ReceiverBench:
+    bench = ReceiverBench()
+    bench.engines.names = {*engines} or {"engine"}
+    bench.nodes.know()
+    bench.admit(1, PROMPT, max_new_tokens=2 * PAGE - 5, **KEYED)
+    bench.done(amounts=full_amounts(PROMPT))
+    return bench
 
 
 # ------------------------------------------------------------------------------------- admission
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("shares_prefixes", [True, False])
-def test_another_number_of_keys_than_the_prompt_has_whole_pages_is_refused(count, shares_prefixes):
+def test_another_number_of_keys_than_the_prompt_has_whole_pages_is_refused(shares_prefixes):
     bench = SenderBench(shares_prefixes=shares_prefixes)
-    text = rf"page_hashes has {16 * count} bytes; {PROMPT} tokens are 3 whole pages of {PAGE}, .* 48 bytes"
-    with pytest.raises(InvalidInputError, match=text):
-        bench.service.requests.admit(request(page_hashes=bytes(16 * count)))
-    assert len(bench.service.book) == 0
-    assert bench.free == 16
+    for count in (1, 4):
+        text = rf"page_hashes has {16 * count} bytes; {PROMPT} tokens are 3 whole pages of {PAGE}, .* 48 bytes"
+        with pytest.raises(InvalidInputError, match=text):
+            bench.admit(1, PROMPT, page_hashes=bytes(16 * count))
+    assert (len(bench.service.book), bench.free) == (0, 16)
 
 
 @pytest.mark.asyncio
@@ -93,24 +67,28 @@ async def test_a_namespace_that_may_not_be_named_is_a_counted_refusal(wait_s):
     admission = AdmissionController(
         bench.service.requests, bench.book, limits=AdmissionConfig(), events=bench.events, clock=bench.clock
     )
+    asked = {"room": 1, "prompt_tokens": PROMPT} | KEYED
     with pytest.raises(NamespaceError, match="'acme': it may name the default one"):
-        await admission.admit(request(wait_s=wait_s), Namespaces())
+        await admission.admit(AdmissionRequest(**asked, wait_s=wait_s), Namespaces())
     assert bench.events.refusals == {"namespace_forbidden": 1}
     assert bench.free == 16
-    assert (await admission.admit(request(), Namespaces(frozenset({"acme"})))).room == 1
+    assert (await admission.admit(AdmissionRequest(**asked), Namespaces(frozenset({"acme"})))).room == 1
 
 
 # ------------------------------------------------------------------------------------- begin
 
 
 def test_an_engine_that_states_none_is_told_what_to_do_and_the_room_goes_on():
-    bench = prefill()
+    bench, decode = prefill(), committed()
     with pytest.raises(InvalidInputError, match=r"admitted with page keys.*engine\.page_keys"):
         begin(bench)
     with pytest.raises(InvalidInputError, match="page_hashes has 16 bytes"):
         begin(bench, KEYS[:16])
-    assert report(bench).state is RoomState.ADMITTED
+    assert bench.report().state is RoomState.ADMITTED
     assert begin(bench, KEYS).tables
+    with pytest.raises(InvalidInputError, match="admitted with page keys"):
+        decode.verbs.claim()
+    assert decode.verbs.claim("engine", 1, KEYS).claimed_by == {"engine"}
 
 
 @pytest.mark.parametrize("page", [0, 1, 2])
@@ -120,10 +98,11 @@ def test_other_tokens_fail_the_room_and_the_first_other_page_is_named(page):
         KeyMismatchError, match=rf"prefill engine's tokens .*page {page} \(tokens {page * PAGE} to "
     ) as error:
         begin(bench, other_from(page))
-    assert (report(bench).state, report(bench).reason_code) == (RoomState.FAILED, "key_mismatch")
-    assert report(bench).reason in str(error.value)
+    assert (bench.report().state, bench.report().reason_code) == (RoomState.FAILED, "key_mismatch")
+    assert bench.report().reason in str(error.value)
     assert ("namespace" in str(error.value)) is (page == 0)
-    assert not any(secret in str(error.value) for secret in ("1000", KEYS[:16].hex(), other_from(page)[:16].hex()))
+    secrets = (str(HISTORY[page * PAGE]), KEYS[:16].hex(), other_from(page)[:16].hex())
+    assert not any(secret in str(error.value) for secret in secrets)
     assert bench.free == 16
 
 
@@ -133,51 +112,42 @@ def test_engines_of_a_node_that_end_the_prompt_differently_fail_the_room():
     begin(bench, KEYS, end_key=b"a" * 16)
     with pytest.raises(KeyMismatchError, match=rf"\(tokens {3 * PAGE} to {PROMPT - 1}\)"):
         begin(bench, KEYS, (R1,), "other", end_key=b"b" * 16)
-    assert report(bench).reason_code == "key_mismatch"
+    assert bench.report().reason_code == "key_mismatch"
 
 
 def test_nothing_stays_of_a_room_whose_engine_says_afterwards_that_it_has_another_prompt():
     bench = prefill()
     begin(bench, KEYS)
-    bench.verbs.publish("engine", (R0,), 1, upto_token=PROMPT, layers=None)
-    bench.verbs.finish("engine", (R0,), 1, metadata=b"")
+    bench.verbs.publish(upto_token=PROMPT)
+    bench.verbs.finish()
     with pytest.raises(KeyMismatchError):
         begin(bench, other_from(1))
-    assert (report(bench).state, bench.prefixes.known(Keys(KEYS).in_namespace(""))) == (RoomState.FAILED, 0)
+    assert (bench.report().state, bench.prefixes.known(Keys(KEYS).in_namespace(""))) == (RoomState.FAILED, 0)
 
 
 # ------------------------------------------------------------------------------------- claim
 
 
-def test_a_claim_states_its_keys():
-    bench = decode()
-    with pytest.raises(InvalidInputError, match="admitted with page keys"):
-        bench.verbs.claim("engine", 1)
-    assert report(bench).state is RoomState.COMMITTED
-    assert bench.verbs.claim("engine", 1, KEYS).claimed_by == {"engine"}
-
-
 def test_a_claim_with_other_tokens_fails_the_room_on_both_sides():
-    bench = decode()
+    bench = committed()
     with pytest.raises(KeyMismatchError, match=r"decode engine's tokens .*page 2"):
         bench.verbs.claim("engine", 1, other_from(2))
-    assert (report(bench).state, report(bench).reason_code) == (RoomState.FAILED, "key_mismatch")
-    assert bench.free == 16
-    (told,) = pick(bench.nodes.messages, Failed)
-    assert (told.code, told.message) == ("key_mismatch", report(bench).reason)
+    assert (bench.report().state, bench.free) == (RoomState.FAILED, 16)
+    (told,) = bench.told(Failed)
+    assert (told.code, told.message) == ("key_mismatch", bench.report().reason)
     with pytest.raises(RoomFailedError, match="page 2"):
         bench.verbs.claim("engine", 1, KEYS)
 
 
 def test_a_room_that_another_engine_has_claimed_ends_when_that_one_releases_it():
-    bench = decode("engine", "other")
+    bench = committed("engine", "other")
     bench.verbs.claim("engine", 1, KEYS)
     with pytest.raises(KeyMismatchError):
         bench.verbs.claim("other", 1, other_from(0))
-    assert (report(bench).state, bench.engines.kinds[-1]) == (RoomState.FAILED, "cancel")
+    assert (bench.report().state, bench.engines.kinds[-1]) == (RoomState.FAILED, "cancel")
     assert bench.free < 16
-    assert pick(bench.nodes.messages, Failed)
-    bench.verbs.release("engine", 1)
+    assert bench.told(Failed)
+    bench.verbs.release()
     assert bench.free == 16
 
 
@@ -185,61 +155,47 @@ def test_a_room_that_another_engine_has_claimed_ends_when_that_one_releases_it()
 
 WHOLE = 5 * PAGE - 1
 """Tokens of the prompt and those fed after it: four whole pages, and one that lacks a row."""
-ANSWER = page_keys(IDENTITY, TOKENS[:WHOLE])
-
-
-def claimed(*engines: str):
-    bench = decode(*engines)
-    for engine in bench.engines.names:
-        bench.verbs.claim(engine, 1, KEYS)
-    return bench, bench.service.book.get(1)
-
-
-def watched(bench, room):
-    """The answer that there is when the pages are given back."""
-    found = []
-    give_back = type(bench.service.driver.rules.pages).give_back
-    pages = bench.service.driver.rules.pages
-
-    def noted(self, given):
-        if self is pages and given is room:
-            found.append(room.answer)
-        give_back(self, given)
-
-    return found, noted
+ANSWER = keys_of(WHOLE).data
 
 
 @pytest.fixture
-def answers(monkeypatch):
-    """Return what stands as the answer of a room when its pages are given back."""
+def claimed(monkeypatch):
+    """A room that engines have claimed, and a list of what stands as its answer when its pages are given back."""
 
-    def watch(bench, room):
-        found, noted = watched(bench, room)
-        monkeypatch.setattr(type(bench.service.driver.rules.pages), "give_back", noted)
-        return found
+    def claim(*engines: str):
+        bench, found = committed(*engines), []
+        for engine in bench.engines.names:
+            bench.verbs.claim(engine, 1, KEYS)
+        pages = type(bench.service.driver.rules.pages)
+        give_back = pages.give_back
 
-    return watch
+        def noted(self, room):
+            found.append(room.answer)
+            give_back(self, room)
+
+        monkeypatch.setattr(pages, "give_back", noted)
+        return bench, found
+
+    return claim
 
 
-def test_all_engines_have_to_say_the_same(answers):
-    said = {"valid_tokens": WHOLE, "page_hashes": ANSWER.data}
-    less = {"valid_tokens": PROMPT, "page_hashes": KEYS}
-    for one, two, refused, kept in (
-        (said, said, False, True),
-        (said, {}, False, False),
-        (said, less, True, False),
-        ({}, said, True, False),
-    ):
-        bench, room = claimed("a", "b")
-        found = answers(bench, room)
-        bench.verbs.release("a", 1, **one)
-        if refused:
-            with pytest.raises(ConflictError, match=r"engine a has released it with .* have to say the same"):
-                bench.verbs.release("b", 1, **two)
-        else:
-            bench.verbs.release("b", 1, **two)
-        assert [answer is not None for answer in found] == [kept]
-        assert (report(bench).state, bench.free) == (RoomState.COMPLETED, 16)
+SAID, LESS = {"valid_tokens": WHOLE, "page_hashes": ANSWER}, {"valid_tokens": PROMPT, "page_hashes": KEYS}
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "refused", "kept"),
+    [(SAID, SAID, False, True), (SAID, {}, False, False), (SAID, LESS, True, False), ({}, SAID, True, False)],
+)
+def test_all_engines_have_to_say_the_same(claimed, one, two, refused, kept):
+    bench, found = claimed("a", "b")
+    bench.verbs.release("a", **one)
+    if refused:
+        with pytest.raises(ConflictError, match=r"engine a has released it with .* have to say the same"):
+            bench.verbs.release("b", **two)
+    else:
+        bench.verbs.release("b", **two)
+    assert [answer is not None for answer in found] == [kept]
+    assert (bench.report().state, bench.free) == (RoomState.COMPLETED, 16)
 
 
 @pytest.mark.parametrize(
@@ -248,14 +204,13 @@ def test_all_engines_have_to_say_the_same(answers):
         (PROMPT - 1, KEYS, InvalidInputError),
         (WHOLE, KEYS, InvalidInputError),
         (WHOLE, b"123", InvalidInputError),
-        (6 * PAGE, ANSWER.data + bytes(32), InvalidInputError),
-        (WHOLE, other_from(0) + ANSWER.data[48:], KeyMismatchError),
+        (6 * PAGE, ANSWER + bytes(32), InvalidInputError),
+        (WHOLE, other_from(0) + ANSWER[48:], KeyMismatchError),
     ],
 )
-def test_a_wrong_answer_is_not_kept_and_the_pages_come_back(answers, valid_tokens, page_hashes, error):
-    bench, room = claimed()
-    found = answers(bench, room)
+def test_a_wrong_answer_is_not_kept_and_the_pages_come_back(claimed, valid_tokens, page_hashes, error):
+    bench, found = claimed()
     with pytest.raises(error):
-        bench.verbs.release("engine", 1, valid_tokens=valid_tokens, page_hashes=page_hashes)
+        bench.verbs.release(valid_tokens=valid_tokens, page_hashes=page_hashes)
     assert found == [None]
-    assert (report(bench).state, bench.free) == (RoomState.COMPLETED, 16)
+    assert (bench.report().state, bench.free) == (RoomState.COMPLETED, 16)

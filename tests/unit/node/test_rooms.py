@@ -1,3 +1,5 @@
+"""The book of rooms and the driver of their transitions, with a room that has nothing but its state."""
+
 from __future__ import annotations
 
 import asyncio
@@ -25,15 +27,7 @@ from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import GEOMETRY, SENDER_LIMITS, FakeEngines, RecordedEvents
 
 OWNER = Owner(1, 1)
-
-
-def make_book(clock: ManualClock | None = None, **settings) -> RoomBook:
-    settings = {"keep_s": 100.0} | settings
-    return RoomBook(Role.DECODE, lambda room: room.state, clock=clock or ManualClock(), **settings)
-
-
-def pages_of_rooms(book: PageBook) -> RoomPages:
-    return RoomPages(book, RoomSettings(geometry=GEOMETRY, limits=SENDER_LIMITS), RecordedEvents())
+OPEN, OVER = RoomState.ADMITTED, RoomState.COMPLETED
 
 
 @dataclass(eq=False)
@@ -49,67 +43,39 @@ class UsedRoom(Room):
         return "somebody"
 
 
-def make_room(room: int = 1, generation: int = 1, state: RoomState = RoomState.ADMITTED) -> UsedRoom:
-    return UsedRoom(
-        room=room,
-        generation=generation,
-        prompt_tokens=10,
-        prefix_tokens=0,
-        max_new_tokens=0,
-        client="",
-        state=state,
-        created_s=0.0,
-    )
+def make_room(room: int = 1, generation: int = 1, state: object = OPEN, kind: type[Room] = UsedRoom) -> Room:
+    facts = {"prompt_tokens": 10, "prefix_tokens": 0, "max_new_tokens": 0, "client": "", "created_s": 0.0}
+    return kind(room=room, generation=generation, state=state, **facts)
+
+
+def make_book(*rooms: Room, clock: ManualClock | None = None, **settings) -> RoomBook:
+    settings = {"keep_s": 100.0} | settings
+    book = RoomBook(Role.DECODE, lambda room: room.state, clock=clock or ManualClock(), **settings)
+    for room in rooms:
+        book.add(room)
+    return book
+
+
+# ------------------------------------------------------------------------------------------- receipts and limits
 
 
 def test_receipts_are_bounded_without_a_sweep():
     book = make_book(keep_rooms=3)
     for number in range(1, 8):
-        room = make_room(number, state=RoomState.COMPLETED)
+        room = make_room(number, state=OVER)
         book.add(room)
         book.ended(room)
     assert [number for number in range(1, 8) if book.newest_generation(number)] == [5, 6, 7]
     assert book.states() == {"completed": 3}
 
 
-def test_draw_avoids_known_ids_and_zero(monkeypatch):
-    book = make_book()
-    book.add(make_room(7))
-    numbers = iter([0, 7, 9])
-    monkeypatch.setattr("kvbridge.node.room_book.secrets.randbits", lambda bits: next(numbers))
-    assert book.draw() == 9
-
-
-def test_a_deadline_is_named_once():
-    room = make_room()
-    assert room.late(5) == ""
-    room.wait_until(10, "timeouts.offer_s")
-    assert room.late(9.9) == ""
-    assert room.late(10) == "timeouts.offer_s"
-    assert room.late(11) == ""
-
-
-def test_limits_that_nothing_hangs_on_any_more_are_let_go_of():
-    clock = ManualClock()
-    book = make_book(clock)
-    room = make_room()
-    book.add(room)
-    for number in range(10_000):
-        room.wait_until(1_000.0 + number, "timeouts.room_s")
-    assert len(book._limits) < 2 * room_book.LIMITS_KEPT
-    clock.advance(11_000)
-    assert set(book.due(clock())) == {room}
-    assert room.late(clock()) == "timeouts.room_s"
-
-
 def test_a_receipt_is_kept_while_an_earlier_attempt_could_answer_for_it():
     """Else the earlier one is the newest that is known, and the generation that has ended may be admitted again."""
     clock = ManualClock()
-    book = make_book(clock)
     old = make_room(state=RoomState.FAILED)
-    book.add(old)
+    book = make_book(old, clock=clock)
     for generation in (2, 3):
-        attempt = make_room(generation=generation, state=RoomState.COMPLETED)
+        attempt = make_room(generation=generation, state=OVER)
         book.add(attempt)
         book.ended(attempt)
         clock.advance(150)
@@ -122,9 +88,29 @@ def test_a_receipt_is_kept_while_an_earlier_attempt_could_answer_for_it():
     book.ended(old)
     clock.advance(150)
     book.sweep()
-    assert book.newest_generation(1) == 0
-    assert len(book) == 0
-    assert book.states() == {}
+    assert (book.newest_generation(1), len(book), book.states()) == (0, 0, {})
+
+
+def test_draw_avoids_known_ids_and_zero(monkeypatch):
+    numbers = iter([0, 7, 9])
+    monkeypatch.setattr("kvbridge.node.room_book.secrets.randbits", lambda bits: next(numbers))
+    assert make_book(make_room(7)).draw() == 9
+
+
+def test_a_deadline_is_named_once_and_limits_that_nothing_hangs_on_any_more_are_let_go_of():
+    clock, room = ManualClock(), make_room()
+    book = make_book(room, clock=clock)
+    assert room.late(5) == ""
+    for number in range(10_000):
+        room.wait_until(1_000.0 + number, "timeouts.room_s")
+    assert len(book._limits) < 2 * room_book.LIMITS_KEPT
+    clock.advance(11_000)
+    assert set(book.due(clock())) == {room}
+    assert room.late(clock()) == "timeouts.room_s"
+    assert room.late(clock()) == ""
+
+
+# ------------------------------------------------------------------------------------------- waiting for a state
 
 
 async def settled():
@@ -134,9 +120,8 @@ async def settled():
 
 @pytest.mark.asyncio
 async def test_wait_wakes_on_every_change_and_returns_for_the_right_ones():
-    book = make_book()
     room = make_room()
-    book.add(room)
+    book = make_book(room)
     waits = [asyncio.create_task(book.wait(1, 30, frozenset({RoomState.COMMITTED}))) for _ in range(2)]
     final = asyncio.create_task(book.wait(1, 30, frozenset()))
     await settled()
@@ -156,13 +141,15 @@ async def test_wait_wakes_on_every_change_and_returns_for_the_right_ones():
 
 
 @pytest.mark.asyncio
-async def test_a_caller_that_is_cancelled_in_the_moment_that_the_room_changes_is_cancelled():
-    book, room = make_book(), make_room()
-    book.add(room)
+@pytest.mark.parametrize("changes", [True, False])
+async def test_a_caller_that_is_cancelled_is_cancelled_though_the_room_changes_in_that_moment(changes):
+    room = make_room()
+    book = make_book(room)
     wait = asyncio.create_task(book.wait(1, 30, frozenset()))
     await settled()
-    room.state = RoomState.COMPLETED
-    book.changed(room)
+    if changes:
+        room.state = OVER
+        book.changed(room)
     wait.cancel()
     await asyncio.gather(wait, return_exceptions=True)
     assert wait.cancelled()
@@ -170,19 +157,19 @@ async def test_a_caller_that_is_cancelled_in_the_moment_that_the_room_changes_is
 
 
 @pytest.mark.asyncio
-async def test_wait_ends_in_time_and_leaves_nothing_behind():
-    book = make_book()
-    book.add(make_room())
-    assert (await book.wait(1, 0.01, frozenset())).state is RoomState.ADMITTED
-    assert (await book.wait(1, 0, frozenset())).state is RoomState.ADMITTED
-    cancelled = asyncio.create_task(book.wait(1, 30, frozenset()))
-    await settled()
-    assert book._waiters
-    cancelled.cancel()
-    await asyncio.gather(cancelled, return_exceptions=True)
-    assert not book._waiters
+async def test_wait_ends_in_time():
+    book = make_book(make_room())
+    for timeout_s in (0.01, 0):
+        assert (await book.wait(1, timeout_s, frozenset())).state is OPEN
     with pytest.raises(UnknownRoomError):
         await book.wait(2, 1, frozenset())
+
+
+# ------------------------------------------------------------------------------------------- pages of rooms
+
+
+def pages_of_rooms(book: PageBook) -> RoomPages:
+    return RoomPages(book, RoomSettings(geometry=GEOMETRY, limits=SENDER_LIMITS), RecordedEvents())
 
 
 @pytest.mark.parametrize("state", [PageState.HELD, PageState.LEASED, PageState.QUARANTINED, PageState.FREE])
@@ -197,24 +184,21 @@ def test_give_back_frees_from_every_state_and_touches_nobody_else(state):
         book.move(OWNER, PageState.HELD, PageState.LEASED)
     if state is PageState.QUARANTINED:
         book.quarantine(OWNER, f"{OWNER}: lost")
-        book.quarantine(OWNER, f"{OWNER}: late")
     room = make_room()
-    room_pages = pages_of_rooms(book)
-    room_pages.give_back(room)
-    room_pages.give_back(room)
+    for _ in range(2):
+        pages_of_rooms(book).give_back(room)
     assert tuple(book._holdings) == (other,)
     assert book.counts()[IndexSpace.FULL][PageState.FREE] == 6
     book.check_integrity()
 
 
 def test_a_quarantine_is_said_once_and_counted_by_its_cause_until_the_pages_are_given_back():
-    pages, rooms = PageBook({IndexSpace.FULL: 8}), make_book()
-    room = make_room()
+    pages, room = PageBook({IndexSpace.FULL: 8}), make_room()
     pages_of_rooms(pages).quarantine(room, Quarantine.NOT_QUIET, "it has no pages")
     assert room.quarantine is None
     pages.reserve(OWNER, {IndexSpace.FULL: 3})
     pages.move(OWNER, PageState.HELD, PageState.LEASED)
-    rooms.add(room)
+    rooms = make_book(room)
     for _ in range(2):
         pages_of_rooms(pages).quarantine(room, Quarantine.NOT_RELEASED, "late")
     pages_of_rooms(pages).quarantine(room, Quarantine.WRITER_SHUT_OUT, "gone")
@@ -225,30 +209,28 @@ def test_a_quarantine_is_said_once_and_counted_by_its_cause_until_the_pages_are_
     assert pages.quarantine_reasons() == {}
 
 
+# ------------------------------------------------------------------------------------------- lists
+
+
 def listed(book: RoomBook, *, after: int = 0, limit: int = 100, state: RoomState | None = None):
-    states = frozenset() if state is None else frozenset({state})
-    page = book.page(RoomQuery(state=states, after=after, limit=limit))
+    page = book.page(RoomQuery(state=frozenset({state} - {None}), after=after, limit=limit))
     return [room.room for room in page.rooms], page.next
 
 
 def test_rooms_are_listed_in_the_order_of_their_admission_a_page_at_a_time():
-    book = make_book()
-    for number in (9, 3, 7, 5):
-        book.add(make_room(number, state=RoomState.COMPLETED if number == 3 else RoomState.ADMITTED))
+    book = make_book(*(make_room(number, state=OVER if number == 3 else OPEN) for number in (9, 3, 7, 5)))
     assert listed(book) == ([9, 3, 7, 5], None)
     first, following = listed(book, limit=2)
     assert first == [9, 3]
     book.ended(book.get(3))  # its receipt is listed in its place
     assert listed(book, after=following, limit=2) == ([7, 5], None)
-    assert listed(book, state=RoomState.COMPLETED) == ([3], None)
+    assert listed(book, state=OVER) == ([3], None)
     assert listed(book, after=4) == ([], None)
 
 
 def test_a_listing_looks_at_so_many_rooms_and_says_where_to_go_on(monkeypatch):
     monkeypatch.setattr(room_book, "LOOKED_AT", 3)
-    book = make_book()
-    for number in range(1, 9):
-        book.add(make_room(number, state=RoomState.FAILED if number == 7 else RoomState.ADMITTED))
+    book = make_book(*(make_room(number, state=RoomState.FAILED if number == 7 else OPEN) for number in range(1, 9)))
     assert listed(book, state=RoomState.FAILED) == ([], 3)
     assert listed(book, after=3, state=RoomState.FAILED) == ([], 6)
     assert listed(book, after=6, state=RoomState.FAILED) == ([7], None)
@@ -266,14 +248,14 @@ class Scripted:
     def __init__(self) -> None:
         self.script = {SenderState.SENDING: SenderEvent.ALL_SENT, SenderState.ABORTING: SenderEvent.DRAINED}
         self.done: list[object] = []
-        self.depths: list[int] = []
+        self.depths: set[int] = set()
 
     def next_event(self, room: Room) -> SenderEvent | None:
         return self.script.get(room.state)
 
     def entered(self, room: Room) -> None:
         self.done.append(room.state)
-        self.depths.append(len(inspect.stack(0)))
+        self.depths.add(len(inspect.stack(0)))
 
     def act(self, room: Room, action: SenderAction) -> None:
         self.done.append(action)
@@ -282,47 +264,17 @@ class Scripted:
         self.done.append("rest")
 
 
-@pytest.fixture
-def rules() -> Scripted:
-    return Scripted()
-
-
-@pytest.fixture
-def events() -> RecordedEvents:
-    return RecordedEvents()
-
-
-@pytest.fixture
-def driver(rules, events) -> RoomDriver[Room]:
-    clock = ManualClock()
+def test_facts_lead_on_from_an_event_until_nothing_follows():
+    rules, events, clock = Scripted(), RecordedEvents(), ManualClock()
     rooms = RoomBook(Role.PREFILL, user_state, clock=clock, keep_s=1)
-    return RoomDriver(rules, RoomFacts(rooms, FakeEngines(), events, {}, clock))
-
-
-@pytest.fixture
-def room() -> Room:
-    return SenderRoom(
-        room=1,
-        generation=1,
-        prompt_tokens=1,
-        prefix_tokens=0,
-        max_new_tokens=0,
-        client="",
-        state=SENDER_TABLE.start,
-        created_s=0.0,
-    )
-
-
-def test_facts_lead_on_from_an_event_until_nothing_follows(driver, rules, events, room):
+    driver = RoomDriver(rules, RoomFacts(rooms, FakeEngines(), events, {}, clock))
+    room = make_room(state=SENDER_TABLE.start, kind=SenderRoom)
+    with pytest.raises(ConflictError, match="'drained' is not possible in state 'admitted'"):
+        driver.advance(room, SenderEvent.DRAINED)
+    assert (room.state, rules.done) == (SenderState.ADMITTED, [])
     driver.advance(room, SenderEvent.OFFER)
     opened = SENDER_TABLE.step(SenderState.ADMITTED, SenderEvent.OFFER)[1]
     sent = SENDER_TABLE.step(SenderState.SENDING, SenderEvent.ALL_SENT)[1]
     assert rules.done == [SenderState.SENDING, *opened, SenderState.COMPLETED, *sent, "rest"]
-    assert len(set(rules.depths)) == 1, "one transition does not run inside another"
+    assert len(rules.depths) == 1, "one transition does not run inside another"
     assert [fact.state.value for fact in events.of(RoomEntered)] == ["offered", "completed"]
-
-
-def test_an_event_that_is_not_possible_changes_nothing(driver, rules, room):
-    with pytest.raises(ConflictError, match="'drained' is not possible in state 'admitted'"):
-        driver.advance(room, SenderEvent.DRAINED)
-    assert (room.state, rules.done) == (SenderState.ADMITTED, [])

@@ -8,192 +8,147 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from kvbridge.api.rooms import AdmissionRequest, PeerAddress
+from kvbridge.api.rooms import PeerAddress
 from kvbridge.core.errors import ConflictError, InvalidInputError, KeyMismatchError
-from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.messages import Done, Drained, Failed, Offer, to_wire
+from kvbridge.core.wire.messages import Failed, Offer, to_wire
 from kvbridge.node.receiver.fence import ALL
+from kvbridge.node.receiver.room import ReceiverRoom
 from kvbridge.node.sender.offers import check_offer
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
 from kvbridge.telemetry.events import DisputedPagesDropped, PromptNotKept
-from kvbridge.tier.keys import NO_KEYS, Keys, Link, PrefixIdentity, page_keys
-from tests.helpers.rooms import ADDRESS, GEOMETRY, PAGE, PREFILL, R0, R1, ReceiverBench, full_amounts, pages_in, pick
+from kvbridge.tier.keys import NO_KEYS, Keys, Link
+from tests.helpers.node_bench import FULL, HISTORY, KeyedReceiver, ReceiverBench, keys_of
+from tests.helpers.rooms import ADDRESS, GEOMETRY, PAGE, PREFILL, R0, R1, full_amounts
 
-FULL = IndexSpace.FULL
-TOKENS = np.arange(10 * PAGE) + 7
-IDENTITY = PrefixIdentity(model="m", revision="1", fingerprint=fingerprint(GEOMETRY), tokens_per_page=PAGE)
-MORE = 2 * PAGE
 OTHER, OTHER_PREFILL = PeerAddress(endpoint="tcp://10.0.0.2:7000"), "bbbbbbbbbbbbbbbb"
-
-
-def keys_of(tokens: int) -> Keys:
-    return page_keys(IDENTITY, TOKENS[:tokens])
-
-
-class Bench(ReceiverBench):
-    """A decode node, and a prefill node whose engine says which prompt it has computed."""
-
-    def admit(self, room: int, tokens: int, *, keys: Keys | None = None, namespace: str = ""):
-        self.nodes.know()
-        request = AdmissionRequest(
-            room=room,
-            prompt_tokens=tokens,
-            max_new_tokens=MORE,
-            page_hashes=(keys or keys_of(tokens)).data,
-            namespace=namespace,
-            prefill=(ADDRESS,),
-        )
-        self.service.requests.admit(request)
-        return self.service.book.get(room)
-
-    def done(self, room, keys: Keys | None = None, **fields) -> None:
-        """`keys`: what the engine of the prefill node has stated."""
-        tokens, prefix = room.prompt_tokens, room.prefix_tokens
-        stated = keys_of(tokens) if keys is None else keys
-        said = {"keys_digest": stated.digest, "end_key": stated.end} | fields
-        amounts = full_amounts(tokens, prefix)
-        self.service.peers.hear(
-            PREFILL, Done(room=room.room, generation=1, writer=R0, amounts=amounts, phases_s={}, **said)
-        )
-
-    def claim(self, room) -> None:
-        keys = keys_of(room.prompt_tokens)
-        self.verbs.claim("engine", room.room, keys.data, end_key=keys.end)
-
-    def whole(self, room: int, tokens: int):
-        """A room that has gone all the way."""
-        found = self.admit(room, tokens)
-        self.done(found)
-        self.claim(found)
-        self.verbs.release("engine", room)
-        return found
-
-    @property
-    def cached(self) -> int:
-        return pages_in(self.book, PageState.CACHED)
 
 
 @pytest.fixture
 def bench():
-    bench = Bench()
+    bench = KeyedReceiver()
     yield bench
     bench.prefixes.check_integrity()
 
 
-@pytest.mark.parametrize("over", [0, 1, 2, 3, 4, 127, 128, 255])
+def with_another(keys: Keys, page: int) -> Keys:
+    """The keys of a prompt that differs in one page."""
+    stated = keys.to_list()
+    stated[page] = bytes(16)
+    return Keys.of(stated)
+
+
+def other_end(tokens: int) -> Keys:
+    """The keys of a prompt whose last token is another one."""
+    return keys_of([*HISTORY[: tokens - 1], 0])
+
+
+# ------------------------------------------------------------------------------------------- what is not sent
+
+
+@pytest.mark.parametrize("over", [0, 1, 4, 128])
 def test_the_second_of_two_is_offered_for_what_lacks_only(bench, over):
     first = bench.whole(1, 3 * PAGE + over)
-    second = bench.admit(2, 4 * PAGE + over)
+    second = bench.keyed(2, 4 * PAGE + over)
     assert (first.prefix_tokens, second.prefix_tokens) == (0, 3 * PAGE)
-    offers = pick(bench.nodes.messages, Offer)
+    offers = bench.told(Offer)
     assert [offer.prefix_tokens for offer in offers] == [0, 3 * PAGE]
     table = tables_from_wire(offers[1].tables)[FULL]
     assert (table.first_page, table.ids.tolist()) == (3, second.tables[FULL].ids[3:].tolist())
     check_offer(offers[1], GEOMETRY, prompt_tokens=second.prompt_tokens)
     leased = bench.book.pages(second.owner)[FULL]
     assert leased.tolist() == table.ids.tolist(), "no lease covers what others read"
-    bench.done(second)
+    bench.arrives(second)
     assert second.amounts == full_amounts(second.prompt_tokens, 3 * PAGE)
     bench.claim(second)
-    bench.verbs.release("engine", 2)
-    assert (bench.cached, bench.book.available_pages()[FULL]) == (4, 16)
+    bench.verbs.release(room=2)
+    assert (bench.cached, bench.free) == (4, 16)
+
+
+def test_an_offer_that_names_a_page_of_its_prefix_or_of_its_node_alone_is_refused(bench):
+    bench.whole(1, 3 * PAGE)
+    room = bench.keyed(2, 4 * PAGE)
+    offer = bench.told(Offer)[-1]
+    with pytest.raises(InvalidInputError, match=r"holds the first 3 pages .* begins with page 0"):
+        check_offer(
+            offer.model_copy(update={"tables": to_wire(room.tables)}), GEOMETRY, prompt_tokens=room.prompt_tokens
+        )
+    table = offer.tables[0].model_copy(update={"space": IndexSpace.FULL_TWIN})
+    with pytest.raises(InvalidInputError, match="offers pages of 'full_twin', which no peer writes"):
+        check_offer(offer.model_copy(update={"tables": (table,)}), GEOMETRY, prompt_tokens=room.prompt_tokens)
+
+
+# ------------------------------------------------------------------------------------------- namespaces
 
 
 def test_a_prompt_is_found_only_in_the_namespace_in_which_it_was_kept(bench):
     """Keys are public arithmetic: whoever knows a prompt of another namespace can send the keys that it has there."""
     bench.whole(1, 3 * PAGE)
-    assert bench.admit(2, 3 * PAGE, namespace="acme").prefix_tokens == 0
-    assert bench.admit(3, 3 * PAGE).prefix_tokens == 3 * PAGE
+    assert bench.keyed(2, 3 * PAGE, namespace="acme").prefix_tokens == 0
+    assert bench.keyed(3, 3 * PAGE).prefix_tokens == 3 * PAGE
 
 
 def test_made_up_keys_behind_a_page_of_ones_own_find_no_more_than_that(bench):
     """Behind a first page a caller can send keys that become names of another namespace: these are not behind that page."""
     bench.whole(1, 4 * PAGE)
     own = keys_of(10 * PAGE)[5:9]
-    second = bench.admit(2, 4 * PAGE, keys=own, namespace="acme")
-    bench.done(second, own)
+    second = bench.keyed(2, 4 * PAGE, keys=own, namespace="acme")
+    bench.arrives(second, own)
     bench.verbs.claim("engine", 2, own.data)
-    bench.verbs.release("engine", 2)
+    bench.verbs.release(room=2)
     theirs, ours = keys_of(4 * PAGE).in_namespace(""), own.in_namespace("acme")
     mask = np.frombuffer(ours.data, np.uint8) ^ np.frombuffer(own.data, np.uint8)
     forged = Keys(own[0] + (np.frombuffer(theirs.data, np.uint8) ^ mask).tobytes()[16:])
     assert forged.in_namespace("acme")[1:] == theirs[1:]
-    assert bench.admit(3, 4 * PAGE, keys=forged, namespace="acme").prefix_tokens == PAGE
+    assert bench.keyed(3, 4 * PAGE, keys=forged, namespace="acme").prefix_tokens == PAGE
 
 
 def test_two_namespaces_keep_pages_of_the_same_keys_beside_each_other(bench):
     """An engine computes keys under the namespace that it was told, which nobody compares with that of the room."""
     bench.whole(1, 3 * PAGE)
-    second = bench.admit(2, 4 * PAGE, namespace="acme")
-    bench.done(second)
-    bench.claim(second)
-    bench.verbs.release("engine", 2)
+    bench.whole(2, 4 * PAGE, namespace="acme")
     assert bench.cached == 3 + 4
-    assert bench.admit(3, 4 * PAGE, namespace="acme").prefix_tokens == 4 * PAGE
-    assert bench.admit(4, 4 * PAGE).prefix_tokens == 3 * PAGE, "the fourth page was never there"
+    assert bench.keyed(3, 4 * PAGE, namespace="acme").prefix_tokens == 4 * PAGE
+    assert bench.keyed(4, 4 * PAGE).prefix_tokens == 3 * PAGE, "the fourth page was never there"
 
 
-def test_an_offer_that_names_a_page_of_its_prefix_is_refused(bench):
-    bench.whole(1, 3 * PAGE)
-    room = bench.admit(2, 4 * PAGE)
-    offer = pick(bench.nodes.messages, Offer)[-1].model_copy(update={"tables": to_wire(room.tables)})
-    with pytest.raises(InvalidInputError, match=r"holds the first 3 pages .* begins with page 0"):
-        check_offer(offer, GEOMETRY, prompt_tokens=room.prompt_tokens)
-
-
-def test_an_offer_of_pages_that_only_their_own_node_knows_is_refused(bench):
-    room = bench.admit(1, 4 * PAGE)
-    offer = pick(bench.nodes.messages, Offer)[-1]
-    table = offer.tables[0].model_copy(update={"space": IndexSpace.FULL_TWIN})
-    with pytest.raises(InvalidInputError, match="offers pages of 'full_twin', which no peer writes"):
-        check_offer(offer.model_copy(update={"tables": (table,)}), GEOMETRY, prompt_tokens=room.prompt_tokens)
-
-
-def test_siblings_find_a_prompt_while_its_first_still_decodes(bench):
-    first = bench.admit(1, 3 * PAGE)
-    assert bench.admit(2, 3 * PAGE).prefix_tokens == 0, "nothing of it has arrived yet"
-    bench.done(first)
-    bench.claim(first)
-    second = bench.admit(3, 3 * PAGE)
-    assert second.prefix_tokens == 3 * PAGE, "all of it"
-    assert len(tables_from_wire(pick(bench.nodes.messages, Offer)[-1].tables)[FULL].ids) == 2, "the answer's only"
-    bench.done(second)
-    bench.claim(second)
-    assert second.tables[FULL].ids[:3].tolist() == first.tables[FULL].ids[:3].tolist()
+# ------------------------------------------------------------------------------------------- who vouches for a page
 
 
 def test_of_a_writer_that_does_not_say_what_it_computed_nothing_ever_stays(bench):
     """Neither at the commit, nor when the engine here states its keys, nor with its answer; and the log says why."""
-    first = bench.admit(1, 3 * PAGE)
-    bench.done(first, NO_KEYS)
+    first = bench.keyed(1, 3 * PAGE)
+    bench.arrives(first, NO_KEYS)
     assert (first.shown, bench.cached) == (RoomState.COMMITTED, 0)
     bench.claim(first)
     assert bench.cached == 0
-    bench.verbs.release("engine", 1, valid_tokens=5 * PAGE, page_hashes=keys_of(5 * PAGE).data)
+    bench.answers(1, 5 * PAGE)
     assert (first.shown, bench.cached) == (RoomState.COMPLETED, 0)
     [told] = bench.events.of(PromptNotKept)
     assert "rank pp0.tp0 of prefill node prefill/" in told.reason
     assert "has not stated the page keys" in told.reason
 
 
+def by_two_writers(bench: ReceiverBench, tokens: int, stated: dict[tuple[str, object], Keys]) -> ReceiverRoom:
+    """A room of which two ranks send half each, and say what they have computed."""
+    places = (ADDRESS, OTHER) if any(peer == OTHER_PREFILL for peer, _ in stated) else (ADDRESS,)
+    bench.admit(1, tokens, page_hashes=keys_of(tokens).data, prefill=places)
+    room = bench.room()
+    for (peer, writer), keys in stated.items():
+        owed = room.writers[peer].shares[writer].rows(prompt_tokens=tokens, prefix_tokens=0)
+        amounts = {kind: Amount(lane_rows=rows, bytes=1) for kind, rows in owed.items()}
+        bench.done(peer, writer, amounts=amounts, keys_digest=keys.digest, end_key=keys.end)
+    return room
+
+
 def test_of_several_writers_all_have_to_say_what_they_computed(bench):
     """One instance over two nodes, of which the second has its tier off."""
     bench.nodes.know(ranks=(R0,), tp_size=2)
     bench.nodes.know(OTHER, OTHER_PREFILL, ranks=(R1,), tp_size=2)
-    request = AdmissionRequest(
-        room=1, prompt_tokens=3 * PAGE, page_hashes=keys_of(3 * PAGE).data, prefill=(ADDRESS, OTHER)
-    )
-    bench.service.requests.admit(request)
-    room = bench.service.book.get(1)
-    for peer, writer, keys in ((PREFILL, R0, keys_of(3 * PAGE)), (OTHER_PREFILL, R1, NO_KEYS)):
-        owed = room.writers[peer].shares[writer].rows(prompt_tokens=3 * PAGE, prefix_tokens=0)
-        amounts = {kind: Amount(lane_rows=rows, bytes=1) for kind, rows in owed.items()}
-        said = {"room": 1, "generation": 1, "phases_s": {}, "keys_digest": keys.digest}
-        bench.service.peers.hear(peer, Done(writer=writer, amounts=amounts, **said))
+    room = by_two_writers(bench, 3 * PAGE, {(PREFILL, R0): keys_of(3 * PAGE), (OTHER_PREFILL, R1): NO_KEYS})
     assert room.shown is RoomState.COMMITTED
     bench.claim(room)
     assert bench.cached == 0
@@ -202,74 +157,53 @@ def test_of_several_writers_all_have_to_say_what_they_computed(bench):
 @pytest.mark.parametrize("page", [0, 1, 2])
 def test_a_writer_with_another_prompt_fails_the_room_and_nothing_of_it_stays(bench, page):
     """Wherever it differs: all keys are compared, not the last one."""
-    first = bench.admit(1, 3 * PAGE)
-    stated = keys_of(3 * PAGE).to_list()
-    stated[page] = bytes(16)
-    bench.done(first, Keys.of(stated))
+    first = bench.keyed(1, 3 * PAGE)
+    bench.arrives(first, with_another(keys_of(3 * PAGE), page))
     assert (first.shown, first.reason_code, bench.cached) == (RoomState.FAILED, "key_mismatch", 0)
     assert "another prompt" in first.reason
     assert bench.free == 16
 
 
-def test_whole_pages_of_the_answer_stay_and_the_last_token_counts_only_when_it_was_fed(bench):
-    for number, fed in enumerate((PAGE - 1, PAGE), 1):  # beside a prompt that ends with a page
-        room = bench.admit(number, 2 * PAGE)
-        bench.done(room)
-        bench.claim(room)
-        valid = 2 * PAGE + fed
-        bench.verbs.release("engine", number, valid_tokens=valid, page_hashes=keys_of(valid).data)
-        assert bench.cached == 2 + fed // PAGE
-    assert bench.admit(9, 5 * PAGE).prefix_tokens == 3 * PAGE
-
-
-def other_end(tokens: int) -> Keys:
-    """The keys of a prompt whose last token is another one."""
-    return page_keys(IDENTITY, [*TOKENS[: tokens - 1], 0])
-
-
-def test_the_page_in_which_a_prompt_ends_stays_with_the_answer(bench):
-    room = bench.admit(1, 2 * PAGE + 5)
-    bench.done(room)
-    bench.claim(room)
-    bench.verbs.release("engine", 1, valid_tokens=4 * PAGE, page_hashes=keys_of(4 * PAGE).data)
-    assert bench.cached == 4
-
-
-@pytest.mark.parametrize("silent", ["prefill", "decode"])
-def test_no_page_of_an_answer_stays_behind_a_prompt_whose_end_an_engine_has_not_stated(bench, silent):
-    """Its first page has rows that prefill has computed, of tokens that no key of the prompt names."""
-    room = bench.admit(1, 2 * PAGE + 5)
-    keys = keys_of(2 * PAGE + 5)
-    bench.done(room, **({"end_key": b""} if silent == "prefill" else {}))
-    bench.verbs.claim("engine", 1, keys.data, end_key=b"" if silent == "decode" else keys.end)
-    bench.verbs.release("engine", 1, valid_tokens=4 * PAGE, page_hashes=keys_of(4 * PAGE).data)
-    assert (room.shown, bench.cached) == (RoomState.COMPLETED, 2)
+def test_writers_whose_prompts_end_differently_fail_the_room(bench):
+    bench.nodes.know(ranks=(R0, R1), tp_size=2)
+    tokens = PAGE + 5
+    room = by_two_writers(bench, tokens, {(PREFILL, R0): keys_of(tokens), (PREFILL, R1): other_end(tokens)})
+    assert (room.shown, room.reason_code) == (RoomState.FAILED, "key_mismatch")
+    assert "ends with other tokens" in room.reason
 
 
 def test_a_prompt_that_ends_with_other_tokens_than_prefill_computed_fails_the_room(bench):
-    room = bench.admit(1, 2 * PAGE + 5)
-    bench.done(room, other_end(2 * PAGE + 5))
+    room = bench.keyed(1, 2 * PAGE + 5)
+    bench.arrives(room, other_end(2 * PAGE + 5))
     assert (room.shown, bench.cached) == (RoomState.COMMITTED, 2), "of its whole pages both say the same"
     with pytest.raises(
         KeyMismatchError, match=rf"decode engine's .* another engine .* \(tokens {2 * PAGE} to {2 * PAGE + 4}\)"
     ):
         bench.claim(room)
     assert (room.shown, room.reason_code, bench.cached) == (RoomState.FAILED, "key_mismatch", 2)
-    assert pick(bench.nodes.messages, Failed)
+    assert bench.told(Failed)
 
 
-def test_writers_whose_prompts_end_differently_fail_the_room(bench):
-    bench.nodes.know(ranks=(R0, R1), tp_size=2)
-    request = AdmissionRequest(room=1, prompt_tokens=PAGE + 5, page_hashes=keys_of(PAGE + 5).data, prefill=(ADDRESS,))
-    bench.service.requests.admit(request)
-    room = bench.service.book.get(1)
-    for writer, keys in ((R0, keys_of(PAGE + 5)), (R1, other_end(PAGE + 5))):
-        owed = room.writers[PREFILL].shares[writer].rows(prompt_tokens=PAGE + 5, prefix_tokens=0)
-        amounts = {kind: Amount(lane_rows=rows, bytes=1) for kind, rows in owed.items()}
-        said = {"room": 1, "generation": 1, "phases_s": {}, "keys_digest": keys.digest, "end_key": keys.end}
-        bench.service.peers.hear(PREFILL, Done(writer=writer, amounts=amounts, **said))
-    assert (room.shown, room.reason_code) == (RoomState.FAILED, "key_mismatch")
-    assert "ends with other tokens" in room.reason
+# ------------------------------------------------------------------------------------------- answers
+
+
+def test_whole_pages_of_the_answer_stay_and_the_last_token_counts_only_when_it_was_fed(bench):
+    for number, fed in enumerate((PAGE - 1, PAGE), 1):  # beside a prompt that ends with a page
+        bench.claimed(number, 2 * PAGE)
+        bench.answers(number, 2 * PAGE + fed)
+        assert bench.cached == 2 + fed // PAGE
+    assert bench.keyed(9, 5 * PAGE).prefix_tokens == 3 * PAGE
+
+
+@pytest.mark.parametrize("silent", ["nobody", "prefill", "decode"])
+def test_no_page_of_an_answer_stays_behind_a_prompt_whose_end_an_engine_has_not_stated(bench, silent):
+    """Its first page has rows that prefill has computed, of tokens that no key of the prompt names."""
+    room = bench.keyed(1, 2 * PAGE + 5)
+    keys = keys_of(2 * PAGE + 5)
+    bench.arrives(room, **({"end_key": b""} if silent == "prefill" else {}))
+    bench.verbs.claim("engine", 1, keys.data, end_key=b"" if silent == "decode" else keys.end)
+    bench.answers(1, 4 * PAGE)
+    assert (room.shown, bench.cached) == (RoomState.COMPLETED, 4 if silent == "nobody" else 2)
 
 
 def test_an_answer_stays_only_when_the_engines_of_all_ranks_have_written_it(bench):
@@ -277,40 +211,61 @@ def test_an_answer_stays_only_when_the_engines_of_all_ranks_have_written_it(benc
     bench.ranks.layers |= {R1: bench.ranks.layers[R0]}
     for number, others in ((1, False), (2, True)):
         bench.engines.names = {"engine", "other"}
-        room = bench.admit(number, 2 * PAGE)
-        bench.done(room)
-        bench.claim(room)
-        said = {"valid_tokens": 4 * PAGE, "page_hashes": keys_of(4 * PAGE).data}
+        room = bench.claimed(number, 2 * PAGE)
         if others:
             bench.verbs.claim("other", number, keys_of(2 * PAGE).data)
+            said = {"valid_tokens": 4 * PAGE, "page_hashes": keys_of(4 * PAGE).data}
             bench.verbs.release("other", number, ranks=(R1,), **said)
         else:
             bench.service.engines.gone("other", "a test")
-        bench.verbs.release("engine", number, **said)
+        bench.answers(number, 4 * PAGE)
         assert (room.shown, bench.cached) == (RoomState.COMPLETED, 4 if others else 2)
+
+
+def test_answers_stay_only_where_they_are_to():
+    bench = KeyedReceiver(keeps_answers=False)
+    bench.claimed(1, 2 * PAGE)
+    bench.answers(1, 4 * PAGE)
+    assert bench.cached == 2
+
+
+@pytest.mark.parametrize("end", ["engine gone", "aborted by the engine", "aborted by a user"])
+def test_an_engine_that_does_not_end_well_leaves_its_prompt_and_not_its_answer(bench, end):
+    room = bench.claimed(1, 2 * PAGE + 5)
+    match end:
+        case "engine gone":
+            bench.service.engines.gone("engine", "a test")
+            bench.service.engines.ended("engine")
+        case "aborted by the engine":
+            bench.verbs.abort()
+        case _:
+            bench.stop()
+            bench.answers(1, 4 * PAGE)
+    assert room.over
+    assert (bench.cached, bench.free) == (2, 16)
+    assert bench.keyed(2, 4 * PAGE).prefix_tokens == 2 * PAGE
+
+
+# ------------------------------------------------------------------------------------------- disputes
 
 
 @pytest.mark.parametrize("page", [0, 1, 2, 3])
 def test_pages_of_a_room_whose_engine_has_another_prompt_go_and_those_of_others_stay(bench, page):
     """The first two pages were another room's, which has been claimed rightly; a third room goes on from what goes."""
     bench.whole(1, 2 * PAGE)
-    disputed = bench.admit(2, 4 * PAGE)
-    bench.done(disputed)
-    reader = bench.admit(3, 5 * PAGE)
-    bench.done(reader)
+    bench.arrived(2, 4 * PAGE)
+    reader = bench.arrived(3, 5 * PAGE)
     assert (reader.prefix_tokens, bench.cached) == (4 * PAGE, 5)
-    stated = keys_of(4 * PAGE).to_list()
-    stated[page] = bytes(16)
     with pytest.raises(KeyMismatchError, match=f"page {page} "):
-        bench.verbs.claim("engine", 2, Keys.of(stated).data)
+        bench.verbs.claim("engine", 2, with_another(keys_of(4 * PAGE), page).data)
     left = max(page, 2)
     assert bench.prefixes.known(keys_of(5 * PAGE).in_namespace("")) == left
     [told] = bench.events.of(DisputedPagesDropped)
     assert (told.page, told.dropped, told.read) == (page, 5 - left, 5 - left)
     bench.prefixes.check_integrity()
     bench.claim(reader)
-    bench.verbs.release("engine", 3)
-    assert (bench.cached, bench.book.available_pages()[FULL]) == (left, 16)
+    bench.verbs.release(room=3)
+    assert (bench.cached, bench.free) == (left, 16)
     assert bench.whole(4, 5 * PAGE).prefix_tokens == left * PAGE
 
 
@@ -324,9 +279,6 @@ class HostAndStore:
     def added(self, keys, start, pages) -> None:
         pass
 
-    def checkpoint_added(self, key, pages) -> None:
-        pass
-
     def removed(self, pages) -> None:
         self.gone += pages[IndexSpace.FULL_TWIN].tolist()
 
@@ -338,18 +290,16 @@ class HostAndStore:
 def test_what_a_disputed_room_has_put_into_the_cache_goes_from_host_and_store_too(backup):
     """It has been backed up before the engine says that it has another prompt, or is just being copied."""
     below = HostAndStore()
-    bench = Bench(twins=8, store=below)
+    bench = KeyedReceiver(twins=8, store=below)
     bench.prefixes.twins.watch(below)
-    room = bench.admit(1, 4 * PAGE)
-    bench.done(room)
-    keys = keys_of(4 * PAGE)
-    names = keys.in_namespace("")
+    bench.arrived(1, 4 * PAGE)
+    names = keys_of(4 * PAGE).in_namespace("")
     copy = bench.prefixes.twins.start_backup(Owner(NO_ROOM, 1), names, at_most=8)
     twins = copy.moves[FULL][1].tolist()
     if backup == "done":
         bench.prefixes.twins.end_backup(copy, done=True)
     with pytest.raises(KeyMismatchError):
-        bench.verbs.claim("engine", 1, Keys.of([keys[0], bytes(16), *keys[2:]]).data)
+        bench.verbs.claim("engine", 1, with_another(keys_of(4 * PAGE), 1).data)
     if backup == "under way":
         bench.prefixes.twins.end_backup(copy, done=True)
     else:
@@ -362,9 +312,8 @@ def test_what_a_disputed_room_has_put_into_the_cache_goes_from_host_and_store_to
 
 def test_the_first_page_of_a_prompt_is_forgotten_by_its_key_alone():
     below = HostAndStore()
-    bench = Bench(store=below)
-    room = bench.admit(1, 2 * PAGE)
-    bench.done(room)
+    bench = KeyedReceiver(store=below)
+    bench.arrived(1, 2 * PAGE)
     with pytest.raises(KeyMismatchError):
         bench.verbs.claim("engine", 1, bytes(32))
     first, second = keys_of(2 * PAGE).in_namespace("")
@@ -373,113 +322,41 @@ def test_the_first_page_of_a_prompt_is_forgotten_by_its_key_alone():
 
 def test_nothing_is_dropped_of_a_room_that_has_put_nothing_into_the_cache(bench):
     bench.whole(1, 3 * PAGE)
-    room = bench.admit(2, 3 * PAGE)
-    bench.done(room)
+    room = bench.arrived(2, 3 * PAGE)
     with pytest.raises(KeyMismatchError):
-        bench.verbs.claim("engine", 2, Keys.of([bytes(16), *keys_of(3 * PAGE)[1:]]).data)
+        bench.verbs.claim("engine", 2, with_another(keys_of(3 * PAGE), 0).data)
     assert (room.shown, bench.cached) == (RoomState.FAILED, 3)
     assert not bench.events.of(DisputedPagesDropped)
 
 
-def test_answers_stay_only_where_they_are_to(bench):
-    bench = Bench(keeps_answers=False)
-    room = bench.admit(1, 2 * PAGE)
-    bench.done(room)
-    bench.claim(room)
-    bench.verbs.release("engine", 1, valid_tokens=4 * PAGE, page_hashes=keys_of(4 * PAGE).data)
-    assert bench.cached == 2
-
-
-@pytest.mark.parametrize("end", ["engine gone", "aborted by the engine", "aborted by a user"])
-def test_an_engine_that_does_not_end_well_leaves_its_prompt_and_not_its_answer(bench, end):
-    room = bench.admit(1, 2 * PAGE + 5)
-    bench.done(room)
-    bench.claim(room)
-    match end:
-        case "engine gone":
-            bench.service.engines.gone("engine", "a test")
-            bench.service.engines.ended("engine")
-        case "aborted by the engine":
-            bench.verbs.abort("engine", 1, "a test")
-        case _:
-            bench.service.driver.stop(room, "a test")
-            bench.verbs.release("engine", 1, valid_tokens=4 * PAGE, page_hashes=keys_of(4 * PAGE).data)
-    assert room.over
-    assert (bench.cached, bench.book.available_pages()[FULL]) == (2, 16)
-    assert bench.admit(2, 4 * PAGE).prefix_tokens == 2 * PAGE
+# ------------------------------------------------------------------------------------------- pages go
 
 
 def test_a_room_in_quarantine_reads_on_and_its_siblings_go_on(bench):
     bench.whole(1, 3 * PAGE)
-    lost, sibling = bench.admit(2, 4 * PAGE), bench.admit(3, 4 * PAGE)
+    lost, sibling = bench.keyed(2, 4 * PAGE), bench.keyed(3, 4 * PAGE)
     bench.service.driver.fail(lost, "peer_failed", "a test")
-    bench.clock.advance(60.0)
-    bench.tick()
+    bench.wait(60.0)
     assert bench.book.state(lost.owner) is PageState.QUARANTINED
     assert lost.owner in bench.prefixes
     bench.service.writers.shut(dict.fromkeys([lost.owner], ALL))
     assert lost.owner not in bench.prefixes
-    bench.done(sibling)
+    bench.arrives(sibling)
     bench.claim(sibling)
-    assert sibling.shown is RoomState.CLAIMED
-    assert bench.cached == 4
+    assert (sibling.shown, bench.cached) == (RoomState.CLAIMED, 4)
 
 
-@pytest.mark.parametrize("when", ["offered", "committed", "failing"])
-def test_on_every_way_out_a_room_lets_go_once(bench, when):
-    bench.whole(1, 3 * PAGE)
-    room = bench.admit(2, 4 * PAGE)
-    if when == "committed":
-        bench.done(room)
-    bench.service.driver.fail(room, "integrity", "a test") if when == "failing" else bench.service.driver.stop(
-        room, "a"
-    )
-    if when != "committed":
-        assert room.owner in bench.prefixes, "a writer may still write its own pages"
-        bench.service.peers.hear(PREFILL, Drained(room=2, generation=1))
-    assert room.over
-    assert room.owner not in bench.prefixes
-    assert bench.book.available_pages()[FULL] == 16
-
-
-def test_a_full_pool_of_prefixes_makes_place(bench):
-    for room in range(1, 5):
-        keys = page_keys(IDENTITY, TOKENS[: 4 * PAGE] + 1000 * room)
-        found = bench.admit(room, 4 * PAGE, keys=keys)
-        bench.done(found, keys)
-        bench.verbs.claim("engine", room, keys.data)
-        bench.verbs.release("engine", room)
-    assert 10 <= bench.cached <= 14
-    assert bench.book.available_pages()[FULL] == 16
-    assert bench.admit(9, 10 * PAGE).prefix_tokens == 0
-    assert bench.cached <= 4
-
-
-def test_device_memory_that_is_lost_takes_every_prefix_with_it(bench):
-    bench.whole(1, 3 * PAGE)
-    reader = bench.admit(2, 4 * PAGE)
-    bench.prefixes.drop()
-    bench.service.workers.gone(R0, "a test", memory_lost=True)
-    bench.service.peers.hear(PREFILL, Drained(room=2, generation=1))
-    assert reader.over
-    assert (bench.cached, bench.free) == (0, 16)
-    assert bench.admit(3, 3 * PAGE).prefix_tokens == 0
-
-
-def test_a_node_that_keeps_nothing_says_so_when_it_is_to_drop_it():
-    with pytest.raises(ConflictError, match=r"keeps no prefixes: tier\.enabled is false"):
-        asyncio.run(Bench(shares_prefixes=False).service.requests.drop_prefixes())
-
-
-def test_what_is_dropped_is_told(bench):
+def test_what_is_dropped_by_hand_is_told_and_a_node_that_keeps_nothing_says_so(bench):
     bench.whole(1, 4 * PAGE)
-    reader = bench.admit(2, 3 * PAGE)
+    reader = bench.keyed(2, 3 * PAGE)
     dropped = asyncio.run(bench.service.requests.drop_prefixes())
     assert (dropped.dropped_pages, dropped.read_pages) == (4, 3)
     assert (bench.events.facts[-1].pages, bench.events.facts[-1].read) == (4, 3)
-    assert bench.admit(3, 4 * PAGE).prefix_tokens == 0
-    bench.done(reader)
-    assert reader.state.value == "committed"
+    assert bench.keyed(3, 4 * PAGE).prefix_tokens == 0
+    bench.arrives(reader)
+    assert reader.shown is RoomState.COMMITTED
+    with pytest.raises(ConflictError, match=r"keeps no prefixes: tier\.enabled is false"):
+        asyncio.run(ReceiverBench(shares_prefixes=False).service.requests.drop_prefixes())
 
 
 def test_a_room_whose_pages_cannot_be_kept_goes_all_the_way(bench, monkeypatch):
@@ -489,6 +366,5 @@ def test_a_room_whose_pages_cannot_be_kept_goes_all_the_way(bench, monkeypatch):
         raise ConflictError("a defect")
 
     monkeypatch.setattr(bench.prefixes, "keep", fail)
-    room = bench.whole(1, 3 * PAGE)
-    assert room.over
-    assert (bench.cached, bench.book.available_pages()[FULL]) == (0, 16)
+    assert bench.whole(1, 3 * PAGE).over
+    assert (bench.cached, bench.free) == (0, 16)

@@ -11,7 +11,7 @@ from kvbridge.core.errors import KeyMismatchError
 from kvbridge.core.session.states import RoomState
 from kvbridge.pool.accounts.page_states import Owner
 from kvbridge.tier.keys import NO_KEYS, Keys
-from tests.helpers.room_simulation import STAGES, World
+from tests.helpers.room_simulation import World
 from tests.helpers.rooms import PAGE
 from tests.helpers.simulated_memory import keys_of
 
@@ -28,24 +28,18 @@ def world():
     world.check()
 
 
-def bring(world: World, owner: Owner, *stages: str) -> None:
-    for stage in stages:
-        for call in world.calls(stage, owner, TOKENS):
-            call()
-        world.settle()
-
-
 def attack(world: World, *, on_prefill: Keys, on_decode: Keys) -> None:
     """A router admits a room under other keys on each side, and prefill's engine computes its prompt."""
     world.admit(ATTACK, TOKENS, on_prefill=True, keys=on_prefill)
     world.admit(ATTACK, TOKENS, on_prefill=False, keys=on_decode)
     world.settle()
-    bring(world, ATTACK, "begun", "published", "finished")
+    world.bring(ATTACK, TOKENS, ("begun", "published", "finished"))
+    world.settle()
 
 
 def victim_gets(world: World) -> int:
     """How many tokens a decode node says that it holds of the victim's prompt. All that is read is right, or the world tells."""
-    bring(world, VICTIM, *STAGES)
+    world.bring(VICTIM, TOKENS)
     room = world.receiver.book.get(VICTIM.room)
     assert room.shown is RoomState.CLAIMED
     return room.prefix_tokens

@@ -1,0 +1,381 @@
+"""The rooms of a prefill node or of a decode node, with all that surrounds them faked, and what others say to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvbridge.api.rooms import AdmissionRequest, RoomReport
+from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.geometry.manifest import fingerprint
+from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace, PageTable, Rank
+from kvbridge.core.plan.digests import DigestKind
+from kvbridge.core.wire.engine_messages import AskRestorable, Pages
+from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Offer, PeerMessage, to_wire
+from kvbridge.core.wire.worker_messages import RoomClosed, Send, Sent
+from kvbridge.node.engines import AttachedEngine
+from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom
+from kvbridge.node.receiver.rooms import ReceiverRooms, receiver_rooms
+from kvbridge.node.room_pages import RoomSettings
+from kvbridge.node.sender.room import SenderPorts, SenderRoom
+from kvbridge.node.sender.rooms import SenderRooms, sender_rooms
+from kvbridge.node.stored_prefixes import StoredPrefixes
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import PageState
+from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
+from kvbridge.tier.prefix_cache import PrefixCache
+from tests.helpers.manual_clock import ManualClock
+from tests.helpers.rooms import (
+    ADDRESS,
+    DECODE,
+    GEOMETRY,
+    PAGE,
+    PREFILL,
+    R0,
+    RECEIVER_LIMITS,
+    SENDER_LIMITS,
+    TOKENS,
+    EngineVerbs,
+    FakeEngines,
+    FakeFence,
+    FakeNodes,
+    FakePeers,
+    FakeRanks,
+    FakeWorkers,
+    RecordedEvents,
+    full_amounts,
+    pages_in,
+    pages_table,
+    pick,
+)
+
+FULL, SWA, FULL_TWIN, SWA_TWIN = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN
+GQA, V4 = GEOMETRY, preset("tiny-v4")
+IDENTITY = PrefixIdentity(model="m", revision="1", fingerprint=fingerprint(GEOMETRY), tokens_per_page=PAGE)
+HISTORY = list(range(1_000, 1_000 + 20 * PAGE))
+"""Tokens; prompts begin with them."""
+
+
+def keys_of(tokens: int | list[int]) -> Keys:
+    """The page keys of a prompt: of these tokens, or of so many of the history."""
+    return page_keys(IDENTITY, HISTORY[:tokens] if isinstance(tokens, int) else tokens)
+
+
+class NodeBench:
+    """Of both roles: a node with `pages` pages of the full space."""
+
+    service: SenderRooms | ReceiverRooms
+    prefill: tuple = ()
+    peer: str
+    """Who speaks when a test names nobody."""
+
+    def _make(self, spaces: dict[IndexSpace, int], twins: int) -> None:
+        self.book = PageBook({}, adopted=spaces) if self.adopted else PageBook(spaces)
+        self.prefixes: PrefixCache | None = None
+        if self.shares_prefixes and not self.adopted:  # as the daemon makes it: for pages that the node gives out
+            index = PrefixIndex((FULL,), self.pages + twins, has_twins=bool(twins))
+            self.prefixes = PrefixCache(self.book, index, clock=self.clock, restores=True)
+
+    def admit(self, room: int = 1, tokens: int = TOKENS, **fields) -> RoomReport:
+        fields = {"prefill": self.prefill, "prompt_tokens": tokens} | fields
+        return self.service.requests.admit(AdmissionRequest(room=room, **fields))
+
+    def hear(self, message: PeerMessage, peer: str = "") -> None:
+        self.service.peers.hear(peer or self.peer, message)
+
+    def room(self, room: int = 1) -> SenderRoom | ReceiverRoom:
+        return self.service.book.get(room)
+
+    def state(self, generation: int = 1) -> object:
+        found = self.service.book.find(1, generation)
+        assert found is not None
+        return found.state
+
+    def report(self, room: int = 1) -> RoomReport:
+        return self.service.book.report(room)
+
+    def stop(self, room: int = 1) -> None:
+        """Its client does not want it any more."""
+        self.service.driver.stop(self.room(room), "by its client")
+
+    @property
+    def quarantined(self) -> set[str]:
+        """Why rooms are."""
+        return {cause for cause, count in self.service.book.quarantined().items() if count}
+
+    def wait(self, seconds: float) -> None:
+        """Time passes, and the node looks at its limits."""
+        self.clock.advance(seconds)
+        self.tick()
+
+    @property
+    def free(self) -> int:
+        """Pages that a request can have: nobody has them, or they are cached and nobody reads them."""
+        return sum(self.book.available_pages().values())
+
+    def all_is_back(self) -> None:
+        """Every page is free or cached, and no client is charged for a room."""
+        for space, counts in self.book.counts().items():
+            assert {state for state, count in counts.items() if count} <= {PageState.FREE, PageState.CACHED}, space
+        assert not self.service.book.in_use
+        self.book.check_integrity()
+        if self.prefixes is not None:
+            assert not self.prefixes.readers
+            self.prefixes.check_integrity()
+
+
+@dataclass
+class SenderBench(NodeBench):
+    """A prefill node. Rooms of models with windows take pages of the window space and a request slot, too."""
+
+    ranks: tuple[Rank, ...] = (R0,)
+    adopted: bool = False
+    shares_prefixes: bool = True
+    pages: int = 16
+    geometry: ModelGeometry = GEOMETRY
+    windows: int = 16
+    interval: int = 0
+    """Of checkpoints, in tokens."""
+    part_of_instance: bool = False
+    twins: int = 0
+    """Pages of the host tier, which has 8 checkpoints beside them."""
+    clock: ManualClock = field(default_factory=ManualClock)
+    peers: FakePeers = field(default_factory=FakePeers)
+    engines: FakeEngines = field(default_factory=lambda: FakeEngines("engine"))
+    events: RecordedEvents = field(default_factory=RecordedEvents)
+    peer: str = DECODE
+
+    def __post_init__(self) -> None:
+        spaces = {FULL: self.pages}
+        if self.geometry is V4:
+            spaces |= {SWA: self.windows, IndexSpace.REQUEST: 8}
+        self._make(spaces | ({FULL_TWIN: self.twins, SWA_TWIN: 8} if self.twins else {}), self.twins)
+        self.workers = FakeWorkers(*self.ranks, geometry=self.geometry)
+        self.service = sender_rooms(
+            SenderPorts(
+                book=self.book,
+                workers=self.workers,
+                nodes=self.peers,
+                engines=self.engines,
+                events=self.events,
+                prefixes=self.prefixes,
+            ),
+            RoomSettings(
+                geometry=self.geometry,
+                adopted=self.adopted,
+                shares_prefixes=self.shares_prefixes,
+                limits=SENDER_LIMITS,
+                checkpoint_interval_tokens=self.interval,
+                part_of_instance=self.part_of_instance,
+            ),
+            clock=self.clock,
+        )
+        self.verbs = EngineVerbs(self.service, self.ranks)
+
+    def tick(self) -> None:
+        """As its daemon does."""
+        self.service.deadlines.tick()
+        self.service.peers.tick()
+
+    def offer(self, room: int = 1, *, peer: str = "", **fields) -> None:
+        fields = {"generation": 1, "prompt_tokens": TOKENS, "tables": to_wire(pages_table(7, 8))} | fields
+        self.hear(Offer(room=room, **fields), peer)
+
+    def abort(self, room: int = 1) -> None:
+        """The decode side gives a room up."""
+        self.hear(Abort(room=room, generation=1, code="aborted", message="enough"))
+
+    def told(self, kind: type, peer: str | None = None) -> list:
+        """What peers were told of one kind."""
+        return pick(self.peers.messages, kind, peer)
+
+    def orders(self, rank: Rank | None = None, room: int = 1) -> list[Send]:
+        return [order for order in pick(self.workers.messages, Send, rank) if order.room == room]
+
+    def sent(self, order: Send | None = None, rank: Rank = R0, **fields) -> None:
+        """A rank has carried out an order: the last one, unless one is named."""
+        order = order or self.orders(rank)[-1]
+        about = {"room": order.room, "generation": order.generation, "order": order.order}
+        fields = {"amounts": full_amounts(TOKENS), "seconds": {"move": 1.0}} | fields
+        self.service.workers.hear(Sent(rank=rank, **about, **fields))
+
+    def closed(self, room: int = 1, generation: int = 1, *, quiet: bool = True, **fields) -> None:
+        for rank in self.ranks:
+            self.service.workers.hear(RoomClosed(room=room, generation=generation, rank=rank, quiet=quiet, **fields))
+
+
+@dataclass
+class PrefixBench(SenderBench):
+    """A prefill node whose rooms are named by their tokens, and go on from what others have left."""
+
+    geometry: ModelGeometry = V4
+    pages: int = 64
+
+    def admit(self, room: int, tokens: list[int], **fields) -> SenderRoom:
+        super().admit(room, len(tokens), page_hashes=keys_of(tokens).data, **fields)
+        return self.room(room)
+
+    def begin(self, room: int, tokens: list[int], ranks=None, **more) -> Pages:
+        keys = keys_of(tokens).data
+        return self.verbs.begin("engine", ranks, room, prompt_tokens=len(tokens), page_hashes=keys, **more)
+
+    def restorable(self, room: int) -> tuple[int, ...]:
+        call = AskRestorable(call=1, room=room)
+        return self.service.calls[AskRestorable](AttachedEngine("engine", 0, self.ranks), call).tokens
+
+    def offer(self, room: int, tokens: list[int], held: int = 0) -> None:
+        table = PageTable(FULL, np.arange(-(-len(tokens) // PAGE) - held // PAGE, dtype=np.int32), held // PAGE)
+        super().offer(room, prompt_tokens=len(tokens), prefix_tokens=held, tables=to_wire({FULL: table}))
+
+    def all_sent(self, room: int) -> None:
+        """Every order of a room has ended."""
+        for rank in self.ranks:
+            for order in self.orders(rank, room):
+                self.sent(order, rank, amounts={})
+
+    def publish(self, room: int, tokens: list[int], **more) -> None:
+        self.verbs.publish("engine", None, room, upto_token=len(tokens), **more)
+
+    def finish(self, room: int, written: tuple[int, ...] = (), **more) -> None:
+        self.verbs.finish("engine", None, room, checkpoints=written, **more)
+
+    def cross(self, room: int, tokens: list[int]) -> Pages:
+        """A whole room; its engine leaves every checkpoint that is asked for."""
+        self.admit(room, tokens)
+        self.offer(room, tokens)
+        begun = self.begin(room, tokens)
+        self.publish(room, tokens)
+        self.finish(room, tuple(one.tokens for one in begun.checkpoints))
+        self.all_sent(room)
+        self.prefixes.check_integrity()
+        return begun
+
+
+def ids(pages: Pages, space: IndexSpace = FULL) -> list[int]:
+    """The page ids that an engine is told."""
+    table = next(table for table in pages.tables if table.space is space)
+    return np.frombuffer(table.ids, "<i4").tolist()
+
+
+@dataclass
+class ReceiverBench(NodeBench):
+    """A decode node."""
+
+    adopted: bool = False
+    shares_prefixes: bool = True
+    keeps_answers: bool = True
+    digest: DigestKind = DigestKind.NONE
+    pages: int = 16
+    twins: int = 0
+    """Pages of the host tier."""
+    store: StoredPrefixes | None = None
+    clock: ManualClock = field(default_factory=ManualClock)
+    nodes: FakeNodes = field(default_factory=FakeNodes)
+    fence: FakeFence = field(default_factory=FakeFence)
+    ranks: FakeRanks = field(default_factory=FakeRanks)
+    engines: FakeEngines = field(default_factory=lambda: FakeEngines("engine"))
+    events: RecordedEvents = field(default_factory=RecordedEvents)
+    peer: str = PREFILL
+    prefill: tuple = (ADDRESS,)
+
+    def __post_init__(self) -> None:
+        self._make({FULL: self.pages} | ({FULL_TWIN: self.twins} if self.twins else {}), self.twins)
+        self.service = receiver_rooms(
+            ReceiverPorts(
+                book=self.book,
+                workers=self.ranks,
+                nodes=self.nodes,
+                fence=self.fence,
+                engines=self.engines,
+                events=self.events,
+                prefixes=self.prefixes,
+                store=self.store,
+            ),
+            RoomSettings(
+                geometry=GEOMETRY,
+                adopted=self.adopted,
+                shares_prefixes=self.shares_prefixes,
+                keeps_answers=self.keeps_answers,
+                digest=self.digest,
+                limits=RECEIVER_LIMITS,
+            ),
+            clock=self.clock,
+        )
+        self.verbs = EngineVerbs(self.service)
+
+    def tick(self) -> None:
+        """As its daemon does."""
+        self.service.deadlines.tick()
+
+    def told(self, kind: type, peer: str | None = None) -> list:
+        """What peers were told of one kind."""
+        return pick(self.nodes.messages, kind, peer)
+
+    def done(self, peer: str = "", rank: Rank = R0, room: int = 1, generation: int = 1, **fields) -> None:
+        fields = {"amounts": full_amounts(TOKENS), "phases_s": {"move": 1.0}, "metadata": b"meta"} | fields
+        self.hear(Done(room=room, generation=generation, writer=rank, **fields), peer)
+
+    def failed(self, peer: str = "") -> None:
+        self.hear(Failed(room=1, generation=1, code="transport_failed", message="cable"), peer)
+
+    def drained(self, peer: str = "", room: int = 1, generation: int = 1, *, in_transit: bool = False) -> None:
+        self.hear(Drained(room=room, generation=generation, in_transit=in_transit), peer)
+
+
+def offered(**fields) -> ReceiverBench:
+    """A decode node with room 1 offered to the node PREFILL."""
+    bench = ReceiverBench(**fields)
+    bench.nodes.know()
+    bench.admit()
+    return bench
+
+
+@dataclass
+class KeyedReceiver(ReceiverBench):
+    """A decode node, and a prefill node whose engine says which prompt it has computed."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.nodes.know()
+
+    def keyed(self, room: int, tokens: int, *, keys: Keys | None = None, **fields) -> ReceiverRoom:
+        """Admit a room with the keys of its prompt."""
+        self.admit(room, tokens, **({"max_new_tokens": TOKENS, "page_hashes": (keys or keys_of(tokens)).data} | fields))
+        return self.room(room)
+
+    def arrives(self, room: ReceiverRoom, keys: Keys | None = None, **fields) -> None:
+        """All of a room is sent; `keys`: what the engine of the prefill node has stated."""
+        stated = keys_of(room.prompt_tokens) if keys is None else keys
+        said = {"keys_digest": stated.digest, "end_key": stated.end} | fields
+        self.done(room=room.room, amounts=full_amounts(room.prompt_tokens, room.prefix_tokens), metadata=b"", **said)
+
+    def arrived(self, room: int, tokens: int, **fields) -> ReceiverRoom:
+        found = self.keyed(room, tokens, **fields)
+        self.arrives(found)
+        return found
+
+    def claim(self, room: ReceiverRoom) -> Pages:
+        keys = keys_of(room.prompt_tokens)
+        return self.verbs.claim_pages("engine", room.room, keys.data, end_key=keys.end)
+
+    def claimed(self, room: int, tokens: int, **fields) -> ReceiverRoom:
+        found = self.arrived(room, tokens, **fields)
+        self.claim(found)
+        return found
+
+    def whole(self, room: int, tokens: int, **fields) -> ReceiverRoom:
+        """A room that has gone all the way."""
+        found = self.claimed(room, tokens, **fields)
+        self.verbs.release("engine", room)
+        return found
+
+    def answers(self, room: int, tokens: int) -> None:
+        """The engine releases a room with so many tokens, prompt and answer together."""
+        self.verbs.release("engine", room, valid_tokens=tokens, page_hashes=keys_of(tokens).data)
+
+    @property
+    def cached(self) -> int:
+        return pages_in(self.book, PageState.CACHED)

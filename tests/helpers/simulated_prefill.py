@@ -1,0 +1,160 @@
+"""A prefill daemon of `room_simulation` in one life, with its workers, its engines and the link to it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvbridge.config.admission import AdmissionConfig
+from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.ids import IndexSpace, Rank
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.core.wire.messages import Abort, Failed, Hello, Intend, Offer, PeerMessage
+from kvbridge.core.wire.worker_messages import Digested, NodeToWorker, PeerConnected, Rerouted, RoomClosed, Send, Sent
+from kvbridge.node.admission.controller import AdmissionController
+from kvbridge.node.engine_admission import EngineAdmission
+from kvbridge.node.handshake.decode_nodes import DecodeNodes
+from kvbridge.node.handshake.inspections import Inspections
+from kvbridge.node.handshake.introduction import Self
+from kvbridge.node.receiver.rooms import ReceiverRooms
+from kvbridge.node.room_pages import RoomSettings
+from kvbridge.node.sender.room import SenderPorts
+from kvbridge.node.sender.rooms import SenderRooms, sender_rooms
+from kvbridge.pool.accounts.book import PageBook
+from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.telemetry.stream import EventStream
+from tests.helpers.rooms import DECODE, GEOMETRY, SENDER_LIMITS, EngineVerbs, welcome_of
+from tests.helpers.simulated_memory import Memory
+from tests.helpers.simulated_nodes import PAGES, RANKS, Engines, Path, Worker
+from tests.helpers.simulated_pool import EnginePool
+
+if TYPE_CHECKING:
+    from tests.helpers.room_simulation import World
+
+
+class PrefillNode:
+    """A prefill daemon in one life, with its workers and its engines (one for each rank)."""
+
+    def __init__(self, world: World, incarnation: str) -> None:
+        self.world = world
+        self.incarnation = incarnation
+        self.memory: Memory = {}
+        self.workers = {rank: self.new_worker(rank) for rank in RANKS}
+        self.engines = Engines("e0", "e1")
+        self.pool = EnginePool(self.memory)
+        self.engines.on_event = self.engine_hears
+        space = {IndexSpace.FULL: PAGES}
+        self.book = PageBook({}, adopted=space) if world.adopted else PageBook(space)
+        self.prefixes = world.prefix_cache(self.book)
+        self.succeeded: set[int] = set()
+        self.ordered: dict[Owner, set[int]] = {}
+        self.service = sender_rooms(
+            SenderPorts(
+                book=self.book,
+                workers=self,
+                nodes=self,
+                engines=self.engines,
+                events=world.events,
+                prefixes=self.prefixes,
+            ),
+            RoomSettings(geometry=GEOMETRY, adopted=world.adopted, shares_prefixes=world.shares, limits=SENDER_LIMITS),
+            clock=world.clock,
+        )
+        self.verbs = EngineVerbs(self.service)
+        self.admission = own_admission(self.service, self.book, world)
+        inspections = Inspections(
+            lambda work, ended: world.inspections.append((work, ended)), limit_s=20, clock=world.clock
+        )
+        inspections.deliver_to(lambda _, message: self.take(message))
+        self.nodes = DecodeNodes(
+            Self(welcome_of(incarnation, tp_size=len(RANKS), ranks=RANKS), GEOMETRY),
+            self,
+            inspections=inspections,
+            events=EventStream(),
+            send=lambda peer, message: world.to_decode(message),
+        )
+        self.nodes.watch(self.service.peers.peer_gone)
+
+    @property
+    def layers(self) -> dict[Rank, tuple[int, ...]]:
+        return {rank: tuple(range(GEOMETRY.layer_count)) for rank in RANKS}
+
+    def missing(self) -> str:
+        return ""
+
+    def send(self, whom: str | Rank, message: PeerMessage | NodeToWorker) -> None:
+        """Both ports in one: to a peer (by incarnation) or to a worker (by rank)."""
+        if isinstance(whom, Rank):
+            if isinstance(message, Send):
+                self.ordered.setdefault(Owner(message.room, message.generation), set()).add(message.order)
+            self.workers[whom].inbox.append(message)
+        elif whom == DECODE:
+            self.world.to_decode(message)
+
+    def name(self, peer: str) -> str:
+        return f"decode/{peer}"
+
+    def transport(self, peer: str, rank: Rank) -> str:
+        return self.nodes.transport(peer, rank)
+
+    def take(self, message: PeerMessage) -> None:
+        if self.nodes.holds(DECODE, message):
+            return
+        match message:
+            case Hello():
+                self.nodes.hello(DECODE, message)
+            case Intend() | Offer() | Abort() | Failed():
+                self.service.peers.hear(DECODE, message)
+
+    def hear(self, rank: Rank) -> None:
+        message = self.workers[rank].outbox.popleft()
+        match message:
+            case PeerConnected():
+                self.nodes.worker_connected(message)
+            case Digested() | Sent() | Rerouted() | RoomClosed():
+                if isinstance(message, Sent) and not message.error_code:
+                    self.succeeded.add(message.order)
+                self.service.workers.hear(message)
+
+    def engine_hears(self, event: RoomEvent) -> None:
+        """What an engine with pages of its own makes of an event."""
+        if event.kind in {"completed", "aborted", "failed"}:
+            self.pool.give_back(Owner(event.room, event.generation))
+
+    def kill_worker(self, rank: Rank) -> None:
+        self.world.lose(self.workers[rank])
+        self.workers[rank] = self.new_worker(rank)
+        self.service.workers.gone(rank, "killed")
+        self.nodes.worker_ready(rank)
+
+    def new_worker(self, rank: Rank) -> Worker:
+        return Worker(rank, memory=(self.memory, self.world.memory))
+
+    def in_flight(self) -> set[tuple[Owner, Path]]:
+        """Rooms that workers may read and write, and the paths by which they would."""
+        return set().union(*(worker.writes() for worker in self.workers.values()))
+
+
+class OneLink:
+    """Between the decode node and the prefill node, whatever life it is in."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def open(self, address: PeerAddress) -> None:
+        assert not self.world.linked
+        self.world.linked = True
+
+    def send(self, address: PeerAddress, message: PeerMessage) -> None:
+        self.world.towards_prefill.append(message)
+
+    def close(self, address: PeerAddress) -> None:
+        self.world.linked = False
+        self.world.towards_decode.clear()
+        self.world.towards_prefill.append(None)
+
+
+def own_admission(service: SenderRooms | ReceiverRooms, book: PageBook, world: World) -> EngineAdmission:
+    controller = AdmissionController(
+        service.requests, book, limits=AdmissionConfig(), events=EventStream(), clock=world.clock
+    )
+    return EngineAdmission(service, controller)
