@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from kvbridge.core.wire.codec import PEER, Acks, Envelope
+from kvbridge.core.wire.codec import PEER, Envelope
 from kvbridge.core.wire.messages import Done, Heartbeat
 from tests.fuzz.decoders import DECODERS, MESSAGES, Decoder, family, hostile_frames
 from tests.helpers.examples import fewer
@@ -121,6 +121,6 @@ def test_a_frame_of_any_structure(fields, body):
 def test_an_envelope_comes_back(room, metadata, amounts):
     done = {"room": room, "generation": 1, "writer": {"pp": 0, "tp": 1}, "amounts": amounts, "metadata": metadata}
     message = Done.model_validate(done | {"phases_s": {"move": 0.25}})
-    envelope = Envelope("sender", "recipient", 12, 34, 30, Acks(5, (7,)), message)
+    envelope = Envelope("sender", "recipient", 12, 34, 5, message)
     assert PEER.decode(PEER.encode(envelope)) == envelope
     assert PEER.decode(PEER.encode(Envelope("sender", body=Heartbeat()))).body == Heartbeat()
