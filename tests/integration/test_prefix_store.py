@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 
-from kvbridge.config.stores import StoreSettings
 from tests.contract.stores_harness import KINDS, settings_of
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.conversation import PAGE, Conversation
 from tests.helpers.host_tiers import drop, host_tiers, on_host
 from tests.helpers.live_rooms import LiveCluster, all_free, metric, status
-from tests.helpers.mooncake_servers import MooncakeServers
 from tests.helpers.stopping import stop
 
 PREFETCH_S, PUT_S = 4.0, 8.0
@@ -27,28 +25,22 @@ REVIVED_S = 120.0
 """For a store's process to be there again, and to be asked."""
 
 pytestmark = pytest.mark.timeout(3 * REVIVED_S)
-Below = tuple[StoreSettings, MooncakeServers | None]
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def below(request: pytest.FixtureRequest) -> Iterator[Below]:
-    """A store of the module's own."""
+def live(request: pytest.FixtureRequest) -> Iterator[LiveCluster]:
+    """A pair over a store of its own."""
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path,
-        settings_of(request.param, Path(path)) as made,
+        settings_of(request.param, Path(path)) as (settings, _),
     ):
-        yield made
-
-
-@pytest.fixture(scope="module")
-def live(below: Below) -> Iterator[LiveCluster]:
-    tier: dict[str, Any] = {
-        "store": below[0].model_dump(mode="json"),
-        "prefetch_s": PREFETCH_S,
-        "store_limits": {"failures": 2, "remember_s": 0.0, "settle_s": 1.0, "put_s": PUT_S},
-    }
-    with host_tiers(host={"pages": 64, "layout": "page_first"}, checkpoint_pages=16, tier=tier) as running:
-        yield running
+        tier: dict[str, Any] = {
+            "store": settings.model_dump(mode="json"),
+            "prefetch_s": PREFETCH_S,
+            "store_limits": {"failures": 2, "remember_s": 0.0, "settle_s": 1.0, "put_s": PUT_S},
+        }
+        with host_tiers(host={"pages": 64, "layout": "page_first"}, checkpoint_pages=16, tier=tier) as running:
+            yield running
 
 
 @pytest.fixture(autouse=True)
@@ -144,54 +136,6 @@ def test_requests_go_on_without_a_store_that_hangs_or_dies(live: LiveCluster, nu
         assert metric(daemon, "kvbridge_store_process_starts_total") > before
     move_down(live)
     assert talk.cross(5 * PAGE).reused == (4 * PAGE, 4 * PAGE), "nothing is lost with a process"
-
-
-@pytest.mark.parametrize("below", ["files"], indirect=True)
-@pytest.mark.parametrize(("lie", "kind"), [("a bit", "wrong_digest"), ("half", "short"), ("another", "other_key")])
-def test_a_store_that_lies_is_found_out_and_the_prompt_computed(
-    live: LiveCluster, below: Below, lie: str, kind: str
-) -> None:
-    talk = stored(live, 40 + len(lie))
-    forms: dict[str, list[Path]] = {}
-    for path in below[0].directory.glob("??/*"):
-        forms.setdefault(path.name.partition("-")[0], []).append(path)
-    for paths in forms.values():
-        whole = [path.read_bytes() for path in paths]
-        for path, data, other in zip(paths, whole, [*whole[1:], whole[0]], strict=True):
-            changed = {"a bit": data[:-1] + bytes([data[-1] ^ 1]), "half": data[: len(data) // 2], "another": other}
-            path.write_bytes(changed[lie])
-    assert talk.cross(4 * PAGE).reused == (0, 0)
-    name = "kvbridge_prefix_store_objects_total"
-    found = sum(metric(daemon, name, verb="get", outcome=kind) for daemon in live.nodes)
-    assert found >= 1, "by whoever asked first, and dropped then: for the other it is absent"
-    told = [
-        line for daemon in live.nodes for line in daemon.log(10_000).splitlines() if "store_objects_refused" in line
-    ]
-    assert any(f'"outcome": "{kind}"' in line for line in told)
-    move_down(live)
-    assert talk.cross(5 * PAGE).reused == (4 * PAGE, 4 * PAGE), "bad ones have been replaced"
-    for paths in forms.values():  # the next test's objects shall have neighbours that are right
-        for path in paths:
-            path.unlink(missing_ok=True)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("below", ["mooncake"], indirect=True)
-def test_requests_go_on_while_mooncakes_master_is_away(live: LiveCluster, below: Below) -> None:
-    servers = below[1]
-    assert servers is not None
-    talk = stored(live, 50)
-    servers.kill_master()
-    assert talk.cross(4 * PAGE).reused == (0, 0)
-    servers.start_master()
-    revive(live)
-    numbers = count(500)
-
-    def comes_back() -> bool:
-        """The owner of the memory comes to the new master by itself, and until then there is no room."""
-        return stored(live, next(numbers), 2 * PAGE).cross(3 * PAGE).reused == (2 * PAGE, 2 * PAGE)
-
-    eventually("prefixes come back", comes_back, REVIVED_S)
 
 
 @pytest.mark.thorough

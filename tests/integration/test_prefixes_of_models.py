@@ -23,10 +23,8 @@ SLIDING = {"num_hidden_layers": 4, "num_key_value_heads": 2, "layer_types": ["sl
 WINDOW = 150
 """At a page's end it reaches back over three pages."""
 MODELS = {
-    "mha": GROUPED,
     "gqa": GROUPED | {"num_key_value_heads": 2},
     "mla": LATENT | {"model_type": "deepseek_v3"},
-    "dsa": LATENT | {"model_type": "deepseek_v32", "index_head_dim": 128},
     "windows": GROUPED | SLIDING | {"model_type": "gpt_oss", "sliding_window": WINDOW},
 }
 
