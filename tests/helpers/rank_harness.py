@@ -92,6 +92,10 @@ class Setting:
     dead_bytes: bool = False
     """Whether a backend may send dead bytes of the request's own pages along, where it does so unless told otherwise."""
 
+    def __hash__(self) -> int:
+        """Forms have tables, which have none; pytest keeps together, and makes once, only parameters that have one."""
+        return hash(str(self))
+
     def __str__(self) -> str:
         words = (self.transport, self.label, f"{self.source}_to_{self.destination}")
         return "-".join(word for word in words if word)
