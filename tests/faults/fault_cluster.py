@@ -1,8 +1,5 @@
 """The stage of the fault suite: three daemons, an engine on each side, rooms in every state, and the look afterwards.
 
-Owns: the processes, how a room is brought into a state and to its end, and what "recovered" means. Must not know: which strike is
-made or what it should lead to (`cells`).
-
 Everything is a process of its own, so that each can be killed and frozen; every wait has a deadline.
 """
 

@@ -1,8 +1,4 @@
-"""A decode daemon whose pages run short, a prefill daemon that will write late, and another that fills what becomes free.
-
-Owns: the three daemons, the filling of every free page by rooms of their own pattern, and the look into the decode daemon's memory
-from outside. Must not know: why a writer is late (the tests).
-"""
+"""A decode daemon whose pages run short, a prefill daemon that will write late, and another that fills what becomes free."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What one room of a random load is to be: honest, or one of the lies about page keys.
-
-Owns: who is told which prompt. Must not know: daemons, how a lie is found out.
-"""
+"""What one room of a random load is to be: honest, or one of the lies about page keys."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
 """A random load for minutes or hours: two tenants with shared prefixes, lies about keys, kills, stops, cuts and a damaged store.
 
-Owns: the daemons and engines, what clients ask for, and what no room may ever show. Must not know: how an engine compares
-(`load_engines`), who is struck when (`load_chaos`).
-
-    python -m tests.faults.random_load --minutes 30 --transport mooncake
+python -m tests.faults.random_load --minutes 30 --transport mooncake
 
 Every byte that an engine is given is compared with what its own tokens demand. The run is red with the first wrong byte, with the
 first lie that passes, when pages do not come back after the load has stopped, and with a traceback in any daemon's log.

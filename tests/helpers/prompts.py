@@ -1,7 +1,4 @@
-"""Prompts that begin alike: what routers and engines know of a room's tokens.
-
-Owns: the token ids of a prompt and their page keys. Must not know: rooms, who holds what.
-"""
+"""Prompts that begin alike: what routers and engines know of a room's tokens."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """A request from real prefill rank workers to real decode rank workers, and what must be true of every byte afterwards.
 
-Owns: page ids that cannot be confused unnoticed, the order of a room's messages, the checks. Must not know: fixtures.
-
 The source's workers run on threads of this process, the destination's in a second process; both map pools that this process made,
 so it can look at every byte of both.
 """

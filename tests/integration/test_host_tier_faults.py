@@ -1,7 +1,7 @@
 """Host tiers of real daemons when something goes wrong: nothing is lost or leaked, nothing is wrong, and requests go on.
 
-Copies to the host are held in the rank worker of the prefill node, which is then killed, or let go too late; or decode's engine is killed
-while it loads.
+Copies to the host are held in the rank worker of the prefill node, which is then killed, or let go too late; or decode's engine
+is killed while it loads.
 """
 
 from __future__ import annotations
