@@ -1,10 +1,12 @@
-"""A store behind its process, when either of them dies, hangs or comes back: answers in time, pages told apart, nothing wrong."""
+"""A store behind its process, when either of them cannot be opened, ends, hangs or comes back.
+
+What becomes of pages when the process of a store hangs or dies: `test_stored_prefixes`.
+"""
 
 from __future__ import annotations
 
 import os
 import select
-import signal
 import subprocess
 import sys
 import tempfile
@@ -22,8 +24,6 @@ from tests.helpers.mooncake_servers import MooncakeServers
 from tests.helpers.stopping import stop
 from tests.helpers.stored_pages import HALF, StoredPages, ids, new_keys
 
-SHORT_S = 0.3
-
 
 @pytest.fixture(scope="module")
 def pages() -> Iterator[StoredPages]:
@@ -31,23 +31,6 @@ def pages() -> Iterator[StoredPages]:
         made = StoredPages(Path(path))
         yield made
         made.close()
-
-
-@pytest.fixture(scope="module", name="files")
-def shared_files(pages: StoredPages) -> Iterator[Client]:
-    """A client of a store of files, for tests that leave its process running and its breaker closed."""
-    with client_of_files(pages) as (client, _):
-        yield client
-        client.close()
-
-
-@pytest.fixture
-def client(files: Client, pages: StoredPages) -> Client:
-    pages.fill()
-    files.until_ready()
-    stored_again(files, pages)
-    assert not files.client.unsettled
-    return files
 
 
 @contextmanager
@@ -60,61 +43,6 @@ def client_of_files(pages: StoredPages, limits: StoreLimits = LIMITS) -> Iterato
 
 def outcomes(client: Client, verb: str, keys, pages=None, timeout_s: float = TIMEOUT_S) -> tuple[str, ...]:
     return tuple(each.value for each in client.answer(client.begin(verb, keys, pages, timeout_s)).outcomes)
-
-
-@pytest.mark.parametrize("verb", ["get", "put"])
-def test_a_process_that_hangs_is_answered_for_in_time_and_its_pages_are_settled_by_its_end(
-    client: Client, pages: StoredPages, verb: str
-):
-    keys, pid = new_keys(2), client.client.process.pid
-    assert outcomes(client, "put", keys[:1], ids(0)) == ("stored",)
-    stop(pid)
-    operation = client.begin(verb, keys, ids(HALF, HALF + 1), SHORT_S)
-    answer = client.answer(operation)
-    assert answer.outcomes == (Outcome.TIMED_OUT,) * 2
-    assert not answer.settled
-    assert not operation.settled.done()
-    assert client.client.unsettled == [operation]
-    client.settled(operation)
-    assert not Path(f"/proc/{pid}").exists(), "settled means that the process has ended"
-    assert client.client.unsettled == []
-    client.until_ready()
-    assert client.client.process.pid != pid
-    assert outcomes(client, "get", keys[:1], ids(HALF)) == ("hit",), "the store has lost nothing"
-    assert pages.read(HALF) == pages.read(0)
-
-
-def test_a_process_that_was_only_slow_settles_its_pages_itself(client: Client, monkeypatch: pytest.MonkeyPatch):
-    keys, pid = new_keys(1), client.client.process.pid
-    monkeypatch.setattr(client.client, "_limits", StoreLimits(settle_s=READY_S))
-    stop(pid)
-    operation = client.begin("put", keys, ids(0), SHORT_S)
-    assert client.answer(operation).outcomes == (Outcome.TIMED_OUT,)
-    assert not operation.settled.done()
-    os.kill(pid, signal.SIGCONT)
-    client.settled(operation)
-    assert client.client.process.pid == pid
-    assert outcomes(client, "has", keys) == ("absent",), "it read the order after its deadline, and did not begin it"
-
-
-def test_a_process_that_is_killed_in_the_middle(client: Client, pages: StoredPages):
-    keys, pid = new_keys(2), client.client.process.pid
-    assert outcomes(client, "put", keys[:1], ids(0)) == ("stored",)
-    stop(pid)
-    operation = client.begin("get", keys, ids(HALF, HALF + 1))
-    os.kill(pid, signal.SIGKILL)
-    answer = client.answer(operation)
-    assert answer.outcomes == (Outcome.UNREACHABLE,) * 2
-    assert answer.settled
-    assert "SIGKILL" in answer.detail
-    client.settled(operation)
-    assert not Path(f"/proc/{pid}").exists()
-    at_once = client.begin("get", keys, ids(HALF, HALF + 1))
-    assert at_once.settled.done(), "while there is no process, nobody waits"
-    assert at_once.answer.result().outcomes == (Outcome.UNREACHABLE,) * 2
-    client.until_ready()
-    assert outcomes(client, "get", keys[:1], ids(HALF)) == ("hit",)
-    assert pages.read(HALF) == pages.read(0)
 
 
 def test_a_store_that_cannot_be_opened_is_told_and_tried_again(pages: StoredPages):

@@ -267,13 +267,13 @@ def late_writer_cluster(
                 "transports": section,
                 "timeouts": waits["timeouts"] | (EXPIRING if expiring else {}),
                 **tier,
-                **Gpus.of_prefill(gpus),
+                **Gpus.section(gpus, Role.PREFILL),
             },
         ),
         decode=NodeSpec(
             instance=f"decode-{folder.name}",
             pools=pools | {"host": {"components": []}},
-            more={**both, **waits, **Gpus.of_decode(gpus)},
+            more={**both, **waits, **Gpus.section(gpus, Role.DECODE)},
         ),
     )
     cluster = plan_cluster(folder, spec)
@@ -287,7 +287,7 @@ def late_writer_cluster(
             model, instance=f"fill-{folder.name}", runtime_dir=second.runtime_dir, transport="local", pools=pools
         )
         | waits
-        | dict(Gpus.of_prefill(gpus))
+        | dict(Gpus.section(gpus, Role.PREFILL))
     )
     cluster.others.append(second)
     stage = LateWriterCluster(

@@ -157,12 +157,3 @@ def test_the_same_answer_stays_when_its_engine_ends_it(stage: FaultCluster) -> N
     stage.reader.call("answer", room, TOKENS, tokens, prompt)
     stage.reader.call("release", room, tokens, prompt)
     assert stage.turn(stage.pair(tokens, prompt), tokens)[1] == tokens
-
-
-@short
-def test_two_tenants_with_one_prompt_share_nothing(stage: FaultCluster) -> None:
-    ours, theirs = (Prompt(begin=7, own=7, shared_tokens=0, namespace=name) for name in ("ours", "theirs"))
-    assert stage.turn(stage.pair(prompt=ours)) == (0, 0)
-    assert stage.turn(stage.pair(prompt=theirs)) == (0, 0)
-    longer = TOKENS + PAGE
-    assert stage.turn(stage.pair(longer, ours), longer) == (TOKENS, TOKENS), "each finds its own"

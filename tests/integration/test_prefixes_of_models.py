@@ -52,17 +52,6 @@ def test_the_next_turn_computes_and_sends_what_is_new(live: LiveCluster, over: i
     assert [talk.cross(tokens).reused for tokens in lengths] == expected
 
 
-def test_where_others_part(live: LiveCluster) -> None:
-    """Prompts that leave the first one at each of its page ends: who needs no checkpoint goes on from every one of them."""
-    talk, needed = Conversation(live, 100), needs_checkpoints(live.sender.geometry)
-    talk.cross(5 * PAGE + 7)
-    for pages in (4, 3, 2, 1):
-        held, common = pages * PAGE, pages * PAGE + 9
-        first, second = (talk.parts(common, 100 + 10 * pages + turn).cross(common + 80).reused for turn in (1, 2))
-        assert first == (0 if needed else held, held)
-        assert second == (held, held)
-
-
 def test_long_windows_have_checkpoints_of_as_many_pages(live: LiveCluster) -> None:
     """One that lies in the prompt, as the room of a prompt that leaves a known prefix is given it."""
     talk, needed = Conversation(live, 200), needs_checkpoints(live.sender.geometry)
