@@ -22,7 +22,7 @@ from tests.helpers.host_tiers import let_go as rooms_let_go
 from tests.helpers.live_rooms import LiveCluster, http, report, status
 
 POOL = {"full": 16, "swa": 8, "request": 4}
-COPY_S = 12.0
+COPY_S = 8.0
 """`timeouts.copy_s`: long enough for a room to cross and to be looked at while a copy is held."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -86,6 +86,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_backup(live: LiveCluster) ->
     assert turn.talk.cross(1500).reused[0] == 768, "what was not lost is of use"
 
 
+@pytest.mark.thorough
 def test_an_answer_that_comes_too_late(live: LiveCluster) -> None:
     before = copies(live.prefill, "backup", "deadline")
     turn = copies_held(live, 2, 1000)
