@@ -86,24 +86,6 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_backup(live: LiveCluster) ->
     assert turn.talk.cross(1500).reused[0] == 768, "what was not lost is of use"
 
 
-@pytest.mark.thorough
-def test_an_answer_that_comes_too_late(live: LiveCluster) -> None:
-    before = copies(live.prefill, "backup", "deadline")
-    turn = copies_held(live, 2, 1000)
-    eventually("given up", lambda: copies(live.prefill, "backup", "deadline") == before + 1)
-    assert twins(live.prefill, "quarantined") == 3
-    [why] = status(live.prefill)["quarantine"]
-    assert "may still write" in why
-    assert "timeouts.copy_s" in why
-    assert Conversation(live, 3).cross(700).reused[0] == 0, "requests go on"
-    assert turn.talk.cross(1500).reused[0] == 768
-    assert host_tier(live.prefill)["in_flight_pages"] == 0, "nothing begins while the twins may still be written"
-    let_go(live.prefill)
-    eventually("settled", lambda: settled(live.prefill))
-    found = host_tier(live.prefill)
-    assert (found["device_pages"], found["both_pages"]) == (0, 5 + 2)
-
-
 def test_what_is_forgotten_while_it_is_copied(live: LiveCluster) -> None:
     turn = copies_held(live, 8, 1000)
     assert http("DELETE", live.prefill, "/v1/prefixes").json() == {"dropped_pages": 3, "read_pages": 3, "store": None}
