@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,10 +31,6 @@ class Prompt:
         found = np.full(count, self.own, dtype=np.uint32)
         found[: self.shared_tokens] = self.begin
         return found
-
-    def with_other_end(self, own: int) -> Prompt:
-        """Return a prompt with the same beginning."""
-        return replace(self, own=own)
 
     def keys(self, model: str, count: int) -> Keys:
         """Return the page keys of its first `count` tokens on nodes that serve a preset."""
