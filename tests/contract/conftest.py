@@ -19,10 +19,11 @@ BUFFER_BYTES = 24 * MIB
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Each backend with host memory; tests that ask for it (`any_memory`) with device memory as well."""
+    """Each backend with host memory but those in `LEFT_OUT` of the module; tests of `any_memory` with device memory, too."""
     if "backend" not in metafunc.fixturenames:
         return
-    chosen = [pytest.param(label, id=label) for label in BACKENDS]
+    left_out = getattr(metafunc.module, "LEFT_OUT", ())
+    chosen = [pytest.param(label, id=label) for label in BACKENDS if label not in left_out]
     on_device = getattr(metafunc.function, "device_backends", ())
     chosen += [pytest.param(label, id=label, marks=pytest.mark.gpu) for label in on_device]
     metafunc.parametrize("backend", chosen, indirect=True, scope="module")

@@ -1,8 +1,4 @@
-"""What the contract suite needs: the backends with settings fit for tests, and a handle on a peer process.
-
-Owns: `BACKENDS` and `DEVICE_BACKENDS`, `any_memory` and `any_local_memory`, `PeerProcess`, `wait`. Every wait has a limit; a
-peer that misses it is killed and its stderr shown.
-"""
+"""The backends with settings fit for tests, and a handle on a peer process. Every wait has a limit."""
 
 from __future__ import annotations
 
@@ -35,6 +31,7 @@ from kvbridge.config.transports import (
 from kvbridge.core.errors import TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
+from kvbridge.daemon import children
 from kvbridge.kernels.cuda import runtime
 from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState, TransferStatus, Transport
 from kvbridge.transport.registry import create_transport
@@ -199,12 +196,14 @@ class PeerProcess:
             "memory": backend.destination.value,
             "device": last_device() if self._on_device else 0,
         }
-        self._process = subprocess.Popen(
+        self._process = children.Popen(  # tests fork it (`tests.helpers.zygote`)
             [sys.executable, "-m", "tests.helpers.transport_peer", json.dumps(arguments)],
             cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
+            start_new_session=True,
         )
         self._received = b""
         self.address = 0

@@ -1,6 +1,6 @@
 """What the contract suite of stores needs: each store, asked directly and by means of a store process, in the same words.
 
-Owns: `KINDS`, `Asked`, `asked_of`. Every wait has a limit.
+Every wait has a limit.
 """
 
 from __future__ import annotations

@@ -263,17 +263,8 @@ def test_a_call_that_fails(
     assert transfer.poll() == status
 
 
-def test_operation_that_ends_after_it_was_given_up(beds: type[Bed]) -> None:
-    for protocol in (TCP, RDMA):
-        bed = beds(protocol, {(STATUS, 0): -2})
-        status = bed.end(bed.submit())
-        assert status.state is QUIET, status
-        assert "timed out, not ended" in status.error
-        bed.assert_silent()
-
-
 @pytest.mark.parametrize("protocol", [TCP, RDMA])
-@pytest.mark.parametrize("polls", range(6))
+@pytest.mark.parametrize("polls", [0, 1, 4])
 @pytest.mark.parametrize("how", ["closed", "aborted", "late"])
 def test_ended_in_the_middle(beds: type[Bed], protocol: MooncakeProtocol, polls: int, how: str) -> None:
     bed = beds(protocol)
@@ -295,17 +286,6 @@ def test_ended_in_the_middle(beds: type[Bed], protocol: MooncakeProtocol, polls:
         assert bed.calls[SUBMIT] + bed.calls[SUBMIT_BATCH] == calls, "something was submitted after the end"
         assert not status.in_transit, "what was started has been waited for"
     assert status.state is QUIET
-    bed.assert_silent()
-
-
-@pytest.mark.parametrize("protocol", [TCP, RDMA])
-def test_peer_that_takes_nothing_any_more(beds: type[Bed], protocol: MooncakeProtocol) -> None:
-    bed = beds(protocol)
-    status = bed.end(bed.submit(deadline_s=1.0), delivering=0, patient=False)
-    assert status.state is NOT_QUIET
-    assert bed.network.under_way
-    bed.transport.close()
-    assert bed.network.under_way == 0
     bed.assert_silent()
 
 

@@ -22,7 +22,7 @@ from tests.contract.harness import BACKENDS, ROOT, Pair, PeerProcess
 from tests.helpers.connecting import connect
 
 POOL_BYTES = 1 << 20
-MUTATIONS, SEED = 60, 2
+MUTATIONS, SEED = 25, 2
 LIMIT_S = 240.0
 
 

@@ -1,29 +1,28 @@
-"""A store behind its process, when either of them dies, hangs or comes back: answers in time, pages told apart, nothing wrong."""
+"""A store behind its process, when either of them cannot be opened, ends, hangs or comes back.
+
+What becomes of pages when the process of a store hangs or dies: `test_stored_prefixes`.
+"""
 
 from __future__ import annotations
 
 import os
 import select
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvbridge.config.stores import FileStoreSettings, StoreLimits
-from kvbridge.tier.stores import breaker
 from kvbridge.tier.stores.base import Outcome
-from kvbridge.tier.stores.breaker import BreakerState
-from tests.contract.stores_harness import READY_S, TIMEOUT_S, Client, settings_of
+from tests.contract.stores_harness import LIMITS, READY_S, TIMEOUT_S, Client, settings_of
 from tests.helpers.mooncake_servers import MooncakeServers
 from tests.helpers.stopping import stop
 from tests.helpers.stored_pages import HALF, StoredPages, ids, new_keys
-
-SHORT_S = 0.3
 
 
 @pytest.fixture(scope="module")
@@ -34,155 +33,21 @@ def pages() -> Iterator[StoredPages]:
         made.close()
 
 
-@pytest.fixture(scope="module", name="files")
-def shared_files(pages: StoredPages) -> Iterator[Client]:
-    """A client of a store of files, for tests that leave its process running and its breaker closed."""
-    with (
-        tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path,
-        settings_of("files", Path(path)) as (settings, _),
-    ):
-        client = Client(settings, pages)
-        yield client
-        client.close()
-
-
-@pytest.fixture
-def client(files: Client, pages: StoredPages) -> Client:
-    pages.fill()
-    files.until_ready()
-    stored_again(files, pages)
-    assert not files.client.unsettled
-    return files
+@contextmanager
+def client_of_files(pages: StoredPages, limits: StoreLimits = LIMITS) -> Iterator[tuple[Client, Path]]:
+    """A client of a store of files of its own, which lies in that directory."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
+        directory = Path(path) / "store"
+        yield Client(FileStoreSettings(directory=directory, max_bytes=1 << 20), pages, limits), directory
 
 
 def outcomes(client: Client, verb: str, keys, pages=None, timeout_s: float = TIMEOUT_S) -> tuple[str, ...]:
     return tuple(each.value for each in client.answer(client.begin(verb, keys, pages, timeout_s)).outcomes)
 
 
-@pytest.mark.parametrize("verb", ["get", "put"])
-def test_a_process_that_hangs_is_answered_for_in_time_and_its_pages_are_settled_by_its_end(
-    client: Client, pages: StoredPages, verb: str
-):
-    keys, pid = new_keys(2), client.client.process.pid
-    assert outcomes(client, "put", keys[:1], ids(0)) == ("stored",)
-    stop(pid)
-    operation = client.begin(verb, keys, ids(HALF, HALF + 1), SHORT_S)
-    answer = client.answer(operation)
-    assert answer.outcomes == (Outcome.TIMED_OUT,) * 2
-    assert not answer.settled
-    assert not operation.settled.done()
-    assert client.client.unsettled == [operation]
-    client.settled(operation)
-    assert not Path(f"/proc/{pid}").exists(), "settled means that the process has ended"
-    assert client.client.unsettled == []
-    client.until_ready()
-    assert client.client.process.pid != pid
-    assert outcomes(client, "get", keys[:1], ids(HALF)) == ("hit",), "the store has lost nothing"
-    assert pages.read(HALF) == pages.read(0)
-
-
-def test_a_process_that_was_only_slow_settles_its_pages_itself(client: Client, monkeypatch: pytest.MonkeyPatch):
-    keys, pid = new_keys(1), client.client.process.pid
-    monkeypatch.setattr(client.client, "_limits", StoreLimits(settle_s=READY_S))
-    stop(pid)
-    operation = client.begin("put", keys, ids(0), SHORT_S)
-    assert client.answer(operation).outcomes == (Outcome.TIMED_OUT,)
-    assert not operation.settled.done()
-    os.kill(pid, signal.SIGCONT)
-    client.settled(operation)
-    assert client.client.process.pid == pid
-    assert outcomes(client, "has", keys) == ("absent",), "it read the order after its deadline, and did not begin it"
-
-
-@pytest.mark.parametrize("verb", ["get", "put"])
-def test_a_process_that_is_killed_in_the_middle(client: Client, pages: StoredPages, verb: str):
-    keys, pid = new_keys(2), client.client.process.pid
-    assert outcomes(client, "put", keys[:1], ids(0)) == ("stored",)
-    stop(pid)
-    operation = client.begin(verb, keys, ids(HALF, HALF + 1))
-    os.kill(pid, signal.SIGKILL)
-    answer = client.answer(operation)
-    assert answer.outcomes == (Outcome.UNREACHABLE,) * 2
-    assert answer.settled
-    assert "SIGKILL" in answer.detail
-    client.settled(operation)
-    assert not Path(f"/proc/{pid}").exists()
-    at_once = client.begin("get", keys, ids(HALF, HALF + 1))
-    assert at_once.settled.done(), "while there is no process, nobody waits"
-    assert at_once.answer.result().outcomes == (Outcome.UNREACHABLE,) * 2
-    client.until_ready()
-    assert outcomes(client, "get", keys[:1], ids(HALF)) == ("hit",)
-    assert pages.read(HALF) == pages.read(0)
-
-
-def test_to_give_up_waiting_leaves_the_account_of_pages_as_it_is(client: Client):
-    pid = client.client.process.pid
-    stop(pid)
-    operation = client.begin("get", new_keys(1), ids(HALF), SHORT_S)
-    operation.answer.cancel()
-    client.settled(operation)
-    assert not Path(f"/proc/{pid}").exists()
-    assert client.client.breaker.state is BreakerState.CLOSED
-    assert client.client.unsettled == []
-
-
-def test_a_dead_store_costs_its_first_failures_and_then_nothing(pages: StoredPages, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 4.0)  # a hundred requests, on a machine that is busy
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
-        limits = StoreLimits(start_s=READY_S, settle_s=READY_S, failures=2)
-        client = Client(FileStoreSettings(directory=Path(path) / "store", max_bytes=1 << 20), pages, limits)
-        try:
-            client.until_ready()
-            keys = new_keys(1)
-            assert outcomes(client, "put", keys, ids(0)) == ("stored",)
-            stop(client.client.process.pid)
-            for _ in range(2):
-                assert outcomes(client, "get", keys, ids(HALF), 0.05) == ("timed_out",)
-            assert client.client.breaker.state is BreakerState.OPEN
-            sent = client.client._number
-            for _ in range(100):
-                operation = client.begin("get", keys, ids(HALF))
-                assert operation.settled.done()
-                assert operation.answer.result().outcomes == (Outcome.UNREACHABLE,)
-            assert client.client._number == sent, "it is not asked, so nobody waits for it"
-            os.kill(client.client.process.pid, signal.SIGCONT)
-            client.until("it is asked again", lambda: retried(client, keys))
-            assert client.client.breaker.state is BreakerState.CLOSED
-        finally:
-            client.close()
-
-
-def retried(client: Client, keys) -> bool:
-    """Ask without waiting; whether an earlier answer was a hit."""
-    client.client.get(0, keys, ids(HALF), timeout_s=TIMEOUT_S)
-    return client.client.counts["get", Outcome.HIT] > 0
-
-
-def test_what_was_missing_is_not_asked_for_again_before_it_is_put(pages: StoredPages):
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
-        limits = StoreLimits(start_s=READY_S, remember_s=READY_S)
-        client = Client(FileStoreSettings(directory=Path(path) / "store", max_bytes=1 << 20), pages, limits)
-        try:
-            client.until_ready()
-            keys = new_keys(2)
-            assert outcomes(client, "put", keys[:1], ids(0)) == ("stored",)
-            assert outcomes(client, "get", keys, ids(HALF, HALF + 1)) == ("hit", "absent")
-            again = client.begin("get", keys, ids(HALF, HALF + 1))
-            assert again.asked == [0]
-            assert client.answer(again).outcomes == (Outcome.HIT, Outcome.ABSENT)
-            alone = client.begin("get", keys[1:], ids(HALF))
-            assert alone.settled.done(), "nobody is asked"
-            assert outcomes(client, "put", keys[1:], ids(1)) == ("stored",)
-            assert outcomes(client, "get", keys, ids(HALF, HALF + 1)) == ("hit", "hit")
-        finally:
-            client.close()
-
-
 def test_a_store_that_cannot_be_opened_is_told_and_tried_again(pages: StoredPages):
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
-        directory = Path(path) / "store"
+    with client_of_files(pages) as (client, directory):
         directory.mkdir(mode=0o755)
-        client = Client(FileStoreSettings(directory=directory, max_bytes=1 << 20), pages)
         try:
             client.until("the reason is known", lambda: "chmod 0700" in client.client.process.why_not)
             answer = client.answer(client.begin("get", new_keys(1), ids(HALF)))
@@ -196,9 +61,7 @@ def test_a_store_that_cannot_be_opened_is_told_and_tried_again(pages: StoredPage
 
 
 def test_after_close_everything_is_settled(pages: StoredPages):
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path:
-        limits = StoreLimits(start_s=READY_S)
-        client = Client(FileStoreSettings(directory=Path(path) / "store", max_bytes=1 << 20), pages, limits)
+    with client_of_files(pages, StoreLimits(start_s=READY_S)) as (client, _):
         client.until_ready()
         pid = client.client.process.pid
         stop(pid)

@@ -123,19 +123,13 @@ def _of_another_version(data: bytes) -> bytes:
 
 
 LIES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
-    "one wrong bit in the first byte": (_changed(0), "wrong_digest"),
-    "one wrong bit in the last byte": (_changed(-1), "wrong_digest"),
-    "one wrong bit in the last byte of the page": (_changed(-1 - TRAILER_BYTES), "wrong_digest"),
+    "one wrong bit in the page": (_changed(0), "wrong_digest"),
     "one wrong bit in a key": (_changed(30 - TRAILER_BYTES), "wrong_digest"),
     "one wrong bit in a digest": (_changed(50 - TRAILER_BYTES), "wrong_digest"),
-    "no trailer": (_changed(-TRAILER_BYTES), "wrong_digest"),
     "zeros": (lambda data: bytes(len(data)), "wrong_digest"),
-    "zeros and a trailer": (lambda data: bytes(len(data) - TRAILER_BYTES) + data[-TRAILER_BYTES:], "wrong_digest"),
     "another version": (_of_another_version, "other_version"),
-    "the first half": (lambda data: data[: len(data) // 2], "short"),
     "one byte less": (lambda data: data[:-1], "short"),
     "one byte more": (lambda data: data + b"x", "short"),
-    "one byte": (lambda data: b"x", "short"),
 }
 
 
@@ -153,25 +147,14 @@ def test_a_lie_is_a_miss_of_its_kind_and_gone(asked: Asked, lie: str):
     assert asked.pages.read(HALF) == asked.pages.read(0)
 
 
-@pytest.mark.parametrize("identity", ["model", "revision", "fingerprint", "adapter", "namespace"])
-def test_the_bytes_of_another_key_are_a_miss(asked: Asked, identity: str):
-    mine, theirs = new_keys(1), new_keys(1, **{identity: "another"})
+def test_the_bytes_of_another_key_are_a_miss(asked: Asked):
+    mine, theirs = new_keys(1), new_keys(1, namespace="another")
     names = [object_name(asked.pages.form, keys[0]) for keys in (mine, theirs)]
     assert names[0] != names[1]
     assert asked("put", theirs, 1) == ["stored"]
     asked.plant(names[0], asked.taken(names[1], asked.pages.form.object_bytes))
     assert asked("get", mine, HALF) == ["other_key"]
     assert asked("get", theirs, HALF) == ["hit"]
-
-
-def test_good_and_bad_ones_in_one_request(asked: Asked):
-    keys = new_keys(4)
-    assert asked("put", keys[:3], 0, 1, 2) == ["stored"] * 3
-    name = object_name(asked.pages.form, keys[1])
-    asked.plant(name, _changed(-1)(asked.taken(name, asked.pages.form.object_bytes)))
-    assert asked("get", keys, *range(HALF, HALF + 4)) == ["hit", "wrong_digest", "hit", "absent"]
-    assert asked.pages.read(HALF) == asked.pages.read(0)
-    assert asked.pages.read(HALF + 2) == asked.pages.read(2)
 
 
 @pytest.mark.parametrize("store", ["mooncake"], indirect=True)
@@ -205,22 +188,21 @@ def test_a_deadline_that_has_passed_touches_nothing(asked: Asked):
     assert asked.pages.read(HALF) == asked.pages.read(1)
 
 
-@pytest.mark.parametrize(
-    ("keys", "rows"),
-    [
-        (new_keys(1), ids(PAGES)),
-        (new_keys(1), ids(-1)),
-        (new_keys(2), ids(1)),
-        (new_keys(1), np.array([[0, 1]], dtype=np.int32)),
-        (Keys(), np.empty((0, 1), dtype=np.int32)),
-        (Keys(new_keys(1).data * 2), ids(0, 1)),
-        (new_keys(257), ids(*[0] * 257)),
-    ],
-    ids=["no such page", "negative", "too few", "two spaces", "nothing", "twice", "too many"],
-)
-def test_what_can_never_work_is_refused_before_it_begins(asked: Asked, keys: Keys, rows: np.ndarray):
-    for verb in ("put", "get"):
-        with pytest.raises(InvalidInputError):
-            asked.ask(verb, keys, rows, timeout_s=1.0)
+NEVER = {
+    "no such page": (new_keys(1), ids(PAGES)),
+    "negative": (new_keys(1), ids(-1)),
+    "too few": (new_keys(2), ids(1)),
+    "two spaces": (new_keys(1), np.array([[0, 1]], dtype=np.int32)),
+    "nothing": (Keys(), np.empty((0, 1), dtype=np.int32)),
+    "twice": (Keys(new_keys(1).data * 2), ids(0, 1)),
+    "too many": (new_keys(257), ids(*[0] * 257)),
+}
+
+
+def test_what_can_never_work_is_refused_before_it_begins(asked: Asked):
+    for keys, rows in NEVER.values():
+        for verb in ("put", "get"):
+            with pytest.raises(InvalidInputError):
+                asked.ask(verb, keys, rows, timeout_s=1.0)
     with pytest.raises(InvalidInputError):
         asked.ask("get", new_keys(1), ids(0), form=2, timeout_s=1.0)

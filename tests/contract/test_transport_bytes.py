@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
+import hashlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from kvbridge.config.transports import TransportName
 from kvbridge.core.errors import InvalidInputError, TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import Endpoint, TransferState, TransferStatus, Transport
@@ -38,18 +39,10 @@ def test_mixed_sizes_arrive_exactly_and_touch_nothing_else(pair: Pair) -> None:
     for source, target, size in placed:
         expected[target : target + size] = content[source : source + size]
     np.testing.assert_array_equal(pair.process.buffer.read(), expected)
-
-
-@any_memory
-def test_peer_itself_sees_the_bytes(pair: Pair) -> None:
-    assert pair.move(pair.blocks(37_440, 64)) == DONE
-    import hashlib
-
-    length = 64 * 37_440
-    assert (
-        pair.process.ask("checksum", offset=0, length=length)["sha256"]
-        == hashlib.sha256(pair.source.read(0, length)).hexdigest()
-    )
+    seen = pair.process.ask("checksum")["sha256"]
+    assert seen == hashlib.sha256(expected).hexdigest(), "the peer itself sees other bytes"
+    assert pair.move(pair.operations([])) == DONE, "no operation is done at once"
+    assert pair.transport.max_operation_bytes >= 3 * MIB
 
 
 @any_memory
@@ -68,10 +61,6 @@ def test_concurrent_transfers_to_one_peer(pair: Pair) -> None:
     assert wait_all(transfers) == [DONE] * 12
     length = 12 * 100 * 4_096
     np.testing.assert_array_equal(pair.process.buffer.read(0, length), pair.source.read(0, length))
-
-
-def test_no_operation_is_done_at_once(pair: Pair) -> None:
-    assert pair.move(Operations(*np.empty((3, 0), dtype=np.uint64))) == DONE
 
 
 @any_memory
@@ -99,9 +88,7 @@ def test_refused_destinations_do_not_disturb_the_next_write(pair: Pair) -> None:
         for destination, length in ((end, 4_096), (end - 1, 2), (end + (1 << 40), 4_096)):
             with pytest.raises(InvalidInputError, match="register"):
                 pair.transport.submit(pair.peer, pair.operations([(0, destination, length)]), deadline_s=5.0)
-    begun_s = time.monotonic()
-    assert pair.move(pair.blocks(4_096, 8)) == DONE
-    assert time.monotonic() - begun_s < 5.0
+    assert pair.move(pair.blocks(4_096, 8), deadline_s=5.0) == DONE
 
 
 def test_overlapping_registration_is_refused_and_harmless(pair: Pair) -> None:
@@ -148,27 +135,14 @@ def test_endpoint_covers_what_was_registered_when_it_was_asked_for(backend: Back
     assert pair.move(pair.blocks(MIB, 4)) == DONE
 
 
-@pytest.mark.parametrize("data", [b"", b"garbage", b"\x00" * 300, b"{}", b"[1, 2]"])
-def test_garbage_endpoint_is_refused_quickly(pair: Pair, data: bytes) -> None:
-    begun_s = time.monotonic()
-    with pytest.raises(TransportError):
-        connect(pair.transport, Endpoint(transport=pair.process.endpoint.transport, data=data))
-    assert time.monotonic() - begun_s < 2.0
-
-
-def test_damaged_or_foreign_endpoint_is_refused_quickly(pair: Pair) -> None:
-    good = pair.process.endpoint
-    for endpoint in (
-        Endpoint(transport=good.transport, data=good.data[: len(good.data) // 2]),
-        Endpoint(transport="carrier-pigeon", data=good.data),
-    ):
+def test_garbage_and_foreign_endpoints_are_refused(pair: Pair) -> None:
+    name, good = pair.process.endpoint.transport, pair.process.endpoint.data
+    for data in (b"", b"garbage", b"\x00" * 300, b"{}", b"[1, 2]", good[: len(good) // 2]):
         with pytest.raises(TransportError):
-            connect(pair.transport, endpoint)
+            connect(pair.transport, Endpoint(transport=name, data=data))
+    with pytest.raises(TransportError):
+        connect(pair.transport, Endpoint(transport="carrier-pigeon", data=good))
     assert pair.move(pair.blocks(4_096, 4)) == DONE
-
-
-def test_operations_may_be_as_long_as_the_planner_needs(pair: Pair) -> None:
-    assert pair.transport.max_operation_bytes >= 3 * MIB
 
 
 def test_unknown_peer_is_refused(backend: Backend, pair: Pair) -> None:
@@ -191,6 +165,4 @@ def test_closing_twice_and_using_a_closed_transport(backend: Backend, shm) -> No
 
 
 def test_every_backend_is_in_the_suite() -> None:
-    from kvbridge.config.transports import TransportName
-
     assert {backend.name for backend in BACKENDS.values()} == set(TransportName)

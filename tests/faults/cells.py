@@ -1,7 +1,5 @@
 """What is struck, how, in which state of a room, and what must become of the room: literal tables.
 
-Owns: the words of the fault matrix and every expected outcome. Must not know: how anything is done.
-
 One strike meets a room in every state at once. An outcome names the end of the room on the prefill and on the decode side:
 
     C  completed: its bytes were checked and it was released     A  aborted, as it was before the strike

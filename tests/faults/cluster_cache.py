@@ -1,7 +1,4 @@
-"""ClusterCache that serve one test after another, since they take seconds to build: a new one after a failure.
-
-Owns: which stage stands. Must not know: what is played.
-"""
+"""Clusters that serve one test after another, since they take seconds to build: a new one after a failure."""
 
 from __future__ import annotations
 

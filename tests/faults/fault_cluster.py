@@ -1,8 +1,5 @@
 """The stage of the fault suite: three daemons, an engine on each side, rooms in every state, and the look afterwards.
 
-Owns: the processes, how a room is brought into a state and to its end, and what "recovered" means. Must not know: which strike is
-made or what it should lead to (`cells`).
-
 Everything is a process of its own, so that each can be killed and frozen; every wait has a deadline.
 """
 
@@ -65,18 +62,12 @@ class Gpus:
     prepare_engine: Callable[[], object] | None = None
     """Called in an engine's process before it attaches (`ObedientEngine`)."""
 
-    @classmethod
-    def of_prefill(cls, gpus: Gpus | None) -> Settings:
-        """Sections of a prefill daemon's configuration; none with pools in host memory."""
-        return {} if gpus is None else cls._sections(gpus.prefill)
-
-    @classmethod
-    def of_decode(cls, gpus: Gpus | None) -> Settings:
-        """The same for a decode daemon."""
-        return {} if gpus is None else cls._sections(gpus.decode)
-
     @staticmethod
-    def _sections(gpu: int) -> Settings:
+    def section(gpus: Gpus | None, role: Role) -> Settings:
+        """Of a daemon's configuration; empty with pools in host memory."""
+        if gpus is None:
+            return {}
+        gpu = gpus.prefill if role is Role.PREFILL else gpus.decode
         return {"parallelism": {"ranks": [{"pp": 0, "tp": 0, "device": f"cuda:{gpu}"}]}}
 
 
@@ -453,12 +444,12 @@ def scene(
         prefill=NodeSpec(
             instance=f"prefill-{folder.name}",
             pools={"device": DEVICE_PAGES},
-            more={**waits, **Gpus.of_prefill(gpus), **dict(prefill or {})},
+            more={**waits, **Gpus.section(gpus, Role.PREFILL), **dict(prefill or {})},
         ),
         decode=NodeSpec(
             instance=f"decode-{folder.name}",
             pools={"device": DEVICE_PAGES, "host": {"pages": HOST_PAGES}},
-            more={**waits, **Gpus.of_decode(gpus), **dict(decode or {})},
+            more={**waits, **Gpus.section(gpus, Role.DECODE), **dict(decode or {})},
         ),
     )
     cluster = plan_cluster(folder, spec)

@@ -1,8 +1,4 @@
-"""A decode daemon whose pages run short, a prefill daemon that will write late, and another that fills what becomes free.
-
-Owns: the three daemons, the filling of every free page by rooms of their own pattern, and the look into the decode daemon's memory
-from outside. Must not know: why a writer is late (the tests).
-"""
+"""A decode daemon whose pages run short, a prefill daemon that will write late, and another that fills what becomes free."""
 
 from __future__ import annotations
 
@@ -271,13 +267,13 @@ def late_writer_cluster(
                 "transports": section,
                 "timeouts": waits["timeouts"] | (EXPIRING if expiring else {}),
                 **tier,
-                **Gpus.of_prefill(gpus),
+                **Gpus.section(gpus, Role.PREFILL),
             },
         ),
         decode=NodeSpec(
             instance=f"decode-{folder.name}",
             pools=pools | {"host": {"components": []}},
-            more={**both, **waits, **Gpus.of_decode(gpus)},
+            more={**both, **waits, **Gpus.section(gpus, Role.DECODE)},
         ),
     )
     cluster = plan_cluster(folder, spec)
@@ -291,7 +287,7 @@ def late_writer_cluster(
             model, instance=f"fill-{folder.name}", runtime_dir=second.runtime_dir, transport="local", pools=pools
         )
         | waits
-        | dict(Gpus.of_prefill(gpus))
+        | dict(Gpus.section(gpus, Role.PREFILL))
     )
     cluster.others.append(second)
     stage = LateWriterCluster(

@@ -1,7 +1,4 @@
-"""Writers that write late, and what decode does about them: played on a stage, whatever its transport and its pools.
-
-Owns: how each becomes late, and the look at every byte of the rooms that have got its pages. Must not know: which stage it is.
-"""
+"""Writers that write late, and what decode does about them: played on a stage, whatever its transport and its pools."""
 
 from __future__ import annotations
 

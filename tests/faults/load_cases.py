@@ -1,12 +1,8 @@
-"""What one room of a random load is to be: honest, or one of the lies about page keys.
-
-Owns: who is told which prompt. Must not know: daemons, how a lie is found out.
-"""
+"""What one room of a random load is to be: honest, or one of the lies about page keys."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvbridge.core.ids import Role
@@ -64,19 +60,18 @@ class LoadCase:
         states = told if self.prefill_keys is not None else None
         return Order(room, self.computed, states, aborts=self.aborts is Role.PREFILL)
 
-    @property
-    def decode_order(self) -> Callable[[int], Order] | None:
-        """Makes the order of decode's engine; None when no engine comes."""
-        return None if self.read is None else self._decode_order
-
-    def _decode_order(self, room: int) -> Order:
-        assert self.read is not None
-        return Order(
-            room,
-            self.read,
-            self.read,
-            aborts=self.aborts is Role.DECODE,
-            hold_s=self.hold_s,
-            answer_tokens=self.answer_tokens,
-            compares=self.kind in {"honest", "foreign_keys", FORGED},
+    def decode_order(self, room: int) -> Order | None:
+        """None when no engine comes."""
+        return (
+            None
+            if self.read is None
+            else Order(
+                room,
+                self.read,
+                self.read,
+                aborts=self.aborts is Role.DECODE,
+                hold_s=self.hold_s,
+                answer_tokens=self.answer_tokens,
+                compares=self.kind in {"honest", "foreign_keys", FORGED},
+            )
         )

@@ -1,7 +1,5 @@
 """Who is struck while a random load runs, and how: kills, stops, cut connections, dropped caches, a damaged store.
 
-Owns: one strike at a time, drawn from a seed. Must not know: rooms, what a strike does to them.
-
 Strikes are made by the thread that started the daemons: daemons end with that thread.
 """
 

@@ -1,7 +1,5 @@
 """Engines of a random load, each in a process of its own: they serve many rooms, and compare every byte that they are given.
 
-Owns: what an engine does for one room, lies included. Must not know: who is killed, what the daemons ought to hold.
-
 The bytes are the synthetic adapter's: rows follow from the page key of their tokens, so a row of another prompt, branch or tenant
 differs. An engine always writes and expects what its own tokens demand, whatever keys it states.
 """

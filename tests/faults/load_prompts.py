@@ -1,7 +1,5 @@
 """Prompts of a random load: conversations of two tenants whose branches share their beginnings.
 
-Owns: which tokens a prompt has. Must not know: rooms, who holds what.
-
 A prompt is a list of segments, and a segment is one token id that is repeated. So two prompts share exactly the segments with which
 both begin, and the page keys say so, as they would for real tokens.
 """

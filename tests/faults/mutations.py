@@ -1,7 +1,4 @@
-"""Mistakes that daemons and rank workers are started with: proof that the canaries would see them.
-
-Owns: the mistakes, as code that runs before such a process starts (`mutated_daemon`). Must not know: the tests.
-"""
+"""Mistakes that daemons and rank workers are started with: proof that the canaries would see them."""
 
 from __future__ import annotations
 

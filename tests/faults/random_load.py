@@ -1,9 +1,6 @@
 """A random load for minutes or hours: two tenants with shared prefixes, lies about keys, kills, stops, cuts and a damaged store.
 
-Owns: the daemons and engines, what clients ask for, and what no room may ever show. Must not know: how an engine compares
-(`load_engines`), who is struck when (`load_chaos`).
-
-    python -m tests.faults.random_load --minutes 30 --transport mooncake
+python -m tests.faults.random_load --minutes 30 --transport mooncake
 
 Every byte that an engine is given is compared with what its own tokens demand. The run is red with the first wrong byte, with the
 first lie that passes, when pages do not come back after the load has stopped, and with a traceback in any daemon's log.
@@ -29,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
 from kvbridge.cli.local_cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, daemon_config, plan_cluster
 from kvbridge.core.errors import BridgeError
@@ -200,9 +196,10 @@ class RandomLoad:
             time.sleep(drawn.random() * 0.2)
             return None
         number, decode = room
-        waited = _Room(kind, {Role.PREFILL, Role.DECODE} if case.decode_order else {Role.PREFILL})
-        if case.decode_order:
-            self._order(decode, waited, case.decode_order(number))
+        decode_order = case.decode_order(number)
+        waited = _Room(kind, {Role.PREFILL, Role.DECODE} if decode_order else {Role.PREFILL})
+        if decode_order:
+            self._order(decode, waited, decode_order)
         self._order(self.prefill, waited, case.prefill_order(number))
         if drawn.random() < 0.08:
             time.sleep(drawn.random() * 0.3)
@@ -324,11 +321,10 @@ class RandomLoad:
         for thread in threads:
             thread.start()
         started_s = time.monotonic()
-        rests = []
         try:
             while (left_s := started_s + seconds - time.monotonic()) > 0 and not self.tally.violations:
                 self._load_until(time.monotonic() + min(left_s, rest_every_s), chaos)
-                rests.append(self._rest())
+                self._rest()
         finally:
             self._stopping.set()
             for thread in threads:
@@ -336,7 +332,7 @@ class RandomLoad:
         for daemon in self.cluster.all():
             if "Traceback" in daemon.log_path.read_text():
                 self.tally.violation(f"{daemon.name} has a traceback in its log {daemon.log_path}")
-        return self._summary(time.monotonic() - started_s, rests, chaos)
+        return self._summary(time.monotonic() - started_s, chaos)
 
     def _load_until(self, moment_s: float, chaos: Chaos | None) -> None:
         self._paused.clear()
@@ -346,9 +342,8 @@ class RandomLoad:
             time.sleep(0.2)
         self._paused.set()
 
-    def _rest(self) -> dict[str, Any]:
+    def _rest(self) -> None:
         """Wait until all rooms have ended and every page is free or cached."""
-        began_s = time.monotonic()
         eventually("no room under way", lambda: not self._under_way, ROOM_S + 2 * CALL_S)
         self.cluster.wait_ready()
         for node in self.nodes:
@@ -363,15 +358,8 @@ class RandomLoad:
                 self.tally.violation(f"{node.name} does not get pages back: {busy_pages(node)}, {shown['quarantine']}")
             if quarantine := status(node)["quarantine"]:
                 self.tally.violation(f"{node.name} has pages in quarantine: {quarantine}")
-        return {"seconds": round(time.monotonic() - began_s, 1), "rss_mib": self._memory()}
 
-    def _memory(self) -> dict[str, int]:
-        running = {daemon.name: daemon.process for daemon in self.cluster.all()}
-        return {
-            name: psutil.Process(process.pid).memory_info().rss >> 20 for name, process in running.items() if process
-        }
-
-    def _summary(self, seconds: float, rests: list[dict[str, Any]], chaos: Chaos | None) -> dict[str, Any]:
+    def _summary(self, seconds: float, chaos: Chaos | None) -> dict[str, Any]:
         tally = self.tally
         return {
             "seed": self.seed,
@@ -382,7 +370,6 @@ class RandomLoad:
             "compared_mb": round(tally.compared_bytes / 1e6),
             "rooms_with_shared_tokens": tally.shared_rooms,
             "chaos": dict(sorted(chaos.done.items())) if chaos else {},
-            "rests": rests,
             "violations": tally.violations,
         }
 
@@ -461,7 +448,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.random_load", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--transport", choices=["local", "mooncake"], default="local")
-    parser.add_argument("--calm", action="store_true", help="nobody is struck")
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--rest-minutes", type=float, default=5.0, help="between two looks at all pages")
     parser.add_argument("--seed", type=int, default=None, help="of what is asked and struck; drawn when not given")
@@ -474,7 +460,7 @@ def main() -> int:
             given.minutes * 60,
             clients=given.clients,
             rest_every_s=rest_every_s,
-            chaos=None if given.calm else Chaos(load, seed),
+            chaos=Chaos(load, seed),
         )
         if found["violations"]:
             kept = Path(tempfile.mkdtemp(prefix="kvb-red-", dir="/tmp"))

@@ -1,8 +1,4 @@
-"""One strike from beginning to end: rooms in every state, the blow, the truth meanwhile, how every room ended.
-
-Owns: how a victim is struck and brought back, and what is asked of the survivors. Must not know: which strikes there are, what
-each should lead to (`cells`), how a stage is built.
-"""
+"""One strike from beginning to end: rooms in every state, the blow, the truth meanwhile, how every room ended."""
 
 from __future__ import annotations
 

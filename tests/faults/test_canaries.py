@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import pytest
 
 from tests.faults.cluster_cache import ClusterCache
+from tests.faults.fault_cluster import Gpus
 from tests.faults.late_writer_cluster import FILL_TOKENS, LATE_TOKENS, LateWriterCluster, late_writer_cluster
-from tests.faults.late_writers import AWAKE_S, freed, frozen_node, over
+from tests.faults.late_writers import AWAKE_S, WHILE_COPYING, freed, frozen_node, over
 from tests.faults.mutations import BELIEVE_QUIET, FREE_BY_TIMER
 from tests.helpers.cluster import eventually
+from tests.helpers.stand_in_engines import prepare, stand_in_for_daemons
 
 LIBRARIES = ["mooncake", "nixl"]
 EXPIRING = ", expiring"
 SHARING = ", sharing"
 """Behind a transport: the late room begins like one that another daemon has written, and that is read all the time."""
+DEVICES = "device memory"
 MUCH_BYTES = 50_000
 """More than connecting and acknowledging leave in a socket."""
 LATE_S = 1.0
@@ -30,10 +35,19 @@ LATE = {"late_delivery_s": LATE_S}
 short = pytest.mark.faults_short
 
 
+def with_devices(**more: str) -> AbstractContextManager[LateWriterCluster]:
+    """A stand-in plays CUDA. `tests/gpu/test_late_writers.py` has what a real GPU adds."""
+    return late_writer_cluster("local", gpus=Gpus(prefill=0, decode=1, prepare_engine=prepare), **more)
+
+
 @pytest.fixture(scope="module")
 def stages() -> Iterator[ClusterCache[LateWriterCluster]]:
     opened = ClusterCache(
-        lambda key: late_writer_cluster(key.partition(",")[0], expiring=key.endswith(EXPIRING), shares=SHARING in key)
+        lambda key: (
+            with_devices()
+            if key == DEVICES
+            else late_writer_cluster(key.partition(",")[0], expiring=key.endswith(EXPIRING), shares=SHARING in key)
+        )
     )
     yield opened
     opened.clear()
@@ -58,8 +72,6 @@ def test_a_frozen_prefill_node_whose_worker_wakes(stages: ClusterCache[LateWrite
 
 ENDINGS: dict[str, Callable[[LateWriterCluster, int], None]] = {
     "cancelled on decode": lambda stage, room: stage.cancel(stage.decode, room),
-    "cancelled on prefill": lambda stage, room: stage.cancel(stage.prefill, room),
-    "aborted by its engine": lambda stage, room: stage.sender.call("abort", room),
     "its engine dies": lambda stage, _room: stage.detach(stage.sender.role),
     "expired": lambda _stage, _room: None,
 }
@@ -169,13 +181,24 @@ def test_a_late_delivery(inner: str, shares: bool) -> None:
         stage.meet()
 
 
+@pytest.mark.parametrize("late", WHILE_COPYING)
+def test_a_process_that_is_struck_while_copies_run(
+    stages: ClusterCache[LateWriterCluster], late: Callable[[LateWriterCluster], None]
+) -> None:
+    with stand_in_for_daemons(), stages.on(DEVICES) as stage:
+        late(stage)
+        stage.everything_given_back()
+        stage.meet()
+
+
 # ------------------------------------------------------------------------------------------- the canaries see it
 
 
-@short
-def test_pages_that_a_timer_freed_are_seen() -> None:
+@pytest.mark.parametrize("stage_of", [pytest.param(partial(late_writer_cluster, "local"), marks=short), with_devices])
+def test_pages_that_a_timer_freed_are_seen(stage_of: Callable[..., AbstractContextManager[LateWriterCluster]]) -> None:
     with (
-        late_writer_cluster("local", daemon_mistake=FREE_BY_TIMER) as stage,
+        stand_in_for_daemons() if stage_of is with_devices else nullcontext(),
+        stage_of(daemon_mistake=FREE_BY_TIMER) as stage,
         pytest.raises(AssertionError, match="wrong bytes"),
     ):
         frozen_node(stage, fenced=False)

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbridge.core.errors import KeyMismatchError
 from tests.faults.cells import BEGUN_HERE, LOST, Fault, State, Victim, outcomes
 from tests.faults.fault_cluster import HALF, SHARED_TOKENS, TOKENS, FaultCluster, scene
 from tests.faults.late_writer_cluster import late_writer_cluster
@@ -22,8 +21,6 @@ from tests.helpers.prompts import Prompt
 
 short = pytest.mark.faults_short
 PAGE = 256
-OTHERS = {"begin": 1 << 20, "claim": 1 << 21}
-"""Tokens that no prompt of a cluster has by itself."""
 
 
 @pytest.fixture(scope="module")
@@ -160,38 +157,3 @@ def test_the_same_answer_stays_when_its_engine_ends_it(stage: FaultCluster) -> N
     stage.reader.call("answer", room, TOKENS, tokens, prompt)
     stage.reader.call("release", room, tokens, prompt)
     assert stage.turn(stage.pair(tokens, prompt), tokens)[1] == tokens
-
-
-@short
-@pytest.mark.parametrize("at", ["begin", "claim"])
-def test_keys_that_do_not_belong_to_the_tokens(stage: FaultCluster, at: str) -> None:
-    """Whoever names another prompt's keys gets nothing of it, leaves nothing under them, and harms no sibling."""
-    sibling, room = stage.pair(), stage.pair()
-    other = Prompt(begin=OTHERS[at], own=OTHERS[at], shared_tokens=SHARED_TOKENS)
-    stage.begin(sibling)
-    if at == "begin":
-        with pytest.raises(KeyMismatchError):
-            stage.sender.call("begin", room, TOKENS, other)
-    else:
-        stage.begin(room)
-        stage.sender.call("write", room, TOKENS, 0, TOKENS)
-        stage.sender.call("finish", room)
-        with pytest.raises(KeyMismatchError):
-            stage.reader.call("claim", room, TOKENS, other)
-    for daemon in stage.nodes if at == "begin" else [stage.decode]:
-        assert stage.end(daemon, room)[1] == "key_mismatch"
-    stage.sender.call("write", sibling, TOKENS, 0, TOKENS)
-    stage.sender.call("finish", sibling)
-    assert stage.claim(sibling) == SHARED_TOKENS
-    stage.reader.call("release", sibling)
-    again = stage.pair(prompt=other)
-    assert stage.turn(again) == (0, 0), "nothing is known of the prompt whose keys nobody had"
-
-
-@short
-def test_two_tenants_with_one_prompt_share_nothing(stage: FaultCluster) -> None:
-    ours, theirs = (Prompt(begin=7, own=7, shared_tokens=0, namespace=name) for name in ("ours", "theirs"))
-    assert stage.turn(stage.pair(prompt=ours)) == (0, 0)
-    assert stage.turn(stage.pair(prompt=theirs)) == (0, 0)
-    longer = TOKENS + PAGE
-    assert stage.turn(stage.pair(longer, ours), longer) == (TOKENS, TOKENS), "each finds its own"

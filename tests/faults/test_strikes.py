@@ -6,11 +6,13 @@ Each strike leaves the stage whole, or the next one gets a new stage.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import pytest
 
 from kvbridge.core.ids import Role
 from tests.faults.cells import (
+    ON_GPUS,
     SHORT,
     SHORT_SHARING,
     STRIKES,
@@ -19,24 +21,31 @@ from tests.faults.cells import (
     Victim,
 )
 from tests.faults.cluster_cache import ClusterCache
-from tests.faults.fault_cluster import SHARED_TOKENS, FaultCluster, scene
-from tests.faults.matrix import Matrix
+from tests.faults.conftest import Row
+from tests.faults.fault_cluster import SHARED_TOKENS, FaultCluster, Gpus, scene
 from tests.faults.strikes import cases, play
 from tests.helpers.live_rooms import all_free
+from tests.helpers.stand_in_engines import prepare, stand_in_for_daemons
 
 SHARING = ", sharing"
 """Behind a transport: all rooms begin with the same page, which stays on both nodes."""
+DEVICES = ", device memory"
+"""Behind a transport: a stand-in plays CUDA. `tests/gpu/test_strikes.py` has what a real GPU adds."""
 
 
 @pytest.fixture(scope="module")
 def stages() -> Iterator[ClusterCache[FaultCluster]]:
-    opened = ClusterCache(lambda key: scene(transport=key.removesuffix(SHARING), shares=key.endswith(SHARING)))
+    def build(key: str) -> AbstractContextManager[FaultCluster]:
+        gpus = Gpus(prefill=0, decode=1, prepare_engine=prepare) if key.endswith(DEVICES) else None
+        return scene(transport=key.partition(",")[0], shares=key.endswith(SHARING), gpus=gpus)
+
+    opened = ClusterCache(build)
     yield opened
     opened.clear()
 
 
 @pytest.mark.parametrize(("victim", "fault"), cases(STRIKES, short=SHORT))
-def test_strike(stages: ClusterCache[FaultCluster], matrix: Matrix, victim: Victim, fault: Fault) -> None:
+def test_strike(stages: ClusterCache[FaultCluster], matrix: list[Row], victim: Victim, fault: Fault) -> None:
     _strike(stages, matrix, "local", victim, fault)
 
 
@@ -50,7 +59,7 @@ def test_strike(stages: ClusterCache[FaultCluster], matrix: Matrix, victim: Vict
 )
 @pytest.mark.parametrize("transport", ["mooncake", "nixl"])
 def test_strike_over_a_library(
-    stages: ClusterCache[FaultCluster], matrix: Matrix, transport: str, victim: Victim, fault: Fault
+    stages: ClusterCache[FaultCluster], matrix: list[Row], transport: str, victim: Victim, fault: Fault
 ) -> None:
     """What holds for copies on one host holds for connections as well."""
     _strike(stages, matrix, transport, victim, fault)
@@ -58,7 +67,7 @@ def test_strike_over_a_library(
 
 @pytest.mark.parametrize(("victim", "fault"), cases(STRIKES, short=SHORT_SHARING))
 def test_strike_where_rooms_share(
-    stages: ClusterCache[FaultCluster], matrix: Matrix, victim: Victim, fault: Fault
+    stages: ClusterCache[FaultCluster], matrix: list[Row], victim: Victim, fault: Fault
 ) -> None:
     """Whatever becomes of one room, those that read the same page end right, and so does the next turn.
 
@@ -78,6 +87,14 @@ def test_strike_where_rooms_share(
             stage.nobody_reads(daemon)
 
 
+@pytest.mark.parametrize(("victim", "fault"), cases(ON_GPUS, short=((Victim.DECODE_WORKER, Fault.KILL),)))
+def test_strike_to_an_engine_or_a_worker_with_device_memory(
+    stages: ClusterCache[FaultCluster], matrix: list[Row], victim: Victim, fault: Fault
+) -> None:
+    with stand_in_for_daemons():
+        _strike(stages, matrix, "local" + DEVICES, victim, fault)
+
+
 def _kept(victim: Victim, fault: Fault) -> tuple[int, int]:
     """How much of a prompt prefill and decode have after a strike: all but what died with a daemon.
 
@@ -87,10 +104,14 @@ def _kept(victim: Victim, fault: Fault) -> tuple[int, int]:
     return 0 if died and victim is Victim.PREFILL else SHARED_TOKENS, SHARED_TOKENS
 
 
-def _strike(stages: ClusterCache[FaultCluster], matrix: Matrix, transport: str, victim: Victim, fault: Fault) -> None:
-    with stages.on(transport) as stage, matrix.notes_failure(transport, victim, fault):
-        ends, noticed_s, recovered_s = play(stage, transport.removesuffix(SHARING), victim, fault)
-    matrix.add(transport, victim, fault, ends, noticed_s=noticed_s, recovered_s=recovered_s)
+def _strike(
+    stages: ClusterCache[FaultCluster], matrix: list[Row], transport: str, victim: Victim, fault: Fault
+) -> None:
+    row: Row = {"transport": transport, "victim": victim, "fault": fault}
+    matrix.append(row)
+    with stages.on(transport) as stage:
+        ends, noticed_s, recovered_s = play(stage, transport.partition(",")[0], victim, fault)
+    row |= {**ends, "noticed_s": noticed_s or "", "recovered_s": recovered_s}
 
 
 @pytest.mark.usefixtures("executed")

@@ -48,13 +48,6 @@ def fails(stage: FaultCluster, letter: str) -> str:
 
 
 @pytest.mark.parametrize("inner", INNERS)
-def test_slow_and_out_of_order(inner: str) -> None:
-    with faulty(inner, delay_s=0.2, reorder=True, seed=1) as stage:
-        for _ in range(3):
-            stage.cross()
-
-
-@pytest.mark.parametrize("inner", INNERS)
 def test_transfers_that_fail(inner: str) -> None:
     """The transport stays broken until its worker is replaced; nobody but its rooms is harmed."""
     with faulty(inner, fail_after_operations=OPERATIONS) as stage:

@@ -17,7 +17,7 @@ from kvbridge.engine import DecodeEngine, DecodeRoom, Engine, PrefillEngine, Pre
 from kvbridge.tier.keys import Keys
 from tests.helpers import synthetic
 from tests.helpers.cluster import eventually
-from tests.helpers.live_rooms import LiveCluster, ends, http, report
+from tests.helpers.live_rooms import LiveCluster, ends, report
 from tests.helpers.obedient_engines import write_answer
 
 PAGE = 256
@@ -137,16 +137,6 @@ class Conversation:
         turn.release()
         turn.end()
         return turn
-
-    def leave_on_prefill(self, tokens: int) -> None:
-        """Leave a prompt and its checkpoint on the prefill node alone."""
-        keys, prefill = self.keys(tokens), self.live.prefill
-        answer = http("POST", prefill, "/v1/requests", json={"prompt_tokens": tokens, **named(keys)})
-        assert answer.status_code == 201, answer.text
-        turn = Turn(self, answer.json()["room"], tokens, keys)
-        turn.compute()
-        http("DELETE", prefill, f"/v1/requests/{turn.room}")
-        eventually("let go", lambda: not report(prefill, turn.room)["pages"])
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """A prefill rank worker whose connections by one transport are cut in the middle of a transfer, and stay cut for a while.
 
-Owns: when they are cut, and the sockets. Must not know: rooms. The transport is the real one, with its library: what it sees is
+The transport is the real one, with its library: what it sees is
 that the kernel ends its connections, as when an adapter or a switch is lost. Peers are told apart by their loopback address.
 """
 

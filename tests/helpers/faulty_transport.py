@@ -1,6 +1,6 @@
 """Any transport with faults put in on purpose, here or in the rank workers of a daemon.
 
-Owns: the faults, and how a rank worker's process gets them. Must not know: which backend it wraps, or any library. To the other
+To the other
 side, and to the configuration, it is the backend that it wraps.
 
 It keeps the promise of `transport.base` while it misbehaves: a transfer that may still write is FAILED_NOT_QUIET, one
@@ -120,39 +120,28 @@ class FaultyTransport(Transport):
         self._scratch: mmap.mmap | None = None
         """Holds the operation of which a bit was flipped, for as long as the inner transport may read it."""
 
-    def __repr__(self) -> str:
-        return (
-            f"<FaultyTransport: {self._handed_over} operations so far, {len(self._late)} late, around {self._inner!r}>"
-        )
-
     @property
     def max_operation_bytes(self) -> int:
-        """The inner transport's."""
         return self._inner.max_operation_bytes
 
     @property
     def operation_cost_bytes(self) -> int:
-        """The inner transport's."""
         return self._inner.operation_cost_bytes
 
     def register(self, memory: Sequence[Extent]) -> None:
-        """See `Transport.register`."""
         self._inner.register(memory)
 
     def endpoint(self) -> Endpoint:
-        """The inner transport's."""
         return self._inner.endpoint()
 
     def connect(self, endpoint: Endpoint) -> Connection:
-        """See `Transport.connect`."""
         return self._inner.connect(endpoint)
 
     def disconnect(self, peer: Peer) -> None:
-        """See `Transport.disconnect`."""
         self._inner.disconnect(peer)
 
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
-        """See `Transport.submit`. The inner transport checks what it is given, so not what a fault withholds."""
+        """The inner transport checks what it is given, so not what a fault withholds."""
         self.deliver_late()
         if self._settings.reorder:
             operations = self._shuffled(operations)
@@ -167,12 +156,11 @@ class FaultyTransport(Transport):
         return _FaultyTransfer(self, transfer, self._settings, fate=fate, deadline_s=deadline_s, clock=self._clock)
 
     def close(self) -> None:
-        """See `Transport.close`; what was to be delivered late is not delivered."""
+        """What was to be delivered late is not delivered."""
         self._late.clear()
         self._inner.close()
 
     def revoked(self, before_epoch: int) -> bool:
-        """See `Transport.revoked`."""
         return self._inner.revoked(before_epoch)
 
     def deliver_late(self) -> None:
@@ -242,18 +230,13 @@ class _FaultyTransfer(Transfer):
         self._failed_at_s = 0.0
         self._status = TransferStatus(TransferState.ACTIVE)
 
-    def __repr__(self) -> str:
-        return f"<FaultyTransfer: {self._status.state.value}, to end as '{self._fate.value}', around {self._inner!r}>"
-
     def poll(self) -> TransferStatus:
-        """See `Transfer.poll`."""
         self._transport.deliver_late()
         if not self._status.state.terminal:
             self._status = self._next(self._inner.poll())
         return self._status
 
     def abort(self, reason: str) -> None:
-        """See `Transfer.abort`."""
         self._fail(f"aborted: {reason}")
         self._inner.abort(reason)
 

@@ -1,7 +1,6 @@
 """A bad network between decode and prefill daemons: every control frame passes here, and may be lost, doubled or late.
 
-Owns: one thread that stands between the peers' sockets, and what has passed. Must not know: what a room is; a `Weather` decides for
-each frame from its direction and the type of its message. Speaks without CURVE only.
+A `Weather` decides for each frame from its direction and the type of its message. Without CURVE only.
 """
 
 from __future__ import annotations
@@ -44,11 +43,6 @@ def lose_first(kind: str, times: int) -> Weather:
     return lambda _direction, found: [] if found == kind and next(left) > 0 else [0.0]
 
 
-def twice(_direction: str, _kind: str) -> list[float]:
-    """Everything arrives two times, the second a little later."""
-    return [0.0, 0.02]
-
-
 def storm(seed: int, *, loss: float = 0.0, doubled: float = 0.0, longest_delay_s: float = 0.0) -> Weather:
     """Each frame is lost or doubled with that probability, and late by up to that much, with all that are behind it."""
     chance = random.Random(seed)
@@ -69,9 +63,8 @@ class FrameProxy:
         self.target = target
         """The prefill daemon's control endpoint; read for each new connection."""
         self.weather: Weather = calm
-        self.passed: Counter[tuple[str, str]] = Counter()
-        """Frames that came in, by direction and message type."""
         self.lost: Counter[tuple[str, str]] = Counter()
+        """Frames, by direction and message type."""
         self._context = zmq.Context()
         self._front = self._context.socket(zmq.ROUTER)
         self._front.setsockopt(zmq.LINGER, 0)
@@ -134,7 +127,7 @@ class FrameProxy:
         body = PEER.decode(frame).body
         kind = ACKS if body is None else str(body.type)
         delays_s = self.weather(direction, kind)
-        (self.passed if delays_s else self.lost)[direction, kind] += 1
+        self.lost[direction, kind] += not delays_s
         now_s = time.monotonic()
         for delay_s in delays_s:
             due_s = self._due_s[direction] = max(now_s + delay_s, self._due_s[direction])

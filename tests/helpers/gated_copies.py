@@ -1,7 +1,5 @@
 """Copies of a rank worker's GPU that wait at a gate, so that a test strikes with a transfer in its midst.
 
-Owns: the gate, a file of two numbers, and how a worker's process is made to heed it. Must not know: what is copied.
-
 The GPU itself waits, in the stream: what it was given stays with it whatever becomes of the worker's process, and goes on when the
 gate is opened, by a write to memory that both map. Where a stand-in takes CUDA's place, the worker waits in its call.
 """

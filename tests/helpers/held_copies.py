@@ -1,7 +1,4 @@
-"""Rank workers whose copies to the host wait for a test: while a file is there, a copy that has been made is not said to be done.
-
-Owns: the code that such a worker runs first, and the file. Must not know: what is copied, what the node does about it.
-"""
+"""Rank workers whose copies to the host wait for a test: while a file is there, none that has been made is said to be done."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Daemons and rank workers that tests change before they start. The product has no hook for this.
-
-Owns: that their processes run given code first, by `python -c` instead of `python -m kvbridge`. Must not know: what the code does.
-"""
+"""Daemons and rank workers that tests change before they start. The product has no hook for this."""
 
 from __future__ import annotations
 

@@ -1,12 +1,9 @@
-"""Prompts that begin alike: what routers and engines know of a room's tokens.
-
-Owns: the token ids of a prompt and their page keys. Must not know: rooms, who holds what.
-"""
+"""Prompts that begin alike: what routers and engines know of a room's tokens."""
 
 from __future__ import annotations
 
 from base64 import b64encode
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,10 +31,6 @@ class Prompt:
         found = np.full(count, self.own, dtype=np.uint32)
         found[: self.shared_tokens] = self.begin
         return found
-
-    def with_other_end(self, own: int) -> Prompt:
-        """Return a prompt with the same beginning."""
-        return replace(self, own=own)
 
     def keys(self, model: str, count: int) -> Keys:
         """Return the page keys of its first `count` tokens on nodes that serve a preset."""

@@ -1,7 +1,5 @@
 """A request from real prefill rank workers to real decode rank workers, and what must be true of every byte afterwards.
 
-Owns: page ids that cannot be confused unnoticed, the order of a room's messages, the checks. Must not know: fixtures.
-
 The source's workers run on threads of this process, the destination's in a second process; both map pools that this process made,
 so it can look at every byte of both.
 """
@@ -91,6 +89,10 @@ class Setting:
     label: str = ""
     dead_bytes: bool = False
     """Whether a backend may send dead bytes of the request's own pages along, where it does so unless told otherwise."""
+
+    def __hash__(self) -> int:
+        """Forms have tables, which have none; pytest keeps together, and makes once, only parameters that have one."""
+        return hash(str(self))
 
     def __str__(self) -> str:
         words = (self.transport, self.label, f"{self.source}_to_{self.destination}")

@@ -1,7 +1,4 @@
-"""The pools of one instance on one node, in shared memory, and paint that shows every stray byte in any memory.
-
-Owns: the pools, the colour, the rows and paddings of a request that may differ from it. Must not know: transports.
-"""
+"""The pools of one instance on one node, in shared memory, and paint that shows every stray byte in any memory."""
 
 from __future__ import annotations
 

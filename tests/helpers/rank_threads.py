@@ -1,7 +1,5 @@
 """Rank workers on threads, here and in a second process: real transports, maps and plans under an imaginary node.
 
-Owns: the in-memory node link, the destination's process. Must not know: geometries, cases, what is in the memory.
-
 Every wait has a limit; leaving `DestinationProcess` ends it, whatever state it is in.
 """
 

@@ -1,6 +1,6 @@
 """Shared memory behind a file, as a numpy array, and as the `Extent` that a transport registers.
 
-Owns: the mapping. Two processes that open the same file see the same bytes, so a test can look into a peer that is
+Two processes that open the same file see the same bytes, so a test can look into a peer that is
 stopped.
 """
 

@@ -1,7 +1,4 @@
-"""One request through two engines, with the synthetic engine's bytes: written on one side, each of them compared on the other.
-
-Owns: daemons over the `local` transport, and what both engines do. Must not know: where pools lie.
-"""
+"""One request through two engines, with the synthetic engine's bytes: written on one side, each of them compared on the other."""
 
 from __future__ import annotations
 

@@ -43,6 +43,7 @@ KINDS = {
     "kvbridge": "daemons",
     "kvbridge.worker.process": "daemons",
     "kvbridge.tier.stores.process": "daemons",
+    "tests.helpers.transport_peer": "daemons",
 }
 FORKED = "# to be forked\n"
 """Code for `python -c` that begins so is run in a fork, too."""

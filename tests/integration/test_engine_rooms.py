@@ -134,33 +134,6 @@ def test_pages_follow_while_it_is_computed_and_decode_comes_when_it_has_some(pai
     assert torch.equal(pair.target[:, 8:10], pair.source[:, 9:11])
 
 
-def test_what_several_rooms_read_is_the_engines_again_after_the_last(pair: Pair) -> None:
-    pair.write(11, 12, 13)
-    whole = {"prompt_tokens": 2 * PAGE, "published_tokens": 2 * PAGE}
-    pair.sender.hold(3, tables=pages(11, 12), **whole)
-    pair.sender.hold(4, tables=pages(11, 13), computed_tokens=PAGE, **whole)
-    pair.reader.fetch(4, prompt_tokens=2 * PAGE, prefill=pair.place, tables=pages(4, 5))
-    assert pair.hear(pair.reader, 4).kind == "committed"
-    assert pair.hear(pair.sender, 4).kind == "completed"
-    pair.sender.hold(5, tables=pages(11, 14), **whole)
-    refused = pair.hear(pair.sender, 5)
-    assert (refused.kind, "still belongs to room 3" in refused.reason) in {("refused", True), ("failed", True)}
-    pair.reader.fetch(3, prompt_tokens=2 * PAGE, prefill=pair.place)
-    pair.reader.provide(3, pages(first=2), prefix_tokens=2 * PAGE)
-    assert pair.hear(pair.reader, 3).kind == "committed"
-    assert pair.hear(pair.sender, 3).kind == "completed"
-    assert torch.equal(pair.target[:, 4:6], pair.source[:, [11, 13]])
-
-
-def test_a_room_that_is_given_up_before_it_has_pages_is_free_on_the_other_side_at_once(pair: Pair) -> None:
-    pair.sender.hold(6, prompt_tokens=PAGE, tables=pages(3), published_tokens=PAGE)
-    pair.reader.fetch(6, prompt_tokens=PAGE, prefill=pair.place)
-    pair.reader.abort(6, "the request was aborted")
-    assert pair.hear(pair.reader, 6).kind == "aborted"
-    event = pair.hear(pair.sender, 6)
-    assert (event.kind, "the request was aborted" in event.reason) == ("aborted", True)
-
-
 def test_the_end_of_a_node_is_seen_by_its_engine_and_its_worker_holds_nothing_any_more() -> None:
     with running_pair() as pair:
         pair.reader.fetch(1, prompt_tokens=PAGE, prefill=pair.place, tables=pages(3))

@@ -1,7 +1,7 @@
 """Host tiers of real daemons when something goes wrong: nothing is lost or leaked, nothing is wrong, and requests go on.
 
-Copies to the host are held in the rank worker of the prefill node, which is then killed, or let go too late; or an engine is killed
-while it loads.
+Copies to the host are held in the rank worker of the prefill node, which is then killed, or let go; or decode's engine
+is killed while it loads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.helpers.host_tiers import let_go as rooms_let_go
 from tests.helpers.live_rooms import LiveCluster, http, report, status
 
 POOL = {"full": 16, "swa": 8, "request": 4}
-COPY_S = 12.0
+COPY_S = 30.0
 """`timeouts.copy_s`: long enough for a room to cross and to be looked at while a copy is held."""
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -86,33 +86,6 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_backup(live: LiveCluster) ->
     assert turn.talk.cross(1500).reused[0] == 768, "what was not lost is of use"
 
 
-def test_an_answer_that_comes_too_late(live: LiveCluster) -> None:
-    before = copies(live.prefill, "backup", "deadline")
-    turn = copies_held(live, 2, 1000)
-    eventually("given up", lambda: copies(live.prefill, "backup", "deadline") == before + 1)
-    assert twins(live.prefill, "quarantined") == 3
-    [why] = status(live.prefill)["quarantine"]
-    assert "may still write" in why
-    assert "timeouts.copy_s" in why
-    assert Conversation(live, 3).cross(700).reused[0] == 0, "requests go on"
-    assert turn.talk.cross(1500).reused[0] == 768
-    assert host_tier(live.prefill)["in_flight_pages"] == 0, "nothing begins while the twins may still be written"
-    let_go(live.prefill)
-    eventually("settled", lambda: settled(live.prefill))
-    found = host_tier(live.prefill)
-    assert (found["device_pages"], found["both_pages"]) == (0, 5 + 2)
-
-
-def test_rooms_cross_while_a_backup_is_under_way_and_its_pages_stay(live: LiveCluster) -> None:
-    """A copy that does not end keeps its pages on the device; others are evicted, and those that are new come in."""
-    turn = copies_held(live, 4, 1000)
-    for number in (5, 6, 7):
-        Conversation(live, number).cross(5 * PAGE)
-    let_go(live.prefill)
-    eventually("settled", lambda: settled(live.prefill))
-    assert turn.talk.cross(1001).reused[0] == 768
-
-
 def test_what_is_forgotten_while_it_is_copied(live: LiveCluster) -> None:
     turn = copies_held(live, 8, 1000)
     assert http("DELETE", live.prefill, "/v1/prefixes").json() == {"dropped_pages": 3, "read_pages": 3, "store": None}
@@ -129,54 +102,32 @@ from kvbridge.core.wire.engine_messages import *
 from kvbridge.core.wire.features import ENGINE_FEATURES
 from kvbridge.core.ids import Role
 from kvbridge.engine.link import EngineLink
-folder, role, room, tokens, keys = sys.argv[1], Role(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
+folder, room, keys = sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])
 link = EngineLink(Path(folder), name=f"engine-{os.getpid()}", timeout_s=20)
-link.call(Attach(call=link.number(), role=role, features=ENGINE_FEATURES), Attached)
-said = {"call": link.number(), "room": room, "page_hashes": bytes.fromhex(keys)}
-pages = link.call(Begin(**said, prompt_tokens=tokens) if role is Role.PREFILL else Claim(**said), Pages)
+link.call(Attach(call=link.number(), role=Role.DECODE, features=ENGINE_FEATURES), Attached)
+pages = link.call(Claim(call=link.number(), room=room, page_hashes=keys), Pages)
 print(len(pages.load), flush=True)
 sys.stdin.read()
 """
 """An engine that is told what to load, and never says that it has."""
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_an_engine_that_is_killed_while_it_loads_leaves_nothing_behind(live: LiveCluster, role: str) -> None:
-    talk = Conversation(live, 40 + (role == "decode"))
+def test_an_engine_that_is_killed_while_it_loads_leaves_nothing_behind(live: LiveCluster) -> None:
+    talk = Conversation(live, 40)
     talk.cross(3 * PAGE + 9)
     on_host(*live.nodes)
     forget(live)
-    turn, daemon = talk.turn(5 * PAGE), live.prefill if role == "prefill" else live.decode
-    if role == "decode":
-        turn.compute()
-        eventually("committed", lambda: report(daemon, turn.room)["state"] == "committed")
-    told = [str(daemon.runtime_dir), role, str(turn.room), str(turn.tokens), turn.keys.data.hex()]
+    turn, daemon = talk.turn(5 * PAGE), live.decode
+    turn.compute()
+    eventually("committed", lambda: report(daemon, turn.room)["state"] == "committed")
+    told = [str(daemon.runtime_dir), str(turn.room), turn.keys.data.hex()]
     with subprocess.Popen([sys.executable, "-c", KILLED, *told], stdin=-1, stdout=-1, text=True) as process:
         try:
             assert process.stdout is not None
-            assert int(process.stdout.readline()) == (2 if role == "prefill" else 1), "nothing was to be loaded"
+            assert int(process.stdout.readline()) == 1, "nothing was to be loaded"
             assert status(daemon)["prefixes"]["readers"] == 1
         finally:
             process.kill()
     eventually("its end", lambda: report(daemon, turn.room)["state"] == "failed")
     rooms_let_go(live)
-    again = talk.cross(5 * PAGE + 1)
-    assert again.from_host[1] == 3 * PAGE
-    if role == "prefill":  # else prefill has finished what nobody lived to read
-        assert again.from_host[0] == 3 * PAGE
-
-
-def test_a_host_without_place_refuses_and_rooms_go_on() -> None:
-    with host_tiers(host={"pages": 4}, checkpoint_pages=1, pages=POOL) as live:
-        Conversation(live, 1).cross(4 * PAGE)
-        eventually("copied", lambda: host_tier(live.prefill)["both_pages"] == 4)
-        for number in (2, 3):
-            Conversation(live, number).cross(9 * PAGE)
-        for daemon in live.nodes:
-            found = eventually(
-                "refused", lambda daemon=daemon: (now := quiet(daemon)) and now["refused_prompts"] and now
-            )
-            assert found["both_pages"] + found["host_pages"] <= 4
-            assert found["failed_orders"] == 0
-            adds_up(daemon)
-        assert Conversation(live, 3).cross(10 * PAGE).reused[0] == 9 * PAGE
+    assert talk.cross(5 * PAGE + 1).from_host[1] == 3 * PAGE

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 
 import pytest
 
@@ -21,6 +21,7 @@ from tests.helpers.cluster import Cluster, DaemonProcess, cluster, daemon_config
 from tests.helpers.live_rooms import all_free, ends, http
 
 MODEL = {"model_type": "deepseek_v3", "num_hidden_layers": 4, "kv_lora_rank": 448, "qk_rope_head_dim": 64}
+POOLS = {"device": {"full": 32}}
 TOKENS = 1_024
 """16 pages: as many for each of four replicas."""
 
@@ -32,11 +33,11 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     file.write_text(json.dumps(MODEL))
     model = {"hf_config": str(file), "encoding": "bf16", "tokens_per_page": 64}
     half = {"parallelism": {"tp_size": 2, "ranks": [{"pp": 0, "tp": 0}]}}
-    with cluster(model, prefill=half, decode={"pools": _pools() | {"host": {"components": []}}}, wait=False) as running:
+    with cluster(model, prefill=half, decode={"pools": POOLS | {"host": {"components": []}}}, wait=False) as running:
         folder = running.folder / "q"
         other = DaemonProcess("prefill", "the other prefill daemon", folder)
         other.config = daemon_config(
-            model, instance="prefill-1", runtime_dir=other.runtime_dir, transport="local", pools=_pools()
+            model, instance="prefill-1", runtime_dir=other.runtime_dir, transport="local", pools=POOLS
         )
         other.config["parallelism"] = {"tp_size": 4, "ranks": [{"pp": 0, "tp": 2}, {"pp": 0, "tp": 3}]}
         running.others.append(other)
@@ -44,10 +45,6 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
         for daemon in running.all()[1:]:
             daemon.wait_ready()
         yield running
-
-
-def _pools() -> dict[str, object]:
-    return {"device": {"full": 32}}
 
 
 def admitted(three: Cluster, *writers: DaemonProcess) -> int:
@@ -63,16 +60,18 @@ def admitted(three: Cluster, *writers: DaemonProcess) -> int:
     return room
 
 
+def end(room: int, *writers: DaemonProcess) -> None:
+    """Give the room up where nobody has told the writers: their end would wait for it."""
+    for writer in writers:
+        http("DELETE", writer, f"/v1/requests/{room}")
+
+
 def write(writer: DaemonProcess, room: int) -> None:
     with PrefillEngine.attach(writer.runtime_dir) as engine:
         tables = engine.begin(room, prompt_tokens=TOKENS).tables
+        section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
         for views in engine.views.values():
-            synthetic.fill(
-                views,
-                room=room,
-                tables=tables,
-                section=Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS),
-            )
+            synthetic.fill(views, room=room, tables=tables, section=section)
         engine.publish(room, TOKENS)
         engine.finish(room)
 
@@ -80,29 +79,21 @@ def write(writer: DaemonProcess, room: int) -> None:
 def test_ranks_of_two_instances_do_not_make_up_one(three: Cluster) -> None:
     """Their rows add up; the room is refused all the same, before a byte has moved, and the error says who is of what."""
     [other] = three.others
-    with ExitStack() as stack:
-        reader = stack.enter_context(DecodeEngine.attach(three.decode.runtime_dir))
+    with DecodeEngine.attach(three.decode.runtime_dir) as reader:
         room = admitted(three, three.prefill, other)
         for writer in (three.prefill, other):
             with suppress(ConflictError):  # it may have heard from decode already that the room is over
                 write(writer, room)
-        try:
-            claimed = reader.wait_claim(room, 20.0)
-        except RoomFailedError as error:
-            reason = str(error)
-        else:
-            found = [
-                synthetic.compare(view, room=room, tables=claimed.tables, tokens=TOKENS)
-                for view in reader.views.values()
-            ]
-            wrong, all_bytes = (sum(getattr(one, name) for one in found) for name in ("wrong_bytes", "checked_bytes"))
-            pytest.fail(f"claimed, with {wrong:,} of {all_bytes:,} bytes wrong")
+        with pytest.raises(RoomFailedError) as caught:
+            reader.wait_claim(room, 20.0)
+    end(room, three.prefill, other)
     for words in ("prefill-0/node-0", "pp0.tp0", "prefill-1/node-0", "pp0.tp2", "pp0.tp3", "tp_size 2", "tp_size 4"):
-        assert words in reason
+        assert words in str(caught.value)
     all_free(three.decode)
 
 
 def test_a_part_of_an_instance_is_not_enough(three: Cluster) -> None:
     room = admitted(three, three.prefill)
     assert "pp0.tp1" in ends(three.decode, room, "failed", "invalid_input")
+    end(room, three.prefill)
     all_free(three.decode)

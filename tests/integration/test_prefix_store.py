@@ -1,69 +1,60 @@
-"""Prefixes in a store below host memory, through real daemons: they come back when device and host have nothing of them."""
+"""Prefixes in a store below host memory, through real daemons: they come back when device and host have nothing of them.
+
+A store that hangs, dies or lies is in `tests/contract/test_stored_prefixes.py`, with the node's own parts above it.
+"""
 
 from __future__ import annotations
 
-import os
-import signal
 import tempfile
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvbridge.config.stores import StoreSettings
 from tests.contract.stores_harness import KINDS, settings_of
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.conversation import PAGE, Conversation
 from tests.helpers.host_tiers import drop, host_tiers, on_host
 from tests.helpers.live_rooms import LiveCluster, all_free, metric, status
-from tests.helpers.mooncake_servers import MooncakeServers
-from tests.helpers.stopping import stop
 
 PREFETCH_S, PUT_S = 4.0, 8.0
 """Long: nothing is missed for being slow on a machine that is busy."""
-REVIVED_S = 120.0
-"""For a store's process to be there again, and to be asked."""
+STORE_S = 120.0
+"""For a store's process to be there, and to have written what waits."""
 
-pytestmark = pytest.mark.timeout(3 * REVIVED_S)
-Below = tuple[StoreSettings, MooncakeServers | None]
+pytestmark = pytest.mark.timeout(3 * STORE_S)
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def below(request: pytest.FixtureRequest) -> Iterator[Below]:
-    """A store of the module's own."""
+def live(request: pytest.FixtureRequest) -> Iterator[LiveCluster]:
+    """A pair over a store of its own."""
     with (
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-test-") as path,
-        settings_of(request.param, Path(path)) as made,
+        settings_of(request.param, Path(path)) as (settings, _),
     ):
-        yield made
-
-
-@pytest.fixture(scope="module")
-def live(below: Below) -> Iterator[LiveCluster]:
-    tier: dict[str, Any] = {
-        "store": below[0].model_dump(mode="json"),
-        "prefetch_s": PREFETCH_S,
-        "store_limits": {"failures": 2, "remember_s": 0.0, "settle_s": 1.0, "put_s": PUT_S},
-    }
-    with host_tiers(host={"pages": 64, "layout": "page_first"}, checkpoint_pages=16, tier=tier) as running:
-        yield running
-
-
-@pytest.fixture(autouse=True)
-def stores_work(live: LiveCluster) -> Iterator[None]:
-    revive(live)
-    yield
-    for daemon in live.nodes:
-        all_free(daemon)
-        eventually("no page is kept from others", lambda daemon=daemon: not status(daemon)["quarantine"])
+        tier: dict[str, Any] = {
+            "store": settings.model_dump(mode="json"),
+            "prefetch_s": PREFETCH_S,
+            "store_limits": {"failures": 2, "remember_s": 0.0, "settle_s": 1.0, "put_s": PUT_S},
+        }
+        with host_tiers(host={"pages": 64, "layout": "page_first"}, checkpoint_pages=16, tier=tier) as running:
+            asked(running)
+            yield running
+            for daemon in running.nodes:
+                all_free(daemon)
+                assert not status(daemon)["quarantine"]
 
 
 def store(daemon: DaemonProcess) -> dict[str, Any]:
     found = status(daemon)["store"]
     assert found is not None
     return dict(found)
+
+
+def asked(live: LiveCluster) -> None:
+    """Wait until both stores are asked."""
+    eventually("asked", lambda: {store(daemon)["state"] for daemon in live.nodes} == {"closed"}, STORE_S)
 
 
 def move_down(live: LiveCluster) -> None:
@@ -75,41 +66,17 @@ def move_down(live: LiveCluster) -> None:
             found = store(daemon)
             return not (found["waiting_prompts"] or found["unsettled"] or status(daemon)["prefixes"]["readers"])
 
-        eventually(f"{daemon.name} has written", written, REVIVED_S)
+        eventually(f"{daemon.name} has written", written, STORE_S)
     drop(*live.nodes)
     for daemon in live.nodes:
         pools = status(daemon)["pools"]
         assert not pools["full"]["cached"] + pools["full_twin"]["cached"]
 
 
-def stored(live: LiveCluster, number: int, tokens: int = 3 * PAGE) -> Conversation:
-    """Return a conversation whose prompt is in the store alone."""
-    talk = Conversation(live, number)
-    talk.cross(tokens)
-    move_down(live)
-    return talk
-
-
-_tries = count(1_000)
-"""Conversations of which no store has anything."""
-
-
-def revive(live: LiveCluster) -> None:
-    """Wait until both stores are asked; those that have failed are tried again with a request."""
-
-    def look() -> bool:
-        states = {store(daemon)["state"] for daemon in live.nodes}
-        if not states <= {"closed", "starting"}:
-            for daemon in live.nodes:
-                all_free(daemon)
-            Conversation(live, next(_tries)).cross(2 * PAGE)
-        return states == {"closed"}
-
-    eventually("both stores are asked", look, REVIVED_S)
-
-
 def test_a_conversation_goes_on_from_the_store(live: LiveCluster) -> None:
-    talk = stored(live, 1, 3 * PAGE + 40)
+    talk = Conversation(live, 1)
+    talk.cross(3 * PAGE + 40)
+    move_down(live)
     before = [store(daemon)["fetched_pages"] for daemon in live.nodes]
     turn = talk.cross(5 * PAGE + 7)
     assert turn.reused == turn.from_host == (3 * PAGE, 3 * PAGE)
@@ -124,84 +91,15 @@ def test_a_conversation_goes_on_from_the_store(live: LiveCluster) -> None:
     assert turn.reused == turn.from_host == (5 * PAGE, 5 * PAGE), "and from there again"
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["hangs", "dies"])
-def test_requests_go_on_without_a_store_that_hangs_or_dies(live: LiveCluster, number: signal.Signals) -> None:
-    """The request is computed, and the store's next process finds what was kept."""
-    talk = stored(live, 20 + number)
-    pids = [store(daemon)["pid"] for daemon in live.nodes]
-    starts = [metric(daemon, "kvbridge_store_process_starts_total") for daemon in live.nodes]
-    for pid in pids:
-        if number is signal.SIGSTOP:
-            stop(pid)
-        else:
-            os.kill(pid, number)
-    # A process that has died may be back at once.
-    assert talk.cross(4 * PAGE).reused[0] in ({0} if number is signal.SIGSTOP else {0, 3 * PAGE})
-    for daemon, pid in zip(live.nodes, pids, strict=True):
-        eventually("there is another process", lambda daemon=daemon, pid=pid: store(daemon)["pid"] not in {0, pid})
-    revive(live)
-    for daemon, before in zip(live.nodes, starts, strict=True):
-        assert metric(daemon, "kvbridge_store_process_starts_total") > before
-    move_down(live)
-    assert talk.cross(5 * PAGE).reused == (4 * PAGE, 4 * PAGE), "nothing is lost with a process"
-
-
-@pytest.mark.parametrize("below", ["files"], indirect=True)
-@pytest.mark.parametrize(("lie", "kind"), [("a bit", "wrong_digest"), ("half", "short"), ("another", "other_key")])
-def test_a_store_that_lies_is_found_out_and_the_prompt_computed(
-    live: LiveCluster, below: Below, lie: str, kind: str
-) -> None:
-    talk = stored(live, 40 + len(lie))
-    forms: dict[str, list[Path]] = {}
-    for path in below[0].directory.glob("??/*"):
-        forms.setdefault(path.name.partition("-")[0], []).append(path)
-    for paths in forms.values():
-        whole = [path.read_bytes() for path in paths]
-        for path, data, other in zip(paths, whole, [*whole[1:], whole[0]], strict=True):
-            changed = {"a bit": data[:-1] + bytes([data[-1] ^ 1]), "half": data[: len(data) // 2], "another": other}
-            path.write_bytes(changed[lie])
-    assert talk.cross(4 * PAGE).reused == (0, 0)
-    name = "kvbridge_prefix_store_objects_total"
-    found = sum(metric(daemon, name, verb="get", outcome=kind) for daemon in live.nodes)
-    assert found >= 1, "by whoever asked first, and dropped then: for the other it is absent"
-    told = [
-        line for daemon in live.nodes for line in daemon.log(10_000).splitlines() if "store_objects_refused" in line
-    ]
-    assert any(f'"outcome": "{kind}"' in line for line in told)
-    move_down(live)
-    assert talk.cross(5 * PAGE).reused == (4 * PAGE, 4 * PAGE), "bad ones have been replaced"
-    for paths in forms.values():  # the next test's objects shall have neighbours that are right
-        for path in paths:
-            path.unlink(missing_ok=True)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("below", ["mooncake"], indirect=True)
-def test_requests_go_on_while_mooncakes_master_is_away(live: LiveCluster, below: Below) -> None:
-    servers = below[1]
-    assert servers is not None
-    talk = stored(live, 50)
-    servers.kill_master()
-    assert talk.cross(4 * PAGE).reused == (0, 0)
-    servers.start_master()
-    revive(live)
-    numbers = count(500)
-
-    def comes_back() -> bool:
-        """The owner of the memory comes to the new master by itself, and until then there is no room."""
-        return stored(live, next(numbers), 2 * PAGE).cross(3 * PAGE).reused == (2 * PAGE, 2 * PAGE)
-
-    eventually("prefixes come back", comes_back, REVIVED_S)
-
-
-@pytest.mark.thorough
 def test_daemons_that_are_killed_find_their_prefixes_in_the_store_again(live: LiveCluster) -> None:
-    talk = stored(live, 60)
+    talk = Conversation(live, 60)
+    talk.cross(3 * PAGE)
+    move_down(live)
     live.detach()
     for daemon in live.nodes:
         daemon.kill()
         daemon.start()
     live.cluster.wait_ready()
-    revive(live)
+    asked(live)
     turn = talk.cross(4 * PAGE)
     assert turn.reused == turn.from_host == (3 * PAGE, 3 * PAGE)

@@ -16,7 +16,7 @@ import pytest
 from kvbridge.engine import DecodeEngine, PrefillEngine, PrefillRoom
 from tests.helpers.cluster import DaemonProcess, cluster, daemon_config, eventually
 from tests.helpers.conversation import MODEL, PAGE, begin, compute, named, read, tokens_of
-from tests.helpers.host_tiers import copies, drop, host_tier, on_host
+from tests.helpers.host_tiers import drop, on_host
 from tests.helpers.live_rooms import all_free, busy_pages, ends, http, status
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -118,20 +118,6 @@ def nothing_is_left(instance: Instance) -> Iterator[None]:
 def starts(begun: list[PrefillRoom]) -> list[tuple[int, int]]:
     """Tokens from which each engine went on, and those of them that were on the host."""
     return [(room.computed_tokens, room.host_tokens) for room in begun]
-
-
-@pytest.mark.thorough
-def test_turns_come_back_from_the_hosts_of_both_nodes(instance: Instance) -> None:
-    instance.cross(1, 5 * PAGE + 40)
-    instance.cross(2, 12 * PAGE)  # every page of every device
-    for node in instance.nodes[:2]:
-        assert host_tier(node)["host_pages"] >= 5
-    before = [copies(node, "load_back") for node in instance.nodes]
-    begun, held, _ = instance.cross(1, 7 * PAGE + 9)
-    assert [*starts(begun), held] == [(5 * PAGE, 5 * PAGE)] * 3
-    assert [copies(node, "load_back") for node in instance.nodes] == [count + 1 for count in before]
-    begun, _, _ = instance.cross(1, 8 * PAGE + 9)
-    assert starts(begun) == [(7 * PAGE, 0)] * 2
 
 
 def test_nodes_that_have_not_kept_the_same_start_at_the_same_token(instance: Instance) -> None:

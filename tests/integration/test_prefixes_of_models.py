@@ -23,10 +23,8 @@ SLIDING = {"num_hidden_layers": 4, "num_key_value_heads": 2, "layer_types": ["sl
 WINDOW = 150
 """At a page's end it reaches back over three pages."""
 MODELS = {
-    "mha": GROUPED,
     "gqa": GROUPED | {"num_key_value_heads": 2},
     "mla": LATENT | {"model_type": "deepseek_v3"},
-    "dsa": LATENT | {"model_type": "deepseek_v32", "index_head_dim": 128},
     "windows": GROUPED | SLIDING | {"model_type": "gpt_oss", "sliding_window": WINDOW},
 }
 
@@ -52,17 +50,6 @@ def test_the_next_turn_computes_and_sends_what_is_new(live: LiveCluster, over: i
     talk, lengths = Conversation(live, 1 + over), (4 * PAGE + over, 6 * PAGE + over, 6 * PAGE + over + 5)
     expected = [(0, 0), (4 * PAGE, 4 * PAGE), (6 * PAGE, 6 * PAGE)]
     assert [talk.cross(tokens).reused for tokens in lengths] == expected
-
-
-def test_where_others_part(live: LiveCluster) -> None:
-    """Prompts that leave the first one at each of its page ends: who needs no checkpoint goes on from every one of them."""
-    talk, needed = Conversation(live, 100), needs_checkpoints(live.sender.geometry)
-    talk.cross(5 * PAGE + 7)
-    for pages in (4, 3, 2, 1):
-        held, common = pages * PAGE, pages * PAGE + 9
-        first, second = (talk.parts(common, 100 + 10 * pages + turn).cross(common + 80).reused for turn in (1, 2))
-        assert first == (0 if needed else held, held)
-        assert second == (held, held)
 
 
 def test_long_windows_have_checkpoints_of_as_many_pages(live: LiveCluster) -> None:

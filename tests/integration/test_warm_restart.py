@@ -16,8 +16,8 @@ from kvbridge.daemon.twin_journal import Contents, read_journal
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.conversation import MODEL, PAGE, Conversation, Turn
-from tests.helpers.host_tiers import forget, host_tier
-from tests.helpers.live_rooms import LiveCluster, http, live_cluster, status
+from tests.helpers.host_tiers import host_tier
+from tests.helpers.live_rooms import LiveCluster, live_cluster, status
 from tests.helpers.matrices import kept
 
 DEVICE = {"full": 24, "swa": 12, "request": 6}
@@ -143,29 +143,3 @@ def test_a_page_that_changed_meanwhile_is_not_used(live: LiveCluster) -> None:
         [restored] = eventually("looked at", lambda daemon=daemon: lines(daemon, "prefixes_restored"))
         assert '"lost": 0' not in restored
     assert max(talk.cross(4 * PAGE + 9).from_host) < 4 * PAGE
-
-
-@pytest.mark.thorough
-def test_a_pool_of_another_layout_is_refused_and_made_anew(live: LiveCluster) -> None:
-    talk = warmed(live, 3, 3)
-    end(live, signal.SIGTERM)
-    start(live, layout="page_first")
-    for daemon in live.nodes:
-        assert "its layout is" in lines(daemon, "kept_pools_refused")[0]
-        assert "its layout is" in status(daemon)["kept_pools"]["refused"]
-        assert status(daemon)["kept_pools"]["refused_pages"] == 3
-        assert host_tier(daemon)["host_pages"] == 0
-    assert talk.cross(3 * PAGE + 9).from_host == (0, 0)
-
-
-@pytest.mark.thorough
-def test_what_was_dropped_does_not_come_back(live: LiveCluster) -> None:
-    talk = warmed(live, 4, 3)
-    forget(live)
-    for role, daemon in zip((Role.PREFILL, Role.DECODE), live.nodes, strict=True):
-        assert host_tier(daemon)["host_pages"] == 3
-        assert http("DELETE", daemon, "/v1/prefixes").json()["dropped_pages"] == 3
-        assert not journal(role).pages
-    end(live, signal.SIGKILL)
-    start(live)
-    assert talk.cross(3 * PAGE + 9).reused == (0, 0)
