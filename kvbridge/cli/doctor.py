@@ -9,12 +9,8 @@ from itertools import groupby
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from kvbridge import __version__
-from kvbridge.cli.bench_peer import output_console
 from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED, DaemonRole, FileOption, SetOption, fail, load_or_exit
 from kvbridge.cli.options import with_options
 from kvbridge.config.loading import read_token
@@ -70,9 +66,7 @@ def doctor(options: DoctorOptions) -> None:
     2: wrong usage or configuration.
     """
     visit = _visit(options)
-    console = Console(stderr=True)
-    with console.status("looking") as status:
-        host = read_host(visit, status.update)
+    host = read_host(visit)
     findings = examine(host, visit.needs)
     if options.as_json:
         typer.echo(_json(visit.needs, findings))
@@ -133,40 +127,22 @@ def _json(needs: Needs, findings: list[Finding]) -> str:
 
 
 def _print(needs: Needs, running: str, findings: list[Finding]) -> None:
-    console = output_console()
     what = f"{needs.role} {needs.name}".strip() if needs.role else "this host alone (no --config, --role)"
-    console.print(
-        f"kvbridge {__version__} doctor on {socket.gethostname()}: {what}{f'; running: {running}' * bool(running)}",
-        markup=False,
+    typer.echo(
+        f"kvbridge {__version__} doctor on {socket.gethostname()}: {what}{f'; running: {running}' * bool(running)}"
     )
     for level, group in groupby(findings, key=lambda finding: finding.level):
-        console.print()
-        console.print(_table(level, list(group)))
-    console.print()
-    console.print(_verdict(findings), style="bold", markup=False)
+        found = list(group)
+        typer.echo(f"\n{HEADINGS[level]} ({len(found)})")
+        for finding in found:
+            typer.echo(f"  {finding.check}: {_words(finding)}")
+    typer.echo(f"\n{_verdict(findings)}")
 
 
-def _table(level: Level, findings: list[Finding]) -> Table:
-    """Return a row for each finding of a level, with a line between families."""
-    title = f"{HEADINGS[level]} ({len(findings)})"
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, expand=True)
-    table.add_column("check", no_wrap=True)
-    table.add_column("finding", overflow="fold", ratio=1)
-    for _, family in groupby(findings, key=lambda finding: finding.check.partition(".")[0]):
-        table.add_section()
-        for finding in family:
-            table.add_row(finding.check, _words(finding))
-    return table
-
-
-def _words(finding: Finding) -> Text:
+def _words(finding: Finding) -> str:
     if not finding.cure:
-        return Text(f"{finding.what}: {finding.why}" if finding.why else finding.what)
-    text = Text(finding.what, style="bold")
-    for word, said in (("why: ", finding.why), ("cure: ", finding.cure)):
-        if said:
-            text.append(f"\n{word}{said}", style="not bold")
-    return text
+        return f"{finding.what}: {finding.why}" if finding.why else finding.what
+    return f"{finding.what}\n    why: {finding.why}\n    cure: {finding.cure}"
 
 
 def _verdict(findings: list[Finding]) -> str:

@@ -80,10 +80,9 @@ class Visit:
     """As given: `http://HOST:PORT` of a daemon, `tcp://HOST:PORT` of a control socket."""
 
 
-def read_host(visit: Visit, tell: Callable[[str], None]) -> Host:
-    """Read and ask everything. `tell` is called with what is done next."""
+def read_host(visit: Visit) -> Host:
+    """Read and ask everything."""
     needs, config = visit.needs, visit.config
-    tell("reading this host")
     directories = [Path(needs.directory), DEFAULT_DIRECTORY, Path(needs.settings.local.proof_directory)]
     host = Host(
         memory=memory.read_memory(directories),
@@ -92,7 +91,6 @@ def read_host(visit: Visit, tell: Callable[[str], None]) -> Host:
         process=process.read_process(getattr(config, "runtime_dir", None)),
         software=software.read_software(),
     )
-    tell("asking bootstrap and peers")
     asking = Asking(visit.credentials)
     with closing(asking.http):
         found = asking.reach(needs, _own_url(config) if config is not None else "", visit.peers)

@@ -22,8 +22,7 @@ SHORT_OF_FILES = changed(HEALTHY, process__open_files=Limit(soft=256, hard=256))
 def run(host: Host, monkeypatch: pytest.MonkeyPatch, *arguments: str):
     visits: list[Visit] = []
 
-    def read(visit: Visit, tell) -> Host:
-        tell("reading")
+    def read(visit: Visit) -> Host:
         visits.append(visit)
         return host
 
