@@ -8,7 +8,7 @@ import pytest
 
 from kvbridge.config.transports import MooncakeSettings
 from kvbridge.control.listeners import TcpListener
-from kvbridge.doctor.findings import Finding, Level, rate
+from kvbridge.doctor.findings import Finding, Level
 from kvbridge.doctor.memory import Available, Limit, SharedDirectory
 from kvbridge.doctor.needs import Needs
 from kvbridge.doctor.process import Directory
@@ -162,15 +162,6 @@ def test_a_daemon_that_runs_needs_neither_its_port_nor_its_memory_again() -> Non
     assert not [each for each in examine(running, NEEDS) if each.level is B]
 
 
-def test_pools_count_in_their_own_directory_only() -> None:
-    elsewhere = changed(NEEDS, directory="/mnt/pools")
-    assert {each.level for each in found_by("memory.shared", changed(HEALTHY, memory__shared=(SMALL,)), elsewhere)} == {
-        Level.FINE
-    }
-    (finding,) = found_by("memory.shared", HEALTHY, NEEDS)
-    assert "the pools take 256.0 GiB" in finding.what
-
-
 def test_locking_matters_only_where_something_locks() -> None:
     little = changed(HEALTHY, memory__locked=Limit(soft=8 << 20))
     for needs, rdma, level in (
@@ -193,16 +184,6 @@ def test_a_port_is_taken_by_whoever_covers_its_address(ours: str) -> None:
         assert (found.level is B) is taken
     (elsewhere,) = found_by("network.ports", changed(HEALTHY, network__listeners=(NGINX._replace(port=1),)), needs)
     assert elsewhere.level is Level.FINE
-
-
-def test_a_port_that_is_chosen_at_the_start_is_not_taken() -> None:
-    needs = changed(NEEDS, ports=(changed(NEEDS.ports[0], port=0),))
-    (found,) = found_by("network.ports", changed(HEALTHY, network__listeners=(NGINX._replace(port=0),)), needs)
-    assert found.level is Level.FINE
-
-
-def test_rates_are_in_units_that_one_reads() -> None:
-    assert (rate(1.5e9), rate(1e8), rate(2e6)) == ("1.50 GB/s", "0.10 GB/s", "2.0 MB/s")
 
 
 def test_a_library_that_no_transport_needs_may_be_broken_or_absent() -> None:
