@@ -47,7 +47,7 @@ def fit_trace(geometry: ModelGeometry, path: Path, pools: str) -> str:
         for number, request in enumerate(requests)
     ]
     tokens = sum(request.input_length for request in requests)
-    rows = [("pool", "pages", "hits", "of them on the host", "left out")]
+    rows: list[tuple[str, ...]] = [("pool", "pages", "hits", "of them on the host", "left out")]
     for size, host_bytes in (*sizes, (0, 0)):
         pages = _pages(size, page_bytes) if size else max(1, sum(len(keys) for _, keys in prompts))
         run = run_cache(prompts, pages, host_pages=_pages(host_bytes, page_bytes) if host_bytes else 0)
