@@ -1,11 +1,16 @@
 """The entry point: `kvbridge`, and `python -m kvbridge`."""
 
+import os
+
 from kvbridge.cli.interrupts import interrupts_end_at_once
 
 
 def main() -> None:
     """Run the command line; Ctrl-C ends it with a line and an exit code, also while it is being imported."""
     interrupts_end_at_once()
+    os.environ.setdefault(
+        "PYDANTIC_DISABLE_PLUGINS", "__all__"
+    )  # to find that there are none it reads all packages' data
     from kvbridge.cli.main import main as run  # noqa: PLC0415 - see above
 
     run()

@@ -122,7 +122,7 @@ class RoomReport(FrozenModel):
     """The configuration key of that limit, or the field of the request that set it."""
 
 
-class RoomQuery(FrozenModel):
+class RoomQuery(FrozenModel, defer_build=False):
     """Which rooms to list."""
 
     state: Annotated[frozenset[RoomState], Field(description="Only rooms in one of these states.")] = frozenset()

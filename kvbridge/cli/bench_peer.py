@@ -11,14 +11,13 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from kvbridge.cli.config import (
     EXIT_CONFIG,
@@ -27,6 +26,7 @@ from kvbridge.cli.config import (
     FileOption,
     InsecureOption,
     SetOption,
+    aligned,
     fail,
     load_or_exit,
 )
@@ -48,8 +48,6 @@ ANSWER_S = 20.0
 BRIEF = Effort(sizes_bytes=(SIZES_BYTES[0], MIB), round_bytes=16 * MIB, rounds=2)
 MEMCPY_ROUNDS = 5
 BEYOND = 1.1
-WIDTH = 120
-"""Of what is written to a file or a pipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +124,6 @@ def parse_address(address: str) -> TcpAddress | None:
         return None
 
 
-def output_console() -> Console:
-    """Return the console of standard output; files and pipes get lines of a width."""
-    console = Console()
-    return console if console.is_terminal else Console(width=WIDTH)
-
-
 def _loaded(options: BenchOptions, peer: str) -> tuple[TransportSettings, CurveKeys | None, list[TransportName]]:
     """Return the transports' settings, the keys, and which transports to use."""
     own, target = _way(peer)
@@ -198,14 +190,11 @@ def _measure(
         RequestClient(
             f"tcp://{options.address}", keys=keys, server_key=options.server_key, timeout_s=ANSWER_S
         ) as client,
-        Console(stderr=True).status("connecting") as status,
     ):
         for name in names:
             try:
                 with Trial(client, source, settings, name) as trial:
-                    for size_bytes in effort.sizes_bytes:
-                        status.update(f"{name}: operations of {size_bytes:,} B")
-                        measured.append(trial.measure(size_bytes, effort))
+                    measured.extend(trial.measure(size_bytes, effort) for size_bytes in effort.sizes_bytes)
             except BridgeError as error:
                 problems[name.value] = str(error)
     if options.as_json:
@@ -240,27 +229,23 @@ def memcpy_bytes_per_s(length_bytes: int) -> float:
     return length_bytes / min(times_s)
 
 
-def _print(address: str, measured: list[Measured], wire: str, wire_bytes_per_s: float) -> None:
-    console = output_console()
-    table = Table(title=f"From this host to {address}: every byte compared", title_justify="left")
-    for column in ("transport", "operation", "rate", "slowest round", "of the wire", "one operation", "worst"):
-        table.add_column(column, justify="left" if column == "transport" else "right")
+def _rows(measured: list[Measured], wire_bytes_per_s: float) -> Iterator[tuple[str, ...]]:
+    yield "transport", "operation", "rate", "slowest round", "of the wire", "one operation", "worst"
     for each in measured:
-        share = f"{each.bytes_per_s / wire_bytes_per_s:.0%}" if wire_bytes_per_s else "not known"
-        table.add_row(
+        yield (
             each.transport,
             f"{each.operation_bytes:,} B",
             rate(each.bytes_per_s),
             rate(each.slowest_bytes_per_s),
-            share,
+            f"{each.bytes_per_s / wire_bytes_per_s:.0%}" if wire_bytes_per_s else "not known",
             f"{each.latency_s * 1e6:,.0f} us",
             f"{each.latency_worst_s * 1e6:,.0f} us",
         )
-    console.print(table)
+
+
+def _print(address: str, measured: list[Measured], wire: str, wire_bytes_per_s: float) -> None:
+    typer.echo(f"From this host to {address}: every byte compared\n{aligned(_rows(measured, wire_bytes_per_s))}")
     if "memcpy" not in wire and any(each.bytes_per_s > BEYOND * wire_bytes_per_s > 0 for each in measured):
-        console.print("More than the wire can: those bytes did not take it. Both sides share a host, and so memory.")
+        typer.echo("More than the wire can: those bytes did not take it. Both sides share a host, and so memory.")
     known = f"{wire}, {rate(wire_bytes_per_s)}" if wire_bytes_per_s else f"not known ({wire or 'no card found'})"
-    console.print(
-        f"The wire: {known}. One operation: from handing it over to knowing that it is there, median of 30.",
-        markup=False,
-    )
+    typer.echo(f"The wire: {known}. One operation: from handing it over to knowing that it is there, median of 30.")

@@ -1,20 +1,16 @@
-"""`kvbridge clean`: what dead processes have left in this host's shared memory, shown and removed.
-
-Owns: the command, its table and exit codes. Must not know: what may be removed (`pool/memory/leftovers.py`).
-"""
+"""`kvbridge clean`: what dead processes have left in this host's shared memory, shown and removed (`pool/memory/leftovers.py`)."""
 
 from __future__ import annotations
 
 import pwd
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.filesize import decimal
-from rich.table import Table
 
-from kvbridge.cli.config import EXIT_FAILED
+from kvbridge.cli.config import EXIT_FAILED, aligned
+from kvbridge.doctor.findings import size
 from kvbridge.pool.memory.leftovers import Leftover, Verdict, sweep
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 
@@ -47,24 +43,20 @@ def clean(
         typer.echo(f"kvbridge clean: {error.filename}: {error.strerror}", err=True)
         raise typer.Exit(EXIT_FAILED) from error
     if found:
-        Console().print(_table(found, dry_run=dry_run))
+        typer.echo(aligned(_rows(found, dry_run=dry_run)))
     removed = [each for each in found if each.verdict is Verdict.REMOVED]
     done = "would be removed" if dry_run else "removed"
-    typer.echo(f"{len(removed)} of {len(found)} files {done}, {decimal(sum(each.size_bytes for each in removed))}")
+    typer.echo(f"{len(removed)} of {len(found)} files {done}, {size(sum(each.size_bytes for each in removed))}")
     if any(each.verdict is Verdict.FAILED for each in found):
         raise typer.Exit(EXIT_FAILED)
 
 
-def _table(found: list[Leftover], *, dry_run: bool) -> Table:
-    table = Table()
-    for column in ("file", "what", "user", "process", "size", "verdict", "why"):
-        table.add_column(column, justify="right" if column == "size" else "left", overflow="fold")
+def _rows(found: list[Leftover], *, dry_run: bool) -> Iterator[tuple[str, ...]]:
+    yield "file", "what", "user", "process", "size", "verdict", "why"
     for each in found:
         verdict = "would remove" if dry_run and each.verdict is Verdict.REMOVED else each.verdict.value
         holder = "" if each.holder is None else str(each.holder)
-        size = decimal(each.size_bytes)
-        table.add_row(str(each.path), each.kind, _user(each.user_id), holder, size, verdict, each.why)
-    return table
+        yield str(each.path), each.kind, _user(each.user_id), holder, size(each.size_bytes), verdict, each.why
 
 
 def _user(number: int) -> str:

@@ -1,7 +1,4 @@
-"""A directory of configurations, as `kvbridge init` writes it: one file for each daemon, named after its role.
-
-Owns: which files count, and where each daemon's HTTP API is. Must not know: processes.
-"""
+"""A directory of configurations, as `kvbridge init` writes it: one file for each daemon, named after its role."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -96,6 +96,20 @@ def load_or_exit(
         return load_config(kind, file=file, overrides=overrides or (), flags=flags, roles=ROLES)
     except ConfigError as error:
         fail(error)
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> str:
+    """Return rows of cells as lines of columns, the first to the left and the others to the right."""
+    cells = [list(row) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = (
+        [
+            cell.rjust(width) if at else cell.ljust(width)
+            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in cells
+    )
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 @app.callback()

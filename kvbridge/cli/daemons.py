@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,6 +159,8 @@ def _logs(role: str, telemetry: TelemetryConfig, *, instance: str = "", node: st
 def _run(build: Callable[[], Daemon]) -> None:
     """Run a daemon to its end. What it refuses to do is one line and an exit code, not a traceback."""
     raise_open_files()
+    # FastAPI asks of each model whether it is one of these, which it would import for that.
+    sys.modules.setdefault("pydantic.v1", None)  # type: ignore[arg-type]  # None there is an ImportError
 
     async def live() -> None:
         await run_daemon(build())

@@ -9,18 +9,12 @@ from itertools import groupby
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from kvbridge import __version__
-from kvbridge.cli.bench_peer import output_console, parse_address
 from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED, DaemonRole, FileOption, SetOption, fail, load_or_exit
-from kvbridge.cli.keys import findings_of
 from kvbridge.cli.options import with_options
 from kvbridge.config.loading import read_token
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
-from kvbridge.config.transports import TransportName
 from kvbridge.core.errors import BridgeError, ConfigError
 from kvbridge.daemon.peer_setup import curve_keys
 from kvbridge.doctor.findings import Finding, Level
@@ -48,12 +42,11 @@ class DoctorOptions:
         typer.Option(
             "--peer",
             metavar="PEER",
-            help="Reach this one, too: http://HOST:PORT of a daemon, tcp://HOST:PORT of a prefill node's control socket, "
-            "HOST:PORT of `kvbridge bench-peer --listen`. May be repeated.",
+            help="Reach this one, too: http://HOST:PORT of a daemon, tcp://HOST:PORT of a prefill node's control socket. "
+            "May be repeated.",
         ),
     ] = None
     peer_key: Annotated[str, typer.Option("--peer-key", metavar="KEY", help="Public key of control sockets.")] = ""
-    transfer: Annotated[bool, typer.Option(help="Move some MiB within this host by each transport.")] = True
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON, and nothing else.")] = False
 
 
@@ -65,18 +58,15 @@ def doctor(options: DoctorOptions) -> None:
     limits are those of the process that looks.
 
     With a configuration it also looks at what that one needs: memory, devices, ports,
-    keys, bootstrap and the peers that bootstrap knows. Daemons that are running are
-    not disturbed: their HTTP endpoint is asked, and their control socket is entered
-    and left. Bytes are moved between two processes of this host, and to each
-    `--peer HOST:PORT` where `kvbridge bench-peer --listen` runs.
+    bootstrap and the peers that bootstrap knows. Daemons that are running are not
+    disturbed: their HTTP endpoint is asked, and their control socket is entered and
+    left. `kvbridge keys check` looks at keys, `kvbridge bench-peer` moves bytes.
 
     Exit codes: 0: nothing will break (there may be warnings); 1: something will;
     2: wrong usage or configuration.
     """
     visit = _visit(options)
-    console = Console(stderr=True)
-    with console.status("looking") as status:
-        host = read_host(visit, status.update)
+    host = read_host(visit)
     findings = examine(host, visit.needs)
     if options.as_json:
         typer.echo(_json(visit.needs, findings))
@@ -89,56 +79,30 @@ def doctor(options: DoctorOptions) -> None:
 def _visit(options: DoctorOptions) -> Visit:
     """Load what the options name, or end the command."""
     peers = tuple(options.peer or ())
-    benches = [peer for peer in peers if "://" not in peer]
-    for peer in benches:
-        _require_bench_address(peer, transfer=options.transfer)
+    for peer in peers:
+        if "://" not in peer:
+            fail(ConfigError(f"--peer {peer}: expected http://HOST:PORT or tcp://HOST:PORT"))
     if (options.config is None) != (options.role is None):
         typer.echo("kvbridge doctor: --config and --role belong together: give both, or neither", err=True)
         raise typer.Exit(EXIT_CONFIG)
     if options.role is None:
-        return Visit(peers=peers, transfer=options.transfer)
+        return Visit(peers=peers)
     config = load_or_exit(options.role.schema, options.config, options.overrides)
     assert isinstance(config, PrefillConfig | DecodeConfig | BootstrapConfig)
     try:
         needs = needs_of(config)
     except BridgeError as error:
         fail(error)
-    for peer in benches:
-        _require_transports(peer, needs)
     return Visit(
         config=config,
         needs=needs,
         credentials=_credentials(config, options.peer_key),
-        keys=tuple(findings_of(config)),
         peers=peers,
-        bench_flags=(
-            *("--config", str(options.config), "--role", options.role.value),
-            *(word for override in options.overrides or () for word in ("--set", override)),
-        ),
-        transfer=options.transfer and bool(needs.transports),
     )
 
 
-def _require_bench_address(peer: str, *, transfer: bool) -> None:
-    """End the command where `--peer HOST:PORT` would have no effect."""
-    if parse_address(peer) is None:
-        fail(ConfigError(f"--peer {peer}: expected http://HOST:PORT, tcp://HOST:PORT or HOST:PORT"))
-    if not transfer:
-        forbidden = "bytes would be moved there, which --no-transfer forbids; leave one of them out"
-        fail(ConfigError(f"--peer {peer}: {forbidden}"))
-
-
-def _require_transports(peer: str, needs: Needs) -> None:
-    """End the command where this configuration moves no bytes to another host."""
-    if not needs.transports:
-        why = f"{needs.role} moves no bytes; give the configuration of a prefill or decode node"
-        fail(ConfigError(f"--peer {peer}: {why}"))
-    if set(needs.transports) == {TransportName.LOCAL}:
-        fail(ConfigError(f"--peer {peer}: transports.order names local alone, which reaches no other host"))
-
-
 def _credentials(config: Config, peer_key: str) -> Credentials:
-    """Read what can be read; what cannot is a finding of `process.keys`."""
+    """Read what can be read; `kvbridge keys check` says why the rest cannot."""
     try:
         own = read_token(config.http, key="http.token_file")
         if isinstance(config, BootstrapConfig):
@@ -163,40 +127,22 @@ def _json(needs: Needs, findings: list[Finding]) -> str:
 
 
 def _print(needs: Needs, running: str, findings: list[Finding]) -> None:
-    console = output_console()
     what = f"{needs.role} {needs.name}".strip() if needs.role else "this host alone (no --config, --role)"
-    console.print(
-        f"kvbridge {__version__} doctor on {socket.gethostname()}: {what}{f'; running: {running}' * bool(running)}",
-        markup=False,
+    typer.echo(
+        f"kvbridge {__version__} doctor on {socket.gethostname()}: {what}{f'; running: {running}' * bool(running)}"
     )
     for level, group in groupby(findings, key=lambda finding: finding.level):
-        console.print()
-        console.print(_table(level, list(group)))
-    console.print()
-    console.print(_verdict(findings), style="bold", markup=False)
+        found = list(group)
+        typer.echo(f"\n{HEADINGS[level]} ({len(found)})")
+        for finding in found:
+            typer.echo(f"  {finding.check}: {_words(finding)}")
+    typer.echo(f"\n{_verdict(findings)}")
 
 
-def _table(level: Level, findings: list[Finding]) -> Table:
-    """Return a row for each finding of a level, with a line between families."""
-    title = f"{HEADINGS[level]} ({len(findings)})"
-    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, expand=True)
-    table.add_column("check", no_wrap=True)
-    table.add_column("finding", overflow="fold", ratio=1)
-    for _, family in groupby(findings, key=lambda finding: finding.check.partition(".")[0]):
-        table.add_section()
-        for finding in family:
-            table.add_row(finding.check, _words(finding))
-    return table
-
-
-def _words(finding: Finding) -> Text:
+def _words(finding: Finding) -> str:
     if not finding.cure:
-        return Text(f"{finding.what}: {finding.why}" if finding.why else finding.what)
-    text = Text(finding.what, style="bold")
-    for word, said in (("why: ", finding.why), ("cure: ", finding.cure)):
-        if said:
-            text.append(f"\n{word}{said}", style="not bold")
-    return text
+        return f"{finding.what}: {finding.why}" if finding.why else finding.what
+    return f"{finding.what}\n    why: {finding.why}\n    cure: {finding.cure}"
 
 
 def _verdict(findings: list[Finding]) -> str:

@@ -1,7 +1,4 @@
-"""What Ctrl-C does to a command that has not begun yet.
-
-Owns: the signal handler for that time. Imports next to nothing, since nothing is handled before it is imported.
-"""
+"""What Ctrl-C does to a command that has not begun yet."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """`kvbridge keys`: make keys and tokens, and look whether a configuration's are in order.
 
-Owns: the sub-commands, what is printed, exit codes. Must not know: how keys are used.
-
 No command prints a secret, and none overwrites a file.
 """
 

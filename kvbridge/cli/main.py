@@ -1,7 +1,4 @@
-"""The command `kvbridge` and its subcommands.
-
-Owns: their names, and that only the one that is called is imported. Must not know: what they do.
-"""
+"""The command `kvbridge` and its subcommands."""
 
 from __future__ import annotations
 

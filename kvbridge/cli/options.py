@@ -1,7 +1,4 @@
-"""Commands with many options: a dataclass says what they are.
-
-Owns: how a dataclass becomes a command's options. Must not know: any command.
-"""
+"""Commands with many options: a dataclass says what they are."""
 
 from __future__ import annotations
 

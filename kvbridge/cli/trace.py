@@ -1,7 +1,5 @@
 """Request traces: one JSON object a line, as Mooncake's FAST'25 traces have them.
 
-Owns: reading and validating a trace file. Must not know: what is done with its requests.
-
 A line is {"timestamp": milliseconds since the trace began, "input_length": tokens, "output_length": tokens, "hash_ids": one
 number for each block of 512 tokens of the prompt, equal where prompts share a prefix}. Other keys are ignored, `hash_ids` may be
 missing.

@@ -1,7 +1,4 @@
-"""`kvbridge wait`: for scripts that go on when daemons are ready.
-
-Owns: the command and its exit codes, and what counts as ready. Must not know: why a daemon is not.
-"""
+"""`kvbridge wait`: for scripts that go on when daemons are ready."""
 
 from __future__ import annotations
 

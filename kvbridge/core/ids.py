@@ -71,7 +71,7 @@ class MemoryKind(StrEnum):
 class FrozenModel(BaseModel):
     """A pydantic model that is complete and valid once built, and refuses unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:

@@ -1,17 +1,15 @@
-"""Memory: what may be locked, where pools go, what limits them, what dead daemons have left."""
+"""Memory: what may be locked, where pools go, what limits them."""
 
 from __future__ import annotations
 
-import fcntl
 import os
 import resource
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from kvbridge.core.ids import FrozenModel
-from kvbridge.doctor.findings import Finding, breaks, fine, not_here, size, warning
+from kvbridge.doctor.findings import Finding, breaks, fine, not_here, size
 from kvbridge.doctor.needs import Needs
-from kvbridge.pool.memory.leftovers import Verdict, sweep
 from kvbridge.pool.memory.memory_limits import control_group_limits, machine_limits, why_not_memory
 
 ROOT = Path("/")
@@ -45,17 +43,6 @@ class Available(FrozenModel):
     cure: str
 
 
-class LeftFile(FrozenModel):
-    """A file that a dead daemon has left in shared memory."""
-
-    path: str
-    size_bytes: int
-    user_id: int
-    ours: bool
-    """Whether a sweep of this user would remove it."""
-    why: str = ""
-
-
 class Memory(FrozenModel):
     """Memory of this host, and the limits of this process."""
 
@@ -65,7 +52,6 @@ class Memory(FrozenModel):
     shared: tuple[SharedDirectory, ...] = ()
     limits: tuple[Available, ...] = ()
     """Of the machine and of the control groups."""
-    left: tuple[LeftFile, ...] = ()
 
 
 def read_memory(directories: Iterable[Path], root: Path = ROOT) -> Memory:
@@ -80,7 +66,6 @@ def read_memory(directories: Iterable[Path], root: Path = ROOT) -> Memory:
             Available(name=each.name, available_bytes=each.available_bytes, cure=each.cure)
             for each in (*machine_limits(root / "proc/meminfo"), *control_group_limits())
         ),
-        left=tuple(_left(places)),
     )
 
 
@@ -105,32 +90,6 @@ def _shared(directory: Path) -> SharedDirectory:
     found = os.statvfs(directory)
     total, free = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
     return SharedDirectory(path=str(directory), total_bytes=total, free_bytes=free)
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether somebody owns a file after all: a process of another pid namespace is not seen, its lock is."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
-
-
-def _left(directories: Iterable[Path]) -> Iterable[LeftFile]:
-    """Find what nobody alive is seen to own. A sweep that cannot look into a directory says so itself."""
-    try:
-        found = sweep(directories, dry_run=True)
-    except OSError:
-        return
-    for each in found:
-        if each.verdict not in {Verdict.IN_USE, Verdict.KEPT} and each.holder is None and not _is_locked(each.path):
-            ours = each.verdict is Verdict.REMOVED
-            yield LeftFile(
-                path=str(each.path), size_bytes=each.size_bytes, user_id=each.user_id, ours=ours, why=each.why
-            )
 
 
 def check_locked(memory: Memory, needs: Needs, *, rdma: bool) -> Iterator[Finding]:
@@ -203,24 +162,3 @@ def check_limits(memory: Memory, needs: Needs) -> Iterator[Finding]:
                 limit.cure + ", or configure smaller pools",
                 subject=limit.name,
             )
-
-
-def check_left(memory: Memory) -> Iterator[Finding]:
-    """Files of killed daemons take memory until somebody sweeps them."""
-    ours = [file for file in memory.left if file.ours]
-    if ours:
-        yield warning(
-            f"{len(ours)} files of dead daemons take {size(sum(file.size_bytes for file in ours))} of shared memory",
-            "the next daemon that starts here as this user removes them; until then they take memory from everybody",
-            "kvbridge clean",
-        )
-    for file in memory.left:
-        if not file.ours:
-            yield warning(
-                f"{file.path} ({size(file.size_bytes)}) cannot be swept by this user: {file.why}",
-                "if its daemon is dead it takes memory for ever: only its own user may remove it",
-                f"sudo -u '#{file.user_id}' kvbridge clean",
-                subject=file.path,
-            )
-    if not memory.left:
-        yield fine("no leftovers of dead daemons")

@@ -1,4 +1,4 @@
-"""What this process may do: open files, its runtime directory, its keys and tokens."""
+"""What this process may do: open files, its runtime directory."""
 
 from __future__ import annotations
 
@@ -31,12 +31,10 @@ class Process(FrozenModel):
 
     open_files: Limit = Limit()
     runtime: Directory | None = None
-    keys: tuple[tuple[bool, str], ...] = ()
-    """Lines of `kvbridge keys check`: whether what is said is good, and the text."""
 
 
-def read_process(runtime_directory: Path | None, keys: tuple[tuple[bool, str], ...]) -> Process:
-    """Look at limits and rights. `keys` have been looked at by the caller."""
+def read_process(runtime_directory: Path | None) -> Process:
+    """Look at limits and rights."""
     runtime = None
     if runtime_directory is not None:
         path = str(runtime_directory)
@@ -44,7 +42,7 @@ def read_process(runtime_directory: Path | None, keys: tuple[tuple[bool, str], .
             runtime = Directory(path=path, exists=require_private_directory(runtime_directory))
         except ConfigError as error:
             runtime = Directory(path=path, problem=str(error))
-    return Process(open_files=read_limit(resource.RLIMIT_NOFILE), runtime=runtime, keys=keys)
+    return Process(open_files=read_limit(resource.RLIMIT_NOFILE), runtime=runtime)
 
 
 def check_open_files(process: Process, needs: Needs) -> Iterator[Finding]:
@@ -86,21 +84,3 @@ def check_runtime_directory(process: Process, needs: Needs) -> Iterator[Finding]
         )
     else:
         yield fine(f"{found.path} {'is private' if found.exists else 'will be made'}")
-
-
-def check_keys(process: Process, needs: Needs) -> Iterator[Finding]:
-    """`kvbridge keys check` says the same."""
-    for good, text in process.keys:
-        if good:
-            yield fine(text)
-        else:
-            cure = _key_cure(text, needs)
-            yield breaks(text, "peers or callers will be refused, or a secret is not one", cure)
-
-
-def _key_cure(text: str, needs: Needs) -> str:
-    if command := text.partition("run: ")[2]:
-        return command
-    if "kvbridge keys token" in text:
-        return "kvbridge keys token NEW_FILE; name it in the configurations of all who show or take that token"
-    return f"kvbridge keys check --role {needs.role} --config FILE (and on the other side); kvbridge keys generate NEW_FILE"

@@ -1,4 +1,4 @@
-"""One run of the doctor: read, ask, move; then judge by the table of all checks."""
+"""One run of the doctor: read, ask; then judge by the table of all checks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvbridge.config.endpoints import is_wildcard
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.doctor import devices, memory, network, process, reach, software, trial
+from kvbridge.doctor import devices, memory, network, process, reach, software
 from kvbridge.doctor.devices import Devices
 from kvbridge.doctor.findings import Finding, Level
 from kvbridge.doctor.memory import Memory
@@ -20,15 +20,14 @@ from kvbridge.doctor.needs import Needs
 from kvbridge.doctor.network import Network
 from kvbridge.doctor.process import Process
 from kvbridge.doctor.reach import Asking, Credentials, Reach
-from kvbridge.doctor.software import LIBRARIES, Software
-from kvbridge.doctor.trial import Moved
+from kvbridge.doctor.software import Software
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 
 Config = PrefillConfig | DecodeConfig | BootstrapConfig
 
 
 class Host(FrozenModel):
-    """Everything that was read, asked and moved."""
+    """Everything that was read and asked."""
 
     memory: Memory = Memory()
     devices: Devices = Devices()
@@ -36,14 +35,12 @@ class Host(FrozenModel):
     process: Process = Process()
     software: Software = Software()
     reach: Reach = Reach()
-    moved: tuple[Moved, ...] = ()
 
 
 CHECKS: dict[str, Callable[[Host, Needs], Iterator[Finding]]] = {
     "memory.locked": lambda host, needs: memory.check_locked(host.memory, needs, rdma=bool(host.network.rdma)),
     "memory.shared": lambda host, needs: memory.check_shared(host.memory, needs),
     "memory.limits": lambda host, needs: memory.check_limits(host.memory, needs),
-    "memory.leftovers": lambda host, _: memory.check_left(host.memory),
     "devices.present": lambda host, needs: devices.check_present(host.devices, needs),
     "devices.memory": lambda host, needs: devices.check_memory(host.devices, needs),
     "devices.driver": lambda host, _: devices.check_driver(host.devices, host.software.packages),
@@ -54,16 +51,11 @@ CHECKS: dict[str, Callable[[Host, Needs], Iterator[Finding]]] = {
     "network.addresses": lambda host, needs: network.check_addresses(host.network, needs),
     "process.open_files": lambda host, needs: process.check_open_files(host.process, needs),
     "process.runtime_directory": lambda host, needs: process.check_runtime_directory(host.process, needs),
-    "process.keys": lambda host, needs: process.check_keys(host.process, needs),
     "software.mooncake": lambda host, needs: software.check_library("mooncake", host.software, needs),
     "software.nixl": lambda host, needs: software.check_library("nixl", host.software, needs),
-    "software.environment": lambda host, needs: software.check_environment(
-        host.software, needs, rdma=bool(host.network.rdma)
-    ),
     "reach.bootstrap": lambda host, needs: reach.check_bootstrap(host.reach, needs),
     "reach.peers": lambda host, needs: reach.check_peers(host.reach, needs),
     "reach.control": lambda host, needs: reach.check_control(host.reach, needs),
-    "reach.transfers": lambda host, _: trial.check_transfers(host.moved),
 }
 """Stable names, which programs may match on, in the order in which findings are shown."""
 
@@ -84,31 +76,25 @@ class Visit:
     config: Config | None = None
     needs: Needs = field(default_factory=Needs)
     credentials: Credentials = field(default_factory=Credentials)
-    keys: tuple[tuple[bool, str], ...] = ()
     peers: Sequence[str] = ()
-    """As given: `http://HOST:PORT` of a daemon, `tcp://HOST:PORT` of a control socket, HOST:PORT of a bench-peer."""
-    bench_flags: Sequence[str] = ()
-    transfer: bool = True
+    """As given: `http://HOST:PORT` of a daemon, `tcp://HOST:PORT` of a control socket."""
 
 
-def read_host(visit: Visit, tell: Callable[[str], None]) -> Host:
-    """Read and ask everything. `tell` is called with what is done next."""
+def read_host(visit: Visit) -> Host:
+    """Read and ask everything."""
     needs, config = visit.needs, visit.config
-    tell("reading this host")
     directories = [Path(needs.directory), DEFAULT_DIRECTORY, Path(needs.settings.local.proof_directory)]
     host = Host(
         memory=memory.read_memory(directories),
         devices=devices.read_devices(needs.gpus),
         network=network.read_network(needs),
-        process=process.read_process(getattr(config, "runtime_dir", None), visit.keys),
+        process=process.read_process(getattr(config, "runtime_dir", None)),
         software=software.read_software(),
     )
-    tell("asking bootstrap and peers")
     asking = Asking(visit.credentials)
     with closing(asking.http):
         found = asking.reach(needs, _own_url(config) if config is not None else "", visit.peers)
-    moved = tuple(_move(visit, host.software, tell)) if visit.transfer else ()
-    return host.model_copy(update={"reach": found, "moved": moved})
+    return host.model_copy(update={"reach": found})
 
 
 def _own_url(config: Config) -> str:
@@ -120,22 +106,3 @@ def _own_url(config: Config) -> str:
     scheme = "https" if config.http.tls_certificate_file else "http"
     host = "127.0.0.1" if is_wildcard(config.http.host) else config.http.host.strip("[]")
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{config.http.port}"
-
-
-def _move(visit: Visit, found: Software, tell: Callable[[str], None]) -> Iterator[Moved]:
-    libraries = {name: LIBRARIES[name].builds for name in visit.needs.transports if name in LIBRARIES}
-    missing = [name for name, builds in libraries.items() if not found.packages.keys() & set(builds)]
-    installed = [name for name in visit.needs.transports if name not in missing]
-    tell(f"moving bytes within this host by {', '.join(installed)}")
-    if installed:
-        yield from trial.move_here(installed, visit.bench_flags)
-    reaching = [name for name in installed if name in libraries]
-    for peer in visit.peers:
-        if "://" in peer:
-            continue
-        tell(f"moving bytes to {peer}")
-        if reaching:
-            yield from trial.move_to(peer, reaching, visit.bench_flags)
-        else:
-            problem = "no library of these transports is installed here"
-            yield Moved(name=peer, transport=", ".join(missing), problem=problem)

@@ -37,14 +37,14 @@ RoomPath = Annotated[RoomId, Path(description=f"The room's id, from 0 to {MAX_RO
 GenerationQuery = Annotated[int | None, Query(ge=1, description="Of this attempt, not of the newest.")]
 
 
-class Waiting(FrozenModel):
+class Waiting(FrozenModel, defer_build=False):
     """How long a report may be waited for."""
 
     wait: Annotated[float, Field(ge=0, allow_inf_nan=False, description="Seconds to wait for a state.")] = 0.0
     until: Annotated[frozenset[RoomState], Field(description="States to wait for; none: a final one.")] = frozenset()
 
 
-class Cancellation(FrozenModel):
+class Cancellation(FrozenModel, defer_build=False):
     """What is cancelled, and why."""
 
     reason: Annotated[str, Field(max_length=1_000, description="Told to everybody who asks why the room ended.")] = (
@@ -53,7 +53,7 @@ class Cancellation(FrozenModel):
     generation: Annotated[Positive | None, Field(description="Cancel this generation only.")] = None
 
 
-class Dropping(FrozenModel):
+class Dropping(FrozenModel, defer_build=False):
     """What is dropped besides what is in memory."""
 
     store: Annotated[Literal["drop", "keep"], Field(description="What to do about objects in the store.")] = "drop"

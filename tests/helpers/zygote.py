@@ -30,6 +30,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from kvbridge.core.ids import FrozenModel
 from kvbridge.core.imports import UNUSED_BY_DAEMONS, importing
 
 ROOT = str(Path(__file__).resolve().parents[2])
@@ -190,12 +191,23 @@ def executed() -> Iterator[None]:
         _here.forks = True
 
 
+def _build(kind: type[FrozenModel]) -> None:
+    """Build the models, and what checks messages, once for all who are forked: a daemon does it when it needs them."""
+    for each in kind.__subclasses__():
+        each.model_rebuild(raise_errors=False)
+        _build(each)
+    if kind is FrozenModel and "kvbridge.core.wire.codec" in sys.modules:
+        for value in vars(sys.modules["kvbridge.core.wire.codec"]).values():
+            getattr(value, "_validator", None)
+
+
 def main() -> None:
     """Import, then fork whatever is asked for; in a forked process, run it."""
     _, kind, channel, _ = sys.argv
     with importing(*UNUSED_BY_DAEMONS):
         for module in PRELOADED[kind]:
             import_module(module)
+        _build(FrozenModel)
     sys.path.remove(ROOT)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     order = _serve(socket.socket(fileno=int(channel)))

@@ -13,6 +13,7 @@ type of message, a feature is added as well (`features`), which whoever depends 
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cached_property
 from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import msgpack
@@ -89,7 +90,12 @@ class MessageCodec(Generic[MessageT]):
     def __init__(self, union: Any, name: str, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:  # noqa: ANN401 - a type form
         self.name = name
         self.max_frame_bytes = max_frame_bytes
-        self._validator = TypeAdapter(union).validator
+        self._union = union
+
+    @cached_property
+    def _validator(self) -> Any:  # noqa: ANN401 - pydantic's
+        """What checks bodies; made for the first, since a process imports more unions than it speaks."""
+        return TypeAdapter(self._union).validator
 
     def encode_body(self, message: MessageT) -> bytes:
         """Return the body of a frame, for `encode`; worth keeping when the message may be sent several times."""

@@ -24,11 +24,8 @@ from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.requests import RequestClient, RequestServer, try_handshake
 from kvbridge.core.errors import ConfigError, DeadlineError, DigestMismatchError, PeerError, UnauthorizedError
 from kvbridge.core.plan.operations import Operations
-from kvbridge.doctor import bench, run, trial
+from kvbridge.doctor import bench
 from kvbridge.doctor.bench import IDLE_S, Answer, Effort, Lender, Question, Trial, make_buffer
-from kvbridge.doctor.run import Visit
-from kvbridge.doctor.software import Software
-from kvbridge.doctor.trial import HERE, move_here, move_to
 from kvbridge.transport.base import Endpoint, TransferState, TransferStatus
 
 COMMAND = [sys.executable, "-m", "kvbridge", "bench-peer"]
@@ -88,17 +85,6 @@ def test_bytes_move_by_a_real_transport_and_a_signal_leaves_nothing_behind() -> 
         assert process.wait(START_S) == 0
     mine = {path for path in set(Path("/dev/shm").glob("*.bench-*")) - before if f".bench-{process.pid}" in path.name}
     assert not mine
-
-
-def test_a_transport_that_breaks_down_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doctor's transfer, over a peer that is not there, and over one whose process dies."""
-    (nobody,) = move_to("127.0.0.1:1", ["local"], [])
-    assert "nobody listens there" in nobody.problem
-    crash = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-    monkeypatch.setattr("kvbridge.doctor.trial.COMMAND", (sys.executable, "-c", crash))
-    crashed = move_here(["nixl", "local"], [])
-    assert [each.transport for each in crashed] == ["nixl", "local"]
-    assert all("SIGSEGV" in each.problem and each.name == HERE for each in crashed)
 
 
 class Forgetful:
@@ -229,12 +215,3 @@ def test_listening_to_the_network_wants_keys() -> None:
 
     with pytest.raises(ConfigError, match="without CURVE keys"):
         asyncio.run(listen())
-
-
-def test_a_peer_that_no_installed_library_reaches_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who names a peer wants to know whether bytes get there, and is told why not."""
-    monkeypatch.setattr(trial, "move_here", lambda _transports, _flags: [])
-    (told,) = run._move(Visit(peers=("10.0.0.2:7909",)), Software(), lambda _text: None)
-    assert told.name == "10.0.0.2:7909"
-    assert "mooncake, nixl" in told.transport
-    assert "no library of these transports is installed" in told.problem

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import stat
 from pathlib import Path
 
@@ -48,15 +47,6 @@ def test_what_it_writes_fits_together(tmp_path, arguments):
 def test_pools_of_every_model_can_be_laid_out_and_are_small(tmp_path, model):
     for config in written(tmp_path / "c", "--model", model)[1:]:
         assert 0 < plan_memory(config, load_geometry(config.model)).total_bytes <= POOL_BYTES
-
-
-def test_a_hugging_face_file_is_a_model_too(tmp_path):
-    file = tmp_path / "config.json"
-    file.write_text(
-        json.dumps({"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16})
-    )
-    _, prefill, _ = written(tmp_path / "c", "--model", str(file))
-    assert prefill.model.hf_config == file
 
 
 def test_secure_writes_keys_that_the_check_finds_good(tmp_path):

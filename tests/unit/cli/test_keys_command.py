@@ -96,12 +96,6 @@ def test_what_is_wrong_is_named(tmp_path, text, problem):
     assert "a-token-of-a-good-length" not in line
 
 
-def test_bootstrap_has_two_tokens(tmp_path):
-    result = check(tmp_path, "daemons: {token: x}\nhttp: {token: y}", role="bootstrap")
-    assert result.exit_code == 2
-    assert result.output.count("can be guessed") == 2
-
-
 def test_a_wrong_configuration_is_refused(tmp_path):
     result = check(tmp_path, "htp: {}")
     assert result.exit_code == 2

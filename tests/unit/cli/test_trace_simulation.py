@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbridge.cli.trace_simulation import CacheRun, run_cache
+from kvbridge.cli.fit_trace import CacheRun, run_cache
 from kvbridge.tier.keys import PrefixIdentity, page_keys
 from kvbridge.tier.victims import Victims
 

@@ -9,7 +9,6 @@ from kvbridge.config.loading import load_config, render_config
 from kvbridge.config.pools import ParallelismConfig
 from kvbridge.config.schema import LONGEST_RUNTIME_DIR, BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
-from kvbridge.core.prefixes import ModelIdentity
 
 KEY = "k" * 40
 BASE = {"instance": "i0", "model.preset": "tiny-v4", "pools.device.full": 8}
@@ -21,7 +20,6 @@ REFUSED = [
     ({"control.bind": "tcp://10.0.0.1:5"}, "there are no keys"),
     ({"control.bind": "tcp://0.0.0.0:5", **WITH_KEYS}, "set advertise"),
     ({"control.bind": "tcp://0.0.0.0:5", "control.advertise": "tcp://0.0.0.0:5"}, "no address that a peer can use"),
-    ({"control.bind": "http://x"}, "control.bind"),
     ({"control.curve": {"allowed_public_keys": [KEY]}}, "without secret_key_file"),
     ({"control.curve": {"secret_key_file": "/k", "allowed_public_keys": ["short"]}}, "allowed_public_keys.0"),
     ({"http.token": "a", "http.token_file": "/t"}, "keep one"),
@@ -31,40 +29,29 @@ REFUSED = [
         {"http.host": "0.0.0.0", "http.token": "a", "bootstrap.url": "http://b:1"},
         "set http.advertise_url",
     ),
-    ({"bootstrap.url": "b:1"}, "bootstrap.url"),
     ({"model.preset": "gpt-9"}, "preset 'gpt-9' does not exist"),
     ({"model.hf_config": "/c"}, "exactly one of preset, hf_config and geometry"),
-    ({"model.geometry": "/g"}, "exactly one of preset, hf_config and geometry"),
     ({"model.preset": None, "model.geometry": "/g", "model.tokens_per_page": 64}, "a geometry has its own"),
-    ({"model.tokens_per_page": 64}, "a preset has its own"),
     ({"parallelism.pp_size": 3, "parallelism.stage_boundaries": [4]}, "needs pp_size - 1 = 2 entries"),
     ({"parallelism.pp_size": 3, "parallelism.stage_boundaries": [4, 4]}, "must ascend"),
     ({"parallelism.ranks": [{"pp": 0, "tp": 1}]}, "pp0.tp1 does not exist"),
     ({"parallelism.ranks": [{"pp": 0, "tp": 0}] * 2}, "listed twice"),
-    ({"parallelism.ranks": [{"pp": 0, "tp": 0, "device": "gpu"}]}, "parallelism.ranks.0.device"),
     ({"pools.device.full": 0}, "device.full is 0"),
     ({"pools.memory": "adopted"}, "leave device.* at 0"),
     ({"timeouts.control_resend_s": 40}, "control_resend_s (40 s) must be shorter than control_delivery_s (30 s)"),
-    ({"timeouts.control_heartbeat_s": 10}, "control_heartbeat_s"),
-    ({"timeouts.transfer_s": 700}, "transfer_s"),
     ({"admission.retry_after_min_s": 31}, "retry_after_min_s (31 s) must not exceed retry_after_max_s (30 s)"),
-    ({"admission.clients": {"a": {"rooms": 1}}}, "admission.clients.a.rooms: unknown key"),
-    ({"admission.clients": {"a" * 201: {}}}, "at most 200 characters"),
     ({"runtime_dir": "/" + "x" * 100}, "runtime_dir has 101 bytes"),
-    ({"instance": "a/b"}, "instance"),
     (
         {"tier.enabled": True},
         "tier: enabled without model_name and model_revision: geometry does not tell weights apart",
     ),
     ({"tier.enabled": True, "tier.model_name": "m"}, "set both or neither"),
-    ({"tier.model_revision": "1"}, "set both or neither"),
 ]
 
 ON_HOST = {"pools.host.pages": 8}
 
 REFUSED_DECODE = [
     ({**ON_HOST, "control.bind": "tcp://10.0.0.1:5"}, "control: bind: of no use on a decode node"),
-    ({**ON_HOST, "control.bind": "tcp://127.0.0.1:0", "control.advertise": ""}, "advertise and bind: of no use"),
     (
         {
             **ON_HOST,
@@ -92,13 +79,10 @@ REFUSED_DECODE = [
         "the engine names its own request slots",
     ),
     ({**ON_HOST, "sparse": {"max_requests": 4, "hot_rows": 64}}, "hot_rows is 64, less than top_k 512"),
-    ({**ON_HOST, "sparse": {"max_requests": 4, "hot_row": 64}}, "did you mean 'hot_rows'?"),
-    ({**ON_HOST, "sparse": {"hot_rows": 4096}}, "sparse.max_requests: is required"),
 ]
 
 REDIS = {"directory.store": "redis"}
 REFUSED_BOOTSTRAP = [
-    ({"directory.store": "etcd"}, "directory.store"),
     (REDIS, "redis_url must be set"),
     ({"directory.redis_url": "redis://localhost"}, "of no use with store: memory"),
     ({"directory.redis_password_file": "/x"}, "of no use with store: memory"),
@@ -110,12 +94,9 @@ REFUSED_BOOTSTRAP = [
         "redis_url holds a password and redis_password_file is set",
     ),
     ({**REDIS, "directory.redis_url": "redis://redis.example"}, "names redis.example, which others can reach"),
-    ({**REDIS, "directory.redis_url": "redis://localhost", "directory.namespace": "a b"}, "directory.namespace"),
     ({"http.host": "0.0.0.0"}, "http.host is 0.0.0.0"),
     ({"timeouts.reserve_s": 30}, "must not exceed pair_s"),
     ({"timeouts.ticket_s": 700}, "would outlive"),
-    ({"timeouts.room_keep_s": 20, "timeouts.ticket_s": 5}, "pair_s"),
-    ({"daemons.token": "a", "daemons.token_file": "/t"}, "keep one"),
 ]
 
 
@@ -180,11 +161,6 @@ def test_a_sound_store_is_accepted_and_not_shown(directory):
     assert "hush" not in shown
 
 
-def test_an_open_redis_can_be_allowed():
-    flags = {**REDIS, "directory.redis_url": "redis://redis.example", "insecure": True}
-    load_config(BootstrapConfig, environment={}, flags=flags)
-
-
 def test_both_open_endpoints_are_reported_together():
     flags = {**BASE, "http.host": "10.0.0.1", "control.bind": "tcp://10.0.0.1:1"}
     with pytest.raises(ConfigError, match=r"(?s)http\.host.*control\.bind"):
@@ -212,10 +188,3 @@ def test_placements_fill_in_every_rank():
     assert {place.device for place in cpu} == {"cpu"}
     cuda = ParallelismConfig(tp_size=2, device="cuda").placements()
     assert [place.device for place in cuda] == ["cuda:0", "cuda:1"]
-
-
-def test_what_a_node_says_it_holds():
-    flags = {**BASE, "tier.model_name": "m", "tier.model_revision": "1"}
-    assert load_config(PrefillConfig, environment={}, flags=BASE).tier.model is None
-    assert load_config(PrefillConfig, environment={}, flags=flags).tier.model == ModelIdentity(name="m", revision="1")
-    assert load_config(PrefillConfig, environment={}, flags={**flags, "tier.enabled": True}).tier.enabled

@@ -16,22 +16,12 @@ from kvbridge.doctor.process import Directory, Process
 from kvbridge.doctor.reach import Answer, Handshake, Reach
 from kvbridge.doctor.run import Host
 from kvbridge.doctor.software import Software
-from kvbridge.doctor.trial import Moved
 
 GIB = 1 << 30
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 ROCE = RdmaPort(device="mlx5_0", port=1, rate_gbit=400)
 INFINIBAND = RdmaPort(device="mlx5_1", port=1, link_layer="InfiniBand", rate_gbit=400)
-MOVED = Moved(
-    name="10.1.0.3:7909",
-    transport="mooncake",
-    bytes_per_s=40e9,
-    latency_s=9e-6,
-    operation_bytes=1 << 20,
-    wire="eth2 at 400 Gbit/s",
-    wire_bytes_per_s=50e9,
-)
 
 HEALTHY = Host(
     memory=Memory(
@@ -58,7 +48,6 @@ HEALTHY = Host(
     process=Process(
         open_files=Limit(soft=1024, hard=1 << 20),
         runtime=Directory(path="/run/kvbridge"),
-        keys=((True, "control.curve.secret_key_file: /etc/kvbridge/key"),),
     ),
     software=Software(
         packages={"mooncake-transfer-engine": "0.3.13.post1", "nixl-cu13": "1.5.1"}, libraries=("ibverbs",)
@@ -68,7 +57,6 @@ HEALTHY = Host(
         peers=(Answer(name="decode-0/node-0", url="http://10.1.0.3:7902", took_s=0.001),),
         handshakes=(Handshake(name="prefill-1/node-0", endpoint="tcp://10.1.0.4:7801", took_s=0.002),),
     ),
-    moved=(MOVED,),
 )
 
 NEEDS = Needs(

@@ -21,7 +21,6 @@ from kvbridge.doctor.needs import Needs, Port, needs_of
 from kvbridge.doctor.network import RdmaPort, read_interfaces, read_network, read_rdma
 from kvbridge.doctor.process import read_process
 from kvbridge.doctor.reach import Asking, Credentials
-from kvbridge.doctor.software import numbers, read_software
 from tests.helpers.held_ports import held_ports
 
 pytestmark = pytest.mark.outside
@@ -81,20 +80,6 @@ def test_memory_and_rights(tmp_path: Path) -> None:
     assert not read_memory([], tmp_path).may_lock_any
 
 
-def test_what_a_dead_daemon_left_is_found_and_what_lives_is_not(tmp_path: Path) -> None:
-    dead = tmp_path / "kvbridge-0123456789ab-0123456789abcdef.host"
-    dead.write_bytes(b"x" * 8192)
-    (tmp_path / "kvbridge-else").write_bytes(b"x")
-    (left,) = read_memory([tmp_path]).left
-    assert (left.path, left.size_bytes, left.ours) == (str(dead), 8192, True)
-    assert dead.exists()
-
-
-def test_nothing_to_read_is_no_error(tmp_path: Path) -> None:
-    assert list(read_rdma(tmp_path)) == list(read_interfaces(tmp_path)) == []
-    assert not read_memory([], tmp_path).may_lock_any
-
-
 def test_who_listens_is_found_with_process_and_command() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -116,25 +101,16 @@ def test_addresses_of_other_hosts_are_told_from_ours() -> None:
 
 def test_the_runtime_directory_is_private_or_the_reason_why_not(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
-    private = read_process(tmp_path, ()).runtime
+    private = read_process(tmp_path).runtime
     assert private is not None
     assert (private.problem, private.exists) == ("", True)
     tmp_path.chmod(0o755)
-    opened = read_process(tmp_path, ()).runtime
+    opened = read_process(tmp_path).runtime
     assert opened is not None
     assert "can be entered by others" in opened.problem
-    later = read_process(tmp_path / "later", ()).runtime
+    later = read_process(tmp_path / "later").runtime
     assert later is not None
     assert (later.problem, later.exists) == ("", False)
-
-
-def test_versions_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MC_GID_INDEX", "3")
-    monkeypatch.setenv("OTHER", "1")
-    found = read_software()
-    assert found.environment["MC_GID_INDEX"] == "3"
-    assert "OTHER" not in found.environment
-    assert numbers("0.3.13.post1") == (0, 3, 13)
 
 
 def test_what_configurations_need() -> None:

@@ -31,23 +31,6 @@ def test_fp8_v4_error_is_bounded(width, rope):
     assert torch.equal(decoded[:, plain:], values[:, plain:].to(torch.bfloat16).float())
 
 
-@pytest.mark.parametrize("codec", [V4, Fp8IndexerCodec(128, torch.float32), Fp8IndexerCodec(200, torch.float32)])
-def test_encoding_is_deterministic_and_close(codec):
-    values = values_of(100, codec.width)
-    rows = codec.encode(values)
-    assert rows.shape == (100, codec.row_bytes)
-    assert torch.equal(rows, codec.encode(values.clone()))
-    decoded = codec.decode(rows)
-    assert float((decoded - values).norm() / values.norm()) < 0.04
-
-
-@pytest.mark.parametrize("codec", [V4, Fp8IndexerCodec(128, torch.float32)])
-def test_no_rows_are_no_rows(codec):
-    rows = codec.encode(torch.empty((0, codec.width)))
-    assert rows.shape == (0, codec.row_bytes)
-    assert codec.decode(rows).shape == (0, codec.width)
-
-
 @pytest.mark.parametrize("codec", [V4, Fp8IndexerCodec(128, torch.float32)])
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("column", [0, -1])

@@ -93,13 +93,3 @@ def test_the_verbs_carry_them():
     assert [message.type for message in said] == ["admit", "begin", "claim", "claim", "release"]
     assert {message.page_hashes for message in said} == {keys.data}
     assert (said[0].namespace, said[0].retention, said[-1].valid_tokens) == ("acme", KEEP, len(TOKENS))
-
-
-def test_and_do_without():
-    prefill, link = engine(PrefillEngine, None)
-    prefill.admit(1, prompt_tokens=9)
-    prefill.begin(1, prompt_tokens=9)
-    decode, other = engine(DecodeEngine, None)
-    decode.claim(1)
-    decode.release(1)
-    assert {message.page_hashes for message in [*link.said, *other.said]} == {b""}

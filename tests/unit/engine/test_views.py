@@ -81,15 +81,6 @@ def test_a_head_sharded_rank_holds_its_lanes_only():
     assert by_hand(pools, component, 0, 299) == bytes(rows[299].numpy())
 
 
-def test_a_page_is_the_memory_itself():
-    pools = make_pools(TINY, tokens=256)
-    view = pools.views.region(ComponentKind.SWA_KV, 1, space=IndexSpace.SWA)
-    page = pools.views.page(ComponentKind.SWA_KV, 1, space=IndexSpace.SWA, page_id=1)
-    assert page.data_ptr() == view.region.extent_addresses[0] + view.region.page_stride_bytes
-    page[5] = 7
-    assert int(view.page(1)[5]) == 7
-
-
 def test_a_request_with_host_pages_lives_there():
     device = make_pools(TINY, tokens=300)
     host = make_pools(TINY, tokens=300, form=Form(host=frozenset({ComponentKind.C4_KV})))

@@ -39,20 +39,6 @@ async def test_every_file_is_open_and_runs_nothing_of_others(http: httpx.AsyncCl
 
 
 @pytest.mark.asyncio
-async def test_kinds_are_what_browsers_run(http: httpx.AsyncClient):
-    kinds = {
-        path: (await http.get(path)).headers["content-type"]
-        for path in ("/", "/page/page.js", "/page/page.css", "/page/icon.svg")
-    }
-    assert kinds == {
-        "/": "text/html; charset=utf-8",
-        "/page/page.js": "text/javascript; charset=utf-8",
-        "/page/page.css": "text/css; charset=utf-8",
-        "/page/icon.svg": "image/svg+xml",
-    }
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize(
     "path", ["/page/nothing.js", "/page/__init__.py", "/page/../daemon_app.py", "/page/%2e%2e%2fserver.py"]
 )

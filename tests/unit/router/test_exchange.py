@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbridge.config.router import DispatchOrder, RouterTimeouts
-from kvbridge.core.errors import NotReadyError, PeerError
+from kvbridge.core.errors import PeerError
 from kvbridge.core.ids import Role
 from kvbridge.router.bodies import Asked, Body
 from kvbridge.router.exchange import Answer, Exchanges, FailedAttemptError, Upstream, UpstreamError
@@ -167,20 +167,6 @@ async def test_the_request_to_decode_is_closed_before_another_attempt_is_made():
 
 
 @pytest.mark.asyncio
-async def test_where_both_have_failed_it_was_prefill():
-    net = Net(prefill=2, decode=2)
-    asking = asyncio.create_task(net.ask())
-    prefill, decode = await net.call(0), await net.call(1)
-    prefill.answer.set_exception(UpstreamError("broken"))
-    decode.answer.set_result((500, b"the load has failed"))
-    await net.call(3)
-    assert [(one.server.url, one.reason) for one in net.failures] == [("p0", "broken")]
-    asking.cancel()
-    await asyncio.gather(asking, return_exceptions=True)
-    net.check_nothing_left()
-
-
-@pytest.mark.asyncio
 async def test_the_only_decode_is_asked_again_about_what_another_prefill_holds():
     """It may have failed because the first one ended before all was loaded."""
     net = Net(prefill=2, order=DispatchOrder.PLAIN)
@@ -194,15 +180,6 @@ async def test_the_only_decode_is_asked_again_about_what_another_prefill_holds()
         decode.answer.set_result((500, b"the load has failed") if name == "p0" else ANSWER)
     assert await asking == b"answer"
     net.check_nothing_left()
-
-
-@pytest.mark.asyncio
-async def test_nobody_to_ask():
-    net = Net()
-    net.servers.use(Role.DECODE, [])
-    with pytest.raises(NotReadyError, match="decode"):
-        await net.ask()
-    assert net.calls == []
 
 
 def fails(reason: str) -> tuple[int, bytes] | UpstreamError:

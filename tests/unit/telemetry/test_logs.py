@@ -49,20 +49,6 @@ def test_secrets_are_blanked_wherever_they_lie(lines):
     assert line["http_token"] == line["secret"] == "***"
 
 
-def test_exceptions_are_told_in_full(lines):
-    try:
-        int("the cause")
-    except ValueError:
-        structlog.get_logger("x").exception("failed")
-    (line,) = lines()
-    assert "the cause" in line["exception"]
-
-
-def test_an_unknown_level_is_refused():
-    with pytest.raises(ValueError, match="unknown log level 'loud'"):
-        configure_logs(names={"role": "decode"}, level="loud")
-
-
 @pytest.mark.parametrize("form", ["json", "console"])
 def test_a_traceback_shows_no_local_variables(form):
     stream = io.StringIO()

@@ -7,22 +7,18 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as open_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.plan.operations import Amount
 from kvbridge.telemetry.context import TRACE, TraceContext
 from kvbridge.telemetry.metrics import (
     ADMISSION_TO_CLAIM,
     MAX_LABEL_VALUES,
     METRICS,
     PEER_FAILURES,
-    RESENT,
     ROOMS,
-    WAIT,
     metrics_table,
 )
 from kvbridge.telemetry.phases import PHASES
 from kvbridge.telemetry.registry import Metrics
-from kvbridge.telemetry.specs import BOOTSTRAP, DECODE, EVERYBODY, Direction, MetricKind
+from kvbridge.telemetry.specs import BOOTSTRAP, DECODE, EVERYBODY, MetricKind
 from tests.helpers.manual_clock import ManualClock
 
 VALUES = {
@@ -97,14 +93,6 @@ def test_what_can_be_known_is_there_before_its_first_event(metrics):
     assert bootstrap["kvbridge_instances", "decode", "ready"] == 0
 
 
-def test_no_series_says_when_it_was_created(metrics):
-    metrics.count(RESENT)
-    metrics.observe(WAIT, 1.0, "admitted")
-    for accept in ("", "application/openmetrics-text; version=1.0.0"):
-        body, _ = rendered(metrics, accept)
-        assert b"_created" not in body
-
-
 def test_a_histogram_has_an_example_when_open_metrics_is_asked_for_and_a_trace_is_recorded(metrics):
     metrics.observe(ADMISSION_TO_CLAIM, 0.2)
     bound = TRACE.set(TraceContext("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7", sampled=True))
@@ -126,36 +114,6 @@ def test_a_histogram_has_an_example_when_open_metrics_is_asked_for_and_a_trace_i
     assert told["0.25"] is None
     assert told["0.5"] is None, "nobody records that trace"
     assert b"trace_id" not in rendered(metrics)[0]
-
-
-def test_bytes_are_counted_by_component_and_by_peer(metrics):
-    amounts = {ComponentKind.C4_KV: Amount(bytes=3_000, operations=3), ComponentKind.SWA_KV: Amount(bytes=50)}
-    metrics.transferred(amounts, Direction.RECEIVED, "mooncake", "prefill-0/node-0")
-    metrics.transferred(amounts, Direction.RECEIVED, "mooncake", "prefill-0/node-0")
-    found = samples(metrics)
-    assert found["kvbridge_transferred_bytes_total", "c4_kv", "mooncake", "received"] == 6_000
-    assert found["kvbridge_transferred_bytes_total", "mooncake", "received", "swa_kv"] == 100
-    assert found["kvbridge_peer_transferred_bytes_total", "mooncake", "prefill-0/node-0", "received"] == 6_100
-
-
-def test_time_under_way_is_counted_for_each_peer(metrics, clock):
-    for peer in ("a/n", "b/n"):
-        metrics.busy(Direction.RECEIVED, "local", peer).begin(clock())
-        clock.advance(1.0)
-    metrics.busy(Direction.RECEIVED, "local", "a/n").end(clock())
-    clock.advance(0.5)
-    found = samples(metrics)
-    assert found["kvbridge_peer_busy_seconds_total", "a/n", "local", "received"] == 2.0
-    assert found["kvbridge_peer_busy_seconds_total", "b/n", "local", "received"] == 1.5
-
-
-def test_the_store_of_the_directory_is_watched():
-    metrics = Metrics(role=BOOTSTRAP)
-    metrics.store_failed("timeout")
-    metrics.store_value_refused("node")
-    found = samples(metrics)
-    assert found["kvbridge_store_failures_total", "timeout"] == 1
-    assert found["kvbridge_store_values_refused_total", "node"] == 1
 
 
 def of(found: dict[tuple[str, ...], float], name: str) -> Iterator[tuple[str, ...]]:

@@ -20,21 +20,14 @@ from kvbridge.telemetry.events import (
     MessageUndelivered,
     OrderBegan,
     OrderEnded,
-    PagesDiffer,
     PeerAccepted,
     PeerLost,
     PeerRejected,
-    PhasesEnded,
-    PrefixesDropped,
     PrefixMatched,
     RankReceived,
     RequestRefused,
-    RequestWaited,
     RoomEntered,
-    RoomMessageRefused,
     RoomRejected,
-    SparseDecoded,
-    WaitOutcome,
     WorkerLost,
 )
 from kvbridge.telemetry.logs import LINES, Seldom
@@ -143,27 +136,9 @@ def test_a_node_is_registered_as_far_as_its_slowest_rank(counted: Counted) -> No
     ("fact", "name", "labels", "value"),
     [
         (RequestRefused(code="capacity"), "kvbridge_admissions_refused_total", {"code": "capacity"}, 1),
-        (
-            RoomMessageRefused(**ROOM, code="stale_done"),
-            "kvbridge_room_messages_refused_total",
-            {"code": "stale_done"},
-            1,
-        ),
-        (
-            RequestWaited(outcome=WaitOutcome.TIMEOUT, seconds=2.0),
-            "kvbridge_admission_wait_seconds_sum",
-            {"outcome": "timeout"},
-            2,
-        ),
         (FrameRefused(kind="stale", detail="x"), "kvbridge_control_frames_refused_total", {"reason": "stale"}, 1),
         (MessagesResent(count=3), "kvbridge_control_resends_total", {}, 3),
         (MessageUndelivered(peer="dddd", message="done", age_s=1.0), "kvbridge_control_undelivered_total", {}, 1),
-        (
-            PhasesEnded(**ROOM, phases_s={"offer_to_sent": 1.0}),
-            "kvbridge_phase_duration_seconds_sum",
-            {"phase": "offer_to_sent"},
-            1,
-        ),
         (RoomRejected(**ROOM, code="c", reason="r"), "kvbridge_rooms_ended_total", {}, 0),
         (WorkerLost(rank=R0, cause="killed", reason="killed by SIGKILL"), "kvbridge_worker_restarts_total", {}, 1),
         (WorkerLost(rank=R0, cause="", reason="its engine has closed it"), "kvbridge_worker_restarts_total", {}, 0),
@@ -172,24 +147,6 @@ def test_a_node_is_registered_as_far_as_its_slowest_rank(counted: Counted) -> No
 def test_facts_count_in_their_metric(counted: Counted, fact: Fact, name: str, labels: dict[str, str], value: float):
     counted.events.emit(fact)
     assert counted.sample(name, **labels) == value
-
-
-@pytest.mark.parametrize(
-    ("fact", "line"),
-    [
-        (
-            PagesDiffer(**ROOM, component=ComponentKind.C4_KV, pages=2),
-            b'kvbridge_digest_mismatches_total{component="c4_kv"} 2.0\n',
-        ),
-        (SparseDecoded(**ROOM, rows={"hit": 7, "loaded": 3}), b'kvbridge_sparse_rows_total{outcome="loaded"} 3.0\n'),
-    ],
-)
-def test_what_only_a_decode_node_counts(fact: Fact, line: bytes) -> None:
-    metrics = Metrics(role="decode")
-    events = EventStream()
-    events.add_reader(MetricsReader(metrics, PeerNames()).table)
-    events.emit(fact)
-    assert line in b"".join(metrics.render()[0])
 
 
 def test_what_was_cached_is_counted_and_what_that_saves_where_it_is_saved() -> None:
@@ -242,13 +199,6 @@ def test_the_log_has_a_line_for_each_room_that_ended_and_says_why_it_failed() ->
     ]
 
 
-def test_the_log_says_how_many_pages_were_dropped() -> None:
-    logged = Logged()
-    with capture_logs() as lines:
-        logged.events.emit(PrefixesDropped(pages=12, read=3))
-    assert lines == [{"event": "prefixes_dropped", "log_level": "info", "pages": 12, "read_pages": 3}]
-
-
 @pytest.mark.parametrize(
     ("fact", "line"),
     [
@@ -263,16 +213,6 @@ def test_the_log_says_how_many_pages_were_dropped() -> None:
                 "transport": "mooncake",
                 "goes_on_over": ("nixl",),
                 "reason": "cable",
-            },
-        ),
-        (
-            RoomMessageRefused(**ROOM, code="stale"),
-            {
-                "event": "room_message_refused",
-                "log_level": "warning",
-                **ROOM,
-                "peer_name": "decode-0/node-0",
-                "code": "stale",
             },
         ),
         (
@@ -325,12 +265,3 @@ def test_at_high_rates_the_log_says_how_many_rooms_it_left_out() -> None:
     ]
     left_out = b'kvbridge_log_lines_left_out_total{event="room_ended"} ' + str(float(1_100 - 2 * LINES)).encode()
     assert left_out in b"".join(logged.metrics.render()[0])
-
-
-def test_what_strangers_can_cause_is_logged_seldom() -> None:
-    logged = Logged()
-    with capture_logs() as lines:
-        for _ in range(100):
-            logged.events.emit(FrameRefused(kind="malformed", detail="x"))
-            logged.events.emit(RoomMessageRefused(**ROOM, code="foreign_done"))
-    assert len(lines) == 2 * LINES

@@ -11,7 +11,6 @@ from kvbridge.telemetry.events import (
     OrderBegan,
     OrderEnded,
     PeerLost,
-    PrefixMatched,
     RankReceived,
     RoomEntered,
     RoomMessageRefused,
@@ -19,7 +18,6 @@ from kvbridge.telemetry.events import (
     RoomRejected,
     WorkerLost,
 )
-from kvbridge.telemetry.path_events import PathLost
 from kvbridge.telemetry.recent import (
     KEPT_ENDED,
     MAX_FACTS,
@@ -121,14 +119,6 @@ def test_ended_rooms_are_forgotten_the_oldest_first_and_completed_ones_do_not_di
     assert len(node.timelines._timelines) == 1 + KEPT_ENDED[S.COMPLETED]
 
 
-def test_status_counts_hits() -> None:
-    stream, recent = EventStream(), StatusReader()
-    stream.add_reader(recent.table)
-    for _ in range(2):
-        stream.emit(PrefixMatched(**ROOM, hit_tokens=512, miss_tokens=88, hit_bytes=0, host_tokens=256))
-    assert (recent.hit_tokens, recent.miss_tokens, recent.host_tokens) == (1024, 176, 512)
-
-
 def test_status_keeps_the_last_problems_with_their_time() -> None:
     clock = ManualClock(7.0)
     stream, recent = EventStream(clock), StatusReader()
@@ -166,13 +156,3 @@ def test_status_knows_the_traffic_with_each_peer_and_forgets_the_longest_unheard
         stream.emit(RoomEntered(room=number, generation=1, peer=str(number), state=RoomState.COMPLETED))
     assert len(recent.traffic()) == RECENT_PEERS
     assert "dddd" not in recent.traffic()
-
-
-def test_a_lost_path_is_counted_logged_and_shown() -> None:
-    stream, recent = EventStream(), StatusReader()
-    stream.add_reader(recent.table)
-    fact = PathLost(peer="dddd", rank=R0, transport="mooncake", transports=("nixl",), reason="cable")
-    stream.emit(fact)
-    [problem] = recent.problems()
-    assert (problem.what, problem.whom) == ("path lost", "dddd")
-    assert problem.reason == "mooncake of rank pp0.tp0: cable"

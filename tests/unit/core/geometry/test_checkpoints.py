@@ -97,10 +97,6 @@ def test_checkpoints_are_at_page_ends_behind_what_is_computed(
     assert {end // PAGE * PAGE for end in reached if end // PAGE * PAGE > start} <= set(found)
 
 
-def test_a_model_without_windows_wants_none() -> None:
-    assert wanted_checkpoints(GQA, 10 * GQA.tokens_per_page, computed_tokens=0, known_tokens=0) == {}
-
-
 @pytest.mark.parametrize(("window", "pages"), [(1, 1), (128, 1), (PAGE, 1), (PAGE + 1, 2), (3 * PAGE + 1, 4)])
 def test_windows_of_several_pages_have_checkpoints_of_several_pages(window: int, pages: int) -> None:
     end = 10 * PAGE

@@ -57,30 +57,6 @@ def test_rope_width_has_three_spellings(rope):
     )
 
 
-def test_native_v4_rows_are_plain():
-    geometry = geometry_from_config(TINY, native_dtype_bytes=4)
-    assert {part.kind: part.row_parts_bytes for part in geometry.components} == {
-        Kind.C4_KV: (32 * 4,),
-        Kind.C4_INDEXER: (16 * 4,),
-        Kind.C128_KV: (32 * 4,),
-        Kind.SWA_KV: (32 * 4,),
-        Kind.C4_STATE: (4 * 32 * 4,),
-        Kind.C4_INDEXER_STATE: (4 * 16 * 4,),
-        Kind.C128_STATE: (2 * 32 * 4,),
-    }
-    assert {part.encoding for part in geometry.components} == {Encoding.NATIVE}
-    assert all(part.page_bytes() == part.slots_per_page * part.row_bytes for part in geometry.components)
-    assert geometry.component(Kind.SWA_KV).window == 24
-    assert {part.kind: part.layers for part in geometry.components if part.kind is not Kind.SWA_KV} == {
-        Kind.C4_KV: (1,),
-        Kind.C4_INDEXER: (1,),
-        Kind.C4_STATE: (1,),
-        Kind.C4_INDEXER_STATE: (1,),
-        Kind.C128_KV: (2,),
-        Kind.C128_STATE: (2,),
-    }
-
-
 @pytest.mark.parametrize(
     "rates",
     [
@@ -105,23 +81,12 @@ def test_transformers_own_default_pattern():
     assert geometry.component(Kind.C128_KV).layers == (0, 1, 2, 4)
 
 
-def test_models_without_a_kind_of_layer_have_no_such_component():
-    window_only = {key: value for key, value in TINY.items() if key != "index_head_dim"}
-    geometry = geometry_from_config(window_only | {"layer_types": ["sliding_attention"] * 3})
-    assert [part.kind for part in geometry.components] == [Kind.SWA_KV]
-
-
 def test_grouped_queries():
     geometry = geometry_from_config(LLAMA, native_dtype_bytes=2)
     (part,) = geometry.components
     assert (part.kind, part.lanes, part.row_parts_bytes, part.space) == (Kind.MHA_KV, 2, (2 * 32 * 2,), Space.FULL)
     assert (part.slots_per_page, part.liveness, part.layers) == (256, Liveness.GROWING, (0, 1, 2, 3))
     assert geometry.name == "llama"
-
-
-def test_missing_kv_heads_mean_one_for_each_query_head():
-    config = {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"}
-    assert geometry_from_config(config).component(Kind.MHA_KV).lanes == 8
 
 
 def test_the_language_model_of_a_multimodal_config():
@@ -215,9 +180,3 @@ def test_models_without_exact_geometry_are_refused(config, words):
 def test_forms_that_a_model_cannot_have(config, encoding, words):
     with pytest.raises(UnsupportedError, match=words):
         geometry_from_config(config, encoding=encoding)
-
-
-@pytest.mark.parametrize(("key", "value"), [("native_dtype_bytes", 3), ("tokens_per_page", 0)])
-def test_wrong_arguments(key, value):
-    with pytest.raises(InvalidInputError, match=f"{key} must be"):
-        geometry_from_config(LLAMA, **{key: value})

@@ -69,23 +69,11 @@ def test_flash_counts_at_every_length():
         assert window_pages(FLASH, tokens) == range(max(0, tokens - 128) // 256, -(-tokens // 256))
 
 
-def test_spaces_that_the_node_does_not_use_are_not_named():
-    assert set(pages_needed(FLASH, tokens=10)) == {Space.FULL, Space.SWA, Space.REQUEST}
-    assert pages_needed(preset("tiny-gqa"), tokens=257) == {Space.FULL: 2}
-    v32 = preset("deepseek-v3.2")
-    assert pages_needed(v32, tokens=65, host=frozenset({Kind.MLA_KV})) == {Space.FULL: 2, Space.HOST: 2}
-
-
 def test_a_decode_ring_is_bounded_by_what_a_window_touches():
     assert pages_needed(FLASH, tokens=384, prompt_tokens=384)[Space.SWA] == 1
     assert pages_needed(FLASH, tokens=513, prompt_tokens=384)[Space.SWA] == 2
     assert pages_needed(FLASH, tokens=100_000, prompt_tokens=384)[Space.SWA] == 2
     assert most_window_pages(FLASH) == 2
-
-
-@pytest.mark.parametrize(("window", "most"), [(1, 2), (257, 2), (258, 3), (514, 4)])
-def test_most_pages_a_window_touches(window, most):
-    assert most_window_pages(window_geometry(window, 256)) == most
 
 
 class Ring:
@@ -180,13 +168,6 @@ def test_contradictory_lengths_are_refused(tokens, prompt):
         pages_needed(FLASH, tokens=tokens, prompt_tokens=prompt)
 
 
-def test_only_host_capable_components_may_be_on_the_host():
-    with pytest.raises(InvalidInputError, match="'swa_kv' of model 'deepseek-v4-flash' cannot live in the host"):
-        pages_needed(FLASH, tokens=5, host=frozenset({Kind.SWA_KV}))
-    with pytest.raises(InvalidInputError, match="no component 'mla_kv'"):
-        pages_needed(FLASH, tokens=5, host=frozenset({Kind.MLA_KV}))
-
-
 def flash_tables(tokens):
     needed = pages_needed(FLASH, tokens=tokens, host=C4_HOST)
     return {
@@ -207,22 +188,9 @@ def test_exact_tables_cover_and_one_page_less_does_not(tokens):
                 tables_cover(short, FLASH, tokens=tokens, host=C4_HOST)
 
 
-def test_a_missing_table_is_named():
-    tables = flash_tables(700)
-    del tables[Space.HOST]
-    with pytest.raises(InvalidInputError, match="needs 3 pages of space 'host', got no table for it"):
-        tables_cover(tables, FLASH, tokens=700, host=C4_HOST)
-
-
 def test_tables_that_begin_at_the_wrong_page():
     tables = flash_tables(700)
     with pytest.raises(InvalidInputError, match="space 'full', got a table that begins at logical page 1"):
         tables_cover(tables | {Space.FULL: table(Space.FULL, range(9), 1)}, FLASH, tokens=700, host=C4_HOST)
     with pytest.raises(InvalidInputError, match="space 'swa', from logical page 2, got 5 from logical page 3"):
         tables_cover(tables | {Space.SWA: table(Space.SWA, range(5), 3)}, FLASH, tokens=700, host=C4_HOST)
-
-
-def test_a_table_filed_under_another_space_is_refused():
-    tables = flash_tables(700) | {Space.HOST: table(Space.FULL, range(3))}
-    with pytest.raises(InvalidInputError, match="space 'full' cannot index space 'host'"):
-        tables_cover(tables, FLASH, tokens=700, host=C4_HOST)

@@ -7,7 +7,7 @@ import pytest
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
 from kvbridge.core.geometry.presets import preset
-from kvbridge.core.geometry.twins import Piece, twin_components, twin_page_bytes, twin_pieces, twin_space
+from kvbridge.core.geometry.twins import Piece, twin_components, twin_page_bytes, twin_pieces
 from kvbridge.core.ids import IndexSpace
 
 FLASH, PRO, GQA = preset("deepseek-v4-flash"), preset("deepseek-v4-pro"), preset("tiny-gqa")
@@ -60,12 +60,6 @@ def test_every_row_that_is_live_at_a_page_end_is_kept(window: int):
     assert piece.offset_bytes % 16 == piece.length_bytes % 16 == 0
 
 
-def test_live_rows_on_several_pages_are_kept_as_whole_pages():
-    geometry, swa = sliding(window=257)
-    assert twin_pieces(geometry, swa, (0, 4), (0, 4)) == (Piece(0, 0, swa.page_bytes()),)
-    assert twin_page_bytes(geometry, swa, 4) == swa.page_bytes()
-
-
 def test_a_rank_has_its_lanes_of_a_twin():
     heads = GQA.component(ComponentKind.MHA_KV)
     each = heads.lane_block_bytes
@@ -86,14 +80,6 @@ def test_state_of_which_nothing_is_live_at_a_page_end_has_no_twin():
     assert [each.kind for each in twin_components(geometry, (), checkpoints=True)] == [ComponentKind.MHA_KV]
     geometry, odd = sliding(liveness=Liveness.TAIL, block=96)
     assert twin_pieces(geometry, odd, (0, 4), (0, 4)) == (Piece(0, 0, odd.page_bytes()),)
-
-
-def test_spaces():
-    assert (twin_space(IndexSpace.FULL), twin_space(IndexSpace.SWA)) == (IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN)
-    with pytest.raises(
-        InvalidInputError, match="pages of 'request' have no twins on the host; those of full, swa have"
-    ):
-        twin_space(IndexSpace.REQUEST)
 
 
 def sliding(**fields: object) -> tuple[ModelGeometry, Component]:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbridge.core.errors import InvalidInputError, UnsupportedError
+from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.geometry.components import ComponentKind as Kind
 from kvbridge.core.ids import IndexSpace as Space
 from kvbridge.core.ids import Rank
@@ -40,13 +40,6 @@ def test_device_copies_count_for_each_rank_and_the_host_pool_once():
     }
 
 
-def test_a_prefix_shortens_what_grows():
-    found = expected(Instance(flash(), PAGES), 1_024, 768)
-    assert (found[Kind.C4_KV], found[Kind.SWA_KV]) == (21 * 64, 43 * 128)
-    with pytest.raises(InvalidInputError, match="prefix"):
-        expected(Instance(flash(), PAGES), 256, 512)
-
-
 def test_shortfall_names_the_first_difference():
     due = {Kind.C4_KV: 100, Kind.SWA_KV: 10, Kind.C128_STATE: 0}
     right = {Kind.C4_KV: 100, Kind.SWA_KV: 10}
@@ -76,14 +69,6 @@ def test_the_shares_of_replicas_have_no_row_in_common_and_are_everything():
                 together.update(of(share, tokens, prefix))
             assert shortfall(expected(decode, tokens, prefix), together) is None
     assert due.uncovered(shares[1:]) == "c4_indexer: 126 lanes of layers where 168 are due"
-
-
-def test_ranks_of_two_sizes_add_up_in_some_components_though_a_quarter_is_missing():
-    """Why sums decide nothing: rank 0 of 2 and ranks 2 and 3 of 4 owe 1/2 + 1/4 + 1/4 of the pages."""
-    decode = Instance(flash(), PAGES)
-    due = demand(decode)
-    mixed = [due.share(Rank(pp=0, tp=tp), tp_size=size, layers=range(43)) for tp, size in ((0, 2), (2, 4), (3, 4))]
-    assert sum(of(share, 4_096)[Kind.C4_KV] for share in mixed) == expected(decode, 4_096)[Kind.C4_KV]
 
 
 def test_a_share_is_of_the_layers_of_the_stage():

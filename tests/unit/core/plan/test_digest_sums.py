@@ -6,7 +6,7 @@ import pytest
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
-from kvbridge.core.plan.digest_sums import DigestSums, Mismatch
+from kvbridge.core.plan.digest_sums import DigestSums
 from kvbridge.core.plan.digests import MAX_PART_BYTES, DigestKey, PageDigests
 from kvbridge.core.wire.codec import PEER, Envelope
 from kvbridge.core.wire.messages import Digests
@@ -34,20 +34,6 @@ def entry(layers=(0,), first: int = 0, values=(1,), lanes=(0, 4), kind=MHA) -> P
 
 def put(sums: DigestSums, layers, pages, values, key: DigestKey = ALL) -> None:
     sums.add(key, np.array(layers), np.array(pages), np.array(values, dtype=np.uint32))
-
-
-def differ(left: DigestSums, right: DigestSums, layers=(0, 1, 2)) -> list[Mismatch]:
-    return list(left.mismatches(right, ALL, layers))
-
-
-def test_parts_carry_everything_and_only_the_layers_that_were_touched():
-    sums, other = room(), room()
-    put(sums, [2, 0], [1, 0], [7, 5])
-    [[one]] = sums.parts()
-    assert (one.layers, one.first_page) == ((0, 2), 0)
-    other.merge([one])
-    assert differ(sums, other) == []
-    assert list(room().parts()) == []
 
 
 def test_a_million_tokens_of_a_large_model_go_into_several_messages():
@@ -97,9 +83,3 @@ def test_what_cannot_be_of_the_request_is_refused_and_changes_nothing(wrong, tex
     with pytest.raises(InvalidInputError, match=text):
         sums.merge([wrong])
     assert list(sums.parts()) == []
-
-
-def test_pages_of_the_prefix_are_not_the_request_s():
-    with pytest.raises(InvalidInputError, match=r"pages \[1, 3\)"):
-        room(prefix=16).merge([entry()])
-    room(prefix=16).merge([entry(first=1)])

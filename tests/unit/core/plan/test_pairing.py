@@ -1,8 +1,5 @@
 """Which regions of two ranks meet, and what is refused when they do."""
 
-import pytest
-
-from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind as Kind
 from kvbridge.core.ids import IndexSpace as Space
 from kvbridge.core.plan.pairing import Pairing
@@ -46,16 +43,3 @@ def test_the_host_copy_is_the_destination_where_both_are_listed():
     pairing = create(Instance(flash(), PAGES).manifests()[0], both)
     spaces = {group.component.kind: group.destination.form.space for group in pairing.groups}
     assert (spaces[Kind.C4_KV], spaces[Kind.C4_INDEXER]) == (Space.HOST, Space.FULL)
-
-
-def test_different_models_do_not_pair():
-    source = Instance(flash(), PAGES).manifests()[0]
-    with pytest.raises(FingerprintMismatchError, match="must serve the same model"):
-        create(source, source.model_copy(update={"fingerprint": "0" * 32}))
-
-
-@pytest.mark.parametrize("ordinal", [-1, 2])
-def test_an_ordinal_outside_the_node_is_refused(ordinal):
-    source = Instance(flash(), PAGES).manifests()[0]
-    with pytest.raises(InvalidInputError, match=f"destination {ordinal} does not exist among 2 ranks"):
-        create(source, source, destination_ordinal=ordinal, destination_count=2)

@@ -6,7 +6,7 @@ import weakref
 import numpy as np
 import pytest
 
-from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError
+from kvbridge.core.errors import PageOutOfBoundsError
 from kvbridge.core.geometry.components import ComponentKind as Kind
 from kvbridge.core.ids import IndexSpace as Space
 from kvbridge.core.ids import PageTable
@@ -157,14 +157,6 @@ def test_long_operations_are_cut_into_equal_aligned_pieces():
     assert planned.amounts[Kind.MHA_KV].operations == 3
 
 
-def test_a_limit_below_the_alignment_still_cuts():
-    lengths = plan_gqa(gqa_pair(layers=1), 16, max_operation_bytes=1_000).operations.length
-    assert (lengths.sum(), lengths.max(), len(lengths)) == (4_096, 820, 5)
-
-
-# ------------------------------------------------------------------------------------------- who sends what
-
-
 # ------------------------------------------------------------------------------------------- what is refused
 
 
@@ -206,27 +198,3 @@ def test_a_short_table_is_refused_with_what_it_covers():
     late = flash_tables(700) | table(Space.SWA, [0], 2)
     with pytest.raises(PageOutOfBoundsError, match=r"^source .*logical page 2 of space 'swa', .* covers \[3, 4\)"):
         plan(flash_pair(), whole(768), flash_tables(768) | table(Space.SWA, [0], 3), late, max_operation_bytes=NO_LIMIT)
-
-
-def test_a_missing_table_is_refused():
-    tables = flash_tables(512)
-    without = {space: found for space, found in tables.items() if space is not Space.HOST}
-    with pytest.raises(InvalidInputError, match=r"destination rank pp0\.tp0: c4_kv needs a page table of space 'host'"):
-        plan(flash_pair(), whole(512), tables, without, max_operation_bytes=NO_LIMIT)
-
-
-def test_a_table_filed_under_another_space_is_refused():
-    wrong = flash_tables(512) | {Space.HOST: flash_tables(512)[Space.FULL]}
-    with pytest.raises(InvalidInputError, match="space 'full' cannot index space 'host'"):
-        plan(flash_pair(), whole(512), flash_tables(512), wrong, max_operation_bytes=NO_LIMIT)
-
-
-@pytest.mark.parametrize("changes", [{"start_token": 9, "stop_token": 8}, {"stop_token": 513}, {"prefix_tokens": 768}])
-def test_contradicting_sections_are_refused(changes):
-    with pytest.raises(InvalidInputError, match="tokens"):
-        plan(flash_pair(), whole(512, **changes), flash_tables(768), flash_tables(768), max_operation_bytes=NO_LIMIT)
-
-
-def test_an_empty_section_plans_nothing():
-    planned = plan(flash_pair(), whole(512, start_token=512), {}, {}, max_operation_bytes=NO_LIMIT)
-    assert (len(planned.operations), planned.amounts) == (0, {})
