@@ -53,6 +53,9 @@ CHECKS: dict[str, Callable[[Host, Needs], Iterator[Finding]]] = {
     "process.runtime_directory": lambda host, needs: process.check_runtime_directory(host.process, needs),
     "software.mooncake": lambda host, needs: software.check_library("mooncake", host.software, needs),
     "software.nixl": lambda host, needs: software.check_library("nixl", host.software, needs),
+    "software.environment": lambda host, needs: software.check_environment(
+        host.software, needs, rdma=bool(host.network.rdma)
+    ),
     "reach.bootstrap": lambda host, needs: reach.check_bootstrap(host.reach, needs),
     "reach.peers": lambda host, needs: reach.check_peers(host.reach, needs),
     "reach.control": lambda host, needs: reach.check_control(host.reach, needs),

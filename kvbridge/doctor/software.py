@@ -1,4 +1,4 @@
-"""Versions of the transfer libraries, and what is known to go wrong with them.
+"""Versions of the transfer libraries, and what is known to go wrong with them and with the variables that they read.
 
 What is said of the libraries was measured with mooncake-transfer-engine 0.3.13 and nixl 1.5 (UCX 1.23), or is in their trackers.
 """
@@ -6,17 +6,20 @@ What is said of the libraries was measured with mooncake-transfer-engine 0.3.13 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from collections.abc import Iterator
 from ctypes.util import find_library
 from dataclasses import dataclass
 
 from pydantic import Field
 
+from kvbridge.config.transports import MooncakeProtocol
 from kvbridge.core.ids import FrozenModel
-from kvbridge.doctor.findings import Finding, breaks, fine, not_here
+from kvbridge.doctor.findings import Finding, breaks, fine, not_here, warning
 from kvbridge.doctor.needs import Needs
 
 VERBS_LIBRARY = "ibverbs"
+PREFIXES = ("MC_", "UCX_", "NIXL_")
 
 
 @dataclass(frozen=True)
@@ -52,19 +55,22 @@ PACKAGES = tuple(name for library in LIBRARIES.values() for name in library.buil
 
 
 class Software(FrozenModel):
-    """Versions of what kvbridge runs on."""
+    """Versions and settings of what kvbridge runs on."""
 
     packages: dict[str, str] = Field(default_factory=dict)
     """Installed builds of the transfer libraries with their versions."""
     libraries: tuple[str, ...] = ()
     """System libraries that were found, of those that are needed."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Variables that the transfer libraries read."""
 
 
 def read_software() -> Software:
-    """Look at the versions of the transfer libraries."""
+    """Look at versions and at the variables that the transfer libraries read."""
     return Software(
         packages={name: version for name in PACKAGES if (version := _version(name))},
         libraries=tuple(name for name in (VERBS_LIBRARY,) if find_library(name)),
+        environment={name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)},
     )
 
 
@@ -110,6 +116,51 @@ def check_library(transport: str, software: Software, needs: Needs) -> Iterator[
         )
     else:
         yield fine(shown)
+
+
+def check_environment(software: Software, needs: Needs, *, rdma: bool) -> Iterator[Finding]:
+    """Variables that the transfer libraries read, and that do harm. `rdma`: there is a device."""
+    found = [*_mooncake_traps(software.environment, needs), *_ucx_traps(software.environment, needs, rdma=rdma)]
+    yield from found
+    if not found:
+        yield fine(f"variables of the transfer libraries: {', '.join(sorted(software.environment)) or 'none set'}")
+
+
+def _mooncake_traps(environment: dict[str, str], needs: Needs) -> Iterator[Finding]:
+    if "mooncake" not in needs.transports:
+        return
+    if environment.get("MC_TCP_PROTO") == "1":
+        yield breaks(
+            "MC_TCP_PROTO=1 is set",
+            "Mooncake's older protocol does not acknowledge: a write is reported as done before it has arrived",
+            "unset MC_TCP_PROTO",
+        )
+    forced = environment.get("MC_FORCE_TCP", "")
+    if forced and needs.settings.mooncake.protocol is MooncakeProtocol.RDMA:
+        yield breaks(
+            f"MC_FORCE_TCP={forced} is set, and transports.mooncake.protocol is rdma",
+            "Mooncake takes TCP in spite of the configuration",
+            "unset MC_FORCE_TCP",
+        )
+
+
+def _ucx_traps(environment: dict[str, str], needs: Needs, *, rdma: bool) -> Iterator[Finding]:
+    if "nixl" not in needs.transports:
+        return
+    modules = environment.get("UCX_MODULES")
+    if modules is not None and "^" not in modules and not rdma and needs.settings.nixl.ucx_modules == "auto":
+        yield warning(
+            f"UCX_MODULES={modules} lets UCX load its InfiniBand module, and there is no such device",
+            "its libraries can crash the interpreter when it exits (139), after all work is done",
+            "unset UCX_MODULES, or export UCX_MODULES=^ib",
+        )
+    tls = needs.settings.nixl.ucx_tls or environment.get("UCX_TLS", "")
+    if tls and set(tls.split(",")) <= {"posix", "sysv", "self"}:
+        yield breaks(
+            f"UCX may use nothing but {tls}",
+            "NIXL then crashes (signal 11) instead of saying that it has no way to a peer",
+            "set transports.nixl.ucx_tls to tcp (or rc,tcp), or leave it empty and unset UCX_TLS",
+        )
 
 
 def numbers(version: str) -> tuple[int, ...]:

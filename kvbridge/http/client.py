@@ -7,7 +7,6 @@ cost two to five times the processor time.
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
@@ -15,9 +14,9 @@ from types import TracebackType
 from typing import Any, Self, TypedDict, TypeVar, Unpack
 from urllib.parse import quote
 
-import certifi
 import httpcore
 import httpx
+from httpx_aiohttp import AiohttpTransport
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from kvbridge.api.directory import (
@@ -33,14 +32,10 @@ from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import Readiness
 from kvbridge.bootstrap.ends import PairReport
 from kvbridge.core.errors import DeadlineError, NamespaceError, PeerError, ProtocolError, UnauthorizedError
-from kvbridge.core.imports import certificates_unread
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.features import agree
 from kvbridge.http.problems import error_of
 from kvbridge.telemetry.context import REQUEST_ID, REQUEST_ID_HEADER, TRACE, TRACEPARENT_HEADER
-
-with certificates_unread():
-    from httpx_aiohttp import AiohttpTransport
 
 AnswerT = TypeVar("AnswerT")
 
@@ -50,28 +45,6 @@ CONNECTIONS = 1024
 _LISTING = TypeAdapter(tuple[InstanceView, ...])
 _url = lru_cache(4_096)(httpx.URL)
 """Most calls go to the same few, and httpx spends as long on reading a URL as on an answer."""
-
-
-class Trust(ssl.SSLContext):
-    """A client's TLS context that reads the certificates it trusts when it meets its first server: most clusters have none.
-
-    `authorities`: their file; none: the system's.
-    """
-
-    def __new__(cls, _authorities: str | None = None) -> Self:
-        """Make a context for clients, whatever it trusts."""
-        return super().__new__(cls, ssl.PROTOCOL_TLS_CLIENT)
-
-    def __init__(self, authorities: str | None = None) -> None:
-        self._authorities = authorities
-        self._is_read = False
-
-    def wrap_bio(self, *given: Any, **more: Any) -> ssl.SSLObject:  # noqa: ANN401 - as of any context
-        """Begin a connection, as asyncio does."""
-        if not self._is_read:
-            self._is_read = True
-            self.load_verify_locations(self._authorities) if self._authorities else self.load_default_certs()
-        return super().wrap_bio(*given, **more)
 
 
 class _Options(TypedDict, total=False):
@@ -137,7 +110,7 @@ class _Client(_Caller):
     ) -> None:
         super().__init__(token=token, timeout_s=timeout_s, timeout_key=timeout_key or self.LIMIT)
         limits = httpx.Limits(max_connections=CONNECTIONS)
-        self._transport = transport or AiohttpTransport(verify=Trust(certifi.where()), limits=limits, trust_env=False)
+        self._transport = transport or AiohttpTransport(limits=limits, trust_env=False)
 
     async def __aenter__(self) -> Self:
         return self

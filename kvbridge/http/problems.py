@@ -12,18 +12,15 @@ from http import HTTPStatus
 from typing import Annotated, Any
 
 import structlog
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
 from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from kvbridge.core.errors import BridgeError, CapacityError, InvalidInputError, PeerError, errors_by_code
 from kvbridge.core.ids import FrozenModel
-from kvbridge.core.imports import models_built_when_used
-
-with models_built_when_used():
-    from fastapi import FastAPI, Request
-    from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import Response
 
 log = structlog.get_logger(__name__)
 

@@ -6,6 +6,7 @@ kept for less time than servers keep theirs, so that none is used in the moment 
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from http import HTTPStatus
@@ -15,7 +16,7 @@ import httpx
 from httpx_aiohttp import AiohttpTransport
 
 from kvbridge.config.router import RouterTimeouts
-from kvbridge.http.client import Trust, is_refused_connection, is_timeout
+from kvbridge.http.client import is_refused_connection, is_timeout
 from kvbridge.router.bodies import Asked, Body
 from kvbridge.router.exchange import Upstream, UpstreamError
 
@@ -51,7 +52,7 @@ class OpenAiServers:
         self._timeouts = timeouts
         # As many as there are requests: the router's own limit bounds those.
         limits = httpx.Limits(max_connections=0, keepalive_expiry=KEPT_S)
-        self._transport = AiohttpTransport(verify=Trust(), limits=limits, trust_env=False)
+        self._transport = AiohttpTransport(verify=ssl.create_default_context(), limits=limits, trust_env=False)
 
     async def close(self) -> None:
         """Close all connections."""

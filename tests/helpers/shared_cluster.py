@@ -14,7 +14,7 @@ FULL_PAGES, WINDOW_PAGES, REQUEST_PAGES, HOST_PAGES = 64, 24, 8, 12
 EARLY_OFFER_S = 6.0
 """Rooms that are on decode alone end after this: long enough for what tests do with them on a busy machine."""
 MEET_S = 5.0
-DELIVERY_S = 5.0
+DELIVERY_S = 8.0
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvbridge.config.transports import MooncakeSettings
+from kvbridge.config.transports import MooncakeSettings, NixlSettings
 from kvbridge.control.listeners import TcpListener
 from kvbridge.doctor.findings import Finding, Level
 from kvbridge.doctor.memory import Available, Limit, SharedDirectory
@@ -97,6 +97,21 @@ CASES = [
     case("software.mooncake", B, "not installed", "kvbridge[cpu]", software__packages={}),
     case("software.nixl", B, "older than 1.5", "--upgrade", software__packages={"nixl-cu12": "0.10.1"}),
     case("software.nixl", B, "not installed", "kvbridge[cpu]", software__packages={}),
+    case("software.environment", B, "MC_TCP_PROTO=1", "unset", software__environment={"MC_TCP_PROTO": "1"}),
+    case("software.environment", B, "MC_FORCE_TCP=true", "unset", software__environment={"MC_FORCE_TCP": "true"}),
+    case(
+        *("software.environment", W, "UCX_MODULES=all", "^ib"),
+        software__environment={"UCX_MODULES": "all"},
+        network__rdma=(),
+    ),
+    case(
+        "software.environment",
+        B,
+        "nothing but posix,sysv",
+        "ucx_tls to tcp",
+        settings(nixl=NixlSettings(ucx_tls="posix,sysv")),
+    ),
+    case("software.environment", B, "nothing but sysv", "unset UCX_TLS", software__environment={"UCX_TLS": "sysv"}),
     case("reach.bootstrap", B, "Name or service", "curl -v http://boot:7900/health", reach__bootstraps=(BOOT,)),
     case("reach.peers", B, "Connection refused", "curl -v http://10.1.0.3:7902/ready", reach__peers=(PEER,)),
     case("reach.peers", W, "not ready: no rank worker", "/status", reach__peers=(SLOW_PEER,)),
