@@ -36,9 +36,10 @@ class ConnectedPeer:
     paths: dict[int, list[Target]] = field(default_factory=dict)
     """By the ordinal of the rank in `ranks`; those of a rank in order of preference, at least one."""
     wanted: dict[tuple[int, str], float] = field(default_factory=dict)
-    """Further paths, by ordinal and transport, and from when on each is to be connected."""
-    recovering: dict[tuple[int, str], float] = field(default_factory=dict)
-    """Those that were lost, and from when on each may be used again: they are tried until they are there."""
+    """Further paths, by ordinal and transport, and from when on each is to be connected.
+
+    0 for a path that was never there: it is tried once. One that was lost is tried until it is there.
+    """
 
     @property
     def targets(self) -> tuple[Target, ...]:

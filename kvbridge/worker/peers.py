@@ -99,7 +99,7 @@ class RankPeers:
             former = None
         peer = ConnectedPeer(name, ranks)
         if former is not None:
-            peer.recovering |= former.recovering
+            peer.wanted |= former.wanted
         pending = {}
         for ordinal in range(len(ranks)):
             known = former.paths.get(ordinal, []) if former is not None else []
@@ -189,11 +189,8 @@ class RankPeers:
     def lost(self, peer: ConnectedPeer, ordinal: int, target: Target) -> None:
         """A transfer has failed by a path: another one is used, as soon as there is one."""
         target.lost = True
-        newest = self._peers.get(peer.name)
-        for one in {peer, newest or peer}:
-            if target in one.paths.get(ordinal, ()):
-                one.recovering[ordinal, target.transport.name] = self._clock() + RETRY_S
-                self._drop_lost(one, ordinal)
+        for one in {peer, self._peers.get(peer.name, peer)}:
+            self._drop_lost(one, ordinal)
 
     def other_path(self, peer: ConnectedPeer, ordinal: int) -> Target | None:
         """Return a path to a rank that is not lost."""
@@ -202,11 +199,11 @@ class RankPeers:
 
     def awaits_path(self, peer: ConnectedPeer, ordinal: int) -> bool:
         """Whether a further path to a rank is being connected."""
+        if any(of is peer and number == ordinal for of, number, _ in self._standby):
+            return True
         now_s = self._clock()
         due = any(of == ordinal and due_s <= now_s for (of, _), due_s in peer.wanted.items())
-        return (due and self._peers.get(peer.name) is peer) or any(
-            of is peer and number == ordinal for of, number, _ in self._standby
-        )
+        return due and self._peers.get(peer.name) is peer
 
     def _drop_lost(self, peer: ConnectedPeer, ordinal: int) -> None:
         """Use lost paths no more, where there is another one; they are tried again later."""
@@ -217,24 +214,25 @@ class RankPeers:
             paths.remove(target)
             if target not in self._dropped:
                 self._dropped.append(target)
-            key = ordinal, target.transport.name
-            peer.wanted[key] = peer.recovering.setdefault(key, self._clock() + RETRY_S)
+            peer.wanted[ordinal, target.transport.name] = self._clock() + RETRY_S
 
     def _want_standby(self, peer: ConnectedPeer) -> None:
         for ordinal, paths in peer.paths.items():
             there = {target.transport.name for target in paths}
-            others = ((ordinal, name) for name in self._identity.transports if name not in there)
-            peer.wanted |= {key: peer.recovering.get(key, 0.0) for key in others}
+            for name in self._identity.transports:
+                if name in there:
+                    peer.wanted.pop((ordinal, name), None)
+                else:
+                    peer.wanted.setdefault((ordinal, name), 0.0)
 
     def _tend_standby(self) -> None:
         """Connect further paths, and take in those that are."""
         now_s = self._clock()
         for peer in self._peers.values():
-            for (ordinal, name), due_s in list(peer.wanted.items()) if peer.wanted else ():
+            for (ordinal, name), due_s in peer.wanted.items():
                 if len(self._standby) >= STANDBY_AT_ONCE:
                     break
-                if due_s <= now_s:
-                    del peer.wanted[ordinal, name]
+                if due_s <= now_s and (peer, ordinal, name) not in self._standby:
                     self._standby[peer, ordinal, name] = Pending(self._stand_by(peer, ordinal, name))
         for (peer, ordinal, name), pending in list(self._standby.items()):
             try:
@@ -247,31 +245,26 @@ class RankPeers:
                 continue
             if target is not None:
                 del self._standby[peer, ordinal, name]
-                peer.recovering.pop((ordinal, name), None)
-                paths = [*peer.paths[ordinal], target]
-                peer.paths[ordinal] = sorted(paths, key=lambda path: self._preference(path.transport.name))
+                del peer.wanted[ordinal, name]
+                peer.paths[ordinal].append(target)
+                peer.paths[ordinal].sort(key=lambda path: self._identity.transports.index(path.transport.name))
                 self._drop_lost(peer, ordinal)
                 self.changed.add(peer)
-
-    def _preference(self, name: str) -> int:
-        return self._identity.transports.index(name)
 
     def _no_standby(self, peer: ConnectedPeer, ordinal: int, name: str, error: BridgeError) -> None:
         del self._standby[peer, ordinal, name]
         log.info("path_not_connected", rank=str(self._identity.rank), peer=peer.name, transport=name, reason=str(error))
         if self.other_path(peer, ordinal) is None:
             peer.target(ordinal).lost = False  # there is no other, so the next order may try it
-        key = ordinal, name
-        if key in peer.recovering:
-            peer.recovering[key] = peer.wanted[key] = self._clock() + RETRY_S
+        if peer.wanted.pop((ordinal, name)):
+            peer.wanted[ordinal, name] = self._clock() + RETRY_S
 
     def _end_standby(self, concerns: Callable[[ConnectedPeer, str], bool]) -> None:
-        """Give up connecting some further paths; peers that are still used want them again."""
-        for (peer, ordinal, name), pending in list(self._standby.items()):
-            if concerns(peer, name):
-                self._give_up(pending, peer)
-                del self._standby[peer, ordinal, name]
-                peer.wanted[ordinal, name] = peer.recovering.get((ordinal, name), 0.0)
+        """Give up connecting some further paths; peers that are still used want them as before."""
+        for key, pending in list(self._standby.items()):
+            if concerns(key[0], key[2]):
+                self._give_up(pending, key[0])
+                del self._standby[key]
 
     # ------------------------------------------------------------------ connections
 

@@ -8,7 +8,7 @@ from importlib import resources
 import pytest
 
 from kvbridge.kernels import digest_device, page_copies, stretch_copies, swap_in_device
-from kvbridge.kernels.cuda.programs import KernelBuildError, Source, compile_for
+from kvbridge.kernels.cuda.programs import Source, compile_for
 from kvbridge.kernels.swap_in import SwapInShape
 
 ALONE = sorted(
@@ -46,8 +46,3 @@ def test_compiles_with_the_sizes_of_its_own(name: str):
 def test_compiles_with_the_sizes_that_are_used(source: Source):
     assert compile_for(source, "sm_90a").startswith(b"\x7fELF")
     assert source.name in ALONE
-
-
-def test_a_mistake_is_told_with_the_kernels_name():
-    with pytest.raises(KernelBuildError, match="kernel copy_pages cannot be compiled"):
-        compile_for(Source("copy_pages", (("LOADS", 0), ("MOST_TABLES", 3))), "sm_90a")

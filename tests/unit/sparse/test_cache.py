@@ -14,8 +14,7 @@ from kvbridge.core.errors import (
     PageOutOfBoundsError,
 )
 from kvbridge.core.geometry.hot_buffer import sparse_request_bytes
-from kvbridge.sparse import PendingCopies, ReleasedRequest, SparseCache, SparseRows
-from kvbridge.sparse.streams import Point
+from kvbridge.sparse import SparseCache
 from tests.helpers.sparse_simulation import HostPool, SparseSimulation, c4_component, settings
 
 
@@ -34,16 +33,6 @@ def test_a_long_decode_past_many_evictions_and_backups():
     told = world.release(0).rows()
     assert (told.preloaded, told.hit + told.loaded > 500) == (0, True)
     assert told.backed_up == (2100 // 4 // 64 - 1000 // 4 // 64) * 64 * 2  # new pages that are complete, in two layers
-
-
-def test_what_was_done_for_a_request_is_not_known_before_its_copies_have_ended():
-    point, told = Point(), SparseRows(preloaded=5)
-    point.reached = lambda: False
-    released = ReleasedRequest(PendingCopies(point, "request slot 0"), told, torch.ones(2, 4, dtype=torch.int32))
-    with pytest.raises(ConflictError, match="wait for that first"):
-        released.rows()
-    point.reached = lambda: True
-    assert released.rows() == SparseRows(hit=2, loaded=2, preloaded=5)
 
 
 def test_what_it_takes_is_what_the_accounts_say():

@@ -6,8 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from kvbridge.core.errors import DeadlineError
-from kvbridge.sparse.streams import PendingCopies, Point, SideStream, Streams
+from kvbridge.sparse.streams import Point, SideStream, Streams
 from tests.helpers.sparse_simulation import SparseSimulation, settings
 
 
@@ -88,11 +87,6 @@ def log_of(world: SparseSimulation, call) -> list:
     return list(log)
 
 
-def test_both_side_streams_come_after_the_memory_was_set(world):
-    follows = [name for name, what, *_ in world.cache._streams.log if what == "follows compute"]
-    assert follows == ["load", "backup"]
-
-
 def test_admission_comes_after_steps_and_backups_and_compute_waits_for_it_once(world):
     admission = log_of(world, lambda: world.admit(0, 1000, more_tokens=600))
     assert admission[:3] == [("load", "follows compute"), ("load", "follows backup"), ("load", "launches")]
@@ -153,10 +147,3 @@ def test_no_host_wait_as_long_as_the_device_keeps_up(world):
     assert [entry for entry in log_of(world, lambda: world.step([0])) if entry[0] == "host waits"] == [
         ("host waits", "compute")
     ]
-
-
-def test_waiting_for_quiet_has_a_deadline():
-    point = Mark([])
-    point.done = False
-    with pytest.raises(DeadlineError, match=r"request slot 3: copies of its rows are still under way after 0.01 s"):
-        PendingCopies(point, "request slot 3").wait(0.01)

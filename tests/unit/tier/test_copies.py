@@ -9,7 +9,7 @@ import pytest
 
 from kvbridge.config.pools import DeviceLayout, HostLayout
 from kvbridge.config.tier import CopyBackend
-from kvbridge.core.errors import ConfigError, InvalidInputError, PageOutOfBoundsError, TransportError
+from kvbridge.core.errors import ConfigError, InvalidInputError, PageOutOfBoundsError
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.geometry.twins import twin_components, twin_pieces
 from kvbridge.core.ids import IndexSpace
@@ -19,7 +19,7 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.page_copies import ReferencePageCopier
 from kvbridge.kernels.places import PageMemory, PagePair
 from kvbridge.tier import copy_backends
-from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier, copy_backend
+from kvbridge.tier.copies import CopyMeans, Direction, copy_backend
 from kvbridge.tier.copy_backends import joined, split_at_registrations
 from tests.helpers.fake_cuda import FakeEvent
 from tests.helpers.twin_pools import TwinPools, pages
@@ -64,11 +64,6 @@ def test_page_ids_are_checked_before_anything_is_copied():
         with pytest.raises(InvalidInputError, match="pages of space 'host' have no twins here"):
             copier.copy(good | {IndexSpace.HOST: (pages(0), pages(0))})
         pools.compare(before)
-
-
-def test_a_rank_without_twins_is_refused():
-    with TwinPools(TINY) as pools, pytest.raises(InvalidInputError, match="no component of this rank has twins"):
-        TwinCopier(TINY, pools.device_regions, (), direction=Direction.BACKUP)
 
 
 def test_pairs_that_follow_each_other_are_joined():
@@ -213,13 +208,3 @@ def pieces_of_checkpoints() -> list[object]:
     """What one checkpoint of the model is copied in, when pages are whole otherwise."""
     swa = [each for each in twin_components(TINY, (), checkpoints=True) if each.space is SWA]
     return [piece for each in swa for _ in each.layers for piece in twin_pieces(TINY, each, (0, 1), (0, 1))]
-
-
-def test_a_gpu_that_failed_is_told(monkeypatch: pytest.MonkeyPatch):
-    queue = Queue(monkeypatch)
-    with TwinPools(TINY) as pools, pools.copier(Direction.BACKUP, CopyMeans(device=0)) as copier:
-        ticket = copier.copy({FULL: (pages(0), pages(0))}, stream=5)
-        queue.events[0].broken = TransportError("CUDA: an illegal memory access")
-        with pytest.raises(TransportError, match="illegal memory access"):
-            copier.done(ticket)
-        queue.events[0].broken = None

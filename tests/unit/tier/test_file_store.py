@@ -75,13 +75,6 @@ def total(directory: Path) -> int:
     return sum(path.stat().st_size for path in directory.glob("store/*/*") if path.is_file())
 
 
-def test_what_is_larger_than_the_bound_is_refused_and_costs_nobody_his_place(make: Make, tmp_path: Path):
-    store = make(8)
-    assert put(store, 1) == "stored"
-    assert put(store, 2, 8 * LENGTH + 1) == "full"
-    assert numbers(tmp_path) == {1}
-
-
 def test_a_store_that_is_opened_again_knows_everything_and_its_order(make: Make, tmp_path: Path):
     store = make(8)
     for number in range(8):
@@ -93,18 +86,6 @@ def test_a_store_that_is_opened_again_knows_everything_and_its_order(make: Make,
     put(again, 8)
     assert numbers(tmp_path) >= {0, 1, 3, 8}
     assert 2 not in numbers(tmp_path)
-
-
-def test_of_two_on_one_directory_each_finds_all_and_has_a_bound_of_its_own(make: Make, tmp_path: Path):
-    one, other = make(8), make(8)
-    for number in range(8):
-        put(one if number < 4 else other, number)
-    assert get(one, 5) == "hit", "each finds what the other has put"
-    for number in range(10, 60):
-        assert put(one if number % 3 else other, number) == "stored"
-        assert total(tmp_path) <= 2 * 8 * LENGTH
-    one.clear("0", soon())
-    assert total(tmp_path) == 0
 
 
 def test_files_that_others_remove_are_misses(make: Make, tmp_path: Path):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from kvbridge.tier.stores.breaker import (
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
@@ -37,15 +35,6 @@ def test_the_pause_grows_while_the_store_is_dead_and_is_short_again_afterwards()
     breaker.success()
     breaker.failure(now_s)
     assert breaker.admits(now_s + FIRST_PAUSE_S)
-
-
-@pytest.mark.parametrize("late", ["success", "failure"])
-def test_late_answers_change_nothing_while_it_is_open(late: str):
-    breaker = Breaker(failures=1)
-    breaker.failure(0.0)
-    breaker.success() if late == "success" else breaker.failure(0.5)
-    assert breaker.state is BreakerState.OPEN
-    assert breaker.admits(FIRST_PAUSE_S), "nor how long"
 
 
 def test_failed_keys_are_forgotten_in_time_by_success_and_by_number():

@@ -134,23 +134,6 @@ def test_pages_from_elsewhere_are_kept_only_when_they_are_the_owners_and_held(be
     bench.cache.check_integrity()
 
 
-def test_what_is_restored_must_be_held_and_go_on_from_what_is_read(bench):
-    bench.warm("a", 3)
-    bench.back_up("a", 3)
-    bench.push_out()
-    owner, got = bench.admit("a", 3)
-    with pytest.raises(ConflictError, match="pages from 1 on are restored, it reads 0"):
-        bench.cache.restored(owner, 1, {FULL: got.own[FULL][1:]})
-    bench.book.move(owner, HELD, LEASED)
-    with pytest.raises(ConflictError, match="leased pages cannot be cached"):
-        bench.cache.restored(owner, 0, got.own)
-    bench.book.move(owner, LEASED, HELD)
-    bench.cache.drop()
-    assert bench.cache.restored(owner, 0, {FULL: got.own[FULL]}) == 0
-    bench.end(owner)
-    assert bench.book.counts()[FULL_TWIN][CACHED] == 0
-
-
 def test_those_who_wait_for_pages_hear_of_the_end_of_a_backup(bench):
     heard = []
 

@@ -72,20 +72,6 @@ def test_abort_waits_for_what_is_in_flight(pump: Pump) -> None:
     assert len(library.started) < 10
 
 
-def test_close_returns_what_is_left(pump: Pump) -> None:
-    library = Library()
-    transfer = pumped(library, Window(LIMITS))
-    pump.add(transfer)
-    assert pump.close(timeout_s=LIMIT_S) == [transfer]
-    assert transfer.poll().state is TransferState.ACTIVE
-    transfer.end(TransferState.FAILED_QUIET, "the agent is gone", in_transit=True)
-    transfer.end(TransferState.FAILED_NOT_QUIET, "later", in_transit=True)
-    assert transfer.poll().error == "the agent is gone"
-    with pytest.raises(TransportError, match="closed"):
-        pump.add(transfer)
-    assert pump.close(timeout_s=LIMIT_S) == []
-
-
 def test_a_library_that_does_not_return_makes_close_fail(pump: Pump) -> None:
     class Stuck(Library):
         def check(self, handle: int) -> Check:

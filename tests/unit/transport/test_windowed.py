@@ -131,19 +131,6 @@ def test_failure_that_does_not_become_quiet_in_time() -> None:
     assert bench.window.operations == 3  # what may still be moving goes on counting
 
 
-def test_stalled_operation_fails_the_transfer_but_is_in_flight() -> None:
-    bench = Bench()
-    transfer, library = bench.transfer(10)
-    transfer.poll()
-    library.answers[0] = Check(Progress.STALLED, "answered -2")
-    assert transfer.poll().state is TransferState.ACTIVE
-    bench.clock.advance(1.0)
-    library.answers[0] = Check(Progress.FAILED, "answered -1")
-    status = transfer.poll()
-    assert status.state is TransferState.FAILED_QUIET
-    assert "answered -2" in status.error
-
-
 def test_deadline_stops_submission_and_waits() -> None:
     bench = Bench()
     transfer, library = bench.transfer(*[10] * 10, deadline_s=2.0)

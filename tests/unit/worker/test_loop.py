@@ -23,6 +23,7 @@ from kvbridge.core.wire.worker_messages import (
     WorkerProgress,
     WorkerReady,
 )
+from kvbridge.kernels.cuda import runtime
 from kvbridge.worker import loop as rank_worker
 from kvbridge.worker import peers as rank_peers
 from kvbridge.worker.pause import BUSY_PAUSE_S, SHORTEST_PAUSE_S
@@ -488,6 +489,7 @@ def test_an_engine_that_is_gone_fails_its_order_alone():
 def test_a_worker_of_a_gpu_looks_sooner_after_something_has_moved(monkeypatch):
     pauses: list[float] = []
     monkeypatch.setattr(rank_worker.time, "sleep", pauses.append)
+    monkeypatch.setattr(runtime, "reason_without_device", lambda: "there is none")
     bench = Bench(kind=MemoryKind.VRAM)
     bench.connect()
     bench.open()

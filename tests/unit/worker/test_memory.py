@@ -131,13 +131,6 @@ def test_memory_that_cannot_be_shared_is_refused_where_local_is_to_reach_it(cuda
         bring(setup(host, order=order), on_gpu(cuda), stack, on_progress=lambda *_: None)
 
 
-def test_memory_that_cannot_be_shared_serves_other_transports(cuda, host, stack):
-    cuda.shareable = False
-    order = setup(host, order=(TransportName.NIXL,))
-    memory = bring(order, on_gpu(cuda), stack, on_progress=lambda *_: None)
-    assert {piece.origin for piece in memory.extents if piece.kind is MemoryKind.VRAM} == {None}
-
-
 def test_a_worker_that_is_stopped_while_its_memory_is_registered_ends_with_the_next_step(cuda, host):
     """Registering takes minutes for a large pool, and the engine's process waits for its worker."""
 

@@ -36,12 +36,6 @@ def test_to_find_a_device_takes_memory_of_none(cuda: cuda_stand_in.Runtime) -> N
     assert cuda.contexts == set()
 
 
-def test_each_device_is_asked_once(cuda: cuda_stand_in.Runtime) -> None:
-    for uuid in (*UUIDS, *UUIDS):
-        device_by_uuid(uuid)
-    assert runtime.library("cuda.bindings.driver").asked_for_uuids == [0, 1]
-
-
 def test_an_event_of_another_process_is_opened_on_its_own_device_alone(
     cuda: cuda_stand_in.Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:

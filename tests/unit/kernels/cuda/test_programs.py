@@ -50,15 +50,6 @@ def test_a_damaged_file_costs_a_compilation_and_is_replaced(compiled: list[Sourc
     assert len(compiled) == 2
 
 
-def test_a_directory_that_cannot_be_written_costs_a_compilation(
-    compiled: list[Source], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("in the way")
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "file" / "kernels"))
-    assert _code() == _code()
-    assert len(compiled) == 2
-
-
 def test_a_user_without_a_home_compiles_every_time(compiled: list[Source], monkeypatch: pytest.MonkeyPatch) -> None:
     def nowhere() -> Path:
         raise RuntimeError("Could not determine home directory.")

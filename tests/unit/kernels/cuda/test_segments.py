@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbridge.core.errors import UnsupportedError
 from kvbridge.kernels.cuda.segments import Segments
 
 
@@ -20,8 +18,3 @@ def test_segments_begin_at_cache_lines_and_cover_every_byte(stretches):
     for (address, length), first, end in zip(stretches, segments.first.tolist(), ends, strict=True):
         begin = address // 128 * 128
         assert begin + (end - first) * 4096 >= address + length > begin + (end - first - 1) * 4096
-
-
-def test_more_than_one_launch_can_number_is_refused():
-    with pytest.raises(UnsupportedError, match="too many for one launch"):
-        Segments.of(np.array([4096], dtype=np.uint64), np.array([1 << 45]), 4096)

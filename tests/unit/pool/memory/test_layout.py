@@ -47,14 +47,6 @@ def test_impossible_stages_are_refused(layers, pp_size, pp, boundaries):
         stage_layers(layers, pp_size, pp, boundaries)
 
 
-def test_heads_are_split_over_ranks():
-    regions = device_placement(GQA, part(GQA, tp=1, tp_size=2), page_counts=COUNTS).regions
-    assert {(region.lane_start, region.lane_stop) for region in regions} == {(2, 4)}
-    assert regions[0].page_bytes == GQA.components[0].page_bytes(2)
-    with pytest.raises(UnsupportedError):
-        device_placement(GQA, part(GQA, tp_size=3), page_counts=COUNTS)
-
-
 @pytest.mark.parametrize("pages", [1, 3])
 def test_neighbours_are_registered_together_also_where_an_extent_holds_one_page(pages):
     counts = COUNTS | {IndexSpace.FULL: pages}

@@ -90,18 +90,6 @@ def test_a_name_that_a_new_owner_has_taken_meanwhile_stays_his(shm, monkeypatch,
     path.unlink()
 
 
-def test_a_file_that_goes_meanwhile_is_not_told(shm, monkeypatch):
-    (shm / POOL).touch()
-    real = fcntl.flock
-
-    def gone(descriptor, operation):
-        real(descriptor, operation)
-        (shm / POOL).unlink()
-
-    monkeypatch.setattr(leftovers.fcntl, "flock", gone)
-    assert sweep([shm]) == []
-
-
 def test_what_is_no_file_is_not_looked_at(shm):
     (shm / POOL).mkdir()
     (shm / "target").touch()

@@ -70,29 +70,6 @@ def test_slices_hold_as_many_operations_as_fit() -> None:
     assert (target == source).all()
 
 
-def test_abort_takes_effect_before_the_next_slice_and_drops_the_mapping() -> None:
-    class Kept:
-        pass
-
-    operations, _, target = blocks(4)
-    kept = Kept()
-    seen = weakref.ref(kept)
-    transfer = copying(operations, keep_alive=kept)
-    del kept
-    transfer.push()
-    assert seen() is not None
-    transfer.abort("first")
-    transfer.abort("second")
-    transfer.push()
-    status = transfer.poll()
-    assert status.state is TransferState.FAILED_QUIET
-    assert not status.in_transit
-    assert "aborted: first" in status.error
-    assert "of 4" in status.error
-    assert not target[SLICE:].any()
-    assert seen() is None
-
-
 def test_pages_that_nobody_keeps_any_more_are_forgotten(pump: Pump, monkeypatch: pytest.MonkeyPatch) -> None:
     """What keeps them mapped holds the lock by which their owner sees a writer."""
     inside, go_on, steps = threading.Event(), threading.Event(), []

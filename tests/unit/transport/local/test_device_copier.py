@@ -153,16 +153,6 @@ def test_a_device_that_has_failed_is_not_quiet_at_once() -> None:
     assert "illegal memory access" in status.error
 
 
-def test_a_device_that_fails_over_a_slice_is_not_quiet() -> None:
-    world = World()
-    transfer = world.begin(blocks(100)[0])
-    world.stream.broken = True
-    transfer.poll()
-    status = transfer.poll()
-    assert status.state is TransferState.FAILED_NOT_QUIET
-    assert "illegal memory access" in status.error
-
-
 def test_a_slice_that_was_refused_is_waited_for_and_not_confirmed() -> None:
     """Of a batch that an engine refuses, a part may have been taken."""
     world = World()
@@ -200,17 +190,6 @@ def test_nothing_is_started_before_the_memory_is_registered() -> None:
     transfer.poll()
     world.stream.run()
     assert transfer.poll().state is TransferState.DONE
-
-
-def test_memory_that_cannot_be_registered_fails_the_transfer() -> None:
-    def register(_: object):
-        raise TransportError("raise the memlock limit")
-
-    access = DeviceAccess(1, 2, register, label="pool")
-    access.wait(10)
-    status = World().begin(blocks(4)[0], accesses=[access]).poll()
-    assert status.state is TransferState.FAILED_QUIET
-    assert "raise the memlock limit" in status.error
 
 
 def test_closing_says_so_when_a_device_does_not_finish() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvbridge.core.errors import RegistrationError, TransportError
@@ -19,7 +18,6 @@ from kvbridge.transport.local.host import (
     require_same_host,
     shared_file,
 )
-from kvbridge.transport.local.memory import ReachableExtents
 from kvbridge.transport.local.peer import MappedFiles
 
 
@@ -81,30 +79,6 @@ def test_what_is_no_file_is_refused_without_blocking(proof: Proof, tmp_path: Pat
     found = fifo.stat()
     with pytest.raises(TransportError, match="another file"):
         require_same_host(altered(proof.claim, path=str(fifo), device=found.st_dev, inode=found.st_ino))
-
-
-def test_unwritable_directory_is_named() -> None:
-    with pytest.raises(RegistrationError, match="/proc/"):
-        Proof(Path("/proc"))
-
-
-def test_mapping_translates_addresses_of_several_extents(proof: Proof, tmp_path: Path) -> None:
-    files = [written(tmp_path / name, bytes([value]) * 8192) for name, value in (("a", 1), ("b", 2))]
-    extents = [
-        SharedExtent(address=2**62, length_bytes=4096, origin=1, offset_bytes=4096),
-        SharedExtent(address=0x1000, length_bytes=100, origin=0, offset_bytes=50),
-    ]
-    mapped = ReachableExtents(MappedFiles(proof.claim, files, extents).reachable)
-    addresses = np.array([0x1000 + 99, 2**62 + 7], dtype=np.uint64)
-    here = mapped.here(addresses, mapped.find(addresses))
-    import ctypes
-
-    ctypes.memset(int(here[0]), 7, 1)
-    ctypes.memset(int(here[1]), 8, 1)
-    assert (tmp_path / "a").read_bytes()[149] == 7
-    assert (tmp_path / "b").read_bytes()[4096 + 7] == 8
-    nothing = np.empty(0, dtype=np.uint64)
-    assert len(mapped.here(nothing, mapped.find(nothing))) == 0
 
 
 def test_extent_beyond_its_file_is_refused(proof: Proof, tmp_path: Path) -> None:

@@ -11,14 +11,12 @@ import numpy as np
 import pytest
 
 from kvbridge.config.transports import LocalSettings
-from kvbridge.core.errors import InvalidInputError, RegistrationError, TransportError
+from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Extent
-from kvbridge.transport.base import TransferState
 from kvbridge.transport.local.transport import LocalTransport
-from tests.contract.harness import wait
 from tests.helpers.connecting import connect
 from tests.helpers.shared_buffer import SharedBuffer
 
@@ -45,33 +43,6 @@ def one(source: int, destination: int, length: int) -> Operations:
 
 def private(array: np.ndarray) -> Extent:
     return Extent(address=int(array.ctypes.data), length_bytes=array.nbytes, label="scratch")
-
-
-def test_private_source_to_part_of_a_shared_file(reader, writer, tmp_path: Path) -> None:
-    buffer, source = SharedBuffer(tmp_path / "pool", SIZE), np.full(4096, 9, np.uint8)
-    reader.register([buffer.memory(8192, 65536)])
-    writer.register([private(source)])
-    peer = connect(writer, reader.endpoint())
-    operations = one(int(source.ctypes.data), buffer.address + 8192, 4096)
-    assert wait(writer.submit(peer, operations, deadline_s=5.0)).state is TransferState.DONE
-    assert (buffer.bytes[8192 : 8192 + 4096] == 9).all()
-    assert np.count_nonzero(buffer.bytes) == 4096
-    with pytest.raises(InvalidInputError, match="leave the registered memory of process"):
-        writer.submit(peer, one(int(source.ctypes.data), buffer.address, 4096), deadline_s=5.0)
-    writer.disconnect(peer)
-    with pytest.raises(InvalidInputError, match="not connected"):
-        writer.submit(peer, operations, deadline_s=5.0)
-
-
-def test_peer_with_private_memory_is_refused_by_name(reader, writer, tmp_path: Path) -> None:
-    reader.register([SharedBuffer(tmp_path / "pool", SIZE).memory(), private(np.zeros(4096, np.uint8))])
-    with pytest.raises(TransportError, match="not shared \\(scratch\\)"):
-        connect(writer, reader.endpoint())
-
-
-def test_peer_without_shared_memory_is_refused(reader, writer) -> None:
-    with pytest.raises(TransportError, match="no shared memory"):
-        connect(writer, reader.endpoint())
 
 
 def test_removed_pool_is_refused_and_a_mapped_one_outlives_it(reader, writer, tmp_path: Path) -> None:
