@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -41,18 +42,15 @@ _TAKER = Owner(NO_ROOM, 0)
 
 @dataclass(slots=True)
 class Restored:
-    """The outcome for the pages that a daemon finds in kept pools."""
+    """The outcome for the pages that a daemon finds in kept pools, by the names of its status (`KeptPoolsStatus`)."""
 
-    waiting: int = 0
-    """Still to be compared."""
-    pages: int = 0
-    bytes: int = 0
+    waiting_pages: int = 0
+    restored_pages: int = 0
+    restored_bytes: int = 0
     checkpoints: int = 0
-    lost: int = 0
-    """Pages that did not hold what the journal says, or go on from such pages."""
-    refused: int = 0
-    """Pages in pools that could not be reused."""
-    why_not: str = ""
+    lost_pages: int = 0
+    refused_pages: int = 0
+    refused: str = ""
     seconds: float = 0.0
 
 
@@ -87,7 +85,7 @@ class KeptPools:
         if why_not:
             kept.refuse(why_not)
         else:
-            kept.restored.waiting = len(kept.found.pages)
+            kept.restored.waiting_pages = len(kept.found.pages)
             log.info("kept_pools_found", of=before.incarnation, pages=len(kept.found.pages), damaged=kept.found.damaged)
         return kept
 
@@ -95,7 +93,7 @@ class KeptPools:
         """Have the pools made anew: the ones that there are cannot be reused."""
         pages = len(self.found.pages)
         log.warning("kept_pools_refused", pages=pages, reason=why)
-        self.restored = Restored(refused=pages, why_not=why)
+        self.restored = Restored(refused_pages=pages, refused=why)
         self.found, self._old = Contents(), {}
         self.files.remove_pools(besides=self.header.incarnation)
 
@@ -165,7 +163,7 @@ class RestoredTwins:
         self._right: dict[bytes, bool] = {}
         """Whether the pages that have been read hold what the journal says, by their keys."""
         self._ends: dict[bytes, Held] = {}
-        """Checkpoints that are right, by the keys of their pages."""
+        """Checkpoints that hold what the journal says, by the keys of their pages."""
         self._entered: set[bytes] = set()
         self.found = found
         named = {
@@ -188,17 +186,23 @@ class RestoredTwins:
         try:
             await self._compare()
         except Exception as error:
-            found.refused = named - found.pages
-            found.why_not = (
+            found.refused_pages = named - found.restored_pages
+            found.refused = (
                 f"the comparison of kept pages has failed ({type(error).__name__}: {error}); please report it"
             )
-            log.exception("kept_pools_refused", pages=found.refused, reason=found.why_not)
-        found.waiting, found.lost = 0, named - found.pages - found.refused
+            log.exception("kept_pools_refused", pages=found.refused_pages, reason=found.refused)
+        found.waiting_pages, found.lost_pages = 0, named - found.restored_pages - found.refused_pages
         if _TAKER in self._book:
             self._lost(self._book.pages(_TAKER))
             self._book.free(_TAKER)
-        told = {name: getattr(found, name) for name in ("pages", "bytes", "checkpoints", "lost", "seconds")}
-        log.info("prefixes_restored", **told)
+        log.info(
+            "prefixes_restored",
+            pages=found.restored_pages,
+            bytes=found.restored_bytes,
+            checkpoints=found.checkpoints,
+            lost=found.lost_pages,
+            seconds=found.seconds,
+        )
 
     async def _compare(self) -> None:
         begun_s = time.monotonic()
@@ -207,7 +211,7 @@ class RestoredTwins:
             parts = (unread[at::DIGEST_THREADS] for at in range(DIGEST_THREADS))
             await asyncio.gather(*(asyncio.to_thread(self._read, part) for part in parts))
             self._enter(keys, path)
-            self.found.waiting = len(self._contents.pages) - len(self._right)
+            self.found.waiting_pages = len(self._contents.pages) - len(self._right)
             self.found.seconds = round(time.monotonic() - begun_s, 3)
 
     def _read(self, batch: Sequence[Held]) -> None:
@@ -221,9 +225,11 @@ class RestoredTwins:
         return tuple(map(self._digest, held.sets)) == held.digests
 
     def _enter(self, keys: Keys, path: Sequence[Held]) -> None:
-        right = next((at for at, page in enumerate(path) if not self._right[page.key]), len(path))
-        start = next((at for at, page in enumerate(path[:right]) if page.key not in self._entered), right)
-        new = path[start:right]
+        path = list(takewhile(lambda page: self._right[page.key], path))
+        new = [
+            page for page in path if page.key not in self._entered
+        ]  # the last ones: each prompt is entered from its start
+        start = len(path) - len(new)
         if not new:
             return
         pages: Pages = {IndexSpace.FULL_TWIN: np.array([page.twins[0] for page in new], dtype=np.int32)}
@@ -235,11 +241,11 @@ class RestoredTwins:
             if page.key in self._ends
         }
         try:
-            entered = self._twins.insert(_TAKER, keys[:right], start, pages, checkpoints=ends)
+            entered = self._twins.insert(_TAKER, keys[: len(path)], start, pages, checkpoints=ends)
         except BridgeError as error:  # it contradicts a prompt that is cached already
             log.warning("prefix_not_restored", pages=len(new), reason=str(error))
             return
-        self.found.pages += entered
-        self.found.bytes += entered * self._digest.size_bytes(new[0].sets[0])
+        self.found.restored_pages += entered
+        self.found.restored_bytes += entered * self._digest.size_bytes(new[0].sets[0])
         self.found.checkpoints += len(ends)
         self._entered.update(page.key for page in new)

@@ -241,7 +241,7 @@ class NodeMemory:
             files = KeptFiles.lock_files(directory, name, keep_s=keep_s, wait_s=wait_s)
         except ForeignFilesError as error:
             log.warning("kept_pools_refused", pages=0, reason=str(error))
-            self._not_kept = Restored(why_not=str(error))
+            self._not_kept = Restored(refused=str(error))
             return
         self.kept = KeptPools.read(files, header, wait_s)
 

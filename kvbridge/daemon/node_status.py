@@ -278,14 +278,4 @@ def host_tier_status(parts: NodeParts) -> HostTierStatus | None:
 def kept_pools_status(parts: NodeParts) -> KeptPoolsStatus | None:
     """What was found of the pools of the daemon before; None where none are kept."""
     found = parts.memory.restored
-    if found is None:
-        return None
-    return KeptPoolsStatus(
-        waiting_pages=found.waiting,
-        restored_pages=found.pages,
-        restored_bytes=found.bytes,
-        lost_pages=found.lost,
-        refused_pages=found.refused,
-        refused=found.why_not,
-        seconds=found.seconds,
-    )
+    return None if found is None else KeptPoolsStatus.model_validate(found, from_attributes=True)

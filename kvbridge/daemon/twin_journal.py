@@ -304,10 +304,22 @@ class TwinJournal:
                 if all(self._arriving.get(place) is held for place in places):
                     for place in places:
                         del self._arriving[place]
-                    self._write(held._replace(digests=digests))
+                    if digests:
+                        self._write(held._replace(digests=digests))
 
     def _digests(self, batch: Sequence[Held]) -> list[tuple[int, ...]]:
-        return [tuple(map(self._digest, held.sets)) for held in batch]
+        """Those of each page; none where a defect keeps a page from being read, which is in no journal then."""
+        found: list[tuple[int, ...]] = []
+        defect: Exception | None = None
+        for held in batch:
+            try:
+                found.append(tuple(map(self._digest, held.sets)))
+            except Exception as error:  # noqa: BLE001 - it is logged, and the pages after this one are read
+                found.append(())
+                defect = error
+        if defect is not None:
+            log.error("kept_pages_not_read", pages=found.count(()), reason=repr(defect), exc_info=defect)
+        return found
 
     def _write(self, held: Held) -> None:
         self._serial += 1

@@ -48,7 +48,7 @@ def test_a_node_starts_without_kept_pools_where_something_else_has_a_name_of_the
     memory.keep(config, "kvbridge-0123456789ab-", header)
     assert memory.kept is None
     assert memory.restored is not None
-    assert str(path) in memory.restored.why_not
+    assert str(path) in memory.restored.refused
     path.rmdir()
     memory.keep(config, "kvbridge-0123456789ab-", header)
     assert memory.kept is not None

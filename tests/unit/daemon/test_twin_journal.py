@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from structlog.testing import capture_logs
 
 from kvbridge.core.ids import IndexSpace
 from kvbridge.daemon.kept_pools import Restored, RestoredTwins
@@ -141,7 +142,7 @@ async def test_the_next_process_goes_on_with_prompts_and_checkpoints(made, space
     node.keep("a", 4, checkpoint=True)
     node.keep("b", 3)
     after, back = await restored(node)
-    assert (back.found.pages, back.found.checkpoints, back.found.lost) == (7, 1, 0)
+    assert (back.found.restored_pages, back.found.checkpoints, back.found.lost_pages) == (7, 1, 0)
     assert (after.bench.where("a", 4), after.bench.where("b", 3)) == ((0, 4), (0, 3))
     _, got = after.bench.admit("a", 6, from_checkpoint=True)
     assert (got.prefix_pages, len(got.checkpoint_twin)) == (4, 1)
@@ -154,7 +155,7 @@ async def test_a_page_that_holds_something_else_is_lost_with_what_follows_it(nod
     await node.written()
     node.memory.bytes[FULL_TWIN, node.third("a").twins[0]] = 7
     after, back = await restored(node)
-    assert (back.found.pages, back.found.checkpoints, back.found.lost) == (2, 0, 3)
+    assert (back.found.restored_pages, back.found.checkpoints, back.found.lost_pages) == (2, 0, 3)
     assert after.bench.where("a", 5) == (0, 2)
     assert len(after.found().pages) == 2
     assert not after.found().checkpoints
@@ -188,7 +189,7 @@ async def test_a_page_whose_home_does_not_exist_is_left_out_with_what_follows_it
     await node.written()
     node.say(node.third("a")._replace(home=home))
     after, back = await restored(node)
-    assert back.found.pages == 2
+    assert back.found.restored_pages == 2
     assert after.bench.where("a", 5) == (0, 2)
 
 
@@ -203,7 +204,7 @@ async def test_of_two_pages_in_one_home_the_later_one_counts(made, memory):
     wrong = page._replace(home=taken.home)
     node.say(wrong._replace(digests=(memory(wrong.sets[0]),)))
     after, back = await restored(node)
-    assert (back.found.pages, back.found.lost) == (4, 1)
+    assert (back.found.restored_pages, back.found.lost_pages) == (4, 1)
     assert [after.bench.where(name, 2)[1] for name in ("a", "b", "c")] == [0, 2, 2]
     free = after.bench.book.available_pages()
     assert free[FULL_TWIN] == after.bench.total[FULL_TWIN]
@@ -223,12 +224,33 @@ async def test_a_defect_while_pages_come_back_costs_pages_and_not_the_daemon(nod
 
     monkeypatch.setattr(Memory, "__call__", fail)
     after, back = await restored(node)
-    assert (back.found.pages, back.found.refused, back.found.waiting) == (3, 3, 0)
-    assert "IndexError: list index out of range" in back.found.why_not
+    assert (back.found.restored_pages, back.found.refused_pages, back.found.waiting_pages) == (3, 3, 0)
+    assert "IndexError: list index out of range" in back.found.refused
     free = after.bench.book.available_pages()
     assert free[FULL_TWIN] == after.bench.total[FULL_TWIN]
     await after.written()
     assert len(after.found().pages) == 3
+
+
+async def test_a_page_that_cannot_be_read_costs_the_journal_that_page_alone(node, monkeypatch):
+    read, calls = Memory.__call__, itertools.count()
+
+    def fail(self, pages):
+        if next(calls) == 1:
+            raise IndexError("list index out of range")
+        return read(self, pages)
+
+    monkeypatch.setattr(Memory, "__call__", fail)
+    with capture_logs() as lines:
+        node.keep("a", 4)
+        node.keep("b", 3)
+        await node.written()
+    assert [line["pages"] for line in lines if line["event"] == "kept_pages_not_read"] == [1]
+    assert len(node.found().pages) == 4 - 1 + 3
+    node.bench.cache.drop()
+    node.keep("a", 4)
+    await node.written()
+    assert node.prompts() == {keys("a", 4)[-1]: 4}, "its place is written to again"
 
 
 async def test_what_comes_to_the_host_is_written_once_it_was_read(node):
