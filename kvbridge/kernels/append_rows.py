@@ -43,7 +43,6 @@ class CudaAppendRows(AppendRows):
     def append(
         self, *, rows: int, places: int, count: int, hot_address: int, hot_stride_bytes: int, stream: int = 0
     ) -> None:
-        """See `AppendRows.append`."""
         if count:
             arguments = (rows, places, hot_address, hot_stride_bytes)
             self._kernel.launch(arguments, grid=count, block=THREADS, stream=stream)

@@ -41,9 +41,10 @@ class PageCopies(Closing):
     def copy(self, lists: IdLists, *, stream: int) -> int:
         """Begin to copy, in the order of a stream; ids exist. The arrays may be dropped at once."""
 
-    @abstractmethod
     def wait_group(self, group: int, ticket: int, *, stream: int) -> None:
-        """Have a stream wait until a copy is done with a group at least."""
+        """Have a stream wait until a copy is done with a group at least: with all groups, unless copies tell of each."""
+        del group
+        self.wait(ticket, stream=stream)
 
     @abstractmethod
     def wait(self, ticket: int, *, stream: int) -> None:
@@ -55,14 +56,13 @@ class PageCopies(Closing):
 
 
 class ReferenceCopies(PageCopies):
-    """By the processor: done when `copy` returns."""
+    """By the processor: done when `copy` returns, so nobody waits for anything."""
 
     def __init__(self, pairs: Sequence[PagePair]) -> None:
         self._addresses = _Addresses(pairs)
         self._last = 0
 
     def copy(self, lists: IdLists, *, stream: int) -> int:
-        """Copy now; there is no stream."""
         del stream
         for addresses, lengths in self._addresses.columns(lists, as_ints=True):
             sources, destinations = addresses.tolist()
@@ -70,46 +70,59 @@ class ReferenceCopies(PageCopies):
         self._last += 1
         return self._last
 
-    def wait_group(self, group: int, ticket: int, *, stream: int) -> None:
-        """Nothing to wait for."""
-        del group
-        self.wait(ticket, stream=stream)
-
     def wait(self, ticket: int, *, stream: int) -> None:
-        """Nothing to wait for."""
         del stream
         self.done(ticket)
 
     def done(self, ticket: int) -> bool:
-        """Always."""
-        return _known(ticket, self._last)
+        _require_known(ticket, self._last)
+        return True
 
     def close(self) -> None:
-        """Nothing to give back."""
+        pass
 
 
 class DeviceCopies(PageCopies):
-    """On a GPU: tickets say when each copy is done."""
+    """On a GPU: an event behind each copy, used again. No copy is done before all that were begun earlier."""
 
     def __init__(self, device: int) -> None:
-        self._tickets = _Tickets(device)
-
-    def wait_group(self, group: int, ticket: int, *, stream: int) -> None:
-        """Have a stream wait until a copy is done: it is done with all groups at once."""
-        del group
-        self.wait(ticket, stream=stream)
+        self._device = device
+        self._pending: deque[tuple[int, runtime.Event]] = deque()
+        self._free: list[runtime.Event] = []
+        self._last = self._done = 0
 
     def wait(self, ticket: int, *, stream: int) -> None:
-        """Have a stream wait until a copy is done."""
-        self._tickets.wait(ticket, stream)
+        if not self.done(ticket):
+            self._pending[ticket - self._pending[0][0]][1].hold(stream)
 
     def done(self, ticket: int) -> bool:
-        """Return whether a copy is done."""
-        return self._tickets.done(ticket)
+        _require_known(ticket, self._last)
+        while self._pending and self._pending[0][1].reached():
+            self._free_first()
+        return ticket <= self._done
 
     def close(self) -> None:
         """Wait for what was begun. Harmless when closed."""
-        self._tickets.close()
+        self._settle()
+        while self._free:
+            self._free.pop().close()
+
+    def _record(self, stream: int) -> int:
+        """Return the ticket of what a stream has been given so far."""
+        event = self._free.pop() if self._free else runtime.Event.create(self._device)
+        event.record(stream)
+        self._last += 1
+        self._pending.append((self._last, event))
+        return self._last
+
+    def _settle(self) -> None:
+        while self._pending:
+            self._pending[0][1].synchronize()
+            self._free_first()
+
+    def _free_first(self) -> None:
+        self._done, event = self._pending.popleft()
+        self._free.append(event)
 
 
 class KernelCopies(DeviceCopies):
@@ -125,7 +138,7 @@ class KernelCopies(DeviceCopies):
         if signals:
             # The first launch of a kernel loads it, and waits for all that the device is doing; those who wait for layers must not.
             self.copy([(NO_IDS, NO_IDS)] * self._copier.tables, stream=0)
-            self._tickets.settle()  # of another stream than those that follow, which would not be done before it
+            self._settle()  # of another stream than those that follow, which would not be done before it
 
     def copy(self, lists: IdLists, *, stream: int) -> int:
         """Put the ids into page-locked memory, from there to the device, and launch."""
@@ -136,7 +149,7 @@ class KernelCopies(DeviceCopies):
         named = zip(addresses[::2], addresses[1::2], (len(source) for source, _ in lists), strict=True)
         self._copier.copy([IdPairs(*each) for each in named], stream=stream)
         staging.record(stream)
-        return self._tickets.record(stream)
+        return self._record(stream)
 
     def wait_group(self, group: int, ticket: int, *, stream: int) -> None:
         """The stream's hardware waits for the group's flag, or for the launch's end without signals."""
@@ -157,7 +170,6 @@ class DirectCopies(DeviceCopies):
 
     def __init__(self, device: int, pairs: Sequence[PagePair]) -> None:
         super().__init__(device)
-        self._device = device
         self._addresses = _Addresses(pairs)
         self._ranges = tuple(registered_ranges())
 
@@ -171,7 +183,7 @@ class DirectCopies(DeviceCopies):
             device=self._device,
             stream=stream,
         )
-        return self._tickets.record(stream)
+        return self._record(stream)
 
 
 def joined(pairs: Sequence[PagePair]) -> list[PagePair]:
@@ -299,47 +311,6 @@ def _split(operations: Operations, side: str, address: int, length_bytes: int) -
         columns[2, crossing] -= cut
 
 
-class _Tickets:
-    """When copies on a device are done: an event behind each, used again. None is done before all that were recorded earlier."""
-
-    def __init__(self, device: int) -> None:
-        self._device = device
-        self._pending: deque[tuple[int, runtime.Event]] = deque()
-        self._free: list[runtime.Event] = []
-        self._last = self._done = 0
-
-    def record(self, stream: int) -> int:
-        event = self._free.pop() if self._free else runtime.Event.create(self._device)
-        event.record(stream)
-        self._last += 1
-        self._pending.append((self._last, event))
-        return self._last
-
-    def wait(self, ticket: int, stream: int) -> None:
-        if not self.done(ticket):
-            self._pending[ticket - self._pending[0][0]][1].hold(stream)
-
-    def done(self, ticket: int) -> bool:
-        _known(ticket, self._last)
-        while self._pending and self._pending[0][1].reached():
-            self._done, event = self._pending.popleft()
-            self._free.append(event)
-        return ticket <= self._done
-
-    def settle(self) -> None:
-        """Wait for every copy."""
-        while self._pending:
-            self._pending[0][1].synchronize()
-            self._done, event = self._pending.popleft()
-            self._free.append(event)
-
-    def close(self) -> None:
-        self.settle()
-        while self._free:
-            self._free.pop().close()
-
-
-def _known(ticket: int, last: int) -> bool:
+def _require_known(ticket: int, last: int) -> None:
     if not 1 <= ticket <= last:
         raise InvalidInputError(f"there is no copy {ticket} among the {last} that were begun")
-    return True

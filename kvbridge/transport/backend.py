@@ -44,7 +44,6 @@ class Backend(Transport, Generic[PeerT]):
         """Those that somebody still holds."""
 
     def register(self, memory: Sequence[Extent]) -> None:
-        """See `Transport.register`."""
         self._require_open()
         for part in memory:
             reason = self._out_of_reach(part)
@@ -55,7 +54,6 @@ class Backend(Transport, Generic[PeerT]):
         self._memory = joined
 
     def connect(self, endpoint: Endpoint) -> Connection:
-        """See `Transport.connect`."""
         return Connection(self._connect(endpoint))
 
     def disconnect(self, peer: Peer) -> None:

@@ -30,11 +30,10 @@ class Failover:
 
     def push(self, order: Order) -> bool:
         """Push an order forward; whether it is over."""
-        ended = order.poll()
+        order.poll()
         for loss in list(order.losses):
             self._decide(order, loss)
-        if not all(part.ended for part in order.parts) or order.losses:
-            return False
+        ended = all(part.ended for part in order.parts) and not order.losses
         return ended and bool(order.error_code or not order.not_quiet)
 
     def _decide(self, order: Order, loss: Loss) -> None:
@@ -56,7 +55,7 @@ class Failover:
         lost, peer = loss.part.target, order.peer
         assert peer is not None
         if not lost.told:
-            self._link.send(self.paths(peer, lost.transport.name, loss.error))
+            self._tell_paths(peer, lost=lost.transport.name, error=loss.error[:REASON_CHARS])
         if order.key not in lost.told or (loss.in_transit and not lost.told[order.key]):
             lost.told[order.key] = loss.in_transit
             self._link.send(
@@ -75,25 +74,18 @@ class Failover:
     def tell(self, name: str, found: ConnectedPeer | BridgeError) -> None:
         """Answer the node's order to connect a peer."""
         if isinstance(found, ConnectedPeer):
-            self._link.send(PeerConnected(rank=self._rank, peer=name, transports=found.transports))
+            answer = PeerConnected(rank=self._rank, peer=name, transports=found.transports)
         else:
-            error = str(found)[:REASON_CHARS]
-            self._link.send(PeerConnected(rank=self._rank, peer=name, error_code=found.code, error=error))
-
-    def paths(self, peer: ConnectedPeer, lost: str = "", error: str = "") -> PathsChanged:
-        """What the node is told of the paths to a peer."""
-        return PathsChanged(
-            rank=self._rank,
-            peer=peer.name,
-            transports=peer.transports,
-            standby=peer.standby,
-            lost=lost,
-            error=error[:REASON_CHARS],
-        )
+            answer = PeerConnected(rank=self._rank, peer=name, error_code=found.code, error=str(found)[:REASON_CHARS])
+        self._link.send(answer)
 
     def tell_found(self) -> None:
         """Tell the node of paths that have been found since the last call."""
         for peer in self._peers.changed:
             if self._peers.get(peer.name) is peer:
-                self._link.send(self.paths(peer))
+                self._tell_paths(peer)
         self._peers.changed.clear()
+
+    def _tell_paths(self, peer: ConnectedPeer, **lost: str) -> None:
+        paths = PathsChanged(rank=self._rank, peer=peer.name, transports=peer.transports, standby=peer.standby, **lost)
+        self._link.send(paths)

@@ -219,8 +219,8 @@ class Order:
             return
         self.seconds["digest"] = self.seconds.get("digest", 0.0) + clock() - begun_s
 
-    def poll(self) -> bool:
-        """Push the transfers forward; whether all of them are terminal. See `losses` for what they did not bring over."""
+    def poll(self) -> None:
+        """Push the transfers forward. See `losses` for what those that have ended did not bring over."""
         for part in self.parts:
             if part.ended:
                 continue
@@ -228,7 +228,6 @@ class Order:
             part.ended = status.state.terminal
             if part.ended and status.state is not TransferState.DONE:
                 self._note_loss(part, status)
-        return all(part.ended for part in self.parts)
 
     def _status(self, part: Part) -> TransferStatus:
         """How a transfer stands. One that cannot be asked may do anything until its transport is closed."""

@@ -121,7 +121,6 @@ class JointTransfer(Transfer):
         return self._status
 
     def abort(self, reason: str) -> None:
-        """See `Transfer.abort`."""
         for part in self._parts:
             part.abort(reason)
 

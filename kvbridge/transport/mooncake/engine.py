@@ -94,7 +94,6 @@ class SingleWrites:
         self._arguments = [*map(_numbers, (operations.source, operations.destination, operations.length))]
 
     def start(self, first: int, stop: int) -> Singles:
-        """See `Submitter.start`."""
         submit = self._engine.library.transfer_submit_write
         ids: list[int] = []
         refused = ""
@@ -171,7 +170,6 @@ class BatchWrites:
         """Those of which some single operations may not have ended."""
 
     def start(self, first: int, stop: int) -> Batch:
-        """See `Submitter.start`."""
         last = stop - 1
         batch = Batch([], 0)
         self._polled.append(batch)

@@ -131,12 +131,10 @@ class MooncakeTransport(Backend[MooncakePeer]):
 
     @property
     def max_operation_bytes(self) -> int:
-        """See `Transport.max_operation_bytes`."""
         return self._settings.max_operation_bytes
 
     @property
     def operation_cost_bytes(self) -> int:
-        """See `Transport.operation_cost_bytes`."""
         return self._settings.dead_bytes
 
     def _require_open(self) -> None:
@@ -159,7 +157,6 @@ class MooncakeTransport(Backend[MooncakePeer]):
             )
 
     def endpoint(self) -> Endpoint:
-        """See `Transport.endpoint`."""
         self._require_open()
         content = MooncakeEndpoint(session=self._session, protocol=self._settings.protocol, extents=self._memory.ranges)
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())

@@ -172,7 +172,6 @@ class NixlTransport(Backend[NixlPeer]):
 
     @property
     def max_operation_bytes(self) -> int:
-        """See `Transport.max_operation_bytes`."""
         return self._settings.max_operation_bytes
 
     def _require_open(self) -> None:
@@ -198,7 +197,6 @@ class NixlTransport(Backend[NixlPeer]):
         self._places = _Places(list(self._registered.values()))
 
     def endpoint(self) -> Endpoint:
-        """See `Transport.endpoint`."""
         content = NixlEndpoint.of(self._agent, self._registered.values())
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
@@ -229,7 +227,6 @@ class NixlTransport(Backend[NixlPeer]):
         return peer
 
     def disconnect(self, peer: Peer) -> None:
-        """See `Transport.disconnect`."""
         known = self._known(peer)
         super().disconnect(peer)
         self._forget_unused(known.agent)

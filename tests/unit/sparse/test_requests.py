@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbridge.core.errors import IntegrityError
 from kvbridge.kernels.swap_in import SwapInShape
 from kvbridge.sparse.requests import RequestBook
 
@@ -64,14 +63,3 @@ def test_nothing_is_ever_written_to_a_page_that_others_read(rows):
         requests.end_step()
     assert sorted(set(written)) == list(range(shared, 10))[: len(set(written))]
     assert len(written) >= 8 - shared
-
-
-def test_a_plan_that_names_a_shared_page_is_refused_and_changes_nothing():
-    requests = book()
-    requests.admit(0, pages(4), 63)
-    requests.get(0).shared_pages = 1  # what no caller can reach
-    with pytest.raises(IntegrityError, match="host page 100, which others read"):
-        requests.begin_step([(0, 64)])
-    with pytest.raises(IntegrityError, match="host page 100, which others read"):
-        requests.partial_page(0)
-    assert (requests.stepping, requests.get(0).rows) == (False, 63)

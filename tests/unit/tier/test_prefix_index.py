@@ -128,26 +128,6 @@ def test_of_the_oldest_fifth_neighbours_go_first():
     assert pool.knows("a" * 6, "b" * 10, "e" * 10)
 
 
-def test_pins_go_down_paths_and_end_once():
-    pool = Pool()
-    pool.add("abcd")
-    path = pool.match("abcd")
-    with pytest.raises(IntegrityError, match="nobody pins its parent"):
-        pool.index.pin(path[2:])
-    for wrong in (path[::-1], path[[0, 2]]):
-        with pytest.raises(IntegrityError, match="no path"):
-            pool.index.pin(wrong)
-    pool.index.pin(path[:2])
-    pool.index.pin(path[2:])
-    with pytest.raises(IntegrityError, match="no path"):
-        pool.index.unpin(path[2:])
-    pool.index.check_integrity()
-    pool.index.unpin(path)
-    with pytest.raises(IntegrityError, match="more often"):
-        pool.index.unpin(path)
-    pool.index.check_integrity()
-
-
 class TestCheckpoints:
     @pytest.fixture
     def pool(self) -> Pool:
