@@ -87,6 +87,11 @@ def log_of(world: SparseSimulation, call) -> list:
     return list(log)
 
 
+def test_both_side_streams_come_after_the_memory_was_set(world):
+    follows = [name for name, what, *_ in world.cache._streams.log if what == "follows compute"]
+    assert follows == ["load", "backup"]
+
+
 def test_admission_comes_after_steps_and_backups_and_compute_waits_for_it_once(world):
     admission = log_of(world, lambda: world.admit(0, 1000, more_tokens=600))
     assert admission[:3] == [("load", "follows compute"), ("load", "follows backup"), ("load", "launches")]
