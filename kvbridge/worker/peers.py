@@ -157,16 +157,11 @@ class RankPeers:
     def replaced(self, transport: Transport) -> None:
         """Reach by its successor whoever was, or was about to be, reached through an agent that has been replaced."""
         self._end_standby(lambda _, name: name == transport.name)
-        self.restart()
+        for name, attempt in list(self._attempts.items()):
+            self.begin(name, attempt.peer.ranks, ordered=attempt.ordered)
         for peer in list(self._peers.values()):
             if any(target.transport is transport for target in peer.all_paths()):
                 self.begin(peer.name, peer.ranks, ordered=False)
-
-    def restart(self) -> None:
-        """Begin every attempt anew: it may have to do with an agent that has been replaced."""
-        for name, attempt in list(self._attempts.items()):
-            peer = attempt.peer
-            self.begin(name, peer.ranks, ordered=attempt.ordered)
 
     def lose(self, transport: Transport) -> None:
         """Forget the paths of retired peers that went through an agent that has been closed."""

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 
-from kvbridge.core.errors import CapacityError, ConflictError, NotFoundError
+from kvbridge.core.errors import CapacityError, ConflictError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
@@ -94,33 +94,6 @@ def bench():
     bench = Bench()
     yield bench
     bench.cache.check_integrity()
-
-
-def test_a_backup_that_fails_frees_its_own_pages_and_changes_nothing_else(bench):
-    bench.warm("a", 5)
-    before = bench.book.available_pages()
-    backup = bench.start("a", 5)
-    assert bench.book.available_pages() == before | {FULL: 8 - 5, FULL_TWIN: 16 - 5}
-    assert bench.twins.end_backup(backup, done=False) == 0
-    assert bench.book.available_pages() == before
-    assert bench.where("a", 5) == (5, 0)
-    with pytest.raises(NotFoundError, match="copy 1 is not under way"):
-        bench.twins.end_backup(backup, done=True)
-    assert bench.back_up("a", 5) == 5
-
-
-def test_twins_that_a_worker_may_still_write_stay_in_quarantine_and_the_pages_on_the_device_do_not(bench):
-    bench.warm("a", 5)
-    backup = bench.start("a", 5)
-    with pytest.raises(ConflictError):
-        bench.book.free(backup.owner)
-    bench.book.quarantine(backup.owner, "worker pp0.tp0")
-    assert bench.twins.end_backup(backup, done=False) == 0
-    assert bench.book.available_pages()[FULL] == 8
-    assert bench.book.counts()[FULL_TWIN][PageState.QUARANTINED] == 5
-    assert bench.back_up("a", 5) == 5, "other twins hold it"
-    bench.book.release_quarantined(backup.owner)
-    assert bench.book.counts()[FULL_TWIN] == bench.book.counts()[FULL_TWIN] | {CACHED: 5, PageState.FREE: 11}
 
 
 def test_pages_from_elsewhere_are_kept_only_when_they_are_the_owners_and_held(bench):
