@@ -241,13 +241,6 @@ def rows_of(engine, placement: Placement, tokens: int) -> list[torch.Tensor]:
     ]
 
 
-def test_a_checkpoint_is_left_out_where_the_cache_never_stood(tiny):
-    stages = tiny.stages(2 * PAGE)
-    placement = together(stages, tables_of(stages[0], [0, 1], [0, 1], PAGE + 9))
-    wanted = {PAGE: tables_of(stages[0], [0, 1], [2], PAGE)}
-    tiny.prefill(placement, prompt_tokens(PAGE + 9), chunk=300, checkpoints=wanted)  # asserts that none was written
-
-
 @pytest.mark.parametrize(("length", "steps"), [(249, 7), (253, 3)])
 def test_whole_pages_of_an_answer_hold_what_the_cache_holds(tiny, length, steps):
     """Also of an answer that ends exactly on a page: decode's growing pages, with C4 in the host pool."""

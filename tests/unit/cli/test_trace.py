@@ -28,12 +28,6 @@ def test_all_of_it_in_order_or_a_part_of_it(tmp_path):
     assert "line 6" in refused(path)
 
 
-def test_blank_lines_and_other_keys_do_no_harm(tmp_path):
-    path = tmp_path / "t.jsonl"
-    path.write_text("\n" + json.dumps({"timestamp": 1, "input_length": 2, "output_length": 0, "user": "x"}) + "\n\n")
-    assert read_trace(path)[0].hash_ids == ()
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbridge.cli.fit_trace import CacheRun, run_cache
+from kvbridge.cli.fit_trace import run_cache
 from kvbridge.tier.keys import PrefixIdentity, page_keys
-from kvbridge.tier.victims import Victims
 
 IDENTITY = PrefixIdentity(model="m", revision="r", fingerprint="f", tokens_per_page=1)
 
@@ -61,27 +60,3 @@ def test_a_host_tier_finds_what_a_pool_of_its_size_would(page_count, host_pages)
     assert not found.too_long
     small = run_cache(prompts, page_count)
     assert found.hit_pages > small.hit_pages or page_count == host_pages
-
-
-def conversations(turns: int) -> CacheRun:
-    """Sixty conversations at a time, each turn after some others, through a pool that holds about half of them."""
-    rng = np.random.default_rng(5)
-    talks, prompts = [], []
-    for number in range(turns):
-        if len(talks) < 60:
-            talks.append([1000 + number] * 3)
-        talk = talks[int(rng.integers(len(talks)))]
-        talk += [2 + number] * int(rng.geometric(0.06))
-        prompts.append((float(number), page_keys(IDENTITY, talk)))
-        if rng.random() < 0.3:
-            talks.remove(talk)
-    return run_cache(prompts, 2000)
-
-
-@pytest.mark.slow
-def test_a_pool_that_has_long_been_full_still_has_runs(monkeypatch):
-    found = conversations(3000)
-    monkeypatch.setattr(Victims, "_neighbours", lambda *_: [])
-    by_age = conversations(3000)
-    assert found.hit_pages >= 0.99 * by_age.hit_pages > 10_000
-    assert found.late_pages / found.late_runs > 1.5 * by_age.late_pages / by_age.late_runs

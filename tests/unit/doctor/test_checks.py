@@ -155,15 +155,6 @@ def test_a_small_host_without_a_configuration_breaks_nothing() -> None:
     assert all(each.why for each in absent)
 
 
-def test_the_worst_comes_first() -> None:
-    host = changed(
-        HEALTHY, process__open_files=Limit(hard=10), network__rdma=(), network__verbs_nodes=False, reach__peers=()
-    )
-    levels = [finding.level for finding in examine(host, NEEDS)]
-    assert levels == sorted(levels, key=list(Level).index)
-    assert {B, W, Level.FINE} <= set(levels)
-
-
 def test_a_daemon_that_runs_needs_neither_its_port_nor_its_memory_again() -> None:
     host = changed(
         HEALTHY,
@@ -199,15 +190,3 @@ def test_a_port_is_taken_by_whoever_covers_its_address(ours: str) -> None:
         assert (found.level is B) is taken
     (elsewhere,) = found_by("network.ports", changed(HEALTHY, network__listeners=(NGINX._replace(port=1),)), needs)
     assert elsewhere.level is Level.FINE
-
-
-def test_a_library_that_no_transport_needs_may_be_broken_or_absent() -> None:
-    host = changed(HEALTHY, software__packages={"mooncake-transfer-engine": "0.1"}, software__libraries=())
-    local, bare = changed(NEEDS, transports=("local",)), changed(HEALTHY, software__packages={})
-    for check in ("software.mooncake", "software.nixl"):
-        assert [each.level for each in found_by(check, host, local)] == [Level.NOT_HERE]
-        assert [each.level for each in found_by(check, bare, Needs())] == [Level.NOT_HERE]
-    both = changed(HEALTHY, software__packages={"nixl-cu12": "1.5", "nixl-cu13": "1.5"})
-    assert [each.level for each in found_by("software.nixl", both, NEEDS)] == [Level.FINE], (
-        "each has a package of its own"
-    )

@@ -14,7 +14,7 @@ import pytest
 
 from kvbridge.config.loading import load_config
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
-from kvbridge.config.transports import NixlSettings, TransportSettings
+from kvbridge.config.transports import TransportSettings
 from kvbridge.core.errors import ConfigError
 from kvbridge.doctor.memory import read_memory
 from kvbridge.doctor.needs import Needs, Port, needs_of
@@ -136,15 +136,6 @@ def test_a_configuration_that_no_daemon_would_start_with_is_refused() -> None:
                 DecodeConfig, file=CONFIGS / "decode.yaml", environment={}, overrides=["pools.device.request=0"]
             )
         )
-
-
-@pytest.mark.parametrize(
-    ("tls", "required", "wanted"),
-    [("", False, True), ("tcp", False, False), ("rc,tcp", False, True), ("rc_x,cuda_copy", True, True)],
-)
-def test_when_rdma_is_needed(tls: str, required: bool, wanted: bool) -> None:
-    needs = Needs(transports=("nixl",), settings=TransportSettings(nixl=NixlSettings(ucx_tls=tls)))
-    assert (needs.rdma_required, needs.rdma_wanted) == (required, wanted)
 
 
 class Answers(BaseHTTPRequestHandler):
