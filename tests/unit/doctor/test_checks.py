@@ -9,18 +9,19 @@ import pytest
 from kvbridge.config.transports import MooncakeSettings, NixlSettings
 from kvbridge.control.listeners import TcpListener
 from kvbridge.doctor.findings import Finding, Level
-from kvbridge.doctor.memory import Available, Limit, SharedDirectory
+from kvbridge.doctor.memory import Limit, SharedDirectory
 from kvbridge.doctor.needs import Needs
 from kvbridge.doctor.process import Directory
 from kvbridge.doctor.reach import Answer, Handshake
 from kvbridge.doctor.run import CHECKS, Host, examine
+from kvbridge.pool.memory.memory_limits import MemoryLimit
 from tests.unit.doctor.hosts import GIB, HEALTHY, INFINIBAND, NEEDS, ROCE, changed
 
 GPU, OTHER_GPU = HEALTHY.devices.gpus
 B, W = Level.BREAKS, Level.WARNING
 SMALL = SharedDirectory(path="/dev/shm", total_bytes=64 << 20, free_bytes=64 << 20)
 DISK = SharedDirectory(path="/data", problem="/data is on a file system of type 0xef53")
-GROUP = Available(name="memory limit of control group /x", available_bytes=GIB, cure="raise the memory limit")
+GROUP = MemoryLimit(name="memory limit of control group /x", available_bytes=GIB, cure="raise the memory limit")
 NGINX = TcpListener("0.0.0.0", 7902, 42, "nginx -g")
 BOOT = Answer(name="bootstrap", url="http://boot:7900", problem="Name or service not known")
 PEER = Answer(name="decode-0/node-0", url="http://10.1.0.3:7902", problem="Connection refused")
