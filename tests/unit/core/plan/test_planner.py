@@ -123,6 +123,14 @@ def test_page_first_joins_the_neighbours_among_the_layers_of_a_section():
     assert sorted(planned.operations.length.tolist()) == [4_096] * 2 + [2 * 4_096] * 2
 
 
+def test_which_layers_touch_is_kept_for_all_layers_of_a_pair_and_not_for_some():
+    pairing = gqa_pair()
+    plan_gqa(pairing, 32, layers=(0, 1))
+    assert not pairing.neighbours
+    plan_gqa(pairing, 32)
+    assert pairing.neighbours
+
+
 def test_long_operations_are_cut_into_equal_aligned_pieces():
     planned = plan_gqa(gqa_pair(layers=1), 160, max_operation_bytes=17_000)
     lengths = planned.operations.length
