@@ -70,16 +70,6 @@ def test_fit_pools_names_the_resource_that_runs_out():
     assert fit_pools(PLAN, cost, pages={Space.HOST: 80}).requests == 2, "spaces without a number set no limit"
 
 
-def test_a_request_that_is_longer_than_the_tables_never_fits():
-    plan = PLAN.model_copy(update={"sparse": SPARSE.model_copy(update={"max_tokens": 4096})})
-    cost = request_cost(plan, prompt_tokens=4000, max_new_tokens=97)
-    assert fit_memory(plan, cost, device_bytes=1 << 50, host_bytes=1 << 50).model_dump() == {
-        "requests": 0,
-        "limit": "sparse.max_tokens",
-    }
-    assert fit_pools(plan, request_cost(plan, prompt_tokens=4000, max_new_tokens=96), pages={}).requests == 64
-
-
 def test_sparse_decode_needs_one_component_on_the_host():
     with pytest.raises(InvalidInputError, match="exactly one component in the host pool"):
         hot_slot_bytes(DecodePlan(geometry=FLASH, sparse=SPARSE))
