@@ -5,11 +5,9 @@ The simulation has the index and the page runs of a node, and moves no byte.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from kvbridge.cli.config import aligned
@@ -18,6 +16,7 @@ from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import IndexSpace, PageIdArray
+from kvbridge.doctor.findings import size
 from kvbridge.pool.accounts.allocator import RunAllocator
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
@@ -48,12 +47,14 @@ def fit_trace(geometry: ModelGeometry, path: Path, pools: str) -> str:
     ]
     tokens = sum(request.input_length for request in requests)
     rows: list[tuple[str, ...]] = [("pool", "pages", "hits", "of them on the host", "left out")]
-    for size, host_bytes in (*sizes, (0, 0)):
-        pages = _pages(size, page_bytes) if size else max(1, sum(len(keys) for _, keys in prompts))
-        run = run_cache(prompts, pages, host_pages=_pages(host_bytes, page_bytes) if host_bytes else 0)
-        name = " + ".join(ByteSize(each).human_readable(separator=" ") for each in (size, host_bytes) if each)
-        rates = (f"{count * page_tokens / tokens:.1%}" for count in (run.hit_pages, run.host_hit_pages))
-        rows.append((name or "endless", f"{pages:,}", *rates, f"{run.too_long:,}"))
+    for pool_bytes, host_bytes in (*sizes, (0, 0)):
+        pages = _pages(pool_bytes, page_bytes) if pool_bytes else max(1, sum(len(keys) for _, keys in prompts))
+        cache = SimulatedCache(pages, _pages(host_bytes, page_bytes) if host_bytes else 0)
+        for now, keys in prompts:
+            cache.request(now, keys)
+        name = " + ".join(size(each) for each in (pool_bytes, host_bytes) if each)
+        rates = (f"{count * page_tokens / tokens:.1%}" for count in (cache.hit_pages, cache.host_hit_pages))
+        rows.append((name or "endless", f"{pages:,}", *rates, f"{cache.too_long:,}"))
     return f"""\
 {path.name}: {len(requests):,} requests, {tokens / 1e6:.1f} M prompt tokens
 {geometry.name}, pages of {page_tokens} tokens and {page_bytes:,} bytes
@@ -71,57 +72,31 @@ def _sizes(text: str) -> list[tuple[int, int]]:
             f"--pool: sizes such as 16GiB, or 4GiB+60GiB for a device pool above a host tier, separated by commas, are needed, "
             f"got '{text}'"
         ) from None
-    return sorted({(int(size), int(sum(host))) for size, *host in sizes})
+    return sorted({(int(pool), int(sum(host))) for pool, *host in sizes})
 
 
-def _pages(size: int, page_bytes: int) -> int:
-    pages = size // page_bytes
+def _pages(pool_bytes: int, page_bytes: int) -> int:
+    pages = pool_bytes // page_bytes
     if not pages:
-        raise InvalidInputError(f"--pool {ByteSize(size).human_readable()}: one page has {page_bytes} bytes")
+        raise InvalidInputError(f"--pool {size(pool_bytes)}: one page has {page_bytes} bytes")
     return pages
 
 
-@dataclass(slots=True)
-class CacheRun:
-    """What happened to the prompts of a trace."""
+@dataclass
+class SimulatedCache:
+    """A pool of so many pages, with a host tier of `host_pages` below it that gets a copy of every page.
 
+    A prompt is over before the next one comes: nothing is pinned for longer, and copies are done at once.
+    """
+
+    page_count: int
+    host_pages: int = 0
     hit_pages: int = 0
-    """That a prompt found."""
+    """Pages that prompts found."""
     host_hit_pages: int = 0
-    """Of these, those that were on the host only."""
-    evicted_pages: int = 0
-    """From the device."""
+    """Those of them that were on the host only."""
     too_long: int = 0
     """Requests whose prompt has more pages than the device, or the host."""
-    late_pages: int = 0
-    """Taken since pages were evicted from the device for the first time: from a pool that is full."""
-    late_runs: int = 0
-    """Of consecutive pages among those."""
-
-
-def run_cache(prompts: Iterable[tuple[float, Keys]], page_count: int, *, host_pages: int = 0) -> CacheRun:
-    """Let prompts (when each comes, and the keys of its whole pages) come one after the other to a pool of so many pages.
-
-    `host_pages`: below it is a host tier of so many, to which every page is copied when it comes, and back when it is missed. Each
-    prompt is over before the next one comes, so nothing is pinned for longer, and copies are done at once.
-    """
-    most = min(page_count, host_pages or page_count)
-    pools = _Pools(page_count, host_pages)
-    for now, keys in prompts:
-        if len(keys) > most:
-            pools.found.too_long += 1
-        else:
-            pools.request(now, keys)
-    return pools.found
-
-
-@dataclass(slots=True)
-class _Pools:
-    page_count: int
-    host_pages: int
-    found: CacheRun = field(default_factory=CacheRun)
-    _index: PrefixIndex = field(init=False)
-    _free: dict[IndexSpace, RunAllocator] = field(init=False)
 
     def __post_init__(self) -> None:
         self._free = {DEVICE: RunAllocator(self.page_count)}
@@ -131,45 +106,37 @@ class _Pools:
         self._index = PrefixIndex([DEVICE], capacity, has_twins=bool(self.host_pages))
 
     def request(self, now: float, keys: Keys) -> None:
-        """One prompt: what is on the host only comes to the device, the rest is computed, and all of it is copied to the host."""
-        index, found = self._index, self.found
+        """Take in a prompt: what only the host holds comes to the device, the rest is computed, all is copied to the host."""
+        if len(keys) > min(self.page_count, self.host_pages or self.page_count):
+            self.too_long += 1
+            return
+        index = self._index
         known = index.match(keys)
         there = index.device.depth(known)
-        on_host = len(known) if there < len(known) else 0
-        found.hit_pages += len(known)
-        found.host_hit_pages += len(known) - there
+        restored = len(known) - there
+        on_host = len(known) if restored else 0
+        self.hit_pages += len(known)
+        self.host_hit_pages += restored
         index.pin(known, device=there, host=on_host)
         pages = self._take(DEVICE, len(keys) - there)
-        if found.evicted_pages and len(pages):
-            found.late_pages += len(pages)
-            found.late_runs += 1 + int(np.count_nonzero(np.diff(pages) != 1))
-        restored = len(known) - there
         if restored:
             index.add_device(known, there, {DEVICE: pages[:restored]})
         index.insert(keys, len(known), {DEVICE: pages[restored:]}, now=now)
         index.unpin(known, device=there, host=on_host)
         if index.host is not None:
-            self._back_up(keys)
-
-    def _back_up(self, keys: Keys) -> None:
-        index = self._index
-        assert index.host is not None
-        path = index.match(keys)
-        start = index.host.depth(path)
-        index.pin(path, host=start)
-        twins = self._take(HOST, len(path) - start)
-        if len(twins):
-            index.add_twins(path, start, {HOST: twins})
-        index.unpin(path, host=start)
+            path = index.match(keys)
+            start = index.host.depth(path)
+            index.pin(path, host=start)
+            twins = self._take(HOST, len(path) - start)
+            if len(twins):
+                index.add_twins(path, start, {HOST: twins})
+            index.unpin(path, host=start)
 
     def _take(self, space: IndexSpace, count: int) -> PageIdArray:
         pool = self._free[space]
         if count > pool.free:
-            self._give_back(self._index.evict({space: count - pool.free}))
+            evicted = self._index.evict({space: count - pool.free})
+            for each, owner in self._free.items():
+                if len(evicted.get(each, ())):
+                    owner.give(evicted[each])
         return pool.take(count)
-
-    def _give_back(self, evicted: Mapping[IndexSpace, PageIdArray]) -> None:
-        self.found.evicted_pages += len(evicted.get(DEVICE, ()))
-        for space, pool in self._free.items():
-            if len(evicted.get(space, ())):
-                pool.give(evicted[space])

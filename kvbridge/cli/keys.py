@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Annotated, NamedTuple
 
 import typer
-from pydantic import BaseModel, SecretStr
+from pydantic import BaseModel
 
 from kvbridge.cli.config import EXIT_CONFIG, ROLES, FileOption, RoleOption, SetOption, fail, load_or_exit
-from kvbridge.config.endpoints import CurveConfig, HttpConfig
-from kvbridge.config.loading import read_secrets
+from kvbridge.config.endpoints import CurveConfig, HttpConfig, TokenConfig
+from kvbridge.config.loading import read_grants
 from kvbridge.config.router import RouterConfig
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.control.keys import (
@@ -29,7 +29,7 @@ from kvbridge.control.keys import (
     write_secret,
 )
 from kvbridge.core.errors import BridgeError
-from kvbridge.core.prefixes import Namespaces, TokenGrant
+from kvbridge.core.prefixes import Namespaces
 
 TOKEN_BYTES = 32
 SHORTEST_TOKEN = 16
@@ -95,29 +95,25 @@ class Finding(NamedTuple):
 @app.command()
 def check(role: RoleOption, config: FileOption = None, overrides: SetOption = None) -> None:
     """Look at the keys and tokens that a daemon would use; exit with 2 when something is wrong with them."""
-    findings = findings_of(load_or_exit(ROLES[role], config, overrides))
+    findings = list(_findings(load_or_exit(ROLES[role], config, overrides)))
     for good, text in findings:
         typer.echo(f"{'ok     ' if good else 'PROBLEM'} {text}")
     if not all(finding.good for finding in findings):
         raise typer.Exit(EXIT_CONFIG)
 
 
-def findings_of(loaded: BaseModel) -> list[Finding]:
+def _findings(loaded: BaseModel) -> Iterator[Finding]:
     """Look at the keys and tokens that a configuration names."""
-    findings: list[Finding] = []
+    assert isinstance(loaded, PrefillConfig | DecodeConfig | BootstrapConfig | RouterConfig)
     if isinstance(loaded, PrefillConfig | DecodeConfig):
-        findings += _curve(loaded.control.curve, prefill=isinstance(loaded, PrefillConfig))
-        findings += _token("bootstrap", loaded.bootstrap.token, loaded.bootstrap.token_file)
-        findings += _http(loaded.http)
-    elif isinstance(loaded, BootstrapConfig):
-        findings += _http(loaded.http)
-        findings += _token("daemons", loaded.daemons.token, loaded.daemons.token_file)
+        yield from _curve(loaded.control.curve, prefill=isinstance(loaded, PrefillConfig))
+    yield from _http(loaded.http)
+    if isinstance(loaded, BootstrapConfig):
+        yield from _token("daemons", loaded.daemons)
         if loaded.directory.redis_password_file is not None:
-            findings += _private("directory.redis_password_file", loaded.directory.redis_password_file)
-    elif isinstance(loaded, RouterConfig):
-        findings += _http(loaded.http)
-        findings += _token("bootstrap", loaded.bootstrap.token, loaded.bootstrap.token_file)
-    return findings
+            yield from _private("directory.redis_password_file", loaded.directory.redis_password_file)
+    else:
+        yield from _token("bootstrap", loaded.bootstrap)
 
 
 def _curve(curve: CurveConfig, *, prefill: bool) -> Iterator[Finding]:
@@ -147,17 +143,17 @@ def _curve(curve: CurveConfig, *, prefill: bool) -> Iterator[Finding]:
 def _http(http: HttpConfig) -> Iterator[Finding]:
     if not http.has_token:
         yield Finding(True, "http: no token; the endpoint is open to whoever reaches it, on loopback only")
-    yield from _token("http", http.token, http.token_file)
+    yield from _token("http", http)
     if http.tls_key_file is not None:
         yield from _private("http.tls_key_file", http.tls_key_file)
     elif http.has_token:
         yield Finding(True, "http: no TLS; the token travels in the clear, so the network must be trusted")
 
 
-def _token(section: str, inline: SecretStr | None, file: Path | None) -> Iterator[Finding]:
+def _token(section: str, given: TokenConfig) -> Iterator[Finding]:
+    file = given.token_file
     try:
-        key = f"{section}.token_file"
-        found = [TokenGrant.parse(line, key=key) for line in read_secrets(inline, file, key=key)]
+        found = read_grants(given, key=f"{section}.token_file")
     except BridgeError as error:
         yield Finding(False, str(error))
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from inspect import Parameter, Signature
 from typing import Any, TypeVar, get_type_hints
 
@@ -11,9 +11,8 @@ OptionsT = TypeVar("OptionsT")
 
 
 def with_options(options: type[OptionsT]) -> Callable[[Callable[[OptionsT], None]], Callable[..., None]]:
-    """Make a command of a function that takes its options, a dataclass; those of its bases are listed last."""
+    """Make a command of a function that takes its options, a dataclass."""
     hints = get_type_hints(options, include_extras=True)
-    common = {field.name for base in options.__bases__ if is_dataclass(base) for field in fields(base)}
     parameters = [
         Parameter(
             field.name,
@@ -21,7 +20,7 @@ def with_options(options: type[OptionsT]) -> Callable[[Callable[[OptionsT], None
             annotation=hints[field.name],
             default=Parameter.empty if field.default is MISSING else field.default,
         )
-        for field in sorted(fields(options), key=lambda field: field.name in common)  # type: ignore[arg-type]
+        for field in fields(options)  # type: ignore[arg-type]
     ]
 
     def decorate(action: Callable[[OptionsT], None]) -> Callable[..., None]:

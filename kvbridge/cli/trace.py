@@ -39,26 +39,20 @@ class TraceRequest(BaseModel):
     hash_ids: tuple[NonNegative, ...] = ()
 
 
-def read_trace(path: Path, *, start: int = 0, count: int = 0) -> tuple[TraceRequest, ...]:
-    """Return `count` requests (0: all) after the first `start`, in the order of the file.
+def read_trace(path: Path, *, count: int = 0) -> tuple[TraceRequest, ...]:
+    """Return the first `count` requests (0: all), in the order of the file. Lines behind them are not looked at.
 
-    Lines behind the last one wanted are not looked at. Raises InvalidInputError naming the file and the line that is wrong, or a
-    file that has too few requests.
+    Raises InvalidInputError naming the file and the line that is wrong, or a file that has too few requests.
     """
-    stop = start + count if count else None
     try:
         with path.open(encoding="utf-8") as file:
-            requests = tuple(islice(_requests(path, file), start, stop))
+            requests = tuple(islice(_requests(path, file), count or None))
     except OSError as error:
         raise InvalidInputError(f"--trace {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise InvalidInputError(f"--trace {path}: not a text file ({error.reason} at byte {error.start})") from error
-    if not requests:
-        raise InvalidInputError(f"--trace {path}: no request after the first {start}")
-    if count and len(requests) < count:
-        raise InvalidInputError(
-            f"--trace {path}: has {len(requests)} requests after the first {start}, --count asks for {count}"
-        )
+    if len(requests) < max(1, count):
+        raise InvalidInputError(f"--trace {path}: has {len(requests)} requests, {max(1, count)} are asked for")
     return requests
 
 

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from kvbridge.cli.local_cluster import ClusterSpec, NodeSpec
+from kvbridge.config.pools import DeviceKind
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.pages import NO_HOST, most_window_pages, pages_needed
 from kvbridge.core.ids import IndexSpace
-from kvbridge.demo.options import IN_FLIGHT, DemoOptions, Device
+from kvbridge.demo.options import IN_FLIGHT, DemoOptions
 
 LONG_S = 3600.0
 """The demo holds rooms while it lasts: no limit may end one before."""
@@ -65,7 +66,7 @@ def _sections(options: DemoOptions, stages: int, below: dict[str, int], **tier: 
     if options.turns:
         tier |= {"enabled": True, "model_name": options.model_name, "model_revision": REVISION}
         sections["tier"] = tier | ({"host": below} if options.host_tier else {})
-    if options.device is not Device.CPU:
+    if options.device is not DeviceKind.CPU:
         ranks = [{"pp": stage, "tp": 0, "device": options.torch_device} for stage in range(stages)]
         sections["parallelism"] = {"pp_size": stages, "tp_size": 1, "ranks": ranks}
     return sections

@@ -14,8 +14,9 @@ from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED
 from kvbridge.cli.interrupts import EXIT_INTERRUPTED
 from kvbridge.cli.options import with_options
 from kvbridge.cli.signals import terminated_like_interrupted
+from kvbridge.config.pools import DeviceKind
 from kvbridge.core.errors import BridgeError, InvalidInputError
-from kvbridge.demo.options import DemoOptions, Device
+from kvbridge.demo.options import DemoOptions
 from kvbridge.demo.report import print_report
 from kvbridge.demo.run import Demo
 from kvbridge.kernels.cuda.runtime import reason_without_device
@@ -36,7 +37,7 @@ def demo(options: DemoOptions) -> None:
     Exit codes: 0: every logit of every request is equal; 1: not so, or something
     failed; 2: wrong options; 130: interrupted.
     """
-    if options.device is Device.CUDA and (reason := reason_without_device()):
+    if options.device is DeviceKind.CUDA and (reason := reason_without_device()):
         _end(f"--device cuda: {reason}", EXIT_CONFIG)
     for library in ("torch", "transformers"):
         if not importlib.util.find_spec(library):

@@ -13,8 +13,10 @@ from typing import Annotated, Any
 
 import typer
 
+from kvbridge.config.pools import DeviceKind
+from kvbridge.config.transports import TransportName
 from kvbridge.core.errors import ConfigError, InvalidInputError
-from kvbridge.core.geometry.components import ComponentKind, Encoding, Liveness, ModelGeometry
+from kvbridge.core.geometry.components import ComponentKind, Encoding, ModelGeometry
 from kvbridge.core.geometry.hot_buffer import SparseSettings
 from kvbridge.core.geometry.huggingface import geometry_from_config
 from kvbridge.daemon.model import native_dtype_bytes, read_hf_config
@@ -28,21 +30,6 @@ CHUNK_TOKENS, TURN_CHUNK_TOKENS = 300, 256
 whoever computed it."""
 LIBRARY_TOP_K = 512
 """What transformers takes when a config.json does not say."""
-
-
-class Transport(StrEnum):
-    """What the two daemons may use."""
-
-    MOONCAKE = "mooncake"
-    NIXL = "nixl"
-    LOCAL = "local"
-
-
-class Device(StrEnum):
-    """Where the models compute."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
 
 
 class RowEncoding(StrEnum):
@@ -60,10 +47,10 @@ class DemoOptions:
         bool, typer.Option("--sparse", help="Decode with a hot buffer; the C4 cache stays in the host pool.")
     ] = False
     device: Annotated[
-        Device, typer.Option(help="Where the models compute and the device pools are: cuda means cuda:0.")
-    ] = Device.CPU
+        DeviceKind, typer.Option(help="Where the models compute and the device pools are: cuda means cuda:0.")
+    ] = DeviceKind.CPU
     transport: Annotated[
-        Transport | None,
+        TransportName | None,
         typer.Option(help="The only transport that both sides may use.", show_default="mooncake; local on a GPU"),
     ] = None
     prefill_pp: Annotated[int, typer.Option(min=1, metavar="N", help="Pipeline stages of prefill.")] = 2
@@ -102,9 +89,9 @@ class DemoOptions:
     ] = None
 
     @property
-    def chosen_transport(self) -> Transport:
+    def chosen_transport(self) -> TransportName:
         """The transport that was asked for, or the one that serves the device best on one host."""
-        return self.transport or (Transport.MOONCAKE if self.device is Device.CPU else Transport.LOCAL)
+        return self.transport or (TransportName.MOONCAKE if self.device is DeviceKind.CPU else TransportName.LOCAL)
 
     @property
     def step_count(self) -> int:
@@ -114,7 +101,7 @@ class DemoOptions:
     @property
     def torch_device(self) -> str:
         """The device as torch and the daemons name it."""
-        return "cpu" if self.device is Device.CPU else f"{self.device}:0"
+        return "cpu" if self.device is DeviceKind.CPU else f"{self.device}:0"
 
     @property
     def chunk_tokens(self) -> int:
@@ -222,9 +209,3 @@ class DemoOptions:
         settings = SparseSettings(max_requests=IN_FLIGHT, hot_rows=hot_rows, top_k=top_k, max_tokens=most_tokens)
         settings.check_component(component)
         return settings
-
-    def prefix_bytes(self, tokens: int) -> int:
-        """Bytes of the whole pages of a prompt, all growing components and layers together: not sent when decode holds them."""
-        growing = [each for each in self.geometry.components if each.liveness is Liveness.GROWING]
-        pages = tokens // self.geometry.tokens_per_page
-        return pages * sum(component.page_bytes() * len(component.layers) for component in growing)

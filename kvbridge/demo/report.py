@@ -83,7 +83,7 @@ def print_report(report: Report, console: Console) -> None:
 def _line(request: Report) -> str:
     turn = (
         f"turn {request['turn']} of conversation {request['conversation']}, {request['computed_tokens']:,} held by prefill, "
-        f"{request['prefix_tokens']:,} by decode, {decimal(request['spared_bytes'])} spared, "
+        f"{request['prefix_tokens']:,} by decode, "
     )
     return (
         f"{request['number']:3}: {request['prompt_tokens']:5,} tokens, {turn if request['turn'] else ''}"

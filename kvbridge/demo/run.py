@@ -159,7 +159,6 @@ class Demo:
                 "turn": request.turn,
                 "prompt_tokens": request.tokens,
                 "after_prefill_s": max(0.0, added_s),
-                "spared_bytes": self._options.prefix_bytes(got["prefix_tokens"]),
                 **made,
                 **got,
             }

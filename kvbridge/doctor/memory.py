@@ -10,7 +10,7 @@ from pathlib import Path
 from kvbridge.core.ids import FrozenModel
 from kvbridge.doctor.findings import Finding, breaks, fine, not_here, size
 from kvbridge.doctor.needs import Needs
-from kvbridge.pool.memory.memory_limits import control_group_limits, machine_limits, why_not_memory
+from kvbridge.pool.memory.memory_limits import MemoryLimit, control_group_limits, machine_limits, why_not_memory
 
 ROOT = Path("/")
 CAP_IPC_LOCK = 14
@@ -35,14 +35,6 @@ class SharedDirectory(FrozenModel):
     free_bytes: int = 0
 
 
-class Available(FrozenModel):
-    """What one limit of memory leaves."""
-
-    name: str
-    available_bytes: int
-    cure: str
-
-
 class Memory(FrozenModel):
     """Memory of this host, and the limits of this process."""
 
@@ -50,7 +42,7 @@ class Memory(FrozenModel):
     may_lock_any: bool = False
     """CAP_IPC_LOCK: the limit does not count."""
     shared: tuple[SharedDirectory, ...] = ()
-    limits: tuple[Available, ...] = ()
+    limits: tuple[MemoryLimit, ...] = ()
     """Of the machine and of the control groups."""
 
 
@@ -62,10 +54,7 @@ def read_memory(directories: Iterable[Path], root: Path = ROOT) -> Memory:
         locked=read_limit(resource.RLIMIT_MEMLOCK),
         may_lock_any=bool(int(status.get("CapEff", "0"), 16) >> CAP_IPC_LOCK & 1),
         shared=tuple(_shared(place) for place in places),
-        limits=tuple(
-            Available(name=each.name, available_bytes=each.available_bytes, cure=each.cure)
-            for each in (*machine_limits(root / "proc/meminfo"), *control_group_limits())
-        ),
+        limits=(*machine_limits(root / "proc/meminfo"), *control_group_limits()),
     )
 
 

@@ -224,16 +224,6 @@ def test_no_order_of_summation_leaves_the_bound(attended, block):
     assert float(apart.max()) > 0
 
 
-def test_another_row_leaves_the_bound(attended):
-    """It tells rounding from another sum: one of 192 entries replaced by its neighbour."""
-    bound = rounding_bound(attended.query, attended.entries, 512**-0.5, attended.sinks)
-    right = summed(attended, torch.arange(192), block=64)
-    rows = torch.arange(192)
-    rows[10] = 11
-    apart = (summed(attended, rows, block=64) - right).abs()
-    assert float((apart / (2 * bound)).max()) > 2
-
-
 @pytest.mark.parametrize(("times", "right"), [(0.99, True), (2.5, False)])
 def test_the_dense_sum_may_be_off_by_what_rounding_explains_and_no_more(monkeypatch, times, right):
     """Noise of the derived size in the dense model's own sum, as far as another processor's could be and beyond."""

@@ -161,14 +161,3 @@ def test_what_does_not_end_is_killed_and_what_it_leaves_is_removed(
     assert all(f"{each.name} did not end in time and was killed" in said.getvalue() for each in deaf)
     assert "removed from shared memory: 1 files, 4.1 kB" in said.getvalue()
     assert not (tmp_path / "shm" / LEFT).exists()
-
-
-def test_told_once_more_they_have_seconds_left(deaf: list[ShownDaemon], said: io.StringIO, monkeypatch) -> None:
-    monkeypatch.setattr(up, "GRACE_S", 0.2)
-    with Interrupts() as interrupts:
-        cluster = ForegroundCluster(deaf, Console(file=said, width=200), interrupts)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-        cluster.end()
-    assert [each.running for each in deaf] == [False] * 3

@@ -31,14 +31,6 @@ def run(host: Host, monkeypatch: pytest.MonkeyPatch, *arguments: str):
     return result, visits
 
 
-def test_a_good_host_is_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    result, (visit,) = run(HEALTHY, monkeypatch)
-    assert result.exit_code == 0, result.output
-    assert result.stdout.rstrip().endswith("Nothing will break.")
-    assert "this host alone" in result.stdout
-    assert not visit.needs.role
-
-
 def test_what_breaks_comes_first_with_why_and_cure_and_is_1(monkeypatch: pytest.MonkeyPatch) -> None:
     result, (visit,) = run(SHORT_OF_FILES, monkeypatch, *DECODE)
     assert result.exit_code == 1

@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner
 
 from kvbridge.cli.main import app
-from kvbridge.cli.trace import TraceRequest, prompt_tokens
 from kvbridge.core.geometry.presets import preset
 from kvbridge.doctor.findings import size
 
@@ -118,12 +117,3 @@ def test_wrong_sizes_are_refused(trace, arguments, words):
 def test_a_trace_that_says_nothing_of_prefixes_is_refused(tmp_path):
     result = kept(write(tmp_path / "t.jsonl", [(100, [])]))
     assert (result.exit_code, "no request has 'hash_ids'" in result.stderr) == (2, True)
-
-
-def test_blocks_without_an_id_are_shared_with_nobody():
-    request = TraceRequest(timestamp=0, input_length=1500, output_length=1, hash_ids=(2**62, 5))
-    one, other = prompt_tokens(request, 1), prompt_tokens(request, 2)
-    assert len(one) == 1500
-    assert (one[:1024] == other[:1024]).all()
-    assert (one[1024:] != other[1024:]).any()
-    assert (one[:512].reshape(-1, 2) == [0, 2**30]).all()

@@ -55,15 +55,6 @@ def test_a_complete_file_loads_and_has_every_key_under_a_comment(role):
     assert bare == []
 
 
-def test_a_comment_says_meaning_choices_unit_and_default():
-    text = " ".join(example_configs()["decode.yaml"].replace("#", "").split())
-    assert "One of fp8_v4, fp8_indexer, bf16, fp32, native. (default null)" in text, "choices that the docstring lacks"
-    assert "after this. (seconds, default 0.5) control_resend_s: 0.5" in text
-    assert "unlike any other instance's. (required) instance: decode-0" in text
-    assert "These keys in place of null:" in text
-    assert "max_requests:" in text
-
-
 @pytest.mark.parametrize("role", EXAMPLES[:2])
 def test_the_set_up_with_two_gpus_can_be_laid_out(role):
     config = load_config(ROLES[role], file=CONFIGS / "two-gpus" / f"{role}.yaml", environment={})

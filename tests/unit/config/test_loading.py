@@ -13,7 +13,6 @@ from kvbridge.cli.config import ROLES
 from kvbridge.config.endpoints import TokenConfig
 from kvbridge.config.loading import (
     load_config,
-    merge_config,
     read_grants,
     read_secret,
     read_secrets,
@@ -77,12 +76,6 @@ def test_a_wrong_value_is_shown_with_its_origin(tmp_path):
     assert "got 'soon' (from environment KVBRIDGE_TIMEOUTS__OFFER_S)" in text
 
 
-def test_a_number_in_place_of_text_is_to_be_put_in_quotes():
-    assert "instance: Input should be a valid string, got 7; put it in quotes (from flag --set" in mistake(
-        overrides=["instance=7"], instance=None
-    )
-
-
 def test_all_mistakes_are_listed_at_once():
     text = mistake(overrides=["http.port=-1", "timeouts.drain_s=0", "nonsense"], env={"KVBRIDGE_X": ""})
     assert all(part in text for part in ("http.port", "timeouts.drain_s", "--set nonsense", "KVBRIDGE_X"))
@@ -116,13 +109,6 @@ def test_what_begins_a_list_in_the_environment_must_be_one():
         env={"KVBRIDGE_PARALLELISM__RANKS": "[{pp: 0"}
     )
     assert "parallelism.ranks: Input should be a valid" in mistake(env={"KVBRIDGE_PARALLELISM__RANKS": "pp0"})
-
-
-def test_a_value_of_the_environment_is_text_until_its_key_says_otherwise():
-    env = {"KVBRIDGE_HTTP__TOKEN": "12345", "KVBRIDGE_HTTP__OPEN_METRICS": "true", "KVBRIDGE_TIER__HOST": "null"}
-    config = load(env=env)
-    assert config.http.token is not None
-    assert (config.http.token.get_secret_value(), config.http.open_metrics, config.tier.host) == ("12345", True, None)
 
 
 def test_what_stands_behind_a_token_is_not_shown_to_others(tmp_path):
@@ -174,15 +160,6 @@ def test_mappings_of_several_sources_merge_and_do_not_hide_one_another(tmp_path)
     assert (http.port, http.host, http.max_wait_s, http.max_body_bytes) == (7, "localhost", 5.0, 9)
 
 
-def test_programs_merge_values_in_the_same_way():
-    loaded, values = merge_config(
-        BootstrapConfig, [("a", {"http": {"port": 1, "host": "::1"}}), ("b", {"http": {"port": 2}})]
-    )
-    assert (loaded.http.port, values) == (2, {"http": {"port": 2, "host": "::1"}})
-    with pytest.raises(ConfigError, match=r"http.port: .*, got -1 \(from the engine\)"):
-        merge_config(BootstrapConfig, [("the engine", {"http": {"port": -1}})])
-
-
 def test_a_file_for_another_role_is_recognised(tmp_path):
     """A prefill node needs less than a decode node, so a small file of one has mistakes as the other's."""
     file = tmp_path / "c.yaml"
@@ -197,12 +174,6 @@ def test_a_file_for_another_role_is_recognised(tmp_path):
         with pytest.raises(ConfigError) as raised:
             load_config(PrefillConfig, file=file, environment=environment, roles=ROLES)
         assert "as it stands" not in str(raised.value)
-
-
-def test_daemons_with_minimal_configurations_do_not_collide():
-    configs = [load(), load(DecodeConfig), load(BootstrapConfig)]
-    assert [config.http.port for config in configs] == [7901, 7902, 7900]
-    assert len({load().runtime_dir, load(DecodeConfig).runtime_dir, load(instance="b").runtime_dir}) == 3
 
 
 def test_config_show_prints_the_merged_configuration(tmp_path):

@@ -161,12 +161,6 @@ def test_a_sound_store_is_accepted_and_not_shown(directory):
     assert "hush" not in shown
 
 
-def test_both_open_endpoints_are_reported_together():
-    flags = {**BASE, "http.host": "10.0.0.1", "control.bind": "tcp://10.0.0.1:1"}
-    with pytest.raises(ConfigError, match=r"(?s)http\.host.*control\.bind"):
-        load_config(PrefillConfig, environment={}, flags=flags)
-
-
 def test_port_0_in_an_advertised_address_is_the_bound_port():
     control = ListeningControlConfig(bind="tcp://10.0.0.1:0", advertise="tcp://node-7:0")
     assert control.advertised("tcp://10.0.0.1:4711") == "tcp://node-7:4711"
@@ -175,11 +169,6 @@ def test_port_0_in_an_advertised_address_is_the_bound_port():
     http = HttpConfig(advertise_url="https://node-7:0/")
     assert http.advertised("http://10.0.0.1:80") == "https://node-7:80"
     assert HttpConfig(advertise_url="https://node-7/").advertised("http://10.0.0.1:80") == "https://node-7"
-
-
-def test_an_advertised_port_that_only_ends_in_0_stays():
-    assert ListeningControlConfig(advertise="tcp://n:7000").advertised("tcp://x:4711") == "tcp://n:7000"
-    assert HttpConfig(advertise_url="http://n:7000").advertised("http://x:4711") == "http://n:7000"
 
 
 def test_placements_fill_in_every_rank():

@@ -14,7 +14,7 @@ from rich.console import Console
 from kvbridge.config.timeouts import DaemonTimeouts
 from kvbridge.core.errors import ConfigError, InvalidInputError
 from kvbridge.demo.cluster import cluster_spec, prefill_only_tokens
-from kvbridge.demo.options import IN_FLIGHT, DemoOptions, Device, RowEncoding
+from kvbridge.demo.options import DemoOptions, RowEncoding
 from kvbridge.demo.prompts import LENGTHS, SPARSE_LENGTHS, SYSTEM_TOKENS, single_prompts
 from kvbridge.demo.report import compare, concluded, print_report
 
@@ -60,13 +60,6 @@ def test_turns_continue_their_conversation_end_at_every_edge_and_share_a_system_
     assert SYSTEM_TOKENS % PAGE, "the known prefix ends inside a page of those who share it"
 
 
-def test_requests_in_flight_together_do_not_wait_for_one_another():
-    batches = list(options(turns=2, prompts=5).batches)
-    assert [[each.number for each in batch] for batch in batches] == [[1, 2], [3, 4], [5], [6, 7, 8, 9], [10]]
-    assert [len(batch) for batch in options().batches] == [IN_FLIGHT] * 4
-    assert {len(batch) for batch in options(turns=2, host_tier=True).batches} == {1}
-
-
 # ---------------------------------------------------------------------------------------------- daemons
 
 
@@ -96,21 +89,6 @@ def test_with_a_host_tier_the_devices_have_room_for_one_request_and_the_host_for
         assert host["pages"] >= all_pages
         assert bool(host["checkpoint_pages"]) == (node is nodes.prefill), "windows and states are kept there alone"
     assert nodes.decode.pools["host"]["pages"] >= all_pages, "what is on the host has its C4 rows in the host pool"
-
-
-def test_on_a_gpu_everything_is_on_one_device():
-    nodes = spec(options(device=Device.CUDA))
-    assert nodes.transport == "local"
-    ranks = [rank["device"] for node in (nodes.prefill, nodes.decode) for rank in node.more["parallelism"]["ranks"]]
-    assert ranks == ["cuda:0"] * 3
-
-
-def test_the_hot_buffer_is_made_for_its_requests():
-    made = options(sparse=True, steps=320).hot_buffer
-    assert made.max_requests == IN_FLIGHT
-    assert made.hot_rows == made.top_k == 64, "so rows give way in nearly every step"
-    assert made.max_tokens == max(SPARSE_LENGTHS) + 320
-    assert options().hot_buffer is None
 
 
 # ---------------------------------------------------------------------------------------------- refusals
@@ -178,7 +156,6 @@ def request(number: int = 1, first_difference: int | None = None, **more) -> dic
         "prompt_tokens": 600,
         **dict.fromkeys(names, 256),
         "arrived_bytes": {"swa_kv": 4096},
-        "spared_bytes": 100,
         "after_prefill_s": 0.1,
         "source_pages": {"full": [1]},
         "destination_pages": {"full": [2]},
@@ -232,7 +209,7 @@ def test_a_person_is_told_of_both_sides():
     )
     said = " ".join(text.getvalue().split())
     for part in (
-        "1: 600 tokens, turn 2 of conversation 1, 256 held by prefill, 256 by decode, 100 bytes spared, 4.1 kB sent",
+        "1: 600 tokens, turn 2 of conversation 1, 256 held by prefill, 256 by decode, 4.1 kB sent",
         "1 of 1 lay in other pages",
         "From host memory came 256 tokens of prefixes on prefill and 256 on decode.",
         "64 hot rows of up to 512 in each C4 layer; of 200 selected rows 75.0% were on the device, 50 came from host memory",

@@ -9,13 +9,14 @@ from pydantic import BaseModel
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings, TransportSettings
 from kvbridge.control.listeners import TcpListener
 from kvbridge.doctor.devices import Devices, Gpu
-from kvbridge.doctor.memory import Available, Limit, Memory, SharedDirectory
+from kvbridge.doctor.memory import Limit, Memory, SharedDirectory
 from kvbridge.doctor.needs import Needs, Port
 from kvbridge.doctor.network import Interface, Network, RdmaPort
 from kvbridge.doctor.process import Directory, Process
 from kvbridge.doctor.reach import Answer, Handshake, Reach
 from kvbridge.doctor.run import Host
 from kvbridge.doctor.software import Software
+from kvbridge.pool.memory.memory_limits import MemoryLimit
 
 GIB = 1 << 30
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -27,7 +28,7 @@ HEALTHY = Host(
     memory=Memory(
         locked=Limit(),
         shared=(SharedDirectory(path="/dev/shm", total_bytes=512 * GIB, free_bytes=500 * GIB),),
-        limits=(Available(name="memory of this machine", available_bytes=600 * GIB, cure="use a larger machine"),),
+        limits=(MemoryLimit(name="memory of this machine", available_bytes=600 * GIB, cure="use a larger machine"),),
     ),
     devices=Devices(
         accelerator=True,

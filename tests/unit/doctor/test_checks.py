@@ -9,18 +9,19 @@ import pytest
 from kvbridge.config.transports import MooncakeSettings, NixlSettings
 from kvbridge.control.listeners import TcpListener
 from kvbridge.doctor.findings import Finding, Level
-from kvbridge.doctor.memory import Available, Limit, SharedDirectory
+from kvbridge.doctor.memory import Limit, SharedDirectory
 from kvbridge.doctor.needs import Needs
 from kvbridge.doctor.process import Directory
 from kvbridge.doctor.reach import Answer, Handshake
 from kvbridge.doctor.run import CHECKS, Host, examine
+from kvbridge.pool.memory.memory_limits import MemoryLimit
 from tests.unit.doctor.hosts import GIB, HEALTHY, INFINIBAND, NEEDS, ROCE, changed
 
 GPU, OTHER_GPU = HEALTHY.devices.gpus
 B, W = Level.BREAKS, Level.WARNING
 SMALL = SharedDirectory(path="/dev/shm", total_bytes=64 << 20, free_bytes=64 << 20)
 DISK = SharedDirectory(path="/data", problem="/data is on a file system of type 0xef53")
-GROUP = Available(name="memory limit of control group /x", available_bytes=GIB, cure="raise the memory limit")
+GROUP = MemoryLimit(name="memory limit of control group /x", available_bytes=GIB, cure="raise the memory limit")
 NGINX = TcpListener("0.0.0.0", 7902, 42, "nginx -g")
 BOOT = Answer(name="bootstrap", url="http://boot:7900", problem="Name or service not known")
 PEER = Answer(name="decode-0/node-0", url="http://10.1.0.3:7902", problem="Connection refused")
@@ -155,15 +156,6 @@ def test_a_small_host_without_a_configuration_breaks_nothing() -> None:
     assert all(each.why for each in absent)
 
 
-def test_the_worst_comes_first() -> None:
-    host = changed(
-        HEALTHY, process__open_files=Limit(hard=10), network__rdma=(), network__verbs_nodes=False, reach__peers=()
-    )
-    levels = [finding.level for finding in examine(host, NEEDS)]
-    assert levels == sorted(levels, key=list(Level).index)
-    assert {B, W, Level.FINE} <= set(levels)
-
-
 def test_a_daemon_that_runs_needs_neither_its_port_nor_its_memory_again() -> None:
     host = changed(
         HEALTHY,
@@ -199,15 +191,3 @@ def test_a_port_is_taken_by_whoever_covers_its_address(ours: str) -> None:
         assert (found.level is B) is taken
     (elsewhere,) = found_by("network.ports", changed(HEALTHY, network__listeners=(NGINX._replace(port=1),)), needs)
     assert elsewhere.level is Level.FINE
-
-
-def test_a_library_that_no_transport_needs_may_be_broken_or_absent() -> None:
-    host = changed(HEALTHY, software__packages={"mooncake-transfer-engine": "0.1"}, software__libraries=())
-    local, bare = changed(NEEDS, transports=("local",)), changed(HEALTHY, software__packages={})
-    for check in ("software.mooncake", "software.nixl"):
-        assert [each.level for each in found_by(check, host, local)] == [Level.NOT_HERE]
-        assert [each.level for each in found_by(check, bare, Needs())] == [Level.NOT_HERE]
-    both = changed(HEALTHY, software__packages={"nixl-cu12": "1.5", "nixl-cu13": "1.5"})
-    assert [each.level for each in found_by("software.nixl", both, NEEDS)] == [Level.FINE], (
-        "each has a package of its own"
-    )

@@ -14,8 +14,7 @@ import pytest
 
 from kvbridge.config.loading import load_config
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
-from kvbridge.config.transports import NixlSettings, TransportSettings
-from kvbridge.core.errors import ConfigError
+from kvbridge.config.transports import TransportSettings
 from kvbridge.doctor.memory import read_memory
 from kvbridge.doctor.needs import Needs, Port, needs_of
 from kvbridge.doctor.network import RdmaPort, read_interfaces, read_network, read_rdma
@@ -127,24 +126,6 @@ def test_what_configurations_need() -> None:
     on_gpu = needs_of(load_config(DecodeConfig, file=CONFIGS / "two-gpus/decode.yaml", environment={}))
     assert on_gpu.gpus
     assert set(on_gpu.device_bytes) == set(on_gpu.gpus)
-
-
-def test_a_configuration_that_no_daemon_would_start_with_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"pools\.device\.request"):
-        needs_of(
-            load_config(
-                DecodeConfig, file=CONFIGS / "decode.yaml", environment={}, overrides=["pools.device.request=0"]
-            )
-        )
-
-
-@pytest.mark.parametrize(
-    ("tls", "required", "wanted"),
-    [("", False, True), ("tcp", False, False), ("rc,tcp", False, True), ("rc_x,cuda_copy", True, True)],
-)
-def test_when_rdma_is_needed(tls: str, required: bool, wanted: bool) -> None:
-    needs = Needs(transports=("nixl",), settings=TransportSettings(nixl=NixlSettings(ucx_tls=tls)))
-    assert (needs.rdma_required, needs.rdma_wanted) == (required, wanted)
 
 
 class Answers(BaseHTTPRequestHandler):

@@ -14,7 +14,6 @@ from kvbridge.core.geometry.checkpoints import (
     why_no_prefixes,
 )
 from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
-from kvbridge.core.geometry.pages import window_pages
 from kvbridge.core.geometry.presets import PRESETS, preset
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Section
@@ -45,14 +44,6 @@ def with_state(liveness: Liveness, *, block: int = 1, overlap: int = 0) -> Model
     return GQA.model_copy(update={"components": (*GQA.components, state)})
 
 
-def with_window(window: int) -> ModelGeometry:
-    """A model with windows of so many tokens."""
-    swa = V4.component(ComponentKind.SWA_KV)
-    return V4.model_copy(
-        update={"components": tuple(c.model_copy(update={"window": window}) if c is swa else c for c in V4.components)}
-    )
-
-
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_model_that_is_known_can_go_on(name: str) -> None:
     assert not why_no_prefixes(preset(name))
@@ -64,14 +55,6 @@ def test_a_state_that_is_not_empty_at_a_pages_end_is_named() -> None:
     assert "c128_state" in why_no_prefixes(with_state(Liveness.TAIL, block=96))
     assert "c128_state" in why_no_prefixes(with_state(Liveness.TAIL, block=128, overlap=1))
     assert not why_no_prefixes(with_state(Liveness.TAIL, block=128))
-
-
-@given(st.integers(0, 40), st.sampled_from(AROUND))
-def test_at_least_one_token_is_computed_and_less_than_a_page_is_given_away(pages: int, behind: int) -> None:
-    prompt = max(1, pages * PAGE + behind)
-    most = most_reusable_tokens(V4, prompt)
-    assert most % PAGE == 0
-    assert 1 <= prompt - most <= PAGE
 
 
 @given(
@@ -95,13 +78,6 @@ def test_checkpoints_are_at_page_ends_behind_what_is_computed(
         assert cause is (CheckpointCause.PROMPT_END if end == last else expected)
     reached = range(interval, prompt // PAGE * PAGE, interval) if interval else ()
     assert {end // PAGE * PAGE for end in reached if end // PAGE * PAGE > start} <= set(found)
-
-
-@pytest.mark.parametrize(("window", "pages"), [(1, 1), (128, 1), (PAGE, 1), (PAGE + 1, 2), (3 * PAGE + 1, 4)])
-def test_windows_of_several_pages_have_checkpoints_of_several_pages(window: int, pages: int) -> None:
-    end = 10 * PAGE
-    assert window_pages(with_window(window), end) == range(10 - pages, 10)
-    assert window_pages(with_window(window), PAGE) == range(1), "no more than there are"
 
 
 @given(

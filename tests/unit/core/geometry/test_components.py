@@ -7,12 +7,10 @@ from pydantic import ValidationError
 
 from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.components import ComponentKind as Kind
-from kvbridge.core.geometry.manifest import lane_interval
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace
 
 FLASH = preset("deepseek-v4-flash")
-GQA = preset("tiny-gqa").component(Kind.MHA_KV)
 
 
 def changed(kind, **facts):
@@ -64,11 +62,6 @@ def test_only_growing_rows_go_out_before_the_last_token(tokens, more):
             assert early.count == 0
         else:
             assert early == part.live_rows(tokens)
-
-
-def test_more_ranks_than_lanes_share_them():
-    assert [lane_interval(GQA, tp, 8)[0] for tp in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert {lane_interval(FLASH.component(Kind.C4_KV), tp, 8) for tp in range(8)} == {(0, 1)}
 
 
 @given(st.sampled_from(["tiny-v4", "deepseek-v4-flash", "deepseek-v3.2"]), st.integers(0, 3000), st.data())

@@ -39,19 +39,6 @@ def test_a_slot_of_the_hot_buffer_by_hand():
     assert each.total == sum(each.model_dump().values())
 
 
-def test_a_rank_pays_for_its_layers_and_its_lanes():
-    half = DecodePlan(geometry=FLASH, host=HOST, sparse=SPARSE, layers=frozenset(range(21)))
-    cost, whole = (request_cost(plan, prompt_tokens=1000, max_new_tokens=0) for plan in (half, PLAN))
-    assert cost.device[Kind.C4_INDEXER] == whole.device[Kind.C4_INDEXER] * 10 // 21
-    assert cost.host == whole.host, "the host pool is the node's, whatever its ranks hold"
-    assert cost.sparse.hot_rows == whole.sparse.hot_rows * 10 // 21
-    heads = DecodePlan(geometry=preset("tiny-gqa"))
-    one, four = (
-        request_cost(heads.model_copy(update={"tp_size": size}), prompt_tokens=512, max_new_tokens=0) for size in (1, 4)
-    )
-    assert one.device[Kind.MHA_KV] == 4 * four.device[Kind.MHA_KV]
-
-
 @pytest.mark.parametrize("tokens", [100, 8192, 131_072, 1_000_000])
 def test_fit_memory_is_the_largest_number_that_fits(tokens):
     cost = request_cost(PLAN, prompt_tokens=tokens, max_new_tokens=1000)
@@ -83,35 +70,11 @@ def test_fit_pools_names_the_resource_that_runs_out():
     assert fit_pools(PLAN, cost, pages={Space.HOST: 80}).requests == 2, "spaces without a number set no limit"
 
 
-def test_a_request_that_is_longer_than_the_tables_never_fits():
-    plan = PLAN.model_copy(update={"sparse": SPARSE.model_copy(update={"max_tokens": 4096})})
-    cost = request_cost(plan, prompt_tokens=4000, max_new_tokens=97)
-    assert fit_memory(plan, cost, device_bytes=1 << 50, host_bytes=1 << 50).model_dump() == {
-        "requests": 0,
-        "limit": "sparse.max_tokens",
-    }
-    assert fit_pools(plan, request_cost(plan, prompt_tokens=4000, max_new_tokens=96), pages={}).requests == 64
-
-
 def test_sparse_decode_needs_one_component_on_the_host():
     with pytest.raises(InvalidInputError, match="exactly one component in the host pool"):
         hot_slot_bytes(DecodePlan(geometry=FLASH, sparse=SPARSE))
     with pytest.raises(InvalidInputError, match="no hot buffer is configured"):
         hot_slot_bytes(ON_HOST)
-
-
-@pytest.mark.parametrize(
-    ("facts", "match"),
-    [
-        ({"hot_rows": 256}, "less than top_k 512"),
-        ({"preload_rows": 5000}, "more than the 4096 hot rows"),
-        ({"hot_rows": 40_000}, "less than or equal to 32704"),
-        ({"ring_pages": 1}, "greater than or equal to 2"),
-    ],
-)
-def test_sizes_that_cannot_be_are_refused(facts, match):
-    with pytest.raises(ValueError, match=match):
-        SparseSettings(max_requests=1, **facts)
 
 
 def test_sizes_that_do_not_suit_the_component_are_refused():

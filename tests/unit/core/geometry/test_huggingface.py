@@ -89,10 +89,6 @@ def test_grouped_queries():
     assert geometry.name == "llama"
 
 
-def test_the_language_model_of_a_multimodal_config():
-    assert geometry_from_config({"model_type": "mistral3", "text_config": LLAMA}) == geometry_from_config(LLAMA)
-
-
 @pytest.mark.parametrize(
     ("extra", "full", "sliding"),
     [
@@ -120,11 +116,6 @@ def test_sliding_layers_live_in_the_window_space(extra, full, sliding):
     if sliding:
         part = geometry.component(Kind.SWA_KV)
         assert (part.window, part.lanes, part.space) == (extra["sliding_window"], 2, Space.SWA)
-
-
-def test_latent_attention():
-    (part,) = geometry_from_config(V3, encoding=Encoding.BF16).components
-    assert (part.kind, part.row_bytes, part.lanes, part.host_capable) == (Kind.MLA_KV, 1_152, 1, False)
 
 
 @pytest.mark.parametrize(

@@ -69,13 +69,6 @@ def test_flash_counts_at_every_length():
         assert window_pages(FLASH, tokens) == range(max(0, tokens - 128) // 256, -(-tokens // 256))
 
 
-def test_a_decode_ring_is_bounded_by_what_a_window_touches():
-    assert pages_needed(FLASH, tokens=384, prompt_tokens=384)[Space.SWA] == 1
-    assert pages_needed(FLASH, tokens=513, prompt_tokens=384)[Space.SWA] == 2
-    assert pages_needed(FLASH, tokens=100_000, prompt_tokens=384)[Space.SWA] == 2
-    assert most_window_pages(FLASH) == 2
-
-
 class Ring:
     """The physical window pages of one request: remembers which row each slot was last written with."""
 
@@ -120,15 +113,6 @@ def test_a_ring_never_loses_a_row_that_is_needed(window, rates):
                 ring.write(part, [tokens])
                 read = rows if part.liveness is Liveness.TAIL else rows[-part.window + 1 :] if part.window > 1 else []
                 assert not ring.lost(part, [*read, tokens])
-
-
-def test_rotation_wraps():
-    ring = table(Space.SWA, [70, 80], first_page=3)
-    for first, expected in ((3, [70, 80]), (4, [80, 70]), (5, [70, 80]), (1_000, [80, 70])):
-        turned = rotate_window(ring, first_page=first, page_count=2)
-        assert (turned.ids.tolist(), turned.first_page, turned.ids.dtype) == (expected, first, np.int32)
-    assert rotate_window(ring, first_page=6, page_count=1).ids.tolist() == [80]
-    assert len(rotate_window(ring, first_page=6, page_count=0)) == 0
 
 
 def test_rotation_refuses_what_the_ring_cannot_hold():
@@ -186,11 +170,3 @@ def test_exact_tables_cover_and_one_page_less_does_not(tokens):
             words = rf"{tokens} tokens needs {len(full)} pages of space '{space}'.*got {len(full) - 1} from"
             with pytest.raises(InvalidInputError, match=words):
                 tables_cover(short, FLASH, tokens=tokens, host=C4_HOST)
-
-
-def test_tables_that_begin_at_the_wrong_page():
-    tables = flash_tables(700)
-    with pytest.raises(InvalidInputError, match="space 'full', got a table that begins at logical page 1"):
-        tables_cover(tables | {Space.FULL: table(Space.FULL, range(9), 1)}, FLASH, tokens=700, host=C4_HOST)
-    with pytest.raises(InvalidInputError, match="space 'swa', from logical page 2, got 5 from logical page 3"):
-        tables_cover(tables | {Space.SWA: table(Space.SWA, range(5), 3)}, FLASH, tokens=700, host=C4_HOST)

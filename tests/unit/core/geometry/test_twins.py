@@ -36,19 +36,6 @@ def test_what_is_on_the_host_needs_no_twin():
     assert twin_components(FLASH, {C4, *kinds}, checkpoints=False) == ()
 
 
-def test_twins_of_a_window_page_keep_its_live_rows():
-    window = FLASH.component(ComponentKind.SWA_KV)
-    values, scales = 576, 8
-    assert twin_pieces(FLASH, window, (0, 1), (0, 1)) == (
-        Piece(128 * values, 0, 128 * values),
-        Piece(256 * values + 128 * scales, 128 * values, 128 * scales),
-    )
-    assert twin_page_bytes(FLASH, window, 1) == 130 * values  # padded as its device pages are
-    state = FLASH.component(ComponentKind.C4_STATE)
-    row = state.row_bytes
-    assert twin_pieces(FLASH, state, (0, 1), (0, 1)) == (Piece(4 * row, 0, 4 * row),)
-
-
 @pytest.mark.parametrize("window", [64, 250, 256])
 def test_every_row_that_is_live_at_a_page_end_is_kept(window: int):
     geometry, swa = sliding(window=window)

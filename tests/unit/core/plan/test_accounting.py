@@ -2,17 +2,15 @@
 
 from collections import Counter
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.geometry.components import ComponentKind as Kind
 from kvbridge.core.ids import IndexSpace as Space
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.accounting import Demand, shortfall
 from kvbridge.core.plan.pairing import Stripe
-from tests.helpers.geometries import flash, gqa
+from tests.helpers.geometries import flash
 from tests.helpers.manifests import Instance
 from tests.helpers.rooms import all_rows
 
@@ -69,14 +67,6 @@ def test_the_shares_of_replicas_have_no_row_in_common_and_are_everything():
                 together.update(of(share, tokens, prefix))
             assert shortfall(expected(decode, tokens, prefix), together) is None
     assert due.uncovered(shares[1:]) == "c4_indexer: 126 lanes of layers where 168 are due"
-
-
-def test_a_share_is_of_the_layers_of_the_stage():
-    due = demand(Instance(gqa(), PAGES))
-    assert of(due.share(Rank(pp=0, tp=0), tp_size=1, layers=(0, 1)), 100) == {Kind.MHA_KV: 2 * 4 * 100}
-    assert of(due.share(Rank(pp=1, tp=1), tp_size=2, layers=(2,)), 100) == {Kind.MHA_KV: 2 * 100}
-    with pytest.raises(UnsupportedError, match="cannot be split evenly"):
-        due.share(Rank(pp=0, tp=0), tp_size=3, layers=(0,))
 
 
 def test_what_no_rank_can_be_written_through_is_not_covered():

@@ -10,7 +10,7 @@ from kvbridge.core.geometry.manifest import RankManifest, fingerprint
 from kvbridge.core.geometry.pages import first_window_page, pages_needed
 from kvbridge.core.ids import IndexSpace as Space
 from kvbridge.core.ids import PageTable, Rank
-from kvbridge.core.plan.neighbours import find_neighbours, page_operations
+from kvbridge.core.plan.neighbours import find_neighbours
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import plan
@@ -79,15 +79,6 @@ def test_a_request_of_flash_in_one_run_takes_no_more_operations_than_its_budget(
     assert live.total_bytes <= dead.total_bytes
 
 
-def test_components_of_one_space_go_together():
-    apart, together = both(layouts=PAGE_FIRST), both(layouts=PAGE_FIRST, together=DEVICE)
-    growing = [Kind.C4_KV, Kind.C4_INDEXER, Kind.C128_KV]
-    assert sum(planned(apart).amounts[kind].operations for kind in growing) == 3
-    amounts = planned(together).amounts
-    assert sum(amounts[kind].operations for kind in growing) == 1
-    assert [amounts[kind].bytes for kind in growing] == [21 * 37_440, 21 * 8_448, 20 * 1_728], "each has its own bytes"
-
-
 def test_dead_bytes_go_along_where_they_are_few_enough():
     pairing = both(layouts=PAGE_FIRST, together=DEVICE)
     exact, near, whole = (planned(pairing, cost=cost) for cost in (0, 1_024, 1 << 20))
@@ -129,13 +120,3 @@ def test_blocks_that_touch_by_chance_are_not_neighbours():
     pairing = Pairing.create(gqa(layers=4), *regions, destination_ordinal=0, destination_count=1)
     (band,) = find_neighbours(pairing.groups)
     assert (band.rows, band.page_bytes) == (2, 2 * 4_096)
-
-
-def test_what_different_layouts_cost():
-    plain, first = (
-        {"layouts": layouts, "together": together} for layouts, together in (({}, frozenset()), (PAGE_FIRST, DEVICE))
-    )
-    assert page_operations(both(**plain).groups) == (167, 167), "they lie alike"
-    assert page_operations(both(**first).groups) == (3, 3)
-    mixed = pair(Instance(flash(), PAGES, **first), Instance(flash(), PAGES, base=1 << 50, **plain))
-    assert page_operations(mixed.groups) == (167, 3)

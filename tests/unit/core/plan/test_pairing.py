@@ -14,20 +14,6 @@ def create(source, destination, **changes) -> Pairing:
     return Pairing.create(flash(), source, destination, **where)
 
 
-def test_stages_meet_in_the_layers_that_they_share():
-    source = Instance(flash(), PAGES, pp_size=3, boundaries=(10, 20)).manifests()
-    destination = Instance(flash(), PAGES, pp_size=2, boundaries=(15,), base=1 << 50).manifests()
-    shared = [
-        [sorted({layer for group in create(one, other).groups for layer in group.layers}) for other in destination]
-        for one in source
-    ]
-    assert shared == [
-        [list(range(10)), []],
-        [list(range(10, 15)), list(range(15, 20))],
-        [[], list(range(20, 43))],
-    ]
-
-
 def test_layers_of_different_forms_are_groups_of_their_own():
     source, destination = (Instance(gqa(), PAGES, base=base).manifests()[0] for base in (1 << 40, 1 << 50))
     odd = source.regions[1].model_copy(update={"page_stride_bytes": source.regions[1].page_stride_bytes * 2})

@@ -10,7 +10,6 @@ from kvbridge.core.errors import PageOutOfBoundsError
 from kvbridge.core.geometry.components import ComponentKind as Kind
 from kvbridge.core.ids import IndexSpace as Space
 from kvbridge.core.ids import PageTable
-from kvbridge.core.plan import planner
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import plan
@@ -53,18 +52,6 @@ def pair(source: Instance, destination: Instance, *, writer: int = 0, reader: in
 
 def flash_pair() -> Pairing:
     return pair(Instance(flash(), PAGES), Instance(flash(), PAGES, base=1 << 50).with_host(Kind.C4_KV))
-
-
-def test_which_layers_touch_is_found_once_for_a_pair_of_ranks(monkeypatch):
-    """However many pairs there are: none takes the place of another."""
-    found: list[object] = []
-    find = planner.find_neighbours
-    monkeypatch.setattr(planner, "find_neighbours", lambda groups: (found.append(groups), find(groups))[1])
-    pairings = [flash_pair() for _ in range(3)]
-    for pairing in pairings * 2:
-        plan(pairing, whole(300), flash_tables(300), flash_tables(300), max_operation_bytes=NO_LIMIT)
-    assert found
-    assert len(found) == len(set(found))
 
 
 def test_nothing_is_kept_of_peers_that_are_gone():
@@ -122,18 +109,6 @@ def test_a_flash_request_of_whole_pages_moves_the_documented_bytes():
 # ------------------------------------------------------------------------------------------- how operations look
 
 
-def test_consecutive_pages_are_one_operation_a_layer():
-    pairing = gqa_pair()
-    planned = plan_gqa(pairing, 160)
-    assert planned.operations.length.tolist() == [10 * 16 * 64 * 4] * 3
-    assert np.all(planned.operations.destination - planned.operations.source == (1 << 50) - (1 << 40))
-
-
-def test_runs_end_at_the_border_of_an_extent():
-    planned = plan_gqa(gqa_pair(Layout(pages_per_extent=8)), 160)
-    assert planned.operations.length.tolist() == [3 * 4_096, 7 * 4_096] * 3, "pages 5..7, then 8..14"
-
-
 def test_page_first_on_both_sides_is_one_operation_for_all_layers():
     page_first = Layout(page_first=True)
     planned = plan_gqa(gqa_pair(page_first, page_first), 160)
@@ -146,6 +121,14 @@ def test_page_first_joins_the_neighbours_among_the_layers_of_a_section():
     page_first = Layout(page_first=True)
     planned = plan_gqa(gqa_pair(page_first, page_first, layers=4), 32, layers=(0, 1, 3))
     assert sorted(planned.operations.length.tolist()) == [4_096] * 2 + [2 * 4_096] * 2
+
+
+def test_which_layers_touch_is_kept_for_all_layers_of_a_pair_and_not_for_some():
+    pairing = gqa_pair()
+    plan_gqa(pairing, 32, layers=(0, 1))
+    assert not pairing.neighbours
+    plan_gqa(pairing, 32)
+    assert pairing.neighbours
 
 
 def test_long_operations_are_cut_into_equal_aligned_pieces():

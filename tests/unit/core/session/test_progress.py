@@ -11,17 +11,6 @@ def section(start, stop, layers=None, prefix=0):
     return Section(prompt_tokens=100, prefix_tokens=prefix, start_token=start, stop_token=stop, layers=layers)
 
 
-def test_sections_follow_what_was_published_and_come_once():
-    progress = RankProgress((0, 1), prompt_tokens=100)
-    assert progress.next_sections(0) == []
-    progress.publish(40)
-    assert progress.next_sections(0) == [section(0, 40)]
-    assert progress.next_sections(0) == []
-    progress.publish(100)
-    assert progress.next_sections(8) == [section(40, 100, prefix=8)]
-    assert progress.complete
-
-
 def test_what_decode_holds_waits_for_what_follows():
     progress = RankProgress((0, 1), prompt_tokens=100, computed_tokens=40)
     assert progress.next_sections(40) == []
@@ -68,18 +57,3 @@ def test_a_rank_without_layers_has_nothing_to_wait_for():
     progress = RankProgress((), prompt_tokens=100)
     assert progress.complete
     assert progress.next_sections(0) == []
-
-
-@pytest.mark.parametrize("computed", [0, 40, 64, 99])
-@pytest.mark.parametrize("held", [0, 40, 64, 100])
-def test_what_the_node_holds_is_published_from_the_beginning(computed, held):
-    progress = RankProgress((0, 1), prompt_tokens=100, computed_tokens=computed)
-    assert progress.published_tokens == computed
-    lacking = computed > held
-    assert progress.next_sections(held) == ([section(0, computed, prefix=held)] if lacking else [])
-    if computed:
-        with pytest.raises(ConflictError, match="goes backwards"):
-            progress.publish(computed - 1)
-    progress.publish(100)
-    assert progress.next_sections(held) == [section(computed if lacking else 0, 100, prefix=held)]
-    assert progress.complete

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvbridge.core.errors import CapacityError, ProtocolError
-from kvbridge.core.wire.delivery import Arrival, DeliverySettings, Inbox, Outbox
+from kvbridge.core.errors import ProtocolError
+from kvbridge.core.wire.delivery import DeliverySettings, Outbox
 
 SETTINGS = DeliverySettings(resend_first_s=0.05, resend_most_s=1.0, give_up_s=10.0, window=4, max_held=6)
 
@@ -13,18 +13,6 @@ def outbox(*messages, now_s=0.0):
     for message in messages:
         box.post(message, now_s=now_s)
     return box
-
-
-def test_the_window_holds_back_and_opens_with_an_acknowledgement():
-    box = outbox(*"abcdef")
-    assert len(box.take_new(0.0)) == 4
-    with pytest.raises(CapacityError, match="6 messages wait"):
-        box.post("g", now_s=0.0)
-    box.acknowledge(2, now_s=0.0)
-    assert [sent.sequence for sent in box.take_new(0.0)] == [5, 6]
-    box.acknowledge(6, now_s=0.0)
-    assert len(box) == 0
-    assert box.wake_at_s == float("inf")
 
 
 def test_the_oldest_message_says_when_a_link_is_given_up():
@@ -65,25 +53,3 @@ def test_resends_back_off_from_50_ms_to_1_s_until_the_peer_acknowledges_somethin
     box.acknowledge(1, now_s=4.0)
     assert round(box.wake_at_s, 3) == 4.05
     assert [sent.message for sent in box.take_due(4.05)] == ["b"]
-
-
-def test_a_new_connection_has_all_that_is_on_its_way_sent_again_at_once():
-    box = outbox(*"abcde")
-    box.resend_now(0.0)
-    assert box.take_due(0.0) == [], "nothing has been sent"
-    box.take_new(0.0)
-    box.resend_now(0.01)
-    assert box.take_due(0.0) == []
-    assert [sent.message for sent in box.take_due(0.01)] == [*"abcd"]
-
-
-def test_an_inbox_takes_the_next_message_and_no_other():
-    inbox = Inbox()
-    assert [inbox.accept(sequence) for sequence in (2, 1, 1, 2, 10**9)] == [
-        Arrival.OUT_OF_ORDER,
-        Arrival.NEW,
-        Arrival.DUPLICATE,
-        Arrival.NEW,
-        Arrival.OUT_OF_ORDER,
-    ]
-    assert (inbox.owed, inbox.acknowledged(), inbox.owed) == (5, 2, 0), "every arrival asks for an acknowledgement"
