@@ -158,6 +158,13 @@ class Node:
         self.run(end())
         return self.held(keys)
 
+    def left_in_store(self, keys: Keys) -> list[bytes]:
+        """The same, until nothing of it is here but what the store has."""
+        held = self.computed(keys)
+        self.until_written()
+        self.forget()
+        return held
+
     def held(self, keys: Keys) -> list[bytes]:
         """What the host has of a prompt: its pages, then the checkpoints."""
         looking = self.cache.looks.begin_on_host(keys)
@@ -242,9 +249,7 @@ def node(shared: Node) -> Iterator[Node]:
 
 def test_a_prompt_comes_back_from_the_store_when_this_node_has_nothing_of_it(node: Node):
     keys = new_keys(2 * ORDER_PAGES + 3)
-    held = node.computed(keys)
-    node.until_written()
-    node.forget()
+    held = node.left_in_store(keys)
     before = node.counted(Verb.PUT)
     node.fetch(keys)
     assert node.held(keys) == held
@@ -269,9 +274,7 @@ def test_what_goes_on_from_what_is_here_comes_alone(node: Node):
 def test_a_prompt_that_leaves_what_is_stored_gets_it_as_far_as_a_checkpoint(node: Node):
     keys = new_keys(9)
     node.computed(keys[:4])
-    held = node.computed(keys)
-    node.until_written()
-    node.forget()
+    held = node.left_in_store(keys)
     other = Keys(keys[:6].data + new_keys(3).data)
     node.fetch(other)
     assert node.cache.restorable(other) == 4, "behind it an engine could not go on"
@@ -280,9 +283,7 @@ def test_a_prompt_that_leaves_what_is_stored_gets_it_as_far_as_a_checkpoint(node
 
 def test_requests_for_one_prompt_fetch_it_once(node: Node):
     keys = new_keys(6)
-    held = node.computed(keys)
-    node.until_written()
-    node.forget()
+    held = node.left_in_store(keys)
     hits = node.counted(Verb.GET).get("hit", 0)
 
     async def together() -> None:
@@ -295,9 +296,7 @@ def test_requests_for_one_prompt_fetch_it_once(node: Node):
 
 def test_a_request_that_is_given_up_leaves_its_fetch_to_itself(node: Node):
     keys = new_keys(6)
-    held = node.computed(keys)
-    node.until_written()
-    node.forget()
+    held = node.left_in_store(keys)
 
     async def give_up() -> None:
         request = asyncio.create_task(node.stored.prefetch(keys))
@@ -338,9 +337,7 @@ def test_what_is_dropped_is_not_in_the_store_any_more(node: Node):
     for prompt in (keys, others):
         node.fetch(prompt)
         assert node.held(prompt) == []
-    held = node.computed(keys)
-    node.until_written()
-    node.forget()
+    held = node.left_in_store(keys)
     node.fetch(keys)
     assert node.held(keys) == held, "what came afterwards is stored again"
 
@@ -361,18 +358,14 @@ def test_pages_that_are_forgotten_are_not_in_the_store_any_more(node: Node):
         node.fetch(prompt)
         assert node.held(prompt) == wanted
     node.forget()
-    held = node.computed(keys)
-    node.until_written()
-    node.forget()
+    held = node.left_in_store(keys)
     node.fetch(keys)
     assert node.held(keys)[4:9] == held[4:9], "what came afterwards is stored again"
 
 
 def test_what_is_being_fetched_when_it_is_forgotten_does_not_stay(node: Node):
     keys = new_keys(40)
-    node.computed(keys)
-    node.until_written()
-    node.forget()
+    node.left_in_store(keys)
 
     async def fetch_and_forget() -> None:
         fetching = asyncio.create_task(node.stored.prefetch(keys))
@@ -408,9 +401,7 @@ def test_a_store_that_does_not_answer_is_said_to_keep_what_it_has_and_drops_it_w
 
 def test_what_is_being_written_and_fetched_when_all_is_dropped_does_not_stay(node: Node):
     keys, others = new_keys(40), new_keys(20)
-    node.computed(keys)
-    node.until_written()
-    node.forget()
+    node.left_in_store(keys)
 
     async def fetch_and_drop() -> Any:
         fetching = asyncio.create_task(node.stored.prefetch(keys))
@@ -437,9 +428,7 @@ def test_what_is_being_written_and_fetched_when_all_is_dropped_does_not_stay(nod
 def test_what_a_request_fetches_while_all_is_dropped_does_not_stay(node: Node):
     """It begins after the drop and may find pages that are not gone yet."""
     keys = new_keys(40)
-    node.computed(keys)
-    node.until_written()
-    node.forget()
+    node.left_in_store(keys)
 
     async def drop_and_fetch() -> Any:
         dropping = asyncio.create_task(node.stored.drop())
@@ -461,9 +450,7 @@ def files() -> Iterator[Node]:
 def test_a_lie_in_the_middle_ends_the_prefix_before_it(files: Node):
     keys = new_keys(7)
     files.computed(keys[:2])
-    held = files.computed(keys)
-    files.until_written()
-    files.forget()
+    held = files.left_in_store(keys)
     [page_form, _] = files.stored.client._forms
     name = f"{page_form.name.hex()}-{linked(keys)[4].hex()}"
     path = files.stored._settings.store.directory / name[-2:] / name
@@ -484,9 +471,7 @@ def test_a_store_that_hangs_costs_a_request_its_deadline_and_later_ones_nothing(
     monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 2.0)  # twenty requests, on a machine that is busy
     with node_of("files", prefetch_s=0.3, failures=2, settle_s=READY_S) as node:
         keys = new_keys(5)
-        node.computed(keys)
-        node.until_written()
-        node.forget()
+        node.left_in_store(keys)
         pid = node.process.pid
         stop(pid)
         for _ in range(2):
@@ -504,9 +489,7 @@ def test_a_store_that_hangs_costs_a_request_its_deadline_and_later_ones_nothing(
 def test_pages_of_a_get_that_has_not_ended_are_nobodys_until_the_process_has(monkeypatch: pytest.MonkeyPatch):
     with node_of("files", prefetch_s=0.5, settle_s=0.5) as node:
         keys = new_keys(5)
-        held = node.computed(keys)
-        node.until_written()
-        node.forget()
+        held = node.left_in_store(keys)
         pid, get = node.process.pid, node.stored.client.get
 
         def hang(*given: Any, **named: Any) -> Any:
@@ -531,9 +514,7 @@ def test_pages_of_a_get_that_has_not_ended_are_nobodys_until_the_process_has(mon
 def test_a_store_that_becomes_slow_gives_what_has_come_by_the_deadline(monkeypatch: pytest.MonkeyPatch):
     with node_of("files", prefetch_s=2.0, settle_s=READY_S) as node:
         keys = new_keys(TOTAL[FULL])
-        held = node.computed(keys)
-        node.until_written()
-        node.forget()
+        held = node.left_in_store(keys)
         pid, get, asked = node.process.pid, node.stored.client.get, []
 
         def slower(form: int, *given: Any, **named: Any) -> Any:
@@ -578,9 +559,7 @@ def test_a_process_that_is_killed_in_the_middle_loses_nothing_but_time(files: No
     files.until_written()
     assert files.held(keys) == held, "the host has it still"
     keys = new_keys(5)
-    held = files.computed(keys)
-    files.until_written()
-    files.forget()
+    held = files.left_in_store(keys)
     killing("get")
     files.fetch(keys)
     assert files.held(keys) == []
