@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, pairwise, takewhile
 from pathlib import Path
@@ -36,7 +36,8 @@ from kvbridge.tier.stores import breaker
 from kvbridge.tier.stores.base import Outcome, Verb
 from kvbridge.tier.stores.breaker import BreakerState
 from kvbridge.tier.stores.objects import ObjectForm, linked
-from tests.contract.stores_harness import KINDS, READY_S, settings_of
+from tests.contract.stores_harness import KINDS, READY_S, Looped, settings_of
+from tests.helpers.cluster import eventually
 from tests.helpers.stopping import stop
 from tests.helpers.stored_pages import new_keys
 
@@ -44,10 +45,11 @@ FULL, SWA, FULL_TWIN, SWA_TWIN = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.FUL
 TOTAL = {FULL: 48, SWA: 4, FULL_TWIN: 96, SWA_TWIN: 8}
 
 
-class Node:
+class Node(Looped):
     """The cache of a prefill node, real twins in shared memory, and a store in a process of its own. Tests write the twins."""
 
     def __init__(self, store: Any, folder: Path, *, prefetch_s: float = READY_S, **limits: float) -> None:
+        super().__init__()
         self.geometry = preset("tiny-v4")
         part = RankPart.of(self.geometry, Rank(pp=0, tp=0), pp_size=1, tp_size=1)
         components = twin_components(self.geometry, frozenset(), checkpoints=True)
@@ -77,33 +79,10 @@ class Node:
         )
         assert self.cache.twins is not None
         self.stored = StoredPrefixes(self.cache, self.cache.twins, self.book, settings, self.geometry)
-        self.loop = asyncio.new_event_loop()
         self.run(self._open())
 
     async def _open(self) -> None:
         self.stored.open(self.pool.shared_regions(), (), log_level="warning")
-
-    def run(self, work: Awaitable[Any], limit_s: float = READY_S) -> Any:
-        async def wait() -> Any:
-            return await asyncio.wait_for(work, limit_s)
-
-        return self.loop.run_until_complete(wait())
-
-    def until(self, what: str, look: Callable[[], object]) -> None:
-        async def wait() -> None:
-            ends_s = time.monotonic() + READY_S
-            while not look():
-                assert time.monotonic() < ends_s, f"{what}: not within {READY_S:g} s"
-                await asyncio.sleep(0.005)
-
-        self.run(wait(), READY_S + 5)
-
-    def again(self, what: str, works: Callable[[], bool]) -> None:
-        """Try something until it works."""
-        ends_s = time.monotonic() + READY_S
-        while not works():
-            assert time.monotonic() < ends_s, f"{what}: not within {READY_S:g} s"
-            self.run(asyncio.sleep(0.05))
 
     @property
     def process(self):
@@ -114,8 +93,7 @@ class Node:
 
     def close(self) -> None:
         self.run(self.stored.close(6.0))
-        self.loop.run_until_complete(self.loop.shutdown_default_executor())
-        self.loop.close()
+        self.close_loop()
         self.cache.check_integrity()
         assert not self.book.quarantine_reasons()
         self.pool.close()
@@ -482,7 +460,7 @@ def test_a_store_that_hangs_costs_a_request_its_deadline_and_later_ones_nothing(
             node.fetch(keys)
         assert node.stored.client._number <= asked + 1, "one tries whether it works again"
         os.kill(pid, signal.SIGCONT)
-        node.again("it works again", lambda: node.fetch(keys) >= 0 and node.cache.restorable(keys) == 5)
+        eventually("it works again", lambda: node.fetch(keys) and node.cache.restorable(keys) == 5, READY_S)
         node.all_free()
 
 
@@ -507,8 +485,7 @@ def test_pages_of_a_get_that_has_not_ended_are_nobodys_until_the_process_has(mon
         node.all_free()
         assert not Path(f"/proc/{pid}").exists(), "only its end proves that it writes no more"
         node.until_ready()
-        node.fetch(keys)
-        assert node.held(keys) == held
+        eventually("it is fetched in time", lambda: node.fetch(keys) and node.held(keys) == held, READY_S)
 
 
 def test_a_store_that_becomes_slow_gives_what_has_come_by_the_deadline(monkeypatch: pytest.MonkeyPatch):

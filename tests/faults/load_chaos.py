@@ -35,7 +35,7 @@ class Chaos:
         self._drawn = random.Random(seed)
         self._due_s = time.monotonic() + EVERY_S[1]
         self.done: Counter[str] = Counter()
-        self._strikes: dict[str, tuple[int, Callable[[DaemonProcess], None]]] = {
+        self._strikes: dict[str, tuple[int, Callable[[DaemonProcess], object]]] = {
             "engine killed": (4, lambda node: load.seats[node.name].kill()),
             "worker killed": (2, self._kill_worker),
             "node killed": (3, lambda node: self._restart(node, node.kill)),
@@ -43,7 +43,7 @@ class Chaos:
             "bootstrap killed": (1, lambda _: self._restart(load.cluster.bootstrap, load.cluster.bootstrap.kill)),
             "store process killed": (2, self._kill_store),
             "process stopped": (5, self._stop),
-            "prefixes dropped": (2, lambda node: http("DELETE", node, "/v1/prefixes") and None),
+            "prefixes dropped": (2, lambda node: http("DELETE", node, "/v1/prefixes")),
             "store damaged": (4, self._damage_store),
         }
         if load.prefill.config["transports"]["order"][0] == "mooncake":

@@ -31,9 +31,8 @@ from kvbridge.core.errors import BridgeError, ConflictError, DeadlineError, Deta
 from kvbridge.core.ids import Role
 from kvbridge.tier.keys import Keys
 from tests.faults.load_chaos import Chaos
-from tests.faults.load_cluster import MODEL, load_cluster
+from tests.faults.load_cluster import ENGINE_CALL_S, MODEL, Seat, load_cluster
 from tests.faults.load_prompts import FORGED, LIES, MOST_TOKENS, PAGE, Branch, Case, drawn_prompt
-from tests.faults.load_seats import ENGINE_CALL_S, Seat
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import busy_pages, status
 
