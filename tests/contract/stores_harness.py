@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -45,11 +46,37 @@ def settings_of(kind: str, folder: Path) -> Iterator[tuple[StoreSettings, Moonca
         servers.stop()
 
 
-class Client:
-    """A `StoreClient` for tests without a loop: theirs runs while they wait."""
+class Looped:
+    """Something that needs a loop, for tests without one: the loop runs while they wait."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+
+    def run(self, work: Awaitable[Any], limit_s: float = READY_S) -> Any:
+        async def wait() -> Any:
+            return await asyncio.wait_for(work, limit_s)
+
+        return self.loop.run_until_complete(wait())
+
+    def until(self, what: str, look: Callable[[], object]) -> None:
+        async def wait() -> None:
+            ends_s = time.monotonic() + READY_S
+            while not look():
+                assert time.monotonic() < ends_s, f"{what}: not within {READY_S:g} s"
+                await asyncio.sleep(0.005)
+
+        self.run(wait(), READY_S + 5)
+
+    def close_loop(self) -> None:
+        self.loop.run_until_complete(self.loop.shutdown_default_executor())
+        self.loop.close()
+
+
+class Client(Looped):
+    """A `StoreClient`."""
 
     def __init__(self, settings: StoreSettings, pages: StoredPages, limits: StoreLimits = LIMITS) -> None:
-        self.loop = asyncio.new_event_loop()
+        super().__init__()
         self.client = StoreClient(settings, pages.shared, limits, log_level="warning")
         self.loop.run_until_complete(self._start())
 
@@ -57,9 +84,8 @@ class Client:
         self.client.start()
 
     def close(self, timeout_s: float = 6.0) -> None:
-        self.loop.run_until_complete(self.client.close(timeout_s))
-        self.loop.run_until_complete(self.loop.shutdown_default_executor())
-        self.loop.close()
+        self.run(self.client.close(timeout_s))
+        self.close_loop()
 
     def begin(
         self, verb: str, keys: Keys, pages: np.ndarray | None = None, timeout_s: float = TIMEOUT_S, form: int = 0
@@ -73,29 +99,14 @@ class Client:
         return self.loop.run_until_complete(call())
 
     def answer(self, operation: Operation) -> Answer:
-        async def wait() -> Answer:
-            return await asyncio.wait_for(asyncio.shield(operation.answer), READY_S)
-
-        return self.loop.run_until_complete(wait())
+        return self.run(asyncio.shield(operation.answer))
 
     def settled(self, operation: Operation) -> None:
-        async def wait() -> None:
-            await asyncio.wait_for(asyncio.shield(operation.settled), READY_S)
-
-        self.loop.run_until_complete(wait())
-
-    def until(self, what: str, look: Callable[[], object], timeout_s: float = READY_S) -> None:
-        async def wait() -> None:
-            ends_s = time.monotonic() + timeout_s
-            while not look():
-                assert time.monotonic() < ends_s, f"{what}: not within {timeout_s:g} s"
-                await asyncio.sleep(0.01)
-
-        self.loop.run_until_complete(wait())
+        self.run(asyncio.shield(operation.settled))
 
     def rest(self, seconds: float) -> None:
         """Between two looks at what cannot be waited for otherwise."""
-        self.loop.run_until_complete(asyncio.sleep(seconds))
+        self.run(asyncio.sleep(seconds))
 
     def until_ready(self) -> None:
         self.until("the store process is ready", lambda: self.client.process.capabilities)

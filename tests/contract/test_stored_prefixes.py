@@ -8,7 +8,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, pairwise, takewhile
 from pathlib import Path
@@ -36,7 +36,8 @@ from kvbridge.tier.stores import breaker
 from kvbridge.tier.stores.base import Outcome, Verb
 from kvbridge.tier.stores.breaker import BreakerState
 from kvbridge.tier.stores.objects import ObjectForm, linked
-from tests.contract.stores_harness import KINDS, READY_S, settings_of
+from tests.contract.stores_harness import KINDS, READY_S, Looped, settings_of
+from tests.helpers.cluster import eventually
 from tests.helpers.stopping import stop
 from tests.helpers.stored_pages import new_keys
 
@@ -44,10 +45,11 @@ FULL, SWA, FULL_TWIN, SWA_TWIN = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.FUL
 TOTAL = {FULL: 48, SWA: 4, FULL_TWIN: 96, SWA_TWIN: 8}
 
 
-class Node:
+class Node(Looped):
     """The cache of a prefill node, real twins in shared memory, and a store in a process of its own. Tests write the twins."""
 
     def __init__(self, store: Any, folder: Path, *, prefetch_s: float = READY_S, **limits: float) -> None:
+        super().__init__()
         self.geometry = preset("tiny-v4")
         part = RankPart.of(self.geometry, Rank(pp=0, tp=0), pp_size=1, tp_size=1)
         components = twin_components(self.geometry, frozenset(), checkpoints=True)
@@ -77,33 +79,10 @@ class Node:
         )
         assert self.cache.twins is not None
         self.stored = StoredPrefixes(self.cache, self.cache.twins, self.book, settings, self.geometry)
-        self.loop = asyncio.new_event_loop()
         self.run(self._open())
 
     async def _open(self) -> None:
         self.stored.open(self.pool.shared_regions(), (), log_level="warning")
-
-    def run(self, work: Awaitable[Any], limit_s: float = READY_S) -> Any:
-        async def wait() -> Any:
-            return await asyncio.wait_for(work, limit_s)
-
-        return self.loop.run_until_complete(wait())
-
-    def until(self, what: str, look: Callable[[], object]) -> None:
-        async def wait() -> None:
-            ends_s = time.monotonic() + READY_S
-            while not look():
-                assert time.monotonic() < ends_s, f"{what}: not within {READY_S:g} s"
-                await asyncio.sleep(0.005)
-
-        self.run(wait(), READY_S + 5)
-
-    def again(self, what: str, works: Callable[[], bool]) -> None:
-        """Try something until it works."""
-        ends_s = time.monotonic() + READY_S
-        while not works():
-            assert time.monotonic() < ends_s, f"{what}: not within {READY_S:g} s"
-            self.run(asyncio.sleep(0.05))
 
     @property
     def process(self):
@@ -114,8 +93,7 @@ class Node:
 
     def close(self) -> None:
         self.run(self.stored.close(6.0))
-        self.loop.run_until_complete(self.loop.shutdown_default_executor())
-        self.loop.close()
+        self.close_loop()
         self.cache.check_integrity()
         assert not self.book.quarantine_reasons()
         self.pool.close()
@@ -157,6 +135,13 @@ class Node:
 
         self.run(end())
         return self.held(keys)
+
+    def left_in_store(self, keys: Keys) -> list[bytes]:
+        """The same, until nothing of it is here but what the store has."""
+        held = self.computed(keys)
+        self.until_written()
+        self.forget()
+        return held
 
     def held(self, keys: Keys) -> list[bytes]:
         """What the host has of a prompt: its pages, then the checkpoints."""
@@ -242,9 +227,7 @@ def node(shared: Node) -> Iterator[Node]:
 
 def test_a_prompt_comes_back_from_the_store_when_this_node_has_nothing_of_it(node: Node):
     keys = new_keys(2 * ORDER_PAGES + 3)
-    held = node.computed(keys)
-    node.until_written()
-    node.forget()
+    held = node.left_in_store(keys)
     before = node.counted(Verb.PUT)
     node.fetch(keys)
     assert node.held(keys) == held
@@ -269,9 +252,7 @@ def test_what_goes_on_from_what_is_here_comes_alone(node: Node):
 def test_a_prompt_that_leaves_what_is_stored_gets_it_as_far_as_a_checkpoint(node: Node):
     keys = new_keys(9)
     node.computed(keys[:4])
-    held = node.computed(keys)
-    node.until_written()
-    node.forget()
+    held = node.left_in_store(keys)
     other = Keys(keys[:6].data + new_keys(3).data)
     node.fetch(other)
     assert node.cache.restorable(other) == 4, "behind it an engine could not go on"
@@ -280,9 +261,7 @@ def test_a_prompt_that_leaves_what_is_stored_gets_it_as_far_as_a_checkpoint(node
 
 def test_requests_for_one_prompt_fetch_it_once(node: Node):
     keys = new_keys(6)
-    held = node.computed(keys)
-    node.until_written()
-    node.forget()
+    held = node.left_in_store(keys)
     hits = node.counted(Verb.GET).get("hit", 0)
 
     async def together() -> None:
@@ -295,9 +274,7 @@ def test_requests_for_one_prompt_fetch_it_once(node: Node):
 
 def test_a_request_that_is_given_up_leaves_its_fetch_to_itself(node: Node):
     keys = new_keys(6)
-    held = node.computed(keys)
-    node.until_written()
-    node.forget()
+    held = node.left_in_store(keys)
 
     async def give_up() -> None:
         request = asyncio.create_task(node.stored.prefetch(keys))
@@ -338,9 +315,7 @@ def test_what_is_dropped_is_not_in_the_store_any_more(node: Node):
     for prompt in (keys, others):
         node.fetch(prompt)
         assert node.held(prompt) == []
-    held = node.computed(keys)
-    node.until_written()
-    node.forget()
+    held = node.left_in_store(keys)
     node.fetch(keys)
     assert node.held(keys) == held, "what came afterwards is stored again"
 
@@ -361,18 +336,14 @@ def test_pages_that_are_forgotten_are_not_in_the_store_any_more(node: Node):
         node.fetch(prompt)
         assert node.held(prompt) == wanted
     node.forget()
-    held = node.computed(keys)
-    node.until_written()
-    node.forget()
+    held = node.left_in_store(keys)
     node.fetch(keys)
     assert node.held(keys)[4:9] == held[4:9], "what came afterwards is stored again"
 
 
 def test_what_is_being_fetched_when_it_is_forgotten_does_not_stay(node: Node):
     keys = new_keys(40)
-    node.computed(keys)
-    node.until_written()
-    node.forget()
+    node.left_in_store(keys)
 
     async def fetch_and_forget() -> None:
         fetching = asyncio.create_task(node.stored.prefetch(keys))
@@ -408,9 +379,7 @@ def test_a_store_that_does_not_answer_is_said_to_keep_what_it_has_and_drops_it_w
 
 def test_what_is_being_written_and_fetched_when_all_is_dropped_does_not_stay(node: Node):
     keys, others = new_keys(40), new_keys(20)
-    node.computed(keys)
-    node.until_written()
-    node.forget()
+    node.left_in_store(keys)
 
     async def fetch_and_drop() -> Any:
         fetching = asyncio.create_task(node.stored.prefetch(keys))
@@ -437,9 +406,7 @@ def test_what_is_being_written_and_fetched_when_all_is_dropped_does_not_stay(nod
 def test_what_a_request_fetches_while_all_is_dropped_does_not_stay(node: Node):
     """It begins after the drop and may find pages that are not gone yet."""
     keys = new_keys(40)
-    node.computed(keys)
-    node.until_written()
-    node.forget()
+    node.left_in_store(keys)
 
     async def drop_and_fetch() -> Any:
         dropping = asyncio.create_task(node.stored.drop())
@@ -461,9 +428,7 @@ def files() -> Iterator[Node]:
 def test_a_lie_in_the_middle_ends_the_prefix_before_it(files: Node):
     keys = new_keys(7)
     files.computed(keys[:2])
-    held = files.computed(keys)
-    files.until_written()
-    files.forget()
+    held = files.left_in_store(keys)
     [page_form, _] = files.stored.client._forms
     name = f"{page_form.name.hex()}-{linked(keys)[4].hex()}"
     path = files.stored._settings.store.directory / name[-2:] / name
@@ -484,9 +449,7 @@ def test_a_store_that_hangs_costs_a_request_its_deadline_and_later_ones_nothing(
     monkeypatch.setattr(breaker, "FIRST_PAUSE_S", 2.0)  # twenty requests, on a machine that is busy
     with node_of("files", prefetch_s=0.3, failures=2, settle_s=READY_S) as node:
         keys = new_keys(5)
-        node.computed(keys)
-        node.until_written()
-        node.forget()
+        node.left_in_store(keys)
         pid = node.process.pid
         stop(pid)
         for _ in range(2):
@@ -497,16 +460,14 @@ def test_a_store_that_hangs_costs_a_request_its_deadline_and_later_ones_nothing(
             node.fetch(keys)
         assert node.stored.client._number <= asked + 1, "one tries whether it works again"
         os.kill(pid, signal.SIGCONT)
-        node.again("it works again", lambda: node.fetch(keys) >= 0 and node.cache.restorable(keys) == 5)
+        eventually("it works again", lambda: node.fetch(keys) and node.cache.restorable(keys) == 5, READY_S)
         node.all_free()
 
 
 def test_pages_of_a_get_that_has_not_ended_are_nobodys_until_the_process_has(monkeypatch: pytest.MonkeyPatch):
     with node_of("files", prefetch_s=0.5, settle_s=0.5) as node:
         keys = new_keys(5)
-        held = node.computed(keys)
-        node.until_written()
-        node.forget()
+        held = node.left_in_store(keys)
         pid, get = node.process.pid, node.stored.client.get
 
         def hang(*given: Any, **named: Any) -> Any:
@@ -524,16 +485,13 @@ def test_pages_of_a_get_that_has_not_ended_are_nobodys_until_the_process_has(mon
         node.all_free()
         assert not Path(f"/proc/{pid}").exists(), "only its end proves that it writes no more"
         node.until_ready()
-        node.fetch(keys)
-        assert node.held(keys) == held
+        eventually("it is fetched in time", lambda: node.fetch(keys) and node.held(keys) == held, READY_S)
 
 
 def test_a_store_that_becomes_slow_gives_what_has_come_by_the_deadline(monkeypatch: pytest.MonkeyPatch):
     with node_of("files", prefetch_s=2.0, settle_s=READY_S) as node:
         keys = new_keys(TOTAL[FULL])
-        held = node.computed(keys)
-        node.until_written()
-        node.forget()
+        held = node.left_in_store(keys)
         pid, get, asked = node.process.pid, node.stored.client.get, []
 
         def slower(form: int, *given: Any, **named: Any) -> Any:
@@ -578,9 +536,7 @@ def test_a_process_that_is_killed_in_the_middle_loses_nothing_but_time(files: No
     files.until_written()
     assert files.held(keys) == held, "the host has it still"
     keys = new_keys(5)
-    held = files.computed(keys)
-    files.until_written()
-    files.forget()
+    held = files.left_in_store(keys)
     killing("get")
     files.fetch(keys)
     assert files.held(keys) == []

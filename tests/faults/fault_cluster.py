@@ -8,43 +8,28 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from kvbridge.cli.local_cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, plan_cluster
+from kvbridge.cli.local_cluster import Cluster, DaemonProcess
 from kvbridge.core.ids import Role
 from kvbridge.daemon.memory import file_prefix
-from tests.faults.cells import ENDS, HEARTBEAT_S, LOST, PEER_SILENCE_S, WORKER_SILENCE_S, State
+from tests.faults.cells import ENDS, LOST, State
 from tests.helpers.cluster import eventually
-from tests.helpers.faulty_transport import faulty_worker
 from tests.helpers.live_rooms import all_free, busy_pages, http, status
-from tests.helpers.mutated_daemon import mutated
 from tests.helpers.obedient_engines import ObedientEngine
-from tests.helpers.prompts import TIER, Prompt
+from tests.helpers.prompts import Prompt
 
 TOKENS = 768
 """Of every room: three whole pages, so that each row of a growing component is live."""
 HALF = 400
 SHARED_TOKENS = 256
 """With which every prompt begins on a cluster whose rooms share prefixes: a page, and an end that is known for a checkpoint."""
-TIMEOUTS = {
-    "control_heartbeat_s": HEARTBEAT_S,
-    "control_resend_s": 0.1,
-    "peer_silence_s": PEER_SILENCE_S,
-    "worker_silence_s": WORKER_SILENCE_S,
-    "drain_s": 1.0,
-    "shutdown_rooms_s": 2.0,
-    "shutdown_close_s": 4.0,
-}
-EXPIRE_S = 2.0
-"""Bootstrap forgets a silent daemon after this."""
 DEVICE_PAGES = {"full": 96, "swa": 96, "request": 24}
 HOST_PAGES = 96
 FDS_MORE = 12
@@ -98,21 +83,9 @@ class FaultCluster:
     _last_prompt: int = 0
     _ports: dict[str, str] = field(default_factory=dict)
 
-    @property
-    def prefill(self) -> DaemonProcess:
-        return self.cluster.prefill
-
-    @property
-    def decode(self) -> DaemonProcess:
-        return self.cluster.decode
-
-    @property
-    def bootstrap(self) -> DaemonProcess:
-        return self.cluster.bootstrap
-
-    @property
-    def nodes(self) -> tuple[DaemonProcess, DaemonProcess]:
-        return self.prefill, self.decode
+    def __post_init__(self) -> None:
+        self.prefill, self.decode, self.bootstrap = self.cluster.prefill, self.cluster.decode, self.cluster.bootstrap
+        self.nodes = self.prefill, self.decode
 
     @property
     def sender(self) -> ObedientEngine:
@@ -419,51 +392,6 @@ class FaultCluster:
                 lines.append(f"{daemon.name}: {error!r}")
             lines.append(daemon.log(12))
         return "\n".join(lines)
-
-
-@contextmanager
-def scene(
-    *,
-    model: Settings | None = None,
-    transport: str = "local",
-    shares: bool = False,
-    prefill: Settings | None = None,
-    decode: Settings | None = None,
-    timeouts: Settings | None = None,
-    faults: Settings | None = None,
-    gpus: Gpus | None = None,
-) -> Iterator[FaultCluster]:
-    """A stage of its own; ended, with all that it left, at exit. `faults`: of the prefill daemon's transports."""
-    folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
-    waits = {"timeouts": TIMEOUTS | dict(timeouts or {})} | (TIER if shares else {})
-    # Names that no other run on this machine has: each start sweeps what is left of its own name.
-    spec = ClusterSpec(
-        model=dict(model or {"preset": "tiny-v4"}),
-        transport=transport,
-        ends_with_us=True,
-        prefill=NodeSpec(
-            instance=f"prefill-{folder.name}",
-            pools={"device": DEVICE_PAGES},
-            more={**waits, **Gpus.section(gpus, Role.PREFILL), **dict(prefill or {})},
-        ),
-        decode=NodeSpec(
-            instance=f"decode-{folder.name}",
-            pools={"device": DEVICE_PAGES, "host": {"pages": HOST_PAGES}},
-            more={**waits, **Gpus.section(gpus, Role.DECODE), **dict(decode or {})},
-        ),
-    )
-    cluster = plan_cluster(folder, spec)
-    cluster.bootstrap.config = cluster.bootstrap.config | {"directory": {"expire_after_s": EXPIRE_S}}
-    if faults:
-        cluster.prefill = mutated(cluster.prefill, worker_code=faulty_worker(faults))
-    stage = FaultCluster(cluster, shares=shares, gpus=gpus)
-    try:
-        cluster.start()
-        stage.wait_ready()
-        assert stage.ports
-        yield stage
-    finally:
-        stage.close()
 
 
 def seconds_since(moment_s: float) -> float:

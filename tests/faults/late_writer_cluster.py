@@ -4,34 +4,23 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import signal
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvbridge.cli.local_cluster import (
-    ClusterSpec,
     DaemonProcess,
-    NodeSpec,
-    daemon_config,
-    plan_cluster,
-    transport_section,
 )
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Role
 from kvbridge.daemon.memory import file_prefix
 from kvbridge.tier.keys import NO_KEYS
-from tests.faults.fault_cluster import TIMEOUTS, FaultCluster, Gpus, Settings
+from tests.faults.fault_cluster import FaultCluster
 from tests.helpers.cluster import eventually
-from tests.helpers.faulty_transport import faulty_worker
-from tests.helpers.gated_copies import Gate, gated_worker
+from tests.helpers.gated_copies import Gate
 from tests.helpers.live_rooms import all_free, http, status
-from tests.helpers.mutated_daemon import mutated
 from tests.helpers.obedient_engines import ObedientEngine
-from tests.helpers.prompts import TIER, Prompt
+from tests.helpers.prompts import Prompt
 from tests.helpers.synthetic import expected_rows
 
 MODEL = "tiny-gqa"
@@ -40,8 +29,6 @@ PAGES = 192
 LATE_TOKENS = 128 * 256
 """Of the late room: 24 MiB, which is more than sockets hold."""
 FILL_TOKENS = 64 * 256
-SLICE_BYTES = 1 << 20
-"""Of the late daemon's copies where pools are on GPUs: a late room takes 24 of them."""
 NEEDLE_BYTES = 32
 """A piece of a row that no other row of any room has."""
 ROWS_LOOKED_FOR = 64
@@ -49,16 +36,6 @@ SHARED_BY_LATE_TOKENS = 16 * 256
 """With which late rooms begin, where rooms share."""
 SIBLING_TOKENS = SHARED_BY_LATE_TOKENS
 """All of the sibling: beside a late room's pages and its own there is space for one that fills."""
-
-CANARY_TIMEOUTS = {
-    "worker_silence_s": 60.0,  # a frozen worker is to wake, not to be killed
-    "control_delivery_s": 60.0,
-    "fence_s": 1.5,
-}
-EXPIRING = {"transfer_s": 4.0, "room_s": 5.0}
-"""For late rooms that are to end by themselves."""
-QUIET_S = 1.0
-"""How long a transfer that has failed may stay loud before its transport is given up."""
 
 
 @dataclass
@@ -227,85 +204,3 @@ def _is_socket(entry: Path) -> bool:
         return str(entry.readlink()).startswith("socket:[")
     except FileNotFoundError:
         return False
-
-
-@contextmanager
-def late_writer_cluster(
-    transport: str,
-    *,
-    expiring: bool = False,
-    shares: bool = False,
-    faults: Settings | None = None,
-    daemon_mistake: str = "",
-    worker_mistake: str = "",
-    gpus: Gpus | None = None,
-) -> Iterator[LateWriterCluster]:
-    """`transport` leads from the late prefill daemon to decode, `local` from the filling one.
-
-    `faults` are those of the late prefill daemon's transports; the mistakes are put into the decode daemon and into the late
-    prefill daemon's workers. With `gpus` the late daemon's copies come in small slices, through a gate.
-    """
-    folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
-    tier = TIER if shares else {}
-    waits = {"timeouts": TIMEOUTS | CANARY_TIMEOUTS} | tier
-    section = transport_section(transport)
-    for name in ("mooncake", "nixl"):
-        section[name] = dict(transport_section(name).get(name, {})) | {"quiet_timeout_s": QUIET_S}
-    if gpus is not None:
-        section["local"] = {"device_slice_bytes": SLICE_BYTES, "slice_bytes": SLICE_BYTES}
-    both = {"transports": section | {"order": list(dict.fromkeys([transport, "local"]))}}
-    pools = {"device": {"full": PAGES}}
-    model = {"preset": MODEL}
-    spec = ClusterSpec(
-        model=model,
-        transport=transport,
-        ends_with_us=True,
-        prefill=NodeSpec(
-            instance=f"late-{folder.name}",
-            pools=pools,
-            more={
-                "transports": section,
-                "timeouts": waits["timeouts"] | (EXPIRING if expiring else {}),
-                **tier,
-                **Gpus.section(gpus, Role.PREFILL),
-            },
-        ),
-        decode=NodeSpec(
-            instance=f"decode-{folder.name}",
-            pools=pools | {"host": {"components": []}},
-            more={**both, **waits, **Gpus.section(gpus, Role.DECODE)},
-        ),
-    )
-    cluster = plan_cluster(folder, spec)
-    gate = Gate(Path("/dev/shm") / f"{folder.name}-gate", create=True) if gpus is not None else None
-    changed = (faulty_worker(faults) if faults else "") + (gated_worker(gate.path) if gate else "")
-    cluster.prefill = mutated(cluster.prefill, worker_code=changed + worker_mistake)
-    cluster.decode = mutated(cluster.decode, daemon_code=daemon_mistake)
-    second = DaemonProcess("prefill", "the filling daemon", folder / "q", ends_with_us=True)
-    second.config = (
-        daemon_config(
-            model, instance=f"fill-{folder.name}", runtime_dir=second.runtime_dir, transport="local", pools=pools
-        )
-        | waits
-        | dict(Gpus.section(gpus, Role.PREFILL))
-    )
-    cluster.others.append(second)
-    stage = LateWriterCluster(
-        cluster,
-        second=second,
-        faulty=bool(faults),
-        shares=shares,
-        shared_tokens=SHARED_BY_LATE_TOKENS,
-        model=MODEL,
-        gpus=gpus,
-        gate=gate,
-    )
-    try:
-        cluster.start()
-        stage.wait_ready()
-        assert stage.ports
-        stage.meet()
-        yield stage
-    finally:
-        stage.close()
-        shutil.rmtree(folder, ignore_errors=True)

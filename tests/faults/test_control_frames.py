@@ -8,7 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.faults.cells import HEARTBEAT_S, PEER_SILENCE_S, SLACK_S
-from tests.faults.fault_cluster import TOKENS, FaultCluster, scene
+from tests.faults.fault_cluster import TOKENS, FaultCluster
+from tests.faults.stages import scene
 from tests.helpers.cluster import eventually
 from tests.helpers.frame_proxy import (
     TO_DECODE,
@@ -22,6 +23,7 @@ from tests.helpers.frame_proxy import (
 )
 from tests.helpers.live_rooms import all_free, http, status
 
+short = pytest.mark.faults_short
 ROOMS = 6
 """Crossing rooms of a storm; as many again are cancelled on either side."""
 
@@ -59,14 +61,6 @@ def _whole_again(stage: ProxiedCluster) -> Iterator[None]:
         assert "Traceback" not in daemon.log_path.read_text()
 
 
-def forget_each_other(stage: ProxiedCluster) -> None:
-    """Have the nodes meet anew: they lose each other, and every room begins with Hello."""
-    stage.proxy.weather = partition
-    for daemon in stage.nodes:
-        eventually("lost", lambda daemon=daemon: not status(daemon)["peers"])
-    stage.proxy.weather = calm
-
-
 def begun(stage: FaultCluster) -> int:
     room = stage.pair()
     stage.sender.call("begin", room, TOKENS)
@@ -75,40 +69,29 @@ def begun(stage: FaultCluster) -> int:
     return room
 
 
-def fails_as_cancelled(stage: FaultCluster, room: int) -> None:
-    """Both sides say aborted; the engine lets go."""
-    for daemon in stage.nodes:
-        state, code, reason = stage.end(daemon, room)
-        assert (state, code) == ("aborted", "aborted"), reason
-    stage.sender.call("abort", room)
-
-
-@pytest.mark.faults_short
-@pytest.mark.parametrize("kind", ["offer", "done"])
+@pytest.mark.parametrize("kind", ["hello", "welcome", *(pytest.param(kind, marks=short) for kind in ("offer", "done"))])
 def test_a_message_of_a_crossing_room_is_lost(stage: ProxiedCluster, kind: str) -> None:
-    stage.proxy.lost.clear()
-    stage.proxy.weather = lose_first(kind, 4)
-    stage.cross()
-    assert sum(stage.proxy.lost.values()) == 4
-
-
-@pytest.mark.parametrize("kind", ["hello", "welcome"])
-def test_a_message_of_the_meeting_is_lost(stage: ProxiedCluster, kind: str) -> None:
-    forget_each_other(stage)
+    if kind in {"hello", "welcome"}:  # the nodes lose each other, and every room begins with Hello
+        stage.proxy.weather = partition
+        for daemon in stage.nodes:
+            eventually("lost", lambda daemon=daemon: not status(daemon)["peers"])
     stage.proxy.lost.clear()
     stage.proxy.weather = lose_first(kind, 3)
     stage.cross()
     assert sum(stage.proxy.lost.values()) == 3
 
 
-@pytest.mark.faults_short
+@short
 @pytest.mark.parametrize("kind", ["abort", "drained"])
 def test_a_message_of_an_ending_is_lost(stage: ProxiedCluster, kind: str) -> None:
     room = begun(stage)
     stage.proxy.lost.clear()
     stage.proxy.weather = lose_first(kind, 4)
     stage.cancel(stage.decode, room)
-    fails_as_cancelled(stage, room)
+    for daemon in stage.nodes:
+        state, code, reason = stage.end(daemon, room)
+        assert (state, code) == ("aborted", "aborted"), reason
+    stage.sender.call("abort", room)
     # The rooms are over for users before the last of these messages has been sent again.
     eventually("four messages lost", lambda: sum(stage.proxy.lost.values()) == 4)
     all_free(stage.decode)
@@ -117,7 +100,7 @@ def test_a_message_of_an_ending_is_lost(stage: ProxiedCluster, kind: str) -> Non
 @pytest.mark.parametrize(
     ("seed", "loss", "doubled", "longest_delay_s"),
     [
-        pytest.param(3, 0.3, 0.2, 0.1, id="all of it", marks=pytest.mark.faults_short),
+        pytest.param(3, 0.3, 0.2, 0.1, id="all of it", marks=short),
         pytest.param(5, 0.6, 0.1, 0.05, id="hardly anything passes"),
     ],
 )
@@ -148,7 +131,7 @@ def test_a_storm(stage: ProxiedCluster, seed: int, loss: float, doubled: float, 
             assert code == "aborted", reason
 
 
-@pytest.mark.faults_short
+@short
 def test_a_short_partition_is_not_noticed(stage: ProxiedCluster) -> None:
     room = begun(stage)
     before = [status(daemon)["peers"] for daemon in stage.nodes]

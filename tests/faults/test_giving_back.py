@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.faults.cells import State
-from tests.faults.fault_cluster import TOKENS, FaultCluster, scene
+from tests.faults.fault_cluster import TOKENS, FaultCluster
+from tests.faults.stages import scene
 from tests.helpers.held_ports import held_ports
 from tests.helpers.live_rooms import all_free, http
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.load_cases import FORGED
 from tests.faults.load_chaos import Chaos
+from tests.faults.load_prompts import FORGED
 from tests.faults.random_load import random_load
 
 SECONDS = 20.0
@@ -27,4 +27,4 @@ def test_the_load_finds_wrong_bytes() -> None:
     with random_load("local", 1) as load:
         load.lies, load.lie_share = (FORGED,), 1.0
         found = load.run(60.0, clients=2, rest_every_s=60.0, chaos=None)
-    assert any("wrong rows" in violation for violation in found["violations"]), found
+    assert any("wrong bytes" in violation for violation in found["violations"]), found

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.faults.cells import BEGUN_HERE, LOST, Fault, State, Victim, outcomes
-from tests.faults.fault_cluster import HALF, SHARED_TOKENS, TOKENS, FaultCluster, scene
-from tests.faults.late_writer_cluster import late_writer_cluster
+from tests.faults.fault_cluster import HALF, SHARED_TOKENS, TOKENS, FaultCluster
+from tests.faults.stages import late_writer_cluster, scene
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import all_free, http, report, status
 from tests.helpers.prompts import Prompt
@@ -127,9 +127,9 @@ def _take_every_page(stage: FaultCluster) -> None:
     stage.cancel(stage.prefill, room)
 
 
-@short
-def test_an_engine_that_dies_in_the_middle_of_an_answer(stage: FaultCluster) -> None:
-    """Its prompt's pages stay, its answer's do not, and a sibling that reads with it goes on."""
+@pytest.mark.parametrize("dies", [pytest.param(True, marks=short), False])
+def test_an_answer_stays_unless_its_engine_dies_in_the_middle_of_it(stage: FaultCluster, dies: bool) -> None:
+    """Its prompt's pages stay whatever becomes of the engine, and a sibling that reads with it goes on."""
     prompt, tokens = stage.next_prompt(), TOKENS + PAGE
     assert prompt is not None
     room = stage.pair(TOKENS, prompt, max_new_tokens=2 * PAGE)
@@ -139,21 +139,10 @@ def test_an_engine_that_dies_in_the_middle_of_an_answer(stage: FaultCluster) -> 
     assert stage.claim(room) == SHARED_TOKENS
     sibling = stage.pair(TOKENS, prompt)
     stage.reader.call("answer", room, TOKENS, tokens, prompt)
-    stage.detach(stage.reader.role)
-    assert stage.letter(stage.decode, room, "L")
+    if dies:
+        stage.detach(stage.reader.role)
+        assert stage.letter(stage.decode, room, "L")
+    else:
+        stage.reader.call("release", room, tokens, prompt)
     assert stage.turn(sibling)[1] == TOKENS
-    assert stage.turn(stage.pair(tokens, prompt), tokens)[1] == TOKENS, "of the answer nothing stays"
-
-
-def test_the_same_answer_stays_when_its_engine_ends_it(stage: FaultCluster) -> None:
-    """Else the test before this one shows nothing."""
-    prompt, tokens = stage.next_prompt(), TOKENS + PAGE
-    assert prompt is not None
-    room = stage.pair(TOKENS, prompt, max_new_tokens=2 * PAGE)
-    stage.begin(room)
-    stage.sender.call("write", room, TOKENS, 0, TOKENS)
-    stage.sender.call("finish", room)
-    stage.claim(room)
-    stage.reader.call("answer", room, TOKENS, tokens, prompt)
-    stage.reader.call("release", room, tokens, prompt)
-    assert stage.turn(stage.pair(tokens, prompt), tokens)[1] == tokens
+    assert stage.turn(stage.pair(tokens, prompt), tokens)[1] == (TOKENS if dies else tokens)

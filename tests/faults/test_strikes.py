@@ -20,9 +20,9 @@ from tests.faults.cells import (
     State,
     Victim,
 )
-from tests.faults.cluster_cache import ClusterCache
 from tests.faults.conftest import Row
-from tests.faults.fault_cluster import SHARED_TOKENS, FaultCluster, Gpus, scene
+from tests.faults.fault_cluster import SHARED_TOKENS, FaultCluster, Gpus
+from tests.faults.stages import ClusterCache, scene
 from tests.faults.strikes import cases, play
 from tests.helpers.live_rooms import all_free
 from tests.helpers.stand_in_engines import prepare, stand_in_for_daemons

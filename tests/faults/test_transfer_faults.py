@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.fault_cluster import TOKENS, FaultCluster, scene
+from tests.faults.fault_cluster import TOKENS, FaultCluster
+from tests.faults.stages import scene
 from tests.helpers.cluster import eventually, live_rows_only
 from tests.helpers.live_rooms import all_free, http, status
 

@@ -12,10 +12,10 @@ import pytest
 
 from kvbridge.kernels.cuda import runtime
 from tests.faults import late_writers
-from tests.faults.cluster_cache import ClusterCache
 from tests.faults.fault_cluster import Gpus
-from tests.faults.late_writer_cluster import LateWriterCluster, late_writer_cluster
+from tests.faults.late_writer_cluster import LateWriterCluster
 from tests.faults.mutations import FREE_BY_TIMER
+from tests.faults.stages import ClusterCache, late_writer_cluster
 
 pytestmark = pytest.mark.gpu
 

@@ -13,8 +13,8 @@ import pytest
 
 from kvbridge.kernels.cuda import runtime
 from tests.faults.cells import ON_GPUS, Fault, Victim
-from tests.faults.cluster_cache import ClusterCache
-from tests.faults.fault_cluster import FaultCluster, Gpus, scene
+from tests.faults.fault_cluster import FaultCluster, Gpus
+from tests.faults.stages import ClusterCache, scene
 from tests.faults.strikes import cases, play
 
 pytestmark = pytest.mark.gpu

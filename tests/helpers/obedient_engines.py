@@ -24,13 +24,13 @@ from kvbridge.core.ids import MemoryKind, Role, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.base import Engine
-from kvbridge.engine.decode import DecodeEngine
+from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from kvbridge.engine.views import PoolViews
 from kvbridge.tier.keys import NO_KEYS, Keys
 from tests.helpers import synthetic
 from tests.helpers.busy_pages import BusyPages, scribble, write_back
-from tests.helpers.prompts import Prompt
+from tests.helpers.prompts import Keyed
 
 CALL_S = 20.0
 """Longest call of an engine; what it is told to do takes little longer."""
@@ -53,7 +53,11 @@ class ObedientEngine:
         self._process = _processes.Process(target=_serve, args=(role, str(runtime_dir), theirs, prepare), daemon=True)
         self._process.start()
         theirs.close()
-        self._answer(2 * CALL_S)
+        try:
+            self._answer(2 * CALL_S)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def pid(self) -> int:
@@ -146,7 +150,7 @@ class _Prefill(_Idle):
         self._keys: dict[int, Keys] = {}
         self._busy: dict[int, BusyPages] = {}
 
-    def begin(self, room: int, tokens: int, prompt: Prompt | None = None) -> int:
+    def begin(self, room: int, tokens: int, prompt: Keyed | None = None) -> int:
         """Begin a room, and check every byte that it starts from; returns where that is, in tokens."""
         self._keys[room] = _keys(self._engine, prompt, tokens)
         self._begun[room] = self._engine.begin(room, prompt_tokens=tokens, page_hashes=self._keys[room])
@@ -183,6 +187,10 @@ class _Prefill(_Idle):
         self.fill(room, tokens, start, stop)
         self._engine.publish(room, stop)
 
+    def compute_as(self, room: int, tokens: int, prompt: Keyed) -> None:
+        """Write the rows of another prompt from now on than the one whose keys were stated."""
+        self._keys[room] = _keys(self._engine, prompt, tokens)
+
     def publish(self, room: int, upto: int) -> None:
         """Say that what has been filled can be sent."""
         self._engine.publish(room, upto)
@@ -218,13 +226,21 @@ class _Decode(_Idle):
         self._keys: dict[int, Keys] = {}
         self._busy: dict[int, BusyPages] = {}
 
-    def claim(self, room: int, tokens: int, prompt: Prompt | None = None) -> int:
+    def claim(self, room: int, tokens: int, prompt: Keyed | None = None) -> int:
         """Claim a room once it is committed, and check every byte of it; returns how many tokens were here before."""
-        self._keys[room] = _keys(self._engine, prompt, tokens)
-        claimed = self._engine.wait_claim(room, CALL_S, page_hashes=self._keys[room])
-        assert set(claimed.metadata.values()) == {b"first token"}, claimed.metadata
-        self._tables[room] = claimed.tables
+        keys = _keys(self._engine, prompt, tokens)
+        held = self._claimed(room, keys, self._engine.wait_claim(room, CALL_S, page_hashes=keys))
         self.check(room, tokens)
+        return held
+
+    def claim_now(self, room: int, tokens: int, prompt: Keyed) -> int:
+        """Claim a room and look at none of its bytes. Raises ConflictError while the room is not committed."""
+        keys = _keys(self._engine, prompt, tokens)
+        return self._claimed(room, keys, self._engine.claim(room, page_hashes=keys))
+
+    def _claimed(self, room: int, keys: Keys, claimed: DecodeRoom) -> int:
+        assert set(claimed.metadata.values()) == {b"first token"}, claimed.metadata
+        self._keys[room], self._tables[room] = keys, claimed.tables
         return claimed.prefix_tokens
 
     def compute(self, room: int) -> None:
@@ -253,11 +269,11 @@ class _Decode(_Idle):
     def extend(self, room: int, tokens: int) -> None:
         self._tables[room] = self._engine.extend(room, tokens)
 
-    def answer(self, room: int, prompt_tokens: int, tokens: int, prompt: Prompt) -> None:
+    def answer(self, room: int, prompt_tokens: int, tokens: int, prompt: Keyed) -> None:
         """Write the rows of an answer that fills whole pages behind a prompt that does."""
         write_answer(self._engine, self._tables[room], _keys(self._engine, prompt, tokens), prompt_tokens)
 
-    def release(self, room: int, valid_tokens: int = 0, prompt: Prompt | None = None) -> None:
+    def release(self, room: int, valid_tokens: int = 0, prompt: Keyed | None = None) -> None:
         if room in self._busy:
             self._busy.pop(room).stop()
         self._tables.pop(room, None)
@@ -268,6 +284,7 @@ class _Decode(_Idle):
             self._engine.release(room)
 
     def abort(self, room: int) -> None:
+        self._tables.pop(room, None)
         self._engine.abort(room, "told so")
 
     def let_go(self) -> None:
@@ -320,5 +337,5 @@ def _await_detached(engine: Engine) -> None:
     raise AssertionError("the engine was not told that its device memory is gone")
 
 
-def _keys(engine: Engine, prompt: Prompt | None, tokens: int) -> Keys:
+def _keys(engine: Engine, prompt: Keyed | None, tokens: int) -> Keys:
     return NO_KEYS if prompt is None else engine.page_keys(prompt.tokens(tokens), namespace=prompt.namespace)

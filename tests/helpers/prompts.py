@@ -17,20 +17,14 @@ TIER = {"tier": {"enabled": True, "model_name": "a model", "model_revision": "1"
 """For the nodes that serve them."""
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """Tokens of which the first `shared_tokens` are those of every prompt with this `begin`."""
+class Keyed:
+    """Tokens with page keys, on nodes that have `TIER`."""
 
-    begin: int
-    own: int
-    shared_tokens: int
-    namespace: str = ""
+    namespace: str
 
     def tokens(self, count: int) -> npt.NDArray[np.uint32]:
         """Return the first `count` token ids, those of an answer included."""
-        found = np.full(count, self.own, dtype=np.uint32)
-        found[: self.shared_tokens] = self.begin
-        return found
+        raise NotImplementedError
 
     def keys(self, model: str, count: int) -> Keys:
         """Return the page keys of its first `count` tokens on nodes that serve a preset."""
@@ -48,3 +42,18 @@ class Prompt:
         """Return what a router says of it in a request."""
         named = {"namespace": self.namespace} if self.namespace else {}
         return {"page_hashes": b64encode(self.keys(model, count).data).decode()} | named
+
+
+@dataclass(frozen=True)
+class Prompt(Keyed):
+    """Tokens of which the first `shared_tokens` are those of every prompt with this `begin`."""
+
+    begin: int
+    own: int
+    shared_tokens: int
+    namespace: str = ""
+
+    def tokens(self, count: int) -> npt.NDArray[np.uint32]:
+        found = np.full(count, self.own, dtype=np.uint32)
+        found[: self.shared_tokens] = self.begin
+        return found

@@ -246,12 +246,3 @@ def test_a_worker_that_dies_in_the_middle_fails_the_order_when_the_others_have_a
     bench.come(R1)
     bench.tick()
     assert len(bench.orders) == 4
-
-
-def test_nothing_begins_before_every_rank_is_there():
-    bench = Bench(host=32)
-    bench.workers.gone(R0, "a test")
-    bench.tier.room("a", 4)
-    bench.tick()
-    assert bench.orders == []
-    assert bench.tier.twins_held() == 0

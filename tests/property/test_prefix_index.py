@@ -1,8 +1,11 @@
-"""The index of cached prefixes against a naive model: a dictionary of paths, each page with its readers."""
+"""Who is evicted from the index of cached prefixes, and in which order, against a naive model: a dictionary of paths.
+
+Checkpoints, twins and pages of several spaces are in the model of `test_twins`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -13,13 +16,17 @@ from kvbridge.core.errors import CapacityError, NotFoundError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.tier import victims as victims_module
 from kvbridge.tier.index import PrefixIndex
-from kvbridge.tier.keys import PrefixIdentity, page_keys
+from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.helpers.examples import fewer
 
-FULL, HOST, SWA = IndexSpace.FULL, IndexSpace.HOST, IndexSpace.SWA
+FULL = IndexSpace.FULL
 IDENTITY = PrefixIdentity(model="m", revision="r", fingerprint="f", tokens_per_page=1)
-PAGES = {FULL: 40, HOST: 50, SWA: 12}
+PAGES = 40
 TEXTS = st.text("ab", min_size=1, max_size=7)
+
+
+def keys_of(text: str) -> Keys:
+    return page_keys(IDENTITY, [ord(letter) for letter in text])
 
 
 @dataclass(eq=False)
@@ -27,53 +34,30 @@ class Page:
     """One cached page of the model."""
 
     full: int
-    host: int
     used: float
     pins: int = 0
-    checkpoint: list[int] = field(default_factory=list)
-    checkpoint_pins: int = 0
-
-
-@dataclass(eq=False)
-class Reader:
-    records: np.ndarray
-    pages: list[Page]
-    restores: int | None = None
-    """The place in its path of the checkpoint that it pins."""
 
 
 class IndexMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.hand = 0
-        self.index = PrefixIndex([FULL, HOST], PAGES[FULL])
+        self.index = PrefixIndex([FULL], PAGES)
         self.known: dict[str, Page] = {}
         self.unreachable: list[Page] = []
-        self.readers: list[Reader] = []
-        self.free = {space: list(range(count)) for space, count in PAGES.items()}
-        self.checkpoints: list[Page] = []
-        """The one that was used longest ago first."""
+        self.readers: list[tuple[np.ndarray, list[Page]]] = []
+        self.free = list(range(PAGES))
         self.now = 0.0
 
-    # ------------------------------------------------------------------------------------- the model
+    def path(self, text: str) -> list[Page]:
+        """The pages of a text from its beginning, as far as they are known."""
+        length = max(length for length in range(len(text) + 1) if not length or text[:length] in self.known)
+        return [self.known[text[: at + 1]] for at in range(length)]
 
-    def longest(self, text: str) -> int:
-        return max(length for length in range(len(text) + 1) if not length or text[:length] in self.known)
-
-    def leaves(self) -> list[str]:
-        return [
-            text
-            for text, page in self.known.items()
-            if not page.pins and not any(text + letter in self.known for letter in "ab")
-        ]
-
-    def give(self, found: dict) -> None:
-        for space, ids in found.items():
-            self.free[space] += ids.tolist()
-
-    def take(self, count: int) -> dict:
-        taken = {space: [self.free[space].pop() for _ in range(count)] for space in (FULL, HOST)}
-        return {space: np.array(ids, dtype=np.int32) for space, ids in taken.items()}
+    def give(self, found: dict, pages: list[Page]) -> None:
+        """The index has given up these pages and no others."""
+        assert sorted(found.get(FULL, np.array([])).tolist()) == sorted(page.full for page in pages)
+        self.free += [page.full for page in pages]
 
     def expected_victims(self, count: int) -> list[str]:
         """One page at a time: of the oldest fifth as the hand comes to them, going down, and then the oldest."""
@@ -84,87 +68,66 @@ class IndexMachine(RuleBasedStateMachine):
                 text + letter in self.known and text + letter not in gone for letter in "ab"
             )
 
+        def age(text: str) -> float:
+            return self.known[text].used
+
         used = sorted(page.used for page in [*self.known.values(), *self.unreachable])
         lying = {page.full: text for text, page in self.known.items()}
-        for page in [*range(self.hand - 1, -1, -1), *range(PAGES[FULL] - 1, self.hand - 1, -1)]:
+        for page in [*range(self.hand - 1, -1, -1), *range(PAGES - 1, self.hand - 1, -1)]:
             text = lying.get(page)
-            if text is not None and bare(text) and self.age(text) <= used[len(used) // 5]:
+            if text is not None and bare(text) and age(text) <= used[len(used) // 5]:
                 gone.append(text)
                 if len(gone) == count:
                     self.hand = page
                     return gone
         while len(gone) < count:
-            text = min((text for text in self.known if text not in gone and bare(text)), key=self.age)
-            age = self.age(text)
-            while len(gone) < count and text and bare(text) and self.age(text) <= age:
+            text = min((text for text in self.known if text not in gone and bare(text)), key=age)
+            oldest = age(text)
+            while len(gone) < count and text and bare(text) and age(text) <= oldest:
                 gone.append(text)
                 text = text[:-1]
         return gone
 
-    def age(self, text: str) -> float:
-        return self.known[text].used
-
-    def forget(self, texts: list[str]) -> list[Page]:
-        pages = [self.known.pop(text) for text in texts]
-        self.checkpoints = [page for page in self.checkpoints if page not in pages]
-        return pages
-
-    # ------------------------------------------------------------------------------------- rules
-
     @rule(text=TEXTS, start=st.integers(0, 7), read=st.booleans())
     def insert(self, text, start, read):
         self.now += 1
-        known, start = self.longest(text), min(start, len(text))
-        count = len(text) - start
-        if count > min(len(self.free[FULL]), len(self.free[HOST])):
+        known, start = len(self.path(text)), min(start, len(text))
+        if len(text) - start > len(self.free):
             return
-        pages = self.take(count)
-        keys = page_keys(IDENTITY, [ord(letter) for letter in text])
+        pages = [self.free.pop() for _ in range(len(text) - start)]
+        own = {FULL: np.array(pages, dtype=np.int32)}
         if known < start:
             with pytest.raises(NotFoundError):
-                self.index.insert(keys, start, pages, now=self.now)
-            self.give(pages)
+                self.index.insert(keys_of(text), start, own, now=self.now)
+            self.free += pages
             return
-        found = self.index.insert(keys, start, pages, now=self.now)
+        found = self.index.insert(keys_of(text), start, own, now=self.now)
         assert len(found.new) == len(text) - max(start, known)
-        for at in range(start, len(text)):
-            full, host = (int(pages[space][at - start]) for space in (FULL, HOST))
-            if at >= known:
-                self.known[text[: at + 1]] = Page(full, host, self.now)
-            else:
-                self.give({FULL: np.array([full]), HOST: np.array([host])})
-        for length in range(1, len(text) + 1):
-            self.known[text[:length]].used = self.now
-        expected = [self.known[text[: at + 1]].full for at in range(start, len(text))]
-        assert self.index.pages(found.records)[FULL].tolist() == expected
+        self.free += pages[: max(0, known - start)]
+        for at in range(max(start, known), len(text)):
+            self.known[text[: at + 1]] = Page(pages[at - start], self.now)
+        path = self.path(text)
+        for page in path:
+            page.used = self.now
+        assert self.index.pages(found.records)[FULL].tolist() == [page.full for page in path[start:]]
         if read:
-            self.pin_in_two_parts(text, start, found.records)
+            before = self.index.match(keys_of(text), at_most=start)
+            self.pin([before, found.records], path)
 
-    def pin_in_two_parts(self, text, start, records):
-        path = self.index.match(page_keys(IDENTITY, [ord(letter) for letter in text]), at_most=start)
-        self.index.pin(path)
-        self.index.pin(records)
-        self.note_reader(text, np.concatenate((path, records)))
-
-    def note_reader(self, text, records):
-        pages = [self.known[text[: at + 1]] for at in range(len(records))]
+    def pin(self, parts: list[np.ndarray], pages: list[Page]) -> None:
+        for part in parts:
+            self.index.pin(part)
         for page in pages:
             page.pins += 1
-        self.readers.append(Reader(records, pages))
+        self.readers.append((np.concatenate(parts), pages))
 
     @rule(text=TEXTS, at_most=st.none() | st.integers(0, 8), act=st.sampled_from(["look", "pin", "touch"]))
     def match(self, text, at_most, act):
-        keys = page_keys(IDENTITY, [ord(letter) for letter in text])
-        records = self.index.match(keys, at_most=at_most)
-        count = self.longest(text if at_most is None else text[:at_most])
-        pages = [self.known[text[: at + 1]] for at in range(count)]
-        found = self.index.pages(records)
-        assert found[FULL].tolist() == [page.full for page in pages]
-        assert found[HOST].tolist() == [page.host for page in pages]
-        assert self.index.device.checkpointed(records).tolist() == [bool(page.checkpoint) for page in pages]
+        records = self.index.match(keys_of(text), at_most=at_most)
+        pages = self.path(text if at_most is None else text[:at_most])
+        assert self.index.pages(records)[FULL].tolist() == [page.full for page in pages]
         if act == "pin":
-            self.index.pin(records)
-            self.note_reader(text, records)
+            self.pin([records], pages)
         elif act == "touch":
             self.now += 1
             self.index.touch(records, self.now)
@@ -174,124 +137,47 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.readers)
     @rule(which=st.integers(0, 99))
     def unpin(self, which):
-        reader = self.readers.pop(which % len(self.readers))
-        if reader.restores is not None:
-            self.index.device.checkpoints.unpin(int(reader.records[reader.restores]))
-            reader.pages[reader.restores].checkpoint_pins -= 1
-        found = self.index.unpin(reader.records)
-        for page in reader.pages:
+        records, pages = self.readers.pop(which % len(self.readers))
+        found = self.index.unpin(records)
+        for page in pages:
             page.pins -= 1
-        over = [page for page in reader.pages if not page.pins and page in self.unreachable]
+        over = [page for page in pages if not page.pins and page in self.unreachable]
         self.unreachable = [page for page in self.unreachable if page not in over]
-        self.checkpoints = [page for page in self.checkpoints if page not in over]
-        self.require_pages(found, over)
-        self.give(found)
+        self.give(found, over)
 
-    def require_pages(self, found, pages):
-        assert sorted(found.get(FULL, np.array([])).tolist()) == sorted(page.full for page in pages)
-        assert sorted(found.get(HOST, np.array([])).tolist()) == sorted(page.host for page in pages)
-        assert sorted(found.get(SWA, np.array([])).tolist()) == sorted(one for page in pages for one in page.checkpoint)
-
-    @rule(count=st.integers(1, 8), space=st.sampled_from([FULL, HOST]))
-    def evict(self, count, space):
-        unpinned = sum(not page.pins for page in self.known.values())
-        if count > unpinned:
+    @rule(count=st.integers(1, 8))
+    def evict(self, count):
+        if count > sum(not page.pins for page in self.known.values()):
             with pytest.raises(CapacityError):
-                self.index.evict({space: count})
+                self.index.evict({FULL: count})
             return
         expected = self.expected_victims(count)
-        found = self.index.evict({space: count})
-        gone = [text for text, page in self.known.items() if page.full in found[FULL].tolist()]
-        assert len(gone) == len(found[FULL]) >= count
+        found = self.index.evict({FULL: count})
         assert found[FULL].tolist() == [self.known[text].full for text in expected]
-        pages = self.forget(gone)
+        pages = [self.known.pop(text) for text in expected]
         assert not any(page.pins for page in pages)
-        assert all(text[:-1] in self.known for text in self.known if len(text) > 1)
-        self.require_pages(found, pages)
-        self.give(found)
+        self.give(found, pages)
 
     @precondition(lambda self: self.known)
     @rule(which=st.integers(0, 99), everything=st.booleans())
     def drop(self, which, everything):
         text = sorted(self.known)[which % len(self.known)]
         gone = [other for other in self.known if everything or other.startswith(text)]
-        record = self.index.match(page_keys(IDENTITY, [ord(letter) for letter in text]))[-1:]
-        found = self.index.drop(None if everything else record)
-        pinned = [self.known[other] for other in gone if self.known[other].pins]
-        free = [self.known[other] for other in gone if not self.known[other].pins]
-        order = self.checkpoints
-        self.forget(gone)
-        self.checkpoints = [page for page in order if page not in free]
-        self.unreachable += pinned
-        self.require_pages(found, free)
-        self.give(found)
-
-    # ------------------------------------------------------------------------------------- checkpoints
-
-    @precondition(lambda self: self.known and len(self.free[SWA]) >= 2)
-    @rule(which=st.integers(0, 99), count=st.integers(1, 2))
-    def set_checkpoint(self, which, count):
-        text = sorted(self.known)[which % len(self.known)]
-        record = int(self.index.match(page_keys(IDENTITY, [ord(letter) for letter in text]))[-1])
-        ids = [self.free[SWA].pop() for _ in range(count)]
-        page = self.known[text]
-        assert self.index.device.set_checkpoint(record, np.array(ids, dtype=np.int32)) == (not page.checkpoint)
-        if page.checkpoint:
-            self.free[SWA] += ids
-        else:
-            page.checkpoint = ids
-            self.checkpoints.append(page)
-        assert self.index.device.checkpoints.pages(record).tolist() == page.checkpoint
-
-    @precondition(lambda self: self.readers)
-    @rule(which=st.integers(0, 99))
-    def restore(self, which):
-        reader = self.readers[which % len(self.readers)]
-        places = [place for place, page in enumerate(reader.pages) if page.checkpoint]
-        if reader.restores is not None or not places:
-            return
-        reader.restores = places[-1]
-        page = reader.pages[places[-1]]
-        assert self.index.device.pin_checkpoint(int(reader.records[places[-1]])).tolist() == page.checkpoint
-        page.checkpoint_pins += 1
-        self.checkpoints.remove(page)
-        self.checkpoints.append(page)
-
-    @rule(count=st.integers(1, 6))
-    def evict_checkpoints(self, count):
-        unpinned = [page for page in self.checkpoints if not page.checkpoint_pins]
-        if count > sum(len(page.checkpoint) for page in unpinned):
-            with pytest.raises(CapacityError):
-                self.index.evict({SWA: count})
-            return
-        found = self.index.evict({SWA: count})
-        assert not len(found[FULL])
-        expected: list[int] = []
-        for page in unpinned:
-            if len(expected) < count:
-                expected += page.checkpoint
-                page.checkpoint = []
-                self.checkpoints.remove(page)
-        assert found[SWA].tolist() == expected
-        self.give(found)
-
-    # ------------------------------------------------------------------------------------- always
+        found = self.index.drop(None if everything else self.index.match(keys_of(text))[-1:])
+        pages = [self.known.pop(other) for other in gone]
+        self.unreachable += [page for page in pages if page.pins]
+        self.give(found, [page for page in pages if not page.pins])
 
     @invariant()
     def everything_adds_up(self):
         if not hasattr(self, "index"):
             return
         self.index.check_integrity()
-        cached = self.index.all_pages()
-        there = [*self.known.values(), *self.unreachable]
-        assert sorted(cached[FULL].tolist()) == sorted(page.full for page in there)
-        assert sorted(cached[SWA].tolist()) == sorted(one for page in there for one in page.checkpoint)
-        for space, count in PAGES.items():
-            assert sorted(self.free[space] + cached[space].tolist()) == list(range(count))
-        unpinned = sum(not page.pins for page in self.known.values())
-        checkpoints = sum(len(page.checkpoint) for page in there if not page.checkpoint_pins)
-        assert self.index.evictable() == {FULL: unpinned, HOST: unpinned, SWA: checkpoints}
-        assert len(self.index) == len(there)
+        cached = self.index.all_pages()[FULL].tolist()
+        assert sorted(cached) == sorted(page.full for page in [*self.known.values(), *self.unreachable])
+        assert sorted(self.free + cached) == list(range(PAGES))
+        assert self.index.evictable()[FULL] == sum(not page.pins for page in self.known.values())
+        assert all(text[:-1] in self.known for text in self.known if len(text) > 1)
 
 
 @pytest.fixture(autouse=True)

@@ -411,31 +411,6 @@ def test_rooms_of_engines_own_pages_share_what_is_alike_on_both_sides():
     assert world.pool.reused
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_a_room_that_its_engines_admit_grows_with_what_is_published_and_is_handed_over(named):
-    machine = AdoptedRoomsMachine()
-    machine.begin_world(disasters=0)
-    world, owner = machine.world, Owner(1, 1)
-    world.prompts[owner] = 3 * PAGE
-    world.hold(owner, begun=True)
-    world.fetch(owner, named=named)
-    world.settle()
-    if not named:
-        world.clock.advance(100_000)
-        world.tick()
-        world.provide(1)
-    for upto in (PAGE, 2 * PAGE + 1, 3 * PAGE):
-        world.publish("e0", 1, upto)
-        world.settle()
-    world.prefill_engine_ends("e0", 1, well=True)
-    world.settle()
-    assert [event.kind for event in world.engines.events] == ["committed"]
-    assert [event.kind for event in world.prefill.engines.events] == ["completed"]
-    assert len(world.prefill.ordered[owner]) == 6
-    world.everybody_lets_go()
-    assert world.free() == (PAGES, PAGES)
-
-
 def pages_shared(book):
     return len(np.unique(np.concatenate([ids for ids in book._holdings.arrays(IndexSpace.FULL)[1] if len(ids)])))
 
