@@ -172,7 +172,7 @@ def adopt(
         workers = [AdoptedWorker(Path(runtime_dir), rank, ours) for rank, ours in regions.items()]
         for worker in workers:
             stack.callback(worker.close)
-        link = EngineLink.of_this_process(runtime_dir, timeout_s=call_timeout_s)
+        link = EngineLink(runtime_dir, timeout_s=call_timeout_s)
         attachment = attach(link, role, ranks=tuple(regions), adopted=regions, on_progress=on_progress)
         attachment.closers.extend(worker.close for worker in workers)
         attachment.worker_ends.extend(worker.ends for worker in workers)

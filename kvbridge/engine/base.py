@@ -69,7 +69,7 @@ class Engine(Closing):
         InvalidInputError for ranks of other nodes or the wrong role, RegistrationError when its memory cannot be opened or
         page-locked, UnsupportedError when its GPU cannot be used here.
         """
-        link = EngineLink.of_this_process(runtime_dir, timeout_s=call_timeout_s, daemon_user=daemon_user)
+        link = EngineLink(runtime_dir, timeout_s=call_timeout_s, daemon_user=daemon_user)
         attachment = attach(link, cls.role, ranks=ranks, on_progress=on_progress)
         return cls(attachment, close_timeout_s=call_timeout_s)
 

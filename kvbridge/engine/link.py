@@ -13,7 +13,7 @@ import secrets
 import time
 from collections import deque
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import structlog
 
@@ -50,12 +50,13 @@ EVENTS_KEPT = 4_096
 class EngineLink:
     """One attached engine process. Used by one thread; close it when done."""
 
-    def __init__(self, runtime_dir: Path, *, name: str, timeout_s: float, daemon_user: int | None = None) -> None:
+    def __init__(self, runtime_dir: Path | str, *, timeout_s: float, daemon_user: int | None = None) -> None:
         """Connect to the node whose runtime directory this is, and whose daemon is that user's (default: this process's).
 
         `timeout_s` bounds every call.
         """
-        path = runtime_dir.absolute() / ENGINE_SOCKET
+        path = Path(runtime_dir).absolute() / ENGINE_SOCKET
+        name = f"engine-{os.getpid()}-{secrets.token_hex(4)}"
         self._client: LocalClient[NodeToEngine, EngineToNode] = LocalClient(
             name, path, NODE_TO_ENGINE, ENGINE_TO_NODE, daemon_user=daemon_user
         )
@@ -68,12 +69,6 @@ class EngineLink:
         """Calls whose answers nobody waits for, the rooms that they are about, and the generations, 0 where they name none."""
         self.lost = ""
         """Why the device memory behind this attachment is gone; empty while it is there."""
-
-    @classmethod
-    def of_this_process(cls, runtime_dir: Path | str, *, timeout_s: float, daemon_user: int | None = None) -> Self:
-        """Connect as an engine of its own name."""
-        name = f"engine-{os.getpid()}-{secrets.token_hex(4)}"
-        return cls(Path(runtime_dir), name=name, timeout_s=timeout_s, daemon_user=daemon_user)
 
     def number(self) -> int:
         """Return the number for the next call."""

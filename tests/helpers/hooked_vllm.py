@@ -203,7 +203,7 @@ class Vllm:
             transfer_group_index_by_layer={},
             transfer_group_ids=(0,),
         )
-        config = _config(role)
+        config = vllm_config("kv_producer" if role is Role.PREFILL else "kv_consumer")
         self.scheduler = module.KvbridgeConnector(config, KVConnectorRole.SCHEDULER, cache)
         self.worker = module.KvbridgeConnector(config, KVConnectorRole.WORKER, cache)
         ours, theirs = self.scheduler._scheduler, self.worker._worker
@@ -288,22 +288,20 @@ def request(name: str, params: Any, *, tokens: int = 2 * PAGE, refused: bool = F
     )
 
 
-def _config(role: Role) -> Any:
-    parallel = SimpleNamespace(
-        decode_context_parallel_size=1,
-        prefill_context_parallel_size=1,
-        tensor_parallel_size=1,
-        pipeline_parallel_size=1,
-    )
-    model = SimpleNamespace(
-        get_total_num_kv_heads=lambda: 1, use_mla=False, model="m", revision=None, quantization=None, dtype="float32"
-    )
-    roles = {Role.PREFILL: "kv_producer", Role.DECODE: "kv_consumer"}
-    transfer = SimpleNamespace(kv_connector_extra_config={}, engine_id="e", kv_role=roles[role])
+def vllm_config(kv_role: str, extra: dict[str, Any] | None = None, *, speculative: Any = None, **parallel: int) -> Any:
+    """A VllmConfig, as far as the connector reads it."""
+    sizes = ("tensor_parallel", "pipeline_parallel", "decode_context_parallel", "prefill_context_parallel")
     return SimpleNamespace(
-        kv_transfer_config=transfer,
-        parallel_config=parallel,
-        model_config=model,
-        speculative_config=None,
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra or {}, engine_id="e", kv_role=kv_role),
+        parallel_config=SimpleNamespace(**{f"{size}_size": 1 for size in sizes} | parallel),
+        model_config=SimpleNamespace(
+            get_total_num_kv_heads=lambda: 1,
+            use_mla=False,
+            model="m",
+            revision=None,
+            quantization=None,
+            dtype="torch.float32",
+        ),
+        speculative_config=speculative,
         cache_config=SimpleNamespace(cache_dtype="auto"),
     )

@@ -130,7 +130,7 @@ def test_an_engine_that_detaches_is_not_waited_for(live):
 
 
 def test_events_that_nobody_asks_for_do_not_grow_without_bound(live):
-    link = EngineLink(live.prefill.runtime_dir, name="silent", timeout_s=10)
+    link = EngineLink(live.prefill.runtime_dir, timeout_s=10)
     try:
         link.call(Attach(call=link.number(), role=Role.PREFILL), Attached)
         for room in range(EVENTS_KEPT + 3):

@@ -103,7 +103,7 @@ from kvbridge.core.wire.features import ENGINE_FEATURES
 from kvbridge.core.ids import Role
 from kvbridge.engine.link import EngineLink
 folder, room, keys = sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])
-link = EngineLink(Path(folder), name=f"engine-{os.getpid()}", timeout_s=20)
+link = EngineLink(Path(folder), timeout_s=20)
 link.call(Attach(call=link.number(), role=Role.DECODE, features=ENGINE_FEATURES), Attached)
 pages = link.call(Claim(call=link.number(), room=room, page_hashes=keys), Pages)
 print(len(pages.load), flush=True)

@@ -320,30 +320,23 @@ def held(pair, params=None):
     return pair.prefill.engine.answers.pop()
 
 
-def test_what_decode_s_api_has_refused_prefill_does_not_hold():
-    pair = Pair(recompute=False)
-    _, params = held(pair)
-    pair.answer_is_refused(params)
-    pair.settle()  # and no time passes
-    pair.prefill.engine.step()
-    assert len(pair.prefill.engine.unused()) == BLOCKS
-    pair.come_to_rest()
-
-
-@pytest.mark.parametrize("api_refuses", [False, True])
-def test_what_came_while_decode_s_node_was_away_prefill_does_not_hold_when_it_is_back(api_refuses):
+@pytest.mark.parametrize(("away", "api_refuses"), [(False, True), (True, False), (True, True)])
+def test_what_nobody_comes_for_prefill_does_not_hold_once_decode_s_node_is_there(away, api_refuses):
+    """And no time passes."""
     pair = Pair(recompute=True)
     answered, params = held(pair)
-    pair.decode.node_dies()
-    pair.decode.rooms.look()
+    if away:
+        pair.decode.node_dies()
+        pair.decode.rooms.look()
     if api_refuses:
         pair.answer_is_refused(params)
     else:
         pair.answer_arrives(answered, params, prompt(0, 3 * PAGE))
         pair.decode.engine.step()
-    pair.settle()
-    pair.prefill.engine.step()
-    assert len(pair.prefill.engine.unused()) == BLOCKS - 3
+    if away:
+        pair.settle()
+        pair.prefill.engine.step()
+        assert len(pair.prefill.engine.unused()) == BLOCKS - 3
     pair.decode.node_comes_back()
     pair.decode.engine.step()
     pair.settle()
@@ -408,17 +401,3 @@ def test_decode_waits_through_preemptions_of_prefill(times):
     assert pair.decode.engine.requests["d2"].status is Status.LOADING
     pair.come_to_rest()
     assert pair.decode.engine.seen["good loads"] == 1
-
-
-def test_decode_hears_at_once_that_prefill_has_aborted():
-    pair = Pair(recompute=False)
-    pair.pair_arrives(prompt(0, 3 * PAGE))
-    for side in pair.sides:
-        side.engine.step()
-    pair.settle()
-    pair.prefill.engine.abort("p1")
-    pair.settle()
-    for side in pair.sides:
-        side.engine.step()
-    assert pair.decode.engine.seen["failed loads"] == 1
-    assert "p1" not in pair.prefill.engine.requests

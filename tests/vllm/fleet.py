@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tests.vllm.prompts import Answer, difference, fresh, prompt
+from tests.vllm.prompts import Answer, fresh, prompt
 from tests.vllm.servers import HOLD, IDLE_S, Pair, Plan, Server, Setup, kvbridge, wait_until
 
 BLOCKS = 48
@@ -119,24 +119,29 @@ class Fleet:
         behind it: kept in `ties`.
         """
         expected = self.expected(asked, len(got.tokens) or 16)
-        differs = difference(got, expected)
-        same = next(
-            (at for at, (a, b) in enumerate(zip(got.tokens, expected.tokens, strict=False)) if a != b), len(got.tokens)
+        if got.is_error or len(got.tokens) != len(expected.tokens):
+            return f"got {got}, expected {len(expected.tokens)} tokens"
+        pairs = enumerate(zip(got.tokens, expected.tokens, strict=True))
+        same = next((at for at, (ours, theirs) in pairs if ours != theirs), None)
+        likelihoods = zip(got.logprobs[:same], expected.logprobs, strict=False)
+        gap = max((abs(ours - theirs) for ours, theirs in likelihoods), default=0.0)
+        if same is None:
+            self.largest_gap = max(self.largest_gap, gap)
+            return f"tokens are equal, and their likelihoods differ by {gap:g} nats" if gap > RIGHT_GAP_NATS else ""
+        differs = (
+            f"token {same} is {got.tokens[same]} instead of {expected.tokens[same]}; the best two of the server alone are "
+            f"{expected.seconds_best[same]:.6f} nats apart there, and the likelihoods before differ by {gap:.6f}"
         )
-        gap = max((abs(a - b) for a, b in zip(got.logprobs[:same], expected.logprobs, strict=False)), default=0.0)
-        self.largest_gap = max(self.largest_gap, gap if not differs else 0.0)
-        if (
-            differs
-            and not got.is_error
-            and same < len(expected.tokens)
-            and expected.seconds_best[same] < TIE_NATS
-            and gap < RIGHT_GAP_NATS
-        ):
+        if expected.seconds_best[same] < TIE_NATS and gap < RIGHT_GAP_NATS:
             self.ties.append(differs)
             return ""
-        return differs or (
-            f"tokens are equal, and their likelihoods differ by {gap:g} nats" if gap > RIGHT_GAP_NATS else ""
-        )
+        return differs
+
+    def assert_right(self, asked: Sequence[Sequence[int]], got: Sequence[Answer]) -> None:
+        """See that all answers are those of the server alone."""
+        pairs = zip(asked, got, strict=True)
+        wrong = [f"prompt of {len(one)}: {what}" for one, answer in pairs if (what := self.wrong(one, answer))]
+        assert not wrong, "\n".join(wrong)
 
     # ------------------------------------------------------------------ after each case
 

@@ -1,13 +1,12 @@
-"""What vLLM itself says of the connector class, without a server. Run by vLLM's Python; prints one JSON object.
+"""What vLLM itself says of the connector class, without a server: its name, its hooks, its counts, and vLLM's own objects.
 
-Owns: the questions. `test_connector_hooks.py` has the answers that are wanted.
+Run by vLLM's Python (`test_guide.py` does).
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,106 +27,92 @@ from kvbridge.engine.adapters.vllm.prefill_rooms import BlockPins
 from kvbridge.engine.adapters.vllm.stats import add_counts, no_counts
 
 
-def names() -> dict[str, Any]:
-    """Whether vLLM finds the class by both ways."""
+def vllm_finds_it_by_its_name_and_by_its_path() -> None:
     load_general_plugins()
     plugin.register()
     module = SimpleNamespace(kv_connector=plugin.NAME, kv_connector_module_path=connector.__name__)
-    return {
-        "by_name": KVConnectorFactory.get_connector_class_by_name(plugin.NAME) is KvbridgeConnector,
-        "by_path": KVConnectorFactory.get_connector_class(module) is KvbridgeConnector,
-        "supports_hma": supports_hma(KvbridgeConnector),
-        "abstract": sorted(KvbridgeConnector.__abstractmethods__),
-    }
+    assert KVConnectorFactory.get_connector_class_by_name(plugin.NAME) is KvbridgeConnector
+    assert KVConnectorFactory.get_connector_class(module) is KvbridgeConnector
+    assert not supports_hma(KvbridgeConnector)
+    assert not KvbridgeConnector.__abstractmethods__
 
 
-def signatures() -> dict[str, Any]:
-    """Hooks whose parameters are not vLLM's, and hooks that vLLM does not have."""
-    different, own = [], []
+def its_hooks_are_vllms() -> None:
     for name, ours in vars(KvbridgeConnector).items():
         if name.startswith("_") or not (inspect.isfunction(ours) or isinstance(ours, classmethod)):
             continue
         theirs = getattr(KVConnectorBase_V1, name, None)
         if theirs is None:
-            own.append(name)
-        elif list(inspect.signature(getattr(KvbridgeConnector, name)).parameters) != list(
-            inspect.signature(theirs).parameters
-        ):
-            different.append(name)
-    return {"different": sorted(different), "own": sorted(own)}
+            assert name in {"unregister_kv_caches", "restore_kv_caches"}, f"{name}: only 0.33 has these"
+            continue
+        wanted = list(inspect.signature(theirs).parameters)
+        assert list(inspect.signature(getattr(KvbridgeConnector, name)).parameters) == wanted, name
 
 
-def pins() -> dict[str, int]:
-    """Free blocks of vLLM's pool: at first, while blocks are a request's, when it has freed them but we have not, and at last."""
+def pinned_blocks_are_not_given_away() -> None:
     pool = BlockPool(num_gpu_blocks=16, enable_caching=True, hash_block_size=128)
-    held = BlockPins(pool)
-    at_first = pool.get_num_free_blocks()
+    held, at_first = BlockPins(pool), pool.get_num_free_blocks()
     blocks = pool.get_new_blocks(3)
-    taken = pool.get_num_free_blocks()
     held.pin([block.block_id for block in blocks])
     pool.free_blocks(reversed(blocks))
-    pinned = pool.get_num_free_blocks()
+    assert pool.get_num_free_blocks() == at_first - 3
     held.unpin([block.block_id for block in blocks])
-    return {"at_first": at_first, "taken": taken, "pinned": pinned, "at_last": pool.get_num_free_blocks()}
+    assert pool.get_num_free_blocks() == at_first
 
 
-def request(tokens: list[int] | None, **fields: Any) -> Request:
-    """A request as vLLM makes it of what a gateway sends."""
+def told(tokens: list[int], **fields: Any) -> Any:
+    """What the halves are told of a request as vLLM makes it of what a gateway sends."""
     params = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": {"do_remote_decode": True}})
-    return Request("r", tokens, params, None, **fields)
+    return connector._told(Request("r", tokens, params, None, **fields))
 
 
-def prompts() -> dict[str, Any]:
-    """What is compared of requests."""
+def requests_are_compared_by_all_that_decides_about_their_cache() -> None:
     lora = SimpleNamespace(lora_name="a", lora_path="/a")
-    digests = [
-        connector._told(made).prompt_digest
-        for made in (
-            request([1, 2, 3]),
-            request([1, 2, 3], cache_salt="s"),
-            request([1, 2, 3], lora_request=lora),
-            request([1, 2, 4]),
-        )
-    ]
-    long = request(list(range(8_192)))
-    began_s = time.perf_counter()
-    connector._told(long)
-    return {
-        "distinct": len(set(digests)),
-        "again": connector._told(request([1, 2, 3])).prompt_digest == digests[0],
-        "params": connector._told(request([1])).params,
-        "seconds_for_8192": time.perf_counter() - began_s,
-    }
+    others = (told([1, 2, 3], cache_salt="s"), told([1, 2, 3], lora_request=lora), told([1, 2, 4]))
+    assert len({told([1, 2, 3]).prompt_digest, *(one.prompt_digest for one in others)}) == 4
+    assert told([1, 2, 3]).prompt_digest == told([1, 2, 3]).prompt_digest
+    assert told([1]).params == {"do_remote_decode": True}
 
 
-def numbers() -> dict[str, Any]:
-    """Counts on their way through vLLM's classes."""
+def counts_go_through_vllms_classes() -> None:
     counts = no_counts() | {"seconds": [0.5], "bytes": [1 << 20], "operations": [4], "held_rooms": 2, "held_blocks": 7}
     counts["failures"] = {"unknown_room": 3}
     stats = KvbridgeConnector.build_kv_connector_stats(json.loads(json.dumps(counts)))
     both = stats.aggregate(KvbridgeStats(json.loads(json.dumps(counts))))
+    assert KvbridgeStats().is_empty()
+    assert not both.is_empty()
+    assert both.data == add_counts(counts, counts)
+    assert (both.reduce()["Loads"], both.reduce()["Failed (unknown_room)"]) == (2, 6)
     kinds = {Counter: Counter, Gauge: Gauge, Histogram: Histogram}
     config = SimpleNamespace(kv_transfer_config=None)
     shown = KvbridgeConnector.build_prom_metrics(config, kinds, ["model_name", "engine"], {0: ["m", "0"]})
     shown.observe(both.to_dict(), 0)
-    lines = generate_latest(REGISTRY).decode().splitlines()
-    ours = [line for line in lines if line.startswith("vllm:kvbridge_") and "_created" not in line]
-    return {
-        "empty": KvbridgeStats().is_empty(),
-        "full": not both.is_empty(),
-        "added": both.data == add_counts(counts, counts),
-        "line": both.reduce(),
-        "metrics": [line for line in ours if "_bucket" not in line],
+    lines = [line for line in generate_latest(REGISTRY).decode().splitlines() if line.startswith("vllm:kvbridge_")]
+    values = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+    labels = '{engine="0",model_name="m"}'
+    assert {name: value for name, value in values.items() if "_created" not in name and "_bucket" not in name} == {
+        f"vllm:kvbridge_load_seconds_count{labels}": 2,
+        f"vllm:kvbridge_load_seconds_sum{labels}": 1,
+        f"vllm:kvbridge_load_bytes_count{labels}": 2,
+        f"vllm:kvbridge_load_bytes_sum{labels}": 2 << 20,
+        f"vllm:kvbridge_load_operations_total{labels}": 8,
+        f"vllm:kvbridge_sent_total{labels}": 0,
+        f"vllm:kvbridge_held_requests{labels}": 2,
+        f"vllm:kvbridge_held_blocks{labels}": 7,
+        'vllm:kvbridge_failures_total{code="unknown_room",engine="0",model_name="m"}': 6,
     }
 
 
-def workers() -> dict[str, Any]:
-    """What several workers say together."""
-    told = KvbridgeWorkerMetadata({0: {"prefill": ("a",)}}).aggregate(KvbridgeWorkerMetadata({1: {"prefill": ("a",)}}))
-    aggregator = KVOutputAggregator(KvbridgeConnector.get_finished_count(SimpleNamespace()))
-    return {"closed_by": sorted(told.closed), "reports": aggregator._expected_finished_count}
+def one_worker_reports_for_all() -> None:
+    both = KvbridgeWorkerMetadata({0: {"prefill": ("a",)}}).aggregate(KvbridgeWorkerMetadata({1: {"prefill": ("a",)}}))
+    assert sorted(both.closed) == [0, 1]
+    assert KVOutputAggregator(KvbridgeConnector.get_finished_count(SimpleNamespace()))._expected_finished_count == 1
 
 
 if __name__ == "__main__":
-    asked = (names, signatures, pins, prompts, numbers, workers)
-    print(json.dumps({question.__name__: question() for question in asked}))
+    vllm_finds_it_by_its_name_and_by_its_path()
+    its_hooks_are_vllms()
+    pinned_blocks_are_not_given_away()
+    requests_are_compared_by_all_that_decides_about_their_cache()
+    counts_go_through_vllms_classes()
+    one_worker_reports_for_all()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import ctypes
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -53,6 +55,16 @@ def send(number: signal.Signals, processes: list[psutil.Process]) -> None:
             process.send_signal(number)
         except psutil.NoSuchProcess:
             continue
+
+
+@contextmanager
+def frozen(processes: list[psutil.Process]) -> Iterator[None]:
+    """Stop processes while the body runs."""
+    send(signal.SIGSTOP, processes)
+    try:
+        yield
+    finally:
+        send(signal.SIGCONT, processes)
 
 
 def end(processes: list[psutil.Process], *, grace_s: float = 0.0) -> None:

@@ -183,11 +183,8 @@ class Server:
 
     def node(self) -> psutil.Process:
         """Return the node that kvbridge runs beside it. Raises AssertionError when there is none."""
-        found = [
-            one
-            for one in self.tree()
-            if processes.is_node(one) and one.parent() and not processes.is_node(one.parent())
-        ]
+        nodes = [one for one in self.tree() if processes.is_node(one)]
+        found = [one for one in nodes if one.parent() and one.parent() not in nodes]
         assert len(found) == 1, f"{self.plan.name} has nodes {found}"
         return found[0]
 
@@ -238,6 +235,10 @@ class Server:
         names = ("kv_cache_usage_perc", "num_requests_running", "num_requests_waiting")
         return {name: value for name in names if (value := self.metric(f"vllm:{name}"))}
 
+    def forget(self) -> None:
+        """Forget the prefix cache (in vLLM's development mode)."""
+        self._client.post("/reset_prefix_cache").raise_for_status()
+
     def node_status(self) -> dict[str, Any]:
         """Return what kvbridge's node beside it says of itself."""
         return self._node_says("/status")
@@ -269,10 +270,8 @@ class Server:
             return Answer(answer.status_code, reason=answer.text[:500], seconds=seconds)
         body = answer.json()
         choice = body["choices"][0]
-        tokens, logprobs, gaps = _read(choice)
-        return Answer(
-            200, tokens, logprobs, gaps, choice["finish_reason"] or "", body.get("kv_transfer_params"), 0.0, seconds
-        )
+        told = body.get("kv_transfer_params")
+        return Answer(200, *_read(choice), choice["finish_reason"] or "", told, 0.0, seconds)
 
     def stream(
         self,
@@ -284,9 +283,7 @@ class Server:
     ) -> Answer:
         """Ask for a completion as a stream. `leave_after`: close the connection after so many tokens."""
         begun_s, first_s, reason = time.monotonic(), 0.0, ""
-        tokens: list[int] = []
-        logprobs: list[float] = []
-        gaps: list[float] = []
+        got: tuple[list[Any], ...] = ([], [], [])
         with self._client.stream(
             "POST", "/v1/completions", json=self._body(prompt, max_tokens, transfer) | {"stream": True}
         ) as answer:
@@ -297,17 +294,15 @@ class Server:
                     continue
                 part = json.loads(line.removeprefix("data: "))
                 if "error" in part:
-                    return Answer(200, tuple(tokens), tuple(logprobs), tuple(gaps), "error")
+                    return Answer(200, *map(tuple, got), "error")
                 for choice in part["choices"]:
                     first_s = first_s or time.monotonic() - begun_s
-                    for known, new in zip((tokens, logprobs, gaps), _read(choice), strict=True):
+                    for known, new in zip(got, _read(choice), strict=True):
                         known.extend(new)
                     reason = choice["finish_reason"] or reason
-                if leave_after is not None and len(tokens) >= leave_after:
+                if leave_after is not None and len(got[0]) >= leave_after:
                     break
-        return Answer(
-            200, tuple(tokens), tuple(logprobs), tuple(gaps), reason, None, first_s, time.monotonic() - begun_s
-        )
+        return Answer(200, *map(tuple, got), reason, None, first_s, time.monotonic() - begun_s)
 
     def _body(self, prompt: Sequence[int], max_tokens: int, transfer: Mapping[str, Any] | None) -> dict[str, Any]:
         body = {
@@ -352,9 +347,17 @@ class Pair:
 
     def ask(self, prompt: Sequence[int], max_tokens: int = 16, *, order: str = "plain") -> Answer:
         """Ask in plain order: prefill first, and its `kv_transfer_params` to decode as they are; or in paired order."""
-        if order == "paired":
-            return self._ask_both(prompt, max_tokens)
-        return self.decode.stream(prompt, max_tokens, transfer=self.hand_over(prompt))
+        if order == "plain":
+            return self.decode.stream(prompt, max_tokens, transfer=self.hand_over(prompt))
+        to_prefill, to_decode = self.draw_room()
+        prefilled, answer = together(
+            [
+                lambda: self.prefill.ask(prompt, 1, transfer=to_prefill),
+                lambda: self.decode.stream(prompt, max_tokens, transfer=to_decode),
+            ]
+        )
+        assert not prefilled.is_error, f"{self.prefill.plan.name} could not prefill: {prefilled}"
+        return answer
 
     def learn_addresses(self) -> None:
         """Ask in plain order once: prefill's answer says where it is."""
@@ -369,18 +372,6 @@ class Pair:
         room = str(secrets.randbits(53))
         to_decode = {"do_remote_prefill": True, "kvbridge": {"room": room, "prefill": self._addresses}}
         return HOLD | {"kvbridge": {"room": room}}, to_decode
-
-    def _ask_both(self, prompt: Sequence[int], max_tokens: int) -> Answer:
-        """Ask both at once, under one room that is drawn here. Where prefill is, an answer of its own has said."""
-        to_prefill, to_decode = self.draw_room()
-        prefilled, answer = together(
-            [
-                lambda: self.prefill.ask(prompt, 1, transfer=to_prefill),
-                lambda: self.decode.stream(prompt, max_tokens, transfer=to_decode),
-            ]
-        )
-        assert not prefilled.is_error, f"{self.prefill.plan.name} could not prefill: {prefilled}"
-        return answer
 
     def ask_together(
         self, prompts: Sequence[Sequence[int]], max_tokens: int = 16, *, order: str = "plain"

@@ -16,23 +16,23 @@ import psutil
 import pytest
 
 from tests.vllm.fleet import DECODES, Fleet
-from tests.vllm.processes import GONE_S, end, send
+from tests.vllm.processes import GONE_S, end, frozen, send
 from tests.vllm.prompts import Answer, fresh
-from tests.vllm.servers import Server, under_way, wait_until
-from tests.vllm.test_answers import assert_right
+from tests.vllm.servers import under_way, wait_until
 
 FAILS_S = 30.0
 """For a request whose prefill is gone or frozen to end by its policy."""
 Asked = dict[str, list[int]]
+Told = dict[str, dict]
 
 
-def hand_over(fleet: Fleet, tokens: int = 1200) -> tuple[Asked, dict[str, dict]]:
+def hand_over(fleet: Fleet, tokens: int = 1200) -> tuple[Asked, Told]:
     """Have a prompt computed for each decode server."""
     asked = {decode: fresh(tokens) for decode in DECODES}
     return asked, {decode: fleet.pair(decode).hand_over(one) for decode, one in asked.items()}
 
 
-def asking(fleet: Fleet, asked: Asked, told: dict[str, dict], max_tokens: int = 16) -> list[Callable[[], Answer]]:
+def asking(fleet: Fleet, asked: Asked, told: Told, max_tokens: int = 16) -> list[Callable[[], Answer]]:
     """Return the calls by which each decode server is asked."""
     return [
         lambda decode=decode, one=one: fleet.servers[decode].ask(
@@ -43,24 +43,18 @@ def asking(fleet: Fleet, asked: Asked, told: dict[str, dict], max_tokens: int = 
 
 
 def wait_loads(fleet: Fleet) -> None:
-    wait_until(
-        lambda: all(fleet.servers[decode].loads() for decode in DECODES), "both decode servers wait for a transfer"
-    )
+    loading = [fleet.servers[decode].loads for decode in DECODES]
+    wait_until(lambda: all(loads() for loads in loading), "both decode servers wait for a transfer")
 
 
 def assert_ended_by_policy(fleet: Fleet, asked: Asked, results: Sequence[Future[Answer]], since_s: float) -> str:
     """See what became of loads that cannot be finished. Returns how long that took."""
     got = dict(zip(asked, [result.result(FAILS_S + 60.0) for result in results], strict=True))
     took_s = time.monotonic() - since_s
-    assert_right(fleet, [asked["mooncake"]], [got["mooncake"]])
+    fleet.assert_right([asked["mooncake"]], [got["mooncake"]])
     assert got["nixl"].is_error, got["nixl"]
     assert took_s < FAILS_S
     return f"{took_s:.1f} s"
-
-
-def workers(server: Server) -> list[psutil.Process]:
-    """Return the processes that compute and move bytes."""
-    return server.engine()
 
 
 def test_prefill_is_killed_before_during_and_after_a_transfer(fleet: Fleet, say: list[str]) -> None:
@@ -69,13 +63,13 @@ def test_prefill_is_killed_before_during_and_after_a_transfer(fleet: Fleet, say:
     with under_way(asking(fleet, asked_after, told, 500)) as after:
         wait_until(lambda: not prefill.used(), "both have fetched what prefill held")
         asked_before, told_before = hand_over(fleet, 900)
-        asked_during, told_during = hand_over(fleet, 1200)
+        asked_during, told_during = hand_over(fleet)
         asked_paired = {decode: fresh(1100) for decode in DECODES}
         paired = {decode: fleet.pair(decode).draw_room() for decode in DECODES}
-        send(signal.SIGSTOP, workers(prefill))
+        send(signal.SIGSTOP, prefill.engine())
         calls = [
             *asking(fleet, asked_during, told_during),
-            *asking(fleet, asked_paired, {decode: each for decode, (_, each) in paired.items()}),
+            *asking(fleet, asked_paired, {decode: to_decode for decode, (_, to_decode) in paired.items()}),
             *(
                 (lambda decode=decode, to=to: prefill.ask(asked_paired[decode], 1, transfer=to))
                 for decode, (to, _) in paired.items()
@@ -86,102 +80,73 @@ def test_prefill_is_killed_before_during_and_after_a_transfer(fleet: Fleet, say:
             killed_s = time.monotonic()
             end(prefill.tree())
             said = assert_ended_by_policy(fleet, asked_during, during[:2], killed_s)
-            said_paired = assert_ended_by_policy(fleet, asked_paired, during[2:4], killed_s)
+            assert_ended_by_policy(fleet, asked_paired, during[2:4], killed_s)
         asked_s = time.monotonic()
         with under_way(asking(fleet, asked_before, told_before)) as before:
-            said_before = assert_ended_by_policy(fleet, asked_before, before, asked_s)
-        for one, result in zip(asked_after.values(), after, strict=True):
-            assert_right(fleet, [one], [result.result()])
-    say.append(
-        f"prefill killed: loads under way ended after {said}, in paired order after {said_paired}; "
-        f"those asked for later after {said_before}"
-    )
+            assert_ended_by_policy(fleet, asked_before, before, asked_s)
+        fleet.assert_right(list(asked_after.values()), [result.result() for result in after])
+    say.append(f"prefill killed: loads under way ended after {said}")
     fleet.restart("prefill")
     for decode in DECODES:
         fleet.wait_hand_over(decode)
 
 
-@pytest.mark.parametrize("victim", ["scheduler", "worker"])
-def test_one_process_of_prefill_is_killed_and_the_others_end_with_it(fleet: Fleet, victim: str, say: list[str]) -> None:
+def strike_engine(fleet: Fleet, victim: str) -> None:
+    """Kill one process of prefill: vLLM has its scheduler in one, and its worker in one below."""
     prefill = fleet.servers["prefill"]
-    known, engine = prefill.tree(), workers(prefill)
     scheduler = prefill.node().parent()
-    killed = [scheduler] if victim == "scheduler" else [one for one in engine if one.parent() == scheduler]
-    assert len(killed) == 1, f"vLLM has its scheduler in one process, and its worker in one below: {engine}"
-    asked, told = hand_over(fleet)
-    send(signal.SIGSTOP, engine)
-    try:
-        with under_way(asking(fleet, asked, told)) as results:
-            wait_loads(fleet)
-            killed_s = time.monotonic()
-            send(signal.SIGKILL, killed)
-            said = assert_ended_by_policy(fleet, asked, results, killed_s)
-    finally:
-        send(signal.SIGCONT, engine)
-    continued_s = time.monotonic()
-    left = psutil.wait_procs(known, timeout=GONE_S)[1]
-    assert not left, f"still there {GONE_S:g} s after {victim} of the server was killed: {left}"
-    say.append(
-        f"{victim} of prefill killed: loads ended after {said}, all of the server after {time.monotonic() - continued_s:.1f} s more"
-    )
-    fleet.restart("prefill")
-    for decode in DECODES:
-        fleet.wait_hand_over(decode)
+    below = [one for one in prefill.engine() if one.parent() == scheduler]
+    killed = [scheduler] if victim == "scheduler" else below
+    assert len(killed) == 1, killed
+    send(signal.SIGKILL, killed)
 
 
-@pytest.mark.parametrize("what", ["engine", "all"])
-def test_prefill_is_frozen_in_the_middle_of_a_transfer(fleet: Fleet, what: str, say: list[str]) -> None:
+STRIKES: dict[str, Callable[[Fleet], object]] = {
+    "the scheduler is killed": lambda fleet: strike_engine(fleet, "scheduler"),
+    "the worker is killed": lambda fleet: strike_engine(fleet, "worker"),
+    "the worker stays frozen": lambda _: None,
+    "all of prefill is frozen": lambda fleet: send(signal.SIGSTOP, fleet.servers["prefill"].tree()),
+    "prefill's node is killed": lambda fleet: send(signal.SIGKILL, [fleet.servers["prefill"].node()]),
+    "decode's nodes are killed": lambda fleet: send(
+        signal.SIGKILL, [fleet.servers[decode].node() for decode in DECODES]
+    ),
+}
+
+
+@pytest.mark.parametrize("strike", STRIKES)
+def test_something_strikes_in_the_middle_of_a_transfer(fleet: Fleet, strike: str, say: list[str]) -> None:
     prefill = fleet.servers["prefill"]
+    known = prefill.tree()
     asked, told = hand_over(fleet)
-    stopped = workers(prefill) if what == "engine" else prefill.tree()
-    send(signal.SIGSTOP, stopped)
     try:
-        begun_s = time.monotonic()
-        with under_way(asking(fleet, asked, told)) as results:
-            said = assert_ended_by_policy(fleet, asked, results, begun_s)
+        with frozen(prefill.engine()), under_way(asking(fleet, asked, told)) as results:
+            wait_loads(fleet)
+            struck_s = time.monotonic()
+            STRIKES[strike](fleet)
+            said = assert_ended_by_policy(fleet, asked, results, struck_s)
     finally:
-        send(signal.SIGCONT, stopped)
-    say.append(f"prefill ({what}) frozen: loads ended after {said}")
+        send(signal.SIGCONT, known)
+    say.append(f"{strike}: loads ended after {said}")
+    if strike in {"the scheduler is killed", "the worker is killed"}:
+        left = psutil.wait_procs(known, timeout=GONE_S)[1]
+        assert not left, f"still there {GONE_S:g} s later: {left}"
+        fleet.restart("prefill")
     for decode in DECODES:
         fleet.wait_hand_over(decode)
 
 
 def test_a_decode_server_is_killed(fleet: Fleet, say: list[str]) -> None:
     prefill, decode = fleet.servers["prefill"], fleet.servers["mooncake"]
-    asked = fresh(900)
+    asked, other = fresh(900), fresh(900)
     told = fleet.pair("mooncake").hand_over(asked)
-    other = fresh(900)
-    stopped = workers(prefill)
     with under_way([lambda: decode.ask(asked, transfer=told, timeout_s=60.0)]) as results:
-        send(signal.SIGSTOP, stopped)
-        try:
+        with frozen(prefill.engine()):
             wait_until(lambda: decode.loads() or results[0].done(), "decode waits for a transfer")
             end(decode.tree())
             killed_s = time.monotonic()
-        finally:
-            send(signal.SIGCONT, stopped)
         results[0].exception(60.0)
     wait_until(lambda: prefill.is_healthy() and not prefill.used(), "prefill has its blocks back", FAILS_S)
     say.append(f"decode killed: prefill had its blocks back after {time.monotonic() - killed_s:.1f} s")
-    assert_right(fleet, [other], [fleet.pair("nixl").ask(other)])
+    fleet.assert_right([other], [fleet.pair("nixl").ask(other)])
     fleet.restart("mooncake")
     fleet.wait_hand_over("mooncake")
-
-
-@pytest.mark.parametrize("beside", [("prefill",), DECODES], ids=["prefill", "decode"])
-def test_nodes_are_killed_in_the_middle_of_a_transfer(fleet: Fleet, beside: tuple[str, ...], say: list[str]) -> None:
-    asked, told = hand_over(fleet)
-    stopped = workers(fleet.servers["prefill"])
-    send(signal.SIGSTOP, stopped)
-    try:
-        with under_way(asking(fleet, asked, told)) as results:
-            wait_loads(fleet)
-            killed_s = time.monotonic()
-            send(signal.SIGKILL, [fleet.servers[name].node() for name in beside])
-            said = assert_ended_by_policy(fleet, asked, results, killed_s)
-    finally:
-        send(signal.SIGCONT, stopped)
-    for decode in DECODES:
-        fleet.wait_hand_over(decode)
-    said_again = f"{time.monotonic() - killed_s:.1f} s"
-    say.append(f"nodes beside {', '.join(beside)} killed: loads ended after {said}, hand-offs again after {said_again}")

@@ -1,8 +1,9 @@
-"""What docs/vllm.md tells a newcomer to type is typed: three commands and a question."""
+"""The connector class as vLLM sees it; and three commands and a question of docs/vllm.md, typed as a newcomer types them."""
 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -17,12 +18,18 @@ from tests.vllm import processes
 from tests.vllm.prompts import prompt
 from tests.vllm.servers import ROOT, START_S, Plan, Server, Setup, free_port, wait_until
 
-GUIDE = ROOT / "docs" / "vllm.md"
+
+def test_the_connector_class_is_what_vllm_wants(setup: Setup) -> None:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "ERROR", "CUDA_VISIBLE_DEVICES": ""}
+    command = [setup.python, "-m", "tests.vllm.hooks"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-4_000:]
 
 
 def commands(start: str) -> list[list[str]]:
     """Return the guide's commands that begin like this, as lists of words."""
-    lines = [line for block in blocks(GUIDE) for line in block.text.replace("\\\n", " ").splitlines()]
+    pages = blocks(ROOT / "docs" / "vllm.md")
+    lines = [line for block in pages for line in block.text.replace("\\\n", " ").splitlines()]
     return [shlex.split(line) for line in lines if line.startswith(start)]
 
 
@@ -45,7 +52,7 @@ def test_a_newcomer_gets_an_answer(setup: Setup, stack: ExitStack) -> None:
         stack.callback(server.end)
         ports[value(words, "--port")] = server.port
         servers.append(server)
-    assert len(servers) == 2
+    prefill, decode = servers
     for server in servers:
         server.wait_ready()
     port = free_port()
@@ -61,26 +68,21 @@ def test_a_newcomer_gets_an_answer(setup: Setup, stack: ExitStack) -> None:
     wait_until(lambda: _is_ready(url), "the router is ready", START_S)
     (question,) = commands("curl")
     body = json.loads(value(question, "-d")) | {
-        "model": servers[0].model,
+        "model": prefill.model,
         "prompt": prompt(300, "guide"),
         "temperature": 0,
         "return_token_ids": True,
         "ignore_eos": True,
     }
-    expected = servers[1].ask(body["prompt"], body["max_tokens"]).tokens
-    httpx.post(
-        f"http://127.0.0.1:{servers[1].port}/reset_prefix_cache", timeout=60.0, trust_env=False
-    ).raise_for_status()
+    expected = decode.ask(body["prompt"], body["max_tokens"]).tokens
     for _ in range(2):  # plain order, then paired
-        before = servers[1].rooms_completed()
+        decode.forget()
+        before = decode.rooms_completed()
         answer = httpx.post(f"{url}/v1/completions", json=body, timeout=START_S, trust_env=False)
         assert answer.status_code == 200, answer.text
         assert tuple(answer.json()["choices"][0]["token_ids"]) == expected
-        assert servers[1].rooms_completed() > before
-        httpx.post(
-            f"http://127.0.0.1:{servers[1].port}/reset_prefix_cache", timeout=60.0, trust_env=False
-        ).raise_for_status()
-    assert "role=prefill" in servers[0].log.read_text()
+        assert decode.rooms_completed() > before
+    assert "role=prefill" in prefill.log.read_text()
 
 
 def _with_ports(word: str, ports: dict[str, int]) -> str:

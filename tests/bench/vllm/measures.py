@@ -16,7 +16,7 @@ import psutil
 
 from kvbridge.engine.adapters.vllm.requests import PARAMS_KEY
 from tests.bench.vllm.hooks import summary
-from tests.bench.vllm.pairs import CONNECTORS, Measured, Pairs, forget
+from tests.bench.vllm.pairs import CONNECTORS, Measured, Pairs
 from tests.vllm.prompts import fresh
 from tests.vllm.servers import Server, together, wait_until
 
@@ -43,7 +43,7 @@ def first_token_s(server: Server, prompt: Sequence[int], transfer: dict[str, Any
     """Ask for a stream of one token and return how long that took."""
     answer = server.stream(prompt, 1, transfer=transfer)
     assert not answer.is_error, answer
-    return answer.first_s
+    return answer.first_token_s
 
 
 # ------------------------------------------------------------------ transfers
@@ -61,7 +61,7 @@ def transfers(pairs: Pairs, turns: int) -> list[dict[str, Any]]:
             for measured in pairs.by_name.values():
                 together([lambda server=server: scatter(server) for server in measured.servers])
             for measured in pairs.by_name.values():
-                forget(measured.pair.prefill)
+                measured.pair.prefill.forget()
                 for one in [prompt for few in prompts.values() for prompt in few]:
                     measured.pair.prefill.ask(one, 1)
         cases += [
@@ -78,7 +78,7 @@ def _transfer_case(pairs: Pairs, prompts: list[list[int]], order: str, turns: in
     for turn in range(turns):
         for name in _turns(turn):
             measured = pairs.by_name[name]
-            forget(measured.pair.decode)
+            measured.pair.decode.forget()
             told = [measured.pair.hand_over(one) for one in prompts]
             begun_s = time.monotonic()
             calls = [

@@ -11,10 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-import httpx
-
 from tests.bench.vllm.hooks import HookTimes
-from tests.vllm.servers import ANSWER_S, Pair, Plan, Server, Setup, kvbridge, nixl_plan
+from tests.vllm.servers import Pair, Plan, Server, Setup, kvbridge, nixl_plan
 
 CONNECTORS = ("kvbridge", "nixl")
 TIMED = Path(__file__).parent / "timed"
@@ -113,9 +111,3 @@ class Pairs:
         servers, self._servers = self._servers, []
         for server in servers:
             server.end()
-
-
-def forget(server: Server) -> None:
-    """Have a server forget its prefix cache (in its development mode)."""
-    url = f"http://127.0.0.1:{server.port}/reset_prefix_cache"
-    httpx.post(url, timeout=ANSWER_S, trust_env=False).raise_for_status()

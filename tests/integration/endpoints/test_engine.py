@@ -193,7 +193,7 @@ def test_who_cannot_attach(live: LiveCluster) -> None:
     ],
 )
 def test_a_call_before_attach(live: LiveCluster, side: str, call: Callable[[int], EngineToNode]) -> None:
-    link = EngineLink(getattr(live, side).runtime_dir, name=f"early-{secrets.token_hex(4)}", timeout_s=20)
+    link = EngineLink(getattr(live, side).runtime_dir, timeout_s=20)
     try:
         assert "attach first" in raises_code("conflict", lambda: link.call(call(link.number()), Accepted))
     finally:

@@ -12,7 +12,6 @@ from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.attachment import Attachment
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
-from kvbridge.engine.stream_order import LOOK_AGAIN_S
 
 POINT = StreamPoint(ring="ring", handle=bytes(64), device_uuid="0" * 32)
 
@@ -23,11 +22,8 @@ class Link:
     def __init__(self) -> None:
         self.said: list[object] = []
         self.coming: deque[RoomEvent] = deque()
-        self.waits: list[float] = []
         self.lost = ""
         self.closed = False
-        self.tells_who_waits = False
-        """Whether a wait ends with an event, unless it is a short one."""
 
     def number(self) -> int:
         return len(self.said) + 1
@@ -36,15 +32,11 @@ class Link:
         assert not self.closed
         self.said.append(message)
         if answer is Pages:
-            return Pages(
-                call=message.call, room=message.room, generation=3, prompt_tokens=message.prompt_tokens, tables=()
-            )
+            tokens = getattr(message, "prompt_tokens", 1200)  # a claim names none
+            return Pages(call=message.call, room=message.room, generation=3, prompt_tokens=tokens, tables=())
         return answer(call=message.call) if answer is Accepted else None
 
     def events(self, timeout_s: float) -> list[RoomEvent]:
-        self.waits.append(timeout_s)
-        if self.tells_who_waits and timeout_s > LOOK_AGAIN_S:
-            return [event(9)]
         found = list(self.coming)
         self.coming.clear()
         return found

@@ -59,7 +59,7 @@ class Node:
 @pytest.fixture
 def link() -> Iterator[EngineLink]:
     with tempfile.TemporaryDirectory(prefix="kvb-", dir="/tmp") as folder:
-        made = EngineLink(Path(folder), name="engine", timeout_s=20)
+        made = EngineLink(folder, timeout_s=20)
         made._client.close()
         made._client = Node()
         yield made

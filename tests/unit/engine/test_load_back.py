@@ -51,23 +51,12 @@ RESTORE = Checkpoint(tokens=768, table=wire(table(IndexSpace.SWA, 7, first=2))[0
 class LoadingLink(Link):
     """A node that has two pages of the prompt, from the second on, in host memory, with a checkpoint."""
 
-    load = LOAD
-
     def call(self, message, answer):
+        found = super().call(message, answer)
         if answer is not Pages:
-            return super().call(message, answer)
-        self.said.append(message)
-        return Pages(
-            call=message.call,
-            room=message.room,
-            generation=3,
-            prompt_tokens=1200,
-            computed_tokens=768,
-            host_tokens=512,
-            tables=wire(FULL, SWA),
-            restore=RESTORE,
-            load=self.load,
-        )
+            return found
+        held = {"computed_tokens": 768, "host_tokens": 512, "tables": wire(FULL, SWA), "restore": RESTORE, "load": LOAD}
+        return found.model_copy(update=held)
 
 
 class LoadingGpu(Gpu):

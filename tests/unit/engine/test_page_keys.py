@@ -10,35 +10,24 @@ from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank
 from kvbridge.core.prefixes import ModelIdentity, Retention
-from kvbridge.core.wire.engine_messages import Accepted, Attached, Pages
+from kvbridge.core.wire.engine_messages import Attached, Pages
 from kvbridge.engine import DecodeEngine, PrefillEngine
 from kvbridge.engine.attachment import Attachment
 from kvbridge.engine.stream_order import StreamOrder
 from kvbridge.tier.keys import PrefixIdentity, page_keys
+from tests.unit.engine.test_engine_order import Link
 
 GEOMETRY = preset("tiny-gqa")
 PAGE = GEOMETRY.tokens_per_page
 TOKENS = list(range(2 * PAGE + 1))
 
 
-class Link:
-    """A node that accepts everything."""
-
-    lost = ""
-
-    def __init__(self) -> None:
-        self.said = []
-
-    def number(self) -> int:
-        return 1
+class KeyedLink(Link):
+    """A node that holds a page of every prompt."""
 
     def call(self, message, answer):
-        self.said.append(message)
-        if answer is Accepted:
-            return Accepted(call=1)
-        return Pages(
-            call=1, room=1, generation=1, prompt_tokens=len(TOKENS), prefix_tokens=PAGE, computed_tokens=2, tables=()
-        )
+        found = super().call(message, answer)
+        return found.model_copy(update={"prefix_tokens": PAGE, "computed_tokens": 2}) if answer is Pages else found
 
 
 def engine(kind, model: ModelIdentity | None):
@@ -53,7 +42,7 @@ def engine(kind, model: ModelIdentity | None):
         pp_size=1,
         tp_size=1,
     )
-    link = Link()
+    link = KeyedLink()
     return kind(Attachment(link, answer, None, {}, StreamOrder({}))), link
 
 

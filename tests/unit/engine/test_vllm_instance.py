@@ -10,50 +10,23 @@ import pytest
 from kvbridge.core.errors import ConfigError, UnsupportedError
 from kvbridge.core.ids import Role
 from kvbridge.engine.adapters.vllm.instance import read_instance
+from tests.helpers.hooked_vllm import vllm_config
 
 
-def read(
-    kv_role: str = "kv_producer",
-    extra: dict[str, Any] | None = None,
-    groups: int = 1,
-    speculative: Any = None,
-    **parallel: int,
-) -> Any:
-    config = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(
-            engine_id="e", kv_role=kv_role, kv_connector_extra_config={} if extra is None else extra
-        ),
-        parallel_config=SimpleNamespace(
-            **{
-                "tensor_parallel_size": 2,
-                "pipeline_parallel_size": 3,
-                "decode_context_parallel_size": 1,
-                "prefill_context_parallel_size": 1,
-            }
-            | parallel
-        ),
-        model_config=SimpleNamespace(
-            model="/models/tiny",
-            revision=None,
-            quantization=None,
-            dtype="torch.bfloat16",
-            use_mla=False,
-            get_total_num_kv_heads=lambda: 4,
-        ),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        speculative_config=speculative,
-    )
+def read(kv_role: str = "kv_producer", extra: dict[str, Any] | None = None, groups: int = 1, **more: Any) -> Any:
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=128))
+    config = vllm_config(kv_role, extra, **more)
     return read_instance(config, SimpleNamespace(kv_cache_groups=[group] * groups), version="0.32.0")
 
 
 def test_an_instance_is_what_its_configuration_says() -> None:
-    found = read("kv_both", {"allowed_prefill": ["tcp://10.0.0.1:7801"], "transports": {"order": ["nixl"]}})
+    extra = {"allowed_prefill": ["tcp://10.0.0.1:7801"], "transports": {"order": ["nixl"]}}
+    found = read("kv_both", extra, tensor_parallel_size=2, pipeline_parallel_size=3)
     assert (found.engine_id, found.roles, found.ranks, found.block_tokens) == ("e", (Role.PREFILL, Role.DECODE), 6, 128)
     assert found.allowed_prefill == {"tcp://10.0.0.1:7801"}
     assert found.extra == {"transports": {"order": ["nixl"]}}
     assert all(found.facts.values()), "a fact is never empty"
-    assert (found.facts["dtype"], found.facts["revision"]) == ("bfloat16", "none")
+    assert (found.facts["dtype"], found.facts["revision"]) == ("float32", "none")
     assert [read(role).roles for role in ("kv_producer", "kv_consumer")] == [(Role.PREFILL,), (Role.DECODE,)]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import structlog
 
@@ -26,18 +26,15 @@ REFUSED, FAILED = "hook_refused", "hook_failed"
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
-def _nothing_begun(_request: str, _reason: str) -> None:
-    """Do nothing: this process begins nothing."""
-
-
 class Guard:
     """One for each process of a connector. For its thread only."""
 
     def __init__(self, count: Callable[[str], None], *, clock: Clock = monotonic) -> None:
         """`count` takes the code of each error."""
         self._count = count
-        self.lose: Callable[[str, str], None] = _nothing_begun
-        """Called with a request of vLLM and a reason: a hook has failed in the middle of it, and what was begun is to end."""
+        self.lose: Callable[[str, str], None] = lambda _request, _reason: None
+        """Called with a request of vLLM and a reason: a hook has failed in the middle of it, and what was begun is to end. A
+        worker's process begins nothing."""
         # Each error is counted by its code.
         self._seldom = Seldom(lambda _: None, lines=LINES, every_s=EVERY_S, clock=clock)
 
@@ -74,25 +71,19 @@ class Guard:
         self._seldom.tell()
 
 
-class Guarded(Protocol):
-    """A class with hooks."""
-
-    guard: Guard
-
-
 def nothing() -> None:
     """Answer for a hook that has no answer, or nothing to say."""
 
 
 def hook(otherwise: Callable[[], Any], *, of_request: bool = False) -> Callable[[MethodT], MethodT]:
-    """Return a decorator for a hook of a `Guarded` class, which answers `otherwise()` when it fails.
+    """Return a decorator for a hook of a class with a `guard`; the hook answers `otherwise()` when it fails.
 
     `of_request`: its first argument is a request of vLLM, which is lost then.
     """
 
     def guarded(method: MethodT) -> MethodT:
         @functools.wraps(method)
-        def call(self: Guarded, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             what, name, lost = method.__name__, "", None
             if of_request:
                 what, name = "computed_here", (args[0] if args else kwargs["request"]).request_id

@@ -19,7 +19,7 @@ import structlog
 
 from kvbridge.api.endpoint_file import DaemonEndpoint, read_endpoint
 from kvbridge.core.children import child_environment, how_it_ended, module_command
-from kvbridge.core.errors import ConfigError, ConflictError, DeadlineError, NotReadyError, PeerError
+from kvbridge.core.errors import ConfigError, ConflictError, NotReadyError, PeerError
 from kvbridge.core.ids import Role
 from kvbridge.engine.adapters.vllm.node_config import (
     NodePlan,
@@ -48,17 +48,28 @@ def open_node(plan: NodePlan, *, timeout_s: float = START_S) -> Node:
     """Start the node of a plan, or find the one that its operator runs, and wait until it listens.
 
     Raises ConfigError and UnsupportedError for what it is told to be, ConflictError when another engine of this id has one,
-    PeerError when it ends instead, DeadlineError; NotReadyError when an operator's does not listen.
+    PeerError when it ends instead, NotReadyError, with the reason, when it does not listen in time.
     """
     deadline_s = time.monotonic() + timeout_s
     operated = operated_directory(plan.role, plan.extra)
     node = OperatedNode(plan.role, operated) if operated is not None else _new_process(plan, deadline_s)
     try:
-        node.wait_listening(deadline_s - time.monotonic())
+        while not _listens(node, is_last=time.monotonic() >= deadline_s):
+            time.sleep(LOOK_S)
     except BaseException:
         node.close()
         raise
     return node
+
+
+def _listens(node: Node, *, is_last: bool) -> bool:
+    try:
+        node.endpoint()
+    except NotReadyError:
+        if is_last:
+            raise
+        return False
+    return True
 
 
 def _new_process(plan: NodePlan, deadline_s: float) -> NodeProcess:
@@ -96,19 +107,6 @@ class OperatedNode:
             )
         return found
 
-    def wait_listening(self, timeout_s: float) -> None:
-        """Wait until it listens. Raises NotReadyError, with the reason, when it does not, and ConfigError."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            try:
-                self.endpoint()
-            except NotReadyError:
-                if time.monotonic() >= deadline_s:
-                    raise
-                time.sleep(LOOK_S)
-            else:
-                return
-
     def close(self) -> None:
         """Leave it: its operator ends it."""
 
@@ -140,32 +138,20 @@ class NodeProcess:
     def endpoint(self) -> DaemonEndpoint:
         """Return where it is: its name, and for prefill the control address and key that decode is told. Waits for nothing.
 
-        Raises NotReadyError, with the reason, while it cannot be reached.
+        Raises NotReadyError, with the reason, while it cannot be reached, and PeerError when the first child has ended instead of
+        listening.
         """
         found, process = read_endpoint(self.runtime_dir), self._process
         if found is not None and process is not None and found.pid == process.pid and process.returncode is None:
+            self._has_listened = True
             return found
+        if self.ends and not self._has_listened:
+            raise PeerError(
+                f"the {self._role} node of this vLLM could not start: {self.ends[0]}; its log, above, says why. Try it "
+                f"by itself: kvbridge {self._role} --config {self._config_file}"
+            )
         reason = f"has ended ({self.ends[-1]}) and is being started again" if self.ends else "is being started"
         raise NotReadyError(f"the {self._role} node of this vLLM {reason}; its log is among the lines of this process")
-
-    def wait_listening(self, timeout_s: float) -> None:
-        """Wait until the first child listens. Raises PeerError when it ends instead, DeadlineError."""
-        deadline_s = time.monotonic() + timeout_s
-        while True:
-            if self.ends:
-                raise PeerError(
-                    f"the {self._role} node of this vLLM could not start: {self.ends[0]}; its log, above, says why. Try it "
-                    f"by itself: kvbridge {self._role} --config {self._config_file}"
-                )
-            with contextlib.suppress(NotReadyError):
-                self.endpoint()
-                self._has_listened = True
-                return
-            if time.monotonic() >= deadline_s:
-                raise DeadlineError(
-                    f"the {self._role} node of this vLLM does not listen after {timeout_s:g} s; its log is above"
-                )
-            time.sleep(LOOK_S)
 
     # ------------------------------------------------------------------ the thread
 

@@ -154,19 +154,11 @@ class ServedRole:
         """Incarnations that a rank worker has ended of, and that are not known to have ended themselves."""
         self._next_look_s = 0.0
 
-    def start(self, step: StepMetadata) -> None:
-        """Take what the scheduler's process has begun."""
-        if self._attachment is not None:
-            self.reports.start(step)
-
     def look_at_step(self, now_s: float) -> None:
-        """As `look`, but seldom while nothing is under way."""
-        if now_s >= self._next_look_s or not self.reports.idle:
-            self._next_look_s = now_s + IDLE_LOOK_S
-            self.look()
-
-    def look(self) -> None:
-        """Take what the node has said, and for which nodes nothing moves any more."""
+        """Take what the node has said, and for which nodes nothing moves any more: seldom while nothing is under way."""
+        if now_s < self._next_look_s and self.reports.idle:
+            return
+        self._next_look_s = now_s + IDLE_LOOK_S
         if self._attachment is not None:
             self.reports.heard(self._attachment.events())
         if self._worker is None:
@@ -256,24 +248,22 @@ class Worker:
             served.restore()
 
     def start(self, said: Mapping[Role, StepMetadata]) -> None:
-        """Take what the scheduler's process has begun."""
+        """Take what the scheduler's process has begun. Worker 0 reports for all."""
         for served in self.roles:
-            if served.role in said:
+            if served.role in said and self.number == 0:
                 with self._guard.over("start"):
-                    served.start(said[served.role])
+                    served.reports.start(said[served.role])
 
     def results(self) -> Results:
         """Return what is over."""
-        sent: frozenset[str] = frozenset()
-        received: frozenset[str] = frozenset()
-        now_s = time.monotonic()
+        found, now_s = Results(), time.monotonic()
         for served in self.roles:
             with self._guard.over("look"):
                 served.look_at_step(now_s)
             over = served.reports.results()
-            sent, received = sent | over.sent, received | over.received
+            found = Results(found.sent | over.sent, found.received | over.received)
         self._guard.look()
-        return Results(sent, received)
+        return found
 
     def unfilled_blocks(self) -> set[int]:
         """Return the blocks of the loads that failed (`get_block_ids_with_load_errors`)."""
