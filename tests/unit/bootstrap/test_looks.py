@@ -13,8 +13,6 @@ from kvbridge.bootstrap.nodes import Instance
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.prefixes import HOLDERS, holders
 from kvbridge.core.errors import FingerprintMismatchError, NotReadyError
-from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import ModelIdentity
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, FakeDaemons, node
@@ -23,7 +21,6 @@ pytestmark = pytest.mark.asyncio
 
 MANY = 4 * DRAWN[0]
 REQUEST = PairRequest(prompt_tokens=1000)
-GQA = fingerprint(preset("tiny-gqa"))
 
 
 def fleet(count: int, role: Role = Role.DECODE, **changes) -> list[NodeRegistration]:
@@ -96,13 +93,6 @@ async def test_what_a_pairing_looks_at_does_not_grow_with_the_fleet(world):
     for _ in range(10):
         await pairing.pair(REQUEST)
     assert (looks.records, looks.whole) == (10 * 2 * DRAWN[0], 0)
-
-
-async def test_a_registration_looks_at_its_own_instance_only(world):
-    directory = await world.directory(*fleet(MANY))
-    looks = Looks(world.store)
-    await directory.register(node("another", Role.DECODE))
-    assert (looks.records, looks.whole) == (0, 0)
 
 
 async def test_a_large_request_finds_the_one_instance_that_has_place_for_it(world):

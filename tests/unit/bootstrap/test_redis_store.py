@@ -64,14 +64,6 @@ async def test_two_nodes_that_want_one_rank_at_once_do_not_both_get_it(redis_fle
         assert sorted(type(each).__name__ for each in found) == ["ConflictError", "Registered"]
 
 
-async def test_a_fleet_that_registers_all_at_once_over_two_replicas_is_all_there(redis_fleet):
-    directories = [Directory(redis_fleet.store, FakeDaemons()), Directory(redis_fleet.replica(), FakeDaemons())]
-    nodes = [half("p", Role.PREFILL, number, tp_size=8, ranks=(Rank(pp=0, tp=number),)) for number in range(8)]
-    await asyncio.gather(*(directories[number % 2].register(each) for number, each in enumerate(nodes)))
-    (view,) = await directories[0].listing()
-    assert (view.ready, len(view.nodes)) == (True, 8)
-
-
 async def test_namespaces_do_not_see_each_other(redis_fleet):
     await redis_fleet.directory(*FLEET)
     stranger = RedisFleet(redis_fleet.server, f"{redis_fleet.namespace}-other")

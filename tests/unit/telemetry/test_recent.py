@@ -8,7 +8,6 @@ from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.events import (
     EngineLost,
-    OrderBegan,
     OrderEnded,
     PeerLost,
     RankReceived,
@@ -51,21 +50,6 @@ class Node:
 
     def shown(self, limit: int = 10) -> list[tuple[int, RoomState]]:
         return [(room, timeline.entered.state) for (room, _), timeline in self.timelines.shown(limit)]
-
-
-def test_facts_of_a_room_are_kept_in_order_and_others_are_not():
-    node = Node()
-    node.enter(5, S.ADMITTED, S.OFFERED, peer="p")
-    node.stream.emit(PeerLost(peer="p", reason="gone"))
-    node.stream.emit(OrderBegan(room=5, generation=1, peer="p", rank=Rank(pp=0, tp=0), order=1, transport="local"))
-    node.enter(6, S.ADMITTED)
-    found = node.timelines.of(5)
-    assert found is not None
-    generation, timeline = found
-    assert generation == 1
-    assert [type(fact).__name__ for _, fact in timeline.facts] == ["RoomEntered", "RoomEntered", "OrderBegan"]
-    assert timeline.facts[1][0] - timeline.admitted_s == 1.0
-    assert timeline.peer == "p"
 
 
 def test_a_room_keeps_the_peer_that_it_had():
