@@ -9,7 +9,6 @@ from kvbridge.api.status import FenceStatus, PrefillNodeStatus
 from kvbridge.config.schema import DecodeConfig
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.addresses import PeerAddress
-from kvbridge.core.geometry.tables import GROWING_SPACES
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.messages import (
     Digests,
@@ -39,7 +38,6 @@ from kvbridge.telemetry.events import MessageUndelivered
 def decode_daemon(config: DecodeConfig) -> NodeDaemon:
     """Put a decode daemon together; nothing is open yet. Raises ConfigError, InvalidInputError."""
     parts = NodeParts.build(config, Role.DECODE)
-    page_bytes = parts.layout.page_bytes(parts.geometry)
     links = PrefillLinks(config, parts.events)
     nodes = PrefillNodes(
         describe=parts.description,
@@ -65,7 +63,6 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             limits=config.timeouts,
             shares_prefixes=config.tier.enabled,
             keeps_answers=config.tier.generated,
-            growing_page_bytes=sum(page_bytes.get(space, 0) for space in GROWING_SPACES),
             adopted=parts.adopted,
             host=parts.layout.host_kinds,
             digest=config.integrity.digest,

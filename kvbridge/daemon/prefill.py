@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 from kvbridge.api.status import DecodeNodeStatus
 from kvbridge.config.schema import PrefillConfig
 from kvbridge.control.peers import PeerIdentity
@@ -23,7 +27,6 @@ from kvbridge.core.wire.messages import (
 )
 from kvbridge.core.wire.worker_messages import Digested, PathsChanged, PeerConnected, Rerouted, RoomClosed, Sent
 from kvbridge.daemon.decode_links import DecodeLinks
-from kvbridge.daemon.inspector import Inspector
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.node.admission.controller import AdmissionController
@@ -105,6 +108,29 @@ def _introduction(parts: NodeParts) -> Self:
         features=PEER_FEATURES,
     )
     return Self(welcome, parts.geometry)
+
+
+class Inspector:
+    """A thread on which a node checks what its peers say of themselves, one after another; it starts with the first check.
+
+    Called from the event loop's thread only.
+    """
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inspector")
+
+    def run(self, work: Callable[[], None], ended: Callable[[BaseException | None], None]) -> None:
+        """Call `work` on the thread and then `ended` on the loop, with what it has raised."""
+
+        def done(future: asyncio.Future[None]) -> None:
+            if not future.cancelled():  # as at the end of this node
+                ended(future.exception())
+
+        asyncio.get_running_loop().run_in_executor(self._executor, work).add_done_callback(done)
+
+    async def close(self) -> None:
+        """Wait for the check at hand and forget the others."""
+        await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
 
 
 class DecodePeers:

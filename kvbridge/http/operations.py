@@ -115,9 +115,7 @@ def assemble_app(  # noqa: PLR0913 - each is what applications differ in
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
     app.add_middleware(BearerToken, grants=settings.grants_now or (lambda: settings.grants), open_paths=open_paths)
     app.add_middleware(UnhandledErrors)
-    app.add_middleware(
-        Observed, answered=status.metrics.answered, traceparent_ignored=status.metrics.traceparent_ignored
-    )
+    app.add_middleware(Observed, answered=status.metrics.answered)
     return app
 
 

@@ -149,7 +149,6 @@ class FakeStatus:
         self._page = page
         self.served: list[tuple[object, ...]] = []
         self.answers: list[tuple[str, str, int]] = []
-        self.traceparents_ignored = 0
 
     def readiness(self) -> Readiness:
         return self.ready
@@ -171,9 +170,6 @@ class FakeStatus:
     def answered(self, route: str, method: str, code: int, seconds: float) -> None:
         assert seconds >= 0
         self.answers.append((route, method, code))
-
-    def traceparent_ignored(self) -> None:
-        self.traceparents_ignored += 1
 
 
 def settings(tokens: Sequence[str] = (), **changes: Any) -> AppSettings:
