@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextvars import Context
 
-from kvbridge.api.status import FenceStatus, PrefillNodeStatus
 from kvbridge.config.schema import DecodeConfig
-from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.messages import (
@@ -97,6 +95,9 @@ class PrefillPeers:
         self._nodes = nodes
         self._rooms = rooms
         self._fence = fence
+        # A decode node listens to nobody: it begins to connect.
+        self.open, self.close = links.start, links.stop
+        self.tick, self.fence, self.status = fence.tick, fence.status, nodes.peers
         links.serve(self, nodes)
 
     # ------------------------------------------------------------------ for the daemon
@@ -106,32 +107,12 @@ class PrefillPeers:
         """The epoch of the endpoints that rank workers give out."""
         return self._fence.epoch
 
-    def open(self, identity: PeerIdentity) -> None:
-        """Begin to connect to the prefill nodes of rooms; a decode node listens to nobody."""
-        self._links.start(identity)
-
-    async def close(self, timeout_s: float) -> None:
-        """Close the ways to peers."""
-        await self._links.stop(timeout_s)
-
     def watch(self) -> None:
         """Send heartbeats; look for prefill nodes that are lost, or whose key is not accepted any more."""
         self._links.look()
         for address, reason in self._links.barred():
             self._nodes.lost(address, reason)
         self._links.heartbeats()
-
-    def tick(self) -> None:
-        """Look at deadlines."""
-        self._fence.tick()
-
-    def status(self) -> tuple[PrefillNodeStatus, ...]:
-        """List the nodes of the other role."""
-        return self._nodes.peers()
-
-    def fence(self) -> FenceStatus:
-        """Show the fence."""
-        return self._fence.status()
 
     def worker_ready(self, rank: Rank) -> None:
         """Tell peers and the fence of the endpoints of a rank worker that is ready."""

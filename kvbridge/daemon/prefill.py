@@ -6,10 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from kvbridge.api.status import DecodeNodeStatus
 from kvbridge.config.schema import PrefillConfig
-from kvbridge.control.peers import PeerIdentity
-from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, ConfigError, NotReadyError
 from kvbridge.core.geometry.checkpoints import why_no_prefixes
 from kvbridge.core.ids import Rank, Role
@@ -154,13 +151,11 @@ class DecodePeers:
         self._rooms = rooms
         self._inspections = inspections
         self._inspector = inspector
+        self.open, self.watch = links.open, links.watch
+        self.tick, self.status, self.worker_ready = rooms.peers.tick, nodes.peers, nodes.worker_ready
         links.serve(self.received, nodes)
 
     # ------------------------------------------------------------------ for the daemon
-
-    def open(self, identity: PeerIdentity) -> PeerAddress:
-        """Listen for decode nodes."""
-        return self._links.open(identity)
 
     async def close(self, timeout_s: float) -> None:
         """Close the ways to peers."""
@@ -170,24 +165,8 @@ class DecodePeers:
             self._inspections.close()  # so that the thread is through after the rank that it looks at
             await self._inspector.close()
 
-    def watch(self) -> None:
-        """Send heartbeats and look for silent peers."""
-        self._links.watch()
-
-    def tick(self) -> None:
-        """Look at deadlines."""
-        self._rooms.peers.tick()
-
-    def status(self) -> tuple[DecodeNodeStatus, ...]:
-        """List the nodes of the other role."""
-        return self._nodes.peers()
-
     def fence(self) -> None:
         """Show no fence: nobody writes to a prefill node."""
-
-    def worker_ready(self, rank: Rank) -> None:
-        """Connect a rank worker that is ready to every decode node."""
-        self._nodes.worker_ready(rank)
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
         """Fail what a rank worker that is gone had under way."""
