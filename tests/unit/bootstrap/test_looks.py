@@ -15,7 +15,7 @@ from kvbridge.bootstrap.prefixes import HOLDERS, holders
 from kvbridge.core.errors import FingerprintMismatchError, NotReadyError
 from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import ModelIdentity
-from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, FakeDaemons, node
+from tests.unit.bootstrap.fleet import LIMITS, FakeDaemons, node
 
 pytestmark = pytest.mark.asyncio
 
@@ -62,19 +62,6 @@ async def test_as_many_are_drawn_of_each_role_as_were_asked_for_and_everybody_no
         found += drawn
     assert len(found) == 23
     assert names(await directory.draw(0)) == {}
-
-
-async def test_who_left_or_died_is_not_drawn_and_who_came_back_is(world):
-    first, second, third = fleet(3)
-    directory = await world.directory(first, second, third)
-    await directory.deregister("decode-0", "node-0", first.incarnation)
-    world.advance(EXPIRE_AFTER_S - 10)
-    await directory.heartbeat("decode-1", "node-0", beat(second))
-    assert names(await directory.draw(3)) == {"decode-1": 1, "decode-2": 1}
-    world.advance(20)
-    assert names(await directory.draw(3)) == {"decode-1": 1}
-    await directory.register(third)
-    assert names(await directory.draw(3)) == {"decode-1": 1, "decode-2": 1}
 
 
 async def test_whoever_registered_with_another_replica_is_drawn_after_the_next_look_at_all(world):

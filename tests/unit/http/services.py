@@ -175,7 +175,7 @@ class FakeStatus:
 def settings(tokens: Sequence[str] = (), **changes: Any) -> AppSettings:
     """`tokens`: lines of a token file."""
     grants = tuple(TokenGrant.parse(token, key="http.token_file") for token in tokens)
-    return AppSettings(**{"max_body_bytes": 4096, "max_wait_s": 5.0, "grants": grants, **changes})
+    return AppSettings(**{"max_body_bytes": 4096, "max_wait_s": 5.0, "grants": lambda: grants, **changes})
 
 
 def daemon_app(

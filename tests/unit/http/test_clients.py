@@ -178,12 +178,6 @@ async def test_a_blocking_call_tells_silence_from_a_connection_closed_in_our_fac
         await blocking(slam)
 
 
-async def test_an_answer_of_another_form_is_a_protocol_error():
-    async with answering(lambda request: httpx.Response(200, json={"room": "x"})) as client:
-        with pytest.raises(ProtocolError, match="RoomReport"):
-            await client.report("http://d", 1)
-
-
 @pytest.mark.outside
 async def test_over_real_sockets_only_a_refused_connection_proves_that_nobody_is_there():
     async with DaemonClient(timeout_s=5.0) as client:

@@ -224,16 +224,6 @@ async def test_a_request_for_which_too_many_wait_is_refused_unread(loop):
 
 
 @pytest.mark.asyncio
-async def test_a_caller_in_front_of_its_turn_is_not_read_without_end(loop):
-    protocol, transport = await connection(loop)
-    protocol.data_received(POST)
-    assert transport.reads
-    protocol.data_received(b"x" * 70_000)
-    assert not transport.reads
-    protocol.connection_lost(None)
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("arrived", [POST, POST[:-1]], ids=["whole", "not whole"])
 async def test_the_wait_for_a_turn_is_not_the_callers(loop, arrived):
     """Its time for the request runs out while the request waits: whether it was all there is seen when it is read."""
