@@ -31,7 +31,7 @@ from kvbridge.config.loading import read_secret, read_token
 from kvbridge.config.schema import BootstrapConfig
 from kvbridge.core.errors import BridgeError, ConfigError, UnavailableError
 from kvbridge.daemon.front import open_http
-from kvbridge.daemon.lifecycle import ToldReadiness
+from kvbridge.daemon.lifecycle import ToldReadiness, first_ended
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.daemon.traces import Traces
 from kvbridge.http.bootstrap_app import create_bootstrap_app
@@ -145,13 +145,7 @@ class BootstrapDaemon:
     async def failed(self) -> None:
         """Raise what ended the endpoint or one of the tasks."""
         if self._http is not None:
-            endpoint = asyncio.ensure_future(self._http.wait_ended())
-            try:
-                ended, _ = await asyncio.wait({endpoint, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
-                for task in ended:
-                    task.result()
-            finally:
-                endpoint.cancel()
+            await first_ended(self._http.wait_ended(), self._tasks)
 
     async def drain(self) -> None:
         """Bootstrap holds nothing that would have to end first."""
@@ -239,7 +233,7 @@ def _state_of(instance: InstanceView) -> str:
     return "ready" if instance.ready else "not_ready"
 
 
-def open_store(config: BootstrapConfig, observer: Metrics, files: SecretFiles) -> Store:
+def open_store(config: BootstrapConfig, metrics: Metrics, files: SecretFiles) -> Store:
     """Return the store that the configuration names. Raises ConfigError when it cannot be used here."""
     directory, timeouts = config.directory, config.timeouts
     rooms = RoomTimes(
@@ -265,5 +259,5 @@ def open_store(config: BootstrapConfig, observer: Metrics, files: SecretFiles) -
         timeout_s=timeouts.store_s,
         expire_after_s=directory.expire_after_s,
         rooms=rooms,
-        observer=observer,
+        metrics=metrics,
     )

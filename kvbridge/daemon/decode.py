@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 from contextvars import Context
 
-from kvbridge.api.status import FenceStatus, PrefillNodeStatus
 from kvbridge.config.schema import DecodeConfig
-from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.addresses import PeerAddress
-from kvbridge.core.geometry.tables import GROWING_SPACES
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.messages import (
     Digests,
@@ -39,7 +36,6 @@ from kvbridge.telemetry.events import MessageUndelivered
 def decode_daemon(config: DecodeConfig) -> NodeDaemon:
     """Put a decode daemon together; nothing is open yet. Raises ConfigError, InvalidInputError."""
     parts = NodeParts.build(config, Role.DECODE)
-    page_bytes = parts.layout.page_bytes(parts.geometry)
     links = PrefillLinks(config, parts.events)
     nodes = PrefillNodes(
         describe=parts.description,
@@ -65,7 +61,6 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             limits=config.timeouts,
             shares_prefixes=config.tier.enabled,
             keeps_answers=config.tier.generated,
-            growing_page_bytes=sum(page_bytes.get(space, 0) for space in GROWING_SPACES),
             adopted=parts.adopted,
             host=parts.layout.host_kinds,
             digest=config.integrity.digest,
@@ -100,6 +95,9 @@ class PrefillPeers:
         self._nodes = nodes
         self._rooms = rooms
         self._fence = fence
+        # A decode node listens to nobody: it begins to connect.
+        self.open, self.close = links.start, links.stop
+        self.tick, self.fence, self.status = fence.tick, fence.status, nodes.peers
         links.serve(self, nodes)
 
     # ------------------------------------------------------------------ for the daemon
@@ -109,32 +107,12 @@ class PrefillPeers:
         """The epoch of the endpoints that rank workers give out."""
         return self._fence.epoch
 
-    def open(self, identity: PeerIdentity) -> None:
-        """Begin to connect to the prefill nodes of rooms; a decode node listens to nobody."""
-        self._links.start(identity)
-
-    async def close(self, timeout_s: float) -> None:
-        """Close the ways to peers."""
-        await self._links.stop(timeout_s)
-
     def watch(self) -> None:
         """Send heartbeats; look for prefill nodes that are lost, or whose key is not accepted any more."""
         self._links.look()
         for address, reason in self._links.barred():
             self._nodes.lost(address, reason)
         self._links.heartbeats()
-
-    def tick(self) -> None:
-        """Look at deadlines."""
-        self._fence.tick()
-
-    def status(self) -> tuple[PrefillNodeStatus, ...]:
-        """List the nodes of the other role."""
-        return self._nodes.peers()
-
-    def fence(self) -> FenceStatus:
-        """Show the fence."""
-        return self._fence.status()
 
     def worker_ready(self, rank: Rank) -> None:
         """Tell peers and the fence of the endpoints of a rank worker that is ready."""

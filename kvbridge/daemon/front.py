@@ -29,8 +29,7 @@ async def open_http(
         lambda: read_grants(http, key="http.token_file"),
     )
     settings = AppSettings(
-        grants=tokens.current,
-        grants_now=lambda: tokens.current,
+        grants=lambda: tokens.current,
         open_metrics=http.open_metrics,
         max_body_bytes=http.max_body_bytes,
         max_wait_s=http.max_wait_s,

@@ -6,7 +6,8 @@ import asyncio
 import gc
 import signal
 import time
-from typing import Protocol
+from collections.abc import Coroutine, Iterable
+from typing import Any, Protocol
 
 import structlog
 
@@ -44,6 +45,17 @@ class ToldReadiness:
             log.info("daemon_ready")
         elif told and not self._ready:
             log.warning("daemon_not_ready", reasons=readiness.reasons)
+
+
+async def first_ended(endpoint: Coroutine[Any, Any, None], tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Return, or raise, as the first of an endpoint and a daemon's tasks that ends."""
+    serving = asyncio.ensure_future(endpoint)
+    try:
+        ended, _ = await asyncio.wait({serving, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+    finally:
+        serving.cancel()
 
 
 async def run_daemon(daemon: Daemon) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
@@ -20,13 +20,12 @@ from kvbridge.api.endpoint_file import DaemonEndpoint, remove_endpoint, write_en
 from kvbridge.config.loading import read_token
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.runtime_directory import group_number, prepare_runtime_directory
-from kvbridge.core.addresses import PeerAddress
 from kvbridge.daemon.announce import Announcer
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.kept_pools import RestoredTwins
 from kvbridge.daemon.lifecycle import ToldReadiness
 from kvbridge.daemon.memory import file_prefix, memory_directory, require_memory_directory
-from kvbridge.daemon.node_status import NodeOverview, ShownPeers
+from kvbridge.daemon.node_status import NodeOverview, Peers
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import curve_keys
 from kvbridge.daemon.room_timeline import timeline
@@ -52,22 +51,6 @@ TICK_S = 0.05
 CLOSING_PARTS = 10
 """`timeouts.shutdown_close_s` in equal parts: rooms that are aborted get one, HTTP two, the store below host memory one, rank
 workers four, peers one, spans one."""
-
-
-class Peers(ShownPeers, Protocol):
-    """The nodes of the other role."""
-
-    def open(self, identity: PeerIdentity) -> PeerAddress | None:
-        """Open the ways to peers; returns the address to tell others, of a role that listens."""
-
-    async def close(self, timeout_s: float) -> None:
-        """Let the last messages out and close the ways to peers. Harmless when closed."""
-
-    def watch(self) -> None:
-        """Send heartbeats and look for silent peers; called every `timeouts.control_heartbeat_s`."""
-
-    def tick(self) -> None:
-        """Look at deadlines."""
 
 
 class NodeDaemon:
@@ -209,9 +192,7 @@ class NodeDaemon:
                 self._told.look(self.overview.readiness())
             self._look_for_announcements()
             if (now_s := time.monotonic()) >= next_heartbeat_s:
-                next_heartbeat_s = (
-                    now_s + heartbeat_s
-                )  # what was missed while this process was stopped is not caught up
+                next_heartbeat_s = now_s + heartbeat_s  # what was missed while the process was stopped is not caught up
                 self.peers.watch()
 
     # ------------------------------------------------------------------ parts

@@ -16,16 +16,13 @@ from kvbridge.telemetry.metrics import (
     EPOCH,
     POOL,
     PREFIX_EVICTED,
-    PREFIX_PAGES,
     QUARANTINED,
     READY,
-    RETENTION_REFUSED,
     ROOMS,
     STARVED,
     STORE_BYTES,
     STORE_OBJECTS,
     STORE_PREFETCHES,
-    STORE_STARTS,
     STORE_STATE,
     TIER_PAGES,
     WAITING,
@@ -50,10 +47,8 @@ def set_gauges(status: NodeStatus, parts: NodeParts, rooms: RoomBook[Any], starv
     metrics.replace(POOL, pages)
     metrics.replace(AVAILABLE, {(space.value,): count for space, count in status.available_pages.items()})
     if (prefixes := status.prefixes) is not None:
-        metrics.replace(PREFIX_PAGES, {("read",): prefixes.read_pages, ("unread",): prefixes.unread_pages})
         for reason, count in prefixes.evicted_pages.items():
             metrics.assign(PREFIX_EVICTED, count, reason.value)
-        metrics.assign(RETENTION_REFUSED, prefixes.retention_refused)
     if (tier := status.host_tier) is not None:
         residencies = {"device": tier.device_pages, "both": tier.both_pages, "host": tier.host_pages}
         metrics.replace(TIER_PAGES, {(residency,): count for residency, count in residencies.items()})
@@ -65,7 +60,6 @@ def _set_store(status: NodeStatus, parts: NodeParts) -> None:
     if store is None or stored is None or stored.client is None:
         return
     metrics.replace(STORE_STATE, {(store.state,): 1})
-    metrics.assign(STORE_STARTS, stored.client.process.starts)
     for verb, outcomes in store.objects.items():
         for outcome, objects in outcomes.items():
             metrics.assign(STORE_OBJECTS, objects, verb, outcome)

@@ -24,6 +24,7 @@ from kvbridge.api.status import (
     RegistrationState,
     TrafficStatus,
 )
+from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import REQUEST_SPACES
@@ -44,8 +45,20 @@ ROOMS_OF_STATE = 25
 """Rooms of each state that the status page shows; all are counted."""
 
 
-class ShownPeers(Protocol):
-    """The nodes of the other role, as far as they are shown."""
+class Peers(Protocol):
+    """The nodes of the other role."""
+
+    def open(self, identity: PeerIdentity) -> PeerAddress | None:
+        """Open the ways to peers; returns the address to tell others, of a role that listens."""
+
+    async def close(self, timeout_s: float) -> None:
+        """Let the last messages out and close the ways to peers. Harmless when closed."""
+
+    def watch(self) -> None:
+        """Send heartbeats and look for silent peers; called every `timeouts.control_heartbeat_s`."""
+
+    def tick(self) -> None:
+        """Look at deadlines."""
 
     @property
     def epoch(self) -> int:
@@ -61,9 +74,7 @@ class ShownPeers(Protocol):
 class NodeOverview:
     """Implements StatusPort[NodeStatus]. Three attributes are set while the daemon opens."""
 
-    def __init__(
-        self, parts: NodeParts, peers: ShownPeers, rooms: RoomBook[Any], admission: AdmissionController
-    ) -> None:
+    def __init__(self, parts: NodeParts, peers: Peers, rooms: RoomBook[Any], admission: AdmissionController) -> None:
         self._parts = parts
         self._peers = peers
         self._rooms = rooms

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from kvbridge.api.status import DecodeNodeStatus
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 from kvbridge.config.schema import PrefillConfig
-from kvbridge.control.peers import PeerIdentity
-from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, ConfigError, NotReadyError
 from kvbridge.core.geometry.checkpoints import why_no_prefixes
 from kvbridge.core.ids import Rank, Role
@@ -23,7 +24,6 @@ from kvbridge.core.wire.messages import (
 )
 from kvbridge.core.wire.worker_messages import Digested, PathsChanged, PeerConnected, Rerouted, RoomClosed, Sent
 from kvbridge.daemon.decode_links import DecodeLinks
-from kvbridge.daemon.inspector import Inspector
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.node.admission.controller import AdmissionController
@@ -107,6 +107,29 @@ def _introduction(parts: NodeParts) -> Self:
     return Self(welcome, parts.geometry)
 
 
+class Inspector:
+    """A thread on which a node checks what its peers say of themselves, one after another; it starts with the first check.
+
+    Called from the event loop's thread only.
+    """
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="inspector")
+
+    def run(self, work: Callable[[], None], ended: Callable[[BaseException | None], None]) -> None:
+        """Call `work` on the thread and then `ended` on the loop, with what it has raised."""
+
+        def done(future: asyncio.Future[None]) -> None:
+            if not future.cancelled():  # as at the end of this node
+                ended(future.exception())
+
+        asyncio.get_running_loop().run_in_executor(self._executor, work).add_done_callback(done)
+
+    async def close(self) -> None:
+        """Wait for the check at hand and forget the others."""
+        await asyncio.to_thread(self._executor.shutdown, cancel_futures=True)
+
+
 class DecodePeers:
     """What decode nodes and rank workers say, and whom it concerns. Implements Peers and WorkerListener."""
 
@@ -128,13 +151,11 @@ class DecodePeers:
         self._rooms = rooms
         self._inspections = inspections
         self._inspector = inspector
+        self.open, self.watch = links.open, links.watch
+        self.tick, self.status, self.worker_ready = rooms.peers.tick, nodes.peers, nodes.worker_ready
         links.serve(self.received, nodes)
 
     # ------------------------------------------------------------------ for the daemon
-
-    def open(self, identity: PeerIdentity) -> PeerAddress:
-        """Listen for decode nodes."""
-        return self._links.open(identity)
 
     async def close(self, timeout_s: float) -> None:
         """Close the ways to peers."""
@@ -144,24 +165,8 @@ class DecodePeers:
             self._inspections.close()  # so that the thread is through after the rank that it looks at
             await self._inspector.close()
 
-    def watch(self) -> None:
-        """Send heartbeats and look for silent peers."""
-        self._links.watch()
-
-    def tick(self) -> None:
-        """Look at deadlines."""
-        self._rooms.peers.tick()
-
-    def status(self) -> tuple[DecodeNodeStatus, ...]:
-        """List the nodes of the other role."""
-        return self._nodes.peers()
-
     def fence(self) -> None:
         """Show no fence: nobody writes to a prefill node."""
-
-    def worker_ready(self, rank: Rank) -> None:
-        """Connect a rank worker that is ready to every decode node."""
-        self._nodes.worker_ready(rank)
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
         """Fail what a rank worker that is gone had under way."""

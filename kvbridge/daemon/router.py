@@ -17,7 +17,7 @@ from kvbridge.config.router import RouterConfig
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, NotReadyError
 from kvbridge.core.ids import Role
 from kvbridge.daemon.front import open_http
-from kvbridge.daemon.lifecycle import ToldReadiness
+from kvbridge.daemon.lifecycle import ToldReadiness, first_ended
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.http.client import DirectoryClient
 from kvbridge.http.router_app import create_router_app
@@ -120,13 +120,7 @@ class RouterDaemon:
     async def failed(self) -> None:
         """Raise what ended the endpoint, or what looks after servers."""
         if self._http is not None:
-            endpoint = asyncio.ensure_future(self._http.wait_ended())
-            try:
-                ended, _ = await asyncio.wait({endpoint, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
-                for task in ended:
-                    task.result()
-            finally:
-                endpoint.cancel()
+            await first_ended(self._http.wait_ended(), self._tasks)
 
     async def drain(self) -> None:
         """Take no request more, and let answers end; those that do not in time are told why they end here."""

@@ -39,10 +39,9 @@ Answered = Callable[[str, str, int, float], None]
 class Observed:
     """Give every request an id, take over the caller's, tell it in the answer; take over its trace; say how it was answered."""
 
-    def __init__(self, app: ASGIApp, *, answered: Answered, traceparent_ignored: Callable[[], None]) -> None:
+    def __init__(self, app: ASGIApp, *, answered: Answered) -> None:
         self._app = app
         self._answered = answered
-        self._traceparent_ignored = traceparent_ignored
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """See ASGI."""
@@ -62,7 +61,7 @@ class Observed:
                 MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
             await send(message)
 
-        bound, traced = REQUEST_ID.set(request_id), TRACE.set(self._trace(headers))
+        bound, traced = REQUEST_ID.set(request_id), TRACE.set(_trace(headers))
         try:
             await self._app(scope, receive, watched)
         finally:
@@ -71,15 +70,11 @@ class Observed:
             REQUEST_ID.reset(bound)
             TRACE.reset(traced)
 
-    def _trace(self, headers: Headers) -> TraceContext | None:
-        """The caller's span; a header that names none is as good as none, and so are several."""
-        given = headers.getlist(TRACEPARENT_HEADER)
-        if not given:
-            return None
-        trace = parse_traceparent(given[0]) if len(given) == 1 else None
-        if trace is None:
-            self._traceparent_ignored()
-        return trace
+
+def _trace(headers: Headers) -> TraceContext | None:
+    """The caller's span; a header that names none is as good as none, and so are several."""
+    given = headers.getlist(TRACEPARENT_HEADER)
+    return parse_traceparent(given[0]) if len(given) == 1 else None
 
 
 class BearerToken:

@@ -49,10 +49,8 @@ TOKEN_SCHEME = {"type": "http", "scheme": "bearer", "description": "The line of 
 class AppSettings(FrozenModel):
     """What applications are told of their surroundings."""
 
-    grants: tuple[TokenGrant, ...] = ()
-    """Bearer tokens; none: no token is asked for, and everybody may name any namespace."""
-    grants_now: Callable[[], tuple[TokenGrant, ...]] | None = None
-    """The tokens at the moment, where they change while the daemon runs."""
+    grants: Callable[[], tuple[TokenGrant, ...]] = tuple
+    """The bearer tokens at the moment; none: no token is asked for, and everybody may name any namespace."""
     open_metrics: bool = False
     max_body_bytes: Positive = 1 << 20
     max_wait_s: float = 60.0
@@ -98,26 +96,25 @@ def assemble_app(  # noqa: PLR0913 - each is what applications differ in
         # FastAPI would tell providers that somebody has made global of each request, beside the spans that are made here.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
+    asks_token = bool(settings.grants())
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
-    shown = [] if page is None else [page_router(page, asks_token=bool(settings.grants))]
+    shown = [] if page is None else [page_router(page, asks_token=asks_token)]
     for router in [*routers, _operators_router(status, kind), *shown]:
         app.include_router(router)
         for route in router.routes:
             if isinstance(route, APIRoute):
                 status.metrics.serves(route.path, sorted(route.methods or ()), route.status_code or 200)
     open_paths = OPEN_PATHS | ({"/metrics"} if settings.open_metrics else set())
-    _serve_description(app, tuple(bodies), open_paths, asks_token=bool(settings.grants))
+    _serve_description(app, tuple(bodies), open_paths, asks_token=asks_token)
     install_problem_handlers(app)
     # The last one added is the first to see a request.
     for route in routes:
         if route.path == REQUESTS and "POST" in (route.methods or ()):
             app.add_middleware(Direct, route=route)
     app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(BearerToken, grants=settings.grants_now or (lambda: settings.grants), open_paths=open_paths)
+    app.add_middleware(BearerToken, grants=settings.grants, open_paths=open_paths)
     app.add_middleware(UnhandledErrors)
-    app.add_middleware(
-        Observed, answered=status.metrics.answered, traceparent_ignored=status.metrics.traceparent_ignored
-    )
+    app.add_middleware(Observed, answered=status.metrics.answered)
     return app
 
 

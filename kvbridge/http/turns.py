@@ -55,9 +55,6 @@ class Turns:
         self._lines: dict[Line, deque[tuple[float, Reader]]] = {line: deque() for line in Line}
         self._taken = False
 
-    def __repr__(self) -> str:
-        return f"<Turns: {', '.join(f'{len(waiting)} {line.name}' for line, waiting in self._lines.items())}>"
-
     def wait(self, reader: Reader, line: Line) -> bool:
         """Have it read at once, or in its turn. False when it is not, since too many wait."""
         now_s, waiting = self._clock(), self._lines[line]

@@ -49,8 +49,6 @@ class RoomSettings:
     """Decode: so do pages of answers, not of prompts only (`tier.generated`)."""
     checkpoint_interval_tokens: int = 0
     """Prefill: checkpoints are wanted every so many tokens of a prompt, too (0: they are not)."""
-    growing_page_bytes: int = 0
-    """Decode: what of a page of a prompt this node need not be sent when it holds it."""
     part_of_instance: bool = False
     """Prefill: other nodes have ranks of the same instance, which all start at the same token of a room."""
     adopted: bool = False
@@ -123,7 +121,6 @@ class RoomPages:
                 **room.identity,
                 hit_tokens=hit_tokens,
                 miss_tokens=room.prompt_tokens - hit_tokens,
-                hit_bytes=got.prefix_pages * self.settings.growing_page_bytes,
                 from_checkpoint=bool(len(got.checkpoint) or len(got.checkpoint_twin)),
                 host_tokens=room.host_tokens,
             )

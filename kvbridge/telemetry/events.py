@@ -147,8 +147,6 @@ class PrefixMatched(RoomFact):
 
     hit_tokens: int
     miss_tokens: int
-    hit_bytes: int
-    """What of its growing components a decode node need not be sent; 0 on a prefill node."""
     from_checkpoint: bool = False
     """Whether prefill goes on from windows and states that were kept."""
     host_tokens: int = 0

@@ -17,7 +17,6 @@ from kvbridge.telemetry.specs import (
     DECODE,
     EVERYBODY,
     PHASE_BUCKETS_S,
-    PREFILL,
     counter,
     gauge,
     histogram,
@@ -84,17 +83,6 @@ PREFIX_TOKENS = counter(
     "growing rows and prefill does not compute them, or not.",
     outcome=("hit", "miss"),
 )
-PREFIX_BYTES = counter(
-    "kvbridge_prefix_saved_bytes_total",
-    "Bytes of growing rows that were not sent to this node, since it held them.",
-    on=(DECODE,),
-)
-PREFIX_PAGES = gauge(
-    "kvbridge_prefix_pages",
-    "Pages of prompts and answers that are cached: read by rooms that have not let go of them, or by nobody, so that they "
-    "can be evicted. One is a page in each space that grows with the tokens.",
-    state=("read", "unread"),
-)
 PREFIX_EVICTED = counter(
     "kvbridge_prefix_evicted_pages_total",
     "Cached pages of prompts and answers that have gone: others needed the room (space), also of pages that had been retained "
@@ -102,18 +90,9 @@ PREFIX_EVICTED = counter(
     "(integrity), since their rank worker had ended (memory_lost).",
     reason=tuple(reason.value for reason in Evicted),
 )
-RETENTION_REFUSED = counter(
-    "kvbridge_prefix_retention_refused_total",
-    "Requests whose `retention` did not count, since their namespace, or all together, had as many retained pages as they may "
-    "(tier.retained_share).",
-)
-CHECKPOINTS_USED = counter(
-    "kvbridge_prefix_checkpoints_used_total", "Rooms that have gone on from a checkpoint.", on=(PREFILL,)
-)
 TIER_PAGES = gauge(
     "kvbridge_host_tier_pages",
-    "Cached pages of prompts and answers, by where they are: on the device alone, on device and host, on the host alone. All "
-    "of them are what kvbridge_prefix_pages counts by who reads them.",
+    "Cached pages of prompts and answers, by where they are: on the device alone, on device and host, on the host alone.",
     residency=("device", "both", "host"),
 )
 TIER_COPIES = counter(
@@ -137,11 +116,6 @@ STORE_STATE = gauge(
     "1 for the state of the store below host memory: starting, its process is not ready; closed, it is asked; open, it has "
     "failed too often and is not asked for a while; half_open, one request tries whether it works again.",
     state=("starting", "closed", "open", "half_open"),
-)
-STORE_STARTS = counter(
-    "kvbridge_store_process_starts_total",
-    "Attempts to start the process that uses the store below host memory: one at the daemon's start, and one after each of its "
-    "ends, be it that it hung and was killed, that it could not open the store, or that it died.",
 )
 STORE_OBJECTS = counter(
     "kvbridge_prefix_store_objects_total",

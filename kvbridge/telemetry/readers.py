@@ -50,14 +50,12 @@ from kvbridge.telemetry.events import (
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import (
     ADMISSION_TO_CLAIM,
-    CHECKPOINTS_USED,
     DIGEST_MISMATCHES,
     ENDED_BY_LIMIT,
     FRAMES_REFUSED,
     MESSAGES_REFUSED,
     PEER_FAILURES,
     PHASE,
-    PREFIX_BYTES,
     PREFIX_TOKENS,
     REFUSED,
     REGISTRATION,
@@ -162,10 +160,6 @@ class MetricsReader:
     def _prefix_matched(self, _now_s: float, fact: PrefixMatched) -> None:
         self._metrics.count(PREFIX_TOKENS, "hit", by=fact.hit_tokens)
         self._metrics.count(PREFIX_TOKENS, "miss", by=fact.miss_tokens)
-        if fact.hit_bytes:  # a prefill node has no such metric
-            self._metrics.count(PREFIX_BYTES, by=fact.hit_bytes)
-        if fact.from_checkpoint:  # nor a decode node this
-            self._metrics.count(CHECKPOINTS_USED)
 
     def _phases_ended(self, _now_s: float, fact: PhasesEnded) -> None:
         for phase, seconds in fact.phases_s.items():

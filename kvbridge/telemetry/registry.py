@@ -32,9 +32,6 @@ from kvbridge.telemetry.service_metrics import (
     HTTP_REQUESTS,
     LINES_LEFT_OUT,
     METHODS,
-    STORE_FAILED,
-    STORE_REFUSED,
-    TRACEPARENTS_IGNORED,
 )
 from kvbridge.telemetry.specs import Direction, MetricKind, MetricSpec
 
@@ -172,21 +169,9 @@ class Metrics:
         self.count(HTTP_REQUESTS, route, method, str(code))
         self.observe(HTTP_DURATION, seconds, route, method)
 
-    def traceparent_ignored(self) -> None:
-        """Count a header that names no trace."""
-        self.count(TRACEPARENTS_IGNORED)
-
     def line_left_out(self, event: str) -> None:
         """Count a line that the log does not have."""
         self.count(LINES_LEFT_OUT, event)
-
-    def store_value_refused(self, reason: str) -> None:
-        """Count a value of the directory's store that was malformed."""
-        self.count(STORE_REFUSED, reason)
-
-    def store_failed(self, reason: str) -> None:
-        """Count a call to the directory's store that failed."""
-        self.count(STORE_FAILED, reason)
 
     def _bounded(self, metric: MetricSpec, labels: Labels) -> Labels:
         """Words of labels may come from outside, peers even choose some: only so many of them are shown."""

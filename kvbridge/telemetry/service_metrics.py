@@ -123,8 +123,3 @@ SPANS = counter(
     on=EVERYBODY,
     outcome=("exported", "failed", "dropped"),
 )
-TRACEPARENTS_IGNORED = counter(
-    "kvbridge_traceparents_ignored_total",
-    "Requests whose `traceparent` header is none; they were served without it.",
-    on=EVERYBODY,
-)

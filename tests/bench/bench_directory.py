@@ -68,11 +68,11 @@ async def _incarnation(_url: str) -> str:
 DAEMONS: Any = SimpleNamespace(admit=_admit, incarnation=_incarnation)
 
 
-def _fail(reason: str) -> None:
+def _fail(_metric: object, reason: str) -> None:
     raise AssertionError(reason)
 
 
-OBSERVER: Any = SimpleNamespace(store_failed=_fail, store_value_refused=_fail)
+METRICS: Any = SimpleNamespace(count=_fail)
 """A failure ends the benchmark."""
 
 
@@ -99,7 +99,7 @@ async def _store(kind: str) -> AsyncIterator[MemoryStore | RedisStore]:
         return
     with redis_server() as server:
         limits = {"timeout_s": 5.0, "expire_after_s": 600.0, "rooms": TIMES}
-        store = RedisStore(redis_client(server.url, timeout_s=5.0), namespace="bench", observer=OBSERVER, **limits)
+        store = RedisStore(redis_client(server.url, timeout_s=5.0), namespace="bench", metrics=METRICS, **limits)
         try:
             yield store
         finally:

@@ -191,10 +191,8 @@ def test_a_trace_that_its_caller_does_not_record_goes_to_logs_and_engines_only(
     assert not collector.of(trace_id)
 
 
-def test_a_traceparent_that_is_none_is_counted_and_ignored(live: LiveCluster) -> None:
-    before = metric(live.cluster.bootstrap, "kvbridge_traceparents_ignored_total")
+def test_a_traceparent_that_is_none_is_ignored(live: LiveCluster) -> None:
     room = ask(live, "00-" + "0" * 32 + "-00f067aa0ba902b7-01")
-    assert metric(live.cluster.bootstrap, "kvbridge_traceparents_ignored_total") > before
     told = [parse_traceparent(text) for text in cross(live, room)]
     assert all(each is not None and not each.sampled for each in told), (
         "sampled_ratio is 0: a trace that nobody records"

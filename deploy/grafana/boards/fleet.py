@@ -178,9 +178,8 @@ BOARD = Board(
                 ),
                 lines(
                     "Spans of traces",
-                    "Spans a second that the collector has taken, and those that were lost; requests whose traceparent is none.",
+                    "Spans a second that the collector has taken, and those that were lost.",
                     Query(rate("trace_spans_total", "outcome"), "{{outcome}}"),
-                    Query(rate("traceparents_ignored_total"), "traceparent ignored"),
                     unit="ops",
                 ),
                 table(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deploy.grafana.expressions import CHOSEN, NAME, gained, now, of_each, quantile, rate, rate_of_each
+from deploy.grafana.expressions import CHOSEN, NAME, now, of_each, quantile, rate, rate_of_each
 from deploy.grafana.panels import Board, Query, Row, Variable, lines, number, table
 
 _HIT = 'outcome="hit"'
@@ -55,34 +55,10 @@ BOARD = Board(
                     unit="percentunit",
                 ),
                 lines(
-                    "Bytes that were not sent",
-                    "What decode held already, a second.",
-                    Query(rate_of_each("prefix_saved_bytes_total"), "{{daemon}}"),
-                    unit="Bps",
-                ),
-                lines(
-                    "Cached pages",
-                    "Read: by rooms under way, so that they stay. Unread: they can make place for other requests.",
-                    Query(now("prefix_pages", "state"), "{{state}}"),
-                    stacked=True,
-                ),
-                lines(
                     "Evicted pages",
                     "Cached pages that have gone, a second, by why. Many for space and a low share of cached prompts: more memory "
                     "would pay (`kvbridge fit --trace` says how much). Retained ones: requests ask to keep more than fits.",
                     Query(rate_of_each("prefix_evicted_pages_total", "reason"), "{{daemon}}: {{reason}}"),
-                    unit="ops",
-                ),
-                lines(
-                    "Requests whose retention did not count",
-                    "A second: their namespace, or all together, had as many retained pages as they may (tier.retained_share).",
-                    Query(rate_of_each("prefix_retention_refused_total"), "{{daemon}}"),
-                    unit="ops",
-                ),
-                lines(
-                    "Rooms that went on from a checkpoint",
-                    "A second, prefill, models with windows.",
-                    Query(rate_of_each("prefix_checkpoints_used_total"), "{{daemon}}"),
                     unit="ops",
                 ),
             ),
@@ -124,12 +100,6 @@ BOARD = Board(
                     "State of the store",
                     "Closed: it is asked. Open: it has failed too often and is left alone for a while; requests go on without it.",
                     Query(now("prefix_store_state", "state"), "{{state}}"),
-                ),
-                number(
-                    "Starts of store processes",
-                    "In the time that is shown, besides the daemons' own starts: one hung and was killed, died, or found no store.",
-                    gained("store_process_starts_total"),
-                    bad_above=1,
                 ),
                 lines(
                     "Objects",

@@ -34,6 +34,7 @@ from kvbridge.bootstrap.stores.scripts import PRELUDE, SCRIPTS
 from kvbridge.core.errors import BridgeError, ConfigError, NotReadyError
 from kvbridge.core.ids import NonNegative
 from kvbridge.telemetry.registry import Metrics
+from kvbridge.telemetry.service_metrics import STORE_FAILED, STORE_REFUSED
 
 log = structlog.get_logger(__name__)
 
@@ -56,13 +57,13 @@ class RedisStore:
         timeout_s: float,
         expire_after_s: float,
         rooms: RoomTimes,
-        observer: Metrics,
+        metrics: Metrics,
     ) -> None:
         """Keep everything behind `namespace`, by a client of `redis_client`. `timeout_s` is `timeouts.store_s`."""
         self._client = client
         self._namespace = namespace
         self._timeout_s = timeout_s
-        self._observer = observer
+        self._metrics = metrics
         self._entries: dict[bytes, NodeEntry | None] = {}
         """By digest; None for one that is malformed."""
         self._tell_once = lru_cache(KEPT)(partial(_log_refused, namespace))
@@ -242,7 +243,7 @@ class RedisStore:
         return msgpack.unpackb(answer, raw=True)
 
     def _away(self, kind: str, what: str) -> NotReadyError:
-        self._observer.store_failed(kind)
+        self._metrics.count(STORE_FAILED, kind)
         return NotReadyError(f"the directory's Redis at {self._where()} {what} (directory.redis_url)")
 
     def _where(self) -> str:
@@ -252,7 +253,7 @@ class RedisStore:
 
     def _refused(self, kind: str, name: bytes, error: Exception) -> None:
         """Count a malformed value, and log it unless that was done: it may be read again before it is replaced."""
-        self._observer.store_value_refused(kind)
+        self._metrics.count(STORE_REFUSED, kind)
         self._tell_once(kind, _text(name), str(error))
 
 

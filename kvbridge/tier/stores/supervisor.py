@@ -59,7 +59,6 @@ class StoreProcess:
         self._reason = ""
         """Why the present process ends, as far as that is known."""
         self._closing = False
-        self.starts = 0
         """Number of times that one was started, or could not be."""
         self.capabilities: Capabilities | None = None
         """Those of the store, while the process takes orders."""
@@ -135,7 +134,6 @@ class StoreProcess:
     async def _run(self) -> str:
         """Start a process and wait for its end. Returns why it ended, or did not even begin."""
         self._take_no_more("the store process is being started")
-        self.starts += 1
         try:
             self._process = process = await asyncio.create_subprocess_exec(
                 *module_command("kvbridge.tier.stores.process"),

@@ -26,6 +26,8 @@ from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.session.states import RoomState
+from kvbridge.telemetry.service_metrics import STORE_FAILED
+from kvbridge.telemetry.specs import MetricSpec
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.redis_server import RedisServer, let_time_pass
 
@@ -151,7 +153,7 @@ class RedisFleet(World):
     def over(self, client: Redis, *, timeout_s: float = 5.0) -> RedisStore:
         """Another store over another client."""
         limits = {"expire_after_s": EXPIRE_AFTER_S, "rooms": self.times, "timeout_s": timeout_s}
-        self._opened.append(RedisStore(client, namespace=self.namespace, observer=self, **limits))
+        self._opened.append(RedisStore(client, namespace=self.namespace, metrics=self, **limits))
         return self._opened[-1]
 
     def limit(self, times: RoomTimes) -> None:
@@ -162,11 +164,9 @@ class RedisFleet(World):
         with self.server.client() as client:
             let_time_pass(client, self.namespace, seconds)
 
-    def store_value_refused(self, reason: str) -> None:
-        self.counted[f"value {reason}"] += 1
-
-    def store_failed(self, reason: str) -> None:
-        self.counted[f"call {reason}"] += 1
+    def count(self, metric: MetricSpec, reason: str) -> None:
+        """Count what the store says, as its metrics would."""
+        self.counted[f"{'call' if metric is STORE_FAILED else 'value'} {reason}"] += 1
 
     async def __aenter__(self) -> Self:
         return self

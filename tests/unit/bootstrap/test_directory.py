@@ -115,6 +115,7 @@ async def test_nodes_of_an_instance_agree_on_their_places(world, changes, expect
     ("changes", "expected"),
     [
         ({"fingerprint": "0" * 32}, "is not that of its geometry"),
+        ({"host": ("swa_kv",)}, "cannot live in its host pool"),
         ({"ranks": ()}, "has no rank"),
         ({"ranks": (Rank(pp=0, tp=1),)}, "rank pp0.tp1 does not exist"),
         ({"ranks": (Rank(pp=0, tp=0),) * 2}, "listed twice"),
@@ -182,11 +183,6 @@ async def test_a_size_that_nobody_has_is_no_work(world):
     directory = await world.directory(node("p", Role.PREFILL, tp_size=2**62))
     (view,) = await directory.listing()
     assert view.reasons == (f"{2**62 - 1} of its ranks are missing, first pp0.tp1",)
-
-
-async def test_what_the_host_pool_holds_is_checked(world):
-    with pytest.raises(InvalidInputError, match="cannot live in its host pool"):
-        await world.directory(node("d", Role.DECODE, host=("swa_kv",)))
 
 
 async def test_who_is_absent_is_told(world):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.api.directory import ControlMode, Load, PairRequest
+from kvbridge.api.directory import Load, PairRequest
 from kvbridge.bootstrap.fit import Ranking
 from kvbridge.core.errors import InvalidInputError, NotReadyError
 from kvbridge.core.geometry.manifest import fingerprint
@@ -71,6 +71,3 @@ def test_each_model_finds_its_own_pair():
     assert best(*fleet, fingerprint=fingerprint(preset("tiny-gqa"))) == ("p-gqa", "d-gqa")
     with pytest.raises(NotReadyError, match="with fingerprint nope"):
         ranking(*fleet, fingerprint="nope")
-
-
-CURVE, PLAIN, LOCAL = (ControlMode.CURVE,), (ControlMode.PLAIN,), (ControlMode.LOCAL,)

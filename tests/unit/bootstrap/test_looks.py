@@ -13,17 +13,14 @@ from kvbridge.bootstrap.nodes import Instance
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.prefixes import HOLDERS, holders
 from kvbridge.core.errors import FingerprintMismatchError, NotReadyError
-from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import ModelIdentity
-from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, FakeDaemons, node
+from tests.unit.bootstrap.fleet import LIMITS, FakeDaemons, node
 
 pytestmark = pytest.mark.asyncio
 
 MANY = 4 * DRAWN[0]
 REQUEST = PairRequest(prompt_tokens=1000)
-GQA = fingerprint(preset("tiny-gqa"))
 
 
 def fleet(count: int, role: Role = Role.DECODE, **changes) -> list[NodeRegistration]:
@@ -67,19 +64,6 @@ async def test_as_many_are_drawn_of_each_role_as_were_asked_for_and_everybody_no
     assert names(await directory.draw(0)) == {}
 
 
-async def test_who_left_or_died_is_not_drawn_and_who_came_back_is(world):
-    first, second, third = fleet(3)
-    directory = await world.directory(first, second, third)
-    await directory.deregister("decode-0", "node-0", first.incarnation)
-    world.advance(EXPIRE_AFTER_S - 10)
-    await directory.heartbeat("decode-1", "node-0", beat(second))
-    assert names(await directory.draw(3)) == {"decode-1": 1, "decode-2": 1}
-    world.advance(20)
-    assert names(await directory.draw(3)) == {"decode-1": 1}
-    await directory.register(third)
-    assert names(await directory.draw(3)) == {"decode-1": 1, "decode-2": 1}
-
-
 async def test_whoever_registered_with_another_replica_is_drawn_after_the_next_look_at_all(world):
     directory, other = await world.directory(*fleet(2)), await world.directory()
     assert await other.draw(5) == ()
@@ -96,13 +80,6 @@ async def test_what_a_pairing_looks_at_does_not_grow_with_the_fleet(world):
     for _ in range(10):
         await pairing.pair(REQUEST)
     assert (looks.records, looks.whole) == (10 * 2 * DRAWN[0], 0)
-
-
-async def test_a_registration_looks_at_its_own_instance_only(world):
-    directory = await world.directory(*fleet(MANY))
-    looks = Looks(world.store)
-    await directory.register(node("another", Role.DECODE))
-    assert (looks.records, looks.whole) == (0, 0)
 
 
 async def test_a_large_request_finds_the_one_instance_that_has_place_for_it(world):

@@ -173,30 +173,6 @@ async def test_a_pairing_whose_claim_was_taken_over_reserves_nothing(world):
 WAITING = REQUEST.model_copy(update={"wait_s": 10.0})
 
 
-async def test_a_wait_that_ends_without_pages_leaves_nothing_behind(world):
-    port = FakeDaemons()
-    port.refuse = {"http://d1": CapacityError("not within 10 s"), "http://d2": CapacityError("not within 10 s")}
-    pairing = await world.pairing(port)
-    with pytest.raises(CapacityError, match="not within 10 s"):
-        await pairing.pair(WAITING)
-    assert port.rooms() == {}
-    port.refuse = {}
-    assert (await pairing.pair(REQUEST)).generation > 1
-
-
-async def test_who_leaves_while_it_waits_leaves_nothing_behind(world):
-    port = FakeDaemons()
-    port.full, port.pauses = {"http://d1", "http://d2"}, {"http://d1": asyncio.Event(), "http://d2": asyncio.Event()}
-    pairing = await world.pairing(port)
-    task = asyncio.create_task(pairing.pair(WAITING))
-    await asyncio.wait_for(port.stuck.wait(), 20)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert port.rooms() == {}
-    assert (pairing._under_way, pairing._waiting) == (0, 0)
-
-
 async def test_those_who_wait_are_no_burden_to_those_who_do_not_and_are_bounded(world):
     port = FakeDaemons()
     port.full = {"http://d1", "http://d2"}

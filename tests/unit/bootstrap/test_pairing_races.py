@@ -51,7 +51,7 @@ class ScarceDaemons(FakeDaemons):
         return await super().cancel(url, room, reason, generation=generation)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 async def test_no_double_ticket_and_no_leaked_reservation(world, seed):
     chance = random.Random(seed)
     port = ScarceDaemons(chance)

@@ -8,19 +8,16 @@ from functools import cache
 import pytest
 
 from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration, PairRequest, Ticket, TicketEnd
-from kvbridge.bootstrap.fit import Ranking
 from kvbridge.bootstrap.nodes import NodeEntry, NodeRecord, by_instance
 from kvbridge.bootstrap.prefixes import Guess, guess_held_pages, judge
 from kvbridge.bootstrap.stores import base, memory
-from kvbridge.bootstrap.stores.base import NOTE_KEEP_S, Claim, RoomTimes
-from kvbridge.bootstrap.stores.memory import MemoryStore
+from kvbridge.bootstrap.stores.base import Claim
 from kvbridge.core.errors import CapacityError
 from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.telemetry.events import PrefixGuessed
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
-from tests.helpers.manual_clock import ManualClock
-from tests.unit.bootstrap.fleet import TIMES, FakeDaemons, instances_of, node
+from tests.unit.bootstrap.fleet import TIMES, FakeDaemons, node
 
 PAGE = 256
 HELD = ModelIdentity(name="tiny", revision="1")
@@ -86,11 +83,6 @@ def test_what_became_of_a_guess(chosen, held_tokens, expected):
     assert judge(chosen, held_tokens, {"d1": 3}, ["d1", "d2"]) is expected
 
 
-def best(*fleet, held, without=()):
-    found = Ranking(instances_of(*fleet), PairRequest(prompt_tokens=1000), held).best(without=without)
-    return None if found is None else (found.prefill.name, found.decode.name, found.looks_full)
-
-
 # ------------------------------------------------------------------------------------------- stores
 
 
@@ -106,17 +98,6 @@ async def give(world, room: int, prefill: str, decode: str, keys) -> bool:
 
 
 A, B, C = prompt((1, 3)).to_list()
-
-
-@pytest.mark.asyncio
-async def test_old_notes_take_no_memory():
-    clock = ManualClock()
-    store = MemoryStore(expire_after_s=10, rooms=RoomTimes(claim_s=10, keep_s=10, max_rooms=10), clock=clock)
-    for room, keys in enumerate(([A, B], [C])):
-        claim = await store.claim(room, generations=1)
-        assert await store.settle(claim, ticketed(claim, "p", "d"), keys)
-        clock.advance(NOTE_KEEP_S + 1)
-    assert "1 notes" in repr(store)
 
 
 @pytest.mark.asyncio
@@ -202,17 +183,6 @@ async def test_a_holder_that_refuses_or_is_gone_is_passed_over(world):
     assert guesses["decode", "passed_over"] == 1
     await world.store.remove(("d2", "node-0"), "d2-incarnation-1")
     assert names(await service.pair(request(SECOND))) == ("p2", "d1")
-
-
-@pytest.mark.asyncio
-async def test_prompts_of_two_namespaces_are_noted_apart(world):
-    port = Daemons()
-    service, guesses = await pairing_of(world, port)
-    await first_turn_on_second_pair(world, port, service)
-    identity = PrefixIdentity(**IDENTITY.model_dump() | {"namespace": "acme"})
-    ours = page_keys(identity, [1] * (4 * PAGE))
-    assert names(await service.pair(request(ours, namespace="acme"))) == ("p1", "d1")
-    assert guesses == {("prefill", "none"): 2, ("decode", "none"): 2}
 
 
 @pytest.mark.asyncio

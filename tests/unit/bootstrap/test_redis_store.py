@@ -13,9 +13,9 @@ from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.redis import redis_client
 from kvbridge.core.errors import ConfigError, NotFoundError, NotReadyError, StaleError
-from kvbridge.core.ids import Rank, Role
+from kvbridge.core.ids import Role
 from tests.helpers.redis_server import redis_server
-from tests.unit.bootstrap.fleet import FLEET, LIMITS, FakeDaemons, RedisFleet, half, node
+from tests.unit.bootstrap.fleet import FLEET, LIMITS, FakeDaemons, RedisFleet, node
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.outside]
 
@@ -26,10 +26,6 @@ def replicas(world: RedisFleet, port: FakeDaemons) -> list[PairingService]:
     """Two bootstraps over one Redis."""
     stores = [world.store, world.replica()]
     return [PairingService(Directory(store, FakeDaemons()), store, port, **LIMITS) for store in stores]
-
-
-async def outcomes(*calls):
-    return await asyncio.gather(*calls, return_exceptions=True)
 
 
 def beat(incarnation: str, **changes) -> NodeHeartbeat:
@@ -53,23 +49,6 @@ async def test_two_incarnations_that_register_at_once_follow_one_another(redis_f
             with pytest.raises(StaleError, match=f"now incarnation {winner.incarnation}"):
                 await directory.heartbeat("p", "node-0", beat(loser.incarnation))
         assert (await other.instances())[0].nodes[0].incarnation == winner.incarnation
-
-
-async def test_two_nodes_that_want_one_rank_at_once_do_not_both_get_it(redis_fleet):
-    one, other = Directory(redis_fleet.store, FakeDaemons()), Directory(redis_fleet.replica(), FakeDaemons())
-    for number in range(10):
-        name = f"p{number}"
-        wanted = half(name, Role.PREFILL, 0), half(name, Role.PREFILL, 1, ranks=(Rank(pp=0, tp=0),))
-        found = await outcomes(one.register(wanted[0]), other.register(wanted[1]))
-        assert sorted(type(each).__name__ for each in found) == ["ConflictError", "Registered"]
-
-
-async def test_a_fleet_that_registers_all_at_once_over_two_replicas_is_all_there(redis_fleet):
-    directories = [Directory(redis_fleet.store, FakeDaemons()), Directory(redis_fleet.replica(), FakeDaemons())]
-    nodes = [half("p", Role.PREFILL, number, tp_size=8, ranks=(Rank(pp=0, tp=number),)) for number in range(8)]
-    await asyncio.gather(*(directories[number % 2].register(each) for number, each in enumerate(nodes)))
-    (view,) = await directories[0].listing()
-    assert (view.ready, len(view.nodes)) == (True, 8)
 
 
 async def test_namespaces_do_not_see_each_other(redis_fleet):

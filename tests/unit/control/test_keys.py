@@ -63,9 +63,7 @@ def test_a_secret_that_others_can_read_is_refused(tmp_path):
         load_keys(path)
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"short", b"x" * 39 + b"\\", b"~" * 40, b"\xff" * 40, b"#" * 40, b"a" * 4_000]
-)
+@pytest.mark.parametrize("content", [b"", b"x" * 39 + b"\\", b"\xff" * 40, b"a" * 4_000])
 def test_what_is_no_key_is_refused_without_showing_it(tmp_path, content):
     path = tmp_path / "node.key"
     path.write_bytes(content)

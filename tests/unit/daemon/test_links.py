@@ -75,7 +75,9 @@ class Decode:
             describe=parts.description, links=self.links, events=parts.events, soon=loop.call_soon
         )
         self.nodes.watch(SimpleNamespace(nodes_changed=lambda: None, peer_gone=lambda _peer, _reason: None))
-        self.peers = PrefillPeers(parts, self.links, self.nodes, rooms=None, fence=None)
+        self.peers = PrefillPeers(
+            parts, self.links, self.nodes, rooms=None, fence=SimpleNamespace(tick=None, status=None)
+        )
         self.links.start(PeerIdentity(parts.identity.incarnation))
         self.links.settings = settings
 

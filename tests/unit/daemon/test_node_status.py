@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from kvbridge.api.status import Readiness, RegistrationState
 from kvbridge.config.schema import BootstrapConfig, PrefillConfig
-from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.ids import IndexSpace, Rank, Role
-from kvbridge.core.plan.operations import Amount
-from kvbridge.core.session.states import RoomState
+from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.daemon.announce import Announcer, is_significant
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.prefill import prefill_daemon
 from kvbridge.node.admission.starvation import Starvation
 from kvbridge.pool.accounts.page_states import Owner, PageState
-from kvbridge.telemetry.events import OrderBegan, OrderEnded, PeerLost, RoomEntered
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
@@ -61,22 +55,6 @@ def test_a_node_says_where_it_stands_with_the_directory(prefill: NodeDaemon) -> 
     assert "bootstrap does not know this node: not registered at bootstrap yet" in page.ready.reasons
     announced._registered = True
     assert known.overview.readiness().reasons[-1] == "bootstrap does not answer: not registered at bootstrap yet"
-
-
-def test_the_recent_past_is_on_the_page(prefill: NodeDaemon) -> None:
-    events, amounts = prefill.parts.events, {ComponentKind.MHA_KV: Amount(lane_rows=1, bytes=7, operations=1)}
-    events.emit(PeerLost(peer="p", reason="silent"))
-    room = {"room": 4, "generation": 1, "peer": "p"}
-    order = {"rank": Rank(pp=0, tp=0), "order": 1, "transport": "local"}
-    events.emit(OrderBegan(**room, **order))
-    events.emit(OrderEnded(**room, **order, amounts=amounts))
-    events.emit(RoomEntered(**room, state=RoomState.FAILED, code="peer", reason="lost"))
-    page = prefill.overview.status()
-    assert [(found.what, found.whom, found.reason) for found in page.problems] == [
-        ("peer lost", "p", "silent"),
-        ("room failed", "4", "lost"),
-    ]
-    assert (page.traffic["p"].sent_bytes, page.traffic["p"].rooms_failed) == (7, 1)
 
 
 @pytest.mark.parametrize("readers", [0, 1])
@@ -136,20 +114,3 @@ def test_twins_are_on_the_page_and_nobody_else_hears_of_them_or_waits_for_them()
     assert starvation.since_s is None
     metrics = b"".join(node.overview.render_metrics()[0]).decode()
     assert 'kvbridge_pool_pages{space="full_twin",state="held"} 4.0' in metrics
-
-
-def test_the_page_of_a_node_shows_what_its_parts_are_in(prefill: NodeDaemon) -> None:
-    page = json.loads(prefill.overview.status().model_dump_json())
-    assert (page["role"], page["instance"], page["fence"]) == ("prefill", "i", None)
-    assert page["pools"]["full"]["free"] == 8
-    assert page["ranks"][0] | {"layers": 0} == {
-        "rank": "pp0.tp0",
-        "state": "absent",
-        "pid": 0,
-        "layers": 0,
-        "registered": 0.0,
-        "restarts": 0,
-        "error": "",
-        "transports": [],
-    }
-    assert page["ready"]["reasons"][0] == "memory is being created"

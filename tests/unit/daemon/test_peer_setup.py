@@ -22,9 +22,7 @@ V4 = {"preset": "tiny-v4"}
         (False, False, "tcp://127.0.0.1:7", "local"),
         (False, True, "tcp://10.0.0.1:7", "plain"),
         (True, False, "tcp://10.0.0.1:7", "curve"),
-        (False, False, "", "local"),
         (False, True, "", "local plain"),
-        (True, False, "", "curve"),
         (True, True, "", "curve local plain"),
     ],
 )

@@ -149,7 +149,6 @@ class FakeStatus:
         self._page = page
         self.served: list[tuple[object, ...]] = []
         self.answers: list[tuple[str, str, int]] = []
-        self.traceparents_ignored = 0
 
     def readiness(self) -> Readiness:
         return self.ready
@@ -172,14 +171,11 @@ class FakeStatus:
         assert seconds >= 0
         self.answers.append((route, method, code))
 
-    def traceparent_ignored(self) -> None:
-        self.traceparents_ignored += 1
-
 
 def settings(tokens: Sequence[str] = (), **changes: Any) -> AppSettings:
     """`tokens`: lines of a token file."""
     grants = tuple(TokenGrant.parse(token, key="http.token_file") for token in tokens)
-    return AppSettings(**{"max_body_bytes": 4096, "max_wait_s": 5.0, "grants": grants, **changes})
+    return AppSettings(**{"max_body_bytes": 4096, "max_wait_s": 5.0, "grants": lambda: grants, **changes})
 
 
 def daemon_app(

@@ -125,20 +125,6 @@ async def slam(reader, writer):
     await writer.wait_closed()
 
 
-@pytest.mark.outside
-async def test_over_real_sockets_a_connection_closed_in_our_face_is_no_deadline():
-    async with listening(slam) as url, DaemonClient(timeout_s=5.0) as client:
-        with pytest.raises(PeerError, match="failed"):
-            await client.admit(url, AdmissionRequest(prompt_tokens=9))
-
-
-@pytest.mark.outside
-async def test_over_real_sockets_silence_is_a_deadline():
-    async with listening(silent) as url, DaemonClient(timeout_s=0.1) as client:
-        with pytest.raises(DeadlineError, match=r"within 0\.1 s \(timeouts\.reserve_s\)"):
-            await client.admit(url, AdmissionRequest(prompt_tokens=9))
-
-
 async def refuse(reader, writer):
     problem = problem_of(CapacityError("full", retry_after_s=7.0), "/x").model_dump_json(exclude_none=True)
     await reader.readuntil(b"\r\n\r\n")
@@ -190,17 +176,6 @@ async def test_a_blocking_call_tells_silence_from_a_connection_closed_in_our_fac
         await blocking(silent, timeout_s=0.1)
     with pytest.raises(PeerError, match="failed"):
         await blocking(slam)
-
-
-async def test_an_answer_of_another_form_is_a_protocol_error():
-    async with answering(lambda request: httpx.Response(200, json={"room": "x"})) as client:
-        with pytest.raises(ProtocolError, match="RoomReport"):
-            await client.report("http://d", 1)
-
-
-async def test_who_answers_at_an_address_is_told_by_its_status():
-    async with answering(lambda request: httpx.Response(200, json={"incarnation": "incarnation-1"})) as client:
-        assert await client.incarnation("http://d") == "incarnation-1"
 
 
 @pytest.mark.outside

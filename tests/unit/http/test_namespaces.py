@@ -36,19 +36,14 @@ def body(namespace: str | None = None, keys: bytes | None = KEYS, **fields) -> d
 @pytest.mark.parametrize(
     ("token", "namespace", "keys", "status"),
     [
-        ("plain", None, None, 201),
         ("plain", None, KEYS, 201),
-        ("plain", "", KEYS, 201),
         ("plain", "acme", KEYS, 403),
-        ("plain", "acme", None, 403),
         ("tenant", "acme", KEYS, 201),
         ("tenant", "globex", KEYS, 403),
         ("tenant", None, KEYS, 403),
         ("tenant", None, None, 201),
         ("router", "globex", KEYS, 201),
-        ("router", None, KEYS, 201),
         ("tenant namespaces=acme", "acme", KEYS, 401),
-        ("nobody", None, None, 401),
     ],
 )
 async def test_a_token_says_which_namespaces_its_bearer_may_name(rooms, token, namespace, keys, status):
@@ -61,18 +56,11 @@ async def test_a_token_says_which_namespaces_its_bearer_may_name(rooms, token, n
         assert not rooms.rooms
 
 
-async def test_without_tokens_everybody_may_name_any(rooms):
-    async with daemon(rooms, tokens=(), token="") as http:
-        assert (await http.post("/v1/requests", json=body("acme"))).status_code == 201
-
-
 @pytest.mark.parametrize(
     ("change", "fault"),
     [
         ({"page_hashes": "not base64!"}, "body.page_hashes: no base64"),
         ({"page_hashes": "AAEC"}, "body.page_hashes: page keys have 16 bytes each, these are 3 bytes in all"),
-        ({"page_hashes": "AAECAwQFBgcICQ\noLDA0ODw=="}, "body.page_hashes: no base64"),
-        ({"page_hashes": 7}, "body.page_hashes"),
         ({"namespace": "a b"}, "body.namespace"),
     ],
 )

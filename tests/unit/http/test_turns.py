@@ -133,18 +133,6 @@ async def answer(cycle: RequestResponseCycle) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_request_is_begun_in_its_turn(loop):
-    protocol, _ = await connection(loop)
-    protocol.data_received(POST[:30])
-    protocol.data_received(POST[30:])
-    assert protocol.cycle is None
-    loop.run_once()
-    assert protocol.cycle is not None
-    assert (protocol.cycle.scope["path"], protocol.cycle.body) == ("/v1/requests", b"{}")
-    protocol.connection_lost(None)
-
-
-@pytest.mark.asyncio
 @pytest.mark.parametrize("first", [1, 5, 30, len(POST) - 2], ids=["a byte", "the method", "half a head", "the head"])
 async def test_a_request_waits_among_its_kind_in_however_many_pieces_it_comes(loop, first):
     """A caller that sends the first byte of a POST apart does not wait where health checks do, nor does its body."""
@@ -233,16 +221,6 @@ async def test_a_request_for_which_too_many_wait_is_refused_unread(loop):
     while loop.soon:
         loop.run_once()
     assert protocol.cycle is None
-
-
-@pytest.mark.asyncio
-async def test_a_caller_in_front_of_its_turn_is_not_read_without_end(loop):
-    protocol, transport = await connection(loop)
-    protocol.data_received(POST)
-    assert transport.reads
-    protocol.data_received(b"x" * 70_000)
-    assert not transport.reads
-    protocol.connection_lost(None)
 
 
 @pytest.mark.asyncio

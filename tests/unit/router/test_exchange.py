@@ -152,21 +152,6 @@ async def test_a_prefill_that_is_still_under_way_at_the_end_of_the_answer_is_clo
 
 
 @pytest.mark.asyncio
-async def test_the_request_to_decode_is_closed_before_another_attempt_is_made():
-    net = Net(prefill=2)
-    asking = asyncio.create_task(net.ask())
-    prefill, decode = await net.call(0), await net.call(1)
-    prefill.answer.set_result((500, b"no"))
-    again = await net.call(2)
-    assert decode.closed
-    assert (again.url, again.room != prefill.room) == ("p1", True)
-    again.answer.set_result(held(again.room))
-    (await net.call(3)).answer.set_result(ANSWER)
-    assert await asking == b"answer"
-    net.check_nothing_left()
-
-
-@pytest.mark.asyncio
 async def test_the_only_decode_is_asked_again_about_what_another_prefill_holds():
     """It may have failed because the first one ended before all was loaded."""
     net = Net(prefill=2, order=DispatchOrder.PLAIN)

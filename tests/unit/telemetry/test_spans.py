@@ -168,13 +168,6 @@ def test_a_room_that_fails_says_why_where_it_was():
     assert bench.nothing_is_kept()
 
 
-def test_a_request_that_is_refused_is_an_admission_alone():
-    bench = Bench(Role.DECODE)
-    bench.answered(2.0, code="capacity")
-    [span] = bench.spans
-    assert (span.name, span.error, span.context.parent_id) == ("admission", "capacity", ROUTER.span_id)
-
-
 def test_only_so_many_orders_of_a_room_are_told_of():
     bench = Bench(Role.PREFILL)
     bench.enters(RoomState.ADMITTED)
