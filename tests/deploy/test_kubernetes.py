@@ -256,13 +256,6 @@ def test_daemon_and_engine_of_a_pod_share_memory_directory_group_and_gpus():
         assert engine["securityContext"]["runAsUser"] not in (0, 10001)
 
 
-def test_bootstraps_that_share_a_directory_are_on_different_hosts():
-    (bootstrap,) = [each for each, _, _ in daemons("replicated-bootstrap") if each["metadata"]["name"] == "bootstrap"]
-    assert bootstrap["spec"]["replicas"] == 2
-    (spread,) = bootstrap["spec"]["template"]["spec"]["topologySpreadConstraints"]
-    assert (spread["topologyKey"], spread["whenUnsatisfiable"]) == ("kubernetes.io/hostname", "DoNotSchedule")
-
-
 def test_no_secret_is_in_the_manifests():
     assert not [each for overlay in OVERLAYS for each in rendered(overlay) if each["kind"] == "Secret"]
 

@@ -192,27 +192,6 @@ def test_pages_of_a_finished_room_that_fails_wait_for_the_engines_gpu(gpu: cuda_
 
 
 @pytest.mark.thorough
-def test_a_prefill_worker_that_is_killed_takes_its_memory_along_and_the_next_room_is_fine() -> None:
-    with gpus() as running:
-        sender = PrefillEngine.attach(running.prefill.runtime_dir)
-        reader = DecodeEngine.attach(running.decode.runtime_dir)
-        reader.release(cross(running, sender, reader, CASES[0]).room)
-        room = running.pair(700)["room"]
-        sender.begin(room, prompt_tokens=700)
-        kill_worker(running.prefill)
-        assert ("failed", room) in wait_detached(sender)
-        with pytest.raises(DetachedError, match="attach again"):
-            sender.publish(room, 700)
-        sender.abort(room, "its memory is gone")
-        sender.close()
-        with PrefillEngine.attach(running.prefill.runtime_dir, call_timeout_s=WAIT_S) as again:
-            running.wait_ready()
-            for case in CASES[:2]:
-                reader.release(cross(running, again, reader, case).room)
-        reader.close()
-
-
-@pytest.mark.thorough
 def test_a_decode_worker_that_is_killed_fails_what_had_arrived() -> None:
     with gpus() as running:
         sender = PrefillEngine.attach(running.prefill.runtime_dir)

@@ -12,7 +12,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from kvbridge.telemetry.context import parse_traceparent
 from tests.helpers.cluster import eventually
-from tests.helpers.live_rooms import LiveCluster, http, live_cluster, metric, report
+from tests.helpers.live_rooms import LiveCluster, http, live_cluster, metric
 from tests.helpers.span_collector import Collector, ReceivedSpan, span_collector
 
 TOKENS = 1000
@@ -189,29 +189,3 @@ def test_a_trace_that_its_caller_does_not_record_goes_to_logs_and_engines_only(
         "the trace after it", lambda spans: sum(s.trace_id == after and s.name == "room" for s in spans) == 2
     )
     assert not collector.of(trace_id)
-
-
-def test_a_traceparent_that_is_none_is_counted_and_ignored(live: LiveCluster) -> None:
-    before = metric(live.cluster.bootstrap, "kvbridge_traceparents_ignored_total")
-    room = ask(live, "00-" + "0" * 32 + "-00f067aa0ba902b7-01")
-    assert metric(live.cluster.bootstrap, "kvbridge_traceparents_ignored_total") > before
-    told = [parse_traceparent(text) for text in cross(live, room)]
-    assert all(each is not None and not each.sampled for each in told), (
-        "sampled_ratio is 0: a trace that nobody records"
-    )
-
-
-def test_a_room_that_fails_says_so_in_its_trace(live: LiveCluster, collector: Collector) -> None:
-    trace_id = secrets.token_hex(16)
-    room = ask(live, f"00-{trace_id}-{ROUTER_SPAN}-01")
-    live.sender.begin(room, prompt_tokens=TOKENS)
-    eventually("the offer has come", lambda: report(live.prefill, room)["state"] == "transferring")
-    live.detach()
-    collector.wait("both rooms", lambda spans: sum(s.trace_id == trace_id and s.name == "room" for s in spans) == 2)
-    collector.wait("what it was in", lambda spans: any(s.trace_id == trace_id and s.name == "send" for s in spans))
-    spans = collector.of(trace_id)
-    for span in spans:
-        failed = span.name in {"room", "send", "commit", "publish"}
-        assert bool(span.error) == failed, (span.service, span.name, span.error)
-    assert {span.attributes["kvbridge.code"] for span in spans if span.name == "room"} == {"peer_failed"}
-    assert all("engine" in span.error for span in spans if span.name in {"send", "commit"})

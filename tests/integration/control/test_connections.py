@@ -5,14 +5,11 @@ import contextlib
 import gc
 import resource
 import socket as unix
-import struct
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 import zmq
 
-from kvbridge.control.connections import ConnectionLimit
 from kvbridge.control.link import PeerSettings
 from kvbridge.core.wire.messages import Abort, Heartbeat
 from tests.helpers.held_ports import held_ports
@@ -31,18 +28,6 @@ async def test_a_broken_connection_of_the_same_link_goes_on(stage):
     second.send(frame(sequence=2, body=Abort(room=2, generation=1, code="cancelled", message="")))
     await at_server.until(lambda: at_server.rooms == [1, 2])
     assert at_server.refused == ["duplicate"]
-
-
-async def test_a_reset_tcp_connection_and_foreign_protocols_are_harmless(stage):
-    _, at_server, endpoint = stage.server()
-    port = int(endpoint.rsplit(":", 1)[1])
-    for payload in (b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\xff" + bytes(200)):
-        with unix.create_connection(("127.0.0.1", port), timeout=WAIT_S) as connection:
-            connection.setsockopt(unix.SOL_SOCKET, unix.SO_LINGER, struct.pack("ii", 1, 0))
-            connection.sendall(payload)
-    client, _ = stage.client(endpoint)
-    client.send(drained(1))
-    await at_server.until(lambda: at_server.rooms == [1])
 
 
 def open_descriptors():
@@ -163,48 +148,3 @@ async def test_a_connection_that_is_back_is_known_at_once_on_both_sides(stage):
 
 
 ACCEPTED, DISCONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
-
-
-@pytest.fixture
-def connected():
-    """A connection as a server sees it, and its other end."""
-    with closing(unix.create_server(("127.0.0.1", 0))) as server:
-        client = unix.create_connection(server.getsockname())
-        with closing(client), closing(server.accept()[0]) as accepted:
-            client.settimeout(20)
-            yield accepted, client
-
-
-@pytest.fixture
-def limited(connected):
-    """A limit of one connection to the address of `connected`, and how often it has cut one."""
-    cut = []
-    limit = ConnectionLimit(1, lambda: cut.append(True))
-    limit.bound(f"tcp://127.0.0.1:{connected[0].getsockname()[1]}")
-    with closing(limit):
-        yield limit, cut
-
-
-NEVER = 1 << 20
-"""A descriptor that no process has."""
-
-
-async def test_a_connection_that_ended_does_not_count(connected, limited):
-    (accepted, _), (limit, cut) = connected, limited
-    limit.on_event(ACCEPTED, NEVER)
-    limit.on_event(DISCONNECTED, NEVER)
-    limit.on_event(ACCEPTED, accepted.fileno())
-    assert not cut
-
-
-async def test_a_descriptor_that_became_another_connection_is_left_alone(connected, limited):
-    limit, cut = limited
-    with closing(unix.create_server(("127.0.0.1", 0))) as other:
-        stranger = unix.create_connection(other.getsockname())
-        with closing(stranger), closing(other.accept()[0]) as accepted:
-            limit.on_event(ACCEPTED, NEVER)
-            limit.on_event(ACCEPTED, accepted.fileno())
-            assert cut == [True]
-            accepted.sendall(b"x")
-            stranger.settimeout(20)
-            assert stranger.recv(1) == b"x"

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbridge.core.ids import Rank
-from kvbridge.daemon.worker_output import LONGEST_LINE_BYTES, WorkerOutput
+from kvbridge.daemon.worker_output import WorkerOutput
 from kvbridge.telemetry.logs import Seldom
 
 pytestmark = pytest.mark.asyncio
@@ -78,14 +78,6 @@ async def test_what_libraries_write_has_a_level_and_an_owner():
         {"event": "library_output", "log_level": level, "rank": "pp0.tp1", "text": text}
         for text, level in levels.items()
     ]
-
-
-async def test_last_words_without_an_end_and_lines_without_an_end_are_seen():
-    last, endless = b"terminate called after throwing", b"x" * (3 * LONGEST_LINE_BYTES)
-    assert [line["text"] for line in await written(last)] == [last.decode()]
-    shown = [line["text"] for line in await written(endless)]
-    assert shown
-    assert set("".join(shown)) == {"x"}
 
 
 async def test_a_process_that_ends_badly_is_heard_to_the_end():

@@ -7,33 +7,17 @@ from __future__ import annotations
 
 import secrets
 import socket as unix
-from collections.abc import Callable
 
 import pytest
 import zmq
 
-from kvbridge.control.local import LocalClient
-from kvbridge.core.ids import IndexSpace, Rank, Role
-from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
-from kvbridge.core.wire.engine_messages import (
-    Accepted,
-    Attach,
-    Attached,
-    Begin,
-    Claim,
-    EngineToNode,
-    NodeToEngine,
-    Pages,
-    Publish,
-    Refused,
-)
-from kvbridge.core.wire.messages import MAX_METADATA_BYTES, WireTable
+from kvbridge.core.ids import Rank
+from kvbridge.core.wire.codec import ENGINE_TO_NODE
 from kvbridge.engine.decode import DecodeEngine
-from kvbridge.engine.link import ENGINE_SOCKET, EngineLink
+from kvbridge.engine.link import ENGINE_SOCKET
 from kvbridge.engine.prefill import PrefillEngine
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import LiveCluster, all_free, busy_pages, ends, http, raises_code, refuses, report, status
-from tests.helpers.shared_cluster import HOST_PAGES
+from tests.helpers.live_rooms import LiveCluster, all_free, ends, raises_code, refuses, status
 
 TOKENS = 1000
 
@@ -59,51 +43,6 @@ def completed(live: LiveCluster, room: int) -> None:
 # ------------------------------------------------------------------------------------------- verbs
 
 
-def test_prefill_calls_out_of_order(live: LiveCluster, room: int) -> None:
-    sender = live.sender
-    assert "not begun" in raises_code("conflict", lambda: sender.publish(room, 10))
-    assert "not begun" in raises_code("conflict", lambda: sender.finish(room))
-    text = raises_code("invalid_input", lambda: sender.begin(room, prompt_tokens=TOKENS - 1))
-    assert "admitted with 1000 prompt tokens" in text
-    live.write(room, TOKENS, 0, 500)
-    assert "already begun" in raises_code("conflict", lambda: sender.begin(room, prompt_tokens=TOKENS))
-    text = raises_code("invalid_input", lambda: sender.publish(room, TOKENS + 1))
-    assert "publish(1001) is past the 1000 tokens that were reserved" in text
-    assert "goes backwards" in raises_code("conflict", lambda: sender.publish(room, 499))
-    assert "[99]" in raises_code("invalid_input", lambda: sender.publish(room, 600, layers=(0, 99)))
-    assert "published 500 of 1000 tokens" in raises_code("conflict", lambda: sender.finish(room))
-    live.write(room, TOKENS, 500, TOKENS)
-    completed(live, room)
-    for call in (
-        lambda: sender.publish(room, TOKENS),
-        lambda: sender.finish(room),
-        lambda: sender.begin(room, prompt_tokens=TOKENS),
-    ):
-        assert "over" in raises_code("conflict", call)
-    sender.abort(room, "harmless on a room that is over")
-    assert report(live.prefill, room)["state"] == "completed"
-    live.serves()
-
-
-def test_decode_calls_out_of_order(live: LiveCluster, room: int) -> None:
-    reader = live.reader
-    assert "not committed" in raises_code("conflict", lambda: reader.claim(room))
-    raises_code("conflict", lambda: reader.extend(room, TOKENS + 1))
-    raises_code("conflict", lambda: reader.release(room))
-    live.write(room, TOKENS)
-    live.sender.finish(room)
-    live.read(room, TOKENS)
-    assert "already claimed" in raises_code("conflict", lambda: reader.claim(room))
-    assert "cannot shrink" in raises_code("invalid_input", lambda: reader.extend(room, TOKENS - 1))
-    reader.release(room)
-    raises_code("conflict", lambda: reader.release(room))
-    raises_code("conflict", lambda: reader.extend(room, TOKENS + 1))
-    raises_code("room_failed", lambda: reader.claim(room))
-    reader.abort(room, "harmless on a room that is over")
-    assert ends(live.decode, room, "completed") == ""
-    live.serves()
-
-
 def test_calls_about_unknown_rooms(live: LiveCluster) -> None:
     sender, reader = live.sender, live.reader
     for call in (
@@ -118,17 +57,6 @@ def test_calls_about_unknown_rooms(live: LiveCluster) -> None:
     live.serves()
 
 
-def test_pages_are_the_daemons_where_it_owns_them(live: LiveCluster, room: int) -> None:
-    link = live.sender._link
-    for ids, text in ((b"\0\0\0\0", "owns its pools"), (b"abc", "malformed")):
-        tables = (WireTable(space=IndexSpace.FULL, ids=ids),)
-        begin = Begin(call=link.number(), room=room, prompt_tokens=TOKENS, tables=tables)
-        assert text in raises_code("invalid_input", lambda begin=begin: link.call(begin, Pages))
-    live.write(room, TOKENS)
-    completed(live, room)
-    live.serves()
-
-
 def test_another_engine_of_the_same_rank_has_no_say(live: LiveCluster, room: int) -> None:
     live.write(room, TOKENS, 0, 500)
     with PrefillEngine.attach(live.prefill.runtime_dir) as other:
@@ -137,34 +65,6 @@ def test_another_engine_of_the_same_rank_has_no_say(live: LiveCluster, room: int
         raises_code("conflict", lambda: other.finish(room))
     live.write(room, TOKENS, 500, TOKENS)
     completed(live, room)
-    live.serves()
-
-
-def test_a_room_that_outgrows_the_pool_loses_nothing(live: LiveCluster, room: int) -> None:
-    live.write(room, TOKENS)
-    live.sender.finish(room)
-    claimed = live.read(room, TOKENS)
-    before = busy_pages(live.decode)
-    other = live.admit_on_decode(8 * 256)  # together they have all host pages
-    assert "host" in raises_code("capacity", lambda: live.reader.extend(room, TOKENS + 300))
-    raises_code("invalid_input", lambda: live.reader.extend(room, (HOST_PAGES + 1) * 256))
-    http("DELETE", live.decode, f"/v1/requests/{other}")
-    eventually("the other room's pages back", lambda: busy_pages(live.decode) == before)
-    grown = live.reader.extend(room, TOKENS + 300)
-    for space, table in claimed.tables.items():
-        assert grown[space].ids[: len(table)].tolist() == table.ids.tolist()
-    assert len(grown[IndexSpace.HOST]) == 6
-    live.reader.release(room)
-    live.serves()
-
-
-def test_metadata_that_is_too_long_costs_nothing(live: LiveCluster, room: int) -> None:
-    live.write(room, TOKENS)
-    with pytest.raises(ValueError, match="metadata"):
-        live.sender.finish(room, metadata=bytes(MAX_METADATA_BYTES + 1))
-    live.sender.finish(room, metadata=bytes(MAX_METADATA_BYTES))
-    assert live.read(room, TOKENS).metadata == {"pp0.tp0": bytes(MAX_METADATA_BYTES)}
-    live.reader.release(room)
     live.serves()
 
 
@@ -182,22 +82,6 @@ def test_who_cannot_attach(live: LiveCluster) -> None:
     nobody.mkdir(mode=0o700)
     raises_code("not_ready", lambda: PrefillEngine.attach(nobody, call_timeout_s=0.2))
     eventually("nobody left behind", lambda: not status(live.prefill)["engines"] and not status(live.decode)["engines"])
-    live.serves()
-
-
-@pytest.mark.parametrize(
-    ("side", "call"),
-    [
-        ("prefill", lambda number: Begin(call=number, room=1, prompt_tokens=1)),
-        ("decode", lambda number: Claim(call=number, room=1)),
-    ],
-)
-def test_a_call_before_attach(live: LiveCluster, side: str, call: Callable[[int], EngineToNode]) -> None:
-    link = EngineLink(getattr(live, side).runtime_dir, name=f"early-{secrets.token_hex(4)}", timeout_s=20)
-    try:
-        assert "attach first" in raises_code("conflict", lambda: link.call(call(link.number()), Accepted))
-    finally:
-        link.close()
     live.serves()
 
 
@@ -233,30 +117,4 @@ def test_frames_that_are_none(live: LiveCluster, daemon: DaemonProcess) -> None:
         with unix.socket(unix.AF_UNIX) as client:
             client.connect(str(path))
             client.sendall(text)
-    live.serves()
-
-
-def test_fields_beyond_their_limits(live: LiveCluster) -> None:
-    """Made by hand: the library would not send them."""
-
-    def connected() -> LocalClient[NodeToEngine, EngineToNode]:
-        return LocalClient("limits", live.prefill.runtime_dir / ENGINE_SOCKET, NODE_TO_ENGINE, ENGINE_TO_NODE)
-
-    client = connected()
-    try:
-        client.send(Attach(call=1, role=Role.PREFILL), 20)
-        assert isinstance(client.receive(20), Attached)
-        with refuses(live.prefill, "field"):
-            client.send(Publish.model_construct(call=2, room=-1, upto_token=0), 20)
-    finally:
-        client.close()
-    client = connected()
-    try:
-        client.send(Attach(call=7, role=Role.PREFILL), 20)
-        assert isinstance(client.receive(20), Attached), "a new connection begins anew"
-        client.send(Publish(call=8, room=3, upto_token=1), 20)
-        assert isinstance(refused := client.receive(20), Refused)
-        assert refused.call == 8
-    finally:
-        client.close()
     live.serves()
