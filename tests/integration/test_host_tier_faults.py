@@ -86,15 +86,6 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_backup(live: LiveCluster) ->
     assert turn.talk.cross(1500).reused[0] == 768, "what was not lost is of use"
 
 
-def test_what_is_forgotten_while_it_is_copied(live: LiveCluster) -> None:
-    turn = copies_held(live, 8, 1000)
-    assert http("DELETE", live.prefill, "/v1/prefixes").json() == {"dropped_pages": 3, "read_pages": 3, "store": None}
-    let_go(live.prefill)
-    eventually("settled", lambda: settled(live.prefill))
-    assert twins(live.prefill, "cached") == 0
-    assert turn.talk.cross(1001).reused[0] == 0
-
-
 KILLED = """
 import sys, os
 from pathlib import Path

@@ -143,6 +143,18 @@ def test_the_second_turn_goes_where_the_first_one_is(fleet: Fleet) -> None:
     assert fleet.cross(other, 2, SECOND) == (0, 0)
 
 
+def test_a_stale_guess_costs_the_prefix_and_no_byte(fleet: Fleet) -> None:
+    """The first turn was paired, but ended before anything of it was written: nobody holds what was noted."""
+    with fleet.first_instances_busy():
+        ticket = fleet.pair(4, FIRST)
+        assert sides(ticket) == ("prefill-1", "decode-1")
+        assert http("DELETE", fleet.live.cluster.bootstrap, f"/v1/requests/{ticket['room']}").status_code == 200
+    ticket = fleet.pair(4, SECOND)
+    assert sides(ticket) == ("prefill-1", "decode-1")
+    assert (ticket["prefix_tokens"], ticket["computed_tokens"]) == (0, 0)
+    assert fleet.cross(ticket, 4, SECOND) == (0, 0)
+
+
 def test_a_holder_that_was_killed_is_served_by_another_and_started_again_it_is_not_believed(fleet: Fleet) -> None:
     fleet.first_turn(5)
     fleet.detach("decode-1")

@@ -5,29 +5,19 @@ import contextlib
 import gc
 import resource
 import socket as unix
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import zmq
 
+from kvbridge.control.connections import ConnectionLimit
 from kvbridge.control.link import PeerSettings
-from kvbridge.core.wire.messages import Abort, Heartbeat
+from kvbridge.core.wire.messages import Heartbeat
 from tests.helpers.held_ports import held_ports
-from tests.integration.control.stage import CLIENT, WAIT_S, drained, frame, poll
+from tests.integration.control.stage import CLIENT, WAIT_S, drained, poll
 
 pytestmark = pytest.mark.asyncio
-
-
-async def test_a_broken_connection_of_the_same_link_goes_on(stage):
-    _, at_server, endpoint = stage.server()
-    first, second = stage.raw(endpoint), stage.raw(endpoint)
-    first.send(frame(sequence=1, body=drained(1)))
-    await at_server.until(lambda: at_server.rooms == [1])
-    first.close()
-    second.send(frame(sequence=1, body=drained(1)))
-    second.send(frame(sequence=2, body=Abort(room=2, generation=1, code="cancelled", message="")))
-    await at_server.until(lambda: at_server.rooms == [1, 2])
-    assert at_server.refused == ["duplicate"]
 
 
 def open_descriptors():
@@ -148,3 +138,17 @@ async def test_a_connection_that_is_back_is_known_at_once_on_both_sides(stage):
 
 
 ACCEPTED, DISCONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
+
+
+async def test_a_descriptor_that_became_another_connection_is_left_alone():
+    cut, accepted_event, never = [], int(zmq.EVENT_ACCEPTED), 1 << 20  # a descriptor that no process has
+    ours, other = unix.create_server(("127.0.0.1", 0)), unix.create_server(("127.0.0.1", 0))
+    limit = ConnectionLimit(1, lambda: cut.append(True))
+    limit.bound(f"tcp://127.0.0.1:{ours.getsockname()[1]}")
+    stranger = unix.create_connection(other.getsockname(), timeout=WAIT_S)
+    with closing(ours), closing(other), closing(limit), closing(stranger), closing(other.accept()[0]) as connection:
+        limit.on_event(accepted_event, never)
+        limit.on_event(accepted_event, connection.fileno())
+        assert cut == [True]
+        connection.sendall(b"x")
+        assert stranger.recv(1) == b"x"

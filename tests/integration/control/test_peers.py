@@ -10,16 +10,12 @@ import pytest
 import zmq
 
 from kvbridge.control.keys import generate_keys
-from kvbridge.control.link import PeerSettings
 from kvbridge.core.errors import (
-    CapacityError,
     ConfigError,
     ConflictError,
     InvalidInputError,
-    NotFoundError,
 )
 from kvbridge.core.wire.codec import MAX_FRAME_BYTES, PEER
-from kvbridge.core.wire.delivery import DeliverySettings
 from kvbridge.core.wire.messages import Heartbeat
 from tests.integration.control.stage import CLIENT, SERVER, WAIT_S, drained, frame, poll
 
@@ -87,18 +83,6 @@ async def test_asking_who_is_there_leaves_no_trace(stage):
     assert client.server == SERVER
 
 
-async def test_an_older_link_is_stale(stage):
-    server, at_server, endpoint = stage.server()
-    raw = stage.raw(endpoint)
-    raw.send(frame(link=5, body=drained(1)))
-    raw.send(frame(link=4, body=drained(2)))
-    await at_server.until(lambda: at_server.refused == ["stale"])
-    assert at_server.rooms == [1]
-    server.forget(CLIENT)
-    with pytest.raises(NotFoundError, match="was forgotten"):
-        server.send(CLIENT, drained(1))
-
-
 async def test_a_handler_that_refuses_or_breaks_stops_nothing(stage):
     _, at_server, endpoint = stage.server()
     broken = []
@@ -155,17 +139,6 @@ async def test_a_forgotten_client_begins_anew(stage):
     await at_server.until(lambda: at_server.rooms == [0, 1, 2, 9])
     server.send(CLIENT, drained(10))
     await at_client.until(lambda: at_client.rooms == [10])
-
-
-async def test_undelivered_is_reported_and_the_outbox_is_bounded(stage):
-    settings = PeerSettings(delivery=DeliverySettings(give_up_s=0.1, window=4, max_held=8))
-    client, at_client = stage.client("tcp://127.0.0.1:9", settings=settings)
-    for room in range(8):
-        client.send(drained(room))
-    with pytest.raises(CapacityError, match="8 messages wait"):
-        client.send(drained(9))
-    await at_client.until(lambda: len(at_client.undelivered) == 8)
-    assert [message.room for _, message in at_client.undelivered] == list(range(8))
 
 
 async def test_a_noisy_peer_leaves_time_for_others(stage):

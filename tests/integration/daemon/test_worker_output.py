@@ -55,14 +55,6 @@ async def test_a_library_cannot_write_into_the_log_of_its_worker():
     ]
 
 
-async def test_records_that_were_cut_off_are_shown_as_they_are():
-    texts = ['{"no": "event"}', "[]", '{"event": "x", "level": "loud"}', '{"event": "room_en']
-    shown = await written("\n".join(texts).encode(), to_log=True)
-    assert shown == [
-        {"event": "library_output", "log_level": "warning", "rank": "pp0.tp1", "text": text} for text in texts
-    ]
-
-
 async def test_what_libraries_write_has_a_level_and_an_owner():
     levels = {
         GLOG + "no route to host": "error",

@@ -6,9 +6,6 @@ The codec, the sockets and the rules of offers have tests of their own; here the
 
 from __future__ import annotations
 
-import socket
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +22,6 @@ from kvbridge.core.wire.messages import (
     Done,
     Drained,
     Failed,
-    Heartbeat,
     NodeDescription,
     Offer,
     Rejected,
@@ -83,20 +79,6 @@ def test_messages_of_the_other_direction(live: LiveCluster, met: RawDecode) -> N
         for message in wrong:
             met.send(message)
     met.send(Failed(room=1, generation=1, code="x", message="of a room that nobody knows"))
-    live.serves()
-
-
-def test_a_peer_that_acknowledges_nothing_is_given_up_and_told_so(live: LiveCluster, met: RawDecode) -> None:
-    before = metric(live.prefill, "kvbridge_control_undelivered_total")
-    met.send(Abort(room=9, generation=1, code="x", message="x"))
-    eventually("undelivered", lambda: metric(live.prefill, "kvbridge_control_undelivered_total") > before)
-    eventually("forgotten", lambda: met.incarnation not in str(status(live.prefill)["peers"]))
-    with refuses(live.prefill, "stale"):
-        met.put(met.frame(Heartbeat(), sequence=0))
-    told = 0
-    while told >= 0 and met.socket.poll(15_000):  # what was sent before it may still be on its way
-        told = PEER.decode(met.socket.recv()).link
-    assert told == -met.link, "told that its link is over, a correct node introduces itself again"
     live.serves()
 
 
@@ -204,36 +186,6 @@ def test_an_introduction_that_cannot_be_true_is_rejected(
 
 
 # ------------------------------------------------------------------------------------------- the decode side
-
-
-def test_addresses_where_nobody_answers_cost_nothing_for_long(live: LiveCluster) -> None:
-    assert live.decode.process is not None
-    descriptors = Path(f"/proc/{live.decode.process.pid}/fd")
-    live.serves()
-    before = len(list(descriptors.iterdir()))
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
-        silent = {f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in listeners}
-        codes = dict.fromkeys(silent, "deadline") | {f"tcp://127.0.0.1:{port}": "peer_failed" for port in range(1, 5)}
-
-        def known() -> set[str]:
-            return codes.keys() & {peer["endpoint"] for peer in status(live.decode)["peers"]}
-
-        seen: set[str] = set()
-        rooms = {}
-        for endpoint in codes:
-            body = {"prompt_tokens": 1, "prefill": [{"endpoint": endpoint}]}
-            answer = http("POST", live.decode, "/v1/requests", json=body)
-            assert answer.status_code == 201, answer.text
-            rooms[endpoint] = int(answer.json()["room"])
-            seen |= known()  # the first may be given up before the last is there
-        assert seen >= silent
-        for endpoint, room in rooms.items():
-            ends(live.decode, room, "failed", codes[endpoint])
-        live.serves()
-        eventually("given up", lambda: not known())
-        eventually("closed", lambda: len(list(descriptors.iterdir())) <= before)
-        live.serves()
 
 
 def done(room: int, **changed: Any) -> Done:

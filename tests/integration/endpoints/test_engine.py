@@ -17,7 +17,7 @@ from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.link import ENGINE_SOCKET
 from kvbridge.engine.prefill import PrefillEngine
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import LiveCluster, all_free, ends, raises_code, refuses, status
+from tests.helpers.live_rooms import LiveCluster, all_free, ends, raises_code, refuses, report, status
 
 TOKENS = 1000
 
@@ -38,6 +38,32 @@ def completed(live: LiveCluster, room: int) -> None:
     for daemon in live.nodes:
         assert ends(daemon, room, "completed") == ""
         all_free(daemon)
+
+
+def test_prefill_calls_out_of_order(live: LiveCluster, room: int) -> None:
+    sender = live.sender
+    assert "not begun" in raises_code("conflict", lambda: sender.publish(room, 10))
+    assert "not begun" in raises_code("conflict", lambda: sender.finish(room))
+    text = raises_code("invalid_input", lambda: sender.begin(room, prompt_tokens=TOKENS - 1))
+    assert "admitted with 1000 prompt tokens" in text
+    live.write(room, TOKENS, 0, 500)
+    assert "already begun" in raises_code("conflict", lambda: sender.begin(room, prompt_tokens=TOKENS))
+    text = raises_code("invalid_input", lambda: sender.publish(room, TOKENS + 1))
+    assert "publish(1001) is past the 1000 tokens that were reserved" in text
+    assert "goes backwards" in raises_code("conflict", lambda: sender.publish(room, 499))
+    assert "[99]" in raises_code("invalid_input", lambda: sender.publish(room, 600, layers=(0, 99)))
+    assert "published 500 of 1000 tokens" in raises_code("conflict", lambda: sender.finish(room))
+    live.write(room, TOKENS, 500, TOKENS)
+    completed(live, room)
+    for call in (
+        lambda: sender.publish(room, TOKENS),
+        lambda: sender.finish(room),
+        lambda: sender.begin(room, prompt_tokens=TOKENS),
+    ):
+        assert "over" in raises_code("conflict", call)
+    sender.abort(room, "harmless on a room that is over")
+    assert report(live.prefill, room)["state"] == "completed"
+    live.serves()
 
 
 # ------------------------------------------------------------------------------------------- verbs

@@ -15,7 +15,9 @@ import psutil
 import pytest
 import zmq
 
+from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import REQUEST_SPACES, IndexSpace
+from kvbridge.core.plan.operations import Amount
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, PEER, WORKER_TO_NODE, MessageCodec
 from kvbridge.core.wire.messages import (
     MAX_NODE_RANKS,
@@ -144,6 +146,17 @@ def test_a_prefill_node_does_not_speak_before_its_welcome_nor_in_another_name(li
         assert report(live.decode, room)["state"] == "offered"
         give_up(live, writer, room)
         ends(live.decode, waiting, "failed", "deadline")
+    live.serves()
+
+
+def test_sums_that_nobody_can_have_sent_are_refused_on_arrival(live: LiveCluster) -> None:
+    with raw_prefill() as peer:
+        room = welcomed(live, peer)
+        done = Done(room=room, generation=1, writer=RANK, amounts={}, phases_s={})
+        with refuses(live.decode, "field"):
+            peer.send(done.model_copy(update={"amounts": {ComponentKind("c4_kv"): Amount(lane_rows=2**50 + 1)}}))
+        peer.sent -= 1
+        give_up(live, peer, room)
     live.serves()
 
 

@@ -6,7 +6,6 @@ The routes have their own tests over fakes; here pages are real, and both sides 
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -79,35 +78,6 @@ def test_a_full_pool_says_when_to_come_back(live: LiveCluster, side: str, space:
 
 
 # ------------------------------------------------------------------------------------------- waiting
-
-
-WAIT_S = 25
-"""Longer than `http` waits for an answer: a wait that did not end before would fail the test."""
-
-
-def test_a_wait_ends_with_the_state_that_it_waits_for(live: LiveCluster) -> None:
-    assert live.reader
-    room = live.pair(TOKENS)
-
-    def wait(daemon: DaemonProcess, until: str = "") -> str:
-        query = f"?wait={WAIT_S}" + (f"&until={until}" if until else "")
-        return str(http("GET", daemon, f"/v1/requests/{room}{query}").json()["state"])
-
-    def after(change: Callable[[], object], *waits: tuple[DaemonProcess, str], states: tuple[str, ...]) -> None:
-        with ThreadPoolExecutor(len(waits)) as pool:
-            futures = [pool.submit(wait, daemon, until) for daemon, until in waits]
-            change()
-            assert tuple(future.result() for future in futures) == states
-
-    def finish() -> None:
-        live.write(room, TOKENS)
-        live.sender.finish(room)
-
-    after(finish, (live.prefill, ""), (live.decode, "committed"), states=("completed", "committed"))
-    after(lambda: live.read(room, TOKENS), (live.decode, "claimed"), states=("claimed",))
-    after(lambda: live.reader.release(room), (live.decode, ""), states=("completed",))
-    assert wait(live.decode) == "completed", "a final room is not waited for"
-    live.serves()
 
 
 # ------------------------------------------------------------------------------------------- cancelling

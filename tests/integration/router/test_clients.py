@@ -35,6 +35,16 @@ async def test_a_client_that_leaves_early_ends_both_requests():
         await made.counted("kvbridge_router_requests_total", order="none", outcome="client_left")
 
 
+async def test_an_answer_that_does_not_begin_in_time_is_given_up():
+    async with fleet(taught=True, timeouts={"first_byte_s": 0.3}) as made:
+        made.prefill[0].gate = asyncio.Event()
+        answer = await made.post()
+        assert answer.status_code == 504
+        assert "timeouts.first_byte_s" in answer.json()["error"]["message"]
+        for received in (*made.prefill[0].received, *made.decode[0].received):
+            await within(received.left)
+
+
 async def test_a_stream_that_stands_still_ends_with_an_error():
     async with fleet(taught=True, timeouts={"idle_s": 0.3}) as made:
         never = asyncio.Event()

@@ -84,6 +84,14 @@ async def test_pieces_of_a_stream_are_not_held_back():
                     gates[number].set()
 
 
+async def test_plain_order_can_be_asked_for():
+    async with fleet(taught=True, order="plain") as made:
+        for _ in range(2):
+            assert (await made.post()).status_code == 200
+        assert [one.ours["room"] for one in made.decode[0].received] == ["p0-1", "p0-2"]
+        assert not any(one.ours for one in made.prefill[0].received)
+
+
 async def test_what_another_connector_answers_is_passed_on_as_it_is():
     async with fleet(connector="nixl") as made:
         for _ in range(2):
