@@ -131,29 +131,6 @@ async def test_the_end_of_a_process_is_told_apart_from_that_of_its_connection(no
     await node.until_events(("victim", Heartbeat()), ("gone", "victim"), ("ended", "victim"))
 
 
-async def test_a_process_of_another_pid_namespace_is_not_followed_by_its_number(node, monkeypatch):
-    """Which is 0 there. A kernel that hands out the process itself finds it all the same, so this one is made not to."""
-    monkeypatch.setattr(processes, "_SO_PEERPIDFD", 0x7FFF)
-    monkeypatch.setattr(processes, "_CREDENTIALS", Nobody())
-    node.follows = True
-    node.client().send(Heartbeat())
-    await node.until(lambda: len(node.events) == 1)
-    process = node.server.process("worker-pp0.tp0")
-    assert (process.pid, process.followed) == (0, False)
-    node.closers.pop()()
-    await node.until(lambda: node.events[-1] == ("gone", "worker-pp0.tp0"))
-
-
-class Nobody:
-    """Credentials of a process that this one cannot name."""
-
-    size = 12
-
-    def unpack(self, data):
-        assert len(data) == self.size
-        return 0, 0, 0
-
-
 async def test_the_newer_of_two_with_one_name_stays(node):
     first, second = node.client(), node.client()
     first.send(Heartbeat())
