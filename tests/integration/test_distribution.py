@@ -3,17 +3,93 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
+import shutil
+import subprocess
+import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import readme_renderer.markdown
+from packaging.metadata import Metadata
+from trove_classifiers import classifiers
 
 from deploy.grafana.build import BOARDS
 from kvbridge import __version__
-from tests.helpers.distribution import ROOT, Installed, build, copy_checkout, install
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 120
+_CACHES = shutil.ignore_patterns("__pycache__", "*.pyc", "*.egg-info")
+_PARTS = ("kvbridge", "examples", "configs", "deploy", "docs", "tests")
+"""Folders of the checkout that are copied; what is not to be published among them, so that a build could take it by mistake."""
+
+
+def copy_checkout(folder: Path) -> Path:
+    """Copy what a build looks at: setuptools leaves its work beside the sources."""
+    for part in _PARTS:
+        shutil.copytree(ROOT / part, folder / part, ignore=_CACHES)
+    for file in ROOT.iterdir():
+        if file.is_file() and not file.name.startswith("."):
+            shutil.copy(file, folder)
+    return folder
+
+
+def build(*arguments: str) -> None:
+    """Run `python -m build` with the setuptools that is here; nothing is downloaded."""
+    _run(sys.executable, "-m", "build", "--no-isolation", *arguments)
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment that has kvbridge from a wheel, and its dependencies from the one that the tests run in."""
+
+    folder: Path
+
+    def program(self, name: str) -> str:
+        """The path of a command."""
+        return str(self.folder / "bin" / name)
+
+    @property
+    def share(self) -> Path:
+        """Where the wheel's data files are."""
+        return self.folder / "share" / "kvbridge"
+
+    def run(self, program: str, *arguments: str, cwd: Path) -> str:
+        """Run a command to its end and return what it printed; `cwd` is not to be the checkout."""
+        return _run(self.program(program), *arguments, cwd=cwd)
+
+
+def install(wheel: Path, folder: Path) -> Installed:
+    """Install a wheel into a fresh virtual environment."""
+    venv.create(folder, with_pip=False, symlinks=True)
+    made = Installed(folder)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", made.program("python")]
+    _run(*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel))
+    # A folder that a .pth names is searched last, and its own .pth files, one of which leads to the checkout, are not read.
+    site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    shared = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    (site / "dependencies.pth").write_text("\n".join(shared) + "\n")
+    return made
+
+
+def stranger_environment() -> dict[str, str]:
+    """The environment of somebody who has no checkout."""
+    return {name: value for name, value in os.environ.items() if name not in {"PYTHONPATH", "VIRTUAL_ENV"}}
+
+
+def _run(*command: str, cwd: Path | None = None) -> str:
+    done = subprocess.run(
+        command, cwd=cwd, env=stranger_environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
 
 pytestmark = pytest.mark.thorough
 
@@ -63,6 +139,10 @@ def contents(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
 
 
+def metadata(wheel: Path) -> bytes:
+    return contents(wheel)[f"kvbridge-{__version__}.dist-info/METADATA"]
+
+
 def sources() -> set[str]:
     """Every file of the package."""
     files = (path for path in (ROOT / "kvbridge").rglob("*") if path.is_file())
@@ -93,6 +173,20 @@ def test_nothing_secret_and_no_test_is_in_either(built: Distributions) -> None:
 
 def test_the_wheel_made_of_the_source_distribution_is_the_same(built: Distributions) -> None:
     assert contents(built.wheel) == contents(built.wheel_of_checkout)
+
+
+def test_the_metadata_is_what_a_package_index_accepts(built: Distributions) -> None:
+    parsed = Metadata.from_email(metadata(built.wheel), validate=True)
+    assert str(parsed.version) == __version__
+    assert parsed.license_expression == "Apache-2.0"
+    assert parsed.description_content_type == "text/markdown"
+    assert {"engine", "cpu", "cuda", "redis", "demo"} <= set(parsed.provides_extra or ())
+    assert parsed.classifiers
+    assert set(parsed.classifiers) <= classifiers
+    assert not parsed.project_urls, "no address is ours yet"
+    page = readme_renderer.markdown.render(parsed.description)
+    assert page, "an index would show the source of the README instead"
+    assert re.search("<h1[^>]*>kvbridge", page)
 
 
 def test_it_runs_from_the_wheel_alone(installed: Installed, tmp_path: Path) -> None:

@@ -177,6 +177,13 @@ async def test_a_decode_that_fails_is_replaced_under_another_room(fail, taught):
         assert first.received[0].ours["room"] != second.received[0].ours["room"]
 
 
+async def test_an_engine_that_fails_before_the_first_token_of_a_stream_is_replaced():
+    """It says so behind the role of the answer, under a status of 200."""
+    async with fleet(decode=2, taught=True) as made:
+        made.decode[0].begins_with_error = 500
+        assert await made.stream(CHAT, "/v1/chat/completions") == b"".join(made.decode[1].events())
+
+
 @pytest.mark.parametrize(("role", "taught"), [("prefill", False), ("decode", True)])
 async def test_what_a_server_says_of_the_client_is_passed_on(role, taught):
     async with fleet(prefill=2, decode=2, taught=taught) as made:
@@ -248,3 +255,10 @@ async def test_requests_are_taken_away_from_a_server_that_hangs():
         assert (await under_way).status_code == 200
         await within(received.left)
         assert len(second.received) == 1
+
+
+async def test_a_check_that_is_not_answered_is_a_bad_one():
+    async with fleet(timeouts={"health_s": 0.2}) as made:
+        made.decode[0].hangs = True
+        await made.look()
+        assert "timeouts.health_s" in made.server(made.decode[0]).problem
