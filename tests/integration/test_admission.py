@@ -158,30 +158,6 @@ def test_a_daemon_that_shuts_down_keeps_nobody_waiting(
 # ------------------------------------------------------------------------------------------- caps and readiness
 
 
-def test_of_more_requests_at_once_than_fit_the_others_are_refused_and_nothing_stays_behind(
-    live: LiveCluster, daemon: DaemonProcess, threads: ThreadPoolExecutor
-) -> None:
-    asked = [threads.submit(post, live, daemon) for _ in range(4 * SLOTS)]
-    answers = [answer.result(60) for answer in asked]
-    held = [int(answer.json()["room"]) for answer in answers if answer.status_code == 201]
-    assert len(held) == SLOTS
-    refused = [answer for answer in answers if answer.status_code != 201]
-    assert {(answer.status_code, answer.json()["code"]) for answer in refused} == {(503, "capacity")}
-    assert all("space 'request' lacks 1 pages" in answer.json()["detail"] for answer in refused)
-    end(daemon, held.pop())
-    eventually("one more fits", lambda: _kept(held, post(live, daemon)))
-    end(daemon, *held)
-    all_free(daemon)
-    open_rooms = http("GET", daemon, "/v1/requests", params={"state": ["admitted", "offered", "committed", "claimed"]})
-    assert open_rooms.json()["rooms"] == []
-
-
-def _kept(held: list[int], answer: httpx.Response) -> bool:
-    if answer.is_success:
-        held.append(int(answer.json()["room"]))
-    return answer.is_success
-
-
 def test_a_daemon_that_admits_nothing_turns_red_and_green_again(live: LiveCluster, daemon: DaemonProcess) -> None:
     held = fill(live, daemon)
     red = eventually("red", lambda: http("GET", daemon, "/ready").status_code == 503 and http("GET", daemon, "/ready"))

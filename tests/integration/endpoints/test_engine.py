@@ -5,19 +5,13 @@ A refused call changes nothing: after each the room in question is finished corr
 
 from __future__ import annotations
 
-import secrets
-import socket as unix
-
 import pytest
-import zmq
 
 from kvbridge.core.ids import Rank
-from kvbridge.core.wire.codec import ENGINE_TO_NODE
 from kvbridge.engine.decode import DecodeEngine
-from kvbridge.engine.link import ENGINE_SOCKET
 from kvbridge.engine.prefill import PrefillEngine
-from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import LiveCluster, all_free, ends, raises_code, refuses, report, status
+from tests.helpers.cluster import eventually
+from tests.helpers.live_rooms import LiveCluster, all_free, ends, raises_code, report, status
 
 TOKENS = 1000
 
@@ -69,20 +63,6 @@ def test_prefill_calls_out_of_order(live: LiveCluster, room: int) -> None:
 # ------------------------------------------------------------------------------------------- verbs
 
 
-def test_calls_about_unknown_rooms(live: LiveCluster) -> None:
-    sender, reader = live.sender, live.reader
-    for call in (
-        lambda: sender.begin(4_711, prompt_tokens=1),
-        lambda: sender.publish(4_711, 1),
-        lambda: reader.claim(4_711),
-        lambda: reader.release(4_711),
-    ):
-        assert "4711" in raises_code("unknown_room", call)
-    for engine in (sender, reader):
-        engine.abort(4_711, "an engine need not know what its daemon has forgotten")
-    live.serves()
-
-
 def test_another_engine_of_the_same_rank_has_no_say(live: LiveCluster, room: int) -> None:
     live.write(room, TOKENS, 0, 500)
     with PrefillEngine.attach(live.prefill.runtime_dir) as other:
@@ -120,27 +100,3 @@ def test_an_engine_that_leaves_fails_what_it_had_begun(live: LiveCluster, room: 
 
 
 # ------------------------------------------------------------------------------------------- frames
-
-
-def test_frames_that_are_none(live: LiveCluster, daemon: DaemonProcess) -> None:
-    path = daemon.runtime_dir / ENGINE_SOCKET
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.LINGER, 0)
-    dealer.connect(f"ipc://{path}")
-    try:
-        for parts, reason in (
-            ([b"\xc1garbage"], "malformed"),
-            ([b"two", b"frames"], "malformed"),
-            ([bytes(ENGINE_TO_NODE.max_frame_bytes + 1)], "oversized"),
-        ):
-            with refuses(daemon, reason):
-                dealer.send_multipart(parts)
-    finally:
-        dealer.close()
-        context.term()
-    for text in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 1_000, secrets.token_bytes(5_000)):
-        with unix.socket(unix.AF_UNIX) as client:
-            client.connect(str(path))
-            client.sendall(text)
-    live.serves()

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import pytest
 
 from kvbridge.core.errors import TransportError
-from kvbridge.transport import background
 from kvbridge.transport.background import take_turn
 from kvbridge.transport.base import Pending
 from kvbridge.transport.mooncake import peers
@@ -121,26 +120,6 @@ def test_a_call_that_nobody_needs_ends_at_once(silent: socket.socket, how: str) 
 
 def refuse_to_list() -> list[tuple[str, int]]:
     raise OSError(errno.EMFILE, "Too many open files")
-
-
-@pytest.fixture
-def one_turn(monkeypatch) -> None:
-    """A turn that is not given back is missed by the next call."""
-    monkeypatch.setattr(background, "_free", threading.BoundedSemaphore(1))
-
-
-@pytest.mark.usefixtures("one_turn")
-def test_a_process_without_a_descriptor_left_fails_the_call_and_keeps_its_turn(silent, monkeypatch) -> None:
-    asker = Asker(silent.getsockname()[1])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(peers, "_sockets", refuse_to_list)
-        with pytest.raises(TransportError, match="Too many open files"):
-            ask(asker, LIMIT_S)
-    _, pending = ask(asker, LIMIT_S)
-    with silent.accept()[0] as connection:
-        connection.sendall(b"\x05")
-        assert answer(pending) == 5
 
 
 def test_a_call_is_given_up_and_cut_off_later_when_no_descriptor_is_left(silent, monkeypatch) -> None:
