@@ -65,18 +65,14 @@ async def test_a_defect_in_the_care_for_workers_is_raised(tmp_path, monkeypatch)
     await subject.stop(1.0)
 
 
-@pytest.mark.parametrize(("part", "name"), [("directory", "expire"), ("_secrets", "run")])
-async def test_a_bootstrap_with_a_task_that_ends_by_a_defect_does_not_end_as_if_it_had_been_told_to(
-    monkeypatch, part, name
-):
-    """Such as its sweeper; or what follows its secrets: those that are changed from then on would never be in force."""
+async def test_a_bootstrap_whose_sweeper_ends_does_not_end_as_if_it_had_been_told_to(monkeypatch):
     daemon = BootstrapDaemon(BootstrapConfig.model_validate({"http": {"port": 0}}))
+    await daemon.start()
 
     async def defect() -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(getattr(daemon, part), name, defect)
-    await daemon.start()
+    monkeypatch.setattr(daemon.directory, "expire", defect)
     try:
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(daemon.failed(), WAIT_S)
@@ -112,3 +108,19 @@ async def test_a_worker_that_a_real_time_signal_ends_is_started_again(tmp_path, 
         for _ in range(2):
             assert await ends.get() == (f"killed by signal {signal.SIGRTMIN + 5}", "killed")
     await subject.stop(1.0)
+
+
+async def test_a_bootstrap_that_follows_its_secrets_no_more_ends(monkeypatch):
+    """Tokens and certificates that are changed from then on would never be in force, and nobody would know."""
+    daemon = BootstrapDaemon(BootstrapConfig.model_validate({"http": {"port": 0}}))
+
+    async def defect() -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(daemon._secrets, "run", defect)
+    await daemon.start()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(daemon.failed(), WAIT_S)
+    finally:
+        await daemon.close()
