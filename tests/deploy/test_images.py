@@ -85,17 +85,6 @@ def test_the_image_is_made_by_the_steps_that_are_tested_here():
     assert re.findall(r"^USER (.*)$", DOCKERFILE, re.MULTILINE) == [f"{USER}:{USER}"]
 
 
-@as_root
-def test_the_user_of_the_daemons_is_made(tmp_path: Path):
-    (tmp_path / "etc").mkdir()
-    for name in ("passwd", "group", "shadow", "gshadow", "login.defs"):
-        shutil.copy(f"/etc/{name}", tmp_path / "etc" / name)
-    step("user", tmp_path)
-    assert f"kvbridge:x:{USER}:{USER}:" in (tmp_path / "etc/passwd").read_text()
-    keys = (tmp_path / "var/lib/kvbridge/keys").stat()
-    assert (keys.st_uid, keys.st_mode & 0o777) == (USER, 0o700)
-
-
 def test_every_daemon_of_the_fleet_has_a_right_configuration():
     assert DAEMONS == ["bootstrap", "prefill-0", "prefill-1", "decode-0", "decode-1"]
     instances = set()
@@ -110,22 +99,6 @@ def test_every_daemon_of_the_fleet_has_a_right_configuration():
             assert config.http.advertise_url == f"http://{name}:{config.http.port}"
             assert config.control.curve.secret_key_file == Path(f"/var/lib/kvbridge/keys/{name}.key")
     assert instances == set(DAEMONS[1:])
-
-
-def test_prometheus_understands_its_configuration_and_asks_every_daemon():
-    promtool = shutil.which("promtool")
-    assert promtool, "install the Debian package prometheus"
-    file = DOCKER / "compose" / "prometheus.yaml"
-    done = subprocess.run(
-        [promtool, "check", "config", "--syntax-only", str(file)],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
-    targets = yaml.safe_load(file.read_text())["scrape_configs"][0]["static_configs"][0]["targets"]
-    assert [target.partition(":")[0] for target in targets] == DAEMONS
 
 
 @pytest.fixture(scope="module")

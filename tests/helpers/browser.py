@@ -24,9 +24,9 @@ class Browser:
     def __init__(self, driver: Any) -> None:
         self.driver = driver
 
-    def size(self, width: int, height: int = 900, *, dark: bool = False, scale: float = 1.0) -> None:
+    def size(self, width: int, height: int = 900, *, dark: bool = False) -> None:
         """Be a screen of so many CSS pixels, light or dark; a narrow one is a phone, with its viewport."""
-        metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": width < 600}
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1.0, "mobile": width < 600}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
         feature = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         still = {
@@ -91,14 +91,6 @@ class Browser:
           const told = (v) => `${v.id}: ${v.help}: ${v.nodes[0].html} (${v.nodes[0].failureSummary})`;
           axe.run(document).then((result) => arguments[0](result.violations.map(told)))"""
         return list(self.driver.execute_async_script(script))
-
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        """Write a picture of the page, not only of what fits the screen."""
-        import base64
-
-        answer = self.driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": whole})
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(base64.b64decode(answer["data"]))
 
 
 @contextmanager

@@ -52,7 +52,7 @@ class Closed(Exception):  # noqa: N818 - no error
 
 
 class OpenAiServer:
-    """One server. `connector`: `kvbridge`, `kvbridge-plain` (of a release that draws its own rooms), `nixl` or none."""
+    """One server. `connector`: `kvbridge`, `kvbridge-plain` (of a release that draws its own rooms) or `nixl`."""
 
     def __init__(self, rooms: HeldRooms, *, name: str, connector: str = "kvbridge") -> None:
         self.rooms = rooms
@@ -154,8 +154,6 @@ class OpenAiServer:
         answer = {"id": "p", "choices": [{"text": "one", "finish_reason": "length"}]}
         if self.connector == "nixl":
             return answer | {"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[1, 2]]}}
-        if self.connector == "none":
-            return answer | {"kv_transfer_params": None}
         room = received.ours.get("room") if self.connector == "kvbridge" else None
         if room is None:
             self._drawn += 1

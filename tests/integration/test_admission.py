@@ -6,7 +6,6 @@ Both roles admit in the same way, so most tests run on both. A room here is one 
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -122,18 +121,6 @@ def test_who_waits_is_admitted_in_fair_order_as_rooms_end(
     end(daemon, held[3], *(room for _, room in order))
 
 
-def test_who_waits_in_vain_is_told_the_limit(live: LiveCluster, daemon: DaemonProcess) -> None:
-    held = fill(live, daemon)
-    answer = post(live, daemon, wait_s=0.2)
-    assert (answer.status_code, answer.json()["code"]) == (503, "capacity")
-    assert "not there within 0.2 s (limit: the request's wait_s" in answer.json()["detail"]
-    assert int(answer.headers["Retry-After"]) >= answer.json()["retry_after_s"] > 0
-    answer = post(live, daemon, wait_s=31)
-    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
-    assert "admission.max_wait_s" in answer.json()["detail"]
-    end(daemon, *held)
-
-
 def test_who_waits_at_bootstrap_waits_at_the_daemon_that_is_full(
     live: LiveCluster, daemon: DaemonProcess, threads: ThreadPoolExecutor
 ) -> None:
@@ -149,29 +136,6 @@ def test_who_waits_at_bootstrap_waits_at_the_daemon_that_is_full(
     end(daemon, *held)
     for each in live.nodes:
         all_free(each)
-
-
-def test_rooms_are_listed_with_what_they_wait_for(live: LiveCluster, daemon: DaemonProcess) -> None:
-    held = fill(live, daemon, client="listed")
-
-    def listing(**query: object) -> dict[str, Any]:
-        return dict(http("GET", daemon, "/v1/requests", params={"client": "listed", **query}).json())
-
-    eventually("offered", lambda: len(listing(state=["admitted", "offered"])["rooms"]) == SLOTS)
-    first = listing(limit=3)
-    rest = listing(after=first["next"])
-    assert [room["room"] for room in first["rooms"] + rest["rooms"]] == held
-    assert rest["next"] is None
-    shown = first["rooms"][0]
-    assert shown["waits_for"]
-    assert shown["pages"]["request"] == 1
-    assert 0 < shown["expires_in_s"] <= 600
-    if daemon is live.decode:
-        # Until the two nodes have met, a room knows its peer by address alone.
-        eventually("its peer has a name", lambda: listing()["rooms"][0]["peers"] == ["prefill-0/node-0"])
-        assert listing(peer="prefill-0")["rooms"]
-    end(daemon, *held)
-    eventually("all ended", lambda: len(listing(state="aborted")["rooms"]) == SLOTS)
 
 
 @pytest.mark.parametrize("daemon", ["prefill"], indirect=True)
@@ -192,42 +156,6 @@ def test_a_daemon_that_shuts_down_keeps_nobody_waiting(
 
 
 # ------------------------------------------------------------------------------------------- caps and readiness
-
-
-def test_a_client_at_its_cap_is_answered_429(live: LiveCluster, daemon: DaemonProcess) -> None:
-    held = [admit(live, daemon, client="capped") for _ in range(2)]
-    answer = post(live, daemon, client="capped")
-    assert (answer.status_code, answer.json()["code"]) == (429, "client_limit")
-    assert "admission.clients.capped.max_rooms is 2" in answer.json()["detail"]
-    assert int(answer.headers["Retry-After"]) >= answer.json()["retry_after_s"] > 0
-    held.append(admit(live, daemon, client="other"))
-    end(daemon, held[0])
-    eventually("its cap has room again", lambda: _kept(held, post(live, daemon, client="capped")))
-    end(daemon, *held[1:])
-
-
-def test_of_more_requests_at_once_than_fit_the_others_are_refused_and_nothing_stays_behind(
-    live: LiveCluster, daemon: DaemonProcess, threads: ThreadPoolExecutor
-) -> None:
-    asked = [threads.submit(post, live, daemon) for _ in range(4 * SLOTS)]
-    answers = [answer.result(60) for answer in asked]
-    held = [int(answer.json()["room"]) for answer in answers if answer.status_code == 201]
-    assert len(held) == SLOTS
-    refused = [answer for answer in answers if answer.status_code != 201]
-    assert {(answer.status_code, answer.json()["code"]) for answer in refused} == {(503, "capacity")}
-    assert all("space 'request' lacks 1 pages" in answer.json()["detail"] for answer in refused)
-    end(daemon, held.pop())
-    eventually("one more fits", lambda: _kept(held, post(live, daemon)))
-    end(daemon, *held)
-    all_free(daemon)
-    open_rooms = http("GET", daemon, "/v1/requests", params={"state": ["admitted", "offered", "committed", "claimed"]})
-    assert open_rooms.json()["rooms"] == []
-
-
-def _kept(held: list[int], answer: httpx.Response) -> bool:
-    if answer.is_success:
-        held.append(int(answer.json()["room"]))
-    return answer.is_success
 
 
 def test_a_daemon_that_admits_nothing_turns_red_and_green_again(live: LiveCluster, daemon: DaemonProcess) -> None:
@@ -267,25 +195,4 @@ def test_a_ticket_that_no_engine_uses_ends_on_both_sides_when_it_says(live: Live
     assert shown["state"] == "failed"
     assert why in raises_code("conflict", lambda: live.sender.begin(room, prompt_tokens=TOKENS))
     live.cross(TOKENS, live.ticket(TOKENS)["room"])
-    live.serves()
-
-
-def test_a_ticket_that_an_engine_has_used_is_good_for_as_long_as_the_room_takes(live: LiveCluster) -> None:
-    room = live.ticket(TOKENS)["room"]
-    assert live.reader is not None
-    live.write(room, TOKENS, 0, TOKENS // 2)
-    ended_s = time.monotonic() + TICKET_S + 0.5
-    eventually("its ticket has ended", lambda: time.monotonic() > ended_s)
-    assert (report(live.prefill, room)["limit"], report(live.decode, room)["limit"]) == ("timeouts.room_s",) * 2
-    live.write(room, TOKENS, TOKENS // 2)
-    live.sender.finish(room, metadata=b"first token")
-    live.read(room, TOKENS)
-    live.reader.release(room)
-    live.serves()
-
-
-def test_a_room_that_was_admitted_directly_has_the_daemons_own_limit(live: LiveCluster) -> None:
-    room = live.pair(TOKENS)
-    assert report(live.prefill, room)["limit"] == "timeouts.begin_s"
-    live.cross(TOKENS, room)
     live.serves()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -132,26 +131,6 @@ def _give_back(live: LiveCluster, rooms: range) -> bool:
         not any(status(daemon)["rooms"].get(state, 0) for state in ("admitted", "offered", "transferring"))
         for daemon in (live.prefill, live.decode)
     )
-
-
-@pytest.mark.thorough
-def test_nodes_that_know_both_replicas_stay_known_when_one_dies() -> None:
-    expire_after_s = 6.0
-    with redis_server() as server, replicated(server, expire_after_s=expire_after_s) as (live, (first, second)):
-        link = {"url": first.url, "other_urls": [second.url], "heartbeat_interval_s": 0.4}
-        for daemon in (live.prefill, live.decode):
-            daemon.stop()
-            daemon.config = daemon.config | {"bootstrap": link}
-            daemon.start()
-            daemon.wait_ready()
-        eventually("a pair", lambda: not reasons(second)[1])
-        first.kill()
-        known_s = time.monotonic()
-        while time.monotonic() < known_s + 2 * expire_after_s:
-            assert reasons(second) == (200, "")
-            time.sleep(0.1)
-        assert status(live.prefill)["bootstrap"]["problem"] == ""
-        live.cross(TOKENS, paired(second)["room"])
 
 
 @pytest.mark.thorough

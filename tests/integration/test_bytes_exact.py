@@ -19,7 +19,7 @@ from kvbridge.core.geometry.families import RowForm, grouped_geometry
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.memory.layout import Chunking
-from tests.helpers.matrices import kept, one_in
+from tests.helpers.matrices import kept
 from tests.helpers.rank_harness import Case, Crossing, Setting
 from tests.helpers.rank_pools import Form, Ranks
 
@@ -63,7 +63,6 @@ SOURCE, DESTINATION = Form(device(20)), Form(device(19) | {HOST: 21}, host=C4_KV
 
 # First layers of the stages. Four stages: one that has windows only, one with a single sparse layer.
 ONE, TWO, TWO_LATE, THREE, FOUR = (), (17,), (30,), (5, 31), (2, 3, 29)
-TENSORS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (4, 2)]
 SPLITS = [
     ((FOUR, ONE), (1, 1)),
     ((ONE, ONE), (4, 1)),
@@ -77,8 +76,6 @@ SPLITS = [
     *product([(ONE, ONE)], [(2, 1), (1, 2), (2, 2)]),
 ]
 """The first eight have each value of each side."""
-TINY_PIPELINES = [((), ()), ((3,), ()), ((1, 4), ()), ((2, 3, 4), ()), ((3,), (5,))]
-"""Of six layers."""
 
 # 1,023: one short of everything. 2,306: a full page more than host pages. 4,354: more stripes than ranks.
 INSIDE_PAGES = Case(1023, (333, 777), longest_run=3)
@@ -106,18 +103,6 @@ def setting(geometry: ModelGeometry, split: Split, *, label: str = "") -> Settin
     [INSIDE_PAGES, PREFIX_BY_LAYER, LONG_OVERLAPPING],
 )
 def test_every_byte_arrives_and_no_other_is_written(link: Crossing, case: Case) -> None:
-    link.deliver(case)
-
-
-@crossings(
-    [
-        param
-        for first, pipeline in enumerate(TINY_PIPELINES)
-        for param in one_in(6, (setting(TINY, (pipeline, each), label="tiny") for each in TENSORS), first=first + 1)
-    ],
-    [PREFIX_BY_LAYER, LONG_OVERLAPPING],
-)
-def test_all_splits_crossed(link: Crossing, case: Case) -> None:
     link.deliver(case)
 
 
@@ -155,7 +140,6 @@ SMALL = Chunking(extent_bytes=524_288)
 ROOMY = Form(device(24) | {HOST: 25}, host=C4_KV)
 FORMS = {
     "small_extents": replace(ROOMY, chunking=SMALL, host_chunking=Chunking(extent_bytes=4 * 37_440)),
-    "page_first": replace(ROOMY, layout=HostLayout.PAGE_FIRST),
     "page_first_small_extents": replace(
         ROOMY, layout=HostLayout.PAGE_FIRST, host_chunking=Chunking(extent_bytes=2 * 21 * 37_440)
     ),
@@ -165,12 +149,10 @@ FORMS = {
         chunking=Chunking(mapping_bytes=600_000),
         host_chunking=Chunking(mapping_bytes=5 << 20),
     ),
-    "page_first_device": replace(ROOMY, page_first=True),
     "page_first_device_small_extents": Form(
         device(24), chunking=Chunking(extent_bytes=2 * 11_200_000), page_first=True
     ),
     "device_only": Form(device(24)),
-    "device_only_small_extents": Form(device(24), chunking=SMALL),
 }
 NEIGHBOURS = Setting(
     FLASH,

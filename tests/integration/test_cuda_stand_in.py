@@ -7,20 +7,16 @@ is in `tests/gpu/test_cuda_daemons.py`.
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from kvbridge.core.errors import DetachedError
-from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import MemoryKind, Rank
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.engine_messages import RoomEvent
@@ -29,7 +25,6 @@ from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.leftovers import PROOF_PREFIX
 from kvbridge.pool.memory.stream_points import EventRing, StreamPoints
 from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
@@ -40,7 +35,6 @@ from tests.helpers.stand_in_cuda import cuda_stand_in
 from tests.helpers.stand_in_engines import prepare, stand_in_for_daemons
 from tests.helpers.whole_rooms import check_rows, cross, nodes, write
 
-TINY = preset("tiny-v4")
 WAIT_S = 30.0
 CASES = (Case(700), Case(3, (2,)), Case(130, (57,), by_layer=True), Case(1023, (333, 777)))
 
@@ -89,29 +83,6 @@ def test_every_byte_crosses_between_pools_that_workers_made(prefill: int, decode
         assert reader._attachment.mapped.kinds == {MemoryKind.VRAM, MemoryKind.DRAM}
         for case in CASES:
             reader.release(cross(running, sender, reader, case).room)
-
-
-@pytest.mark.thorough
-def test_a_node_that_ends_takes_everything_with_it() -> None:
-    """Its pools, the proofs of its workers, and the gates of their device memory."""
-    folder = Path(tempfile.mkdtemp(prefix="gates-", dir="/dev/shm"))
-    cuda = {"parallelism": {"device": "cuda"}}
-    device = {"full": 64, "swa": 16, "request": 8}
-    own = cuda | {"pools": {"device": device, "host": {"pages": 64, "directory": str(folder)}}}
-    try:
-        with nodes(cuda, own) as running:
-            with (
-                PrefillEngine.attach(running.prefill.runtime_dir) as sender,
-                DecodeEngine.attach(running.decode.runtime_dir) as reader,
-            ):
-                reader.release(cross(running, sender, reader, CASES[0]).room)
-                assert len([path for path in folder.iterdir() if path.name.startswith(PROOF_PREFIX)]) == 2, (
-                    "a proof, a gate"
-                )
-            assert running.decode.stop() == 0
-            assert not list(folder.iterdir())
-    finally:
-        shutil.rmtree(folder)
 
 
 class OwnGpu:
@@ -189,27 +160,6 @@ def test_pages_of_a_finished_room_that_fails_wait_for_the_engines_gpu(gpu: cuda_
         sender.events()
         all_free(running.prefill)
         assert not sender._begun
-
-
-@pytest.mark.thorough
-def test_a_prefill_worker_that_is_killed_takes_its_memory_along_and_the_next_room_is_fine() -> None:
-    with gpus() as running:
-        sender = PrefillEngine.attach(running.prefill.runtime_dir)
-        reader = DecodeEngine.attach(running.decode.runtime_dir)
-        reader.release(cross(running, sender, reader, CASES[0]).room)
-        room = running.pair(700)["room"]
-        sender.begin(room, prompt_tokens=700)
-        kill_worker(running.prefill)
-        assert ("failed", room) in wait_detached(sender)
-        with pytest.raises(DetachedError, match="attach again"):
-            sender.publish(room, 700)
-        sender.abort(room, "its memory is gone")
-        sender.close()
-        with PrefillEngine.attach(running.prefill.runtime_dir, call_timeout_s=WAIT_S) as again:
-            running.wait_ready()
-            for case in CASES[:2]:
-                reader.release(cross(running, again, reader, case).room)
-        reader.close()
 
 
 @pytest.mark.thorough

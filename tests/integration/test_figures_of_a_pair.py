@@ -13,9 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from kvbridge.core.geometry.presets import preset
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
-from kvbridge.telemetry.metrics import METRICS
 from kvbridge.telemetry.phases import PHASES
-from kvbridge.telemetry.specs import MetricKind
 from tests.contract.harness import BACKENDS, require_library
 from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, cluster, eventually, live_rows_only
@@ -128,18 +126,6 @@ def test_bytes_are_those_that_the_oracle_counts(run: dict[str, Any]) -> None:
         assert everything == total(page, "kvbridge_peer_transferred_bytes_total")
 
 
-def test_busy_time_is_what_was_seen_from_outside(run: dict[str, Any]) -> None:
-    """No more than the time from the first publish to the claim, no less than the bytes of the slowest order were under way."""
-    most_s = sum(moved["took_s"] for moved in run["moved"])
-    least_s = sum(
-        (moved["phases_s"]["first_byte"] + moved["phases_s"]["move"]) / (len(case.stops) + 1)
-        for moved, case in zip(run["moved"], CASES, strict=True)
-    )
-    for role, direction, peer in SIDES:
-        way = {"peer": peer, "direction": direction, "transport": run["transport"]}
-        assert least_s <= total(run["pages"][role], "kvbridge_peer_busy_seconds_total", **way) <= most_s
-
-
 def test_every_phase_of_both_roles_is_there_and_the_whole(run: dict[str, Any]) -> None:
     for role, unused in (("prefill", {"digest"}), ("decode", {"verify", "verify_busy"})):
         for phase in PHASES[role]:  # type: ignore[index] - a Role is its text
@@ -155,34 +141,6 @@ def test_every_phase_of_both_roles_is_there_and_the_whole(run: dict[str, Any]) -
     assert whole_s == pytest.approx(parts_s, rel=1e-6)
 
 
-def test_a_daemon_shows_everything_of_its_role_and_nothing_of_others(run: dict[str, Any]) -> None:
-    for role, page in run["pages"].items():
-        names = {name for name, _ in page}
-        for spec in METRICS:
-            shown = spec.name + ("_count" if spec.kind is MetricKind.HISTOGRAM else "")
-            if role not in spec.roles:
-                assert shown not in names, role
-            elif spec.name not in {"kvbridge_control_frames_refused_total", "kvbridge_room_messages_refused_total"}:
-                assert shown in names or "peer_failures" in shown, role
-        assert not [name for name in names if name.endswith("_created")]
-
-
-def test_what_is_now_is_what_an_operator_would_say(run: dict[str, Any]) -> None:
-    prefill, decode, bootstrap = (run["pages"][role] for role in ("prefill", "decode", "bootstrap"))
-    for page in (prefill, decode):
-        assert total(page, "kvbridge_engines", state="attached") == 1
-        assert total(page, "kvbridge_workers", state="ready") == 1
-        assert total(page, "kvbridge_directory_registration", state="registered") == 1
-        assert total(page, "kvbridge_directory_registration") == 1
-    for role in ("prefill", "decode"):
-        assert total(bootstrap, "kvbridge_instances", role=role, state="ready") == 1
-    assert total(bootstrap, "kvbridge_pairings_total", outcome="paired") == len(CASES)
-    assert total(bootstrap, "kvbridge_pairing_duration_seconds_count", outcome="paired") == len(CASES)
-    asked = {"route": "/v1/requests", "method": "POST", "code": "201"}
-    for page in (prefill, decode, bootstrap):
-        assert total(page, "kvbridge_http_requests_total", **asked) == len(CASES)
-
-
 def test_the_logs_tell_of_each_room_on_every_daemon_under_the_callers_id(run: dict[str, Any]) -> None:
     for role, _, peer in SIDES:
         ended = of(run["logs"][role], "room_ended")
@@ -191,14 +149,3 @@ def test_the_logs_tell_of_each_room_on_every_daemon_under_the_callers_id(run: di
         assert [line["bytes"] for line in ended] == [sum(moved["bytes"].values()) for moved in run["moved"]]
         assert {line["peer_name"] for line in ended} == {peer}
         assert {line["state"] for line in ended} == {"completed"}
-
-
-def test_the_logs_tell_when_a_daemon_is_ready_and_when_it_has_stopped_and_are_its_own(run: dict[str, Any]) -> None:
-    for role, found in run["logs"].items():
-        for event in ("daemon_listens", "daemon_ready", "daemon_stopped"):
-            assert len(of(found, event)) == 1, (role, event)
-        assert {line["role"] for line in found} == {role}
-        if role != "bootstrap":
-            assert {(line["instance"], line["node"]) for line in found} == {(f"{role}-0", "node-0")}
-        assert not [line for line in found if any(key.startswith("line_") for key in line)]
-        assert [line["text"] for line in of(found, "library_output")] == [], "a good start is quiet"

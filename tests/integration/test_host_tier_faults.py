@@ -16,10 +16,36 @@ import pytest
 
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.conversation import PAGE, Conversation, Turn
-from tests.helpers.held_copies import hold, let_go, with_held_copies
 from tests.helpers.host_tiers import adds_up, copies, forget, host_tier, host_tiers, on_host, quiet
 from tests.helpers.host_tiers import let_go as rooms_let_go
 from tests.helpers.live_rooms import LiveCluster, http, report, status
+from tests.helpers.mutated_daemon import mutated
+
+_CODE = """
+from pathlib import Path
+from kvbridge.worker.copies import BackupCopier
+
+done = BackupCopier.done
+BackupCopier.done = lambda copier, ticket: not Path({file!r}).exists() and done(copier, ticket)
+"""
+
+
+def with_held_copies(daemon: DaemonProcess) -> DaemonProcess:
+    """The same daemon, whose rank workers' copies `hold` and `let_go` end; bootstrap as it is."""
+    if daemon.role == "bootstrap":
+        return daemon
+    return mutated(daemon, worker_code=_CODE.format(file=str(daemon.folder / "hold")))
+
+
+def hold(daemon: DaemonProcess) -> None:
+    """No copy of this daemon's rank workers ends from now on."""
+    (daemon.folder / "hold").touch()
+
+
+def let_go(daemon: DaemonProcess) -> None:
+    """Copies end again, those that have been held first."""
+    (daemon.folder / "hold").unlink(missing_ok=True)
+
 
 POOL = {"full": 16, "swa": 8, "request": 4}
 COPY_S = 30.0
@@ -84,15 +110,6 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_backup(live: LiveCluster) ->
     live.detach()
     eventually("tried again", lambda: host_tier(live.prefill)["both_pages"] == 3)
     assert turn.talk.cross(1500).reused[0] == 768, "what was not lost is of use"
-
-
-def test_what_is_forgotten_while_it_is_copied(live: LiveCluster) -> None:
-    turn = copies_held(live, 8, 1000)
-    assert http("DELETE", live.prefill, "/v1/prefixes").json() == {"dropped_pages": 3, "read_pages": 3, "store": None}
-    let_go(live.prefill)
-    eventually("settled", lambda: settled(live.prefill))
-    assert twins(live.prefill, "cached") == 0
-    assert turn.talk.cross(1001).reused[0] == 0
 
 
 KILLED = """

@@ -2,54 +2,18 @@
 
 from __future__ import annotations
 
-import signal
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from tests.helpers import process_state
 from tests.helpers.process_state import (
-    changed_names,
-    changed_settings,
     read_helpers,
-    read_names,
-    read_settings,
     still_there,
 )
-
-
-@pytest.fixture
-def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module of the package with state in it."""
-    made = ModuleType("kvbridge.example")
-    made.held = {}  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, made.__name__, made)
-    return made
-
-
-def test_settings_that_change_are_named(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-    before = read_settings()
-    assert not list(changed_settings(before, read_settings()))
-    monkeypatch.setenv("LEFT", "here")
-    module.held["key"] = "value"
-    former = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
-        told = "\n".join(changed_settings(before, read_settings()))
-    finally:
-        signal.signal(signal.SIGUSR1, former)
-    assert "environment variable LEFT: 'here', was 'not there'" in told
-    assert "size of kvbridge.example.held: 1, was 0" in told
-    assert "handler of SIGUSR1" in told
-
-
-def test_a_global_name_that_stands_for_something_else_is_named(module: ModuleType) -> None:
-    before = read_names()
-    module.held = None  # type: ignore[attr-defined]
-    assert list(changed_names(before, read_names())) == ["kvbridge.example.held: None, was {}"]
 
 
 def test_threads_and_children_that_stay_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

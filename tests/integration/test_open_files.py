@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge.cli.local_cluster import DaemonProcess
-from tests.helpers.cluster import daemon_config, eventually
+from tests.helpers.cluster import daemon_config
 
 pytestmark = pytest.mark.thorough
 
@@ -49,18 +49,6 @@ def test_a_daemon_raises_its_soft_limit_and_its_workers_have_it_too() -> None:
         assert limits(daemon.endpoint().pid) == ("16384", "16384")
         assert limits(daemon.get("/status")["ranks"][0]["pid"]) == ("16384", "16384")
         assert "connections_limited" not in daemon.log()
-    finally:
-        daemon.stop()
-        shutil.rmtree(folder)
-
-
-def test_a_hard_limit_that_is_too_small_is_told_once_for_each_endpoint() -> None:
-    folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
-    daemon = started(folder, "-n 1024")
-    try:
-        daemon.wait_ready()
-        eventually("it is told", lambda: daemon.log().count("connections_limited") == 2)
-        assert "LimitNOFILE" in daemon.log()
     finally:
         daemon.stop()
         shutil.rmtree(folder)

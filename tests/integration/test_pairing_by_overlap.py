@@ -153,18 +153,3 @@ def test_a_stale_guess_costs_the_prefix_and_no_byte(fleet: Fleet) -> None:
     assert sides(ticket) == ("prefill-1", "decode-1")
     assert (ticket["prefix_tokens"], ticket["computed_tokens"]) == (0, 0)
     assert fleet.cross(ticket, 4, SECOND) == (0, 0)
-
-
-def test_a_holder_that_was_killed_is_served_by_another_and_started_again_it_is_not_believed(fleet: Fleet) -> None:
-    fleet.first_turn(5)
-    fleet.detach("decode-1")
-    node = fleet.nodes["decode-1"]
-    node.kill()
-    ticket = fleet.pair(5, SECOND)  # bootstrap may still know it; it refuses the connection then
-    assert sides(ticket) == ("prefill-1", "decode-0")
-    node.start()
-    wait_all_ready([node], timeout_s=START_S)
-    assert fleet.cross(ticket, 5, SECOND) == (0, 4 * PAGE)
-    again = fleet.pair(5, SECOND)
-    assert sides(again) == ("prefill-1", "decode-0"), "decode-0 got it meanwhile"
-    assert fleet.cross(again, 5, SECOND) == (6 * PAGE, 6 * PAGE)

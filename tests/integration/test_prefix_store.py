@@ -89,17 +89,3 @@ def test_a_conversation_goes_on_from_the_store(live: LiveCluster) -> None:
     move_down(live)
     turn = talk.cross(6 * PAGE)
     assert turn.reused == turn.from_host == (5 * PAGE, 5 * PAGE), "and from there again"
-
-
-def test_daemons_that_are_killed_find_their_prefixes_in_the_store_again(live: LiveCluster) -> None:
-    talk = Conversation(live, 60)
-    talk.cross(3 * PAGE)
-    move_down(live)
-    live.detach()
-    for daemon in live.nodes:
-        daemon.kill()
-        daemon.start()
-    live.cluster.wait_ready()
-    asked(live)
-    turn = talk.cross(4 * PAGE)
-    assert turn.reused == turn.from_host == (3 * PAGE, 3 * PAGE)

@@ -8,18 +8,15 @@ from typing import Any
 import pytest
 
 from tests.contract.harness import BACKENDS, require_library
-from tests.helpers.cluster import eventually, live_rows_only
+from tests.helpers.cluster import live_rows_only
 from tests.helpers.conversation import PAGE, TIER, Conversation, owed_bytes
 from tests.helpers.host_tiers import forget
 from tests.helpers.live_rooms import (
     LiveCluster,
     all_free,
-    ends,
     http,
     live_cluster,
     metric,
-    raises_code,
-    report,
     status,
 )
 from tests.helpers.matrices import kept
@@ -104,19 +101,6 @@ def test_without_its_checkpoint_a_prefix_is_computed_again_and_decode_may_hold_m
     talk.cross(1000, checkpoints=False)
     assert talk.cross(1500).reused == (0, 768)
     assert talk.cross(1501).reused == (1280, 1280)
-
-
-def test_an_engine_with_other_tokens_ends_both_ends(live: LiveCluster) -> None:
-    talk = Conversation(live, 320)
-    room, other = talk.turn(1000).room, talk.parts(600, 321).keys(1000)
-    text = raises_code("key_mismatch", lambda: live.sender.begin(room, prompt_tokens=1000, page_hashes=other))
-    assert "page 2 (tokens 512 to 767)" in text
-    assert all("page 2" in ends(daemon, room, "failed", "key_mismatch") for daemon in live.nodes)
-    turn, other = talk.turn(1000), talk.parts(600, 323).keys(1000)
-    turn.compute()
-    raises_code("key_mismatch", lambda: live.reader.wait_claim(turn.room, 20, page_hashes=other))
-    ends(live.decode, turn.room, "failed", "key_mismatch")
-    eventually("told", lambda: report(live.prefill, turn.room)["reason_code"] == "key_mismatch")
 
 
 def test_everything_that_is_cached_can_be_dropped(live: LiveCluster) -> None:

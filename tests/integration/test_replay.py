@@ -52,24 +52,6 @@ def test_a_trace_crosses_whole(tmp_path):
 
 
 @pytest.mark.thorough
-def test_prompts_that_share_blocks_share_pages_and_only_the_rest_is_sent(tmp_path):
-    trace = conversations(tmp_path / "trace.jsonl", 5)
-    found = replay(trace, *("--speed", "0", "--max-in-flight", "1", "--pool-tokens", "30000", "--chunk-tokens", "700"))
-    held = found["found_tokens"]
-    # One at a time and nothing evicted: decode holds what there is to hold; prefill computes a token at least.
-    assert held["decode"] == held["endless"] > 0
-    assert 0 < held["prefill"] <= held["endless"]
-    assert sum(amount["bytes"] for amount in found["amounts"].values()) < 0.9 * found["whole_bytes"]
-
-
-@pytest.mark.thorough
-def test_without_prefixes_everything_is_sent(tmp_path):
-    found = replay(conversations(tmp_path / "trace.jsonl", 3), "--no-prefixes", "--speed", "0")
-    assert not any(found["found_tokens"].values())
-    assert sum(amount["bytes"] for amount in found["amounts"].values()) == found["whole_bytes"] > 0
-
-
-@pytest.mark.thorough
 def test_what_the_devices_cannot_hold_comes_back_from_the_host(tmp_path):
     """Pools for the longest request alone: every byte of what comes back is compared, on both sides."""
     trace = conversations(tmp_path / "trace.jsonl", 5)

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
+from kvbridge.cli.main import app
 from kvbridge.control.keys import generate_keys, write_keys
 from tests.helpers import zygote
 from tests.helpers.cluster import DaemonProcess, daemon_config, eventually
@@ -148,22 +150,16 @@ def make_mistakes(found: Searched) -> None:
     ends(found.decode, room, "failed", "deadline", headers)
 
 
-def test_logs_have_none(searched: Searched) -> None:
-    for daemon in searched.all():
-        searched.clean(f"the log of {daemon.name}", daemon.log_path.read_text())
-
-
-def test_endpoints_show_none(searched: Searched) -> None:
-    for daemon in searched.all():
-        for path in ("/status", "/metrics", "/ready", "/health", "/version", "/openapi.json"):
-            answer = http("GET", daemon, path, headers=searched.headers(daemon))
-            searched.clean(f"{path} of {daemon.name}", answer.text + str(answer.headers))
-
-
-def test_processes_carry_none_that_they_were_not_given_that_way(searched: Searched) -> None:
+def test_secrets_are_nowhere_to_be_seen(searched: Searched) -> None:
     """A flag shows in the process list for as long as the process lives: tokens belong into files. Workers get nothing."""
     for daemon in searched.all():
         assert daemon.process is not None
+        searched.clean(f"the log of {daemon.name}", daemon.log_path.read_text())
+        for path in ("/status", "/metrics", "/ready", "/health", "/version", "/openapi.json"):
+            answer = http("GET", daemon, path, headers=searched.headers(daemon))
+            searched.clean(f"{path} of {daemon.name}", answer.text + str(answer.headers))
+        arguments = ["config", "show", "--role", daemon.role, "--config", str(daemon.folder / "config.yaml")]
+        searched.clean(f"config show of {daemon.name}", CliRunner().invoke(app, arguments).output)
         process = psutil.Process(daemon.process.pid)
         if daemon is not searched.decode:
             searched.clean(f"the arguments of {daemon.name}", " ".join(process.cmdline()))
@@ -171,10 +167,6 @@ def test_processes_carry_none_that_they_were_not_given_that_way(searched: Search
             searched.clean(f"the arguments of {daemon.name}'s worker", " ".join(worker.cmdline()))
             searched.clean(f"the environment of {daemon.name}'s worker", str(worker.environ()))
             assert not [name for name in worker.environ() if name.startswith("KVBRIDGE_")]
-
-
-def test_files_of_the_runtime_directory_have_none(searched: Searched) -> None:
-    for daemon in searched.all():
         files = [path for path in daemon.runtime_dir.iterdir() if path.is_file()]
         assert files
         for path in files:

@@ -10,9 +10,8 @@ from itertools import pairwise
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from kvbridge.telemetry.context import parse_traceparent
 from tests.helpers.cluster import eventually
-from tests.helpers.live_rooms import LiveCluster, http, live_cluster, metric, report
+from tests.helpers.live_rooms import LiveCluster, http, live_cluster, metric
 from tests.helpers.span_collector import Collector, ReceivedSpan, span_collector
 
 TOKENS = 1000
@@ -169,47 +168,3 @@ def test_a_request_is_one_trace_over_all_processes(live: LiveCluster, collector:
         "all are counted", lambda: exported(live) == sum(s.service == "kvbridge-decode" for s in collector.spans)
     )
     assert set(collector.paths) == {"/v1/traces"}
-
-
-def test_a_trace_that_its_caller_does_not_record_goes_to_logs_and_engines_only(
-    live: LiveCluster, collector: Collector
-) -> None:
-    trace_id = secrets.token_hex(16)
-    room = ask(live, f"00-{trace_id}-{ROUTER_SPAN}-00")
-    told = [parse_traceparent(text) for text in cross(live, room)]
-    assert [(each.trace_id, each.span_id, each.sampled) for each in told if each] == [
-        (trace_id, ROUTER_SPAN, False)
-    ] * 2
-    eventually("both ends in the logs", lambda: len(lines(live, room)) == 2)
-    assert {line["trace_id"] for line in lines(live, room)} == {trace_id}
-    # A recorded request after it: when that one has come, nothing more comes of the one before.
-    after = secrets.token_hex(16)
-    cross(live, ask(live, f"00-{after}-{ROUTER_SPAN}-01"))
-    collector.wait(
-        "the trace after it", lambda spans: sum(s.trace_id == after and s.name == "room" for s in spans) == 2
-    )
-    assert not collector.of(trace_id)
-
-
-def test_a_traceparent_that_is_none_is_ignored(live: LiveCluster) -> None:
-    room = ask(live, "00-" + "0" * 32 + "-00f067aa0ba902b7-01")
-    told = [parse_traceparent(text) for text in cross(live, room)]
-    assert all(each is not None and not each.sampled for each in told), (
-        "sampled_ratio is 0: a trace that nobody records"
-    )
-
-
-def test_a_room_that_fails_says_so_in_its_trace(live: LiveCluster, collector: Collector) -> None:
-    trace_id = secrets.token_hex(16)
-    room = ask(live, f"00-{trace_id}-{ROUTER_SPAN}-01")
-    live.sender.begin(room, prompt_tokens=TOKENS)
-    eventually("the offer has come", lambda: report(live.prefill, room)["state"] == "transferring")
-    live.detach()
-    collector.wait("both rooms", lambda spans: sum(s.trace_id == trace_id and s.name == "room" for s in spans) == 2)
-    collector.wait("what it was in", lambda spans: any(s.trace_id == trace_id and s.name == "send" for s in spans))
-    spans = collector.of(trace_id)
-    for span in spans:
-        failed = span.name in {"room", "send", "commit", "publish"}
-        assert bool(span.error) == failed, (span.service, span.name, span.error)
-    assert {span.attributes["kvbridge.code"] for span in spans if span.name == "room"} == {"peer_failed"}
-    assert all("engine" in span.error for span in spans if span.name in {"send", "commit"})

@@ -119,56 +119,12 @@ def test_rooms_that_failed_come_first_then_the_slowest(pair: Pair, tab: Browser)
     tab.until("all rooms are counted", lambda: counts() == status(pair.live.decode)["rooms"])
 
 
-def test_a_phase_is_a_filter(pair: Pair, tab: Browser) -> None:
-    tab.open(pair.url("decode"))
-    tab.live()
-    tab.js("document.querySelector('button.phase.claimed').click()")
-    assert rooms_shown(tab) == {str(pair.claimed): "claimed"}
-    tab.js("document.querySelector('button.phase.claimed').click()")
-    assert str(pair.waiting) in rooms_shown(tab)
-
-
 def test_what_a_stranger_wrote_is_text(pair: Pair, tab: Browser) -> None:
     tab.open(pair.url("decode"))
     tab.live()
     assert HOSTILE in tab.text("#problems")
     assert tab.js("return document.querySelectorAll('#problems img, #rooms img').length") == 0
     assert tab.errors() == []
-
-
-def test_it_shows_what_is_cached_and_what_that_was_good_for(pair: Pair, tab: Browser) -> None:
-    facts = {
-        "Cached": "3 pages",
-        "Pinned": "0 pages by 0 rooms",
-        "Evicted": "0 pages",
-        "Retained": "0 pages",
-        "On the host": "3 pages, 0 only there",
-    }
-    for daemon, more in (("decode", {}), ("prefill", {"Checkpoints": "1"})):
-        node = getattr(pair.live, daemon)
-        eventually("copied", lambda node=node: status(node)["host_tier"]["both_pages"] == 3)
-        tab.open(pair.url(daemon))
-        tab.live()
-        tab.until("the copies are shown", lambda: "3 pages, 0 only there" in tab.texts("#prefixes dd"))
-        shown = dict(zip(tab.texts("#prefixes dt"), tab.texts("#prefixes dd"), strict=True))
-        assert shown.pop("Hits").startswith("50 % of 1"), shown
-        assert shown == facts | more
-    tab.open(pair.url("bootstrap"))
-    tab.live()
-    assert tab.js("return document.querySelector('#prefixes').hidden")
-
-
-def test_the_bars_are_the_pages_of_the_pools(pair: Pair, tab: Browser) -> None:
-    tab.open(pair.url("decode"))
-    tab.live()
-
-    def wanted() -> set[str]:
-        states = ("leased", "held", "quarantined", "cached", "free")
-        pools = status(pair.live.decode)["pools"]
-        return {f"{space}: " + ", ".join(f"{pools[space][state]} {state}" for state in states) for space in pools}
-
-    bars = "return [...document.querySelectorAll('.pool .bar')].map(b => b.ariaLabel)"
-    tab.until("the pages of each space", lambda: wanted() <= set(tab.js(bars)))
 
 
 def test_a_room_opens_and_closes_by_keyboard_alone(pair: Pair, tab: Browser) -> None:
@@ -201,17 +157,6 @@ def test_a_room_opens_and_closes_by_keyboard_alone(pair: Pair, tab: Browser) -> 
     assert tab.errors() == []
 
 
-def test_an_open_timeline_follows_its_room(pair: Pair, tab: Browser) -> None:
-    room = pair.live.pair(300)
-    tab.open(pair.url("decode"))
-    tab.live()
-    tab.js("const i = document.querySelector('#find-room'); i.value = arguments[0]; i.form.requestSubmit()", str(room))
-    tab.until("the timeline", lambda: "offered" in tab.texts("#room .timeline .what"))
-    http("DELETE", pair.live.decode, f"/v1/requests/{room}", params={"reason": "enough of it"})
-    tab.until("its end", lambda: "aborted" in tab.texts("#room .timeline .what"))
-    assert "enough of it" in tab.text("#room")
-
-
 def test_bootstrap_asks_both_ends_of_a_room(pair: Pair, tab: Browser) -> None:
     ticket = pair.live.ticket(200)
     tab.open(pair.url("bootstrap"))
@@ -225,18 +170,6 @@ def test_bootstrap_asks_both_ends_of_a_room(pair: Pair, tab: Browser) -> None:
     tab.errors()
     tab.js(find, "5")
     tab.until("what bootstrap said", lambda: "room 5" in tab.text("#room .notice"))
-
-
-@pytest.mark.parametrize("daemon", ["decode", "bootstrap"])
-def test_on_a_phone_nothing_is_cut_off_at_the_side(pair: Pair, tab: Browser, daemon: str) -> None:
-    tab.size(390, 844)
-    tab.open(pair.url(daemon))
-    tab.live()
-    assert tab.js("return document.documentElement.scrollWidth") <= 390
-    beyond = """
-      return [...document.querySelectorAll('main *')].filter((e) => !e.closest('.unseen, thead'))
-        .filter((e) => e.getBoundingClientRect().right > innerWidth + 1).map((e) => e.outerHTML.slice(0, 99))"""
-    assert tab.js(beyond) == []
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -294,29 +227,6 @@ def test_200_instances_are_all_there_and_none_covers_another(large: Fleet, tab: 
     assert tab.errors() == []
 
 
-def test_a_name_too_long_for_its_box_does_not_run_into_the_rate(large: Fleet, tab: Browser) -> None:
-    tab.open(large.url)
-    tab.live()
-    tab.until("rates", lambda: any(tab.texts(".end .sub")))
-    overlap = """
-      return [...document.querySelectorAll('.end')].filter((e) => {
-        const [n, s] = ['.name', '.sub'].map((q) => e.querySelector(q).getBoundingClientRect());
-        return s.width && s.left < n.right && s.top < n.bottom && n.top < s.bottom;
-      }).map((e) => e.ariaLabel)"""
-    assert tab.js(overlap) == []
-
-
-def test_who_is_not_ready_is_told_with_the_reason(large: Fleet, tab: Browser) -> None:
-    tab.open(large.url)
-    tab.live()
-    assert tab.js("return [...document.querySelectorAll('.end.bad')].map(e => e.dataset.key)") == [
-        "prefill-7",
-        "decode-7",
-    ]
-    assert "killed by SIGKILL" in tab.text("#problems")
-    assert "99 of 100" in tab.text("#tiles")
-
-
 def test_an_end_is_selected_by_arrow_keys_and_shows_its_links_alone(large: Fleet, tab: Browser) -> None:
     from selenium.webdriver.common.keys import Keys
 
@@ -334,12 +244,6 @@ def test_an_end_is_selected_by_arrow_keys_and_shows_its_links_alone(large: Fleet
     assert tab.js("return document.querySelector('#selected a').href") == "http://127.0.0.1:9/"
     tab.press(Keys.ESCAPE)
     assert tab.js("return document.querySelector('#selected').hidden") is True
-
-
-def test_a_large_fleet_is_accessible(large: Fleet, tab: Browser) -> None:
-    tab.open(large.url)
-    tab.live()
-    assert tab.axe() == []
 
 
 def test_the_page_asks_for_the_token_and_sends_it_as_a_header_only(tab: Browser) -> None:

@@ -5,7 +5,6 @@ import contextlib
 import gc
 import resource
 import socket as unix
-import struct
 from contextlib import closing
 from pathlib import Path
 
@@ -14,35 +13,11 @@ import zmq
 
 from kvbridge.control.connections import ConnectionLimit
 from kvbridge.control.link import PeerSettings
-from kvbridge.core.wire.messages import Abort, Heartbeat
+from kvbridge.core.wire.messages import Heartbeat
 from tests.helpers.held_ports import held_ports
-from tests.integration.control.stage import CLIENT, WAIT_S, drained, frame, poll
+from tests.integration.control.stage import CLIENT, WAIT_S, drained, poll
 
 pytestmark = pytest.mark.asyncio
-
-
-async def test_a_broken_connection_of_the_same_link_goes_on(stage):
-    _, at_server, endpoint = stage.server()
-    first, second = stage.raw(endpoint), stage.raw(endpoint)
-    first.send(frame(sequence=1, body=drained(1)))
-    await at_server.until(lambda: at_server.rooms == [1])
-    first.close()
-    second.send(frame(sequence=1, body=drained(1)))
-    second.send(frame(sequence=2, body=Abort(room=2, generation=1, code="cancelled", message="")))
-    await at_server.until(lambda: at_server.rooms == [1, 2])
-    assert at_server.refused == ["duplicate"]
-
-
-async def test_a_reset_tcp_connection_and_foreign_protocols_are_harmless(stage):
-    _, at_server, endpoint = stage.server()
-    port = int(endpoint.rsplit(":", 1)[1])
-    for payload in (b"", b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\xff" + bytes(200)):
-        with unix.create_connection(("127.0.0.1", port), timeout=WAIT_S) as connection:
-            connection.setsockopt(unix.SOL_SOCKET, unix.SO_LINGER, struct.pack("ii", 1, 0))
-            connection.sendall(payload)
-    client, _ = stage.client(endpoint)
-    client.send(drained(1))
-    await at_server.until(lambda: at_server.rooms == [1])
 
 
 def open_descriptors():
@@ -165,46 +140,15 @@ async def test_a_connection_that_is_back_is_known_at_once_on_both_sides(stage):
 ACCEPTED, DISCONNECTED = int(zmq.EVENT_ACCEPTED), int(zmq.EVENT_DISCONNECTED)
 
 
-@pytest.fixture
-def connected():
-    """A connection as a server sees it, and its other end."""
-    with closing(unix.create_server(("127.0.0.1", 0))) as server:
-        client = unix.create_connection(server.getsockname())
-        with closing(client), closing(server.accept()[0]) as accepted:
-            client.settimeout(20)
-            yield accepted, client
-
-
-@pytest.fixture
-def limited(connected):
-    """A limit of one connection to the address of `connected`, and how often it has cut one."""
-    cut = []
+async def test_a_descriptor_that_became_another_connection_is_left_alone():
+    cut, accepted_event, never = [], int(zmq.EVENT_ACCEPTED), 1 << 20  # a descriptor that no process has
+    ours, other = unix.create_server(("127.0.0.1", 0)), unix.create_server(("127.0.0.1", 0))
     limit = ConnectionLimit(1, lambda: cut.append(True))
-    limit.bound(f"tcp://127.0.0.1:{connected[0].getsockname()[1]}")
-    with closing(limit):
-        yield limit, cut
-
-
-NEVER = 1 << 20
-"""A descriptor that no process has."""
-
-
-async def test_a_connection_that_ended_does_not_count(connected, limited):
-    (accepted, _), (limit, cut) = connected, limited
-    limit.on_event(ACCEPTED, NEVER)
-    limit.on_event(DISCONNECTED, NEVER)
-    limit.on_event(ACCEPTED, accepted.fileno())
-    assert not cut
-
-
-async def test_a_descriptor_that_became_another_connection_is_left_alone(connected, limited):
-    limit, cut = limited
-    with closing(unix.create_server(("127.0.0.1", 0))) as other:
-        stranger = unix.create_connection(other.getsockname())
-        with closing(stranger), closing(other.accept()[0]) as accepted:
-            limit.on_event(ACCEPTED, NEVER)
-            limit.on_event(ACCEPTED, accepted.fileno())
-            assert cut == [True]
-            accepted.sendall(b"x")
-            stranger.settimeout(20)
-            assert stranger.recv(1) == b"x"
+    limit.bound(f"tcp://127.0.0.1:{ours.getsockname()[1]}")
+    stranger = unix.create_connection(other.getsockname(), timeout=WAIT_S)
+    with closing(ours), closing(other), closing(limit), closing(stranger), closing(other.accept()[0]) as connection:
+        limit.on_event(accepted_event, never)
+        limit.on_event(accepted_event, connection.fileno())
+        assert cut == [True]
+        connection.sendall(b"x")
+        assert stranger.recv(1) == b"x"

@@ -10,19 +10,14 @@ import pytest
 import zmq
 
 from kvbridge.control.keys import generate_keys
-from kvbridge.control.link import PeerSettings
-from kvbridge.control.peers import PeerIdentity, PeerServer
 from kvbridge.core.errors import (
-    CapacityError,
     ConfigError,
     ConflictError,
     InvalidInputError,
-    NotFoundError,
 )
 from kvbridge.core.wire.codec import MAX_FRAME_BYTES, PEER
-from kvbridge.core.wire.delivery import DeliverySettings
 from kvbridge.core.wire.messages import Heartbeat
-from tests.integration.control.stage import CLIENT, SERVER, WAIT_S, Recorder, drained, frame, poll
+from tests.integration.control.stage import CLIENT, SERVER, WAIT_S, drained, frame, poll
 
 pytestmark = pytest.mark.asyncio
 
@@ -43,20 +38,6 @@ async def test_messages_go_both_ways_in_order(stage):
     assert server.link(CLIENT).silent_s < WAIT_S
     assert client.link.silent_s < WAIT_S
     assert at_server.undelivered == at_client.undelivered == []
-
-
-async def test_a_heartbeat_is_sent_once_and_never_waits_for_anyone(stage):
-    server, at_server, endpoint = stage.server()
-    client, _ = stage.client(endpoint)
-    client.send(drained(1))
-    await at_server.until(lambda: at_server.rooms == [1])
-    client.send(Heartbeat())
-    await at_server.until(lambda: len(at_server.messages) == 2)
-    assert await client.flush(WAIT_S)
-    server.close()
-    for _ in range(20_000):
-        client.send(Heartbeat())
-    assert await client.flush(WAIT_S)
 
 
 async def test_refusals_are_counted_and_kill_nothing(stage):
@@ -102,18 +83,6 @@ async def test_asking_who_is_there_leaves_no_trace(stage):
     assert client.server == SERVER
 
 
-async def test_an_older_link_is_stale(stage):
-    server, at_server, endpoint = stage.server()
-    raw = stage.raw(endpoint)
-    raw.send(frame(link=5, body=drained(1)))
-    raw.send(frame(link=4, body=drained(2)))
-    await at_server.until(lambda: at_server.refused == ["stale"])
-    assert at_server.rooms == [1]
-    server.forget(CLIENT)
-    with pytest.raises(NotFoundError, match="was forgotten"):
-        server.send(CLIENT, drained(1))
-
-
 async def test_a_handler_that_refuses_or_breaks_stops_nothing(stage):
     _, at_server, endpoint = stage.server()
     broken = []
@@ -156,19 +125,6 @@ async def test_a_restarted_server_is_noticed(stage):
     assert at_client.messages == [("6" * 16, drained(4))]
 
 
-async def test_a_server_hears_when_a_client_it_knew_begins_anew(stage):
-    _, at_server, endpoint = stage.server()
-    client, _ = stage.client(endpoint)
-    client.send(drained(1))
-    await at_server.until(lambda: at_server.rooms == [1])
-    assert at_server.resets == []
-    client.close()
-    again, _ = stage.client(endpoint)
-    again.send(drained(2))
-    await at_server.until(lambda: at_server.rooms == [1, 2])
-    assert at_server.resets == [CLIENT]
-
-
 async def test_a_forgotten_client_begins_anew(stage):
     server, at_server, endpoint = stage.server()
     client, at_client = stage.client(endpoint)
@@ -183,17 +139,6 @@ async def test_a_forgotten_client_begins_anew(stage):
     await at_server.until(lambda: at_server.rooms == [0, 1, 2, 9])
     server.send(CLIENT, drained(10))
     await at_client.until(lambda: at_client.rooms == [10])
-
-
-async def test_undelivered_is_reported_and_the_outbox_is_bounded(stage):
-    settings = PeerSettings(delivery=DeliverySettings(give_up_s=0.1, window=4, max_held=8))
-    client, at_client = stage.client("tcp://127.0.0.1:9", settings=settings)
-    for room in range(8):
-        client.send(drained(room))
-    with pytest.raises(CapacityError, match="8 messages wait"):
-        client.send(drained(9))
-    await at_client.until(lambda: len(at_client.undelivered) == 8)
-    assert [message.room for _, message in at_client.undelivered] == list(range(8))
 
 
 async def test_a_noisy_peer_leaves_time_for_others(stage):
@@ -235,12 +180,6 @@ async def test_leaving_the_machine_needs_keys(stage, endpoint):
         stage.server(endpoint=endpoint)
     with pytest.raises(ConfigError, match="without CURVE keys"):
         stage.client(endpoint)
-
-
-async def test_a_network_can_be_trusted_on_request(stage):
-    server = PeerServer(PeerIdentity(SERVER, insecure=True), Recorder().callbacks, "tcp://0.0.0.0:0")
-    stage.stack.callback(server.close)
-    assert server.endpoint.startswith("tcp://0.0.0.0:")
 
 
 async def test_nobody_takes_another_keys_incarnation(stage):

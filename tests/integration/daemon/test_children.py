@@ -59,9 +59,3 @@ def test_waiting_notices_an_end_before_its_deadline(child):
     running.kill()
     with pytest.raises(PeerError, match="killed by SIGKILL"):
         wait_for("a miracle", lambda: None, timeout_s=20, watched=[running])
-
-
-def test_settings_are_not_inherited(child, monkeypatch):
-    monkeypatch.setenv("KVBRIDGE_HTTP__PORT", "1")
-    seen = child(f"import os; print(sorted(k for k in os.environ if k.startswith('KVBRIDGE_'))); {READY}")
-    assert seen.log().splitlines()[0] == "[]"

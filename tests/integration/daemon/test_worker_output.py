@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbridge.core.ids import Rank
-from kvbridge.daemon.worker_output import LONGEST_LINE_BYTES, WorkerOutput
+from kvbridge.daemon.worker_output import WorkerOutput
 from kvbridge.telemetry.logs import Seldom
 
 pytestmark = pytest.mark.asyncio
@@ -55,14 +55,6 @@ async def test_a_library_cannot_write_into_the_log_of_its_worker():
     ]
 
 
-async def test_records_that_were_cut_off_are_shown_as_they_are():
-    texts = ['{"no": "event"}', "[]", '{"event": "x", "level": "loud"}', '{"event": "room_en']
-    shown = await written("\n".join(texts).encode(), to_log=True)
-    assert shown == [
-        {"event": "library_output", "log_level": "warning", "rank": "pp0.tp1", "text": text} for text in texts
-    ]
-
-
 async def test_what_libraries_write_has_a_level_and_an_owner():
     levels = {
         GLOG + "no route to host": "error",
@@ -78,14 +70,6 @@ async def test_what_libraries_write_has_a_level_and_an_owner():
         {"event": "library_output", "log_level": level, "rank": "pp0.tp1", "text": text}
         for text, level in levels.items()
     ]
-
-
-async def test_last_words_without_an_end_and_lines_without_an_end_are_seen():
-    last, endless = b"terminate called after throwing", b"x" * (3 * LONGEST_LINE_BYTES)
-    assert [line["text"] for line in await written(last)] == [last.decode()]
-    shown = [line["text"] for line in await written(endless)]
-    assert shown
-    assert set("".join(shown)) == {"x"}
 
 
 async def test_a_process_that_ends_badly_is_heard_to_the_end():

@@ -7,16 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvbridge.core.wire.messages import Hello, NodeDescription, Welcome
-from tests.helpers.cluster import DaemonProcess
 from tests.helpers.live_rooms import LiveCluster, http
 from tests.helpers.raw_peers import RawDecode, raw_prefill
 from tests.integration.endpoints.rooms import offered_to
-
-
-@pytest.fixture(params=["prefill", "decode"])
-def daemon(live: LiveCluster, request: pytest.FixtureRequest) -> DaemonProcess:
-    """Each of both nodes."""
-    return getattr(live, request.param)
 
 
 @pytest.fixture(scope="module")

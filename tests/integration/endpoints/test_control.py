@@ -6,12 +6,8 @@ The codec, the sockets and the rules of offers have tests of their own; here the
 
 from __future__ import annotations
 
-import socket
-from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 import zmq
@@ -20,14 +16,12 @@ from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.wire.codec import MAX_FRAME_BYTES, PEER
-from kvbridge.core.wire.features import PEER_FEATURES, Features
+from kvbridge.core.wire.features import PEER_FEATURES
 from kvbridge.core.wire.messages import (
     Abort,
     Done,
     Drained,
     Failed,
-    Heartbeat,
-    Hello,
     NodeDescription,
     Offer,
     Rejected,
@@ -40,7 +34,7 @@ from tests.helpers.later_release import LaterCodec
 from tests.helpers.live_rooms import LiveCluster, ends, http, metric, refuses, report, status
 from tests.helpers.raw_peers import RawDecode, raw_prefill
 from tests.helpers.shared_cluster import FULL_PAGES
-from tests.integration.endpoints.rooms import RANK, TOKENS, admitted, give_up, offered_to, welcomed
+from tests.integration.endpoints.rooms import RANK, TOKENS, admitted, welcomed
 
 
 def table(space: IndexSpace, *ids: int, first_page: int = 0) -> WireTable:
@@ -61,20 +55,6 @@ def offer(room: int, **changed: Any) -> Offer:
 
 
 # ------------------------------------------------------------------------------------------- frames
-
-
-def test_frames_that_are_none(live: LiveCluster, raw: RawDecode) -> None:
-    envelope = [1, raw.incarnation, "", 1, 1, 0]
-    for frame, reason in (
-        (b"\xc1garbage", "malformed"),
-        (bytes(MAX_FRAME_BYTES + 1), "oversized"),
-        (msgpack.packb([*envelope, {"type": "let_me_in"}]), "type"),
-        (msgpack.packb([*envelope, {"type": "drained", "room": -1, "generation": 1}]), "field"),
-        (raw.frame(None, recipient="f" * 16), "stale"),
-    ):
-        with refuses(live.prefill, reason):
-            raw.put(frame)
-    live.serves()
 
 
 def test_a_frame_far_too_large_costs_its_sender_the_connection(live: LiveCluster, raw: RawDecode) -> None:
@@ -99,20 +79,6 @@ def test_messages_of_the_other_direction(live: LiveCluster, met: RawDecode) -> N
         for message in wrong:
             met.send(message)
     met.send(Failed(room=1, generation=1, code="x", message="of a room that nobody knows"))
-    live.serves()
-
-
-def test_a_peer_that_acknowledges_nothing_is_given_up_and_told_so(live: LiveCluster, met: RawDecode) -> None:
-    before = metric(live.prefill, "kvbridge_control_undelivered_total")
-    met.send(Abort(room=9, generation=1, code="x", message="x"))
-    eventually("undelivered", lambda: metric(live.prefill, "kvbridge_control_undelivered_total") > before)
-    eventually("forgotten", lambda: met.incarnation not in str(status(live.prefill)["peers"]))
-    with refuses(live.prefill, "stale"):
-        met.put(met.frame(Heartbeat(), sequence=0))
-    told = 0
-    while told >= 0 and met.socket.poll(15_000):  # what was sent before it may still be on its way
-        told = PEER.decode(met.socket.recv()).link
-    assert told == -met.link, "told that its link is over, a correct node introduces itself again"
     live.serves()
 
 
@@ -148,20 +114,6 @@ def test_an_offer_of_a_stranger_does_not_take_a_room(live: LiveCluster, raw: Raw
     live.serves()
 
 
-def test_an_offer_that_cannot_be_right_fails_the_room_on_both_sides(live: LiveCluster, met: RawDecode) -> None:
-    room = admitted(live)
-    text = f"decode offers {TOKENS + 1} prompt tokens, prefill admitted {TOKENS}"
-    refused = metric(live.prefill, "kvbridge_room_messages_refused_total", code="invalid_input")
-    met.send(offer(room, prompt_tokens=TOKENS + 1))
-    failed = met.take(Failed)
-    assert failed.code == "invalid_input"
-    assert text in failed.message
-    met.take(Drained, room)
-    assert text in ends(live.prefill, room, "failed", "invalid_input")
-    assert metric(live.prefill, "kvbridge_room_messages_refused_total", code="invalid_input") == refused + 1
-    live.serves()
-
-
 @pytest.mark.parametrize(("space", "ids"), [(IndexSpace.FULL, (1, 2, FULL_PAGES)), (IndexSpace.HOST, (1, 9_999, 3))])
 def test_page_ids_out_of_bounds_fail_the_room_on_both_sides(
     live: LiveCluster, met: RawDecode, space: IndexSpace, ids: tuple[int, ...]
@@ -174,18 +126,6 @@ def test_page_ids_out_of_bounds_fail_the_room_on_both_sides(
     assert str(max(ids)) in failed.message
     met.take(Drained, room)
     assert str(max(ids)) in ends(live.prefill, room, "failed", "page_out_of_bounds")
-    live.sender.abort(room, "told that it failed")
-    live.serves()
-
-
-def test_a_table_that_is_missing_fails_the_room_on_both_sides(live: LiveCluster, met: RawDecode) -> None:
-    room = admitted(live)
-    met.send(offer(room, tables=tuple(wire for space, wire in GOOD.items() if space is not IndexSpace.SWA)))
-    live.write(room, TOKENS)
-    failed = met.take(Failed)
-    assert "swa" in failed.message
-    met.take(Drained, room)
-    assert ends(live.prefill, room, "failed", failed.code) == failed.message
     live.sender.abort(room, "told that it failed")
     live.serves()
 
@@ -248,36 +188,6 @@ def test_an_introduction_that_cannot_be_true_is_rejected(
 # ------------------------------------------------------------------------------------------- the decode side
 
 
-def test_addresses_where_nobody_answers_cost_nothing_for_long(live: LiveCluster) -> None:
-    assert live.decode.process is not None
-    descriptors = Path(f"/proc/{live.decode.process.pid}/fd")
-    live.serves()
-    before = len(list(descriptors.iterdir()))
-    with ExitStack() as stack:
-        listeners = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(4)]
-        silent = {f"tcp://127.0.0.1:{each.getsockname()[1]}" for each in listeners}
-        codes = dict.fromkeys(silent, "deadline") | {f"tcp://127.0.0.1:{port}": "peer_failed" for port in range(1, 5)}
-
-        def known() -> set[str]:
-            return codes.keys() & {peer["endpoint"] for peer in status(live.decode)["peers"]}
-
-        seen: set[str] = set()
-        rooms = {}
-        for endpoint in codes:
-            body = {"prompt_tokens": 1, "prefill": [{"endpoint": endpoint}]}
-            answer = http("POST", live.decode, "/v1/requests", json=body)
-            assert answer.status_code == 201, answer.text
-            rooms[endpoint] = int(answer.json()["room"])
-            seen |= known()  # the first may be given up before the last is there
-        assert seen >= silent
-        for endpoint, room in rooms.items():
-            ends(live.decode, room, "failed", codes[endpoint])
-        live.serves()
-        eventually("given up", lambda: not known())
-        eventually("closed", lambda: len(list(descriptors.iterdir())) <= before)
-        live.serves()
-
-
 def done(room: int, **changed: Any) -> Done:
     return Done(**({"room": room, "generation": 1, "writer": RANK, "amounts": {}, "phases_s": {}} | changed))
 
@@ -313,15 +223,6 @@ def test_decode_ignores_strangers_and_garbage_and_fails_a_room_that_was_given_up
     live.serves()
 
 
-def test_decode_passes_a_rejection_on(live: LiveCluster) -> None:
-    with raw_prefill() as peer:
-        room = offered_to(live, peer)
-        peer.take(Hello)
-        peer.send(Rejected(code="fingerprint_mismatch", message="rows of 7 bytes here"))
-        assert "rows of 7 bytes here" in ends(live.decode, room, "failed", "fingerprint_mismatch")
-    live.serves()
-
-
 # ------------------------------------------------------------------------------------------- other releases
 
 
@@ -335,16 +236,4 @@ def test_a_decode_node_of_a_later_release_that_lacks_a_feature_is_met(
     raw.recipient = answer.incarnation
     raw.send(Abort(room=4712, generation=1, code="aborted", message="mine"))
     raw.take(Drained, 4712)
-    live.serves()
-
-
-def test_a_prefill_node_of_a_later_release_is_offered_the_room(live: LiveCluster) -> None:
-    with raw_prefill() as peer:
-        peer.codec = LaterCodec.of(PEER)
-        room = offered_to(live, peer)
-        peer.take(Hello)
-        facts = {"instance": "raw", "node": "n", "incarnation": peer.incarnation, "pp_size": 1, "tp_size": 1}
-        peer.send(Welcome(**facts, ranks=(RANK,), features=Features(has=("later",))))
-        peer.take(Offer, room)
-        give_up(live, peer, room)
     live.serves()

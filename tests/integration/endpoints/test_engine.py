@@ -5,35 +5,13 @@ A refused call changes nothing: after each the room in question is finished corr
 
 from __future__ import annotations
 
-import secrets
-import socket as unix
-from collections.abc import Callable
-
 import pytest
-import zmq
 
-from kvbridge.control.local import LocalClient
-from kvbridge.core.ids import IndexSpace, Rank, Role
-from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
-from kvbridge.core.wire.engine_messages import (
-    Accepted,
-    Attach,
-    Attached,
-    Begin,
-    Claim,
-    EngineToNode,
-    NodeToEngine,
-    Pages,
-    Publish,
-    Refused,
-)
-from kvbridge.core.wire.messages import MAX_METADATA_BYTES, WireTable
+from kvbridge.core.ids import Rank
 from kvbridge.engine.decode import DecodeEngine
-from kvbridge.engine.link import ENGINE_SOCKET, EngineLink
 from kvbridge.engine.prefill import PrefillEngine
-from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import LiveCluster, all_free, busy_pages, ends, http, raises_code, refuses, report, status
-from tests.helpers.shared_cluster import HOST_PAGES
+from tests.helpers.cluster import eventually
+from tests.helpers.live_rooms import LiveCluster, all_free, ends, raises_code, report, status
 
 TOKENS = 1000
 
@@ -54,9 +32,6 @@ def completed(live: LiveCluster, room: int) -> None:
     for daemon in live.nodes:
         assert ends(daemon, room, "completed") == ""
         all_free(daemon)
-
-
-# ------------------------------------------------------------------------------------------- verbs
 
 
 def test_prefill_calls_out_of_order(live: LiveCluster, room: int) -> None:
@@ -85,48 +60,7 @@ def test_prefill_calls_out_of_order(live: LiveCluster, room: int) -> None:
     live.serves()
 
 
-def test_decode_calls_out_of_order(live: LiveCluster, room: int) -> None:
-    reader = live.reader
-    assert "not committed" in raises_code("conflict", lambda: reader.claim(room))
-    raises_code("conflict", lambda: reader.extend(room, TOKENS + 1))
-    raises_code("conflict", lambda: reader.release(room))
-    live.write(room, TOKENS)
-    live.sender.finish(room)
-    live.read(room, TOKENS)
-    assert "already claimed" in raises_code("conflict", lambda: reader.claim(room))
-    assert "cannot shrink" in raises_code("invalid_input", lambda: reader.extend(room, TOKENS - 1))
-    reader.release(room)
-    raises_code("conflict", lambda: reader.release(room))
-    raises_code("conflict", lambda: reader.extend(room, TOKENS + 1))
-    raises_code("room_failed", lambda: reader.claim(room))
-    reader.abort(room, "harmless on a room that is over")
-    assert ends(live.decode, room, "completed") == ""
-    live.serves()
-
-
-def test_calls_about_unknown_rooms(live: LiveCluster) -> None:
-    sender, reader = live.sender, live.reader
-    for call in (
-        lambda: sender.begin(4_711, prompt_tokens=1),
-        lambda: sender.publish(4_711, 1),
-        lambda: reader.claim(4_711),
-        lambda: reader.release(4_711),
-    ):
-        assert "4711" in raises_code("unknown_room", call)
-    for engine in (sender, reader):
-        engine.abort(4_711, "an engine need not know what its daemon has forgotten")
-    live.serves()
-
-
-def test_pages_are_the_daemons_where_it_owns_them(live: LiveCluster, room: int) -> None:
-    link = live.sender._link
-    for ids, text in ((b"\0\0\0\0", "owns its pools"), (b"abc", "malformed")):
-        tables = (WireTable(space=IndexSpace.FULL, ids=ids),)
-        begin = Begin(call=link.number(), room=room, prompt_tokens=TOKENS, tables=tables)
-        assert text in raises_code("invalid_input", lambda begin=begin: link.call(begin, Pages))
-    live.write(room, TOKENS)
-    completed(live, room)
-    live.serves()
+# ------------------------------------------------------------------------------------------- verbs
 
 
 def test_another_engine_of_the_same_rank_has_no_say(live: LiveCluster, room: int) -> None:
@@ -137,34 +71,6 @@ def test_another_engine_of_the_same_rank_has_no_say(live: LiveCluster, room: int
         raises_code("conflict", lambda: other.finish(room))
     live.write(room, TOKENS, 500, TOKENS)
     completed(live, room)
-    live.serves()
-
-
-def test_a_room_that_outgrows_the_pool_loses_nothing(live: LiveCluster, room: int) -> None:
-    live.write(room, TOKENS)
-    live.sender.finish(room)
-    claimed = live.read(room, TOKENS)
-    before = busy_pages(live.decode)
-    other = live.admit_on_decode(8 * 256)  # together they have all host pages
-    assert "host" in raises_code("capacity", lambda: live.reader.extend(room, TOKENS + 300))
-    raises_code("invalid_input", lambda: live.reader.extend(room, (HOST_PAGES + 1) * 256))
-    http("DELETE", live.decode, f"/v1/requests/{other}")
-    eventually("the other room's pages back", lambda: busy_pages(live.decode) == before)
-    grown = live.reader.extend(room, TOKENS + 300)
-    for space, table in claimed.tables.items():
-        assert grown[space].ids[: len(table)].tolist() == table.ids.tolist()
-    assert len(grown[IndexSpace.HOST]) == 6
-    live.reader.release(room)
-    live.serves()
-
-
-def test_metadata_that_is_too_long_costs_nothing(live: LiveCluster, room: int) -> None:
-    live.write(room, TOKENS)
-    with pytest.raises(ValueError, match="metadata"):
-        live.sender.finish(room, metadata=bytes(MAX_METADATA_BYTES + 1))
-    live.sender.finish(room, metadata=bytes(MAX_METADATA_BYTES))
-    assert live.read(room, TOKENS).metadata == {"pp0.tp0": bytes(MAX_METADATA_BYTES)}
-    live.reader.release(room)
     live.serves()
 
 
@@ -185,22 +91,6 @@ def test_who_cannot_attach(live: LiveCluster) -> None:
     live.serves()
 
 
-@pytest.mark.parametrize(
-    ("side", "call"),
-    [
-        ("prefill", lambda number: Begin(call=number, room=1, prompt_tokens=1)),
-        ("decode", lambda number: Claim(call=number, room=1)),
-    ],
-)
-def test_a_call_before_attach(live: LiveCluster, side: str, call: Callable[[int], EngineToNode]) -> None:
-    link = EngineLink(getattr(live, side).runtime_dir, timeout_s=20)
-    try:
-        assert "attach first" in raises_code("conflict", lambda: link.call(call(link.number()), Accepted))
-    finally:
-        link.close()
-    live.serves()
-
-
 def test_an_engine_that_leaves_fails_what_it_had_begun(live: LiveCluster, room: int) -> None:
     live.write(room, TOKENS, 0, 500)
     live.detach()
@@ -210,53 +100,3 @@ def test_an_engine_that_leaves_fails_what_it_had_begun(live: LiveCluster, room: 
 
 
 # ------------------------------------------------------------------------------------------- frames
-
-
-def test_frames_that_are_none(live: LiveCluster, daemon: DaemonProcess) -> None:
-    path = daemon.runtime_dir / ENGINE_SOCKET
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.LINGER, 0)
-    dealer.connect(f"ipc://{path}")
-    try:
-        for parts, reason in (
-            ([b"\xc1garbage"], "malformed"),
-            ([b"two", b"frames"], "malformed"),
-            ([bytes(ENGINE_TO_NODE.max_frame_bytes + 1)], "oversized"),
-        ):
-            with refuses(daemon, reason):
-                dealer.send_multipart(parts)
-    finally:
-        dealer.close()
-        context.term()
-    for text in (b"GET / HTTP/1.1\r\n\r\n", b"\0" * 1_000, secrets.token_bytes(5_000)):
-        with unix.socket(unix.AF_UNIX) as client:
-            client.connect(str(path))
-            client.sendall(text)
-    live.serves()
-
-
-def test_fields_beyond_their_limits(live: LiveCluster) -> None:
-    """Made by hand: the library would not send them."""
-
-    def connected() -> LocalClient[NodeToEngine, EngineToNode]:
-        return LocalClient("limits", live.prefill.runtime_dir / ENGINE_SOCKET, NODE_TO_ENGINE, ENGINE_TO_NODE)
-
-    client = connected()
-    try:
-        client.send(Attach(call=1, role=Role.PREFILL), 20)
-        assert isinstance(client.receive(20), Attached)
-        with refuses(live.prefill, "field"):
-            client.send(Publish.model_construct(call=2, room=-1, upto_token=0), 20)
-    finally:
-        client.close()
-    client = connected()
-    try:
-        client.send(Attach(call=7, role=Role.PREFILL), 20)
-        assert isinstance(client.receive(20), Attached), "a new connection begins anew"
-        client.send(Publish(call=8, room=3, upto_token=1), 20)
-        assert isinstance(refused := client.receive(20), Refused)
-        assert refused.call == 8
-    finally:
-        client.close()
-    live.serves()

@@ -5,15 +5,13 @@ The routes have their own tests over fakes; here pages are real, and both sides 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from tests.helpers.cluster import DaemonProcess, eventually
-from tests.helpers.live_rooms import LiveCluster, all_free, busy_pages, ends, http, metric, report, status
+from tests.helpers.live_rooms import LiveCluster, all_free, busy_pages, ends, http, metric, report
 from tests.helpers.shared_cluster import FULL_PAGES, HOST_PAGES, REQUEST_PAGES
 
 TOKENS = 700
@@ -76,105 +74,6 @@ def test_a_full_pool_says_when_to_come_back(live: LiveCluster, side: str, space:
     live.serves()
 
 
-def test_a_request_that_can_never_fit_is_told_so(live: LiveCluster, daemon: DaemonProcess) -> None:
-    for tokens in ((FULL_PAGES + 1) * 256, 2**62):
-        answer = http("POST", daemon, "/v1/requests", json=body(live, daemon, prompt_tokens=tokens))
-        assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input"), answer.text
-    answer = http("POST", live.cluster.bootstrap, "/v1/requests", json={"prompt_tokens": (FULL_PAGES + 1) * 256})
-    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
-    live.serves()
-
-
-def test_room_for_new_tokens_is_reserved_too(live: LiveCluster) -> None:
-    answer = http("POST", live.decode, "/v1/requests", json=body(live, live.decode, max_new_tokens=HOST_PAGES * 256))
-    assert (answer.status_code, answer.json()["code"]) == (400, "invalid_input")
-    room = admit(live, live.decode, max_new_tokens=HOST_PAGES * 256 - TOKENS)
-    assert sum(busy_pages(live.decode)["host"].values()) == HOST_PAGES
-    delete(live.decode, room)
-    live.serves()
-
-
-# ------------------------------------------------------------------------------------------- what can never work
-
-
-@pytest.mark.parametrize(
-    "address",
-    [
-        {"endpoint": "tcp://192.0.2.1:5"},  # not in the clear over a network
-        {"endpoint": "tcp://127.0.0.1:5", "public_key": "k" * 40},
-    ],
-)
-def test_writers_that_cannot_be_reached_from_here_fail_the_room_only(
-    live: LiveCluster, address: dict[str, str]
-) -> None:
-    answer = http("POST", live.decode, "/v1/requests", json={"prompt_tokens": TOKENS, "prefill": [address]})
-    assert answer.status_code == 201
-    ends(live.decode, int(answer.json()["room"]), "failed", "config_invalid")
-    live.serves()
-
-
-def test_rooms_that_are_not_there_or_there_already(live: LiveCluster, daemon: DaemonProcess) -> None:
-    for method in ("GET", "DELETE"):
-        answer = http(method, daemon, "/v1/requests/4711")
-        assert (answer.status_code, answer.json()["code"]) == (404, "unknown_room")
-    room = admit(live, daemon)
-    answer = http("POST", daemon, "/v1/requests", json=body(live, daemon, room=room))
-    assert (answer.status_code, answer.json()["code"]) == (409, "conflict")
-    assert "already in flight" in answer.json()["detail"]
-    answer = http("DELETE", daemon, f"/v1/requests/{room}?generation=2")
-    assert (answer.status_code, answer.json()["code"]) == (409, "stale")
-    delete(daemon, room)
-    ends(daemon, room, "aborted", "aborted")
-    answer = http("POST", daemon, "/v1/requests", json=body(live, daemon, room=room))
-    assert (answer.status_code, answer.json()["code"]) == (409, "stale")
-    again = http("POST", daemon, "/v1/requests", json=body(live, daemon, room=room, generation=2))
-    assert again.status_code == 201
-    delete(daemon, room)
-    live.serves()
-
-
-# ------------------------------------------------------------------------------------------- waiting
-
-
-WAIT_S = 25
-"""Longer than `http` waits for an answer: a wait that did not end before would fail the test."""
-
-
-def test_a_wait_ends_with_the_state_that_it_waits_for(live: LiveCluster) -> None:
-    assert live.reader
-    room = live.pair(TOKENS)
-
-    def wait(daemon: DaemonProcess, until: str = "") -> str:
-        query = f"?wait={WAIT_S}" + (f"&until={until}" if until else "")
-        return str(http("GET", daemon, f"/v1/requests/{room}{query}").json()["state"])
-
-    def after(change: Callable[[], object], *waits: tuple[DaemonProcess, str], states: tuple[str, ...]) -> None:
-        with ThreadPoolExecutor(len(waits)) as pool:
-            futures = [pool.submit(wait, daemon, until) for daemon, until in waits]
-            change()
-            assert tuple(future.result() for future in futures) == states
-
-    def finish() -> None:
-        live.write(room, TOKENS)
-        live.sender.finish(room)
-
-    after(finish, (live.prefill, ""), (live.decode, "committed"), states=("completed", "committed"))
-    after(lambda: live.read(room, TOKENS), (live.decode, "claimed"), states=("claimed",))
-    after(lambda: live.reader.release(room), (live.decode, ""), states=("completed",))
-    assert wait(live.decode) == "completed", "a final room is not waited for"
-    live.serves()
-
-
-def test_a_wait_ends_in_any_case(live: LiveCluster, daemon: DaemonProcess) -> None:
-    room = admit(live, daemon)
-    began_s = time.monotonic()
-    answer = http("GET", daemon, f"/v1/requests/{room}?wait=0.3&until=claimed")
-    assert answer.json()["state"] in {"admitted", "offered"}
-    assert time.monotonic() - began_s >= 0.3
-    delete(daemon, room)
-    live.serves()
-
-
 # ------------------------------------------------------------------------------------------- cancelling
 
 
@@ -223,15 +122,6 @@ def test_a_cancel_on_either_side_ends_both(
         }
         live.sender.abort(room, "told so")
     assert delete(daemon, room)["state"] == "aborted", "again: harmless"
-    live.serves()
-
-
-def test_a_cancelled_room_that_was_committed_gives_its_pages_back(live: LiveCluster) -> None:
-    assert live.reader
-    room = live.pair(TOKENS)
-    committed(live, room)
-    assert delete(live.decode, room)["state"] == "aborted"
-    assert report(live.prefill, room)["state"] == "completed"
     live.serves()
 
 
@@ -285,35 +175,4 @@ def test_a_room_that_one_side_refuses_is_kept_by_neither(live: LiveCluster) -> N
     assert answer.headers["Retry-After"]
     all_free(live.prefill)
     delete(live.decode, held)
-    live.serves()
-
-
-def test_prefill_without_decode_waits_for_its_offer_and_no_longer(live: LiveCluster) -> None:
-    room = admit(live, live.prefill)
-    assert report(live.prefill, room)["state"] == "admitted"
-    live.write(room, TOKENS)  # computing needs no destination
-    live.sender.finish(room)
-    assert report(live.prefill, room)["state"] == "admitted"
-    other = http("POST", live.decode, "/v1/requests", json=body(live, live.decode, room=room))
-    assert other.status_code == 201, "decode may come later"
-    live.read(room, TOKENS)
-    live.reader.release(room)
-    live.serves()
-
-
-def test_status_and_metrics_agree(live: LiveCluster, daemon: DaemonProcess) -> None:
-    room = admit(live, daemon)
-
-    def agreed() -> bool:
-        # The room goes on between two requests: on decode its pages are leased as soon as the handshake is done.
-        before = status(daemon)["pools"]
-        counted = {
-            space: {state: metric(daemon, "kvbridge_pool_pages", space=space, state=state) for state in states}
-            for space, states in before.items()
-        }
-        assert before != status(daemon)["pools"] or counted == before
-        return counted == before
-
-    eventually("a moment in which no page changes its state", agreed)
-    delete(daemon, room)
     live.serves()

@@ -18,7 +18,6 @@ from tests.helpers.live_rooms import (
     http,
     metric,
     raises_code,
-    report,
     status,
 )
 from tests.integration.life.daemons import (
@@ -27,7 +26,6 @@ from tests.integration.life.daemons import (
     gone,
     holder,
     in_flight,
-    other,
     restarted,
     shared_files,
     worker_pid,
@@ -61,23 +59,6 @@ def test_a_killed_worker_fails_its_rooms_and_comes_back(live: LiveCluster, daemo
     assert rank["pid"] != before
     assert rank["restarts"] == restarts + 1
     assert metric(daemon, "kvbridge_worker_restarts_total", reason="killed") == restarts + 1
-    live.serves()
-
-
-def test_a_claimed_room_survives_its_worker(live: LiveCluster) -> None:
-    """The memory is the node's: what has arrived can be read whatever becomes of the worker."""
-    assert live.reader
-    room = live.pair(TOKENS)
-    live.write(room, TOKENS)
-    live.sender.finish(room)
-    live.read(room, TOKENS)
-    os.kill(worker_pid(live.decode), signal.SIGKILL)
-    eventually("not ready", lambda: http("GET", live.decode, "/ready").status_code == 503)
-    assert report(live.decode, room)["state"] == "claimed"
-    live.reader.extend(room, TOKENS + 300)
-    live.reader.release(room)
-    assert ends(live.decode, room, "completed") == ""
-    live.decode.wait_ready()
     live.serves()
 
 
@@ -125,52 +106,6 @@ def test_a_killed_decode_daemon_fails_its_rooms_on_the_other_side(live: LiveClus
     all_free(live.prefill)
     restarted(live, live.decode)
     assert shared_files(live.decode).isdisjoint(files), "swept at the next start"
-    live.serves()
-
-
-@ONE_SIDE
-def test_a_daemon_that_is_back_before_it_was_missed(live: LiveCluster, daemon: DaemonProcess) -> None:
-    """No silence is noticed in between: the new life itself ends the old one's rooms."""
-    room = in_flight(live)
-    survivor = other(live, daemon)
-    if daemon is live.prefill:
-        daemon.config = daemon.config | {"control": {"bind": live.control}}
-    daemon.kill()
-    restarted(live, daemon)
-    told = http("GET", survivor, f"/v1/requests/{room}?wait=15").json()
-    assert (told["state"], told["reason_code"]) == ("failed", "peer_failed")
-    live.cross()
-    live.serves()
-
-
-@ONE_SIDE
-def test_a_second_process_of_a_name_is_refused_for_as_long_as_the_first_is_there(
-    live: LiveCluster, daemon: DaemonProcess
-) -> None:
-    second = DaemonProcess(daemon.role, "the second", live.cluster.folder / "second", ends_with_us=True)
-    second.config = {**daemon.config, "runtime_dir": str(second.runtime_dir), "control": {}}
-    twice = "two processes use one name"
-
-    def reasons(of: DaemonProcess) -> str:
-        return " ".join(http("GET", of, "/ready").json()["reasons"])
-
-    try:
-        second.start()
-        eventually("the second is told", lambda: twice in reasons(second))
-        assert daemon.endpoint().incarnation in reasons(second)
-        assert metric(second, "kvbridge_ready") == 0
-        refusals = [line for line in second.log_path.read_text().splitlines() if '"bootstrap_refused"' in line]
-        assert sum(twice in line for line in refusals) == 1, "once, however often it asks"
-        assert reasons(daemon) == ""
-        live.cross(TOKENS, live.ticket(TOKENS)["room"])
-        live.detach()
-        daemon.kill()
-        eventually("the second has the name", lambda: holder(live, second) == second.endpoint().incarnation)
-        eventually("the second is ready", lambda: reasons(second) == "")
-    finally:
-        second.stop()
-    restarted(live, daemon)
-    live.cross(TOKENS, live.ticket(TOKENS)["room"])
     live.serves()
 
 

@@ -8,11 +8,9 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 from typer.testing import CliRunner
 
 from kvbridge.cli.main import app
@@ -22,7 +20,6 @@ from tests.helpers.live_rooms import (
     all_free,
     http,
 )
-from tests.helpers.matrices import kept
 from tests.integration.life.daemons import (
     ONE_SIDE,
     SHUTDOWN_ROOMS_S,
@@ -40,35 +37,17 @@ from tests.integration.life.daemons import (
 # ------------------------------------------------------------------------------------------- signals
 
 
-def to_one(daemon: DaemonProcess) -> None:
-    daemon.kill(signal.SIGTERM)
-
-
-def to_the_group(daemon: DaemonProcess) -> None:
-    """What a shell does (`kill %1`)."""
-    os.killpg(pid(daemon), signal.SIGTERM)
-
-
-def to_all(daemon: DaemonProcess) -> None:
-    """What systemd does, workers first."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        os.kill(worker_pid(daemon), number)
-    daemon.kill(signal.SIGTERM)
-
-
 def listed(live: LiveCluster) -> list[str]:
     """The instances that the directory knows."""
     return [each["instance"] for each in http("GET", live.cluster.bootstrap, "/v1/instances").json()]
 
 
-@pytest.mark.parametrize("tell", [kept(to_one, False), to_the_group, kept(to_all, False)])
-def test_sigterm_lets_rooms_end(
-    live: LiveCluster, daemon: DaemonProcess, tell: Callable[[DaemonProcess], None]
-) -> None:
+def test_sigterm_lets_rooms_end(live: LiveCluster, daemon: DaemonProcess) -> None:
+    """Sent to the group of processes, as a shell does (`kill %1`)."""
     room = in_flight(live)
     workers = worker_pid(daemon)
     earlier = len(daemon.log_path.read_text())
-    tell(daemon)
+    os.killpg(pid(daemon), signal.SIGTERM)
     eventually("draining", lambda: http("GET", daemon, "/ready").status_code == 503)
     assert http("GET", daemon, "/ready").json()["reasons"] == ["the daemon is shutting down"]
     assert http("GET", daemon, "/health").status_code == 200

@@ -9,13 +9,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
-from typer.testing import CliRunner, Result
 
-from kvbridge.cli.main import app
 from tests.helpers.zygote import ForkedPopen
 
 pytestmark = pytest.mark.thorough
@@ -23,10 +20,6 @@ pytestmark = pytest.mark.thorough
 WAIT_S = 60.0
 NOBODY = "http://127.0.0.1:9"
 SERVERS = ("--prefill", NOBODY, "--decode", NOBODY)
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(app, ["router", *arguments])
 
 
 @contextmanager
@@ -41,25 +34,6 @@ def running(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             yield process, listens["http"]
         finally:
             process.kill()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ((), "no prefill and decode server is named"),
-        (
-            ("--prefill", "localhost:8000", "--decode", NOBODY),
-            "'localhost:8000' is no server: expected http://HOST:PORT",
-        ),
-        ((*SERVERS, "--bootstrap", NOBODY), "leave out --bootstrap or the lists"),
-        ((*SERVERS, "--host", "0.0.0.0"), "set http.token_file"),
-        ((*SERVERS, "--set", "timeouts.idle=3"), "did you mean 'idle_s'"),
-    ],
-)
-def test_a_wrong_command_line_is_told_in_words(arguments, words):
-    said = run(*arguments)
-    assert said.exit_code == 2
-    assert words in said.stderr
 
 
 def test_what_cannot_be_had_is_told_in_words_and_by_an_exit_code_of_its_own():
@@ -89,10 +63,3 @@ def test_it_ends_when_it_is_told_to():
         assert NOBODY in answer.json()["error"]["message"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_S) == 0
-
-
-def test_a_file_may_say_it_all(tmp_path: Path):
-    file = tmp_path / "router.yaml"
-    file.write_text(f"prefill: [{NOBODY}]\ndecode: [{NOBODY}]\norder: plain\nhttp: {{port: 0}}\n")
-    with running("--config", str(file)) as (_, url):
-        assert httpx.get(f"{url}/status", timeout=WAIT_S, trust_env=False).json()["order"] == "plain"

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import pytest
 
 from kvbridge.core.errors import TransportError
-from kvbridge.transport import background
 from kvbridge.transport.background import take_turn
 from kvbridge.transport.base import Pending
 from kvbridge.transport.mooncake import peers
@@ -106,13 +105,6 @@ def test_a_peer_is_known_by_its_addresses_however_it_is_named(silent: socket.soc
     assert asker.returned.is_set()
 
 
-@pytest.mark.parametrize("host", ["a" * 100, "[:::]"])
-def test_a_peer_whose_host_has_no_address_is_refused_by_name(host: str) -> None:
-    _, pending = ask(Asker(15000), LIMIT_S, host=host)
-    with pytest.raises(TransportError, match="has no address here"):
-        answer(pending)
-
-
 @pytest.mark.parametrize("how", ["cancelled", "ended"])
 def test_a_call_that_nobody_needs_ends_at_once(silent: socket.socket, how: str) -> None:
     asker = Asker(silent.getsockname()[1])
@@ -128,50 +120,6 @@ def test_a_call_that_nobody_needs_ends_at_once(silent: socket.socket, how: str) 
 
 def refuse_to_list() -> list[tuple[str, int]]:
     raise OSError(errno.EMFILE, "Too many open files")
-
-
-@pytest.fixture
-def one_turn(monkeypatch) -> None:
-    """A turn that is not given back is missed by the next call."""
-    monkeypatch.setattr(background, "_free", threading.BoundedSemaphore(1))
-
-
-@pytest.mark.usefixtures("one_turn")
-def test_a_process_without_a_descriptor_left_fails_the_call_and_keeps_its_turn(silent, monkeypatch) -> None:
-    asker = Asker(silent.getsockname()[1])
-
-    with monkeypatch.context() as patch:
-        patch.setattr(peers, "_sockets", refuse_to_list)
-        with pytest.raises(TransportError, match="Too many open files"):
-            ask(asker, LIMIT_S)
-    _, pending = ask(asker, LIMIT_S)
-    with silent.accept()[0] as connection:
-        connection.sendall(b"\x05")
-        assert answer(pending) == 5
-
-
-@pytest.mark.usefixtures("one_turn")
-@pytest.mark.parametrize("started", [0, 1])
-def test_a_thread_that_does_not_start_fails_the_call_and_gives_its_turn_back(silent, monkeypatch, started: int) -> None:
-    """Whichever of the two it is: a call is not made when nobody would cut it off."""
-    asker = Asker(silent.getsockname()[1])
-    start, left = threading.Thread.start, [None] * started
-
-    def refuse(thread: threading.Thread) -> None:
-        if not left:
-            raise RuntimeError("can't start new thread")
-        left.pop()
-        start(thread)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
-        with pytest.raises(TransportError, match="can't start new thread"):
-            answer(ask(asker, LIMIT_S)[1])
-    assert not asker.waiting.is_set()
-    _, pending = ask(asker, LIMIT_S)
-    with silent.accept()[0] as connection:
-        connection.sendall(b"\x05")
-        assert answer(pending) == 5
 
 
 def test_a_call_is_given_up_and_cut_off_later_when_no_descriptor_is_left(silent, monkeypatch) -> None:
