@@ -186,18 +186,6 @@ async def test_who_waits_too_long_is_refused_with_the_limit(made):
     assert bench.events.waits[0][0] == "timeout"
 
 
-async def test_a_request_that_does_not_wait_does_not_pass(made):
-    bench = made()
-    bench.now(1, 6)
-    await bench.waits(2, 4)
-    with pytest.raises(CapacityError, match="1 requests wait for pages of 'full' before this one"):
-        bench.now(3, 1)
-    bench.rooms.end(1)
-    await turn()
-    bench.now(3, 1)
-    assert bench.rooms.admitted == [1, 2, 3]
-
-
 async def test_a_caller_cancelled_after_its_admission_leaves_no_room(made):
     bench = made()
     bench.now(1, PAGES)
@@ -244,19 +232,6 @@ async def test_a_client_at_its_cap_is_refused_whatever_is_free(made):
     bench.rooms.end(1)
     bench.now(7, client="a")
     assert bench.events.refusals == {"client_limit": 2}
-
-
-async def test_rooms_and_waiting_requests_share_the_cap_and_so_many_may_wait(made):
-    bench = made(client_max_rooms=2, client_max_waiting=1)
-    bench.now(1, PAGES, client="a")
-    task = await bench.waits(2, client="a")
-    await refused("client_limit", await bench.waits(3, client="a"))
-    await bench.waits(4, client="b")
-    error = await refused("client_limit", await bench.waits(5, client="b"))
-    assert "1 waiting requests on this daemon, as many as it may (admission.client_max_waiting is 1)" in error
-    bench.rooms.end(1)
-    await turn()
-    assert (task.done(), bench.rooms.in_use["a"]) == (True, 1)
 
 
 async def test_rooms_are_bounded_even_where_they_take_no_pages_of_ours_and_who_waits_for_one_is_not_refused(made):

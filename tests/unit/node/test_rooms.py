@@ -91,12 +91,6 @@ def test_a_receipt_is_kept_while_an_earlier_attempt_could_answer_for_it():
     assert (book.newest_generation(1), len(book), book.states()) == (0, 0, {})
 
 
-def test_draw_avoids_known_ids_and_zero(monkeypatch):
-    numbers = iter([0, 7, 9])
-    monkeypatch.setattr("kvbridge.node.room_book.secrets.randbits", lambda bits: next(numbers))
-    assert make_book(make_room(7)).draw() == 9
-
-
 def test_a_deadline_is_named_once_and_limits_that_nothing_hangs_on_any_more_are_let_go_of():
     clock, room = ManualClock(), make_room()
     book = make_book(room, clock=clock)
