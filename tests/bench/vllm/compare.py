@@ -3,7 +3,7 @@
 Two prefill and two decode servers run beside each other on the same cores, one pair for each connector, both over UCX's TCP on
 loopback; connectors take turns within each repetition. NixlConnector is eased (`tests/vllm/eased`): its progress thread spins as it
 comes, and on a machine with two cores a comparison would measure that. What a load takes is measured alike for both, around vLLM's
-hooks (`timed/timed_connectors.py`): from the allocation of decode's blocks to the report that they are filled.
+hooks (`timed/timed_connectors.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.bench.vllm import measures
 from tests.bench.vllm.figures import text
-from tests.bench.vllm.pairs import Pairs, Shape
+from tests.bench.vllm.pairs import Shape, started
 from tests.vllm.servers import ROOT, Setup
 
 FAT = Shape("fat", cache_gib=4, chunk_tokens=512)
@@ -28,20 +28,17 @@ table = text
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Measure each part; what hooks have written is read when the servers have ended."""
+    """Measure each part."""
     WORK.mkdir(parents=True, exist_ok=True)
     setup, turns = Setup(VLLM.absolute(), WORK), 1 if quick else TURNS
     found: dict[str, Any] = {"turns": turns}
-    for shape, parts in ((FAT, ("transfers", "overlapped")), (TINY, ("idle", "short", "hooks"))):
-        with Pairs(setup, shape) as pairs:
-            for name in parts:
+    for shape, parts in (
+        (FAT, (measures.transfers, measures.overlapped)),
+        (TINY, (measures.idle, measures.short)),
+    ):
+        with started(setup, shape) as pairs:
+            for part in parts:
                 begun_s = time.monotonic()
-                found[name] = getattr(measures, name)(pairs, turns)
-                print(f"{name}: {time.monotonic() - begun_s:.0f} s", flush=True)
-        if shape is FAT:
-            for case in found["transfers"]:
-                measures.read_loads(pairs, case)
-        else:
-            measures.read_loads(pairs, found["short"])
-            found["hooks"] = measures.read_hooks(pairs, found["hooks"])
+                found[part.__name__] = part(pairs, turns)
+                print(f"{part.__name__}: {time.monotonic() - begun_s:.0f} s", flush=True)
     return found

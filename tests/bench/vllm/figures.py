@@ -10,7 +10,6 @@ from tests.bench.output import met, spread, table
 from tests.bench.vllm.pairs import CONNECTORS
 
 FASTER, SHORT_MS, AFTER_SHARE = 1.3, 2.0, 0.5
-STEP_MS, REQUEST_MS = 0.1, 1.0
 IDLE_CORES = 0.1
 Row = tuple[object, ...]
 
@@ -60,14 +59,6 @@ def _overlapped(found: dict[str, Any]) -> Iterator[Row]:
     yield "first token of the whole, ms", *_both(found["first_token_ms"]), "not longer", met(ours <= theirs)
 
 
-def _hooks(found: dict[str, Any]) -> Iterator[Row]:
-    for what, key, budget in (("a step without work", "step_ms", STEP_MS), ("one request", "request_ms", REQUEST_MS)):
-        for side in ("prefill", "decode"):
-            ours, theirs = (found[name][side][key] for name in CONNECTORS)
-            shown = (f"{each['p99']:.3f} (median {each['median']:.3f})" for each in (ours, theirs))
-            yield f"hooks of {what} on {side}, p99, ms", *shown, budget, met(ours["p99"] <= budget)
-
-
 def _idle(found: dict[str, Any]) -> Iterator[Row]:
     ours, theirs = (found["cores"][name] for name in CONNECTORS)
     what = "idle: cores of both servers with their children"
@@ -81,6 +72,5 @@ _ROWS: dict[str, Callable[[Any], Iterator[Row]]] = {
     "transfers": _transfers,
     "short": _short,
     "overlapped": _overlapped,
-    "hooks": _hooks,
     "idle": _idle,
 }

@@ -15,10 +15,9 @@ from typing import Any
 import psutil
 
 from kvbridge.engine.adapters.vllm.requests import PARAMS_KEY
-from tests.bench.vllm.hooks import summary
 from tests.bench.vllm.pairs import CONNECTORS, Measured, Pairs, forget
 from tests.vllm.prompts import fresh
-from tests.vllm.servers import Server, together, wait_until
+from tests.vllm.servers import Server, together
 
 LENGTHS_TOKENS = (512, 1_500)
 """33 and 100 MB of the fat model: whole blocks of 8 MB."""
@@ -27,8 +26,6 @@ IDLE_LOOK_S = 10.0
 SCATTERED_REQUESTS = 560
 """More than a cache has blocks."""
 HELD_ROOMS = 16
-HOOK_REQUESTS = 200
-"""So many that the 99th percentile is not simply the worst."""
 
 
 def _turns(turn: int) -> tuple[str, ...]:
@@ -52,15 +49,15 @@ def first_token_s(server: Server, prompt: Sequence[int], transfer: dict[str, Any
 def transfers(pairs: Pairs, turns: int) -> list[dict[str, Any]]:
     """Loads of 33 and 100 MB: from the allocation of decode's blocks to the worker's report, and decode's first token."""
     prompts = {tokens: [fresh(tokens) for _ in range(max(AT_ONCE))] for tokens in LENGTHS_TOKENS}
-    for measured in pairs.by_name.values():
+    for measured in pairs.values():
         for one in [prompt for few in prompts.values() for prompt in few]:
             measured.pair.ask(one, 1)  # both sides know each other, and prefill has it in its cache
     cases = []
     for order in ("in order", "scattered"):
         if order == "scattered":
-            for measured in pairs.by_name.values():
+            for measured in pairs.values():
                 together([lambda server=server: scatter(server) for server in measured.servers])
-            for measured in pairs.by_name.values():
+            for measured in pairs.values():
                 forget(measured.pair.prefill)
                 for one in [prompt for few in prompts.values() for prompt in few]:
                     measured.pair.prefill.ask(one, 1)
@@ -73,11 +70,11 @@ def transfers(pairs: Pairs, turns: int) -> list[dict[str, Any]]:
 
 
 def _transfer_case(pairs: Pairs, prompts: list[list[int]], order: str, turns: int) -> dict[str, Any]:
-    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in CONNECTORS}
+    loads: dict[str, list[float]] = {name: [] for name in CONNECTORS}
     first: dict[str, list[float]] = {name: [] for name in CONNECTORS}
     for turn in range(turns):
         for name in _turns(turn):
-            measured = pairs.by_name[name]
+            measured = pairs[name]
             forget(measured.pair.decode)
             told = [measured.pair.hand_over(one) for one in prompts]
             begun_s = time.monotonic()
@@ -86,23 +83,14 @@ def _transfer_case(pairs: Pairs, prompts: list[list[int]], order: str, turns: in
                 for one, params in zip(prompts, told, strict=True)
             ]
             first[name] += together(calls)
-            spans[name].append((begun_s, time.monotonic()))
+            loads[name] += measured.loads.between(begun_s, time.monotonic())
     return {
         "tokens": len(prompts[0]),
         "at_once": len(prompts),
         "order": order,
         "turns": turns,
         "first_token_ms": {name: _ms(values) for name, values in first.items()},
-        "spans": spans,
-    }
-
-
-def read_loads(pairs: Pairs, found: dict[str, Any]) -> None:
-    """Put the loads in, when the servers have ended."""
-    spans = found.pop("spans")
-    found["load_ms"] = {
-        name: _ms([row.seconds for span in spans[name] for row in pairs.by_name[name].hooks["decode"].loads(*span)])
-        for name in CONNECTORS
+        "load_ms": {name: _ms(values) for name, values in loads.items()},
     }
 
 
@@ -123,7 +111,7 @@ def overlapped(pairs: Pairs, turns: int) -> dict[str, Any]:
     whole: dict[str, list[float]] = {name: [] for name in CONNECTORS}
     for turn in range(turns + 1):
         for name in _turns(turn):
-            handed_s, first_s = (_paired if name == "kvbridge" else _plain)(pairs.by_name[name], fresh(1_500))
+            handed_s, first_s = (_paired if name == "kvbridge" else _plain)(pairs[name], fresh(1_500))
             if turn:  # the first request of a length is slower on either side
                 after[name].append(first_s - handed_s)
                 whole[name].append(first_s)
@@ -156,43 +144,13 @@ def _paired(measured: Measured, prompt: list[int]) -> tuple[float, float]:
     return handed_s, first_s
 
 
-# ------------------------------------------------------------------ hooks, idle processors
-
-
-def hooks(pairs: Pairs, _turns: int) -> dict[str, list[tuple[float, float]]]:
-    """Steps without work, and requests that are alone: when they were. Read when the servers have ended."""
-    spans: dict[str, Any] = {}
-    for name, measured in pairs.by_name.items():
-        begun_s = time.monotonic()
-        measured.pair.decode.ask(fresh(40), 300)
-        measured.pair.prefill.ask(fresh(40), 300)
-        idle = begun_s, time.monotonic()
-        requests = []
-        for _ in range(HOOK_REQUESTS):
-            begun_s = time.monotonic()
-            measured.pair.ask(fresh(512), 4)
-            wait_until(lambda measured=measured: not measured.pair.prefill.used(), "prefill is free again")
-            requests.append((begun_s, time.monotonic()))
-        spans[name] = {"idle": idle, "requests": requests}
-    return spans
-
-
-def read_hooks(pairs: Pairs, spans: dict[str, Any]) -> dict[str, Any]:
-    """Return what the hooks took, by connector and side."""
-    found: dict[str, Any] = {}
-    for name, measured in pairs.by_name.items():
-        for side, times in measured.hooks.items():
-            steps = times.steps_ms(*spans[name]["idle"])
-            usual_s = statistics.median(steps) / 1e3
-            requests = times.requests_ms(spans[name]["requests"], usual_s)
-            found.setdefault(name, {})[side] = {"step_ms": summary(steps), "request_ms": summary(requests)}
-    return found
+# ------------------------------------------------------------------ idle processors
 
 
 def idle(pairs: Pairs, turns: int) -> dict[str, Any]:
     """Cores that a pair takes with its children, with nothing held and with 16 prompts held."""
     found: dict[str, Any] = {name: {} for name in CONNECTORS}
-    for name, measured in pairs.by_name.items():
+    for name, measured in pairs.items():
         found[name]["nothing"] = _cores(measured)
         told = [(prompt, measured.pair.hand_over(prompt)) for prompt in (fresh(200) for _ in range(HELD_ROOMS))]
         found[name]["held"] = _cores(measured)
@@ -218,29 +176,29 @@ def _busy_s(processes: list[psutil.Process]) -> float:
 
 def short(pairs: Pairs, turns: int) -> dict[str, Any]:
     """Decode's first token at 1 MB, plain order, and the phases of kvbridge's rooms as its nodes saw them."""
-    for measured in pairs.by_name.values():
+    for measured in pairs.values():
         for _ in range(3):
             measured.pair.ask(fresh(512), 1)
     first: dict[str, list[float]] = {name: [] for name in CONNECTORS}
-    spans: dict[str, list[tuple[float, float]]] = {name: [] for name in CONNECTORS}
+    loads: dict[str, list[float]] = {name: [] for name in CONNECTORS}
     rooms: list[int] = []
     for turn in range(3 * turns):
         for name in _turns(turn):
             prompt = fresh(512)
-            told = pairs.by_name[name].pair.hand_over(prompt)
+            told = pairs[name].pair.hand_over(prompt)
             if PARAMS_KEY in told:
                 rooms.append(int(told[PARAMS_KEY]["room"]))
             begun_s = time.monotonic()
-            first[name].append(first_token_s(pairs.by_name[name].pair.decode, prompt, told))
-            spans[name].append((begun_s, time.monotonic()))
+            first[name].append(first_token_s(pairs[name].pair.decode, prompt, told))
+            loads[name] += pairs[name].loads.between(begun_s, time.monotonic())
     return {
         "tokens": 512,
         "first_token_ms": {name: _ms(values) for name, values in first.items()},
         "phases_ms": {
             role: _phases_ms(server, rooms)
-            for role, server in zip(("prefill", "decode"), pairs.by_name["kvbridge"].servers, strict=True)
+            for role, server in zip(("prefill", "decode"), pairs["kvbridge"].servers, strict=True)
         },
-        "spans": spans,
+        "load_ms": {name: _ms(values) for name, values in loads.items()},
     }
 
 

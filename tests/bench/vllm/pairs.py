@@ -6,14 +6,16 @@ Both pairs run at the same time on the same cores, and only one of them has anyt
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Self
 
 import httpx
 
-from tests.bench.vllm.hooks import HookTimes
 from tests.vllm.servers import ANSWER_S, Pair, Plan, Server, Setup, kvbridge, nixl_plan
 
 CONNECTORS = ("kvbridge", "nixl")
@@ -32,14 +34,29 @@ class Shape:
     """Prefill computes so many tokens at a time."""
 
 
+@dataclass(frozen=True)
+class LoadTimes:
+    """What `timed_connectors` writes in one server."""
+
+    path: Path
+
+    def files(self) -> list[Path]:
+        """Return a file for each process."""
+        return list(self.path.parent.glob(f"{self.path.name}.*"))
+
+    def between(self, begun_s: float, ended_s: float) -> list[float]:
+        """Return the seconds of the loads that began in a while, in the order in which they began."""
+        rows = sorted(json.loads(line) for file in self.files() for line in file.read_text().splitlines())
+        return [seconds for at_s, seconds in rows if begun_s <= at_s < ended_s]
+
+
 @dataclass
 class Measured:
     """One connector's servers."""
 
-    connector: str
     pair: Pair
-    hooks: dict[str, HookTimes]
-    """Of `prefill` and `decode`."""
+    loads: LoadTimes
+    """Of decode."""
 
     @property
     def servers(self) -> tuple[Server, Server]:
@@ -47,72 +64,45 @@ class Measured:
         return self.pair.prefill, self.pair.decode
 
 
-def plans(shape: Shape, work: Path) -> list[tuple[str, str, Plan, HookTimes]]:
-    """Return connector, role, server and where its hook times go, of each server. Those of former runs are removed."""
-    found = []
-    for connector in CONNECTORS:
-        for role, name in (("producer", "prefill"), ("consumer", "decode")):
-            title = f"{connector}-{shape.model}-{name}"
-            hooks = HookTimes(work / f"{title}.hooks")
-            for old in work.glob(f"{hooks.path.name}.*"):
-                old.unlink()
-            ours = Plan(title, kvbridge(role, transports={"order": ["nixl"]}))
-            plan = nixl_plan(title, role) if connector == "nixl" else ours
-            paths = [str(TIMED), str(ROOT), *filter(None, [plan.environment.get("PYTHONPATH")])]
-            environment = {
-                **plan.environment,
-                "PYTHONPATH": os.pathsep.join(paths),
-                "HOOK_TIMES": str(hooks.path),
-                "VLLM_CPU_KVCACHE_SPACE": str(shape.cache_gib if name == "decode" else 1),
-            }
-            transfer = {**(plan.transfer or {}), "kv_connector_module_path": "timed_connectors"}
-            chunk = ("--max-num-batched-tokens", str(shape.chunk_tokens)) if name == "prefill" else ()
-            more = {"shape": shape.model, "dtype": "bfloat16", "arguments": (*plan.arguments, *chunk)}
-            plan = replace(plan, transfer=transfer, environment=environment, **more)
-            found.append((connector, name, plan, hooks))
-    return found
+Pairs = dict[str, Measured]
+"""By connector."""
 
 
-class Pairs:
-    """All servers of one shape, started at once; a context."""
+def plan(shape: Shape, connector: str, role: str, work: Path) -> tuple[Plan, LoadTimes]:
+    """Return a server and where its load times go. Those of former runs are removed."""
+    title, side = f"{connector}-{shape.model}-{role}", "producer" if role == "prefill" else "consumer"
+    loads = LoadTimes(work / f"{title}.loads")
+    for old in loads.files():
+        old.unlink()
+    ours = Plan(title, kvbridge(side, transports={"order": ["nixl"]}))
+    found = nixl_plan(title, side) if connector == "nixl" else ours
+    paths = [str(TIMED), str(ROOT), *filter(None, [found.environment.get("PYTHONPATH")])]
+    environment = {
+        **found.environment,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "LOAD_TIMES": str(loads.path),
+        "VLLM_CPU_KVCACHE_SPACE": str(shape.cache_gib if role == "decode" else 1),
+    }
+    transfer = {**(found.transfer or {}), "kv_connector_module_path": "timed_connectors"}
+    chunk = ("--max-num-batched-tokens", str(shape.chunk_tokens)) if role == "prefill" else ()
+    more = {"shape": shape.model, "dtype": "bfloat16", "arguments": (*found.arguments, *chunk)}
+    return replace(found, transfer=transfer, environment=environment, **more), loads
 
-    def __init__(self, setup: Setup, shape: Shape) -> None:
-        self._setup = setup
-        self._shape = shape
-        self._servers: list[Server] = []
-        self.by_name: dict[str, Measured] = {}
 
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self.end()
-            raise
-        return self
-
-    def _start(self) -> None:
-        found: dict[str, dict[str, tuple[Server, HookTimes]]] = {}
-        for connector, role, plan, hooks in plans(self._shape, self._setup.directory):
-            server = Server(self._setup, plan)
-            self._servers.append(server)
-            found.setdefault(connector, {})[role] = (server, hooks)
-        for server in self._servers:
+@contextmanager
+def started(setup: Setup, shape: Shape) -> Iterator[Pairs]:
+    """Start all servers of one shape at once; they end with the context."""
+    with ExitStack() as stack:
+        found: list[tuple[Server, LoadTimes]] = []
+        for connector, role in product(CONNECTORS, ("prefill", "decode")):
+            planned, loads = plan(shape, connector, role, setup.directory)
+            server = Server(setup, planned)
+            stack.callback(server.end)
+            found.append((server, loads))
+        for server, _ in found:
             server.wait_ready()
-        for connector, roles in found.items():
-            self.by_name[connector] = Measured(
-                connector,
-                Pair(roles["prefill"][0], roles["decode"][0]),
-                {role: hooks for role, (_, hooks) in roles.items()},
-            )
-
-    def __exit__(self, *raised: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """End all; hook times are whole then."""
-        servers, self._servers = self._servers, []
-        for server in servers:
-            server.end()
+        sides = zip(CONNECTORS, found[::2], found[1::2], strict=True)
+        yield {name: Measured(Pair(prefill, decode), loads) for name, (prefill, _), (decode, loads) in sides}
 
 
 def forget(server: Server) -> None:
