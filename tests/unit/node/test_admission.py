@@ -290,23 +290,6 @@ async def test_a_node_that_admits_nothing_says_so_with_the_cause(made):
     assert (bench.admission.problem(), bench.admission.starved_s()) == ("", 0.0), "at once, without a tick"
 
 
-async def test_what_operators_see(made):
-    bench = made(client_max_rooms=5, clients={"batch": {"max_rooms": 64}})
-    bench.now(1, PAGES, client="a")
-    await bench.waits(2, client="b")
-    await bench.waits(3, client="b")
-    bench.clock.advance(1.5)
-    shown = bench.admission.status()
-    assert (shown.waiting, shown.oldest_wait_s, bench.admission.oldest_wait_s()) == (2, 1.5, 1.5)
-    assert [client.model_dump() for client in shown.clients] == [
-        {"client": "b", "rooms": 0, "waiting": 2, "head_waits_s": 1.5, "max_rooms": 5, "max_waiting": 0},
-        {"client": "a", "rooms": 1, "waiting": 0, "head_waits_s": 0.0, "max_rooms": 5, "max_waiting": 0},
-    ]
-    for room in range(4, 30):
-        await bench.waits(room, client=f"client{room}")
-    assert len(bench.admission.status().clients) == 20
-
-
 # ------------------------------------------------------------------------------------------- prefixes that stay
 
 
