@@ -2,8 +2,8 @@
 
 The tests in `tests/gpu`, the GPU part of the transport contract, and the kernel tests once more under compute-sanitizer
 (memcheck, racecheck) at small sizes, in processes side by side (`tests/gpu/steps.py`); each has a deadline, a log and a report
-in the output folder. Ends with a table: what ran, what failed, what was skipped and why. The exit code is 0 only if everything
-that could run was right; 2 without a GPU.
+in the output folder. A line for each step says how it went; the log of a step that failed is shown, and so are the reasons of
+what was skipped. The exit code is 0 only if everything that could run was right; 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ import argparse
 import asyncio
 import contextlib
 import os
+import re
 import shutil
 import signal
 import sys
 import time
 from asyncio.subprocess import STDOUT, Process
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from xml.etree import ElementTree as ET
 
 from kvbridge.kernels.cuda import runtime
 from tests.gpu.steps import PARTS, Step, all_steps, devices_in_turn, steps_at_once, time_for
@@ -37,22 +36,6 @@ NO_TEST_CHOSEN = 5
 """Pytest's exit code when it was given tests and none of them was to run."""
 SANITIZER_EXIT = 86
 """What compute-sanitizer exits with when the tests pass and it has found something."""
-PASSED, NOTHING = "passed", "no test ran"
-
-
-@dataclass
-class Outcome:
-    """How a step went."""
-
-    name: str
-    verdict: str
-    """PASSED, NOTHING, "skipped: ...", or what is wrong."""
-    good: bool
-    took_s: float = 0.0
-    counts: Counter[str] = field(default_factory=Counter)
-    """Tests by "passed", "failed", "skipped"."""
-    reasons: Counter[str] = field(default_factory=Counter)
-    """Why tests were skipped, with how many."""
 
 
 @dataclass(frozen=True)
@@ -85,54 +68,54 @@ def main() -> int:
     steps = [step for step in all_steps(ROOT) if not given.only or step.part in given.only]
     print(f"{len(steps)} steps, {given.at_once} at once", flush=True)
     run = Run(given.output.resolve(), given.chosen, given.at_once, tuple(_visible_devices()))
-    outcomes = asyncio.run(run_all(steps, run))
-    print(f"\n{'part':<10} {'seconds':>7} {'passed':>6} {'failed':>6} {'skipped':>7}")
-    print(*(told(part, outcomes[part]) for part in PARTS if part in outcomes), sep="\n")
-    return 0 if all(map(is_good, outcomes.values())) else 1
+    bad = asyncio.run(run_all(steps, run))
+    print(
+        f"\n{len(bad)} of {len(steps)} steps failed: {', '.join(bad)}" if bad else f"\nall {len(steps)} steps are good"
+    )
+    return 1 if bad else 0
 
 
-async def run_all(steps: Sequence[Step], run: Run) -> dict[str, list[Outcome]]:
-    """Run the steps side by side, then those that run alone. Returns how they went, by part."""
+async def run_all(steps: Sequence[Step], run: Run) -> list[str]:
+    """Run the steps side by side, then those that run alone. Returns steps that failed and parts in which nothing passed."""
     slots = asyncio.Semaphore(run.at_once)
-    outcomes: dict[str, list[Outcome]] = {}
+    bad: list[str] = []
+    looked: set[str] = set()
 
     async def run_one(step: Step, number: int) -> None:
         async with slots:
-            outcome = await run_step(step, run, number)
-        outcomes.setdefault(step.part, []).append(outcome)
-        _tell(step, outcome, run)
+            begun_s = time.monotonic()
+            verdict = await run_step(step, run, number)
+        printed = _log_of(step, run).read_text(errors="replace") if _log_of(step, run).exists() else ""
+        if " passed" in verdict or verdict.startswith("skipped:"):
+            looked.add(step.part)
+        if verdict.startswith("failed"):
+            bad.append(step.name)
+            print(f"\n=== {step.name} ===\n{printed}", flush=True)
+        print(f"{step.name:<40} {time.monotonic() - begun_s:>5.0f} s  {verdict}", flush=True)
+        print(*(f"    {line}" for line in printed.splitlines() if line.startswith("SKIPPED")), sep="\n", flush=True)
 
     async with asyncio.TaskGroup() as tasks:
         for number, step in enumerate(step for step in steps if not step.alone):
             tasks.create_task(run_one(step, number))
     for step in (step for step in steps if step.alone):
         await run_one(step, 0)
-    return outcomes
-
-
-def _tell(step: Step, outcome: Outcome, run: Run) -> None:
-    """One line for a step that went well; all that it printed for another."""
-    if not outcome.good and (log := _log_of(step, run)).exists():
-        print(f"\n=== {step.name} ===\n{log.read_text(errors='replace')}", flush=True)
-    print(f"{step.name:<40} {outcome.took_s:>5.0f} s  {outcome.counts['passed']:>4}  {outcome.verdict}", flush=True)
+    return bad + [f"{part}: no test passed" for part in sorted({step.part for step in steps} - looked)]
 
 
 def _log_of(step: Step, run: Run) -> Path:
     return run.output / f"{step.name}.log"
 
 
-async def run_step(step: Step, run: Run, number: int = 0) -> Outcome:
-    """Run one step to its end or its deadline. `number` chooses the device that it sees as the first one."""
+async def run_step(step: Step, run: Run, number: int = 0) -> str:
+    """Run one step to its end or its deadline; say how it went. `number` chooses the device that it sees as the first one."""
     sanitizer = find_sanitizer() if step.tool else ""
     if step.tool and not sanitizer:
-        return Outcome(step.name, "skipped: compute-sanitizer is not on PATH (it comes with the CUDA toolkit)", True)
-    begun_s = time.monotonic()
-    deadline_s = time_for(step, begun_s - run.begun_s)
+        return "skipped: compute-sanitizer is not on PATH (it comes with the CUDA toolkit)"
+    deadline_s = time_for(step, time.monotonic() - run.begun_s)
     if deadline_s < LEAST_S:
-        return Outcome(step.name, "not run: the steps before it took all the time", False)
+        return "failed: not run, the steps before it took all the time"
     log, report = _log_of(step, run), run.output / f"{step.name}.xml"
     log.parent.mkdir(parents=True, exist_ok=True)
-    report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-c", "tests/gpu/plain.ini", "--rootdir", "."]
     command += ["-m", "gpu and alone" if step.alone else "gpu and not alone", "-q", f"--junitxml={report}"]
     chosen = " and ".join(f"({expression})" for expression in (step.chosen, run.chosen) if expression)
@@ -142,9 +125,7 @@ async def run_step(step: Step, run: Run, number: int = 0) -> Outcome:
         watch = [sanitizer, "--tool", step.tool, "--error-exitcode", str(SANITIZER_EXIT), "--report-api-errors", "no"]
         command = [*watch, "--target-processes", "application-only", *command]
     code = await run_limited(command, deadline_s, _environment(step, run, number), log)
-    counts, reasons = read_report(report)
-    verdict = judge(code, counts, deadline_s)
-    return Outcome(step.name, verdict, verdict in {PASSED, NOTHING}, time.monotonic() - begun_s, counts, reasons)
+    return judge(code, _summary(log), deadline_s)
 
 
 def _environment(step: Step, run: Run, number: int) -> dict[str, str]:
@@ -159,35 +140,21 @@ def _environment(step: Step, run: Run, number: int) -> dict[str, str]:
     return found
 
 
-def judge(code: int | None, counts: Counter[str], deadline_s: float) -> str:
-    """Say PASSED, NOTHING, or what is wrong; `code` is None when the deadline ended the step."""
+def _summary(log: Path) -> str:
+    """Return the last line of pytest, as "3 passed, 1 skipped in 2.00s"."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if re.search(r"\d+ \w+.* in [\d.]+s", line)]
+    return lines[-1].strip("= ") if lines else ""
+
+
+def judge(code: int | None, summary: str, deadline_s: float) -> str:
+    """Say how a step went; `code` is None when the deadline ended the step."""
     if code is None:
         return f"failed: not done after {deadline_s:.0f} s"
     if code == SANITIZER_EXIT:
         return "failed: compute-sanitizer found errors (above)"
-    if code == NO_TEST_CHOSEN or (code == 0 and not counts["passed"]):
-        return NOTHING
-    if code:
-        return f"failed: {counts['failed']} tests" if counts["failed"] else f"failed: exit code {code}"
-    return PASSED
-
-
-def told(part: str, outcomes: Sequence[Outcome]) -> str:
-    """How all steps of a part went together, and why tests were skipped."""
-    counts: Counter[str] = sum((outcome.counts for outcome in outcomes), Counter())
-    reasons: Counter[str] = sum((outcome.reasons for outcome in outcomes), Counter())
-    numbers = f"{counts['passed']:>6} {counts['failed']:>6} {counts['skipped']:>7}"
-    verdict = (
-        "; ".join(f"{outcome.name} {outcome.verdict}" for outcome in outcomes if outcome.verdict != PASSED) or PASSED
-    )
-    lines = [f"{part:<10} {sum(outcome.took_s for outcome in outcomes):>7.0f} {numbers}  {verdict}"]
-    return "\n".join([*lines, *(f"{'':<10} skipped {count}: {reason}" for reason, count in reasons.most_common())])
-
-
-def is_good(outcomes: Sequence[Outcome]) -> bool:
-    """Whether nothing failed, and something passed or could not run here."""
-    looked = any(outcome.counts["passed"] or outcome.verdict.startswith("skipped") for outcome in outcomes)
-    return looked and all(outcome.good for outcome in outcomes)
+    if code == NO_TEST_CHOSEN:
+        return "no test ran"
+    return f"failed: exit code {code}, {summary}" if code else summary
 
 
 async def run_limited(command: Sequence[str], deadline_s: float, environment: dict[str, str], log: Path) -> int | None:
@@ -215,24 +182,6 @@ async def _interrupt(process: Process) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(GRACE_S):
             await process.wait()
-
-
-def read_report(report: Path) -> tuple[Counter[str], Counter[str]]:
-    """Return how many tests passed, failed and were skipped, and the reasons of those that were skipped."""
-    counts: Counter[str] = Counter()
-    reasons: Counter[str] = Counter()
-    if not report.exists():
-        return counts, reasons
-    for case in ET.parse(report).iter("testcase"):
-        skipped = case.find("skipped")
-        if skipped is not None:
-            counts["skipped"] += 1
-            reasons[skipped.get("message", "no reason")] += 1
-        elif case.find("failure") is not None or case.find("error") is not None:
-            counts["failed"] += 1
-        else:
-            counts["passed"] += 1
-    return counts, reasons
 
 
 def find_sanitizer() -> str:

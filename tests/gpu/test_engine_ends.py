@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,6 +17,7 @@ from kvbridge.core.ids import Role
 from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
+from tests.gpu.test_cuda_daemons import all_free, on_devices
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.gpu_children import child, count_up, count_up_claimed, counter_of
 from tests.helpers.rank_harness import Case
@@ -32,16 +32,6 @@ WATCH_S = 1.0
 """How long a page that is free is watched."""
 
 
-def busy(daemon: DaemonProcess) -> bool:
-    """Whether some page is not free."""
-    pools = daemon.get("/status")["pools"]
-    return any(pages for states in pools.values() for state, pages in states.items() if state != "free")
-
-
-def on(device: int) -> dict[str, Any]:
-    return {"parallelism": {"ranks": [{"pp": 0, "tp": 0, "device": f"cuda:{device}"}]}}
-
-
 @contextmanager
 def listening(path: Path) -> Iterator[unix.socket]:
     with unix.socket(unix.AF_UNIX) as listener:
@@ -52,7 +42,7 @@ def listening(path: Path) -> Iterator[unix.socket]:
 
 def test_nothing_is_written_by_a_killed_engine_once_its_pages_are_free(device: int, tmp_path: Path) -> None:
     with (
-        nodes(on(device), on(device)) as running,
+        nodes(on_devices(device), on_devices(device)) as running,
         PrefillEngine.attach(running.prefill.runtime_dir) as observer,
     ):
         for round_ in range(ROUNDS):
@@ -63,7 +53,7 @@ def test_nothing_is_written_by_a_killed_engine_once_its_pages_are_free(device: i
 def test_nothing_is_written_by_a_killed_decode_engine_once_its_pages_are_free(device: int, tmp_path: Path) -> None:
     """It goes on writing pages of a room that it has claimed, as one does that appends rows to a page it had the number of."""
     with (
-        nodes(on(device), on(device)) as running,
+        nodes(on_devices(device), on_devices(device)) as running,
         PrefillEngine.attach(running.prefill.runtime_dir) as sender,
         DecodeEngine.attach(running.decode.runtime_dir) as observer,
     ):
@@ -93,8 +83,8 @@ def kill_and_count(daemon: DaemonProcess, observer: Engine, listener: unix.socke
             connection_s, at_connection = time.monotonic(), int(counter.item())
             assert select.select([ended], [], [], 30.0)[0], "the process does not end"
             process_s, at_process = time.monotonic(), int(counter.item())
-            assert busy(daemon), "its pages were free before it had settled"
-            eventually("its pages are free", lambda: not busy(daemon))
+            assert not all_free(daemon, observer), "its pages were free before it had settled"
+            eventually("its pages are free", lambda: all_free(daemon, observer))
             free_s, at_free = time.monotonic(), int(counter.item())
             assert free_s - process_s >= SETTLE_S / 2
             time.sleep(WATCH_S)

@@ -11,19 +11,18 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbridge.kernels.cuda import runtime
 from tests.faults.cells import ON_GPUS, Fault, Victim
-from tests.faults.fault_cluster import FaultCluster, Gpus
+from tests.faults.fault_cluster import FaultCluster
 from tests.faults.stages import ClusterCache, scene
 from tests.faults.strikes import cases, play
+from tests.gpu.test_late_writers import gpus
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
 def stages() -> Iterator[ClusterCache[FaultCluster]]:
-    two = runtime.device_count() > 1 and runtime.can_reach(0, 1)
-    opened = ClusterCache(lambda _: scene(gpus=Gpus(prefill=0, decode=1 if two else 0)))
+    opened = ClusterCache(lambda _: scene(gpus=gpus()))
     yield opened
     opened.clear()
 

@@ -5,13 +5,11 @@ Each test prints the rates that it saw; they are measured properly by `tests.ben
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
@@ -21,12 +19,13 @@ from kvbridge.config.transports import LocalSettings
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
-from kvbridge.transport.base import TransferState
+from kvbridge.transport.base import Endpoint, TransferState
 from kvbridge.transport.local.transport import LocalTransport
-from tests.contract.harness import ROOT, wait
+from tests.contract.harness import wait
 from tests.helpers.connecting import connect
 from tests.helpers.device_buffer import DeviceBuffer
 from tests.helpers.gpu import SMALL
+from tests.helpers.gpu_children import child
 from tests.helpers.local_transport_pair import local_transport_pair
 from tests.helpers.shared_buffer import SharedBuffer
 
@@ -123,65 +122,25 @@ def test_an_operation_across_two_registrations(device: int, shm: Path) -> None:
     source.close()
 
 
-WRITER = """
-import json, sys
-import numpy as np
-import structlog
-from kvbridge.config.transports import LocalSettings
-from kvbridge.core.plan.operations import Operations
-from kvbridge.transport.base import Endpoint
-from kvbridge.transport.local.transport import LocalTransport
-from tests.contract.harness import wait
-from tests.helpers.device_buffer import DeviceBuffer
-from tests.helpers.connecting import connect
-
-structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))  # answers go to standard output
-told = json.loads(sys.stdin.readline())
-source = DeviceBuffer(told["device"], told["page_bytes"] * len(told["targets"]))
-source.fill(told["value"])
-transport = LocalTransport(LocalSettings(registration_wait_s=30.0))
-transport.register([source.memory()])
-peer = connect(transport, Endpoint(transport="local", data=told["endpoint"].encode()))
-pages = np.arange(len(told["targets"]), dtype=np.uint64) * np.uint64(told["page_bytes"])
-operations = Operations(
-    pages + np.uint64(source.address),
-    np.array(told["targets"], dtype=np.uint64),
-    np.full(len(pages), told["page_bytes"], dtype=np.uint64),
-)
-print("ready", flush=True)
-while sys.stdin.readline():
-    status = wait(transport.submit(peer, operations, deadline_s=30.0))
-    print(status.state.value, status.error, flush=True)
-"""
-
-
-class Writer:
-    """A process that writes one value to some pages of a peer, whenever it is told to."""
-
-    def __init__(self, endpoint: bytes, *, device: int, value: int, targets: list[int], page_bytes: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", WRITER], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        told = {"endpoint": endpoint.decode(), "device": device, "value": value, "targets": targets}
-        self.send(json.dumps(told | {"page_bytes": page_bytes}))
-
-    def send(self, line: str = "") -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> str:
-        assert self._process.stdout is not None
-        overdue = threading.Timer(LIMIT_S, self._process.kill)
-        overdue.start()
-        try:
-            return self._process.stdout.readline().strip()
-        finally:
-            overdue.cancel()
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.communicate(timeout=LIMIT_S)
+def write_one_value(
+    pipe: Connection, endpoint: Endpoint, device: int, value: int, targets: list[int], page_bytes: int
+) -> None:
+    """The target of a spawned process: write one value to some pages of a peer, whenever it is told to."""
+    source = DeviceBuffer(device, page_bytes * len(targets))
+    source.fill(value)
+    transport = LocalTransport(WAITING)
+    transport.register([source.memory()])
+    peer = connect(transport, endpoint)
+    pages = np.arange(len(targets), dtype=np.uint64) * np.uint64(page_bytes)
+    operations = Operations(
+        pages + np.uint64(source.address),
+        np.array(targets, dtype=np.uint64),
+        np.full(len(pages), page_bytes, dtype=np.uint64),
+    )
+    pipe.send("ready")
+    with suppress(EOFError):
+        while pipe.recv():
+            pipe.send(wait(transport.submit(peer, operations, deadline_s=LIMIT_S)).state.value)
 
 
 @pytest.mark.parametrize("destination", [MemoryKind.DRAM, MemoryKind.VRAM])
@@ -192,30 +151,21 @@ def test_several_processes_write_their_stripes_into_one_pool(device: int, shm: P
     pool = SharedBuffer(shm / "pool", total) if destination is MemoryKind.DRAM else DeviceBuffer(0, total)
     reader = LocalTransport(WAITING)
     reader.register([pool.memory()])
-    endpoint = reader.endpoint().data
-    started = [
-        Writer(
-            endpoint,
-            device=number % runtime.device_count(),
-            value=number + 1,
-            targets=[pool.address + page * page_bytes for page in range(number, pages, writers)],
-            page_bytes=page_bytes,
-        )
-        for number in range(writers)
-    ]
-    try:
-        assert [writer.answer() for writer in started] == ["ready"] * writers
+    with ExitStack() as stack:
+        stack.callback(pool.close)
+        stack.callback(reader.close)
+        started = []
+        for number in range(writers):
+            targets = [pool.address + page * page_bytes for page in range(number, pages, writers)]
+            facts = (reader.endpoint(), number % runtime.device_count(), number + 1, targets, page_bytes)
+            started.append(stack.enter_context(child(write_one_value, *facts)))
+        assert [writer.hear() for writer in started] == ["ready"] * writers
         for writer in started:
-            writer.send()
-        assert [writer.answer() for writer in started] == ["done"] * writers
+            writer.pipe.send("go")
+        assert [writer.hear() for writer in started] == ["done"] * writers
         found = pool.read().reshape(pages, page_bytes)
         expected = np.arange(pages, dtype=np.uint8) % writers + 1
         np.testing.assert_array_equal(found, np.broadcast_to(expected[:, None], found.shape))
-    finally:
-        for writer in started:
-            writer.kill()
-        reader.close()
-        pool.close()
 
 
 @pytest.mark.parametrize("destination", [MemoryKind.DRAM, MemoryKind.VRAM])
@@ -229,12 +179,14 @@ def test_a_killed_writer_has_stopped_when_its_endpoint_counts_as_revoked(
     reader = LocalTransport(WAITING)
     reader.register([pool.memory()])
     targets = [pool.address + page * page_bytes for page in range(pages)]
-    writer = Writer(reader.endpoint().data, device=0, value=7, targets=targets, page_bytes=page_bytes)
-    try:
-        assert writer.answer() == "ready"
+    with ExitStack() as stack:
+        stack.callback(pool.close)
+        stack.callback(reader.close)
+        writer = stack.enter_context(child(write_one_value, reader.endpoint(), 0, 7, targets, page_bytes))
+        assert writer.hear() == "ready"
         assert not reader.revoked(1)
         for _ in range(20):
-            writer.send()
+            writer.pipe.send("go")
         ends_at_s = time.monotonic() + LIMIT_S
         while not (pool.read(total - page_bytes) == 7).any() and time.monotonic() < ends_at_s:
             pass  # it is in the midst of its copies
@@ -247,10 +199,6 @@ def test_a_killed_writer_has_stopped_when_its_endpoint_counts_as_revoked(
         watch_until_s = time.monotonic() + 1.0
         while time.monotonic() < watch_until_s:
             assert (pool.read() == 1).all(), "a byte came after the proof that none would"
-    finally:
-        writer.kill()
-        reader.close()
-        pool.close()
 
 
 def test_memory_of_a_peer_that_was_killed_can_still_be_written(device: int, shm: Path) -> None:

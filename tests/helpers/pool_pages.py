@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.pool.memory.pools import MemoryPool
@@ -19,9 +17,3 @@ def page_address(region: Region, page: int) -> int:
 def region_of(pool: MemoryPool, component: ComponentKind, layer: int) -> Region:
     """The pool's region of one component of one layer."""
     return next(one for one in pool.regions() if (one.component, one.layer) == (component, layer))
-
-
-def page_view(pool: MemoryPool, component: ComponentKind, layer: int, page: int) -> memoryview:
-    """A writable view of a page in host memory; not to be used after the pool has been closed."""
-    region = region_of(pool, component, layer)
-    return memoryview((ctypes.c_ubyte * region.page_bytes).from_address(page_address(region, page))).cast("B")

@@ -14,6 +14,9 @@ from contextlib import contextmanager
 
 import pytest
 
+from kvbridge.core.ids import Role
+from kvbridge.core.wire.engine_messages import Accepted, Attach, Attached, Detach, RoomEvent
+from kvbridge.engine.link import EVENTS_KEPT, EngineLink
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import LiveCluster, all_free, busy_pages, ends, http, live_cluster, metric, report, status
 
@@ -115,3 +118,16 @@ def test_pages_are_not_free_before_the_process_has_ended(live, role):
         assert time.monotonic() - ended_s >= SETTLE_S / 2
         assert metric(daemon, "kvbridge_rooms_quarantined", **counted) == 0
         assert not [engine for engine in status(daemon)["engines"] if engine["gone"]]
+
+
+def test_events_that_nobody_asks_for_do_not_grow_without_bound(live):
+    link = EngineLink(live.prefill.runtime_dir, timeout_s=10)
+    try:
+        link.call(Attach(call=link.number(), role=Role.PREFILL), Attached)
+        for room in range(EVENTS_KEPT + 3):
+            link._note(RoomEvent(room=room, generation=1, kind="failed"))
+        events = link.events()
+        assert (len(events), events[0].room) == (EVENTS_KEPT, 3)
+        link.call(Detach(call=link.number()), Accepted)
+    finally:
+        link.close()

@@ -239,30 +239,6 @@ def hot_bytes(hot_rows: int) -> int:
     return MOST_LAYERS * MOST_BATCH * (hot_rows + RING_ROWS) // SLOTS * PAGE_BYTES
 
 
-def wrong_state(scene: SwapInModel, *, layer: int, selected: torch.Tensor, found: torch.Tensor, misses: int) -> str:
-    """Say what is wrong with the places and the state after one layer's swap-in from the fresh state; empty when all is right.
-
-    `selected`, `found`: [batch, k] rows and physical rows.
-    """
-    slot_of_row, row_of_slot, _, tallies = (array[layer] for array in scene.now)
-    slots = found.long() - torch.arange(scene.batch, device=found.device)[:, None] * scene.rows_each
-    in_order = slots.sort(dim=1).values
-    changed = (row_of_slot != scene.fresh[1][layer]).sum(dim=1)
-    back = torch.gather(slot_of_row, 1, row_of_slot.long())
-    everywhere = torch.arange(scene.hot_rows, device=found.device)
-    held = torch.gather(row_of_slot, 1, slots.clamp(0, scene.hot_rows - 1))
-    findings = {
-        "a physical row lies outside of its request's hot slots": (slots < 0) | (slots >= scene.hot_rows),
-        "two rows share a slot": in_order[:, 1:] == in_order[:, :-1],
-        "other slots changed than rows were missing": changed != misses,
-        "slot_of_row and row_of_slot disagree": back != everywhere,
-        "a slot is not said to hold the row that was asked for": held != selected,
-        "loads are counted wrongly": tallies[:, 2] != misses,
-        "hits are counted wrongly": tallies[:, 1] != selected.shape[1] - misses,
-    }
-    return "; ".join(text for text, found_wrong in findings.items() if bool(found_wrong.any()))
-
-
 def wrong_bytes(
     scene: SwapInModel, *, selected: torch.Tensor, found: torch.Tensor, pool: torch.Tensor, hot: torch.Tensor
 ) -> str:

@@ -1,117 +1,168 @@
 """The local transport from GPU memory into a shared host pool: this process's, which a process with the GPU writes.
 
 What is moved is the C4 part of requests, 21 layers, pages scattered on both sides; beside it one plain copy of as many bytes by the
-copy engine.
+copy engine. A transfer is looked after as a rank worker does.
 """
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import secrets
 import statistics
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
+import numpy as np
 import torch
 
 from kvbridge.config.transports import TransportSettings
+from kvbridge.core.ids import MemoryKind
+from kvbridge.core.plan.operations import Operations
 from kvbridge.core.wire.shared_memory import FileOrigin
+from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
-from kvbridge.transport.base import Transport
+from kvbridge.transport.base import Endpoint, Transfer, TransferState
+from kvbridge.transport.local.transport import LocalTransport
 from kvbridge.transport.registry import create_transport
+from kvbridge.worker.pause import Pauses
 from tests.bench.gpu.budgets import of_transport, with_budgets
-from tests.bench.gpu.memory import PAGE_BYTES
-from tests.bench.gpu.transport_writer import weighted
+from tests.bench.gpu.memory import PAGE_BYTES, device_memory, fill_random, host_memory, tensor_at
+from tests.helpers.connecting import connect
+from tests.helpers.gpu_children import Child, child
 
 LAYERS = 21
 LAYER_PAGES = 1024
 LENGTH_BYTES = LAYERS * LAYER_PAGES * PAGE_BYTES
 TURNS = 9
+LIMIT_S = 60.0
 
 
-class WriterProcess:
-    """The writer. A context manager: leaving kills it."""
+@dataclass(frozen=True)
+class Told:
+    """What the writer is told once: the target's endpoint, and where its pool begins."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "tests.bench.gpu.transport_writer", str(LENGTH_BYTES)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate(timeout=20)
-
-    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Give a command and wait for its answer. Raises RuntimeError when it is an error."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError("the writer has ended")
-        found = dict(json.loads(line))
-        if "error" in found:
-            raise RuntimeError(f"the writer: {found['error']}")
-        return found
-
-    def rate(self, do: str, **arguments: Any) -> float:
-        """Have it move something; return GB/s."""
-        found = self.ask(do, **arguments)
-        return float(found["bytes"] / found["took_s"] / 1e9)
+    endpoint: Endpoint
+    address: int
 
 
 def run(*, quick: bool) -> dict[str, Any]:
     """Measure requests of two lengths."""
-    with WriterProcess() as writer, host_target() as (endpoint, mapping):
-        writer.ask("connect", endpoint=endpoint, address=mapping.address)
+    with host_target() as (told, mapping), child(write, told) as writer:
         words = torch.frombuffer(mapping.buffer, dtype=torch.int64)
-        cases = [_case(writer, words, tokens, 3 if quick else TURNS) for tokens in (32_768, 131_072)]
+        cases = [_case(writer, words, pages, 3 if quick else TURNS) for pages in (128, 512)]
         del words  # it pins the mapping
-        writer.ask("disconnect")
     return {"cases": cases}
 
 
 @contextmanager
-def host_target() -> Iterator[tuple[str, SharedMapping]]:
-    """A shared host pool behind a transport of this process; yields its endpoint and the mapping."""
+def host_target() -> Iterator[tuple[Told, SharedMapping]]:
+    """A shared host pool behind a transport of this process."""
     name = f"kvbridge-bench-{os.getpid()}-{secrets.token_hex(4)}"
     threads = min(16, os.cpu_count() or 1)
     with SharedMapping.create(Path(DEFAULT_DIRECTORY), name, LENGTH_BYTES, threads=threads) as mapping:
         origin = FileOrigin(path=str(mapping.path))
-        transport: Transport = create_transport("local", TransportSettings())
+        transport = create_transport("local", TransportSettings())
         try:
             transport.register(
                 [Extent(address=mapping.address, length_bytes=LENGTH_BYTES, origin=origin, label="pool")]
             )
-            yield base64.b64encode(transport.endpoint().data).decode(), mapping
+            yield Told(transport.endpoint(), mapping.address), mapping
         finally:
             transport.close()
 
 
-def _case(writer: WriterProcess, words: torch.Tensor, tokens: int, turns: int) -> dict[str, Any]:
-    """Transfer C4 of a request into zeroed memory, compare checksums of every page, and measure."""
-    order = {"layers": LAYERS, "layer_pages": LAYER_PAGES, "pages": tokens // 256}
+def _asked(writer: Child, what: str, pages: int) -> Any:
+    writer.pipe.send((what, pages))
+    return writer.hear()
+
+
+def _case(writer: Child, words: torch.Tensor, pages: int, turns: int) -> dict[str, Any]:
+    """Transfer C4 of a request into zeroed memory, compare checksums of every page, and measure GB/s."""
     words.zero_()
-    writer.ask("transfer", order=order)
-    sums = writer.ask("sums", order=order)
-    pages = words[: LENGTH_BYTES // 8].reshape(-1, PAGE_BYTES // 8)
-    found = weighted(pages, torch.tensor(sums["offsets"]) // PAGE_BYTES)
-    wrong = int((found != torch.tensor(sums["sums"])).sum())
+    _asked(writer, "transfer", pages)
+    sums = _asked(writer, "sums", pages)
+    found = weighted(words[: LENGTH_BYTES // 8].reshape(-1, PAGE_BYTES // 8), scattered(pages)[1])
+    wrong = int((found != torch.from_numpy(sums)).sum())
     assert not wrong, f"{wrong} of {len(found)} pages have wrong bytes"
     total = len(found) * PAGE_BYTES
-    rates = [(writer.rate("transfer", order=order), writer.rate("copy", bytes=total)) for _ in range(turns + 1)]
-    moved, plain = (statistics.median(each) for each in zip(*rates[1:], strict=True))
-    return {"tokens": tokens, "bytes": total, "gb_s": moved, "copy_gb_s": plain}
+    both_s = [(_asked(writer, "transfer", pages), _asked(writer, "copy", pages)) for _ in range(turns + 1)][1:]
+    moved, plain = (total / statistics.median(taken_s) / 1e9 for taken_s in zip(*both_s, strict=True))
+    return {"tokens": 256 * pages, "bytes": total, "gb_s": moved, "copy_gb_s": plain}
+
+
+def scattered(pages: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pages of a transfer at the source and at the destination, int64: in each layer the same, random on both sides."""
+    rng = np.random.default_rng(pages)
+    layers = np.arange(LAYERS)[:, None] * LAYER_PAGES
+    source, target = ((layers + rng.permutation(LAYER_PAGES)[:pages]).ravel() for _ in range(2))
+    return source, target
+
+
+def weighted(pages: torch.Tensor, chosen: np.ndarray) -> torch.Tensor:
+    """Return a checksum of each chosen page, int64: its words times odd numbers, so that order counts, modulo 2**64."""
+    weights = 2 * torch.arange(pages.shape[1], device=pages.device) + 1
+    parts = torch.from_numpy(chosen).split(1024)
+    return torch.cat([(pages[part.to(pages.device)] * weights).sum(dim=1) for part in parts]).cpu()
+
+
+# ------------------------------------------------------------------------------------------- the writer's process
+
+
+def write(pipe: Connection, told: Told) -> None:
+    """Obey until the pipe ends: "transfer" pages or "copy" as many bytes (answers seconds), or tell the "sums" of the pages."""
+    with device_memory(LENGTH_BYTES) as address, host_memory(LENGTH_BYTES) as plain, ExitStack() as stack:
+        fill_random(address, LENGTH_BYTES, 0)
+        transport = LocalTransport(TransportSettings().local)
+        stack.callback(transport.close)
+        vram = Extent(address=address, length_bytes=LENGTH_BYTES, kind=MemoryKind.VRAM, device=0, label="source")
+        transport.register([vram])
+        peer = connect(transport, told.endpoint)
+        stack.callback(transport.disconnect, peer)  # before its owner frees the memory
+        pauses = Pauses(time.monotonic, with_gpu=True)
+        pauses.sleep_precisely()
+        stream = stack.enter_context(runtime.Stream.create(0))
+        while order := _order(pipe):
+            what, pages = order
+            source, target = scattered(pages)
+            begun_s = time.monotonic()
+            if what == "transfer":
+                sides = (
+                    (ids * PAGE_BYTES + base).astype(np.uint64)
+                    for ids, base in ((source, address), (target, told.address))
+                )
+                operations = Operations(*sides, np.full(len(source), PAGE_BYTES, dtype=np.uint64))
+                begun_s = time.monotonic()
+                _finish(transport.submit(peer, operations, deadline_s=LIMIT_S), pauses)
+            elif what == "copy":
+                runtime.copy(plain.address, address, len(source) * PAGE_BYTES, device=0, stream=stream.handle)
+                stream.synchronize()
+            else:
+                words = tensor_at(address, LENGTH_BYTES // 8, torch.int64, 0).reshape(-1, PAGE_BYTES // 8)
+                pipe.send(weighted(words, source).numpy())
+                continue
+            pipe.send(time.monotonic() - begun_s)
+
+
+def _order(pipe: Connection) -> tuple[str, int] | None:
+    try:
+        what, pages = pipe.recv()
+    except EOFError:
+        return None
+    return what, pages
+
+
+def _finish(transfer: Transfer, pauses: Pauses) -> None:
+    pauses.moved()
+    while not (status := transfer.poll()).state.terminal:
+        time.sleep(pauses.next_s())
+    if status.state is not TransferState.DONE:
+        raise RuntimeError(f"the transfer ended as {status}")
 
 
 def table(found: dict[str, Any]) -> str:

@@ -36,21 +36,6 @@ def test_what_was_filled_in_chunks_checks_after_a_move(geometry, tokens):
     assert compare(target.views, room=ROOM, tables=target.tables, tokens=tokens).mismatches == ()
 
 
-def test_lanes_carry_their_global_number():
-    tokens = 300
-    full = make_pools(GQA, tokens=tokens, seed=1)
-    fill(full.views, room=5, tables=full.tables, section=whole(tokens))
-    component = GQA.component(ComponentKind.MHA_KV)
-    rows = full.views.read_rows(component.kind, 1, tables=full.tables, start_row=0, stop_row=tokens).numpy()
-    for rank in range(2):
-        shard = make_pools(GQA, tokens=tokens, seed=2, form=Form(tp=(rank, 2)))
-        fill(shard.views, room=5, tables=shard.tables, section=whole(tokens))
-        assert compare(shard.views, room=5, tables=shard.tables, tokens=tokens).mismatches == ()
-        mine = shard.views.read_rows(component.kind, 1, tables=shard.tables, start_row=0, stop_row=tokens).numpy()
-        lanes = slice(rank * 2 * component.row_bytes, (rank + 1) * 2 * component.row_bytes)
-        assert np.array_equal(mine, rows[:, lanes])
-
-
 def test_one_wrong_byte_is_found_and_named():
     tokens = 515
     pools = make_pools(TINY, tokens=tokens)
@@ -81,25 +66,6 @@ def test_pages_of_another_room_layer_or_place_do_not_check():
         assert float((other == rows).mean()) < 0.02, change
     assert not np.array_equal(rows, expected_rows(TINY.component(ComponentKind.C4_KV), **facts)[:, : rows.shape[1]])
     assert len({bytes(row) for row in rows}) == 64
-
-
-def test_bytes_do_not_depend_on_how_rows_are_cut():
-    component = TINY.component(ComponentKind.C4_KV)
-    facts = {"room": ROOM, "layer": 2, "lanes": (0, 1)}
-    rows = expected_rows(component, start_row=10, stop_row=50, **facts)
-    assert np.array_equal(rows[7:9], expected_rows(component, start_row=17, stop_row=19, **facts))
-    # Pinned: both sides of a bridge may run different builds.
-    assert bytes(rows[0, :8]).hex() == "b72a8bd7e48ad467"
-
-
-def test_only_the_named_layers_are_filled(monkeypatch):
-    monkeypatch.setattr(synthetic, "MOST_NAMED", 10_000)
-    tokens = 300
-    pools = make_pools(TINY, tokens=tokens)
-    section = Section(prompt_tokens=tokens, start_token=0, stop_token=tokens, layers=(2, 3))
-    fill(pools.views, room=1, tables=pools.tables, section=section)
-    wrong = compare(pools.views, room=1, tables=pools.tables, tokens=tokens).mismatches
-    assert {mismatch.layer for mismatch in wrong} == {0, 1, 4, 5}
 
 
 IDENTITY = PrefixIdentity(model="m", revision="1", fingerprint="tiny", tokens_per_page=TINY.tokens_per_page)
@@ -164,24 +130,3 @@ def test_the_same_prompt_in_two_rooms(tokens, monkeypatch):
     found = wrong(filled(1, tokens, keys), room=2, tokens=tokens, keys=keys)
     assert bool(found) == bool(tokens % PAGE)
     assert not {kind for kind, page in found if page < tokens // PAGE} & GROWING
-
-
-def test_a_page_that_an_answer_makes_whole_is_written_again_with_its_key(monkeypatch):
-    monkeypatch.setattr(synthetic, "MOST_NAMED", 100_000)
-    prompt, end = PAGE + 40, 2 * PAGE + 3
-    keys = keys_of((1, prompt), (5, end - prompt))
-    pools = make_pools(TINY, tokens=end)
-    first = Section(prompt_tokens=end, start_token=0, stop_token=prompt)
-    fill(pools.views, room=7, tables=pools.tables, section=first, keys=keys[:1])
-    answer = Section(prompt_tokens=end, start_token=PAGE, stop_token=2 * PAGE)
-    fill(pools.views, room=7, tables=pools.tables, section=answer, keys=keys)
-    found = wrong(pools, room=8, tokens=end, keys=keys)
-    assert not {kind for kind, page in found if page < 2} & GROWING
-
-
-def test_one_block_of_many_pages_has_the_bytes_of_each_page_alone(monkeypatch):
-    tokens = 6 * PAGE + 9
-    keys = keys_of((1, PAGE), (2, tokens - PAGE))
-    pools = filled(3, tokens, keys)
-    monkeypatch.setattr(synthetic, "BLOCK_BYTES", 1)  # each row by itself
-    assert not wrong(pools, room=3, tokens=tokens, keys=keys)

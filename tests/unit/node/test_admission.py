@@ -186,18 +186,6 @@ async def test_who_waits_too_long_is_refused_with_the_limit(made):
     assert bench.events.waits[0][0] == "timeout"
 
 
-async def test_a_request_that_does_not_wait_does_not_pass(made):
-    bench = made()
-    bench.now(1, 6)
-    await bench.waits(2, 4)
-    with pytest.raises(CapacityError, match="1 requests wait for pages of 'full' before this one"):
-        bench.now(3, 1)
-    bench.rooms.end(1)
-    await turn()
-    bench.now(3, 1)
-    assert bench.rooms.admitted == [1, 2, 3]
-
-
 async def test_a_caller_cancelled_after_its_admission_leaves_no_room(made):
     bench = made()
     bench.now(1, PAGES)
@@ -244,19 +232,6 @@ async def test_a_client_at_its_cap_is_refused_whatever_is_free(made):
     bench.rooms.end(1)
     bench.now(7, client="a")
     assert bench.events.refusals == {"client_limit": 2}
-
-
-async def test_rooms_and_waiting_requests_share_the_cap_and_so_many_may_wait(made):
-    bench = made(client_max_rooms=2, client_max_waiting=1)
-    bench.now(1, PAGES, client="a")
-    task = await bench.waits(2, client="a")
-    await refused("client_limit", await bench.waits(3, client="a"))
-    await bench.waits(4, client="b")
-    error = await refused("client_limit", await bench.waits(5, client="b"))
-    assert "1 waiting requests on this daemon, as many as it may (admission.client_max_waiting is 1)" in error
-    bench.rooms.end(1)
-    await turn()
-    assert (task.done(), bench.rooms.in_use["a"]) == (True, 1)
 
 
 async def test_rooms_are_bounded_even_where_they_take_no_pages_of_ours_and_who_waits_for_one_is_not_refused(made):
@@ -313,23 +288,6 @@ async def test_a_node_that_admits_nothing_says_so_with_the_cause(made):
     assert bench.admission.starved_s() == 30.0
     bench.rooms.end(1)
     assert (bench.admission.problem(), bench.admission.starved_s()) == ("", 0.0), "at once, without a tick"
-
-
-async def test_what_operators_see(made):
-    bench = made(client_max_rooms=5, clients={"batch": {"max_rooms": 64}})
-    bench.now(1, PAGES, client="a")
-    await bench.waits(2, client="b")
-    await bench.waits(3, client="b")
-    bench.clock.advance(1.5)
-    shown = bench.admission.status()
-    assert (shown.waiting, shown.oldest_wait_s, bench.admission.oldest_wait_s()) == (2, 1.5, 1.5)
-    assert [client.model_dump() for client in shown.clients] == [
-        {"client": "b", "rooms": 0, "waiting": 2, "head_waits_s": 1.5, "max_rooms": 5, "max_waiting": 0},
-        {"client": "a", "rooms": 1, "waiting": 0, "head_waits_s": 0.0, "max_rooms": 5, "max_waiting": 0},
-    ]
-    for room in range(4, 30):
-        await bench.waits(room, client=f"client{room}")
-    assert len(bench.admission.status().clients) == 20
 
 
 # ------------------------------------------------------------------------------------------- prefixes that stay

@@ -36,7 +36,6 @@ from kvbridge.core.wire.messages import Drained, Heartbeat, Intend, Offer, to_wi
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.engines import AttachedEngines
-from kvbridge.node.rooms import RoomEngines
 from kvbridge.telemetry.events import EngineAttached, EngineEnded, EngineFact, EngineLost, SparseDecoded
 from tests.helpers.node_bench import ReceiverBench, SenderBench
 from tests.helpers.rooms import ADDRESS, DECODE, GEOMETRY, PAGE, R0, R1, TOKENS, full_amounts, pages_table
@@ -273,17 +272,6 @@ def using(role: str) -> Api:
     api.bench.done()
     assert isinstance(api.call(Claim(call=3, room=1)), Pages)
     return api
-
-
-def test_an_engine_that_is_gone_is_told_to_the_rooms_once(monkeypatch):
-    told: list[str] = []
-    heard = lambda _, engine, reason, followed: bool(told.append(reason))  # noqa: E731
-    monkeypatch.setattr(RoomEngines, "gone", heard)
-    api = prefill()
-    api.api.gone("engine", "killed", followed=True)
-    api.api.gone("engine", "killed", followed=True)
-    assert told == ["killed"]
-    assert (api.engines.serving(), api.engines.status()) == ({}, ()), "no page waits for it"
 
 
 def test_pages_of_an_engine_that_is_gone_wait_for_the_end_of_its_process():

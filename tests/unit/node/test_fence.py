@@ -119,13 +119,6 @@ def test_a_worker_that_took_another_s_place_answers_for_it(bench):
     assert bench.shut == [{FAILED}]
 
 
-def test_stray_answers_change_nothing(bench):
-    bench.renewed(0)
-    bench.revoked(5)
-    bench.fence.tick()
-    assert (bench.fence.phase, bench.shut, bench.sent) == (FencePhase.IDLE, [], [])
-
-
 def test_a_lost_path_is_shut_alone_and_its_room_is_not_waited_for(bench):
     bench.offers = {OTHER, LATER}
     assert bench.fence.ask_path(OTHER, "nixl", 0)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from kvbridge.core.errors import CapacityError, UnauthorizedError
+from kvbridge.core.errors import UnauthorizedError
 from kvbridge.core.geometry.presets import preset
-from kvbridge.core.ids import IndexSpace, Rank, Role
+from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.wire.features import PEER_FEATURES, Features
-from kvbridge.core.wire.messages import Heartbeat, Hello, Offer, RankDescription, Rejected, Welcome, WireTable
-from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
+from kvbridge.core.wire.messages import Hello, Offer, RankDescription, Rejected, Welcome, WireTable
+from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PathsChanged, PeerConnected
 from kvbridge.node.handshake import decode_nodes, inspections
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
@@ -230,17 +230,6 @@ def offer(room: int = 1, payload_bytes: int = 0) -> Offer:
     return Offer(room=room, generation=1, prompt_tokens=1, tables=tables)
 
 
-def test_an_introduction_behind_an_introduction_is_checked_in_its_turn():
-    side = slow()
-    side.nodes.holds(DECODE, Hello(node=describe_decode(endpoint=b"3")))
-    side.nodes.holds(DECODE, offer())
-    side.end_inspection()
-    assert [type(message) for message in side.delivered] == [Hello]
-    side.end_inspection()
-    assert [type(message) for message in side.delivered] == [Hello, Offer]
-    assert unpack_rank(pick(side.workers.messages, ConnectPeer, R0)[-1].ranks[0]).endpoints[0].data == b"3"
-
-
 def test_what_a_peer_said_is_forgotten_with_it():
     side = slow()
     side.nodes.holds(DECODE, offer())
@@ -275,40 +264,6 @@ def test_what_waits_is_bounded(count, payload_bytes):
     assert not side.nodes.known()
     side.end_inspection()
     assert side.delivered == []
-
-
-def test_bytes_count_once_for_a_peer_and_no_more_when_they_were_delivered(monkeypatch):
-    monkeypatch.setattr(inspections, "MOST_BYTES", 6 * inspections.MESSAGE_BYTES)
-    small = Hello(node=describe_decode().model_copy(update={"ranks": ()}))
-    ends: list[Any] = []
-    held = Inspections(lambda _work, ended: ends.append(ended), limit_s=20, clock=ManualClock())
-
-    def begin(peer: str, message: object) -> None:
-        if isinstance(message, Hello):
-            held.begin(peer, message, lambda _look: None, lambda _error: None)
-
-    held.deliver_to(begin)
-    begin(DECODE, small)
-    for message in (Heartbeat(), Heartbeat(), small, Heartbeat()):
-        held.hold(DECODE, message)
-    ends[0](None)
-    for _ in range(4):
-        held.hold(DECODE, Heartbeat())
-    with pytest.raises(CapacityError, match="too much waits"):
-        held.hold(DECODE, Heartbeat())
-
-
-def test_what_is_kept_of_a_peer_is_what_it_has_said_in_bytes():
-    """Not the thousands of objects that it becomes: those are made for a check, and let go."""
-    ranks = [
-        pack_rank(RankDescription(manifest=manifest(rank=Rank(pp=0, tp=tp), tp_size=4, base=tp << 40), endpoints=()))
-        for tp in range(4)
-    ]
-    side = PrefillSide()
-    side.hello(ranks=tuple(ranks * 64))
-    [known] = side.nodes._known.values()
-    assert known.ranks == tuple(ranks * 64)
-    assert all(order.ranks == tuple(ranks * 64) for order in pick(side.workers.messages, ConnectPeer))
 
 
 # ------------------------------------------------------------------------------------------- two releases, two models

@@ -51,25 +51,6 @@ def test_prefill_a_ticket_that_no_engine_uses(is_offered):
     bench.all_is_back()
 
 
-@pytest.mark.parametrize("is_offered", [False, True])
-def test_prefill_a_ticket_that_an_engine_has_used_in_time_has_no_end(is_offered):
-    bench = SenderBench()
-    bench.admit(begin_within_s=20.0)
-    if is_offered:
-        bench.offer()
-    bench.clock.advance(19)
-    bench.verbs.begin()
-    assert limit(bench) == (("timeouts.room_s", 581) if is_offered else ("timeouts.offer_s", 41))
-    bench.wait(2)
-    assert not bench.report().state.final
-
-
-def test_a_ticket_does_not_outlast_the_limits_of_the_daemon():
-    bench = SenderBench()
-    bench.admit(begin_within_s=1e300)
-    assert limit(bench) == ("timeouts.offer_s", 60)
-
-
 @pytest.mark.parametrize("adopted", [False, True])
 def test_decode_a_ticket_that_runs_out_before_the_offer(adopted):
     bench = ReceiverBench(adopted=adopted)

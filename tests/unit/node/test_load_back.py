@@ -71,17 +71,6 @@ def test_restorable_places_are_those_of_the_host_too_and_a_room_can_start_before
     bench.all_is_back()
 
 
-def test_a_room_can_start_where_nothing_is_to_be_loaded():
-    bench = on_host(HISTORY[:1000], part_of_instance=True)
-    bench.admit(2, HISTORY[:1500])
-    begun = bench.begin(2, HISTORY[:1500], at_most=0)
-    assert (begun.computed_tokens, begun.host_tokens, begun.load, begun.restore) == (0, 0, (), None)
-    bench.publish(2, HISTORY[:1500])
-    bench.prefixes.check_integrity()
-    bench.verbs.abort(room=2)
-    bench.all_is_back()
-
-
 def test_each_rank_loads_and_publishes_for_itself():
     bench = on_host(HISTORY[:1000], ranks=(R0, R1))
     bench.admit(2, HISTORY[:1500])
@@ -171,11 +160,3 @@ def test_a_load_that_fails_is_told_and_an_engine_that_gives_up_for_another_reaso
     decode.verbs.abort("engine", 2, "the device is full", load_failed=fails)
     told = [(fact.direction, fact.pages, fact.code, fact.reason) for fact in decode.events.of(CopyEnded)]
     assert told == [("load_back", 3, "transport_failed", "the device is full")] * fails
-
-
-def test_an_answer_stays_behind_what_was_loaded(decode):
-    decode.on_host(1, 2 * PAGE)
-    decode.claimed(2, 2 * PAGE + 5)
-    decode.verbs.loaded(room=2)
-    decode.answers(2, 3 * PAGE)
-    assert decode.on_device(4 * PAGE) == 3

@@ -11,7 +11,6 @@ from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Failed
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.tier.keys import Keys
 from tests.helpers.node_bench import HISTORY, ReceiverBench, SenderBench, keys_of
 from tests.helpers.rooms import PAGE, R0, R1, full_amounts
 
@@ -115,16 +114,6 @@ def test_engines_of_a_node_that_end_the_prompt_differently_fail_the_room():
     assert bench.report().reason_code == "key_mismatch"
 
 
-def test_nothing_stays_of_a_room_whose_engine_says_afterwards_that_it_has_another_prompt():
-    bench = prefill()
-    begin(bench, KEYS)
-    bench.verbs.publish(upto_token=PROMPT)
-    bench.verbs.finish()
-    with pytest.raises(KeyMismatchError):
-        begin(bench, other_from(1))
-    assert (bench.report().state, bench.prefixes.known(Keys(KEYS).in_namespace(""))) == (RoomState.FAILED, 0)
-
-
 # ------------------------------------------------------------------------------------- claim
 
 
@@ -137,18 +126,6 @@ def test_a_claim_with_other_tokens_fails_the_room_on_both_sides():
     assert (told.code, told.message) == ("key_mismatch", bench.report().reason)
     with pytest.raises(RoomFailedError, match="page 2"):
         bench.verbs.claim("engine", 1, KEYS)
-
-
-def test_a_room_that_another_engine_has_claimed_ends_when_that_one_releases_it():
-    bench = committed("engine", "other")
-    bench.verbs.claim("engine", 1, KEYS)
-    with pytest.raises(KeyMismatchError):
-        bench.verbs.claim("other", 1, other_from(0))
-    assert (bench.report().state, bench.engines.kinds[-1]) == (RoomState.FAILED, "cancel")
-    assert bench.free < 16
-    assert bench.told(Failed)
-    bench.verbs.release()
-    assert bench.free == 16
 
 
 # ------------------------------------------------------------------------------------- release

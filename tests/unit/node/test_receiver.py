@@ -12,9 +12,7 @@ from kvbridge.core.errors import (
     ConflictError,
     FingerprintMismatchError,
     InvalidInputError,
-    NotReadyError,
     RoomFailedError,
-    UnknownRoomError,
 )
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace, PageTable, Rank
@@ -50,25 +48,6 @@ def claimed(*engines: str) -> ReceiverBench:
 
 
 # ------------------------------------------------------------------------------------------- admission and handshake
-
-
-def test_admission_is_all_or_nothing():
-    bench = ReceiverBench(pages=3)
-    bench.nodes.know()
-    bench.ranks.lacking = "rank worker pp0.tp0 is starting"
-    with pytest.raises(NotReadyError, match="is starting"):
-        bench.admit()
-    bench.ranks.lacking = ""
-    with pytest.raises(InvalidInputError, match="needs `prefill`"):
-        bench.admit(prefill=())
-    bench.admit()
-    with pytest.raises(ConflictError):
-        bench.admit(generation=2)
-    with pytest.raises(CapacityError):
-        bench.admit(2)
-    with pytest.raises(UnknownRoomError):
-        bench.report(2)
-    assert bench.free == 1
 
 
 STAGES = {"tp_size": 1, "ranks": (Rank(pp=1, tp=0),), "stage_boundaries": (1,)}
@@ -141,22 +120,6 @@ def test_a_wrong_amount_fails_closed_and_waits_for_nobody_who_is_done(factor):
     assert bench.free == 16
     with pytest.raises(RoomFailedError, match="is done, but"):
         bench.verbs.claim()
-
-
-def test_amounts_that_add_up_do_not_count_unless_each_rank_reports_its_own():
-    bench = ReceiverBench()
-    bench.nodes.know(tp_size=2)
-    bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,), tp_size=2)
-    bench.admit(prefill=(ADDRESS, OTHER_ADDRESS))
-    whole = full_amounts(TOKENS)
-    more, less = (
-        {kind: Amount(lane_rows=amount.lane_rows * part // 4) for kind, amount in whole.items()} for part in (3, 1)
-    )
-    bench.done(amounts=more)
-    assert bench.report().reason_code == "integrity"
-    assert "rank pp0.tp0 of prefill node prefill/aaaa is done, but mha_kv: " in bench.report().reason
-    bench.done(SECOND, R1, amounts=less)
-    assert (bench.state(), bench.free) == (ReceiverState.FAILED, 16)
 
 
 def test_metadata_beyond_what_the_answer_to_a_claim_holds_fails_the_room():
@@ -243,17 +206,6 @@ def test_pages_of_a_reader_whose_process_is_not_seen_to_end_are_quarantined(foll
     assert (bench.free, bench.quarantined) == (14, {"engine_process_alive"})
     bench.service.engines.ended("engine")
     assert (bench.free, bench.quarantined) == (16, set())
-
-
-def test_an_engine_that_keeps_a_cancelled_room_is_shown():
-    bench = claimed()
-    bench.stop()
-    bench.wait(50)
-    assert bench.book.state(OWNER) is PageState.QUARANTINED
-    [reason] = bench.book.quarantine_reasons()
-    assert "engines engine have not let go of it (limit: timeouts.drain_s)" in reason
-    bench.verbs.release()
-    assert bench.free == 16
 
 
 def test_device_memory_that_died_with_its_worker_takes_what_had_arrived_along():
@@ -357,8 +309,3 @@ def test_what_lies_in_the_nodes_host_pool_has_no_prefix():
     verbs = replace(verbs, pages=replace(verbs.pages, settings=settings))
     with pytest.raises(InvalidInputError, match=r"mha_kv of the room lies in this node's host pool.*must be 0 here"):
         verbs.provide(AttachedEngine("engine", 0, ()), Provide(call=1, room=1, tables=(), prefix_tokens=PAGE))
-
-
-def test_owned_pools_take_no_pages():
-    with pytest.raises(ConflictError, match="owns its pools"):
-        offered().verbs.provide(1, pages_table(1, 2), prefix_tokens=PAGE)

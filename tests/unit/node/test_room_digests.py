@@ -11,7 +11,7 @@ from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Abort, Digests, Drained, Failed
 from kvbridge.core.wire.worker_messages import Digested, Send, Verified
 from tests.helpers.node_bench import ReceiverBench, SenderBench, offered
-from tests.helpers.rooms import GEOMETRY, PAGE, PREFILL, R0, R1
+from tests.helpers.rooms import GEOMETRY, PAGE, PREFILL, R0
 from tests.helpers.simulated_nodes import digested
 
 KIND = GEOMETRY.components[0].kind
@@ -73,15 +73,6 @@ def test_parts_that_are_missing_or_come_twice_fail_the_room(parts):
     assert bench.free == 16
 
 
-def test_a_done_that_knows_of_more_parts_than_have_come_fails_the_room():
-    bench = offered(digest=CRC)
-    expect(bench)
-    bench.done(digest_parts=2)
-    assert (bench.report().state, bench.report().reason_code) == (RoomState.FAILED, "protocol")
-    assert "2 parts of digests, but 1" in bench.report().reason
-    assert bench.free == 16
-
-
 def test_digests_of_what_the_room_does_not_have_fail_it():
     bench = offered(digest=CRC)
     expect(bench, page_digests(first_page=2))
@@ -107,18 +98,6 @@ def sending() -> SenderBench:
 def answer(bench: SenderBench, order: Send, value: int) -> None:
     bench.service.workers.hear(digested(order, R0, value, order=order.order))
     bench.sent(order)
-
-
-def test_late_digests_and_those_of_unknown_orders_count_for_nothing():
-    bench = sending()
-    first, second = bench.orders()
-    answer(bench, first, 3)
-    bench.service.workers.hear(digested(first, R0, 9, order=first.order))
-    bench.service.workers.hear(digested(first, R1, 9, order=second.order))
-    bench.service.workers.hear(Digested(room=8, generation=1, rank=R0, order=1, digests=()))
-    answer(bench, second, 0)
-    [digests] = bench.told(Digests)
-    assert int.from_bytes(digests.digests[0].values[:4], "little") == 3
 
 
 def test_a_worker_that_reports_what_the_room_does_not_have_fails_it():

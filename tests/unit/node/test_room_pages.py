@@ -104,16 +104,6 @@ def test_a_room_reads_what_is_cached_and_has_its_own_pages_behind_it(bench, over
     assert bench.book.available_pages() == POOL
 
 
-def test_keys_that_are_no_chain_keep_what_is_one_and_harm_nobody(bench):
-    bench.warm(2 * PAGE)
-    room = bench.room(3 * PAGE, "b")
-    room.keys = Keys.of([*keys_of("b", 2).to_list(), keys_of("b", 1)[0]])
-    assert bench.pages.keep(room, room.keys) == 2
-    bench.pages.give_back(room)
-    assert bench.room(2 * PAGE).prefix_tokens == 2 * PAGE
-    assert bench.room(2 * PAGE, "b").prefix_tokens == 2 * PAGE
-
-
 def test_decode_loads_what_is_on_the_host_only_into_the_first_of_a_room_s_own_pages_and_others_read_it_then():
     bench = Bench(twins=8)
     bench.warm(3 * PAGE)

@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from dataclasses import dataclass, field
 
 import pytest
 
 from kvbridge.api.rooms import RoomQuery
-from kvbridge.core.errors import ConflictError, StaleError, UnknownRoomError
+from kvbridge.core.errors import StaleError, UnknownRoomError
 from kvbridge.core.ids import IndexSpace, Role
-from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent, SenderState
 from kvbridge.core.session.states import RoomState
 from kvbridge.node import room_book
-from kvbridge.node.driver import RoomDriver
 from kvbridge.node.room import Quarantine, Room
 from kvbridge.node.room_book import RoomBook
-from kvbridge.node.room_facts import RoomFacts
 from kvbridge.node.room_pages import RoomPages, RoomSettings
-from kvbridge.node.sender.room import SenderRoom, user_state
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.page_states import Owner, PageState
-from kvbridge.telemetry.events import RoomEntered
 from tests.helpers.manual_clock import ManualClock
-from tests.helpers.rooms import GEOMETRY, SENDER_LIMITS, FakeEngines, RecordedEvents
+from tests.helpers.rooms import GEOMETRY, SENDER_LIMITS, RecordedEvents
 
 OWNER = Owner(1, 1)
 OPEN, OVER = RoomState.ADMITTED, RoomState.COMPLETED
@@ -89,12 +83,6 @@ def test_a_receipt_is_kept_while_an_earlier_attempt_could_answer_for_it():
     clock.advance(150)
     book.sweep()
     assert (book.newest_generation(1), len(book), book.states()) == (0, 0, {})
-
-
-def test_draw_avoids_known_ids_and_zero(monkeypatch):
-    numbers = iter([0, 7, 9])
-    monkeypatch.setattr("kvbridge.node.room_book.secrets.randbits", lambda bits: next(numbers))
-    assert make_book(make_room(7)).draw() == 9
 
 
 def test_a_deadline_is_named_once_and_limits_that_nothing_hangs_on_any_more_are_let_go_of():
@@ -237,44 +225,3 @@ def test_a_listing_looks_at_so_many_rooms_and_says_where_to_go_on(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------- transitions
-
-
-class Scripted:
-    """Facts amount to what `script` says of a state; everything that is done is written down."""
-
-    table = SENDER_TABLE
-    ABORT, FAULT, OTHER_PROMPT = SenderEvent.ABORT, SenderEvent.FAULT, SenderEvent.FAULT
-
-    def __init__(self) -> None:
-        self.script = {SenderState.SENDING: SenderEvent.ALL_SENT, SenderState.ABORTING: SenderEvent.DRAINED}
-        self.done: list[object] = []
-        self.depths: set[int] = set()
-
-    def next_event(self, room: Room) -> SenderEvent | None:
-        return self.script.get(room.state)
-
-    def entered(self, room: Room) -> None:
-        self.done.append(room.state)
-        self.depths.add(len(inspect.stack(0)))
-
-    def act(self, room: Room, action: SenderAction) -> None:
-        self.done.append(action)
-
-    def at_rest(self, room: Room) -> None:
-        self.done.append("rest")
-
-
-def test_facts_lead_on_from_an_event_until_nothing_follows():
-    rules, events, clock = Scripted(), RecordedEvents(), ManualClock()
-    rooms = RoomBook(Role.PREFILL, user_state, clock=clock, keep_s=1)
-    driver = RoomDriver(rules, RoomFacts(rooms, FakeEngines(), events, {}, clock))
-    room = make_room(state=SENDER_TABLE.start, kind=SenderRoom)
-    with pytest.raises(ConflictError, match="'drained' is not possible in state 'admitted'"):
-        driver.advance(room, SenderEvent.DRAINED)
-    assert (room.state, rules.done) == (SenderState.ADMITTED, [])
-    driver.advance(room, SenderEvent.OFFER)
-    opened = SENDER_TABLE.step(SenderState.ADMITTED, SenderEvent.OFFER)[1]
-    sent = SENDER_TABLE.step(SenderState.SENDING, SenderEvent.ALL_SENT)[1]
-    assert rules.done == [SenderState.SENDING, *opened, SenderState.COMPLETED, *sent, "rest"]
-    assert len(rules.depths) == 1, "one transition does not run inside another"
-    assert [fact.state.value for fact in events.of(RoomEntered)] == ["offered", "completed"]

@@ -7,11 +7,9 @@ import pytest
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import CapacityError, ConflictError, InvalidInputError, NotReadyError, UnknownRoomError
 from kvbridge.core.ids import IndexSpace, Role
-from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.session.sender import SenderState
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import (
-    MAX_INTERVALS,
     Done,
     Drained,
     Failed,
@@ -26,7 +24,6 @@ from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Rerouted
 from kvbridge.node.sender import offers
 from kvbridge.node.sender import room as sender
 from kvbridge.node.sender.offers import EarlyOffers, check_offer
-from kvbridge.node.sender.room import RankWork
 from kvbridge.pool.accounts.page_states import Owner, PageState
 from kvbridge.telemetry.events import OrderBegan, OrderEnded, PhasesEnded
 from kvbridge.telemetry.path_events import RoomRerouted
@@ -79,17 +76,6 @@ def test_a_room_is_sent_while_it_is_computed():
     [ended] = bench.events.of(PhasesEnded)
     assert ended.phases_s["offer_to_sent"] == 4.0
     assert set(ended.phases_s) <= set(PHASES[Role.PREFILL])
-
-
-def test_a_rank_tells_when_it_was_sending_in_a_bounded_number_of_stretches():
-    work = RankWork(RankProgress((0,), prompt_tokens=1))
-    for order in range(MAX_INTERVALS + 2):
-        work.order_began(order, "local", 10.0 * order)
-        assert work.order_ended(order, 10.0 * order + 1) == "local"
-    assert work.order_ended(0, 999.0) is None
-    told = work.under_way_ago_s(1_000.0)
-    assert len(told) == MAX_INTERVALS
-    assert told[:2] == ((1_000.0, 979.0), (970.0, 969.0)), "the first three as one"
 
 
 # ------------------------------------------------------------------------------------------- what is refused
@@ -222,18 +208,6 @@ def test_pages_that_a_gpu_writes_are_free_when_all_is_sent_or_when_it_is_through
     assert failing.free == 16
 
 
-def test_finish_of_a_room_that_is_over_does_not_let_go_of_what_a_gpu_writes():
-    bench = sending()
-    bench.verbs.publish()
-    bench.abort()
-    bench.closed()
-    with pytest.raises(ConflictError, match="is over: by the decode side"):
-        bench.verbs.finish(by_gpu=True)
-    assert bench.free == 14
-    bench.verbs.release(generation=1)
-    assert bench.free == 16
-
-
 # ------------------------------------------------------------------------------------------- adopted pools
 
 
@@ -275,15 +249,6 @@ def test_rooms_with_a_common_prefix_name_its_pages_at_once_and_nobody_writes_the
         bench.verbs.begin(room=3, tables=pages_table(3, 6))
     bench.verbs.begin(room=3, tables=pages_table(3, 6), computed_tokens=PAGE)
     bench.book.check_integrity()
-
-
-def test_all_ranks_read_and_write_the_same_pages_of_a_room():
-    bench = SenderBench(ranks=(R0, R1), adopted=True)
-    bench.admit()
-    bench.verbs.begin("engine0", (R0,), tables=pages_table(3, 4), computed_tokens=PAGE)
-    with pytest.raises(ConflictError, match="read and write the same"):
-        bench.verbs.begin("engine1", (R1,), tables=pages_table(3, 4))
-    bench.verbs.begin("engine1", (R1,), tables=pages_table(3, 4), computed_tokens=PAGE)
 
 
 # ------------------------------------------------------------------------------------------- orders

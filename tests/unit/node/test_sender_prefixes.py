@@ -6,7 +6,7 @@ import pytest
 
 from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.wire.messages import Drained
-from tests.helpers.node_bench import FULL, GQA, HISTORY, PrefixBench, ids
+from tests.helpers.node_bench import FULL, HISTORY, PrefixBench, ids
 from tests.helpers.rooms import PAGE, R0, R1
 
 
@@ -70,15 +70,6 @@ def test_nodes_of_one_instance_start_at_the_same_token():
         assert node.cross(10, HISTORY[:2001]).computed_tokens == 1792
 
 
-def test_a_model_without_windows_starts_at_any_pages_end():
-    bench = PrefixBench(geometry=GQA, part_of_instance=True)
-    bench.cross(1, HISTORY[:1000])
-    bench.admit(2, HISTORY[:1500])
-    assert bench.restorable(2) == (0, 256, 512, 768)
-    assert bench.begin(2, HISTORY[:1500], at_most=600).computed_tokens == 512
-    bench.prefixes.check_integrity()
-
-
 def test_ranks_of_one_node_start_at_the_same_token():
     bench = PrefixBench(ranks=(R0, R1), part_of_instance=True)
     bench.cross(1, HISTORY[:1000])
@@ -87,15 +78,6 @@ def test_ranks_of_one_node_start_at_the_same_token():
     with pytest.raises(ConflictError, match="on another rank"):
         bench.begin(2, HISTORY[:1500], ranks=(R1,), at_most=0)
     assert bench.begin(2, HISTORY[:1500], ranks=(R1,), at_most=1000).computed_tokens == 768
-
-
-def test_a_prefix_that_is_being_sent_is_kept():
-    bench = PrefixBench()
-    bench.cross(1, HISTORY[:1000])
-    bench.admit(2, HISTORY[:1500])
-    bench.offer(2, HISTORY[:1500])
-    with pytest.raises(ConflictError, match="being sent"):
-        bench.begin(2, HISTORY[:1500], at_most=0)
 
 
 @pytest.mark.parametrize("behind", [0, 1, 128])

@@ -144,16 +144,6 @@ def by_two_writers(bench: ReceiverBench, tokens: int, stated: dict[tuple[str, ob
     return room
 
 
-def test_of_several_writers_all_have_to_say_what_they_computed(bench):
-    """One instance over two nodes, of which the second has its tier off."""
-    bench.nodes.know(ranks=(R0,), tp_size=2)
-    bench.nodes.know(OTHER, OTHER_PREFILL, ranks=(R1,), tp_size=2)
-    room = by_two_writers(bench, 3 * PAGE, {(PREFILL, R0): keys_of(3 * PAGE), (OTHER_PREFILL, R1): NO_KEYS})
-    assert room.shown is RoomState.COMMITTED
-    bench.claim(room)
-    assert bench.cached == 0
-
-
 @pytest.mark.parametrize("page", [0, 1, 2])
 def test_a_writer_with_another_prompt_fails_the_room_and_nothing_of_it_stays(bench, page):
     """Wherever it differs: all keys are compared, not the last one."""
@@ -220,13 +210,6 @@ def test_an_answer_stays_only_when_the_engines_of_all_ranks_have_written_it(benc
             bench.service.engines.gone("other", "a test")
         bench.answers(number, 4 * PAGE)
         assert (room.shown, bench.cached) == (RoomState.COMPLETED, 4 if others else 2)
-
-
-def test_answers_stay_only_where_they_are_to():
-    bench = KeyedReceiver(keeps_answers=False)
-    bench.claimed(1, 2 * PAGE)
-    bench.answers(1, 4 * PAGE)
-    assert bench.cached == 2
 
 
 @pytest.mark.parametrize("end", ["engine gone", "aborted by the engine", "aborted by a user"])
@@ -308,25 +291,6 @@ def test_what_a_disputed_room_has_put_into_the_cache_goes_from_host_and_store_to
     assert sorted(below.links) == sorted(pairwise(names))
     assert bench.book.available_pages() == {FULL: 16, IndexSpace.FULL_TWIN: 8}
     bench.prefixes.check_integrity()
-
-
-def test_the_first_page_of_a_prompt_is_forgotten_by_its_key_alone():
-    below = HostAndStore()
-    bench = KeyedReceiver(store=below)
-    bench.arrived(1, 2 * PAGE)
-    with pytest.raises(KeyMismatchError):
-        bench.verbs.claim("engine", 1, bytes(32))
-    first, second = keys_of(2 * PAGE).in_namespace("")
-    assert sorted(below.links) == sorted([(b"", first), (first, second)])
-
-
-def test_nothing_is_dropped_of_a_room_that_has_put_nothing_into_the_cache(bench):
-    bench.whole(1, 3 * PAGE)
-    room = bench.arrived(2, 3 * PAGE)
-    with pytest.raises(KeyMismatchError):
-        bench.verbs.claim("engine", 2, with_another(keys_of(3 * PAGE), 0).data)
-    assert (room.shown, bench.cached) == (RoomState.FAILED, 3)
-    assert not bench.events.of(DisputedPagesDropped)
 
 
 # ------------------------------------------------------------------------------------------- pages go

@@ -147,19 +147,6 @@ async def test_a_checkpoint_behind_more_pages_than_fit_leaves_none_away():
     assert bench.cache.restorable(short) == 6
 
 
-async def test_pages_that_this_node_has_on_the_device_only_count_too():
-    """A prompt enters the host from its first page on, whatever of it is on the device."""
-    bench = Bench(twins=8)
-    keys = keys_of("a", 20)
-    bench.store.put(keys)
-    bench.kept(keys[:10])
-    assert await bench.prefetch(keys) == 10
-    bench.kept(keys_of("b", 4))
-    other = keys_of("b", 20)
-    bench.store.put(other)
-    assert await bench.prefetch(other) == 8
-
-
 @pytest.mark.parametrize("ends", [False, True])
 async def test_a_page_that_hangs_elsewhere_fails_no_request_and_takes_no_page(ends: bool):
     bench = Bench(twins=8, ends=ends)
