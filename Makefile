@@ -57,7 +57,7 @@ help:
 	@echo "make dashboards  write Grafana's files from their descriptions to out/grafana/"
 	@echo "make docs    build the documentation as a site in out/docs/; a broken link is an error"
 	@echo "make check   format, lint, types, import layers"
-	@echo "make bench   measure planning, transports, the directory and load; results in out/bench/"
+	@echo "make bench   measure planning, transports, overhead, paths, the directory, stores and load; results in out/bench/"
 	@echo "make bench-gpu  measure kernels and the local transport on this machine's GPUs; results in out/bench-gpu/"
 	@echo "make bench-vllm  measure vLLM with kvbridge beside vLLM with NixlConnector, on this processor; results in out/bench/"
 	@echo "make bench-peers  measure a request beside SGLang's own sender and receiver, on this processor; results in out/bench/"

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.bench.output import environment, measure, write
 
-HERE = ("plan", "prefix", "transport", "operations", "directory", "load")
+HERE = ("plan", "prefix", "transport", "operations", "overhead", "paths", "directory", "store", "load")
 GPU = ("gpu.copy_pages", "gpu.transport", "gpu.swap_in")
 GROUPS = {"all": HERE, "gpu": GPU}
 OTHERS = ("peers.compare", "vllm.compare")

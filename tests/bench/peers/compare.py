@@ -6,10 +6,14 @@ both over Mooncake's TCP on loopback, both with the geometry of DeepSeek-V4-Flas
 - *One page*: all is computed. SGLang's clock runs from the creation of its receiver (its sender is there and polls) until `poll` of
   the receiver says Success; kvbridge's from the router's request to decode until the decode engine's `claim` has returned. What
   SGLang has in front of its scheduler, HTTP and a tokenizer, is not in it; kvbridge's HTTP is.
-- *Long prompts*: both receivers wait, both senders know their pages, which are consecutive. The clock runs from the first `send`
-  or `publish` until Success or the claim. Either side publishes 8,192 tokens at a time, without computing in between.
+- *Long prompts*: both receivers wait, both senders know their pages. The clock runs from the first `send` or `publish` until
+  Success or the claim. Either side publishes 8,192 tokens at a time, one after the other, without computing in between.
 
-Both send a whole page of windows with every request. The bytes of both are compared before anything is measured.
+SGLang sends a whole page of windows with every request. So does kvbridge from `page_first` pools; from `layer_first` ones it
+sends the rows that are live, 4 MB less, so times for each MB stand beside the times. Pages of long prompts are consecutive on
+both sides, or as pools that have been in use give them: runs of 8 on kvbridge's side (as many as a
+trace leaves), single ones on SGLang's, the worst case of an allocator that does not look for runs. The bytes of both are
+compared before anything is measured.
 """
 
 from __future__ import annotations
@@ -17,37 +21,74 @@ from __future__ import annotations
 import os
 import statistics
 import tempfile
-from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.bench.output import spread
 from tests.bench.output import table as text
 from tests.bench.peers.kvbridge_pair import LAYOUT, PAGE_TOKENS, Crossed, KvbridgePair, kvbridge_pair
-from tests.bench.peers.sglang_pair import SglangPair
+from tests.bench.peers.sglang_pair import Pages, SglangPair
 
 SGLANG = Path(os.environ.get("SGLANG", "out/peers/sglang"))
 TURNS, ONE_PAGE_TURNS = 7, 40
-PAGES, ROOMS = 1024, 4
+PAGES = 1024
 LENGTHS_TOKENS = (8_192, 32_768, 131_072)
 WARM_UP = 2
-LONG_BUDGET, ONE_PAGE_BUDGET = 1.5, 2.0
-"""kvbridge so many times as fast."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Where the pages of long prompts are."""
+
+    name: str
+    kvbridge_run: int
+    """Pages in a run on kvbridge's side; 0: consecutive."""
+    sglang_run: int
+    budget: float
+    """kvbridge so many times as fast."""
+
+
+SHAPES = (
+    Shape("consecutive pages", 0, 0, 1.5),
+    Shape("pools in use", 8, 1, 3.0),
+)
+ONE_PAGE_BUDGET = 2.0
+FEW_PAGES, FEW_ROOMS = 16, 4
+"""Of the pair that sends single pages only."""
+
+
+def sglang_pages(tokens: int, run: int, rng: np.random.Generator) -> tuple[Pages, Pages]:
+    """Pages of both SGLang's pools: consecutive, or every second run of so many in a drawn order, so that no two runs touch."""
+    count = tokens // PAGE_TOKENS
+    if not run:
+        return list(range(count)), list(range(PAGES - count, PAGES))
+    sides = []
+    for _ in range(2):
+        firsts = rng.permutation(PAGES // (2 * run))[: count // run] * (2 * run)
+        sides.append((firsts[:, None] + np.arange(run)).ravel().tolist())
+    return sides[0], sides[1]
 
 
 def run(*, quick: bool) -> dict[str, Any]:
-    """Measure milliseconds and bytes."""
+    """Measure: milliseconds and bytes. The one page is measured with both layouts of kvbridge's pools."""
     turns, one_page_turns = (1, 2) if quick else (TURNS, ONE_PAGE_TURNS)
+    rooms = PAGES // min(shape.kvbridge_run for shape in SHAPES if shape.kvbridge_run) + 2
     with (
         tempfile.TemporaryDirectory(prefix="kvb-peers-") as folder,
         SglangPair(SGLANG / "bin" / "python", Path(folder), PAGES) as theirs,
-        kvbridge_pair(PAGES, ROOMS) as ours,
+        kvbridge_pair(PAGES, rooms, LAYOUT) as ours,
     ):
         theirs.connect()
-        cases = [_one_page(ours, theirs, one_page_turns)]
-        cases += [_long(ours, theirs, tokens, turns) for tokens in LENGTHS_TOKENS]
-    return {"layout": LAYOUT, "sglang": _versions(), "cases": cases}
+        (other,) = {"layer_first", "page_first"} - {LAYOUT}
+        with kvbridge_pair(FEW_PAGES, FEW_ROOMS, other) as others:
+            one_page = _one_page({LAYOUT: ours, other: others}, theirs, one_page_turns)
+        long = [case for shape in SHAPES for case in _long(ours, theirs, shape, turns)]
+    return {"turns": turns, "layout": LAYOUT, "sglang": _versions(), "one_page": one_page, "long": long}
 
 
 def _versions() -> dict[str, str]:
@@ -59,16 +100,30 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _one_page(ours: KvbridgePair, theirs: SglangPair, turns: int) -> dict[str, Any]:
+def _one_page(pairs: dict[str, KvbridgePair], theirs: SglangPair, turns: int) -> list[dict[str, Any]]:
     theirs.wipe([0])
-    ours.whole_request(PAGE_TOKENS, check=True)
-    theirs.whole_request(0)
+    crossed = {layout: [ours.whole_request(PAGE_TOKENS, check=True)] for layout, ours in pairs.items()}
+    taken_s = [theirs.whole_request(0)]
     theirs.check([0], [0])
-    rooms, taken_s = _in_turns(lambda: ours.whole_request(PAGE_TOKENS), lambda: theirs.whole_request(0), turns)
-    steps = [steps_of(room) for room in rooms]
-    steps_ms = {name: _ms([each[name] for each in steps]) for name in steps[0]}
-    compared = _compared(rooms, taken_s, theirs.sent_bytes(1))
-    return {"shape": "one page", "tokens": PAGE_TOKENS, **compared, "budget": ONE_PAGE_BUDGET, "steps_ms": steps_ms}
+    for _ in range(WARM_UP + turns):
+        for layout, ours in pairs.items():
+            crossed[layout].append(ours.whole_request(PAGE_TOKENS))
+            taken_s.append(theirs.whole_request(0))
+    found = []
+    for layout, rooms in crossed.items():
+        steps = [steps_of(room) for room in rooms[-turns:]]
+        found.append(
+            {
+                "shape": f"one page, {layout}",
+                "tokens": PAGE_TOKENS,
+                "turns": turns,
+                "operations": rooms[-1].operations,
+                "steps_ms": {name: _ms([each[name] for each in steps]) for name in steps[0]},
+                **_compared(rooms[-turns:], taken_s[-turns * len(pairs) :], theirs.sent_bytes(1)),
+                "budget": ONE_PAGE_BUDGET,
+            }
+        )
+    return found
 
 
 def steps_of(room: Crossed) -> dict[str, float]:
@@ -87,25 +142,34 @@ def steps_of(room: Crossed) -> dict[str, float]:
     }
 
 
-def _long(ours: KvbridgePair, theirs: SglangPair, tokens: int, turns: int) -> dict[str, Any]:
-    count = tokens // PAGE_TOKENS
-    source, destination = list(range(count)), list(range(PAGES - count, PAGES))
-    theirs.wipe(destination)
-    ours.published_request(tokens, check=True)
-    theirs.published_request(source, destination)
-    theirs.check(source, destination)
-    rooms, taken_s = _in_turns(
-        lambda: ours.published_request(tokens), lambda: theirs.published_request(source, destination), turns
-    )
-    compared = _compared(rooms, taken_s, theirs.sent_bytes(count))
-    return {"shape": "consecutive pages", "tokens": tokens, **compared, "budget": LONG_BUDGET}
-
-
-def _in_turns(
-    ours: Callable[[], Crossed], theirs: Callable[[], float], turns: int
-) -> tuple[list[Crossed], list[float]]:
-    both = [(ours(), theirs()) for _ in range(WARM_UP + turns)][WARM_UP:]
-    return [room for room, _ in both], [taken_s for _, taken_s in both]
+def _long(ours: KvbridgePair, theirs: SglangPair, shape: Shape, turns: int) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(7)
+    cases = []
+    with ours.used(shape.kvbridge_run) if shape.kvbridge_run else nullcontext():
+        for tokens in LENGTHS_TOKENS:
+            source, destination = sglang_pages(tokens, shape.sglang_run, rng)
+            theirs.wipe(destination)
+            crossed = [ours.published_request(tokens, check=True)]
+            taken_s = [theirs.published_request(source, destination)]
+            theirs.check(source, destination)
+            for _ in range(turns):
+                crossed.append(ours.published_request(tokens))
+                taken_s.append(theirs.published_request(source, destination))
+            crossed, taken_s = crossed[-turns:], taken_s[-turns:]
+            cases.append(
+                {
+                    "shape": shape.name,
+                    "tokens": tokens,
+                    "pages_in_a_run": {
+                        "kvbridge": statistics.median(each.pages_in_a_run for each in crossed),
+                        "sglang": shape.sglang_run or len(source),
+                    },
+                    "operations": crossed[0].operations,
+                    **_compared(crossed, taken_s, theirs.sent_bytes(len(source))),
+                    "budget": shape.budget,
+                }
+            )
+    return cases
 
 
 def _ms(seconds: list[float]) -> list[float]:
@@ -117,8 +181,6 @@ def _compared(crossed: list[Crossed], taken_s: list[float], sglang_bytes: int) -
     sent = {"kvbridge": crossed[0].bytes, "sglang": sglang_bytes}
     medians = {name: statistics.median(each) for name, each in ms.items()}
     return {
-        "turns": len(taken_s),
-        "operations": crossed[0].operations,
         "ms": ms,
         "bytes": sent,
         "ms_a_mb": {name: medians[name] / sent[name] * 1e6 for name in ms},
@@ -129,11 +191,12 @@ def _compared(crossed: list[Crossed], taken_s: list[float], sglang_bytes: int) -
 def table(found: dict[str, Any]) -> str:
     """The result as plain text."""
     headings = ("", "tokens", "kvbridge ms", "SGLang ms", "MB of both", "ms a MB", "x as fast", "budget")
-    shown = [text(headings, map(_row, found["cases"]))]
-    for case in found["cases"][:1]:
+    rows = map(_row, [*found["one_page"], *found["long"]])
+    lines = [text(headings, rows)]
+    for case in found["one_page"]:
         steps = ", ".join(f"{name} {statistics.median(ms):.2f}" for name, ms in case["steps_ms"].items())
-        shown.append(f"{case['shape']}: {case['operations']} operations, ms: {steps}")
-    return "\n".join(shown)
+        lines.append(f"{case['shape']}: {case['operations']} operations, ms: {steps}")
+    return "\n".join(lines)
 
 
 def _row(case: dict[str, Any]) -> tuple[object, ...]:

@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from kvbridge.cli.local_cluster import DaemonProcess, wait_all_ready, wait_ended
 from kvbridge.config.pools import PrefillPools
 from kvbridge.core.geometry.presets import preset
+from kvbridge.core.ids import IndexSpace, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine
@@ -33,6 +36,8 @@ CHUNK_TOKENS = 8192
 LIMIT_S = 60.0
 START_S = 300.0
 """Gigabytes are made first."""
+PATIENCE = {"begin_s": 3600.0, "offer_s": 3600.0, "room_s": 3600.0}
+"""Rooms that only hold pages wait for as long as the benchmark takes."""
 
 
 @dataclass(frozen=True)
@@ -43,18 +48,20 @@ class Crossed:
     phases_s: dict[str, float]
     bytes: int
     operations: int
+    pages_in_a_run: float
+    """Of the prompt's pages, on both sides at once."""
 
 
 @contextmanager
-def kvbridge_pair(pages: int, rooms: int) -> Iterator[KvbridgePair]:
+def kvbridge_pair(pages: int, rooms: int, layout: str) -> Iterator[KvbridgePair]:
     """Both daemons and both engines, with pools of so many pages and place for so many rooms at once."""
-    pools = {"device": {"full": pages, "swa": rooms, "request": rooms}, "device_layout": LAYOUT}
-    host = {"pages": pages, "layout": LAYOUT}
+    pools = {"device": {"full": pages, "swa": rooms, "request": rooms}, "device_layout": layout}
+    host = {"pages": pages, "layout": layout}
     with cluster(
         {"preset": MODEL},
         transport="mooncake",
-        prefill={"pools": pools},
-        decode={"pools": pools | {"host": host}},
+        prefill={"timeouts": PATIENCE, "pools": pools},
+        decode={"timeouts": PATIENCE, "pools": pools | {"host": host}},
         wait=False,
     ) as running:
         wait_all_ready(running.all(), timeout_s=START_S)
@@ -63,15 +70,17 @@ def kvbridge_pair(pages: int, rooms: int) -> Iterator[KvbridgePair]:
             PrefillEngine.attach(running.prefill.runtime_dir) as sender,
             DecodeEngine.attach(running.decode.runtime_dir) as receiver,
         ):
-            yield KvbridgePair(running, router, sender, receiver)
+            yield KvbridgePair(running, router, sender, receiver, pages)
 
 
 class KvbridgePair:
     """Daemons and engines, and the router between them."""
 
-    def __init__(self, running: Cluster, router: _Router, sender: PrefillEngine, receiver: DecodeEngine) -> None:
+    def __init__(
+        self, running: Cluster, router: _Router, sender: PrefillEngine, receiver: DecodeEngine, pages: int
+    ) -> None:
         self._daemons = self._prefill_daemon, _ = running.prefill, running.decode
-        self._router, self._sender, self._receiver = router, sender, receiver
+        self._router, self._sender, self._receiver, self._pages = router, sender, receiver, pages
         self._rooms = itertools.count(1)
         control = running.prefill.endpoint().control
         assert control is not None
@@ -80,31 +89,48 @@ class KvbridgePair:
     def whole_request(self, tokens: int, *, check: bool = False) -> Crossed:
         """Prefill has published all; the clock runs from decode's admission, as its router asks for it, until the claim returns."""
         room = self._written(tokens, fill=check)
+        source = self._begun_tables
         self._publish(room, tokens)
         self._router.connect()
         begun_s = time.monotonic()
         self._admit(room, tokens)
         claimed = self._receiver.wait_claim(room, LIMIT_S)
-        return self._over(claimed, time.monotonic() - begun_s, check=check)
+        return self._over(claimed, source, time.monotonic() - begun_s, check=check)
 
     def published_request(self, tokens: int, *, check: bool = False) -> Crossed:
         """Both ends have admitted the room and prefill has decode's pages; the clock runs from the first `publish` to the claim."""
         room = self._written(tokens, fill=check)
+        source = self._begun_tables
         self._admit(room, tokens)
         self._wait_offered(room)
         begun_s = time.monotonic()
         self._publish(room, tokens)
         claimed = self._receiver.wait_claim(room, LIMIT_S)
-        return self._over(claimed, time.monotonic() - begun_s, check=check)
+        return self._over(claimed, source, time.monotonic() - begun_s, check=check)
+
+    @contextmanager
+    def used(self, run_pages: int) -> Iterator[None]:
+        """While this lasts, both pools have free pages in runs of so many only: rooms that wait hold the others."""
+        tokens = run_pages * PAGE_TOKENS
+        rooms = []
+        for _ in range(self._pages // run_pages):
+            rooms.append(next(self._rooms))
+            self._sender.admit(rooms[-1], prompt_tokens=tokens)
+            self._admit(rooms[-1], tokens)
+        self._cancel(rooms[1::2])
+        try:
+            yield
+        finally:
+            self._cancel(rooms[::2])
 
     def _written(self, tokens: int, *, fill: bool) -> int:
         room = next(self._rooms)
         self._sender.admit(room, prompt_tokens=tokens)
-        tables = self._sender.begin(room, prompt_tokens=tokens).tables
+        self._begun_tables = self._sender.begin(room, prompt_tokens=tokens).tables
         if fill:
             whole = Section(prompt_tokens=tokens, start_token=0, stop_token=tokens)
             for views in self._sender.views.values():
-                synthetic.fill(views, room=room, tables=tables, section=whole)
+                synthetic.fill(views, room=room, tables=self._begun_tables, section=whole)
         return room
 
     def _admit(self, room: int, tokens: int) -> None:
@@ -122,7 +148,7 @@ class KvbridgePair:
             "the offer", lambda: "admit_to_offer_received" in self._prefill_daemon.get(path)["phases_s"], LIMIT_S
         )
 
-    def _over(self, claimed: DecodeRoom, total_s: float, *, check: bool) -> Crossed:
+    def _over(self, claimed: DecodeRoom, source: Tables, total_s: float, *, check: bool) -> Crossed:
         if check:
             check_rows(self._receiver, claimed)
         self._receiver.release(claimed.room)
@@ -135,7 +161,15 @@ class KvbridgePair:
             claimed.phases_s | {"offer_to_sent": prefill_s["offer_to_sent"]},
             sum(each.bytes for each in amounts),
             sum(each.operations for each in amounts),
+            _pages_in_a_run(source, claimed.tables),
         )
+
+    def _cancel(self, rooms: list[int]) -> None:
+        for room in rooms:
+            self._router.call("DELETE", f"/v1/requests/{room}", {})
+        for room in rooms:
+            for daemon in self._daemons:
+                wait_ended(daemon, room)
 
 
 class _Router:
@@ -158,3 +192,10 @@ class _Router:
         self.close()
         if answer.status >= 300:
             raise RuntimeError(f"{method} {path}: {answer.status} {content[:500]!r}")
+
+
+def _pages_in_a_run(source: Tables, destination: Tables) -> float:
+    """Of a prompt's pages, C4's on decode's host."""
+    places = [source[IndexSpace.FULL].ids, destination[IndexSpace.HOST].ids]
+    together = np.logical_and(*(np.diff(each[: len(places[0])]) == 1 for each in places))
+    return len(places[0]) / (1 + int((~together).sum()))
