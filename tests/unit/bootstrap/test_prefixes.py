@@ -195,3 +195,14 @@ async def test_keys_of_another_namespace_find_no_note(world):
     assert guesses == {("prefill", "none"): 2, ("decode", "none"): 2}
     await beats(world)
     assert names(await service.pair(request(SECOND))) == ("p2", "d2")
+
+
+@pytest.mark.asyncio
+async def test_prompts_of_two_namespaces_are_noted_apart(world):
+    port = Daemons()
+    service, guesses = await pairing_of(world, port)
+    await first_turn_on_second_pair(world, port, service)
+    identity = PrefixIdentity(**IDENTITY.model_dump() | {"namespace": "acme"})
+    ours = page_keys(identity, [1] * (4 * PAGE))
+    assert names(await service.pair(request(ours, namespace="acme"))) == ("p1", "d1")
+    assert guesses == {("prefill", "none"): 2, ("decode", "none"): 2}

@@ -8,7 +8,7 @@ import pytest
 
 from kvbridge.core.errors import UnauthorizedError
 from kvbridge.core.geometry.presets import preset
-from kvbridge.core.ids import IndexSpace, Role
+from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.wire.features import PEER_FEATURES, Features
 from kvbridge.core.wire.messages import Hello, Offer, RankDescription, Rejected, Welcome, WireTable
@@ -290,3 +290,16 @@ def test_a_prefill_node_writes_to_whoever_does_not_hold_other_weights(ours, thei
     assert not rejected if fits else rejected[0].code == "fingerprint_mismatch"
     assert fits or f"the decode side holds {theirs}" in rejected[0].message
     assert bool(side.workers.messages) is fits
+
+
+def test_what_is_kept_of_a_peer_is_what_it_has_said_in_bytes():
+    """Not the thousands of objects that it becomes: those are made for a check, and let go."""
+    ranks = [
+        pack_rank(RankDescription(manifest=manifest(rank=Rank(pp=0, tp=tp), tp_size=4, base=tp << 40), endpoints=()))
+        for tp in range(4)
+    ]
+    side = PrefillSide()
+    side.hello(ranks=tuple(ranks * 64))
+    [known] = side.nodes._known.values()
+    assert known.ranks == tuple(ranks * 64)
+    assert all(order.ranks == tuple(ranks * 64) for order in pick(side.workers.messages, ConnectPeer))

@@ -309,3 +309,19 @@ def test_what_lies_in_the_nodes_host_pool_has_no_prefix():
     verbs = replace(verbs, pages=replace(verbs.pages, settings=settings))
     with pytest.raises(InvalidInputError, match=r"mha_kv of the room lies in this node's host pool.*must be 0 here"):
         verbs.provide(AttachedEngine("engine", 0, ()), Provide(call=1, room=1, tables=(), prefix_tokens=PAGE))
+
+
+def test_amounts_that_add_up_do_not_count_unless_each_rank_reports_its_own():
+    bench = ReceiverBench()
+    bench.nodes.know(tp_size=2)
+    bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,), tp_size=2)
+    bench.admit(prefill=(ADDRESS, OTHER_ADDRESS))
+    whole = full_amounts(TOKENS)
+    more, less = (
+        {kind: Amount(lane_rows=amount.lane_rows * part // 4) for kind, amount in whole.items()} for part in (3, 1)
+    )
+    bench.done(amounts=more)
+    assert bench.report().reason_code == "integrity"
+    assert "rank pp0.tp0 of prefill node prefill/aaaa is done, but mha_kv: " in bench.report().reason
+    bench.done(SECOND, R1, amounts=less)
+    assert (bench.state(), bench.free) == (ReceiverState.FAILED, 16)

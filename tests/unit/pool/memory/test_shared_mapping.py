@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,10 @@ def test_a_file_of_another_user_is_not_mapped(shm, monkeypatch):
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         with pytest.raises(RegistrationError, match=rf"belongs to user {os.getuid()}, not to user {os.getuid() + 1}"):
             SharedMapping.open(ours.path)
+
+
+def test_every_page_is_in_memory_and_the_file_is_private(shm):
+    with SharedMapping.create(shm, "host", MIB) as mapping:
+        status = mapping.path.stat()
+        assert status.st_blocks * 512 == MIB
+        assert stat.S_IMODE(status.st_mode) == 0o600
