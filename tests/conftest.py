@@ -18,12 +18,14 @@ from tests.helpers import isolation, zygote
 from tests.run import MARK, NEW_DURATIONS, read_durations
 
 with contextlib.suppress(ImportError):  # GPU tests also run where only pytest is installed
-    from hypothesis import settings
+    from hypothesis import Phase, settings
 
     # How often a test is tried; tests whose examples are dear take a fraction of it (tests/helpers/examples.py).
-    settings.register_profile("default", max_examples=50, deadline=None)
-    settings.register_profile("unit", max_examples=10, deadline=None)
-    settings.register_profile("thorough", max_examples=1000, deadline=None)
+    # Without explanations: these trace every line once something has failed, and the time of the test is over before it is told.
+    options = {"deadline": None, "phases": [phase for phase in Phase if phase is not Phase.explain]}
+    settings.register_profile("default", max_examples=50, **options)
+    settings.register_profile("unit", max_examples=10, **options)
+    settings.register_profile("thorough", max_examples=1000, **options)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 

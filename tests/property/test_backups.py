@@ -6,9 +6,12 @@ the cache's. And a page counts as on the host only if every rank has said that i
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvbridge.core.errors import CapacityError
 from kvbridge.core.geometry.tables import tables_from_wire
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.wire.worker_messages import CopyPages, PagesCopied
@@ -102,7 +105,8 @@ class BackupsMachine(RuleBasedStateMachine):
 
     @rule(name=CONVERSATIONS, pages=st.integers(1, 5))
     def room(self, name: str, pages: int) -> None:
-        self.bench.tier.room(name, pages)
+        with suppress(CapacityError):  # most pages of the device may be in use by copies that do not end
+            self.bench.tier.room(name, pages)
         self.look()
 
     @rule(seconds=st.sampled_from([0.05, 0.05, 2.0, COPY_S]))

@@ -401,3 +401,22 @@ def test_decode_waits_through_preemptions_of_prefill(times):
     assert pair.decode.engine.requests["d2"].status is Status.LOADING
     pair.come_to_rest()
     assert pair.decode.engine.seen["good loads"] == 1
+
+
+def test_an_offer_behind_a_refused_intent_writes_to_no_page_that_is_free():
+    """Prefill's node gives the intent up before it reads that its engine holds the room; the offer was sent before decode hears that."""
+    pair = Pair(recompute=True)
+    for conversation, deaf in ((0, pair.prefill), (2, pair.decode), (1, None)):
+        pair.prompt_arrives(prompt(conversation, 3 * PAGE))
+        while not pair.prefill.engine.answers:
+            pair.prefill.engine.step()
+        answered, params = pair.prefill.engine.answers.pop()
+        pair.answer_arrives(answered, params, answered.tokens)
+        pair.decode.engine.step()
+        if deaf is not pair.decode:
+            pair.settle()
+            for side in pair.sides:
+                side.engine.step()
+        if deaf is not None:
+            deaf.link.deaf = True
+    pair.come_to_rest()

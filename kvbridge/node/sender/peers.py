@@ -101,11 +101,16 @@ class SenderPeers:
         self.workers.settle(room)
 
     def _refuse(self, peer: str, asking: Asking, code: str, message: str) -> None:
-        """Nothing was ever written for this offer, nor will be: saying so at once is the truth."""
+        """Turn a decode node away. That nothing will be written is true of an offer only.
+
+        An offer that follows a refused intent may be on its way already, and its room be admitted before it comes. Decode has an answer
+        to it by the Abort that follows the offer.
+        """
         self.driver.facts.refuse_message(peer, asking, code)
         text = message[:REASON_CHARS]
         self.nodes.send(peer, Failed(room=asking.room, generation=asking.generation, code=code, message=text))
-        self.nodes.send(peer, Drained(room=asking.room, generation=asking.generation))
+        if isinstance(asking, Offer):
+            self.nodes.send(peer, Drained(room=asking.room, generation=asking.generation))
 
     def peer_gone(self, peer: str, reason: str) -> None:
         """A decode node's process has ended, or it is silent: its rooms fail."""
