@@ -404,7 +404,7 @@ def test_decode_waits_through_preemptions_of_prefill(times):
 
 
 def test_an_offer_behind_a_refused_intent_writes_to_no_page_that_is_free():
-    """Prefill's node gives the intent up before it reads that its engine holds the room; the offer was sent before decode hears that."""
+    """Prefill's node refuses the intent before it reads that its engine holds the room. Decode offers before it hears that."""
     pair = Pair(recompute=True)
     for conversation, deaf in ((0, pair.prefill), (2, pair.decode), (1, None)):
         pair.prompt_arrives(prompt(conversation, 3 * PAGE))

@@ -101,10 +101,10 @@ class SenderPeers:
         self.workers.settle(room)
 
     def _refuse(self, peer: str, asking: Asking, code: str, message: str) -> None:
-        """Turn a decode node away. That nothing will be written is true of an offer only.
+        """Turn a decode node away, with the proof that nothing will be written for its offer.
 
-        An offer that follows a refused intent may be on its way already, and its room be admitted before it comes. Decode has an answer
-        to it by the Abort that follows the offer.
+        A refused intent has no such proof. An offer may be on its way behind the intent, and the room may be admitted before that
+        offer arrives. Decode sends an Abort behind the offer, and the answer to the Abort is the proof.
         """
         self.driver.facts.refuse_message(peer, asking, code)
         text = message[:REASON_CHARS]

@@ -32,7 +32,7 @@ from kvbridge.core.wire.engine_messages import (
     SparseRows,
 )
 from kvbridge.core.wire.features import Features
-from kvbridge.core.wire.messages import Drained, Heartbeat, Intend, Offer, to_wire
+from kvbridge.core.wire.messages import Failed, Heartbeat, Intend, Offer, to_wire
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.engines import AttachedEngines
@@ -149,8 +149,8 @@ def test_decode_that_waits_for_a_room_hears_at_once_that_it_is_not_admitted():
     api.bench.hear(Intend(generation=1, **PROMPT))
     assert api.bench.peers.messages == []
     api.call(Hold(call=2, room=1, prompt_tokens=99 * PAGE))
-    failed, drained = (message for _, message in api.bench.peers.messages)
-    assert (failed.room, failed.code, type(drained)) == (1, "invalid_input", Drained)
+    [(_, failed)] = api.bench.peers.messages
+    assert (type(failed), failed.room, failed.code) == (Failed, 1, "invalid_input")
     assert "prefill did not admit the room" in failed.message
 
 
@@ -178,8 +178,8 @@ def test_a_room_of_another_prompt_is_refused_and_held_for_whoever_it_is_for():
         asked = PROMPT | {"generation": 1, "prompt_digest": digest}
         for message in (Intend(**asked), Offer(**asked, tables=names(7, 8))):
             bench.hear(message, "eeee000000000001")
-            failed, drained = (message for _, message in bench.peers.messages[-2:])
-            assert (failed.code, type(drained)) == ("key_mismatch", Drained)
+            failed = bench.told(Failed, "eeee000000000001")[-1]
+            assert failed.code == "key_mismatch"
             assert f"and prefill holds {b'of this one'.hex()}" in failed.message
     assert bench.report().state is RoomState.ADMITTED
     bench.offer(peer=DECODE, prompt_digest=b"of this one")
