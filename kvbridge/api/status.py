@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from kvbridge.api.directory import InstanceView
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role
 from kvbridge.core.prefixes import Evicted, ModelIdentity
-from kvbridge.pool.accounts.page_states import PageState
+from kvbridge.pool.accounts.pages import PageState
 from kvbridge.telemetry.registry import Metrics
 
 

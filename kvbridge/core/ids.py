@@ -140,6 +140,9 @@ TWINS = {IndexSpace.FULL: IndexSpace.FULL_TWIN, IndexSpace.SWA: IndexSpace.SWA_T
 REQUEST_SPACES = tuple(space for space in IndexSpace if space not in TWINS.values())
 """Those that requests have pages of, and peers speak about."""
 
+Pages = dict[IndexSpace, PageIdArray]
+"""Page ids by index space, int32."""
+
 PageMoves = dict[IndexSpace, tuple[PageIdArray, PageIdArray]]
 """Copies between tiers, by the space on the device: pages there and their twins, int32, of equal length."""
 

@@ -24,7 +24,7 @@ from kvbridge.daemon.twin_journal import (
     read_journal,
 )
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import NO_ROOM, Owner
+from kvbridge.pool.accounts.pages import NO_ROOM, Owner
 from kvbridge.pool.memory.extent import Progress
 from kvbridge.pool.memory.kept_files import KeptFiles
 from kvbridge.pool.memory.placement import Placement

@@ -23,7 +23,7 @@ from kvbridge.core.wire.worker_messages import CopyPages, PageMove, PagesCopied
 from kvbridge.node.driver import WORKER_GONE
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import NO_ROOM, Owner
+from kvbridge.pool.accounts.pages import NO_ROOM, Owner
 from kvbridge.telemetry.host_tier import CopyEnded
 from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.controller import BackupController

@@ -13,7 +13,7 @@ from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.prefixes import Retention
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import REASON_CHARS
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.pages import Owner
 from kvbridge.telemetry.context import TraceContext
 from kvbridge.tier.keys import Keys
 

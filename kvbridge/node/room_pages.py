@@ -24,7 +24,7 @@ from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.wire.engine_messages import Loaded
 from kvbridge.node.room import Load, Quarantine, Room
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import PageState
+from kvbridge.pool.accounts.pages import PageState
 from kvbridge.telemetry.events import DisputedPagesDropped, PrefixMatched, RoomQuarantined
 from kvbridge.telemetry.host_tier import CopyEnded
 from kvbridge.telemetry.stream import EventStream

@@ -15,8 +15,7 @@ import structlog
 from kvbridge.api.rooms import DroppedObjects
 from kvbridge.config.tier import TierConfig
 from kvbridge.core.clock import Clock
-from kvbridge.core.ids import IndexSpace, PageIdArray
-from kvbridge.pool.accounts.holdings import Pages
+from kvbridge.core.ids import IndexSpace, PageIdArray, Pages
 from kvbridge.tier.keys import Keys, Link
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.readers import PathPages

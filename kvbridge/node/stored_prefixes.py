@@ -25,12 +25,11 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.pages import window_pages
-from kvbridge.core.ids import IndexSpace
+from kvbridge.core.ids import IndexSpace, Pages
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.node.store_writes import CHECKPOINTS, ORDER_PAGES, PAGES, StoreWrites
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.holdings import Pages
-from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
+from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.stores.base import BATCH_LIMIT, Outcome

@@ -14,7 +14,7 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import CapacityError
 from kvbridge.core.ids import TWINS
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.pages import Owner
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 from kvbridge.tier.twins import Backup, Twins

@@ -20,11 +20,10 @@ from kvbridge.core.errors import (
     InvalidInputError,
     NotFoundError,
 )
-from kvbridge.core.ids import IndexSpace, PageIdArray
+from kvbridge.core.ids import IndexSpace, PageIdArray, Pages
 from kvbridge.core.prefixes import Evicted
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.holdings import Pages
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.pages import Owner
 from kvbridge.tier.index import CHECKPOINT_SPACE, PrefixIndex
 from kvbridge.tier.keys import Keys, Link
 from kvbridge.tier.readers import (

@@ -11,7 +11,7 @@ import structlog
 
 from kvbridge.core.errors import BridgeError, IntegrityError
 from kvbridge.core.ids import IndexSpace, PageIdArray
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.pages import Owner
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.records import RecordArray

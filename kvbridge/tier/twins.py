@@ -16,7 +16,7 @@ from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, CapacityError, IntegrityError, NotFoundError
 from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray, PageMoves
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.tier.index import CHECKPOINT_SPACE, PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.readers import Reader, some, tell_left_out

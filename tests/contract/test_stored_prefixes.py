@@ -26,7 +26,7 @@ from kvbridge.core.prefixes import Evicted
 from kvbridge.node.store_writes import ORDER_PAGES
 from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
+from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.pool.memory.layout import RankPart, twin_placement
 from kvbridge.pool.memory.pools import MappedPool
 from kvbridge.tier.index import PrefixIndex

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 FREE_BY_TIMER = """
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import PageState
+from kvbridge.pool.accounts.book import PageState
 
 def quarantine(book, owner, reason):
     if book.state(owner) is PageState.LEASED:

@@ -23,7 +23,7 @@ from kvbridge.node.sender.room import SenderPorts, SenderRoom
 from kvbridge.node.sender.rooms import SenderRooms, sender_rooms
 from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import PageState
+from kvbridge.pool.accounts.pages import PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from kvbridge.tier.prefix_cache import PrefixCache

@@ -36,7 +36,7 @@ from kvbridge.node.receiver.room import ReceiverPorts
 from kvbridge.node.receiver.rooms import receiver_rooms
 from kvbridge.node.room_pages import RoomSettings
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import NO_KEYS, Keys

@@ -50,7 +50,7 @@ from kvbridge.node.receiver.rooms import ReceiverRooms
 from kvbridge.node.room import Room
 from kvbridge.node.sender.rooms import SenderRooms
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.telemetry.events import Fact, PagesDiffer, RequestRefused, RequestWaited, RoomEntered, RoomMessageRefused
 from kvbridge.telemetry.stream import EventStream
 

@@ -11,7 +11,7 @@ from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.receiver.room import ReceiverRoom
 from kvbridge.node.receiver.rooms import ReceiverRooms
 from kvbridge.node.sender.room import SenderRoom
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.pages import Owner
 from kvbridge.tier.keys import NO_KEYS, Keys
 from tests.helpers.rooms import ADDRESS, PAGE, R0, R1
 from tests.helpers.simulated_memory import Label, Memory, keys_of, label, write, wrong_pages

@@ -6,7 +6,7 @@ from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.node.receiver.room import ReceiverRoom
-from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.tier.prefix_cache import PrefixCache
 from tests.helpers.rooms import PAGE
 from tests.helpers.simulated_memory import Memory, keys_of, wrong_pages

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from kvbridge.core.ids import IndexSpace, Rank, Tables
 from kvbridge.core.wire.worker_messages import Send
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.pages import Owner
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.helpers.rooms import PAGE
 

@@ -37,7 +37,7 @@ from kvbridge.core.wire.worker_messages import (
     Verify,
     WorkerToNode,
 )
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.pages import Owner
 from tests.helpers.rooms import GEOMETRY, PAGE, R0, R1, manifest
 from tests.helpers.simulated_memory import GARBAGE, Memory, pages_sent
 

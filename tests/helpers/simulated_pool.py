@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from kvbridge.core.errors import BridgeError, CapacityError
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.pages import Owner
 from tests.helpers.simulated_memory import Label, Memory
 from tests.helpers.simulated_nodes import PAGES, RANKS
 

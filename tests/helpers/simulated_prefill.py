@@ -20,7 +20,7 @@ from kvbridge.node.room_pages import RoomSettings
 from kvbridge.node.sender.room import SenderPorts
 from kvbridge.node.sender.rooms import SenderRooms, sender_rooms
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.pages import Owner
 from kvbridge.telemetry.stream import EventStream
 from tests.helpers.rooms import DECODE, GEOMETRY, SENDER_LIMITS, EngineVerbs, welcome_of
 from tests.helpers.simulated_memory import Memory

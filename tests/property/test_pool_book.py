@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from kvbridge.core.errors import BridgeError, IntegrityError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.pool.accounts.pages import Owner, PageState
 from tests.helpers.examples import fewer
 
 OWNED = {IndexSpace.FULL: 12, IndexSpace.HOST: 9}

@@ -21,7 +21,7 @@ from kvbridge.core.errors import (
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.receiver import ReceiverState
-from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.tier.keys import Keys
 from tests.helpers.examples import fewer
 from tests.helpers.room_simulation import BEGUN, STAGES, World
@@ -412,7 +412,8 @@ def test_rooms_of_engines_own_pages_share_what_is_alike_on_both_sides():
 
 
 def pages_shared(book):
-    return len(np.unique(np.concatenate([ids for ids in book._holdings.arrays(IndexSpace.FULL)[1] if len(ids)])))
+    shared = [holding.shared.get(IndexSpace.FULL, ()) for holding in book._holdings.values()]
+    return len(np.unique(np.concatenate([ids for ids in shared if len(ids)])))
 
 
 def test_a_room_that_was_given_up_is_not_written_by_the_endpoints_of_a_later_handshake():

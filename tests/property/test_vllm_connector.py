@@ -10,7 +10,7 @@ from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.pages import Owner
 from tests.helpers.examples import fewer
 from tests.helpers.rooms import PAGE
 from tests.helpers.simulated_nodes import RANKS

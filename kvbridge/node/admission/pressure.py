@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvbridge.core.clock import Clock
 from kvbridge.core.ids import IndexSpace
-from kvbridge.pool.accounts.page_states import NO_ROOM, Owner
+from kvbridge.pool.accounts.pages import NO_ROOM, Owner
 
 WINDOW_S = 30.0
 """A release counts e times less after this time; after a minute it hardly counts."""

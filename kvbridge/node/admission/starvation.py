@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvbridge.core.clock import Clock
 from kvbridge.core.ids import REQUEST_SPACES, IndexSpace
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import PageState
+from kvbridge.pool.accounts.pages import PageState
 
 SHOWN_REASONS = 3
 

@@ -27,7 +27,7 @@ from kvbridge.api.status import FenceStatus
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import NodeToWorker, RenewEndpoints, RevokeEndpoints
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.pages import Owner
 from kvbridge.telemetry.path_events import FenceBegan, WritersShutOut
 from kvbridge.telemetry.stream import EventStream
 

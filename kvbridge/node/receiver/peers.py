@@ -30,7 +30,7 @@ from kvbridge.node.receiver.writers import WriterSets
 from kvbridge.node.room import slowest
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.workers import WorkerSet
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.pages import Owner
 from kvbridge.telemetry.events import PromptNotKept, RankReceived
 from kvbridge.telemetry.path_events import RoomRerouted
 

@@ -16,7 +16,7 @@ from kvbridge.core.wire.engine_messages import Checkpoint, Pages
 from kvbridge.core.wire.messages import MAX_CHECKPOINTS, to_wire
 from kvbridge.node.room_pages import RoomPages
 from kvbridge.node.sender.room import SenderRoom
-from kvbridge.pool.accounts.page_states import PageState
+from kvbridge.pool.accounts.pages import PageState
 
 
 @dataclass(frozen=True, slots=True)

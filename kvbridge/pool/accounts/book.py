@@ -1,41 +1,71 @@
-"""The accounts of a node: the owners of its pages, and the pages that may be used again.
+"""The accounts of a node: the owner and the state of every page.
 
-A page belongs to nobody (free), to one owner, or to the page cache, and all pages of an owner are in one state.
-`TRANSITIONS` is the whole rule: pages that a transfer may touch (leased) cannot become free. They first become *held*, by
-whoever has the proof that the transfer is over, or *quarantined*, until there is proof that nobody uses them.
+A page is free, or belongs to one owner, or to the page cache; all pages of an owner have one state. `TRANSITIONS` is the whole
+rule: leased pages, which a transfer may touch, cannot become free. They first become *held*, by proof that the transfer is over, or
+*quarantined*, until there is proof that nobody uses them.
 
-Pages in the cache hold a prefix that several requests read and nobody writes. Which of them somebody reads is known to the
-`PageCache`; those that nobody reads are *available* like free ones, and are evicted here when free ones do not suffice.
+Cached pages hold a prefix that several requests read and nobody writes. The `PageCache` knows who reads them. Cached pages without
+a reader are *available* like free ones; the book evicts them when the free pages do not suffice.
 
-The ids of an owned space are chosen here. The ids of an adopted space are chosen by the engine and only noted down
-here; what the engine does with the rest of its pages is not known, so "free" then means "not given to the bridge".
+This node chooses the ids of an owned space. The engine chooses the ids of an adopted space, and the book only notes them; what the
+engine does with its other pages is unknown, so "free" means "not given to the bridge" there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from kvbridge.core.errors import CapacityError, ConflictError, IntegrityError, InvalidInputError
-from kvbridge.core.ids import IndexSpace, PageIdArray
-from kvbridge.pool.accounts.holdings import Holdings, Pages
-from kvbridge.pool.accounts.page_states import TRANSITIONS, Owner, PageCache, PageState, PageWatcher
-from kvbridge.pool.accounts.spaces import AdoptedSpace, OwnedSpace
+from kvbridge.core.errors import CapacityError, ConflictError, IntegrityError, InvalidInputError, NotFoundError
+from kvbridge.core.ids import IndexSpace, PageIdArray, Pages
+from kvbridge.pool.accounts.pages import TRANSITIONS, AdoptedSpace, OwnedSpace, Owner, PageState
 
 Counts = Mapping[IndexSpace, int]
 SpaceT = TypeVar("SpaceT", OwnedSpace, AdoptedSpace)
-
 _F, _H, _L, _Q, _C = PageState.FREE, PageState.HELD, PageState.LEASED, PageState.QUARANTINED, PageState.CACHED
 
 
+class PageCache(Protocol):
+    """Knows what cached pages hold and who reads them. The book calls it in the middle of a reservation; it calls nothing back."""
+
+    def evictable(self) -> Counts:
+        """Return the number of cached pages of each space that `evict` can give up at once, all of them together."""
+
+    def evict(self, lacking: Counts) -> Mapping[IndexSpace, PageIdArray]:
+        """Forget at least `lacking` pages of each space, which are evictable, and return what was forgotten."""
+
+
+class PageWatcher(Protocol):
+    """Hears what becomes of pages in the middle of the call that does it; it calls nothing back."""
+
+    def freed(self, pages: Counts) -> None:
+        """These numbers of pages of each space have become available: free, or cached and without a reader."""
+
+    def gone(self, owner: Owner) -> None:
+        """The owner has no pages any more; `freed` has told how many they were."""
+
+
+@dataclass(slots=True)
+class _Holding:
+    """The pages of one owner."""
+
+    state: PageState
+    pages: Pages = field(default_factory=dict)
+    shared: Pages = field(default_factory=dict)
+    """Pages of adopted spaces that the owner only reads."""
+    reasons: set[str] = field(default_factory=set)
+    """Reasons of its quarantine; empty otherwise."""
+
+
 class PageBook:
-    """The accounts of one node. Not thread-safe: it belongs to the node process's one deciding thread."""
+    """The accounts of one node. Not thread-safe: only the node process's one deciding thread uses it."""
 
     def __init__(self, owned: Counts, *, adopted: Counts | None = None) -> None:
-        """Open the accounts: pages of each space that we allocate from, and of each that an engine does."""
+        """Open the accounts: the pages of each space that this node allocates from, and of each that an engine does."""
         both = owned.keys() & (adopted or {}).keys()
         if both:
             raise InvalidInputError(f"spaces {sorted(both)} cannot be both owned and adopted")
@@ -45,7 +75,9 @@ class PageBook:
         self._spaces |= {space: AdoptedSpace(space, count) for space, count in (adopted or {}).items()}
         if not self._spaces:
             raise InvalidInputError("a page book needs at least one index space")
-        self._holdings = Holdings(tuple(self._spaces))
+        self._holdings: dict[Owner, _Holding] = {}
+        self._in_state = self._count([])
+        """Pages that owners have, by space and state: a refusal must not count them again."""
         self._ending: set[Owner] = set()
         self._watchers: list[PageWatcher] = []
         self._cache: PageCache | None = None
@@ -61,26 +93,28 @@ class PageBook:
     # ------------------------------------------------------------------------------------- getting pages
 
     def reserve(self, owner: Owner, demand: Counts, *, state: PageState = _H, scattered: Counts | None = None) -> Pages:
-        """Give a new owner pages of owned spaces, all or nothing; in every space in as few runs as possible.
+        """Give a new owner pages of owned spaces, all or nothing, in every space in as few runs as possible.
 
-        `scattered`: so many of them, the last ones of their space, need not lie together and leave the long runs to others.
-        Evicts cached pages that nobody reads where free ones do not suffice, and none when that would not either.
-        Raises CapacityError when they are not available now, InvalidInputError when the pool is too small for them ever to
-        be, ConflictError when the owner has pages already.
+        `scattered`: the last so many pages of a space come from short runs and leave the long runs to others.
+        Evicts cached pages without a reader where the free pages do not suffice, and nothing when that would not help.
+        Raises CapacityError when the pages are not available now, InvalidInputError when the pool is too small for them,
+        ConflictError when the owner has pages already.
         """
-        self._require_new(owner, state)
+        if owner in self._holdings:
+            raise ConflictError(f"{owner} has pages already ({self.state(owner)})")
+        if state not in TRANSITIONS[_F]:
+            raise InvalidInputError(f"{owner}: pages cannot begin as {state}")
         pages = self._take(owner, demand, scattered=scattered)
-        self._holdings.open(owner, state)
-        return self._holdings.enter(owner, pages)
+        self._holdings[owner] = _Holding(state)
+        return self._enter(owner, pages)
 
     def grow(self, owner: Owner, demand: Counts) -> Pages:
-        """Give an owner further pages, in the state of those that it has, and return the new ones only. All or nothing.
+        """Give an owner further pages in the state of those that it has, all or nothing; return the new ones only.
 
         They continue the owner's last run where the pages behind it are free. Errors as for `reserve`; NotFoundError
         for an owner that has nothing.
         """
-        holding = self._holdings.growable(owner)
-        return self._holdings.enter(owner, self._take(owner, demand, holding.pages))
+        return self._enter(owner, self._take(owner, demand, self._growable(owner).pages))
 
     def adopt(
         self,
@@ -90,58 +124,62 @@ class PageBook:
         shared: Mapping[IndexSpace, npt.ArrayLike] | None = None,
         written_by_peers: bool = False,
     ) -> Pages:
-        """Note down pages of adopted spaces that the engine gives to an owner, all or nothing; returns `pages` as they are kept.
+        """Note pages of adopted spaces that the engine gives to an owner, all or nothing; return `pages` as the book keeps them.
 
-        A new owner holds them; one that has pages already gets them in the state of those. `shared` are pages that the owner
-        only reads, since they are in the engine's own prefix cache: other owners may have them too, whether they wrote them or
-        read them as well, and nobody may write them until the last of their readers is gone. `written_by_peers`: leases here are
-        for writing, so nothing of a page is final before its lease has ended by proof.
+        A new owner holds them; an owner that has pages gets them in the state of those. The owner only reads `shared`, which the
+        engine's own prefix cache has: other owners may write or read them as well, and nobody new may write them until the last
+        reader is gone. `written_by_peers`: leases here are for writing, so nothing of a page is final before its lease has ended
+        by proof.
 
         Raises PageOutOfBoundsError, InvalidInputError for an id named twice, and ConflictError for one of `pages` that another
         owner has, or one of `shared` that a peer may still write.
         """
         if owner in self._holdings:
-            self._holdings.growable(owner)
-        else:
-            self._require_new(owner, _H)
+            self._growable(owner)
         written = {space: self._space(space, AdoptedSpace).check(ids) for space, ids in pages.items()}
         read = {space: self._space(space, AdoptedSpace).check(ids) for space, ids in (shared or {}).items()}
         for space in written.keys() & read.keys():
             self._space(space, AdoptedSpace).check(np.concatenate((written[space], read[space])))
-        self._require_unused(owner, written)
+        for space, ids in written.items():
+            taken = self._space(space, AdoptedSpace).in_use(ids)
+            if len(taken):
+                others = " and ".join(str(one) for one, had in self._holdings.items() if _names(had, space, taken[0]))
+                raise ConflictError(
+                    f"{owner}: page {taken[0]} of adopted space '{space}' still belongs to {others}; the engine must not give it "
+                    "away before that is over, and what its own prefix cache holds for several it has to name as their prefix"
+                )
         for space, ids in read.items() if written_by_peers else ():
-            writer = self._holdings.in_transfer(space, self._space(space, AdoptedSpace).written(ids))
+            writer = self._in_transfer(space, self._space(space, AdoptedSpace).written(ids))
             if writer is not None:
                 raise ConflictError(
                     f"{owner}: pages of adopted space '{space}' that are to be its prefix are {self.state(writer)}, a peer may "
                     f"still write them for {writer}; the engine must not take them for a prefix before that is committed"
                 )
-        self._holdings.open(owner, _H)
+        holding = self._holdings.setdefault(owner, _Holding(_H))
         for space, ids in read.items():
-            self._space(space, AdoptedSpace).read(self._holdings.share(owner, space, ids))
+            before = holding.shared.get(space, ids[:0])
+            new = ids[np.isin(ids, before, invert=True)]
+            self._space(space, AdoptedSpace).read(new)
+            holding.shared[space] = np.concatenate((before, new))
         for space, ids in written.items():
             self._space(space, AdoptedSpace).mark(ids)
-        return self._holdings.enter(owner, written)
+        return self._enter(owner, written)
 
-    def _require_unused(self, owner: Owner, pages: Pages) -> None:
-        for space, ids in pages.items():
-            taken = self._space(space, AdoptedSpace).in_use(ids)
-            if len(taken):
-                others = " and ".join(map(str, self._holdings.with_page(space, int(taken[0]))))
-                raise ConflictError(
-                    f"{owner}: page {taken[0]} of adopted space '{space}' still belongs to {others}; the engine must not give it "
-                    "away before that is over, and what its own prefix cache holds for several it has to name as their prefix"
-                )
+    def _in_transfer(self, space: IndexSpace, ids: PageIdArray) -> Owner | None:
+        touched = (
+            (owner, had.pages.get(space, ids[:0])) for owner, had in self._holdings.items() if had.state is not _H
+        )
+        return next((owner for owner, pages in touched if np.isin(ids, pages).any()), None) if len(ids) else None
 
     # ------------------------------------------------------------------------------------- the page cache
 
     def cache(self, owner: Owner, pages: Mapping[IndexSpace, PageIdArray]) -> None:
-        """Take pages from an owner and give them to the page cache: whole pages, which nobody writes any more. All or nothing.
+        """Take pages from an owner and give them to the page cache, all or nothing: whole pages that nobody writes any more.
 
-        The owner's pages must be held, which is the proof that no transfer writes them. It may go on reading these, for as long
-        as the `PageCache` says that somebody does. Raises ConflictError for other states and for pages that are not the owner's.
+        The owner's pages must be held, which proves that no transfer writes them. The owner may go on reading these for as long as
+        the `PageCache` says that somebody does. Raises ConflictError for other states and for pages that are not the owner's.
         """
-        holding = self._holdings.of(owner)
+        holding = self._of(owner)
         if holding.state is not _H:
             raise ConflictError(f"{owner}: {holding.state} pages cannot be cached, a transfer may still touch them")
         left = {}
@@ -153,17 +191,18 @@ class PageBook:
                 raise ConflictError(
                     f"{owner}: of {len(ids)} pages of '{space}' that are to be cached {len(had) - len(left[space])} are its own"
                 )
-        self._holdings.leave(owner, left)
         for space, ids in pages.items():
+            holding.pages[space] = _read_only(left[space])
+            self._in_state[space][_H] -= len(ids)
             self._space(space, OwnedSpace).keep(ids)
 
     def uncache(self, pages: Mapping[IndexSpace, PageIdArray]) -> None:
-        """Make cached pages free: the page cache knows nothing of them any more. Raises IntegrityError for others."""
+        """Make cached pages free: the page cache has forgotten them. Raises IntegrityError for pages that are not cached."""
         for space, ids in pages.items():
             self._space(space, OwnedSpace).drop(ids)
 
     def became_available(self, pages: Counts) -> None:
-        """Tell watchers of so many pages that were read until now: they can be evicted, or have been let go of."""
+        """Tell watchers that so many pages, which had readers until now, can be evicted or are free."""
         if any(pages.values()):
             for watcher in self._watchers:
                 watcher.freed(pages)
@@ -176,7 +215,7 @@ class PageBook:
         Leased to held says that there is proof that no transfer touches them any more. Raises ConflictError, and
         changes nothing, when the pages are not in `from_state` or the transition is not in `TRANSITIONS`.
         """
-        holding = self._holdings.of(owner)
+        holding = self._of(owner)
         if holding.state is not from_state:
             raise ConflictError(
                 f"{owner}: pages are {holding.state}, not {from_state}, and cannot be moved to {to_state}"
@@ -186,14 +225,14 @@ class PageBook:
                 f"{owner}: pages cannot be moved from {from_state} to {to_state}; pages become free by free(), "
                 f"quarantined by quarantine() and leave quarantine by release_quarantined()"
             )
-        self._holdings.shift(owner, to_state)
+        self._shift(holding, to_state)
 
     def free(self, owner: Owner) -> int:
-        """Take all pages of an owner back for use by others and forget it; returns how many. They must be held.
+        """Free all pages of an owner, which must be held, and forget the owner; return how many pages they were.
 
         Raises ConflictError while they are leased or quarantined, NotFoundError when the owner has none.
         """
-        holding = self._holdings.of(owner)
+        holding = self._of(owner)
         if holding.state is not _H:
             raise ConflictError(
                 f"{owner}: {holding.state} pages cannot be freed, a transfer may still touch them"
@@ -205,24 +244,24 @@ class PageBook:
     def quarantine(self, owner: Owner, reason: str) -> None:
         """Keep an owner's pages from any use until `release_quarantined`.
 
-        `reason` tells people what may still touch the pages. Further reasons are told beside it.
+        `reason` tells people what may still touch the pages. Later reasons are told beside it.
         """
         if not reason:
             raise InvalidInputError(f"{owner}: a quarantine needs a reason")
-        holding = self._holdings.of(owner)
+        holding = self._of(owner)
         if holding.state is not _Q:
-            self._holdings.shift(owner, _Q)
+            self._shift(holding, _Q)
             self._ending.discard(owner)
         holding.reasons.add(reason)
 
     def release_quarantined(self, owner: Owner) -> None:
-        """Free the pages of an owner: nothing touches them any more. Harmless for one that is not quarantined."""
+        """Free the pages of an owner: nothing touches them any more. Harmless for an owner that is not quarantined."""
         if self.state(owner) is _Q:
             self._forget(owner)
 
     def expect_free(self, owner: Owner) -> None:
-        """Say that an owner is ending: its pages count in `pages_being_released` until they are free or quarantined."""
-        if self._holdings.of(owner).state is not _Q and owner not in self._ending:
+        """Count an owner's pages in `pages_being_released` until they are free or quarantined: the owner is ending."""
+        if self._of(owner).state is not _Q:
             self._ending.add(owner)
 
     # ------------------------------------------------------------------------------------- asking
@@ -231,35 +270,38 @@ class PageBook:
         return owner in self._holdings
 
     def pages(self, owner: Owner) -> Pages:
-        """All pages of an owner, in the order in which it got them. Raises NotFoundError when it has none."""
-        return dict(self._holdings.of(owner).pages)
+        """Return all pages of an owner, in the order in which it got them. Raises NotFoundError when it has none."""
+        return dict(self._of(owner).pages)
 
     def state(self, owner: Owner) -> PageState:
-        """The state of all pages of an owner; FREE when it has none."""
-        return self._holdings.state(owner)
+        """Return the state of all pages of an owner; FREE when it has none."""
+        return self._holdings[owner].state if owner in self._holdings else _F
 
     def quarantine_reasons(self) -> dict[str, tuple[Owner, ...]]:
-        """Every reason that has not been lifted, with the owners that wait for it."""
-        return self._holdings.reasons()
+        """Return every reason that still holds, with the owners that wait for it."""
+        found: dict[str, tuple[Owner, ...]] = {}
+        for owner, holding in self._holdings.items():
+            found |= {reason: (*found.get(reason, ()), owner) for reason in sorted(holding.reasons)}
+        return found
 
     def counts(self) -> dict[IndexSpace, dict[PageState, int]]:
-        """Pages of each space in each state. They add up to all of them."""
+        """Return the pages of each space in each state. They add up to all of them."""
         return {
-            space: {_F: account.free} | self._holdings.counts(space) | {_C: account.cached}
+            space: {_F: account.free, **self._in_state[space], _C: account.cached}
             for space, account in self._spaces.items()
         }
 
     def available_pages(self) -> dict[IndexSpace, int]:
-        """Pages of each space that a reservation can have: free ones, and cached ones that nobody reads."""
+        """Return the pages of each space that a reservation can have: free ones, and cached ones without a reader."""
         evictable = self._evictable()
         return {space: account.free + evictable.get(space, 0) for space, account in self._spaces.items()}
 
     def cached_pages(self) -> Pages:
-        """Every cached page of the spaces whose pages are given out here."""
+        """Return every cached page of the owned spaces."""
         return {space: self._space(space, OwnedSpace).cached_ids() for space in self.owned_spaces()}
 
     def owned_spaces(self) -> tuple[IndexSpace, ...]:
-        """Spaces whose pages are given out here."""
+        """Return the spaces that this node allocates from."""
         return tuple(space for space, account in self._spaces.items() if isinstance(account, OwnedSpace))
 
     def require_possible(self, demand: Counts, *, of: object = "the request") -> None:
@@ -275,25 +317,32 @@ class PageBook:
                 )
 
     def pages_being_released(self) -> dict[IndexSpace, int]:
-        """Pages of each space that will soon be free without anybody's asking: those of ending owners.
+        """Return the pages of each space that ending owners will soon free.
 
-        Quarantined pages are not among them: nobody knows when they will be free.
+        Quarantined pages do not count: nobody knows when they will be free.
         """
         found = dict.fromkeys(self._spaces, 0)
         for owner in self._ending:
-            for space, ids in self._holdings.of(owner).pages.items():
+            for space, ids in self._of(owner).pages.items():
                 found[space] += len(ids)
         return found
 
     def check_integrity(self) -> None:
         """Recount everything from the owners' pages. Raises IntegrityError: lost pages, two owners, wrong counts.
 
-        free + held + leased + quarantined + cached is every page of a space once. That the cached ones are those that the page
-        cache knows only it can say.
+        free + held + leased + quarantined + cached is every page of a space once. Only the page cache can say whether the cached
+        pages are those that it knows.
         """
-        self._holdings.check_integrity()
+        for owner, holding in self._holdings.items():
+            if (holding.state is _Q) != bool(holding.reasons):
+                raise IntegrityError(f"{owner}: is {holding.state} with reasons {sorted(holding.reasons)}")
+        recount = self._count(self._holdings.values())
+        if recount != self._in_state:
+            raise IntegrityError(f"pages by state are {recount} when counted again, and {self._in_state} in the book")
         for space, account in self._spaces.items():
-            account.check_owners(*self._holdings.arrays(space))
+            owned = [holding.pages[space] for holding in self._holdings.values() if space in holding.pages]
+            shared = [holding.shared[space] for holding in self._holdings.values() if space in holding.shared]
+            account.check_owners(owned, shared)
             if sum(self.counts()[space].values()) != account.page_count:
                 raise IntegrityError(f"space '{space}': {self.counts()[space]} are not its {account.page_count} pages")
 
@@ -306,11 +355,19 @@ class PageBook:
 
     # ------------------------------------------------------------------------------------- inside
 
-    def _require_new(self, owner: Owner, state: PageState) -> None:
-        if owner in self._holdings:
-            raise ConflictError(f"{owner} has pages already ({self._holdings.state(owner)})")
-        if state not in TRANSITIONS[_F]:
-            raise InvalidInputError(f"{owner}: pages cannot begin as {state}")
+    def _of(self, owner: Owner) -> _Holding:
+        try:
+            return self._holdings[owner]
+        except KeyError:
+            raise NotFoundError(f"{owner} has no pages on this node") from None
+
+    def _growable(self, owner: Owner) -> _Holding:
+        holding = self._of(owner)
+        if holding.state is _Q:
+            raise ConflictError(
+                f"{owner}: its pages are quarantined ({', '.join(sorted(holding.reasons))}), it gets no further ones"
+            )
+        return holding
 
     def _space(self, space: IndexSpace, kind: type[SpaceT]) -> SpaceT:
         account = self._spaces.get(space)
@@ -318,6 +375,27 @@ class PageBook:
             names = [str(name) for name, one in self._spaces.items() if isinstance(one, kind)]
             raise InvalidInputError(f"'{space}' is not {kind.what} of this node; those are {names}")
         return account
+
+    def _count(self, holdings: Iterable[_Holding]) -> dict[IndexSpace, dict[PageState, int]]:
+        found = {space: dict.fromkeys((_H, _L, _Q), 0) for space in self._spaces}
+        for holding in holdings:
+            for space, ids in holding.pages.items():
+                found[space][holding.state] += len(ids)
+        return found
+
+    def _enter(self, owner: Owner, new: Pages) -> Pages:
+        holding = self._holdings[owner]
+        for space, ids in new.items():
+            before = holding.pages.get(space)
+            holding.pages[space] = _read_only(ids if before is None else np.concatenate((before, _read_only(ids))))
+            self._in_state[space][holding.state] += len(ids)
+        return new
+
+    def _shift(self, holding: _Holding, to_state: PageState) -> None:
+        for space, ids in holding.pages.items():
+            self._in_state[space][holding.state] -= len(ids)
+            self._in_state[space][to_state] += len(ids)
+        holding.state = to_state
 
     def _take(
         self, owner: Owner, demand: Counts, having: Pages | None = None, scattered: Counts | None = None
@@ -331,8 +409,8 @@ class PageBook:
         self.require_possible({space: had[space] + count for space, count in demand.items()}, of=owner)
         self._make_free(owner, demand)
         last = {space: int(ids[-1]) for space, ids in (having or {}).items() if len(ids)}
-        some = {space: (scattered or {}).get(space, 0) for space in demand}
-        return {one: accounts[one].take(n, after=last.get(one), scattered=some[one]) for one, n in demand.items()}
+        apart = {space: (scattered or {}).get(space, 0) for space in demand}
+        return {one: accounts[one].take(n, after=last.get(one), scattered=apart[one]) for one, n in demand.items()}
 
     def _evictable(self) -> Counts:
         return self._cache.evictable() if self._cache is not None else {}
@@ -347,9 +425,7 @@ class PageBook:
         lacking = {space: count - evictable.get(space, 0) for space, count in short.items()}
         lacking = {space: count for space, count in lacking.items() if count > 0}
         if lacking or self._cache is None:
-            texts = [
-                self._lack(space, demand[space], count, evictable.get(space, 0)) for space, count in lacking.items()
-            ]
+            texts = [self._lack(space, demand[space], n, evictable.get(space, 0)) for space, n in lacking.items()]
             raise CapacityError(f"{owner}: {'; '.join(texts)}", lacking=lacking)
         self.uncache(self._cache.evict(short))
         kept = {space: count for space, count in demand.items() if count > self._spaces[space].free}
@@ -363,7 +439,7 @@ class PageBook:
         cached = f"{evictable} of {account.cached} cached can be evicted, " if account.cached else ""
         return (
             f"space '{space}' lacks {lacking} pages ({count} wanted, {account.free} of {account.page_count} free, {cached}"
-            f"{self.pages_being_released()[space]} being released, {self._holdings.counts(space)[_Q]} quarantined)"
+            f"{self.pages_being_released()[space]} being released, {self._in_state[space][_Q]} quarantined)"
         )
 
     def _forget(self, owner: Owner) -> int:
@@ -371,6 +447,7 @@ class PageBook:
         self._ending.discard(owner)
         free = {space: self._spaces[space].free for space in (*holding.pages, *holding.shared)}
         for space, ids in holding.pages.items():
+            self._in_state[space][holding.state] -= len(ids)
             self._spaces[space].give(ids)
         for space, ids in holding.shared.items():
             self._space(space, AdoptedSpace).read_no_more(ids)
@@ -379,3 +456,14 @@ class PageBook:
             watcher.freed(freed)
             watcher.gone(owner)
         return sum(freed.values())
+
+
+def _names(holding: _Holding, space: IndexSpace, page: int) -> bool:
+    """Return whether an owner has a page or reads it."""
+    return page in holding.pages.get(space, ()) or page in holding.shared.get(space, ())
+
+
+def _read_only(ids: PageIdArray) -> PageIdArray:
+    """Callers get the very arrays that the book keeps, so nobody may write to them."""
+    ids.flags.writeable = False
+    return ids

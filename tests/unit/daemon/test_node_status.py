@@ -12,7 +12,7 @@ from kvbridge.daemon.bootstrap import BootstrapDaemon
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.prefill import prefill_daemon
 from kvbridge.node.admission.starvation import Starvation
-from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache

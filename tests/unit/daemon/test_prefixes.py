@@ -13,7 +13,7 @@ from kvbridge.daemon import parts as node_parts
 from kvbridge.daemon.decode import decode_daemon
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill import prefill_daemon
-from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
+from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.tier.keys import Keys
 
 FULL, HOST = IndexSpace.FULL, IndexSpace.HOST

@@ -34,7 +34,7 @@ from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces, TokenGrant
 from kvbridge.core.session.states import RoomState
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.operations import AppSettings
-from kvbridge.pool.accounts.page_states import PageState
+from kvbridge.pool.accounts.pages import PageState
 from kvbridge.telemetry.context import TRACE, TraceContext
 
 

@@ -24,7 +24,7 @@ from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.states import RoomState
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import NO_ROOM, Owner
+from kvbridge.pool.accounts.pages import NO_ROOM, Owner
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache

@@ -8,7 +8,7 @@ from kvbridge.core.errors import CapacityError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.node.admission.pressure import ReleaseRates
 from kvbridge.node.admission.queue import AdmissionQueue, Waiting
-from kvbridge.pool.accounts.page_states import NO_ROOM, Owner
+from kvbridge.pool.accounts.pages import NO_ROOM, Owner
 from tests.helpers.manual_clock import ManualClock
 
 FULL, HOST = IndexSpace.FULL, IndexSpace.HOST

@@ -29,7 +29,7 @@ from kvbridge.core.wire.messages import (
 from kvbridge.core.wire.worker_messages import Digested, Rerouted, RoomClosed, Sent, Verified
 from kvbridge.node.receiver.room import speaker_of as receiver_speaker
 from kvbridge.node.sender.room import speaker_of as sender_speaker
-from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.pool.accounts.pages import Owner, PageState
 from tests.helpers.node_bench import ReceiverBench, SenderBench
 from tests.helpers.rooms import ADDRESS, DECODE, OTHER_ADDRESS, PREFILL, R0, R1, TOKENS, full_amounts, pages_table
 

@@ -23,7 +23,7 @@ from kvbridge.core.wire.engine_messages import Provide
 from kvbridge.core.wire.messages import MAX_METADATA_BYTES, Abort, Intend, Offer, PathLost, to_wire
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.receiver import withdrawals
-from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.telemetry.path_events import RoomRerouted
 from tests.helpers.node_bench import ReceiverBench, offered
 from tests.helpers.rooms import ADDRESS, OTHER_ADDRESS, PAGE, PREFILL, R0, R1, TOKENS, full_amounts, pages_table

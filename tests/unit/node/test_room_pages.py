@@ -11,7 +11,7 @@ from kvbridge.core.session.receiver import ReceiverState
 from kvbridge.node.receiver.room import ReceiverRoom
 from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
+from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache

@@ -16,7 +16,7 @@ from kvbridge.node.room import Quarantine, Room
 from kvbridge.node.room_book import RoomBook
 from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.pool.accounts.pages import Owner, PageState
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import GEOMETRY, SENDER_LIMITS, RecordedEvents
 

@@ -24,7 +24,7 @@ from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Rerouted
 from kvbridge.node.sender import offers
 from kvbridge.node.sender import room as sender
 from kvbridge.node.sender.offers import EarlyOffers, check_offer
-from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.telemetry.events import OrderBegan, OrderEnded, PhasesEnded
 from kvbridge.telemetry.path_events import RoomRerouted
 from kvbridge.telemetry.phases import PHASES

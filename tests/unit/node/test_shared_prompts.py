@@ -18,7 +18,7 @@ from kvbridge.core.wire.messages import Failed, Offer, to_wire
 from kvbridge.node.receiver.fence import ALL
 from kvbridge.node.receiver.room import ReceiverRoom
 from kvbridge.node.sender.offers import check_offer
-from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
+from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.telemetry.events import DisputedPagesDropped, PromptNotKept
 from kvbridge.tier.keys import NO_KEYS, Keys, Link
 from tests.helpers.node_bench import FULL, HISTORY, KeyedReceiver, ReceiverBench, keys_of

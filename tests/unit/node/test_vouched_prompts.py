@@ -9,7 +9,7 @@ import pytest
 
 from kvbridge.core.errors import KeyMismatchError
 from kvbridge.core.session.states import RoomState
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.pages import Owner
 from kvbridge.tier.keys import NO_KEYS, Keys
 from tests.helpers.room_simulation import World
 from tests.helpers.rooms import PAGE

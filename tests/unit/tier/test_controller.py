@@ -13,7 +13,7 @@ import pytest
 from kvbridge.config.tier import BackupPolicy, HostBackup
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
+from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.tier import controller as backup_controller
 from kvbridge.tier.controller import BackupController
 from kvbridge.tier.index import PrefixIndex

@@ -8,7 +8,7 @@ import pytest
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.prefixes import Retention
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import Owner
+from kvbridge.pool.accounts.pages import Owner
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache

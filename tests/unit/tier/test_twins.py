@@ -9,7 +9,7 @@ import pytest
 from kvbridge.core.errors import CapacityError, ConflictError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import NO_ROOM, Owner, PageState
+from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache

@@ -11,7 +11,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.pool.accounts.page_states import Owner, PageState
+from kvbridge.pool.accounts.pages import Owner, PageState
 
 FULL, SWA, HOST = IndexSpace.FULL, IndexSpace.SWA, IndexSpace.HOST
 FREE, HELD, LEASED, QUARANTINED, CACHED = (
@@ -98,13 +98,13 @@ def test_integrity_check_finds_what_is_wrong(spoil):
     book.adopt(B, {SWA: [1, 2]})
     match spoil:
         case "count":
-            book._holdings._in_state[FULL][HELD] = 1
+            book._in_state[FULL][HELD] = 1
         case "twice":
-            book._holdings.of(A).pages[FULL] = np.array([1, 1], dtype=np.int32)
+            book._holdings[A].pages[FULL] = np.array([1, 1], dtype=np.int32)
         case "lost":
             book._spaces[FULL].give([1])
         case "reason":
-            book._holdings.of(B).reasons.add("x")
+            book._holdings[B].reasons.add("x")
     with pytest.raises(IntegrityError):
         book.check_integrity()
 

@@ -1,8 +1,10 @@
-"""One index space's account: pages that we choose ourselves, or pages that an engine names."""
+"""The states and owners of pages, and the account of one index space: ids that this node chooses, or that an engine names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +13,52 @@ from kvbridge.core.errors import IntegrityError, InvalidInputError, PageOutOfBou
 from kvbridge.core.ids import IndexSpace, PageIdArray
 from kvbridge.pool.accounts.allocator import RunAllocator
 
+NO_ROOM = -1
+_NO_PAGES: PageIdArray = np.empty(0, dtype=np.int32)
+
+
+class PageState(StrEnum):
+    """The state of a page says what may happen to it."""
+
+    FREE = "free"
+    HELD = "held"
+    """The owner alone uses it: an engine, or a room before and after its transfer."""
+    LEASED = "leased"
+    """A transfer may read it (prefill) or a peer may write it (decode)."""
+    QUARANTINED = "quarantined"
+    """A transfer that ended badly may still touch it."""
+    CACHED = "cached"
+    """Whole, for several to read and for nobody to write: a prefix that stays. It has no owner, and no lease covers it."""
+
+
+_F, _H, _L, _Q, _C = PageState.FREE, PageState.HELD, PageState.LEASED, PageState.QUARANTINED, PageState.CACHED
+
+TRANSITIONS: Mapping[PageState, frozenset[PageState]] = {
+    _F: frozenset({_H, _L}),
+    _H: frozenset({_F, _L, _Q, _C}),
+    _L: frozenset({_H, _Q}),
+    _Q: frozenset({_F}),
+    _C: frozenset({_F}),
+}
+"""The states that each state can become. Only `release_quarantined` ends a quarantine.
+
+In an adopted space the engine decides. A page counts as cached there while some room reads the page and no room writes it,
+whatever the page's state was before.
+"""
+
+
+class Owner(NamedTuple):
+    """One attempt at one request: a room with its generation. With `NO_ROOM`, a copy between tiers, counted by generation."""
+
+    room: int
+    generation: int
+
+    def __str__(self) -> str:
+        return f"copy {self.generation}" if self.room == NO_ROOM else f"room {self.room} generation {self.generation}"
+
 
 class OwnedSpace(RunAllocator):
-    """A space whose ids we give out. A page that is out belongs to an owner or is cached."""
+    """A space whose ids this node gives out. A page that is out belongs to an owner or is cached."""
 
     what = "a space that this node allocates from"
 
@@ -24,7 +69,7 @@ class OwnedSpace(RunAllocator):
         """Pages that have no owner and are not free."""
 
     def keep(self, ids: PageIdArray) -> None:
-        """Note that these pages, an owner's until now, are cached."""
+        """Note that these pages, which an owner had until now, are cached."""
         self._is_cached[ids] = True
         self.cached += len(ids)
 
@@ -40,11 +85,11 @@ class OwnedSpace(RunAllocator):
         self.give(ids)
 
     def cached_ids(self) -> PageIdArray:
-        """All cached pages."""
+        """Return all cached pages."""
         return np.flatnonzero(self._is_cached).astype(np.int32)
 
     def check_owners(self, owned: Sequence[PageIdArray], shared: Sequence[PageIdArray] = ()) -> None:
-        """Check that the owners' pages are exactly those that are out and not cached, each once, and every inner structure."""
+        """Raise IntegrityError unless the owners have exactly the pages that are out and not cached, each page once."""
         self.check_integrity()
         if len(shared):
             raise IntegrityError(f"space '{self.name}': who reads its cached pages is not for its owners to say")
@@ -56,10 +101,10 @@ class OwnedSpace(RunAllocator):
 
 
 class AdoptedSpace:
-    """A space whose ids an engine gives out; [0, page_count) exist.
+    """A space whose ids an engine gives out; pages [0, page_count) exist.
 
-    The engine says of each page whether a room writes it or only reads what the engine's own prefix cache has in it. A page
-    has one writer at most, and gets one only while nobody reads it; what has been written any number of rooms may read.
+    The engine says of each page whether a room writes the page, or only reads what the engine's own prefix cache has in the page.
+    A page has at most one writer, and gets a writer only while nobody reads the page; any number of rooms may read a written page.
     """
 
     what = "an adopted space"
@@ -77,11 +122,11 @@ class AdoptedSpace:
 
     @property
     def free(self) -> int:
-        """Pages that have not been given to us; whether the engine could give them is its own affair."""
+        """Pages that nobody has given to the bridge; only the engine knows whether it could give them."""
         return self.page_count - self._written - self.cached
 
     def check(self, ids: npt.ArrayLike) -> PageIdArray:
-        """Return ids that an engine named as our own int32 copy. Raises when one does not exist or is named twice."""
+        """Return ids that an engine named as an int32 copy. Raises when one does not exist or is named twice."""
         pages = np.array(ids)
         if pages.ndim != 1 or (len(pages) and not np.issubdtype(pages.dtype, np.integer)):
             raise InvalidInputError(
@@ -98,15 +143,15 @@ class AdoptedSpace:
         return pages.astype(np.int32)
 
     def in_use(self, ids: PageIdArray) -> PageIdArray:
-        """Return the `ids` that have a writer or readers, so that nobody else may write them."""
+        """Return the `ids` that have a writer or readers: nobody else may write them."""
         return ids[self._is_written[ids] | (self._readers[ids] > 0)]
 
     def written(self, ids: PageIdArray) -> PageIdArray:
-        """Return the `ids` that a room writes, or has written and not let go of."""
+        """Return the `ids` that a room writes, or has written and still holds."""
         return ids[self._is_written[ids]]
 
     def mark(self, ids: PageIdArray) -> None:
-        """Note that a room writes these pages; they were checked before."""
+        """Note that a room writes these pages; `in_use` has none of them."""
         self._is_written[ids] = True
         self._written += len(ids)
 
@@ -116,7 +161,7 @@ class AdoptedSpace:
         self._readers[ids] += 1
 
     def give(self, ids: PageIdArray) -> None:
-        """Note that a room does not write these pages any more. Raises IntegrityError when none did."""
+        """Note that a room does not write these pages any more. Raises IntegrityError when no room did."""
         if not self._is_written[ids].all():
             raise IntegrityError(f"pages of adopted space '{self.name}' are given back that were never in use")
         self._is_written[ids] = False
@@ -124,14 +169,14 @@ class AdoptedSpace:
         self.cached += int(np.count_nonzero(self._readers[ids]))
 
     def read_no_more(self, ids: PageIdArray) -> None:
-        """Note that one room fewer reads these pages. Raises IntegrityError when none did."""
+        """Note that one room fewer reads these pages. Raises IntegrityError when no room did."""
         if not self._readers[ids].all():
             raise IntegrityError(f"pages of adopted space '{self.name}' lose a reader that they never had")
         self._readers[ids] -= 1
         self.cached -= int(np.count_nonzero(~self._is_written[ids] & (self._readers[ids] == 0)))
 
     def check_owners(self, owned: Sequence[PageIdArray], shared: Sequence[PageIdArray] = ()) -> None:
-        """Check that the owners' pages are exactly those that are written, each once, and count the readers again."""
+        """Raise IntegrityError unless the owners have exactly the written pages, each once, and readers add up."""
         _check_disjoint(self.name, owned, self._written)
         if int(self._is_written.sum()) != self._written or not all(self._is_written[ids].all() for ids in owned):
             raise IntegrityError(f"space '{self.name}': the map of written pages and the owners' pages differ")
@@ -142,9 +187,6 @@ class AdoptedSpace:
             raise IntegrityError(
                 f"space '{self.name}': {self.cached} cached pages in the book are not those that are only read"
             )
-
-
-_NO_PAGES: PageIdArray = np.empty(0, dtype=np.int32)
 
 
 def _check_disjoint(name: str, owned: Sequence[PageIdArray], expected: int) -> None:
