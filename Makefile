@@ -38,7 +38,7 @@ GPU_PYTHON ?=
 GPU_READY := $(if $(GPU_PYTHON),,$(READY))
 GPU_RUN := $(or $(GPU_PYTHON),$(BIN)/python)
 
-.PHONY: help setup system servers browser demo unit test test-all test-faults test-load mutate test-gpu constraints dashboards docs check format bench
+.PHONY: help setup system servers browser demo unit test test-all test-faults test-load mutate test-gpu constraints dashboards docs check size format bench
 .PHONY: test-vllm bench-gpu bench-peers bench-vllm soak soak-shared fuzz fuzz-http clean
 
 help:
@@ -57,6 +57,7 @@ help:
 	@echo "make dashboards  write Grafana's files from their descriptions to out/grafana/"
 	@echo "make docs    build the documentation as a site in out/docs/; a broken link is an error"
 	@echo "make check   format, lint, types, import layers"
+	@echo "make size    lines of the package and of the tests, by what they are"
 	@echo "make bench   measure planning, transports, overhead, paths, the directory, stores and load; results in out/bench/"
 	@echo "make bench-gpu  measure kernels and the local transport on this machine's GPUs; results in out/bench-gpu/"
 	@echo "make bench-vllm  measure vLLM with kvbridge beside vLLM with NixlConnector, on this processor; results in out/bench/"
@@ -155,6 +156,9 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+size: $(READY)
+	$(BIN)/python -m tests.size
 
 format: $(READY)
 	$(BIN)/ruff format .
