@@ -23,12 +23,9 @@ from kvbridge.core.wire.worker_messages import Digested, EndpointsRevoked, Verif
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill_links import PrefillLinks
-from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.engine_api import EngineApi
+from kvbridge.node.decode.fence import Fence
+from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
-from kvbridge.node.receiver.fence import Fence
-from kvbridge.node.receiver.room import ReceiverPorts
-from kvbridge.node.receiver.rooms import ReceiverRooms, receiver_rooms
 from kvbridge.node.room_pages import RoomSettings
 from kvbridge.telemetry.events import MessageUndelivered
 
@@ -45,17 +42,8 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
         soon=lambda do: asyncio.get_running_loop().call_soon(do, context=Context()),
     )
     fence = Fence(parts.workers.layers, send=parts.workers.send, events=parts.events, fence_s=config.timeouts.fence_s)
-    rooms = receiver_rooms(
-        ReceiverPorts(
-            book=parts.book,
-            workers=parts.workers,
-            nodes=nodes,
-            fence=fence,
-            engines=parts.engines,
-            events=parts.events,
-            prefixes=parts.prefixes,
-            store=parts.stored,
-        ),
+    rooms = DecodeRooms(
+        parts.room_parts,
         RoomSettings(
             geometry=parts.geometry,
             limits=config.timeouts,
@@ -65,6 +53,8 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
             host=parts.layout.host_kinds,
             digest=config.integrity.digest,
         ),
+        nodes,
+        fence,
     )
     fence.watch(rooms.writers)
     nodes.watch(rooms.writers)
@@ -73,21 +63,18 @@ def decode_daemon(config: DecodeConfig) -> NodeDaemon:
         peers,
         {
             EndpointsRevoked: lambda message: fence.revoked(message.rank, message.before_epoch),
-            Digested: rooms.workers.digested,
-            Verified: rooms.workers.verified,
+            **dict.fromkeys((Digested, Verified), rooms.hear),
             **parts.reports,
         },
     )
-    admission = AdmissionController(rooms.requests, parts.book, limits=config.admission, events=parts.events)
-    api = EngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
-    return NodeDaemon(parts, peers, rooms, admission, api)
+    return NodeDaemon(parts, peers, rooms)
 
 
 class PrefillPeers:
     """What prefill nodes and rank workers say, and whom it concerns. Implements Peers and WorkerListener."""
 
     def __init__(
-        self, parts: NodeParts, links: PrefillLinks, nodes: PrefillNodes, rooms: ReceiverRooms, fence: Fence
+        self, parts: NodeParts, links: PrefillLinks, nodes: PrefillNodes, rooms: DecodeRooms, fence: Fence
     ) -> None:
         self._parts = parts
         self._events = parts.events
@@ -123,7 +110,7 @@ class PrefillPeers:
     def worker_gone(self, rank: Rank, reason: str) -> None:
         """Fail what a rank worker that is gone had under way, perhaps with device memory that it made."""
         made = rank in self._parts.layout.orders
-        self._rooms.workers.gone(rank, reason, memory_lost=made)
+        self._rooms.worker_gone(rank, reason, memory_lost=made)
         self._parts.worker_gone(rank, reason)
 
     # ------------------------------------------------------------------ prefill nodes
@@ -141,7 +128,7 @@ class PrefillPeers:
                 text = f"{message.type} from {address.endpoint} in the name of {peer}"
                 self._events.frame_refused("unmet", text)
             case Digests() | Done() | PathLost() | Failed() | Drained():
-                self._rooms.peers.hear(peer, message)
+                self._rooms.writers.hear(peer, message)
             case Heartbeat():
                 pass
             case _:

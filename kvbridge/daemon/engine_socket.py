@@ -14,26 +14,26 @@ from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import Answer, EngineToNode, NodeToEngine, Refused
 from kvbridge.core.wire.messages import REASON_CHARS
-from kvbridge.node.engine_api import EngineApi
+from kvbridge.node.engines import Engines
 from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)
 
 
 class EngineSocket:
-    """Between the engines of a node and their API. Built anywhere, opened and used in one running loop."""
+    """Between the engine processes of a node and `Engines`. Built anywhere, opened and used in one running loop."""
 
     def __init__(self, settle_s: float, events: EventStream) -> None:
         """`settle_s` is `timeouts.engine_settle_s`."""
         self._settle_s = settle_s
         self._events = events
         self._server: LocalServer[EngineToNode, NodeToEngine] | None = None
-        self._api: EngineApi
+        self._engines: Engines
 
-    def open(self, incarnation: str, runtime_dir: Path, api: EngineApi) -> None:
-        """Listen for engines, whose calls `api` answers. Raises ConflictError when another daemon uses the directory."""
-        self._api = api
-        callbacks = LocalCallbacks(api.handle, on_gone=self._on_gone, on_refused=self._events.frame_refused)
+    def open(self, incarnation: str, runtime_dir: Path, engines: Engines) -> None:
+        """Listen for engines, whose calls `engines` answers. Raises ConflictError when another daemon uses the directory."""
+        self._engines = engines
+        callbacks = LocalCallbacks(engines.handle, on_gone=self._on_gone, on_refused=self._events.frame_refused)
         path = runtime_dir / ENGINE_SOCKET
         self._server = LocalServer(incarnation, path, ENGINE_TO_NODE, NODE_TO_ENGINE, callbacks, to_group=True)
 
@@ -58,8 +58,8 @@ class EngineSocket:
             self._server.close()
 
     def _on_gone(self, engine: str, process: PeerProcess) -> None:
-        if self._api.gone(engine, "its connection has ended", followed=process.followed):
+        if self._engines.gone(engine, "its connection has ended", followed=process.followed):
             process.when_ended(lambda: self._on_ended(engine))
 
     def _on_ended(self, engine: str) -> None:
-        asyncio.get_running_loop().call_later(self._settle_s, self._api.ended, engine)
+        asyncio.get_running_loop().call_later(self._settle_s, self._engines.ended, engine)

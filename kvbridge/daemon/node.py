@@ -37,7 +37,6 @@ from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.rooms import Rooms
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
@@ -56,15 +55,13 @@ workers four, peers one, spans one."""
 class NodeDaemon:
     """A prefill or decode daemon. Drive it with `lifecycle.run_daemon`, or call start, drain and close yourself."""
 
-    def __init__(
-        self, parts: NodeParts, peers: Peers, rooms: Rooms[Any], admission: AdmissionController, api: EngineApi
-    ) -> None:
+    def __init__(self, parts: NodeParts, peers: Peers, rooms: Rooms[Any]) -> None:
         self.parts = parts
         self.peers = peers
         self.rooms = rooms
-        self.admission = admission
-        self.overview = NodeOverview(parts, peers, rooms.book, admission)
-        self._api = api
+        self.admission = AdmissionController(rooms, parts.book, limits=parts.config.admission, events=parts.events)
+        parts.engines.serve(rooms, self.admission, pid=parts.engine_socket.pid, attached=parts.attached)
+        self.overview = NodeOverview(parts, peers, rooms.book, self.admission)
         self._broken: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._http: HttpServer | None = None
@@ -85,7 +82,7 @@ class NodeDaemon:
         group = None if config.runtime_group is None else group_number(config.runtime_group)
         prepare_runtime_directory(config.runtime_dir, group)
         parts.worker_host.open(parts.identity.incarnation)
-        parts.engine_socket.open(parts.identity.incarnation, config.runtime_dir, self._api)
+        parts.engine_socket.open(parts.identity.incarnation, config.runtime_dir, parts.engines)
         self._open_peers()
         self._http = await open_http(
             config.http, self._app, self._secrets, parts.seldom, shutdown_s=self._closing_part_s
@@ -121,7 +118,7 @@ class NodeDaemon:
         if not await self._wait_idle(limit_s):
             log.warning("rooms_aborted", rooms=self.rooms.book.open_count, limit="timeouts.shutdown_rooms_s")
             for room in self.rooms.book.open():
-                await self.rooms.requests.cancel(room.room, "the daemon was shut down")
+                await self.rooms.cancel(room.room, "the daemon was shut down")
             await self._wait_idle(self._closing_part_s)
         elif leaving:
             await asyncio.wait(leaving, timeout=self._closing_part_s)
@@ -178,7 +175,7 @@ class NodeDaemon:
         next_heartbeat_s = time.monotonic() + heartbeat_s
         while True:
             await asyncio.sleep(TICK_S)
-            self.rooms.deadlines.tick()
+            self.rooms.tick()
             self.admission.tick()
             self.peers.tick()
             self.parts.worker_host.watch()
@@ -217,8 +214,7 @@ class NodeDaemon:
     def _app(self, settings: AppSettings) -> Application:
         return create_daemon_app(
             admission=self.admission,
-            requests=self.rooms.requests,
-            rooms=self.rooms.book,
+            rooms=self.rooms,
             status=self.overview,
             settings=settings,
             timeline_of=partial(timeline, self.parts.timelines),

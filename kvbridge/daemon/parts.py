@@ -25,7 +25,8 @@ from kvbridge.daemon.model import load_geometry
 from kvbridge.daemon.twin_journal import KEPT_SPACES, KeptHeader
 from kvbridge.daemon.worker_host import Reports, WorkerHost
 from kvbridge.node.backups import Backups, CopyLimits
-from kvbridge.node.engines import AttachedEngines
+from kvbridge.node.engines import Engines
+from kvbridge.node.rooms import RoomParts
 from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
@@ -72,7 +73,7 @@ class NodeParts:
     memory: NodeMemory
     worker_host: WorkerHost
     engine_socket: EngineSocket
-    engines: AttachedEngines
+    engines: Engines
 
     @classmethod
     def build(cls, config: NodeConfig, role: Role) -> NodeParts:
@@ -112,13 +113,25 @@ class NodeParts:
             memory=NodeMemory(layout),
             worker_host=worker_host,
             engine_socket=socket,
-            engines=AttachedEngines(socket.send, tuple(layers), events),
+            engines=Engines(socket.send, tuple(layers), events),
         )
 
     @property
     def workers(self) -> WorkerSet:
         """The rank workers, as everybody but their host sees them."""
         return self.worker_host.workers
+
+    @property
+    def room_parts(self) -> RoomParts:
+        """The parts that rooms use."""
+        return RoomParts(
+            book=self.book,
+            workers=self.workers,
+            engines=self.engines,
+            events=self.events,
+            prefixes=self.prefixes,
+            store=self.stored,
+        )
 
     @property
     def adopted(self) -> bool:

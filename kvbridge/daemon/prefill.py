@@ -26,15 +26,12 @@ from kvbridge.core.wire.worker_messages import Digested, PathsChanged, PeerConne
 from kvbridge.daemon.decode_links import DecodeLinks
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.parts import NodeParts
-from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.engine_api import EngineApi
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
+from kvbridge.node.prefill.room import Asking
+from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room_pages import RoomSettings
-from kvbridge.node.sender.offers import Asking
-from kvbridge.node.sender.room import SenderPorts
-from kvbridge.node.sender.rooms import SenderRooms, sender_rooms
 
 
 def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
@@ -54,16 +51,8 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
         events=parts.events,
         names_of=links.names_of,
     )
-    rooms = sender_rooms(
-        SenderPorts(
-            book=parts.book,
-            workers=parts.workers,
-            nodes=nodes,
-            engines=parts.engines,
-            events=parts.events,
-            prefixes=parts.prefixes,
-            store=parts.stored,
-        ),
+    rooms = PrefillRooms(
+        parts.room_parts,
         RoomSettings(
             geometry=parts.geometry,
             limits=config.timeouts,
@@ -73,8 +62,9 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
             part_of_instance=len(parts.workers.layers) < config.parallelism.pp_size * config.parallelism.tp_size,
             adopted=parts.adopted,
         ),
+        nodes,
     )
-    nodes.watch(rooms.peers.peer_gone)
+    nodes.watch(rooms.peer_gone)
     peers = DecodePeers(parts, links, nodes, rooms, inspections, inspector)
     inspections.deliver_to(peers.deliver)
     parts.worker_host.serve(
@@ -82,13 +72,11 @@ def prefill_daemon(config: PrefillConfig) -> NodeDaemon:
         {
             PeerConnected: nodes.worker_connected,
             PathsChanged: nodes.paths_changed,
-            **dict.fromkeys((Rerouted, Digested, Sent, RoomClosed), rooms.workers.hear),
+            **dict.fromkeys((Rerouted, Digested, Sent, RoomClosed), rooms.orders.hear),
             **parts.reports,
         },
     )
-    admission = AdmissionController(rooms.requests, parts.book, limits=config.admission, events=parts.events)
-    api = EngineApi(rooms, admission, parts.engines, pid=parts.engine_socket.pid, attached=parts.attached)
-    return NodeDaemon(parts, peers, rooms, admission, api)
+    return NodeDaemon(parts, peers, rooms)
 
 
 def _introduction(parts: NodeParts) -> Self:
@@ -140,7 +128,7 @@ class DecodePeers:
         parts: NodeParts,
         links: DecodeLinks,
         nodes: DecodeNodes,
-        rooms: SenderRooms,
+        rooms: PrefillRooms,
         inspections: Inspections,
         inspector: Inspector,
     ) -> None:
@@ -152,7 +140,7 @@ class DecodePeers:
         self._inspections = inspections
         self._inspector = inspector
         self.open, self.watch = links.open, links.watch
-        self.tick, self.status, self.worker_ready = rooms.peers.tick, nodes.peers, nodes.worker_ready
+        self.status, self.worker_ready = nodes.peers, nodes.worker_ready
         links.serve(self.received, nodes)
 
     # ------------------------------------------------------------------ for the daemon
@@ -165,12 +153,15 @@ class DecodePeers:
             self._inspections.close()  # so that the thread is through after the rank that it looks at
             await self._inspector.close()
 
+    def tick(self) -> None:
+        """Do nothing: rooms look at their own deadlines."""
+
     def fence(self) -> None:
         """Show no fence: nobody writes to a prefill node."""
 
     def worker_gone(self, rank: Rank, reason: str) -> None:
         """Fail what a rank worker that is gone had under way."""
-        self._rooms.workers.gone(rank, reason)
+        self._rooms.orders.worker_gone(rank, reason)
         self._parts.worker_gone(rank, reason)
 
     # ------------------------------------------------------------------ decode nodes
@@ -192,14 +183,14 @@ class DecodePeers:
             case Intend() | Offer() if peer not in self._nodes.known():
                 self._refuse_unknown(peer, message)
             case Intend() | Offer():
-                self._rooms.peers.hear(peer, message)
+                self._rooms.hear(peer, message)
             case Abort():
                 if peer not in self._nodes.known():
                     text = f"an abort of room {message.room} from {peer}, which is not welcome here"
                     self._events.frame_refused("unmet", text)
-                self._rooms.peers.hear(peer, message)  # it ends the peer's own rooms only
+                self._rooms.hear(peer, message)  # it ends the peer's own rooms only
             case Failed():
-                self._rooms.peers.hear(peer, message)
+                self._rooms.hear(peer, message)
             case Heartbeat():
                 pass
             case _:

@@ -29,8 +29,7 @@ from kvbridge.telemetry.context import TRACE, BeginTrace, pass_on
 
 if TYPE_CHECKING:  # bootstrap's routes take paths and queries from here, and need no node
     from kvbridge.node.admission.controller import AdmissionController
-    from kvbridge.node.room_book import RoomBook
-    from kvbridge.node.rooms import RoomRequests
+    from kvbridge.node.rooms import Rooms
 
 RoomPath = Annotated[RoomId, Path(description=f"The room's id, from 0 to {MAX_ROOM}.")]
 
@@ -62,8 +61,7 @@ class Dropping(FrozenModel, defer_build=False):
 def create_daemon_app(  # noqa: PLR0913 - each is a part of the node
     *,
     admission: AdmissionController,
-    requests: RoomRequests[Any],
-    rooms: RoomBook[Any],
+    rooms: Rooms[Any],
     status: StatusPort[NodeStatus],
     settings: AppSettings,
     timeline_of: Callable[[int, int | None], RoomTimeline],
@@ -77,16 +75,16 @@ def create_daemon_app(  # noqa: PLR0913 - each is a part of the node
         return await admission.admit(request, may_name)
 
     routers = [
-        _admission_router(admit, requests),
-        _rooms_router(requests, rooms, timeline_of, settings.max_wait_s),
-        _prefixes_router(requests),
+        _admission_router(admit, rooms),
+        _rooms_router(rooms, timeline_of, settings.max_wait_s),
+        _prefixes_router(rooms),
     ]
     title = f"kvbridge {rooms.role} daemon"
     bodies = (AdmissionRequest,)
     return assemble_app(title, routers, bodies, status=status, kind=NodeStatus, settings=settings, page=page)
 
 
-def _admission_router(admit: Any, requests: RoomRequests[Any]) -> APIRouter:  # noqa: ANN401 - a closure
+def _admission_router(admit: Any, rooms: Rooms[Any]) -> APIRouter:  # noqa: ANN401 - a closure
     router = APIRouter(prefix=REQUESTS, tags=["requests"])
 
     @router.post(
@@ -98,14 +96,13 @@ def _admission_router(admit: Any, requests: RoomRequests[Any]) -> APIRouter:  # 
         503 with Retry-After when it does not fit, 429 when its client has as much as it may, 403 for a namespace that its token
         may not name; nothing is kept then, nor when the caller closes the connection while it waits.
         """
-        return await create(request, AdmissionRequest, admit, lambda late: requests.cancel(late.room, LEFT))
+        return await create(request, AdmissionRequest, admit, lambda late: rooms.cancel(late.room, LEFT))
 
     return router
 
 
 def _rooms_router(
-    requests: RoomRequests[Any],
-    rooms: RoomBook[Any],
+    rooms: Rooms[Any],
     timeline_of: Callable[[int, int | None], RoomTimeline],
     max_wait_s: float,
 ) -> APIRouter:
@@ -114,7 +111,7 @@ def _rooms_router(
     @router.get("")
     async def list_rooms(query: Annotated[RoomQuery, Query()]) -> RoomPage:
         """List rooms, the oldest first, a page at a time: those under way, and ended ones as long as they are remembered."""
-        return rooms.page(query)
+        return rooms.book.page(query)
 
     @router.get("/{room}")
     async def get_room(room: RoomPath, waiting: Annotated[Waiting, Query()], connection: Request) -> RoomReport:
@@ -124,18 +121,18 @@ def _rooms_router(
                 f"wait is {waiting.wait:g} s, at most {max_wait_s:g} s are served (http.max_wait_s)"
             )
         if waiting.wait == 0:
-            return rooms.report(room)
-        return await while_connected(connection, rooms.wait(room, waiting.wait, waiting.until))
+            return rooms.book.report(room)
+        return await while_connected(connection, rooms.book.wait(room, waiting.wait, waiting.until))
 
     @router.delete("/{room}")
     async def cancel_room(room: RoomPath, asked: Annotated[Cancellation, Query()]) -> RoomReport:
         """Abort a room; harmless on a final one. 409 `stale` when the room is there in another generation."""
-        present = rooms.report(room)
+        present = rooms.book.report(room)
         if asked.generation is not None and present.generation != asked.generation:
             raise StaleError(
                 f"room {room} is in generation {present.generation}, not {asked.generation}: it was not cancelled"
             )
-        return await requests.cancel(room, asked.reason)
+        return await rooms.cancel(room, asked.reason)
 
     @router.get("/{room}/timeline")
     async def get_room_timeline(room: RoomPath, generation: GenerationQuery = None) -> RoomTimeline:
@@ -145,7 +142,7 @@ def _rooms_router(
     return router
 
 
-def _prefixes_router(requests: RoomRequests[Any]) -> APIRouter:
+def _prefixes_router(rooms: Rooms[Any]) -> APIRouter:
     router = APIRouter(prefix="/v1/prefixes", tags=["operations"])
 
     @router.delete("")
@@ -156,6 +153,6 @@ def _prefixes_router(requests: RoomRequests[Any]) -> APIRouter:
         store below host memory has of this model is dropped, too, also what other nodes have put there; `store` in the answer
         says whether that was done. What other nodes have in memory is theirs: ask each of them first.
         """
-        return await requests.drop_prefixes(stored=asked.store == "drop")
+        return await rooms.drop_prefixes(stored=asked.store == "drop")
 
     return router

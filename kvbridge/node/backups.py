@@ -20,7 +20,7 @@ from kvbridge.core.geometry.twins import twin_space
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Rank
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.worker_messages import CopyPages, PageMove, PagesCopied
-from kvbridge.node.driver import WORKER_GONE
+from kvbridge.node.rooms import WORKER_GONE
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner

@@ -1,21 +1,66 @@
-"""Which engine processes are attached to a node, for which ranks, and how they are told of rooms.
+"""The engine processes of a node: who is attached for which ranks, their calls, and the rooms that they admit themselves.
 
-An engine that dies is noticed through its connection, not through silence: a synchronous engine may compute for
-minutes without a word.
+An engine that dies is noticed through its connection, not through silence: a synchronous engine may compute for minutes without a
+word. Its rooms fail when the connection ends. Its pages come back when it has said that it is through with them (Detach), or when
+its process has ended: the connection of a killed process ends first, and its GPU writes on for a while.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import structlog
+
+from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.api.status import EngineStatus
-from kvbridge.core.errors import ConflictError, InvalidInputError
-from kvbridge.core.ids import Rank
-from kvbridge.core.wire.engine_messages import Detached, NodeToEngine, RoomEvent
+from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.errors import (
+    BridgeError,
+    CapacityError,
+    ConflictError,
+    DetachedError,
+    InvalidInputError,
+    NotReadyError,
+    code_of,
+)
+from kvbridge.core.ids import Rank, Role
+from kvbridge.core.wire.engine_messages import (
+    AbortRoom,
+    Accepted,
+    Admit,
+    Attach,
+    Attached,
+    Begin,
+    Call,
+    Detach,
+    Detached,
+    EngineToNode,
+    Fetch,
+    Finish,
+    Hold,
+    NodeToEngine,
+    Provide,
+    Publish,
+    Refused,
+    Release,
+    RoomEvent,
+)
+from kvbridge.core.wire.features import agree
 from kvbridge.core.wire.messages import REASON_CHARS
+from kvbridge.node.room import AdmittingEngine
 from kvbridge.telemetry.events import EngineAttached, EngineEnded, EngineLeft, EngineLost
 from kvbridge.telemetry.stream import EventStream
+
+if TYPE_CHECKING:
+    from kvbridge.node.admission.controller import AdmissionController
+    from kvbridge.node.rooms import Rooms
+
+log = structlog.get_logger(__name__)
+
+CLIENT = "engine"
+"""The client of rooms that engines admit, in reports and for the limits of clients."""
 
 
 @dataclass
@@ -26,12 +71,12 @@ class AttachedEngine:
     pid: int
     ranks: tuple[Rank, ...]
     lost: str = ""
-    """Why memory that it is attached to is gone: it may only let go of what it has."""
+    """Why its memory is gone: it may only let go of its rooms."""
     gone: str = ""
-    """Why it is not attached any more, while pages wait for the end of its process."""
+    """Why its connection has ended, while pages wait for the end of its process."""
 
 
-class AttachedEngines:
+class Engines:
     """The engines of one node. Called from the event loop's thread only."""
 
     def __init__(self, send: Callable[[str, NodeToEngine], None], ranks: tuple[Rank, ...], events: EventStream) -> None:
@@ -41,7 +86,28 @@ class AttachedEngines:
         self._events = events
         self._attached: dict[str, AttachedEngine] = {}
         self._departed: dict[str, AttachedEngine] = {}
-        """Engines whose connection has ended, and for the end of whose process pages wait."""
+        """Engines without a connection, for the end of whose process pages wait."""
+        self._rooms: Rooms[Any]
+        self._admission: AdmissionController
+        self._pid: Callable[[str], int]
+        self._answer_attach: Callable[[int, tuple[Rank, ...]], Attached]
+
+    def serve(
+        self,
+        rooms: Rooms[Any],
+        admission: AdmissionController,
+        *,
+        pid: Callable[[str], int],
+        attached: Callable[[int, tuple[Rank, ...]], Attached],
+    ) -> None:
+        """Say on which rooms calls are carried out; before the first call.
+
+        `pid(engine)` asks the kernel, and is 0 for a process of another pid namespace. `attached(call, ranks)` answers an attach,
+        and raises NotReadyError while there is no memory to attach to.
+        """
+        self._rooms, self._admission, self._pid, self._answer_attach = rooms, admission, pid, attached
+
+    # ------------------------------------------------------------------ for rooms and operators
 
     def push(self, event: RoomEvent) -> None:
         """Tell every attached engine. Never raises."""
@@ -57,72 +123,184 @@ class AttachedEngines:
         return {"attached": len(self._attached), "gone": len(self._departed)}
 
     def status(self) -> tuple[EngineStatus, ...]:
-        """Everything attached, and what is gone and not ended, for `/status`."""
+        """Return all engines of `states`, for `/status`."""
         return tuple(
             EngineStatus(name=engine.name, pid=engine.pid, ranks=tuple(map(str, engine.ranks)), gone=engine.gone)
             for engine in (*self._attached.values(), *self._departed.values())
         )
 
-    def get(self, name: str) -> AttachedEngine:
-        """Return an attached engine. Raises ConflictError for one that is not."""
-        try:
-            return self._attached[name]
-        except KeyError:
-            raise ConflictError(
-                "this engine is not attached (or the daemon was restarted since); attach first"
-            ) from None
-
-    def ranks_of_node(self, name: str, asked: tuple[Rank, ...]) -> tuple[Rank, ...]:
-        """Return the ranks that an engine which asks for some may attach to: all when it asks for none.
-
-        Raises InvalidInputError for ranks of other nodes, ConflictError while an engine of that name has not ended.
-        """
-        if name in self._departed:
-            raise ConflictError(
-                f"an engine of the name '{name}' is gone, and its process has not ended; take another name"
-            )
-        unknown = [str(rank) for rank in asked if rank not in self._ranks]
-        if unknown:
-            raise InvalidInputError(
-                f"ranks {unknown} do not live on this node (it has {[str(rank) for rank in self._ranks]}); "
-                "attach to their node"
-            )
-        return asked or self._ranks
-
-    def attach(self, engine: AttachedEngine) -> None:
-        """Take an engine in."""
-        self._attached[engine.name] = engine
-        self._events.emit(EngineAttached(engine=engine.name, pid=engine.pid, ranks=engine.ranks))
-
-    def detach(self, name: str) -> None:
-        """An engine leaves in order. Raises ConflictError when it is not attached."""
-        self.get(name)
-        del self._attached[name]
-        self._events.emit(EngineLeft(engine=name))
-
-    def lose(self, name: str) -> AttachedEngine | None:
-        """An engine's connection has ended: it is attached no more. Returns it, if it was; `await_end` or nothing follows."""
-        return self._attached.pop(name, None)
-
-    def await_end(self, engine: AttachedEngine, reason: str, *, pages_wait: bool, followed: bool) -> None:
-        """Keep an engine that was lost in the list while pages wait for its process. `followed`: whether its end is seen."""
-        self._events.emit(EngineLost(engine=engine.name, reason=reason, pages_wait=pages_wait))
-        if pages_wait:
-            end = "has not ended" if followed else "cannot be followed (another pid namespace)"
-            engine.gone = f"{reason}; its process {end}"
-            self._departed[engine.name] = engine
-
-    def ended(self, name: str) -> bool:
-        """The process of an engine that is gone has ended. Returns whether somebody waited for that."""
-        if self._departed.pop(name, None) is None:
-            return False
-        self._events.emit(EngineEnded(engine=name))
-        return True
-
     def memory_lost(self, rank: Rank, reason: str) -> None:
-        """The device memory of a rank is gone: its engines hold nothing but a dead mapping, and have to attach again."""
+        """Detach the engines of a rank whose device memory is gone: they hold dead mappings, and have to attach again."""
         for engine in self._attached.values():
             if rank in engine.ranks and not engine.lost:
                 engine.lost = reason
                 self._events.emit(EngineLost(engine=engine.name, reason=reason))
                 self.send(engine.name, Detached(reason=reason[:REASON_CHARS]))
+
+    # ------------------------------------------------------------------ calls
+
+    def handle(self, engine: str, message: EngineToNode) -> None:
+        """Carry out one call and answer it. Every error becomes a Refused answer: no engine waits in vain."""
+        if not isinstance(message, Call):
+            return
+        try:
+            answer = self._answer(engine, message)
+        except CapacityError as error:
+            answer = _refused(message, error, retry_after_s=self._admission.retry_after_s(error))
+        except BridgeError as error:
+            answer = _refused(message, error)
+        except Exception as error:
+            kind = type(message).__name__
+            log.exception("engine_call_failed", engine=engine, call=kind, room=getattr(message, "room", None))
+            reason = f"'{kind}' failed, please report it (the node's log has more): {type(error).__name__}: {error}"
+            answer = _refused(message, BridgeError(reason))
+        self.send(engine, answer)
+        if isinstance(answer, Attached):
+            for event in self._rooms.open_events():
+                self.send(engine, event)
+
+    def _answer(self, name: str, message: Call) -> NodeToEngine:
+        if isinstance(message, Attach):
+            return self._attach(name, message)
+        engine = self._attached.get(name)
+        if engine is None:
+            raise ConflictError("this engine is not attached (or the daemon was restarted since); attach first")
+        if isinstance(message, Detach):
+            return self._detach(engine, message)
+        if engine.lost and not isinstance(message, Finish | Release | AbortRoom):
+            raise DetachedError(
+                f"the device memory of this engine is gone ({engine.lost}); release or abort its rooms, close it and attach again"
+            )
+        match message:
+            case Fetch() if self._rooms.role is Role.DECODE:
+                self.fetch(engine, message)
+            case Hold() if self._rooms.role is Role.PREFILL:
+                self.hold(engine, message)
+            case Admit() if self._rooms.role is Role.PREFILL:
+                asked = message.model_dump(exclude={"call", "type"})
+                self._admission.admit_now(AdmissionRequest(**asked, client=CLIENT))
+            case _:
+                carry_out = self._rooms.calls.get(type(message))
+                if carry_out is None:
+                    raise InvalidInputError(
+                        f"a {self._rooms.role} daemon does not know the call '{type(message).__name__}'"
+                    )
+                return carry_out(engine, message) or Accepted(call=message.call)
+        return Accepted(call=message.call)
+
+    def _attach(self, name: str, message: Attach) -> Attached:
+        role = self._rooms.role
+        if message.role is not role:
+            raise InvalidInputError(f"this is a {role} daemon; a {message.role} engine cannot attach to it")
+        if name in self._departed:
+            raise ConflictError(
+                f"an engine of the name '{name}' is gone, and its process has not ended; take another name"
+            )
+        unknown = [str(rank) for rank in message.ranks if rank not in self._ranks]
+        if unknown:
+            raise InvalidInputError(
+                f"ranks {unknown} do not live on this node (it has {[str(rank) for rank in self._ranks]}); "
+                "attach to their node"
+            )
+        if not message.ranks and self._rooms.settings.adopted and (missing := self._rooms.missing()):
+            raise NotReadyError(f"this engine serves no rank, so there is nothing that it could do yet: {missing}")
+        ranks = message.ranks or self._ranks
+        answer = self._answer_attach(message.call, ranks)
+        agree(answer.features, message.features, us="this node", them="the engine")
+        engine = self._attached[name] = AttachedEngine(name, self._pid(name), ranks)
+        self._events.emit(EngineAttached(engine=name, pid=engine.pid, ranks=ranks))
+        return answer
+
+    def _detach(self, engine: AttachedEngine, message: Detach) -> Accepted:
+        """Fail the rooms that an engine leaves open: it uses no page any more, and nothing waits for it."""
+        del self._attached[engine.name]
+        self._events.emit(EngineLeft(engine=engine.name))
+        self._rooms.engine_gone(engine.name, "it has left")
+        self._rooms.engine_ended(engine.name)
+        return Accepted(call=message.call)
+
+    # ------------------------------------------------------------------ rooms that engines admit
+
+    def hold(self, engine: AttachedEngine, message: Hold) -> None:
+        """Admit a room for a prompt that the engine computes, and carry out the calls that the message stands for."""
+        room, tokens = message.room, message.prompt_tokens
+        calls: list[Call] = []
+        if message.tables is not None:
+            pages = {"tables": message.tables, "computed_tokens": message.computed_tokens}
+            calls.append(Begin(call=message.call, room=room, prompt_tokens=tokens, **pages))
+        if message.published_tokens:
+            calls.append(Publish(call=message.call, room=room, upto_token=message.published_tokens))
+        if message.published_tokens == tokens:
+            calls.append(Finish(call=message.call, room=room, metadata=message.metadata))
+        try:
+            self._admit_own(engine, message, calls)
+        except Exception as error:
+            known = error if isinstance(error, BridgeError) else BridgeError(str(error) or type(error).__name__)
+            self._rooms.not_admitted(room, message.generation, known)
+            raise
+
+    def fetch(self, engine: AttachedEngine, message: Fetch) -> None:
+        """Admit a room that prefill nodes hold for the engine, and take its pages if the engine has any."""
+        calls: list[Call] = []
+        if message.tables is not None:
+            pages = {"tables": message.tables, "prefix_tokens": message.prefix_tokens}
+            calls.append(Provide(call=message.call, room=message.room, **pages))
+        self._admit_own(engine, message, calls, message.prefill, held=message.held)
+
+    def _admit_own(
+        self,
+        engine: AttachedEngine,
+        message: Hold | Fetch,
+        calls: list[Call],
+        prefill: tuple[PeerAddress, ...] = (),
+        *,
+        held: bool = False,
+    ) -> None:
+        if not self._rooms.settings.adopted:
+            raise ConflictError(
+                "this node owns its pools, so the pages of a room are its own to give: rooms are admitted over HTTP, or by `admit`"
+            )
+        request = AdmissionRequest(
+            room=message.room,
+            generation=message.generation,
+            prompt_tokens=message.prompt_tokens,
+            prefill=prefill,
+            client=CLIENT,
+        )
+        self._admission.admit_now(request, engine=AdmittingEngine(engine.name, message.prompt_digest, held))
+        try:
+            for call in calls:
+                self._rooms.calls[type(call)](engine, call)
+        except Exception as error:
+            room = self._rooms.book.find(message.room, message.generation)
+            if room is not None:
+                self._rooms.fail(room, code_of(error), str(error) or type(error).__name__)
+            raise
+
+    # ------------------------------------------------------------------ connections and processes
+
+    def gone(self, name: str, reason: str, *, followed: bool) -> bool:
+        """Fail the rooms of an engine whose connection has ended.
+
+        Returns whether pages wait for `ended`; `followed`: whether that will come.
+        """
+        engine = self._attached.pop(name, None)
+        if engine is None:
+            return False
+        waits = self._rooms.engine_gone(name, reason, followed=followed)
+        self._events.emit(EngineLost(engine=name, reason=reason, pages_wait=waits))
+        if waits:
+            end = "has not ended" if followed else "cannot be followed (another pid namespace)"
+            engine.gone = f"{reason}; its process {end}"
+            self._departed[name] = engine
+        return waits
+
+    def ended(self, name: str) -> None:
+        """Free the pages of an engine that is gone: its process has ended, and the work of its GPUs."""
+        if self._departed.pop(name, None) is not None:
+            self._events.emit(EngineEnded(engine=name))
+            self._rooms.engine_ended(name)
+
+
+def _refused(call: Call, error: BridgeError, *, retry_after_s: float = 0.0) -> Refused:
+    return Refused(call=call.call, code=error.code, message=str(error)[:REASON_CHARS], retry_after_s=retry_after_s)

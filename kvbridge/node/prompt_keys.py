@@ -1,9 +1,8 @@
 """Page keys at a node's door: those that a request names, and those of the engines that work on it.
 
-Whoever names a key gets its page, and the keys of a request come from a router. So engines say the keys of the tokens that they
-really have, and a room goes on only with equal ones. What is said of a difference names pages, never tokens or keys.
-
-Keys are of whole pages. A router says nothing of the tokens behind the last one: there the engines of a room are compared.
+Whoever names a key gets its page, and the keys of a request come from a router. So engines state the keys of the tokens that they
+really have, and a room goes on only with equal ones. Errors name pages, never tokens or keys. A router's keys say nothing of the
+tokens behind the last whole page: there the engines of a room are compared.
 """
 
 from __future__ import annotations
@@ -14,14 +13,13 @@ from typing import Any
 
 from kvbridge.core.errors import InvalidInputError, KeyMismatchError
 from kvbridge.core.wire.engine_messages import Begin, Claim
-from kvbridge.node.driver import RoomDriver
 from kvbridge.node.room import Room
 from kvbridge.tier.keys import KEY_BYTES, Keys
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What an engine says of a room that it releases: so many tokens are whole in its pages, and these are their keys."""
+    """An engine's statement about a room that it releases: so many tokens are whole in its pages, and their keys."""
 
     valid_tokens: int
     keys: Keys
@@ -38,43 +36,38 @@ def keys_of(page_hashes: bytes, tokens: int, tokens_per_page: int) -> Keys:
     return Keys(page_hashes)
 
 
-def require_same_prompt(
-    driver: RoomDriver[Any], room: Room[Any], said: Begin | Claim, tokens_per_page: int, *, end_keys: Iterable[bytes]
-) -> None:
-    """Fail a room whose engine has other tokens than its keys name, and raise KeyMismatchError.
+def difference(
+    room: Room[Any], said: Begin | Claim, tokens_per_page: int, *, end_keys: Iterable[bytes]
+) -> tuple[int, str]:
+    """Return the first page in which an engine's tokens differ from those of its room, and a text that is empty if none does.
 
-    `end_keys`: those that other engines of the room have stated. An engine that states another one has another prompt, too.
-    Without keys a room shares nothing, and whatever its engines say of theirs is left alone: they need not know who asked for what.
-    Raises InvalidInputError, and the room goes on, when it has keys and the engine states none, or another number.
+    `end_keys`: as other engines of the room have stated them. A room without keys shares nothing, and the keys of its engines are
+    ignored. Raises InvalidInputError when the room has keys and the engine states none, or another number.
     """
     if not room.keys:
-        return
+        return 0, ""
     if not said.page_hashes:
         raise InvalidInputError(
             f"room {room.room} was admitted with page keys, so its engines have to state those of their own tokens: give "
             "page_hashes=engine.page_keys(tokens, adapter=..., namespace=...)"
         )
     keys = keys_of(said.page_hashes, room.prompt_tokens, tokens_per_page)
-    difference = _difference(room, keys, tokens_per_page)
-    if not difference and said.end_key and end_differs((said.end_key, *end_keys)):
-        difference = (
+    text = _difference(room, keys, tokens_per_page)
+    if not text and said.end_key and end_differs((said.end_key, *end_keys)):
+        text = (
             "tokens are not those of another engine of the room: the last page, which is not whole, is the first that differs "
             f"(tokens {len(room.keys) * tokens_per_page} to {room.prompt_tokens - 1})"
         )
-    if difference:
-        why = f"the {driver.facts.rooms.role} engine's {difference}"
-        room.disputed_page = room.keys.shared_with(keys)
-        driver.refuse_prompt(room, KeyMismatchError.code, why)
-        raise KeyMismatchError(f"room {room.room}: {why}")
+    return room.keys.shared_with(keys), text
 
 
 def end_differs(end_keys: Iterable[bytes]) -> bool:
-    """Return whether these are of different prompts, as far as they say anything."""
+    """Return whether end keys are of different prompts; an empty one says nothing."""
     return len({*end_keys} - {b""}) > 1
 
 
 def answer_of(room: Room[Any], valid_tokens: int, page_hashes: bytes, tokens_per_page: int) -> Answer | None:
-    """Return what an engine says of a room that it releases; None when it says nothing, or the room has no keys.
+    """Return an engine's statement about a room that it releases; None when it makes none, or the room has no keys.
 
     Raises InvalidInputError for keys that are not those of so many tokens, KeyMismatchError for another prompt.
     """
@@ -86,8 +79,8 @@ def answer_of(room: Room[Any], valid_tokens: int, page_hashes: bytes, tokens_per
             "in its pages: count them too"
         )
     keys = keys_of(page_hashes, valid_tokens, tokens_per_page)
-    if difference := _difference(room, keys, tokens_per_page):
-        raise KeyMismatchError(f"room {room.room}: nothing of its answer is kept: the decode engine's {difference}")
+    if text := _difference(room, keys, tokens_per_page):
+        raise KeyMismatchError(f"room {room.room}: nothing of its answer is kept: the decode engine's {text}")
     return Answer(valid_tokens, keys)
 
 

@@ -1,4 +1,4 @@
-"""A room, as both sides keep it."""
+"""One attempt at one request on a node, as both roles keep it."""
 
 from __future__ import annotations
 
@@ -18,23 +18,21 @@ from kvbridge.telemetry.context import TraceContext
 from kvbridge.tier.keys import Keys
 
 StateT = TypeVar("StateT", bound=StrEnum)
+NAMED = 8
+"""A text names so many ranks, nodes or engines, and counts the others."""
 
 
 class Quarantine(StrEnum):
-    """Why a room's pages stay away from everybody, in one word."""
+    """The reason why nobody may use a room's pages, in one word."""
 
     NOT_QUIET = "transport_not_quiet"
-    """Prefill: a transport of ours may still read them."""
+    """Prefill: a transport of this node may still read them."""
     WRITER_SHUT_OUT = "writer_being_shut_out"
-    """Decode: a writer gives no proof that it has stopped, or something that it has sent may still arrive."""
+    """Decode: a writer gives no proof that it has stopped, or bytes of a writer may still arrive."""
     NOT_RELEASED = "engine_not_released"
     """An engine has not let go of them."""
     ENGINE_ALIVE = "engine_process_alive"
-    """An engine has left without letting go of them, and its process has not ended, as far as can be seen."""
-
-
-NAMED = 8
-"""Ranks, nodes or engines that are named in a text; the others are counted."""
+    """An engine has left without letting go of them, and no end of its process has been seen."""
 
 
 def named(whom: Iterable[object]) -> str:
@@ -44,16 +42,17 @@ def named(whom: Iterable[object]) -> str:
 
 
 class AdmittingEngine(NamedTuple):
-    """An engine that admits a room itself, and what it says the room is of."""
+    """An engine that admits a room itself."""
 
     name: str
     prompt_digest: bytes = b""
+    """The engine's statement of the prompt."""
     held: bool = False
-    """On decode: it was told that prefill holds the room already."""
+    """Decode: the engine was told that prefill holds the room already."""
 
 
 class RoomIdentity(TypedDict):
-    """Which attempt at which room, and with whom."""
+    """The fields of every fact about a room."""
 
     room: int
     generation: int
@@ -62,37 +61,30 @@ class RoomIdentity(TypedDict):
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """What is cached on the host only, and engines copy into pages of a room before they read them."""
+    """Pages that are cached in host memory alone: engines copy them into pages of the room before they read them."""
 
     first_page: int
-    """Of the prompt: the first of those in the spaces that grow with the tokens."""
+    """Index in the prompt of the first page, in the spaces that grow with the tokens."""
     moves: PageMoves
-    """The room's own pages and the twins that belong into them, which stay until it lets go; of `swa`, a checkpoint."""
+    """The room's own pages and their host copies, which stay until the room lets go; in `swa`, a checkpoint."""
     ranks: set[Rank] = field(default_factory=set)
-    """Where it is there, as the engines of these ranks have said."""
+    """The ranks into whose memory engines have copied them."""
     bytes: int = 0
-    """That they have copied."""
     seconds: float = 0.0
-    """While the slowest of them was copying."""
+    """Copy time of the slowest rank."""
 
     @property
     def twins(self) -> Tables:
-        """The twins as engines are told: of pages from `first_page` on, and of a checkpoint."""
+        """The host copies as engines are told of them."""
         return {
             TWINS[space]: PageTable(TWINS[space], twins, 0 if space is IndexSpace.SWA else self.first_page)
             for space, (_, twins) in self.moves.items()
         }
 
-    def arrived(self, ranks: Iterable[Rank], copied_bytes: int, seconds: float) -> None:
-        """An engine says that it is there on its ranks."""
-        self.ranks.update(ranks)
-        self.bytes += copied_bytes
-        self.seconds = max(self.seconds, seconds)
-
 
 @dataclass(eq=False)
 class Room(Generic[StateT]):
-    """One attempt at one request on this node. Written by its service only."""
+    """One attempt at one request on this node. Only its service writes the fields. Times are on the service's clock."""
 
     final_states: ClassVar[frozenset[Any]] = frozenset()
     room: int
@@ -104,63 +96,62 @@ class Room(Generic[StateT]):
     state: StateT
     created_s: float
     admitted_by: str = ""
-    """The engine that admitted it itself; it ends with that one, and no limit ends it while it waits for it."""
+    """The engine that admitted the room itself: the room ends with that engine, and waits for it without a limit."""
     prompt_digest: bytes = b""
-    """What that engine says it is of, and the one on the other side has to say, too."""
+    """The admitting engine's statement of the prompt; the engine on the other side has to state the same."""
     held: bool = False
-    """On decode: that engine was told that prefill holds it already."""
+    """Decode: the admitting engine was told that prefill holds the room already."""
     tables: Tables = field(default_factory=dict)
     reason_code: str = ""
     reason: str = ""
     amounts: Amounts = field(default_factory=dict)
     phases_s: dict[str, float] = field(default_factory=dict)
     deadline_s: float | None = None
-    """When the present wait counts as failed, on the service's clock."""
+    """The end of the present wait."""
     deadline_name: str = ""
-    """The configuration key of that wait."""
+    """The configuration key of the present wait."""
     note_limit: Callable[[Any, float], None] = field(default=lambda _room, _limit_s: None, repr=False)
-    """Told when another limit ends the room; set by the book, which keeps limits in their order."""
+    """Hears of every new limit; set by the book, which keeps limits in their order."""
     begin_by_s: float | None = None
-    """Until then a prefill engine has to begin the room, on the service's clock; None once that does not matter any more."""
+    """A prefill engine has to begin the room by then; None once that does not matter any more."""
     begin_limit: str = ""
-    """Who set that limit: a configuration key, or a field of the admission."""
+    """The name of that limit: a configuration key, or a field of the admission."""
     missed: str = ""
     """The limit that has ended the room, if one has."""
     computed_tokens: int = 0
-    """Prefill: how much of the prompt it held already, where its engine starts to compute."""
+    """Prefill: the prompt tokens that the node held already. The engine computes the rest."""
     checkpoint: PageIdArray | None = None
-    """Prefill: the cached windows and states that its engine starts from, to be read only; None: it has not been asked for."""
+    """Prefill: cached windows and states that the engine starts from and only reads; None: it has not been asked for."""
     host_tokens: int = 0
-    """Of the prefix that it was given, the last so many tokens were in host memory alone."""
+    """The last so many tokens of the cache hit were in host memory alone."""
     shared_pages: dict[IndexSpace, int] = field(default_factory=dict)
-    """Of its pages in each space, the first ones, those that it had not to be given: cached ones."""
+    """How many leading pages of the room are shared cache pages, by space."""
     load: Load | None = None
-    """What engines have to load back before they can read it; None: nothing, or nothing any more."""
+    """Pages that engines have to load before they can read them; None: nothing, or nothing any more."""
     keys: Keys = field(default_factory=Keys)
-    """Of the prompt's whole pages, until it ends, as routers and engines say them; empty: it shares nothing. The cache and the
-    store go by the names that these have in its namespace (`Keys.in_namespace`)."""
+    """Page keys of the prompt as routers and engines name them; cache and store use `Keys.in_namespace`. Empty once the room has
+    ended, and for a room that shares nothing."""
     disputed_page: int | None = None
-    """The first page of the prompt of which one of its engines has said other tokens than those that the keys name."""
+    """The first page for which an engine of the room has named other tokens than its keys do."""
     namespace: str = ""
     retention: Retention | None = None
     ids: Mapping[str, str] = field(default_factory=dict)
-    """The request id and the trace id of its admission, those that there were."""
+    """Request id and trace id of the admission."""
     trace: TraceContext | None = None
-    """Its own span, or its caller's where nothing is traced here; None while there is no trace."""
+    """The room's own span, or its caller's where nothing is traced here."""
     shown: RoomState | None = None
     """The state that users were told of last."""
     quarantine: Quarantine | None = None
-    """Why its pages are quarantined, while they are."""
     number: int = 0
     """Counts the rooms that this node has admitted, from 1."""
     peers: tuple[str, ...] = ()
-    """The nodes at the other end as INSTANCE/NODE, or where they listen before they have answered; kept with the receipt."""
+    """The nodes at the other end as INSTANCE/NODE, or their addresses before they have answered; kept with the receipt."""
     departed: set[str] = field(default_factory=set)
-    """Engines that may use its pages, whose connection has ended and whose process has not."""
+    """Engines that may use the pages: their connection has ended, and their process has not."""
 
     @property
     def over(self) -> bool:
-        """Whether its table has ended."""
+        """Whether the state is final."""
         return self.state in self.final_states
 
     @property
@@ -170,34 +161,34 @@ class Room(Generic[StateT]):
 
     @property
     def first_peer(self) -> str:
-        """The incarnation of the node at the other end, the first of several; empty while there is none."""
+        """The incarnation of the first node at the other end; empty while there is none."""
         return ""
 
     @property
     def waits_for(self) -> str:
-        """What has to happen next, for people; empty when nothing is waited for."""
+        """The next thing that has to happen, for people; empty when nothing is waited for."""
         raise NotImplementedError
 
     @property
     def identity(self) -> RoomIdentity:
-        """What every fact about the room says of it."""
+        """The fields of every fact about the room."""
         return {"room": self.room, "generation": self.generation, "peer": self.first_peer}
 
     @property
     def users(self) -> set[str]:
-        """Engines that may use its pages."""
+        """Engines that may use the pages."""
         raise NotImplementedError
 
     def lose(self, engine: str) -> bool:
-        """An engine will not come back; whether the room cannot go on without it."""
+        """Note that an engine will not come back; return whether the room fails without it."""
         raise NotImplementedError
 
     def let_go(self, engine: str) -> None:
-        """An engine does not use the pages any more; harmless for one that did not."""
+        """Note that an engine does not use the pages any more; harmless for one that did not."""
         raise NotImplementedError
 
     def blame(self, code: str, reason: str) -> None:
-        """Keep the first cause; what others wrote is cut to a length that every message can carry."""
+        """Keep the first cause, cut to a length that every message can carry."""
         if not self.reason_code:
             self.reason_code = code[:200] or RoomFailedError.code
             self.reason = reason[:REASON_CHARS]
@@ -210,7 +201,7 @@ class Room(Generic[StateT]):
 
     @property
     def next_limit(self) -> tuple[float | None, str]:
-        """What ends the room first unless something happens: when, on the service's clock, and the limit's name."""
+        """The time and the name of the limit that ends the room first."""
         if self.begin_by_s is not None and (self.deadline_s is None or self.begin_by_s <= self.deadline_s):
             return self.begin_by_s, self.begin_limit
         return self.deadline_s, self.deadline_name
@@ -228,7 +219,7 @@ class Room(Generic[StateT]):
         return name
 
     def why_late(self, limit: str) -> str:
-        """Return what did not happen within a limit that `late` has returned."""
+        """Say what did not happen within a limit that `late` has returned."""
         what = f"it has waited too long for {self.waits_for}"
         if limit == self.begin_limit:
             what = "no prefill engine has begun it in time"
@@ -236,6 +227,6 @@ class Room(Generic[StateT]):
 
 
 def slowest(phases_s: dict[str, float], of_rank_s: Mapping[str, float]) -> None:
-    """Add the phases of a rank to those of its room, which is as slow as the slowest of its ranks."""
+    """Add the phases of a rank to those of its room, which is as slow as its slowest rank."""
     for phase, seconds in of_rank_s.items():
         phases_s[phase] = max(phases_s.get(phase, 0.0), seconds)

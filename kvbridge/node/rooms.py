@@ -1,103 +1,152 @@
-"""What users and engines may do to the rooms of a node, where both sides do it alike.
+"""The rooms of a node, as far as both roles treat them alike: admission, the state machine, deadlines, engines, refused messages.
 
 An engine names a room without its generation. It means the attempt that it uses, else the newest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Generic, Protocol
+from typing import Any, ClassVar, Generic, TypeVar
 
 from kvbridge.api.rooms import AdmissionRequest, DroppedObjects, DroppedPrefixes, RoomReport
 from kvbridge.core.clock import Clock
-from kvbridge.core.errors import ConflictError, NotReadyError, PeerError
-from kvbridge.core.ids import IndexSpace
-from kvbridge.core.session.states import WITHDRAWN
-from kvbridge.core.wire.engine_messages import AbortRoom, Call, Pages, Restorable, RoomEvent
-from kvbridge.node.driver import Deadlines, RoomDriver, RoomT
-from kvbridge.node.engines import AttachedEngine, AttachedEngines
-from kvbridge.node.prompt_keys import keys_of
-from kvbridge.node.room import AdmittingEngine
+from kvbridge.core.errors import BridgeError, ConflictError, DeadlineError, KeyMismatchError, NotReadyError, PeerError
+from kvbridge.core.ids import IndexSpace, Role
+from kvbridge.core.session.states import WITHDRAWN, RoomState
+from kvbridge.core.session.tables import Hearing, Meaning, Table
+from kvbridge.core.wire.engine_messages import AbortRoom, Begin, Call, Claim, Pages, Restorable, RoomEvent
+from kvbridge.core.wire.messages import RoomMessage, to_wire
+from kvbridge.node.engines import AttachedEngine, Engines
+from kvbridge.node.prompt_keys import difference, keys_of
+from kvbridge.node.room import AdmittingEngine, Room
 from kvbridge.node.room_book import RoomBook
-from kvbridge.node.room_pages import RoomPages
+from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
-from kvbridge.telemetry.context import TRACE, bound_ids
-from kvbridge.telemetry.events import PrefixesDropped
+from kvbridge.telemetry.context import TRACE, bound_ids, exemplar
+from kvbridge.telemetry.events import PhasesEnded, PrefixesDropped, RoomEntered, RoomMessageRefused
 from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 
-EngineCalls = Mapping[type[Call], Callable[[AttachedEngine, Any], Pages | Restorable | None]]
-"""Who carries out each call of an engine; what is not listed, a node of this role does not know. No answer is Accepted."""
+ABORTED = "aborted"
+"""Code of rooms that somebody stopped."""
+WORKER_GONE = "worker_gone"
+
+RoomT = TypeVar("RoomT", bound=Room[Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RoomPorts:
-    """What a room of either side touches."""
+class RoomParts:
+    """The parts of a node that rooms of either role use."""
 
     book: PageBook
     workers: WorkerSet
-    engines: AttachedEngines
+    engines: Engines
     events: EventStream
     prefixes: PrefixCache | None = None
     """None: the node shares nothing."""
     store: StoredPrefixes | None = None
-    """None: it has no store below host memory."""
+    """None: the node has no store below host memory."""
 
 
-class AdmittingSide(Protocol[RoomT]):
-    """What a role makes of a request."""
+class Rooms(ABC, Generic[RoomT]):
+    """The rooms of a node of one role. Called from the event loop's thread only.
 
+    A role adds its tables, and a method for each call of an engine and for each message of peers and rank workers.
+    """
+
+    role: ClassVar[Role]
     room_type: type[RoomT]
+    table: ClassVar[Table[Any, Any, Any]]
+    hearing: ClassVar[Hearing[Any, Any]]
+    ABORT: ClassVar[Any]
+    FAULT: ClassVar[Any]
+    OTHER_PROMPT: ClassVar[Any]
+    engine_words: ClassVar[Mapping[Any, str]]
+    """The word for a state in events to engines."""
+    waits_for_engine: ClassVar[frozenset[StrEnum]] = frozenset()
+    """The states in which a room waits for an engine."""
+    calls: Mapping[type[Call], Callable[[AttachedEngine, Any], Pages | Restorable | None]]
+    """The method for each call of an engine. None as its result is answered with Accepted."""
 
-    def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
-        """Pages that a request takes of the spaces that this node gives out. Raises InvalidInputError."""
+    def __init__(self, parts: RoomParts, settings: RoomSettings, pages: RoomPages, clock: Clock) -> None:
+        self.settings, self.limits, self.geometry = settings, settings.limits, settings.geometry
+        self.workers, self.engines, self.events, self.store = parts.workers, parts.engines, parts.events, parts.store
+        self.pages = pages
+        self.clock = clock
+        self.book = RoomBook[RoomT](self.role, self.user_state, clock=clock, keep_s=settings.limits.room_keep_s)
 
+    # ------------------------------------------------------------------ hooks of a role
+
+    @staticmethod
+    @abstractmethod
+    def user_state(room: RoomT) -> RoomState:
+        """Return the state that users see."""
+
+    @staticmethod
+    @abstractmethod
+    def speaker_of(room: RoomT | None, peer: str, message: Any) -> StrEnum | None:  # noqa: ANN401 - each role's own
+        """Return the speaker as `hearing` knows speakers; None for somebody whom the room does not concern."""
+
+    @abstractmethod
+    def needs(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
+        """Return the pages that a request takes of the spaces that this node gives out. Raises InvalidInputError."""
+
+    @abstractmethod
     def admitted(self, room: RoomT, request: AdmissionRequest) -> None:
-        """A room is there, with the pages that this node gives out: its first wait begins."""
+        """Begin the first wait of a room that has the pages which this node gives out."""
 
+    @abstractmethod
+    def next_event(self, room: RoomT) -> StrEnum | None:
+        """Return the event that follows from the room's fields in its present state. Changes nothing."""
 
-@dataclass(frozen=True, slots=True)
-class RoomRequests(Generic[RoomT]):
-    """What users ask of a node. Called from the event loop's thread only."""
+    @abstractmethod
+    def entered(self, room: RoomT) -> None:
+        """Begin the wait of a new state."""
 
-    rooms: RoomBook[RoomT]
-    driver: RoomDriver[RoomT]
-    pages: RoomPages
-    workers: WorkerSet
-    side: AdmittingSide[RoomT]
-    clock: Clock
-    store: StoredPrefixes | None = None
-    """None: nothing is stored."""
+    @abstractmethod
+    def act(self, room: RoomT, action: StrEnum) -> None:
+        """Carry an action of the table out."""
+
+    @abstractmethod
+    def at_rest(self, room: RoomT) -> None:
+        """Do what the room waits for, once no event follows any more."""
+
+    @abstractmethod
+    def late(self, room: RoomT, limit: str) -> None:
+        """End the present wait of a room, whose limit has passed."""
+
+    def not_admitted(self, room: int, generation: int, error: BridgeError) -> None:
+        """Tell whoever asked for a room before it was there that it will not be."""
+
+    # ------------------------------------------------------------------ admission
 
     def missing(self) -> str:
-        """Why no room can be admitted now whatever is free, or an empty text."""
+        """Say why no room can be admitted however many pages are free, or return an empty text."""
         return self.workers.missing()
 
     def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
-        """Pages that a request takes of the spaces that this node gives out.
-
-        Raises all that `admit` does, but CapacityError for pages that are not free.
-        """
-        if missing := self.missing():
-            raise NotReadyError(f"this {self.rooms.role} daemon cannot admit a room now: {missing}")
+        """Return the pages that a request takes. Raises all that `admit` does, but CapacityError for pages that are not free."""
+        if missing := self.workers.missing():
+            raise NotReadyError(f"this {self.role} daemon cannot admit a room now: {missing}")
         if request.room is not None:
-            self.rooms.check_free(request.room, request.generation)
+            self.book.check_free(request.room, request.generation)
         self._keys(request)
-        return self.side.demand(request)
+        return self.needs(request)
 
     def admit(self, request: AdmissionRequest, *, engine: AdmittingEngine | None = None) -> RoomReport:
-        """Reserve all or nothing; `engine`: whose own room it is, if it is one's.
+        """Reserve all or nothing. `engine`: the one that admits the room itself, if one does.
 
         Raises CapacityError, NotReadyError, ConflictError, InvalidInputError.
         """
         demand = self.demand(request)
-        room = self.side.room_type(
-            room=self.rooms.draw() if request.room is None else request.room,
+        room = self.room_type(
+            room=self.book.draw() if request.room is None else request.room,
             generation=request.generation,
             prompt_tokens=request.prompt_tokens,
             prefix_tokens=0,
@@ -106,7 +155,7 @@ class RoomRequests(Generic[RoomT]):
             admitted_by=engine.name if engine else "",
             prompt_digest=engine.prompt_digest if engine else b"",
             held=engine.held if engine else False,
-            state=self.driver.rules.table.start,
+            state=self.table.start,
             created_s=self.clock(),
             ids=bound_ids(),
             keys=self._keys(request),
@@ -115,37 +164,36 @@ class RoomRequests(Generic[RoomT]):
             trace=TRACE.get(),
         )
         self.pages.reserve(room, demand)
-        self.rooms.add(room)
-        self.driver.facts.show(room)
-        self.side.admitted(room, request)
-        return self.rooms.describe(room)
+        self.book.add(room)
+        self.show(room)
+        self.admitted(room, request)
+        return self.book.describe(room)
 
     def _keys(self, request: AdmissionRequest) -> Keys:
-        settings = self.pages.settings
         if not request.page_hashes:
             return Keys()
-        keys = keys_of(request.page_hashes, request.prompt_tokens, settings.geometry.tokens_per_page)
-        return keys if settings.shares_prefixes else Keys()
+        keys = keys_of(request.page_hashes, request.prompt_tokens, self.geometry.tokens_per_page)
+        return keys if self.settings.shares_prefixes else Keys()
 
     async def fetch(self, request: AdmissionRequest) -> None:
-        """Have what is stored of a prompt brought here, before it is admitted. Raises all that `demand` does."""
+        """Bring the stored part of a prompt here before the request is admitted. Raises all that `demand` does."""
         self.demand(request)
         if self.store is not None:
             names = self._keys(request).in_namespace(request.namespace)
             await self.store.prefetch(self.pages.shareable(names, request.prompt_tokens))
 
     async def drop_prefixes(self, *, stored: bool = True) -> DroppedPrefixes:
-        """Forget every cached prefix, and if `stored` what the store has of this model; rooms under way keep what they read.
+        """Forget every cached prefix, and if `stored` the objects of this model in the store; rooms under way keep their pages.
 
         Raises ConflictError where none are kept.
         """
         prefixes = self.pages.prefixes
         if prefixes is None:
             raise ConflictError(
-                f"this {self.rooms.role} daemon keeps no prefixes: tier.enabled is false, or its engines bring memory"
+                f"this {self.role} daemon keeps no prefixes: tier.enabled is false, or its engines bring memory"
             )
         dropped = prefixes.drop()
-        self.pages.events.emit(PrefixesDropped(pages=dropped.pages, read=dropped.read))
+        self.events.emit(PrefixesDropped(pages=dropped.pages, read=dropped.read))
         store = None
         if self.store is not None:
             store = await self.store.drop() if stored else DroppedObjects(outcome="kept")
@@ -153,71 +201,193 @@ class RoomRequests(Generic[RoomT]):
 
     async def cancel(self, room: int, reason: str) -> RoomReport:
         """Abort a room; harmless on a final one. Raises UnknownRoomError."""
-        found = self.rooms.get(room)
-        self.driver.stop(found, reason)
-        return self.rooms.describe(found)
+        found = self.book.get(room)
+        self.stop(found, reason)
+        return self.book.describe(found)
 
+    # ------------------------------------------------------------------ the state machine
 
-@dataclass(frozen=True, slots=True)
-class RoomEngines(Generic[RoomT]):
-    """What engines do to rooms of either side."""
+    def stop(self, room: RoomT, reason: str, code: str = ABORTED) -> None:
+        """Stop a room that somebody does not want any more. Harmless on one that is over."""
+        self.advance(room, self.ABORT, code, reason)
 
-    rooms: RoomBook[RoomT]
-    driver: RoomDriver[RoomT]
-    pages: RoomPages
-    waiting: frozenset[StrEnum] = frozenset()
-    """States in which a room waits for an engine."""
+    def fail(self, room: RoomT, code: str, reason: str) -> None:
+        """Fail a room that cannot complete. Harmless on one that is over."""
+        self.advance(room, self.FAULT, code, reason)
+
+    def miss(self, room: RoomT, limit: str) -> None:
+        """Fail a room because nothing happened within `limit`."""
+        room.missed = room.missed or limit
+        self.fail(room, DeadlineError.code, room.why_late(limit))
+
+    def let_go(self, room: RoomT, engine: str) -> None:
+        """Note that an engine does not use the pages of a room any more. Harmless for one that did not."""
+        room.let_go(engine)
+        self.advance(room)
+
+    def advance(self, room: RoomT, event: StrEnum | None = None, code: str = "", reason: str = "") -> None:
+        """Run the actions of an event, if there is one, and of the events that follow from the room's fields, until none does.
+
+        `code` and `reason` say why, for ABORT, FAULT and OTHER_PROMPT. Raises ConflictError when the event is not possible now.
+        """
+        event = event or self.next_event(room)
+        while event is not None:
+            state, actions = self.table.step(room.state, event)
+            is_new = state is not room.state
+            room.state = state
+            if is_new:
+                if event in {self.ABORT, self.FAULT, self.OTHER_PROMPT}:
+                    room.blame(code, reason)
+                self.entered(room)
+            for action in actions:
+                self.act(room, action)
+            self.show(room)
+            event = self.next_event(room)
+        self.at_rest(room)
+
+    def tick(self) -> None:
+        """End the waits whose limit has passed, and forget old receipts."""
+        now_s = self.clock()
+        for room in self.book.due(now_s):
+            limit = room.late(now_s)
+            if limit:
+                if limit == room.begin_limit:
+                    room.begin_by_s = None
+                self.late(room, limit)
+        self.book.sweep()
+
+    # ------------------------------------------------------------------ messages of peers and rank workers
+
+    def look_up(self, who: str, message: RoomMessage, *, kind: str) -> tuple[RoomT | None, Meaning | None]:
+        """Return the room of a message and the meaning of the message, None when it is refused or late.
+
+        `who`: the incarnation of a peer; empty for a rank worker of this node. `kind`: the `type` of the message.
+        """
+        room = self.book.find(message.room, message.generation)
+        speaker = self.speaker_of(room, who, message)
+        meaning = self.hearing.meaning(None if room is None else room.state, speaker, kind)
+        if meaning is None:
+            cause = "stale" if room is None or room.over else "foreign" if speaker is None else "unexpected"
+            self.refuse_message(who, message, f"{cause}_{kind}")
+        return room, None if meaning is Meaning.LATE else meaning
+
+    def refuse_message(self, peer: str, message: RoomMessage, code: str) -> None:
+        """Count a message about a room that is ignored; `peer` is empty for a rank worker of this node."""
+        rank = "" if peer else str(getattr(message, "rank", ""))
+        self.events.emit(
+            RoomMessageRefused(room=message.room, generation=message.generation, peer=peer, code=code, rank=rank)
+        )
+
+    # ------------------------------------------------------------------ what others are told
+
+    def show(self, room: RoomT) -> None:
+        """Wake everybody who waits for the room, and tell of a state that users see for the first time."""
+        state = self.book.changed(room)
+        if state is not None:
+            self.events.emit(
+                RoomEntered(
+                    **room.identity,
+                    state=state,
+                    code=room.reason_code,
+                    reason=room.reason,
+                    limit=room.missed,
+                    age_s=self.clock() - room.created_s,
+                    prompt_tokens=room.prompt_tokens,
+                    prefix_tokens=room.prefix_tokens,
+                    computed_tokens=room.computed_tokens,
+                    bytes=sum(amount.bytes for amount in room.amounts.values()),
+                    ids=room.ids,
+                    trace=room.trace,
+                )
+            )
+
+    def phases_ended(self, room: RoomT, phases_s: Mapping[str, float]) -> None:
+        """Tell how long phases of a room took that are over."""
+        self.events.emit(PhasesEnded(**room.identity, phases_s=phases_s, trace_id=exemplar(room.trace)))
+
+    def event(self, room: RoomT) -> RoomEvent:
+        """Return the event to engines about a room in its present state."""
+        return RoomEvent(
+            room=room.room,
+            generation=room.generation,
+            kind=self.engine_words[room.state],
+            prompt_tokens=room.prompt_tokens,
+            prefix_tokens=room.prefix_tokens,
+            computed_tokens=room.computed_tokens,
+            max_new_tokens=room.max_new_tokens,
+            code=room.reason_code,
+            reason=room.reason,
+        )
+
+    def open_events(self) -> list[RoomEvent]:
+        """Return the events that an engine which attaches now has missed."""
+        return [self.event(room) for room in self.book if room.state in self.waits_for_engine]
+
+    @staticmethod
+    def answer(call: int, room: RoomT, **more: Any) -> Pages:  # noqa: ANN401 - further fields of the answer
+        """Answer a call with a room's tables."""
+        return Pages(
+            call=call,
+            room=room.room,
+            generation=room.generation,
+            prompt_tokens=room.prompt_tokens,
+            prefix_tokens=room.prefix_tokens,
+            computed_tokens=room.computed_tokens,
+            host_tokens=room.host_tokens,
+            tables=to_wire(room.tables),
+            traceparent=room.trace.traceparent if room.trace is not None else "",
+            **more,
+        )
+
+    # ------------------------------------------------------------------ engines
 
     def abort(self, engine: AttachedEngine, message: AbortRoom) -> None:
-        """An engine gives a room up, and does not use its pages any more. Harmless on one that is over, or even forgotten."""
-        if not self.rooms.attempts(message.room):
+        """Stop a room that an engine gives up and does not use any more. Harmless on one that is over or forgotten."""
+        if not self.book.attempts(message.room):
             return
-        room = self.rooms.used_by(engine.name, message.room)
+        room = self.book.used_by(engine.name, message.room)
         room.let_go(engine.name)
         if message.load_failed:
             self.pages.load_failed(room, message.reason)
-        reason = f"by the {self.rooms.role} engine: {message.reason}"
+        reason = f"by the {self.role} engine: {message.reason}"
         if message.again:
-            self.driver.fail(room, WITHDRAWN, reason)
+            self.fail(room, WITHDRAWN, reason)
         else:
-            self.driver.stop(room, reason)
+            self.stop(room, reason)
 
-    def open_events(self) -> list[RoomEvent]:
-        """What an engine that attaches now would have been told, had it been there before."""
-        return [self.driver.facts.event(room) for room in self.rooms if room.state in self.waiting]
+    def require_same_prompt(self, room: RoomT, said: Begin | Claim, end_keys: Iterable[bytes]) -> None:
+        """Fail a room whose engine has other tokens than its keys name, and raise KeyMismatchError.
 
-    def gone(self, engine: str, reason: str, *, followed: bool = True) -> bool:
-        """An engine's connection has ended: rooms that need it fail.
+        `end_keys`: as other engines of the room have stated them. Raises InvalidInputError, and the room goes on, when the room has
+        keys and the engine states none, or another number.
+        """
+        page, why = difference(room, said, self.geometry.tokens_per_page, end_keys=end_keys)
+        if why:
+            why = f"the {self.role} engine's {why}"
+            room.disputed_page = page
+            self.advance(room, self.OTHER_PROMPT, KeyMismatchError.code, why)
+            raise KeyMismatchError(f"room {room.room}: {why}")
 
-        Returns whether pages wait for `ended`; `followed`: whether that will come.
+    def engine_gone(self, engine: str, reason: str, *, followed: bool = True) -> bool:
+        """Fail the rooms that need an engine whose connection has ended.
+
+        Returns whether pages wait for `engine_ended`; `followed`: whether that will come.
         """
         waits = False
-        for room in self.rooms:
+        for room in self.book:
             uses = engine in room.users
             if room.lose(engine):
-                why = f"the {self.rooms.role} engine {engine} is gone: {reason}"
-                self.driver.fail(room, PeerError.code, why)
+                why = f"the {self.role} engine {engine} is gone: {reason}"
+                self.fail(room, PeerError.code, why)
             if uses:
                 waits = True
                 self.pages.await_process(room, engine, followed=followed)
-            self.driver.advance(room)
+            self.advance(room)
         return waits
 
-    def ended(self, engine: str) -> None:
-        """Nothing of an engine that is gone uses a page any more: its process has ended, or it said so before it left."""
-        for room in self.rooms:
+    def engine_ended(self, engine: str) -> None:
+        """Let go of the pages that an engine had: its process has ended, or it said so before it left."""
+        for room in self.book:
             if engine in room.departed:
                 room.departed.discard(engine)
-                self.driver.let_go(room, engine)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rooms(Generic[RoomT]):
-    """The rooms of a node, by who has to do with them."""
-
-    book: RoomBook[RoomT]
-    driver: RoomDriver[RoomT]
-    requests: RoomRequests[RoomT]
-    engines: RoomEngines[RoomT]
-    calls: EngineCalls
-    deadlines: Deadlines[RoomT]
+                self.let_go(room, engine)

@@ -41,7 +41,7 @@ from kvbridge.core.wire.codec import (
 from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest, FileOrigin, SharedRegion, StreamPoint
 from kvbridge.http.problems import Problem, error_of, make_problem, problem_response
-from kvbridge.node.sender.offers import check_offer
+from kvbridge.node.prefill.early_offers import check_offer
 from kvbridge.tier.stores import messages as store_wire
 from kvbridge.tier.stores.base import Capabilities, Outcome, Verb
 from kvbridge.tier.stores.objects import ObjectForm, encode_trailer, read_trailer

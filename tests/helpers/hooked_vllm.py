@@ -33,10 +33,9 @@ from kvbridge.engine.attachment import Attachment
 from kvbridge.engine.link import EngineLink
 from kvbridge.engine.stream_order import StreamOrder
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.engine_api import EngineApi
-from kvbridge.node.engines import AttachedEngines
+from kvbridge.node.engines import Engines
 from kvbridge.pool.memory.sharing import MappedRegions
-from tests.helpers.node_bench import ReceiverBench, SenderBench
+from tests.helpers.node_bench import DecodeBench, PrefillBench
 from tests.helpers.rooms import GEOMETRY, PAGE, R0
 from tests.helpers.vllm_links import attach
 
@@ -150,17 +149,15 @@ class Node:
     """The node beside vLLM: its engine API and its rooms, over adopted pools; or another one, over pools of its own."""
 
     def __init__(self, role: Role, *, adopted: bool = True) -> None:
-        self.bench = SenderBench(adopted=adopted) if role is Role.PREFILL else ReceiverBench(adopted=adopted)
+        self.bench = PrefillBench(adopted=adopted) if role is Role.PREFILL else DecodeBench(adopted=adopted)
         self.role = role
         self.wires: dict[str, Wire] = {}
         self.runtime_dir = Path("/nowhere")
         bench = self.bench
         bench.engines.push = self._push
-        admission = AdmissionController(
-            bench.service.requests, bench.book, limits=AdmissionConfig(), events=bench.events
-        )
-        attached = AttachedEngines(self._send, (R0,), bench.events)
-        self.api = EngineApi(bench.service, admission, attached, pid=lambda _: 1, attached=self._describe)
+        admission = AdmissionController(bench.service, bench.book, limits=AdmissionConfig(), events=bench.events)
+        self.api = Engines(self._send, (R0,), bench.events)
+        self.api.serve(bench.service, admission, pid=lambda _: 1, attached=self._describe)
 
     def _describe(self, call: int, ranks: Any) -> Attached:
         facts = {"instance": "i", "incarnation": "n", "geometry": GEOMETRY, "pp_size": 1, "tp_size": 1}

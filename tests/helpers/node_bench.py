@@ -15,12 +15,13 @@ from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.wire.engine_messages import AskRestorable, Pages
 from kvbridge.core.wire.messages import Abort, Done, Drained, Failed, Offer, PeerMessage, to_wire
 from kvbridge.core.wire.worker_messages import RoomClosed, Send, Sent
+from kvbridge.node.decode.room import DecodeRoom
+from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.engines import AttachedEngine
-from kvbridge.node.receiver.room import ReceiverPorts, ReceiverRoom
-from kvbridge.node.receiver.rooms import ReceiverRooms, receiver_rooms
+from kvbridge.node.prefill.room import PrefillRoom
+from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room_pages import RoomSettings
-from kvbridge.node.sender.room import SenderPorts, SenderRoom
-from kvbridge.node.sender.rooms import SenderRooms, sender_rooms
+from kvbridge.node.rooms import RoomParts
 from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import PageState
@@ -31,12 +32,12 @@ from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,
+    DECODE_LIMITS,
     GEOMETRY,
     PAGE,
     PREFILL,
+    PREFILL_LIMITS,
     R0,
-    RECEIVER_LIMITS,
-    SENDER_LIMITS,
     TOKENS,
     EngineVerbs,
     FakeEngines,
@@ -67,7 +68,7 @@ def keys_of(tokens: int | list[int]) -> Keys:
 class NodeBench:
     """Of both roles: a node with `pages` pages of the full space."""
 
-    service: SenderRooms | ReceiverRooms
+    service: PrefillRooms | DecodeRooms
     prefill: tuple = ()
     peer: str
     """Who speaks when a test names nobody."""
@@ -81,12 +82,18 @@ class NodeBench:
 
     def admit(self, room: int = 1, tokens: int = TOKENS, **fields) -> RoomReport:
         fields = {"prefill": self.prefill, "prompt_tokens": tokens} | fields
-        return self.service.requests.admit(AdmissionRequest(room=room, **fields))
+        return self.service.admit(AdmissionRequest(room=room, **fields))
 
     def hear(self, message: PeerMessage, peer: str = "") -> None:
-        self.service.peers.hear(peer or self.peer, message)
+        """What a peer says."""
+        of_role = self.service if isinstance(self.service, PrefillRooms) else self.service.writers
+        of_role.hear(peer or self.peer, message)
 
-    def room(self, room: int = 1) -> SenderRoom | ReceiverRoom:
+    def tick(self) -> None:
+        """As its daemon does."""
+        self.service.tick()
+
+    def room(self, room: int = 1) -> PrefillRoom | DecodeRoom:
         return self.service.book.get(room)
 
     def state(self, generation: int = 1) -> object:
@@ -99,7 +106,7 @@ class NodeBench:
 
     def stop(self, room: int = 1) -> None:
         """Its client does not want it any more."""
-        self.service.driver.stop(self.room(room), "by its client")
+        self.service.stop(self.room(room), "by its client")
 
     @property
     def quarantined(self) -> set[str]:
@@ -128,7 +135,7 @@ class NodeBench:
 
 
 @dataclass
-class SenderBench(NodeBench):
+class PrefillBench(NodeBench):
     """A prefill node. Rooms of models with windows take pages of the window space and a request slot, too."""
 
     ranks: tuple[Rank, ...] = (R0,)
@@ -154,11 +161,10 @@ class SenderBench(NodeBench):
             spaces |= {SWA: self.windows, IndexSpace.REQUEST: 8}
         self._make(spaces | ({FULL_TWIN: self.twins, SWA_TWIN: 8} if self.twins else {}), self.twins)
         self.workers = FakeWorkers(*self.ranks, geometry=self.geometry)
-        self.service = sender_rooms(
-            SenderPorts(
+        self.service = PrefillRooms(
+            RoomParts(
                 book=self.book,
                 workers=self.workers,
-                nodes=self.peers,
                 engines=self.engines,
                 events=self.events,
                 prefixes=self.prefixes,
@@ -167,18 +173,14 @@ class SenderBench(NodeBench):
                 geometry=self.geometry,
                 adopted=self.adopted,
                 shares_prefixes=self.shares_prefixes,
-                limits=SENDER_LIMITS,
+                limits=PREFILL_LIMITS,
                 checkpoint_interval_tokens=self.interval,
                 part_of_instance=self.part_of_instance,
             ),
+            self.peers,
             clock=self.clock,
         )
         self.verbs = EngineVerbs(self.service, self.ranks)
-
-    def tick(self) -> None:
-        """As its daemon does."""
-        self.service.deadlines.tick()
-        self.service.peers.tick()
 
     def offer(self, room: int = 1, *, peer: str = "", **fields) -> None:
         fields = {"generation": 1, "prompt_tokens": TOKENS, "tables": to_wire(pages_table(7, 8))} | fields
@@ -200,21 +202,21 @@ class SenderBench(NodeBench):
         order = order or self.orders(rank)[-1]
         about = {"room": order.room, "generation": order.generation, "order": order.order}
         fields = {"amounts": full_amounts(TOKENS), "seconds": {"move": 1.0}} | fields
-        self.service.workers.hear(Sent(rank=rank, **about, **fields))
+        self.service.orders.hear(Sent(rank=rank, **about, **fields))
 
     def closed(self, room: int = 1, generation: int = 1, *, quiet: bool = True, **fields) -> None:
         for rank in self.ranks:
-            self.service.workers.hear(RoomClosed(room=room, generation=generation, rank=rank, quiet=quiet, **fields))
+            self.service.orders.hear(RoomClosed(room=room, generation=generation, rank=rank, quiet=quiet, **fields))
 
 
 @dataclass
-class PrefixBench(SenderBench):
+class PrefixBench(PrefillBench):
     """A prefill node whose rooms are named by their tokens, and go on from what others have left."""
 
     geometry: ModelGeometry = V4
     pages: int = 64
 
-    def admit(self, room: int, tokens: list[int], **fields) -> SenderRoom:
+    def admit(self, room: int, tokens: list[int], **fields) -> PrefillRoom:
         super().admit(room, len(tokens), page_hashes=keys_of(tokens).data, **fields)
         return self.room(room)
 
@@ -261,7 +263,7 @@ def ids(pages: Pages, space: IndexSpace = FULL) -> list[int]:
 
 
 @dataclass
-class ReceiverBench(NodeBench):
+class DecodeBench(NodeBench):
     """A decode node."""
 
     adopted: bool = False
@@ -283,12 +285,10 @@ class ReceiverBench(NodeBench):
 
     def __post_init__(self) -> None:
         self._make({FULL: self.pages} | ({FULL_TWIN: self.twins} if self.twins else {}), self.twins)
-        self.service = receiver_rooms(
-            ReceiverPorts(
+        self.service = DecodeRooms(
+            RoomParts(
                 book=self.book,
                 workers=self.ranks,
-                nodes=self.nodes,
-                fence=self.fence,
                 engines=self.engines,
                 events=self.events,
                 prefixes=self.prefixes,
@@ -300,15 +300,13 @@ class ReceiverBench(NodeBench):
                 shares_prefixes=self.shares_prefixes,
                 keeps_answers=self.keeps_answers,
                 digest=self.digest,
-                limits=RECEIVER_LIMITS,
+                limits=DECODE_LIMITS,
             ),
+            self.nodes,
+            self.fence,
             clock=self.clock,
         )
         self.verbs = EngineVerbs(self.service)
-
-    def tick(self) -> None:
-        """As its daemon does."""
-        self.service.deadlines.tick()
 
     def told(self, kind: type, peer: str | None = None) -> list:
         """What peers were told of one kind."""
@@ -325,48 +323,48 @@ class ReceiverBench(NodeBench):
         self.hear(Drained(room=room, generation=generation, in_transit=in_transit), peer)
 
 
-def offered(**fields) -> ReceiverBench:
+def offered(**fields) -> DecodeBench:
     """A decode node with room 1 offered to the node PREFILL."""
-    bench = ReceiverBench(**fields)
+    bench = DecodeBench(**fields)
     bench.nodes.know()
     bench.admit()
     return bench
 
 
 @dataclass
-class KeyedReceiver(ReceiverBench):
+class KeyedDecode(DecodeBench):
     """A decode node, and a prefill node whose engine says which prompt it has computed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.nodes.know()
 
-    def keyed(self, room: int, tokens: int, *, keys: Keys | None = None, **fields) -> ReceiverRoom:
+    def keyed(self, room: int, tokens: int, *, keys: Keys | None = None, **fields) -> DecodeRoom:
         """Admit a room with the keys of its prompt."""
         self.admit(room, tokens, **({"max_new_tokens": TOKENS, "page_hashes": (keys or keys_of(tokens)).data} | fields))
         return self.room(room)
 
-    def arrives(self, room: ReceiverRoom, keys: Keys | None = None, **fields) -> None:
+    def arrives(self, room: DecodeRoom, keys: Keys | None = None, **fields) -> None:
         """All of a room is sent; `keys`: what the engine of the prefill node has stated."""
         stated = keys_of(room.prompt_tokens) if keys is None else keys
         said = {"keys_digest": stated.digest, "end_key": stated.end} | fields
         self.done(room=room.room, amounts=full_amounts(room.prompt_tokens, room.prefix_tokens), metadata=b"", **said)
 
-    def arrived(self, room: int, tokens: int, **fields) -> ReceiverRoom:
+    def arrived(self, room: int, tokens: int, **fields) -> DecodeRoom:
         found = self.keyed(room, tokens, **fields)
         self.arrives(found)
         return found
 
-    def claim(self, room: ReceiverRoom) -> Pages:
+    def claim(self, room: DecodeRoom) -> Pages:
         keys = keys_of(room.prompt_tokens)
         return self.verbs.claim_pages("engine", room.room, keys.data, end_key=keys.end)
 
-    def claimed(self, room: int, tokens: int, **fields) -> ReceiverRoom:
+    def claimed(self, room: int, tokens: int, **fields) -> DecodeRoom:
         found = self.arrived(room, tokens, **fields)
         self.claim(found)
         return found
 
-    def whole(self, room: int, tokens: int, **fields) -> ReceiverRoom:
+    def whole(self, room: int, tokens: int, **fields) -> DecodeRoom:
         """A room that has gone all the way."""
         found = self.claimed(room, tokens, **fields)
         self.verbs.release("engine", room)

@@ -30,11 +30,11 @@ from kvbridge.core.wire.messages import (
 )
 from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.worker_messages import NodeToWorker, RenewEndpoints, RevokeEndpoints, Send, Verified, Verify
+from kvbridge.node.decode.fence import Fence
+from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.handshake.prefill_nodes import PrefillNodes
-from kvbridge.node.receiver.fence import Fence
-from kvbridge.node.receiver.room import ReceiverPorts
-from kvbridge.node.receiver.rooms import receiver_rooms
 from kvbridge.node.room_pages import RoomSettings
+from kvbridge.node.rooms import RoomParts
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.telemetry.stream import EventStream
@@ -45,9 +45,9 @@ from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import (
     ADDRESS,
     DECODE,
+    DECODE_LIMITS,
     GEOMETRY,
     R0,
-    RECEIVER_LIMITS,
     EngineVerbs,
     RecordedEvents,
     describe_decode,
@@ -128,19 +128,19 @@ class World(SimulatedCalls, Checked):
         self.book = PageBook({}, adopted=space) if adopted else PageBook(space)
         self.prefixes = self.prefix_cache(self.book)
         self.decode_nodes = PrefillNodes(describe=self.describe, links=OneLink(self), events=EventStream())
-        self.receiver = receiver_rooms(
-            ReceiverPorts(
+        self.receiver = DecodeRooms(
+            RoomParts(
                 book=self.book,
                 workers=self.ranks,
-                nodes=self.decode_nodes,
-                fence=self.fence,
                 engines=self.engines,
                 events=self.events,
                 prefixes=self.prefixes,
             ),
             RoomSettings(
-                geometry=GEOMETRY, adopted=adopted, shares_prefixes=shares, digest=digest, limits=RECEIVER_LIMITS
+                geometry=GEOMETRY, adopted=adopted, shares_prefixes=shares, digest=digest, limits=DECODE_LIMITS
             ),
+            self.decode_nodes,
+            self.fence,
             clock=self.clock,
         )
         self.receiver_verbs = EngineVerbs(self.receiver)
@@ -203,7 +203,7 @@ class World(SimulatedCalls, Checked):
             case Rejected():
                 self.decode_nodes.rejected(ADDRESS, message)
             case Digests() | Done() | PathLost() | Failed() | Drained():
-                self.receiver.peers.hear(peer, message)
+                self.receiver.writers.hear(peer, message)
 
     def verify(self, order: Verify, *, changed: bool = False, error: str = "") -> None:
         """Our rank looks at what has arrived: as it was sent, or `changed`, or it cannot look."""
@@ -213,9 +213,9 @@ class World(SimulatedCalls, Checked):
         if not changed and not error:
             self.verified.add(owner)
         if not error:
-            self.receiver.workers.digested(digested(order, R0, value))
+            self.receiver.hear(digested(order, R0, value))
         code = "unsupported" if error else ""
-        self.receiver.workers.verified(
+        self.receiver.hear(
             Verified(room=order.room, generation=order.generation, rank=R0, error_code=code, error=error)
         )
 
@@ -241,7 +241,7 @@ class World(SimulatedCalls, Checked):
     def decode_rank_dies(self) -> None:
         """Its successor gives out endpoints of the present epoch from the start."""
         self.towards_rank.clear()
-        self.receiver.workers.gone(R0, "killed")
+        self.receiver.worker_gone(R0, "killed")
         self._give_out(self.fence.epoch)
 
     def is_open(self, path: Path) -> bool:
@@ -302,9 +302,9 @@ class World(SimulatedCalls, Checked):
             page_hashes=keys.data,
         )
         if on_prefill:
-            self.prefill.service.requests.admit(request)
+            self.prefill.service.admit(request)
         else:
-            self.receiver.requests.admit(request)
+            self.receiver.admit(request)
 
     # ------------------------------------------------------------------ a room that nobody disturbs
 
@@ -385,10 +385,9 @@ class World(SimulatedCalls, Checked):
             self.check()
 
     def tick(self) -> None:
-        self.receiver.deadlines.tick()
+        self.receiver.tick()
         self.fence.tick()
-        self.prefill.service.deadlines.tick()
-        self.prefill.service.peers.tick()
+        self.prefill.service.tick()
 
     def free(self) -> tuple[int, int]:
         """Pages that a room could have now."""

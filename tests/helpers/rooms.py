@@ -44,11 +44,11 @@ from kvbridge.core.wire.messages import (
 )
 from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.worker_messages import NodeToWorker
+from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.node.handshake.prefill_nodes import KnownNode
-from kvbridge.node.receiver.rooms import ReceiverRooms
+from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room import Room
-from kvbridge.node.sender.rooms import SenderRooms
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.telemetry.events import Fact, PagesDiffer, RequestRefused, RequestWaited, RoomEntered, RoomMessageRefused
@@ -59,8 +59,8 @@ PAGE = GEOMETRY.tokens_per_page
 R0, R1 = Rank(pp=0, tp=0), Rank(pp=0, tp=1)
 ADDRESS = PeerAddress(endpoint="tcp://prefill-a:7000")
 OTHER_ADDRESS = PeerAddress(endpoint="tcp://prefill-b:7000")
-SENDER_LIMITS = DaemonTimeouts(begin_s=80, offer_s=60, room_s=600, early_offer_s=10, drain_s=50, room_keep_s=300)
-RECEIVER_LIMITS = DaemonTimeouts(
+PREFILL_LIMITS = DaemonTimeouts(begin_s=80, offer_s=60, room_s=600, early_offer_s=10, drain_s=50, room_keep_s=300)
+DECODE_LIMITS = DaemonTimeouts(
     pages_s=10, handshake_s=20, room_s=600, claim_s=120, verify_s=40, drain_s=50, room_keep_s=300
 )
 TOKENS = 2 * PAGE
@@ -312,7 +312,7 @@ def pages_in(book: PageBook, state: PageState) -> int:
 class EngineVerbs:
     """The verbs of engines on the rooms of a node, carried out as its API does. What is left out is what most tests say."""
 
-    rooms: SenderRooms | ReceiverRooms
+    rooms: PrefillRooms | DecodeRooms
     ranks: tuple[Rank, ...] = (R0,)
 
     def _call(self, engine: str, ranks: tuple[Rank, ...] | None, message: Call) -> Pages | None:
@@ -340,7 +340,7 @@ class EngineVerbs:
 
     def claim_pages(self, engine, room, page_hashes=b"", **fields) -> Pages:
         """A claim, and what is answered."""
-        ranks = self.rooms.driver.facts.engines.ranks_of(engine)
+        ranks = self.rooms.engines.ranks_of(engine)
         answer = self._call(engine, ranks, Claim(call=1, room=room, page_hashes=page_hashes, **fields))
         assert answer is not None
         return answer

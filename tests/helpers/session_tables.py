@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from kvbridge.core.session.hearing import Hearing
-from kvbridge.core.session.machine import Table
-from kvbridge.core.session.receiver import RECEIVER_HEARS, RECEIVER_TABLE
-from kvbridge.core.session.sender import SENDER_HEARS, SENDER_TABLE
+from kvbridge.core.session.decode import DECODE_HEARS, DECODE_TABLE
+from kvbridge.core.session.prefill import PREFILL_HEARS, PREFILL_TABLE
+from kvbridge.core.session.tables import Hearing, Table
 
 _HEAD = """# The life of a room
 
-Printed from the literals in `sender.py` and `receiver.py` by `python -m tests.helpers.session_tables`; do not edit.
+Printed from the literals in `prefill.py` and `decode.py` by `python -m tests.helpers.session_tables`; do not edit.
 What a row does not list is refused in that state.
 
 Each side has two tables: what events lead to, and what a message about a room means before it leads to any event. A message that is
@@ -22,8 +21,8 @@ not listed is refused and counted (`kvbridge_room_messages_refused_total`), and 
 
 def tables_markdown() -> str:
     """Return the tables as Markdown."""
-    prefill = f"## Prefill side\n\n{_markdown(SENDER_TABLE)}\n{_heard(SENDER_HEARS)}"
-    decode = f"## Decode side\n\n{_markdown(RECEIVER_TABLE)}\n{_heard(RECEIVER_HEARS)}"
+    prefill = f"## Prefill side\n\n{_markdown(PREFILL_TABLE)}\n{_heard(PREFILL_HEARS)}"
+    decode = f"## Decode side\n\n{_markdown(DECODE_TABLE)}\n{_heard(DECODE_HEARS)}"
     return f"{_HEAD}\n{prefill}\n{decode}"
 
 

@@ -7,10 +7,10 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import IndexSpace, Rank, Tables
 from kvbridge.core.wire.engine_messages import Fetch, Hold, RoomEvent
 from kvbridge.core.wire.messages import to_wire
+from kvbridge.node.decode.room import DecodeRoom
+from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.engines import AttachedEngine
-from kvbridge.node.receiver.room import ReceiverRoom
-from kvbridge.node.receiver.rooms import ReceiverRooms
-from kvbridge.node.sender.room import SenderRoom
+from kvbridge.node.prefill.room import PrefillRoom
 from kvbridge.pool.accounts.pages import Owner
 from kvbridge.tier.keys import NO_KEYS, Keys
 from tests.helpers.rooms import ADDRESS, PAGE, R0, R1
@@ -29,16 +29,16 @@ class SimulatedCalls:
     pool: EnginePool
     engines: Engines
     prefill: PrefillNode
-    receiver: ReceiverRooms
+    receiver: DecodeRooms
 
-    def keys(self, room: SenderRoom | ReceiverRoom) -> Keys:
+    def keys(self, room: PrefillRoom | DecodeRoom) -> Keys:
         return keys_of(room.owner, room.prompt_tokens) if self.shares else NO_KEYS
 
     def prompt(self, owner: Owner, tokens: int) -> list[bytes]:
         """The keys of a prompt's whole pages, where prefixes are shared by nodes or by engines that bring their pages."""
         return keys_of(owner, tokens).to_list() if self.shares or self.adopted else []
 
-    def labels(self, room: SenderRoom | ReceiverRoom) -> list[Label]:
+    def labels(self, room: PrefillRoom | DecodeRoom) -> list[Label]:
         return self.labels_of(room.owner, room.prompt_tokens)
 
     def labels_of(self, owner: Owner, tokens: int) -> list[Label]:
@@ -113,14 +113,14 @@ class SimulatedCalls:
             using.discard(mine)
 
     @staticmethod
-    def over(room: SenderRoom | None) -> bool:
+    def over(room: PrefillRoom | None) -> bool:
         return room is None or room.over or room.stopping
 
     def prefill_engine_dies(self, engine: str) -> None:
-        self.prefill.service.engines.gone(engine, "killed")
+        self.prefill.service.engine_gone(engine, "killed")
         self.check()  # its GPU still writes what it had begun: nobody else may have those pages
         self.prefill.engines.using[engine].clear()
-        self.prefill.service.engines.ended(engine)
+        self.prefill.service.engine_ended(engine)
 
     def provide(self, room: int) -> None:
         found = self.receiver.book.get(room)
@@ -168,10 +168,10 @@ class SimulatedCalls:
 
     def decode_engine_dies(self, engine: str) -> None:
         self.engines.names.discard(engine)
-        self.receiver.engines.gone(engine, "killed")
+        self.receiver.engine_gone(engine, "killed")
         self.check()
         self.engines.using[engine].clear()
-        self.receiver.engines.ended(engine)
+        self.receiver.engine_ended(engine)
         self.engines.names.add(engine)
 
     def publish(self, engine: str, room: int, upto: int, layers: tuple[int, ...] | None = None) -> None:
@@ -193,7 +193,7 @@ class SimulatedCalls:
         if self.adopted and alive:
             self.prefill.pool.know(found.owner, self.prompt(found.owner, upto))
 
-    def more_source(self, room: SenderRoom, pages: int) -> tuple[Tables, Tables]:
+    def more_source(self, room: PrefillRoom, pages: int) -> tuple[Tables, Tables]:
         """The engine takes what it lacks for so many pages of a prompt. Returns all, and those that the node does not know."""
         pool, owner = self.prefill.pool, room.owner
         pool.take_more(owner, max(0, pages - len(pool.of[owner])))

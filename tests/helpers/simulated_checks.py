@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.plan.digests import DigestKind
-from kvbridge.core.session.receiver import ReceiverState
-from kvbridge.node.receiver.room import ReceiverRoom
+from kvbridge.core.session.decode import DecodeState
+from kvbridge.node.decode.room import DecodeRoom
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.tier.prefix_cache import PrefixCache
 from tests.helpers.rooms import PAGE
@@ -63,12 +63,12 @@ class Checked:
             wrong = wrong_pages(memory, RANKS, tables, keys.to_list()[: len(pages)])
             assert not wrong, f"cached, and wrong: {wrong}"
 
-    def _check_bytes(self, room: ReceiverRoom) -> None:
+    def _check_bytes(self, room: DecodeRoom) -> None:
         wrong = wrong_pages(self.memory, RANKS, room.tables, self.labels(room))
         assert not wrong, f"{room.owner} is committed, and {wrong}"
 
-    def _check_commit(self, room: ReceiverRoom) -> None:
-        if room.state is not ReceiverState.COMMITTED or self.prefill.incarnation not in room.writers:
+    def _check_commit(self, room: DecodeRoom) -> None:
+        if room.state is not DecodeState.COMMITTED or self.prefill.incarnation not in room.writers:
             return
         if self.shares:
             self._check_bytes(room)

@@ -11,18 +11,18 @@ from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import Abort, Failed, Hello, Intend, Offer, PeerMessage
 from kvbridge.core.wire.worker_messages import Digested, NodeToWorker, PeerConnected, Rerouted, RoomClosed, Send, Sent
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.engine_admission import EngineAdmission
+from kvbridge.node.decode.rooms import DecodeRooms
+from kvbridge.node.engines import Engines as AttachedEngines
 from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.handshake.inspections import Inspections
 from kvbridge.node.handshake.introduction import Self
-from kvbridge.node.receiver.rooms import ReceiverRooms
+from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room_pages import RoomSettings
-from kvbridge.node.sender.room import SenderPorts
-from kvbridge.node.sender.rooms import SenderRooms, sender_rooms
+from kvbridge.node.rooms import RoomParts
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner
 from kvbridge.telemetry.stream import EventStream
-from tests.helpers.rooms import DECODE, GEOMETRY, SENDER_LIMITS, EngineVerbs, welcome_of
+from tests.helpers.rooms import DECODE, GEOMETRY, PREFILL_LIMITS, EngineVerbs, welcome_of
 from tests.helpers.simulated_memory import Memory
 from tests.helpers.simulated_nodes import PAGES, RANKS, Engines, Path, Worker
 from tests.helpers.simulated_pool import EnginePool
@@ -47,16 +47,16 @@ class PrefillNode:
         self.prefixes = world.prefix_cache(self.book)
         self.succeeded: set[int] = set()
         self.ordered: dict[Owner, set[int]] = {}
-        self.service = sender_rooms(
-            SenderPorts(
+        self.service = PrefillRooms(
+            RoomParts(
                 book=self.book,
                 workers=self,
-                nodes=self,
                 engines=self.engines,
                 events=world.events,
                 prefixes=self.prefixes,
             ),
-            RoomSettings(geometry=GEOMETRY, adopted=world.adopted, shares_prefixes=world.shares, limits=SENDER_LIMITS),
+            RoomSettings(geometry=GEOMETRY, adopted=world.adopted, shares_prefixes=world.shares, limits=PREFILL_LIMITS),
+            self,
             clock=world.clock,
         )
         self.verbs = EngineVerbs(self.service)
@@ -72,7 +72,7 @@ class PrefillNode:
             events=EventStream(),
             send=lambda peer, message: world.to_decode(message),
         )
-        self.nodes.watch(self.service.peers.peer_gone)
+        self.nodes.watch(self.service.peer_gone)
 
     @property
     def layers(self) -> dict[Rank, tuple[int, ...]]:
@@ -103,7 +103,7 @@ class PrefillNode:
             case Hello():
                 self.nodes.hello(DECODE, message)
             case Intend() | Offer() | Abort() | Failed():
-                self.service.peers.hear(DECODE, message)
+                self.service.hear(DECODE, message)
 
     def hear(self, rank: Rank) -> None:
         message = self.workers[rank].outbox.popleft()
@@ -113,7 +113,7 @@ class PrefillNode:
             case Digested() | Sent() | Rerouted() | RoomClosed():
                 if isinstance(message, Sent) and not message.error_code:
                     self.succeeded.add(message.order)
-                self.service.workers.hear(message)
+                self.service.orders.hear(message)
 
     def engine_hears(self, event: RoomEvent) -> None:
         """What an engine with pages of its own makes of an event."""
@@ -123,7 +123,7 @@ class PrefillNode:
     def kill_worker(self, rank: Rank) -> None:
         self.world.lose(self.workers[rank])
         self.workers[rank] = self.new_worker(rank)
-        self.service.workers.gone(rank, "killed")
+        self.service.orders.worker_gone(rank, "killed")
         self.nodes.worker_ready(rank)
 
     def new_worker(self, rank: Rank) -> Worker:
@@ -153,8 +153,8 @@ class OneLink:
         self.world.towards_prefill.append(None)
 
 
-def own_admission(service: SenderRooms | ReceiverRooms, book: PageBook, world: World) -> EngineAdmission:
-    controller = AdmissionController(
-        service.requests, book, limits=AdmissionConfig(), events=EventStream(), clock=world.clock
-    )
-    return EngineAdmission(service, controller)
+def own_admission(service: PrefillRooms | DecodeRooms, book: PageBook, world: World) -> AttachedEngines:
+    controller = AdmissionController(service, book, limits=AdmissionConfig(), events=EventStream(), clock=world.clock)
+    engines = AttachedEngines(lambda _engine, _message: None, (), EventStream())
+    engines.serve(service, controller, pid=lambda _: 0, attached=lambda *_: None)
+    return engines

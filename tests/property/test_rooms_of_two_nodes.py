@@ -20,7 +20,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.digests import DigestKind
-from kvbridge.core.session.receiver import ReceiverState
+from kvbridge.core.session.decode import DecodeState
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.tier.keys import Keys
 from tests.helpers.examples import fewer
@@ -74,7 +74,7 @@ class RoomsMachine(RuleBasedStateMachine):
     @rule(room=ROOMS, on_prefill=st.booleans())
     def cancel(self, room, on_prefill):
         service = self.world.prefill.service if on_prefill else self.world.receiver
-        coroutine = service.requests.cancel(room, "by its client")
+        coroutine = service.cancel(room, "by its client")
         with pytest.raises((StopIteration, UnknownRoomError)):
             coroutine.send(None)
 
@@ -455,11 +455,11 @@ def test_a_room_that_lost_a_path_is_read_when_that_is_shut_and_not_before():
     assert world.towards_rank, "the lost path is being shut while the room is still written"
     rank_answers, world.towards_rank = world.towards_rank, deque()
     world.settle()
-    assert world.receiver.book.get(1).state is ReceiverState.OFFERED
+    assert world.receiver.book.get(1).state is DecodeState.OFFERED
     assert world.book.state(Owner(1, 1)) is PageState.LEASED
     world.towards_rank = rank_answers
     world.settle()
-    assert world.receiver.book.get(1).state is ReceiverState.COMMITTED
+    assert world.receiver.book.get(1).state is DecodeState.COMMITTED
     assert world.given_epochs == {"local": 1, "nixl": 0}
 
 
@@ -471,7 +471,7 @@ def test_a_room_that_decode_gives_up_before_the_nodes_have_met_is_given_up_on_pr
     world.hold(owner, begun=True)
     world.fetch(owner, named=named)
     assert not world.receiver.book.get(1).over, "the handshake has hardly begun"
-    world.receiver.driver.stop(world.receiver.book.get(1), "the request was aborted")
+    world.receiver.stop(world.receiver.book.get(1), "the request was aborted")
     assert world.receiver.book.get(1).over
     world.settle()
     assert world.prefill.service.book.get(1).over

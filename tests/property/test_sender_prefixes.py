@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvbridge.core.errors import CapacityError
 from kvbridge.core.wire.engine_messages import Pages
 from kvbridge.core.wire.messages import WireTable
-from kvbridge.node.sender.room import SenderRoom
+from kvbridge.node.prefill.room import PrefillRoom
 from tests.helpers.examples import fewer
 from tests.helpers.node_bench import FULL, HISTORY, SWA, PrefixBench, ids, keys_of
 from tests.helpers.rooms import PAGE, R0
@@ -42,7 +42,7 @@ class PrefillNode(RuleBasedStateMachine):
         self.begun: dict[int, Pages] = {}
         self.last = 0
 
-    def room(self, number: int) -> SenderRoom | None:
+    def room(self, number: int) -> PrefillRoom | None:
         found = self.bench.service.book.find(number, 1)
         return None if found is None or found.concluded else found
 
@@ -155,13 +155,13 @@ class PrefillNode(RuleBasedStateMachine):
 
     @rule()
     def worker_dies(self) -> None:
-        self.bench.service.workers.gone(R0, "killed")
+        self.bench.service.orders.worker_gone(R0, "killed")
         self.bench.prefixes.drop()
 
     @rule(seconds=st.sampled_from([1, 70, 700]))
     def time_passes(self, seconds: int) -> None:
         self.bench.clock.advance(seconds)
-        self.bench.service.deadlines.tick()
+        self.bench.service.tick()
 
     @invariant()
     def holds(self) -> None:

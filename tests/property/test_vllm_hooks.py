@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Role
 from tests.helpers.hooked_vllm import Status, Vllm, connector_module, request
-from tests.helpers.rooms import ADDRESS, SENDER_LIMITS
+from tests.helpers.rooms import ADDRESS, PREFILL_LIMITS
 
 BLOCKS = [4, 5]
 ANYTHING = st.recursive(
@@ -64,7 +64,7 @@ def live(vllm: Vllm, name: str, params: object, *, refused: bool) -> None:
         vllm.ends(asked, BLOCKS)
     vllm.steps()
     if name in vllm.waiting:  # nobody comes for it
-        vllm.node.bench.clock.advance(SENDER_LIMITS.offer_s + 1)
+        vllm.node.bench.clock.advance(PREFILL_LIMITS.offer_s + 1)
         vllm.node.bench.tick()
         vllm.steps()
 

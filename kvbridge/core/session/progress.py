@@ -1,4 +1,4 @@
-"""How far one prefill rank has come with one room: what was published, what may be sent next."""
+"""The progress of one prefill rank with one room: which tokens are published, which may be sent next."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class RankProgress:
     """Tokens published and tokens handed to the worker, for each layer of a rank. Owned by its room."""
 
     def __init__(self, layers: Iterable[int], *, prompt_tokens: int, computed_tokens: int = 0) -> None:
-        """`computed_tokens`: what the node holds from the prompt's start; it is published from the beginning."""
+        """The first `computed_tokens` tokens are held by the node, and published from the beginning."""
         self.layers = tuple(layers)
         self.prompt_tokens = prompt_tokens
         self._published = dict.fromkeys(self.layers, computed_tokens)
@@ -29,11 +29,7 @@ class RankProgress:
         return self.published_tokens == self.prompt_tokens
 
     def publish(self, upto_token: int, layers: tuple[int, ...] | None = None) -> None:
-        """Record that the first `upto_token` tokens are final in memory, for some layers or for all.
-
-        Raises as `check` does, and records nothing then.
-        """
-        self.check(upto_token, layers)
+        """Record that the first `upto_token` tokens are final in memory, for some layers or for all. `check` was called before."""
         for layer in self.layers if layers is None else layers:
             self._published[layer] = upto_token
 
@@ -55,9 +51,10 @@ class RankProgress:
             )
 
     def next_sections(self, prefix_tokens: int) -> list[Section]:
-        """Return what was published and not returned before: one section for each group of equally far layers.
+        """Return the published tokens that were not returned before: one section for each group of equally far layers.
 
-        What lies in the first `prefix_tokens` alone is not sent, so it waits for what follows: the end of the prompt at the latest.
+        Decode holds the first `prefix_tokens` tokens. A section within them has nothing to send, so it waits for the next tokens,
+        or for the end of the prompt.
         """
         groups: dict[tuple[int, int], list[int]] = {}
         for layer in self.layers:

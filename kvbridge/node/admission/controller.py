@@ -30,7 +30,7 @@ from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter
 from kvbridge.node.admission.queue import AdmissionQueue, Waiting
 from kvbridge.node.admission.starvation import Starvation
 from kvbridge.node.room import AdmittingEngine
-from kvbridge.node.rooms import RoomRequests
+from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.telemetry.context import TRACE
 from kvbridge.telemetry.events import RequestAnswered, RequestRefused, RequestWaited, WaitOutcome
@@ -60,7 +60,7 @@ class AdmissionController:
 
     def __init__(
         self,
-        requests: RoomRequests[Any],
+        rooms: Rooms[Any],
         book: PageBook,
         *,
         limits: AdmissionConfig,
@@ -69,8 +69,8 @@ class AdmissionController:
         draw: Callable[[], float] = random.random,
     ) -> None:
         """`draw` spreads Retry-After."""
-        self._requests = requests
-        self._rooms = requests.rooms
+        self._rooms = rooms
+        self._in_use = rooms.book.in_use
         self._book = book
         self._limits = limits
         self._events = events
@@ -119,10 +119,10 @@ class AdmissionController:
         """Check the namespace, and have what is stored of the prompt brought here unless it is refused whatever comes."""
         try:
             may_name.require(request.namespace, keyed=bool(request.page_hashes))
-            if self._requests.store is not None and request.page_hashes:
+            if self._rooms.store is not None and request.page_hashes:
                 self._require_open()
                 self._check_caps(request.client)
-                await self._requests.fetch(request)
+                await self._rooms.fetch(request)
         except BridgeError as error:
             self._refused(request.client, error)
             raise
@@ -182,7 +182,7 @@ class AdmissionController:
         waiting = self._queue.waiting_of(request.client)
         if most and waiting >= most:
             raise self._over_cap(request.client, f"{waiting} waiting requests", key, most)
-        demand = self._requests.demand(request)
+        demand = self._rooms.demand(request)
         outcome: asyncio.Future[RoomReport] = asyncio.get_running_loop().create_future()
         waiter = _WaitingRequest(request.client, demand, self._clock(), request, outcome, copy_context())
         self._queue.join(waiter, self._book.available_pages())
@@ -195,15 +195,15 @@ class AdmissionController:
     def _admitted(self, request: AdmissionRequest, engine: AdmittingEngine | None = None) -> RoomReport:
         if self._rooms_left() <= 0:
             raise self._too_many_rooms(0.0)
-        report = self._requests.admit(request, engine=engine)
+        report = self._rooms.admit(request, engine=engine)
         self._starvation.since_s = None
         return report
 
     def _rooms_left(self) -> int:
-        return self._limits.max_rooms - sum(self._rooms.in_use.values())
+        return self._limits.max_rooms - sum(self._in_use.values())
 
     def _too_many_rooms(self, waited_s: float) -> CapacityError:
-        rooms = sum(self._rooms.in_use.values())
+        rooms = sum(self._in_use.values())
         waited = f", and none has ended within {waited_s:g} s (the request's wait_s)" if waited_s else ""
         return CapacityError(
             f"this daemon has {rooms} rooms, as many as it may (admission.max_rooms){waited}; a room counts until its pages are "
@@ -214,8 +214,8 @@ class AdmissionController:
     def _serve(self) -> None:
         """Admit whoever's turn it is, as long as somebody fits."""
         self._serving_soon = False
-        while not self._requests.missing():
-            waiter = self._queue.next(self._book.available_pages(), self._rooms.in_use, rooms_left=self._rooms_left())
+        while not self._rooms.missing():
+            waiter = self._queue.next(self._book.available_pages(), self._in_use, rooms_left=self._rooms_left())
             if waiter is None:
                 return
             self._queue.granted(waiter)
@@ -241,7 +241,7 @@ class AdmissionController:
         if not waiter.outcome.done():
             self._leave(waiter, WaitOutcome.LEFT)
         elif waiter.outcome.exception() is None:
-            await self._requests.cancel(waiter.outcome.result().room, "its client left before it was told")
+            await self._rooms.cancel(waiter.outcome.result().room, "its client left before it was told")
 
     # ------------------------------------------------------------------ refusals
 
@@ -249,7 +249,7 @@ class AdmissionController:
         most, key = self._cap(client, "max_rooms")
         if not most:
             return
-        rooms, waiting = self._rooms.in_use.get(client, 0), self._queue.waiting_of(client)
+        rooms, waiting = self._in_use.get(client, 0), self._queue.waiting_of(client)
         if rooms + waiting >= most:
             raise self._over_cap(client, f"{rooms} rooms and {waiting} waiting requests", key, most)
 
@@ -261,7 +261,7 @@ class AdmissionController:
         return getattr(self._limits, f"client_{name}"), f"admission.client_{name}"
 
     def _over_cap(self, client: str, having: str, key: str, most: int) -> ClientLimitError:
-        in_use = self._rooms.in_use
+        in_use = self._in_use
         seconds = self._rates.seconds_until_a_room_ends(of=in_use.get(client, 0), rooms=sum(in_use.values()))
         return ClientLimitError(
             f"client '{client}' has {having} on this daemon, as many as it may ({key} is {most}); a room counts until its pages "
@@ -277,7 +277,7 @@ class AdmissionController:
                 "(admission.max_rooms) before this one; send it with wait_s to wait too",
                 retry_after_s=self._limits.retry_after_min_s,
             )
-        lacking = self._queue.lacking(self._requests.demand(request), self._book.available_pages())
+        lacking = self._queue.lacking(self._rooms.demand(request), self._book.available_pages())
         if lacking:
             raise CapacityError(
                 f"{len(self._queue)} requests wait for pages of {', '.join(map(repr, map(str, lacking)))} before this "
@@ -367,7 +367,7 @@ class AdmissionController:
         )
 
     def _clients(self) -> tuple[ClientStatus, ...]:
-        in_use, waiting = self._rooms.in_use, self._queue.by_client()
+        in_use, waiting = self._in_use, self._queue.by_client()
         shown = sorted(
             in_use.keys() | waiting.keys(),
             key=lambda client: (-waiting.get(client, (0, 0.0))[0], -in_use.get(client, 0), client),

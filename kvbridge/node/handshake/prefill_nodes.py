@@ -25,7 +25,7 @@ from kvbridge.telemetry.events import PeerAccepted, PeerLost, PeerRejected
 from kvbridge.telemetry.stream import EventStream
 
 if TYPE_CHECKING:
-    from kvbridge.node.receiver.peers import RoomWriters
+    from kvbridge.node.decode.writers import Writers
 
 FORMER_KEPT = 1_024
 """Addresses of which the incarnation is remembered that answered there last."""
@@ -131,9 +131,9 @@ class PrefillNodes:
         """Those that have welcomed us, by their incarnation."""
         self._same: dict[PeerAddress, _KnownPrefill] = {}
         """Further addresses of nodes, as long as those answer: there is one link to an incarnation."""
-        self._listener: RoomWriters
+        self._listener: Writers
 
-    def watch(self, listener: RoomWriters) -> None:
+    def watch(self, listener: Writers) -> None:
         """Say who hears of nodes that have answered or are gone; before anybody is asked for."""
         self._listener = listener
 

@@ -44,6 +44,7 @@ class FakeRooms:
     role = Role.PREFILL
 
     def __init__(self) -> None:
+        self.book = self
         self.traces: list[TraceContext | None] = []
         self.rooms: dict[int, RoomReport] = {}
         self.error: Exception | None = None
@@ -185,7 +186,6 @@ def daemon_app(
     made = iter(range(1, 1_000))
     return create_daemon_app(
         admission=rooms,
-        requests=rooms,
         rooms=rooms,
         status=status or FakeStatus(),
         settings=settings(tokens, **more),

@@ -43,8 +43,8 @@ class Rooms:
     """Rooms whose pages are their prompt tokens."""
 
     def __init__(self, book: PageBook) -> None:
-        self.book = book
-        self.rooms = self
+        self.pages = book
+        self.book = self
         self.in_use: Counter[str] = Counter()
         self.clients: dict[int, str] = {}
         self.lacking = ""
@@ -66,7 +66,7 @@ class Rooms:
         if request.room in self.clients:
             raise ConflictError(f"room {request.room} is in flight")
         demand = {FULL: request.prompt_tokens}
-        self.book.require_possible(demand)
+        self.pages.require_possible(demand)
         return demand
 
     def admit(self, request: AdmissionRequest, **_: object) -> RoomReport:
@@ -78,11 +78,11 @@ class Rooms:
         return self.report(room)
 
     def _reserve(self, owner: Owner, request: AdmissionRequest) -> None:
-        self.book.reserve(owner, self.demand(request))
+        self.pages.reserve(owner, self.demand(request))
 
     def end(self, room: int) -> None:
         self.in_use[self.clients.pop(room)] -= 1
-        self.book.free(Owner(room, 1))
+        self.pages.free(Owner(room, 1))
 
     def report(self, room: int) -> RoomReport:
         return RoomReport(room=room, generation=1, role=Role.PREFILL, state=RoomState.ADMITTED, prompt_tokens=1)

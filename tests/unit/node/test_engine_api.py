@@ -34,10 +34,9 @@ from kvbridge.core.wire.engine_messages import (
 from kvbridge.core.wire.features import Features
 from kvbridge.core.wire.messages import Failed, Heartbeat, Intend, Offer, to_wire
 from kvbridge.node.admission.controller import AdmissionController
-from kvbridge.node.engine_api import EngineApi
-from kvbridge.node.engines import AttachedEngines
+from kvbridge.node.engines import Engines
 from kvbridge.telemetry.events import EngineAttached, EngineEnded, EngineFact, EngineLost, SparseDecoded
-from tests.helpers.node_bench import ReceiverBench, SenderBench
+from tests.helpers.node_bench import DecodeBench, PrefillBench
 from tests.helpers.rooms import ADDRESS, DECODE, GEOMETRY, PAGE, R0, R1, TOKENS, full_amounts, pages_table
 
 PROMPT = {"room": 1, "prompt_tokens": TOKENS}
@@ -51,11 +50,11 @@ def names(*ids: int, first: int = 0):
 class Api:
     """An API in front of a bench's rooms, whose engines are those attached here."""
 
-    def __init__(self, bench: SenderBench | ReceiverBench, ranks=(R0,), **limits: object) -> None:
+    def __init__(self, bench: PrefillBench | DecodeBench, ranks=(R0,), **limits: object) -> None:
         self.bench = bench
         self.messages: list[tuple[str, object]] = []
         admission = AdmissionController(
-            bench.service.requests,
+            bench.service,
             bench.book,
             limits=AdmissionConfig(**limits),
             events=bench.events,
@@ -63,8 +62,8 @@ class Api:
             draw=lambda: 0.0,
         )
         send = lambda engine, message: self.messages.append((engine, message))  # noqa: E731
-        self.engines = AttachedEngines(send, ranks, bench.events)
-        self.api = EngineApi(bench.service, admission, self.engines, pid=lambda engine: 77, attached=self.describe)
+        self.api = self.engines = Engines(send, ranks, bench.events)
+        self.engines.serve(bench.service, admission, pid=lambda engine: 77, attached=self.describe)
 
     def describe(self, call: int, ranks) -> Attached:
         facts = {"instance": "i", "incarnation": "x", "geometry": GEOMETRY, "pp_size": 1, "tp_size": 1}
@@ -79,13 +78,13 @@ class Api:
 
 
 def prefill(limits=None, **fields) -> Api:
-    api = Api(SenderBench(**fields), fields.get("ranks", (R0,)), **(limits or {}))
+    api = Api(PrefillBench(**fields), fields.get("ranks", (R0,)), **(limits or {}))
     api.attach()
     return api
 
 
 def decode(**fields) -> Api:
-    api = Api(ReceiverBench(**fields))
+    api = Api(DecodeBench(**fields))
     api.bench.nodes.know()
     api.attach()
     return api
@@ -95,7 +94,7 @@ def decode(**fields) -> Api:
 
 
 def test_an_engine_attaches_for_ranks_of_this_node():
-    api = Api(SenderBench(ranks=(R0, R1)), (R0, R1))
+    api = Api(PrefillBench(ranks=(R0, R1)), (R0, R1))
     for fields, text in (
         ({"role": Role.DECODE}, "this is a prefill daemon"),
         ({"ranks": (R0.model_copy(update={"tp": 9}),)}, "do not live on this node"),
@@ -110,7 +109,7 @@ def test_an_engine_attaches_for_ranks_of_this_node():
 
 
 def test_an_engine_of_no_rank_attaches_when_the_engines_that_bring_memory_are_served():
-    api = Api(SenderBench(adopted=True))
+    api = Api(PrefillBench(adopted=True))
     api.bench.workers.lacking = "pp0.tp0 is starting"
     refused = api.attach("commands")
     assert isinstance(refused, Refused)
@@ -121,7 +120,7 @@ def test_an_engine_of_no_rank_attaches_when_the_engines_that_bring_memory_are_se
 
 
 def test_calls_before_attach_unknown_calls_and_heartbeats():
-    api = Api(SenderBench())
+    api = Api(PrefillBench())
     refused = api.call(Begin(call=4, room=1, prompt_tokens=1))
     assert (refused.call, refused.code) == (4, "conflict")
     api.attach()
@@ -303,7 +302,7 @@ def test_an_engine_that_detaches_waits_for_nothing(role):
 
 
 def test_engines_of_a_rank_whose_memory_is_gone_may_only_let_go_until_they_attach_again():
-    api = Api(SenderBench(ranks=(R0, R1)), (R0, R1))
+    api = Api(PrefillBench(ranks=(R0, R1)), (R0, R1))
     api.attach("of both")
     api.attach("of the other", ranks=(R1,))
     for call in (Admit(call=2, **PROMPT), Begin(call=3, **PROMPT)):
@@ -312,7 +311,7 @@ def test_engines_of_a_rank_whose_memory_is_gone_may_only_let_go_until_they_attac
     for _ in range(2):
         api.engines.memory_lost(R0, "rank worker pp0.tp0 is gone: killed")
     assert api.messages == [("of both", Detached(reason="rank worker pp0.tp0 is gone: killed"))]
-    api.bench.service.workers.gone(R0, "killed")
+    api.bench.service.orders.worker_gone(R0, "killed")
     refused = api.call(Publish(call=4, room=1, upto_token=PAGE), "of both")
     assert (refused.code, "attach again" in refused.message) == ("detached", True)
     assert api.bench.free == 14

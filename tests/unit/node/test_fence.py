@@ -8,7 +8,7 @@ import pytest
 
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import RenewEndpoints, RevokeEndpoints
-from kvbridge.node.receiver.fence import Fence, FencePhase
+from kvbridge.node.decode.fence import Fence, FencePhase
 from kvbridge.pool.accounts.pages import Owner
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import RecordedEvents

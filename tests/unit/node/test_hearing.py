@@ -11,9 +11,9 @@ import pytest
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.plan.operations import Amount
-from kvbridge.core.session.hearing import Meaning
-from kvbridge.core.session.receiver import RECEIVER_HEARS, RECEIVER_TABLE, ReceiverState
-from kvbridge.core.session.sender import SENDER_HEARS, SENDER_TABLE, SenderState
+from kvbridge.core.session.decode import DECODE_HEARS, DECODE_TABLE, DecodeState
+from kvbridge.core.session.prefill import PREFILL_HEARS, PREFILL_TABLE, PrefillState
+from kvbridge.core.session.tables import Meaning
 from kvbridge.core.wire.messages import (
     Abort,
     Digests,
@@ -27,10 +27,10 @@ from kvbridge.core.wire.messages import (
     to_wire,
 )
 from kvbridge.core.wire.worker_messages import Digested, Rerouted, RoomClosed, Sent, Verified
-from kvbridge.node.receiver.room import speaker_of as receiver_speaker
-from kvbridge.node.sender.room import speaker_of as sender_speaker
+from kvbridge.node.decode.room import speaker_of as receiver_speaker
+from kvbridge.node.prefill.room import speaker_of as sender_speaker
 from kvbridge.pool.accounts.pages import Owner, PageState
-from tests.helpers.node_bench import ReceiverBench, SenderBench
+from tests.helpers.node_bench import DecodeBench, PrefillBench
 from tests.helpers.rooms import ADDRESS, DECODE, OTHER_ADDRESS, PREFILL, R0, R1, TOKENS, full_amounts, pages_table
 
 SECOND = "bbbb000000000001"
@@ -56,36 +56,36 @@ def failed() -> Failed:
 
 
 ARRIVED = {
-    ReceiverState.VERIFYING,
-    ReceiverState.COMMITTED,
-    ReceiverState.CLAIMED,
-    ReceiverState.ABORTING_CLAIMED,
-    ReceiverState.FAILING_CLAIMED,
-    ReceiverState.COMPLETED,
+    DecodeState.VERIFYING,
+    DecodeState.COMMITTED,
+    DecodeState.CLAIMED,
+    DecodeState.ABORTING_CLAIMED,
+    DecodeState.FAILING_CLAIMED,
+    DecodeState.COMPLETED,
 }
-HOW_THEY_COME: dict[ReceiverState, tuple[str, ...]] = {
-    ReceiverState.VERIFYING: ("arrive",),
-    ReceiverState.COMMITTED: ("arrive",),
-    ReceiverState.CLAIMED: ("arrive", "claim"),
-    ReceiverState.ABORTING_CLAIMED: ("arrive", "claim", "stop"),
-    ReceiverState.FAILING_CLAIMED: ("arrive", "claim", "fail"),
-    ReceiverState.COMPLETED: ("arrive", "claim", "release"),
-    ReceiverState.ABORTING: ("stop",),
-    ReceiverState.FAILING: ("fail",),
-    ReceiverState.ABORTED: ("stop", "drain"),
-    ReceiverState.FAILED: ("fail", "drain"),
+HOW_THEY_COME: dict[DecodeState, tuple[str, ...]] = {
+    DecodeState.VERIFYING: ("arrive",),
+    DecodeState.COMMITTED: ("arrive",),
+    DecodeState.CLAIMED: ("arrive", "claim"),
+    DecodeState.ABORTING_CLAIMED: ("arrive", "claim", "stop"),
+    DecodeState.FAILING_CLAIMED: ("arrive", "claim", "fail"),
+    DecodeState.COMPLETED: ("arrive", "claim", "release"),
+    DecodeState.ABORTING: ("stop",),
+    DecodeState.FAILING: ("fail",),
+    DecodeState.ABORTED: ("stop", "drain"),
+    DecodeState.FAILED: ("fail", "drain"),
 }
 
 
-def receiver_in(state: ReceiverState | None, before: str = "") -> ReceiverBench:
+def receiver_in(state: DecodeState | None, before: str = "") -> DecodeBench:
     """A bench whose room 1 (None: no room) is written by PREFILL (rank 0) and SECOND (rank 1), and stands in a state.
 
     `before`: what PREFILL has said in time: nothing, "done", or "done" and "drained".
     """
-    adopted = state in {ReceiverState.AWAITING_PAGES, ReceiverState.INTENDED}
-    digest = DigestKind.CRC32C if state is ReceiverState.VERIFYING else DigestKind.NONE
-    bench = ReceiverBench(adopted=adopted, digest=digest)
-    if state not in {ReceiverState.AWAITING_PAGES, ReceiverState.RESERVED}:
+    adopted = state in {DecodeState.AWAITING_PAGES, DecodeState.INTENDED}
+    digest = DigestKind.CRC32C if state is DecodeState.VERIFYING else DigestKind.NONE
+    bench = DecodeBench(adopted=adopted, digest=digest)
+    if state not in {DecodeState.AWAITING_PAGES, DecodeState.RESERVED}:
         bench.nodes.know(tp_size=2)
         bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,), tp_size=2)
     if state is None:
@@ -99,7 +99,7 @@ def receiver_in(state: ReceiverState | None, before: str = "") -> ReceiverBench:
         "claim": bench.verbs.claim,
         "release": bench.verbs.release,
         "stop": bench.stop,
-        "fail": lambda: bench.service.driver.fail(room, "x", "y"),
+        "fail": lambda: bench.service.fail(room, "x", "y"),
         "drain": lambda: (hear(drained()), hear(drained(), SECOND)),
     }
     for step in (*[before][: bool(before)], *HOW_THEY_COME.get(state, ())):
@@ -127,28 +127,28 @@ DECODE_SAID: list[tuple[str, RoomMessage]] = [
 ]
 
 
-def receiver_says(bench: ReceiverBench, who: str, message: RoomMessage) -> None:
+def receiver_says(bench: DecodeBench, who: str, message: RoomMessage) -> None:
     match message:
         case Digested():
-            bench.service.workers.digested(message)
+            bench.service.hear(message)
         case Verified():
-            bench.service.workers.verified(message)
+            bench.service.hear(message)
         case _:
             bench.hear(message, who)
 
 
-def seen(bench: ReceiverBench | SenderBench, owner: Owner) -> bytes:
+def seen(bench: DecodeBench | PrefillBench, owner: Owner) -> bytes:
     """All that a message about a room could change, but what is counted."""
     room = bench.service.book.find(*owner)
-    told = bench.nodes.messages if isinstance(bench, ReceiverBench) else bench.peers.messages
-    others = bench.ranks.messages if isinstance(bench, ReceiverBench) else bench.workers.messages
-    asked = (bench.fence.asked, bench.fence.paths) if isinstance(bench, ReceiverBench) else ()
+    told = bench.nodes.messages if isinstance(bench, DecodeBench) else bench.peers.messages
+    others = bench.ranks.messages if isinstance(bench, DecodeBench) else bench.workers.messages
+    asked = (bench.fence.asked, bench.fence.paths) if isinstance(bench, DecodeBench) else ()
     facts = {} if room is None else {name: fact for name, fact in vars(room).items() if name != "note_limit"}
     return pickle.dumps((facts, bench.book.state(owner), told, others, bench.engines.events, asked))
 
 
-def histories(state: ReceiverState | None) -> list[str]:
-    return ["", "done", "drained"] if state in {*ARRIVED, ReceiverState.OFFERED, ReceiverState.ABORTING} else [""]
+def histories(state: DecodeState | None) -> list[str]:
+    return ["", "done", "drained"] if state in {*ARRIVED, DecodeState.OFFERED, DecodeState.ABORTING} else [""]
 
 
 def targets(table, state) -> set:
@@ -170,13 +170,13 @@ def rooms_in(states, histories_of) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize(("state", "before"), rooms_in([*ReceiverState, None], histories))
+@pytest.mark.parametrize(("state", "before"), rooms_in([*DecodeState, None], histories))
 def test_decode_takes_what_is_listed_and_nothing_else_changes_a_room(state, before):
     for who, message in DECODE_SAID:
         bench = receiver_in(state, before)
         room = bench.service.book.find(*OWNER)
         speaker = receiver_speaker(room, who, message)
-        meaning = RECEIVER_HEARS.meaning(state, speaker, message.type)
+        meaning = DECODE_HEARS.meaning(state, speaker, message.type)
         looked, refused = seen(bench, OWNER), bench.events.refusals.total()
         receiver_says(bench, who, message)
         if meaning in {None, Meaning.LATE}:
@@ -184,26 +184,26 @@ def test_decode_takes_what_is_listed_and_nothing_else_changes_a_room(state, befo
             assert bench.events.refusals.total() - refused == (meaning is None)
         else:
             assert room is not None
-            assert room.state in targets(RECEIVER_TABLE, state)
+            assert room.state in targets(DECODE_TABLE, state)
             assert bench.events.refusals.total() == refused
         bench.book.check_integrity()
 
 
 def test_no_word_of_a_writer_before_the_offer_counts_after_it():
     """A rank that reported before anybody knew a page has sent nothing: its bytes are waited for."""
-    bench = receiver_in(ReceiverState.INTENDED)
+    bench = receiver_in(DecodeState.INTENDED)
     for message in (done(), PathLost(**SAID, writer=R0, transport="mooncake", epoch=0), drained(in_transit=True)):
         bench.hear(message)
     bench.verbs.provide(1, pages_table(4, 5))
     assert bench.room().writers[PREFILL].missing == {R0}
     bench.hear(done(R1), SECOND)
-    assert bench.state() is ReceiverState.OFFERED
+    assert bench.state() is DecodeState.OFFERED
     assert "committed" not in bench.engines.kinds
     assert bench.events.refusals == {"unexpected_done": 1, "unexpected_path_lost": 1, "unexpected_drained": 1}
 
 
 def test_a_writer_that_drained_before_the_offer_is_told_to_stop_and_its_pages_wait_for_its_word():
-    bench = receiver_in(ReceiverState.INTENDED)
+    bench = receiver_in(DecodeState.INTENDED)
     for peer in (PREFILL, SECOND):
         bench.hear(drained(), peer)
     bench.verbs.provide(1, pages_table(4, 5))
@@ -217,7 +217,7 @@ def test_a_writer_that_drained_before_the_offer_is_told_to_stop_and_its_pages_wa
 
 def test_a_writer_that_has_drained_and_says_done_is_refused():
     """Drained is the last word: what was not sent before is not sent."""
-    bench = receiver_in(ReceiverState.ABORTING)
+    bench = receiver_in(DecodeState.ABORTING)
     bench.hear(drained())
     bench.hear(done())
     assert bench.events.refusals == {"unexpected_done": 1}
@@ -226,16 +226,16 @@ def test_a_writer_that_has_drained_and_says_done_is_refused():
 
 # ------------------------------------------------------------------------------------------- the prefill side
 
-HOW_THEY_GO: dict[SenderState, tuple[str, ...]] = {
-    SenderState.AWAITED: ("intend",),
-    SenderState.SENDING: ("offer",),
-    SenderState.ABORTING: ("offer", "stop"),
-    SenderState.FAILING: ("offer", "fail"),
-    SenderState.COMPLETED: ("offer", "finish"),
-    SenderState.ABORTED: ("offer", "stop", "close"),
-    SenderState.FAILED: ("offer", "fail", "close"),
+HOW_THEY_GO: dict[PrefillState, tuple[str, ...]] = {
+    PrefillState.AWAITED: ("intend",),
+    PrefillState.SENDING: ("offer",),
+    PrefillState.ABORTING: ("offer", "stop"),
+    PrefillState.FAILING: ("offer", "fail"),
+    PrefillState.COMPLETED: ("offer", "finish"),
+    PrefillState.ABORTED: ("offer", "stop", "close"),
+    PrefillState.FAILED: ("offer", "fail", "close"),
 }
-ENDED_EARLY = {SenderState.ABORTED: ("intend", "stop"), SenderState.FAILED: ("intend", "fail")}
+ENDED_EARLY = {PrefillState.ABORTED: ("intend", "stop"), PrefillState.FAILED: ("intend", "fail")}
 """Rooms that a decode node has said it would come for, and did not."""
 
 
@@ -243,16 +243,16 @@ def offer() -> Offer:
     return Offer(**SAID, prompt_tokens=TOKENS, tables=to_wire(pages_table(7, 8)))
 
 
-def sender_in(state: SenderState | None, before: str = "") -> SenderBench:
+def sender_in(state: PrefillState | None, before: str = "") -> PrefillBench:
     """A bench whose room 1 (None: no room) stands in a state; DECODE has intended or offered it where it could.
 
     `before`: "closed": rank 0 has let it go already; "intended": it ended before the offer came.
     """
-    bench = SenderBench(ranks=(R0, R1))
+    bench = PrefillBench(ranks=(R0, R1))
     if state is None:
         return bench
     bench.admit()
-    room, hear = bench.room(), bench.service.workers.hear
+    room, hear = bench.room(), bench.service.orders.hear
 
     def offered() -> None:
         bench.hear(offer())
@@ -269,7 +269,7 @@ def sender_in(state: SenderState | None, before: str = "") -> SenderBench:
         "offer": offered,
         "finish": finished,
         "stop": bench.stop,
-        "fail": lambda: bench.service.driver.fail(room, "x", "y"),
+        "fail": lambda: bench.service.fail(room, "x", "y"),
         "close": bench.closed,
         "closed": lambda: hear(RoomClosed(**SAID, rank=R0, quiet=True)),
     }
@@ -305,29 +305,29 @@ PREFILL_SAID: list[tuple[str, RoomMessage]] = [
 ]
 
 
-def sender_histories(state: SenderState | None) -> list[str]:
+def sender_histories(state: PrefillState | None) -> list[str]:
     return {
-        SenderState.ABORTING: ["", "closed"],
-        SenderState.FAILING: ["", "closed"],
-        SenderState.ABORTED: ["", "intended"],
-        SenderState.FAILED: ["", "intended"],
+        PrefillState.ABORTING: ["", "closed"],
+        PrefillState.FAILING: ["", "closed"],
+        PrefillState.ABORTED: ["", "intended"],
+        PrefillState.FAILED: ["", "intended"],
     }.get(state, [""])
 
 
-@pytest.mark.parametrize(("state", "before"), rooms_in([*SenderState, None], sender_histories))
+@pytest.mark.parametrize(("state", "before"), rooms_in([*PrefillState, None], sender_histories))
 def test_prefill_takes_what_is_listed_and_nothing_else_changes_a_room(state, before):
     for who, message in PREFILL_SAID:
         bench = sender_in(state, before)
         room = bench.service.book.find(*OWNER)
         speaker = sender_speaker(room, who, message)
-        meaning = SENDER_HEARS.meaning(state, speaker, message.type)
+        meaning = PREFILL_HEARS.meaning(state, speaker, message.type)
         looked, refused = seen(bench, OWNER), bench.events.refusals.total()
-        bench.hear(message, who) if who else bench.service.workers.hear(message)
+        bench.hear(message, who) if who else bench.service.orders.hear(message)
         if meaning in {None, Meaning.LATE}:
             assert seen(bench, OWNER) == looked, f"{message!r} of {speaker} has changed a room that is {state}"
             assert bench.events.refusals.total() - refused == (meaning is None)
         elif room is not None:
-            assert room.state in targets(SENDER_TABLE, state)
+            assert room.state in targets(PREFILL_TABLE, state)
             assert bench.events.refusals.total() - refused == (meaning is Meaning.TURN_AWAY)
         if meaning is Meaning.TURN_AWAY:
             assert room.state is state
@@ -337,9 +337,9 @@ def test_prefill_takes_what_is_listed_and_nothing_else_changes_a_room(state, bef
 
 
 def test_a_rank_worker_that_speaks_of_a_room_it_was_never_given_quarantines_nothing():
-    bench = sender_in(SenderState.ADMITTED)
-    bench.service.workers.hear(RoomClosed(**SAID, rank=R0, quiet=False, reason="stuck"))
-    bench.service.workers.hear(Rerouted(**SAID, rank=R0, lost="local", over="nixl", epoch=2, in_transit=True))
+    bench = sender_in(PrefillState.ADMITTED)
+    bench.service.orders.hear(RoomClosed(**SAID, rank=R0, quiet=False, reason="stuck"))
+    bench.service.orders.hear(Rerouted(**SAID, rank=R0, lost="local", over="nixl", epoch=2, in_transit=True))
     assert bench.book.state(OWNER) is PageState.HELD
     assert not bench.room().in_transit
     assert bench.events.refusals == {"unexpected_room_closed": 1, "unexpected_rerouted": 1}
@@ -347,10 +347,10 @@ def test_a_rank_worker_that_speaks_of_a_room_it_was_never_given_quarantines_noth
 
 def test_a_rank_worker_that_closes_a_room_it_was_not_told_to_close_is_refused():
     """Were it believed, an abort would take for quiet what is still read."""
-    bench = sender_in(SenderState.SENDING)
+    bench = sender_in(PrefillState.SENDING)
     bench.closed()
     bench.abort()
-    assert bench.state() is SenderState.ABORTING
+    assert bench.state() is PrefillState.ABORTING
     assert bench.told(Drained) == []
     assert bench.events.refusals == {"unexpected_room_closed": 2}
 
@@ -358,11 +358,11 @@ def test_a_rank_worker_that_closes_a_room_it_was_not_told_to_close_is_refused():
 # ------------------------------------------------------------------------------------------- engines
 
 
-def engine_calls(bench: ReceiverBench | SenderBench) -> dict[str, Callable[[], object]]:
+def engine_calls(bench: DecodeBench | PrefillBench) -> dict[str, Callable[[], object]]:
     """Every call of an engine, by one that uses the room if any does, and by another."""
     verbs, calls = bench.verbs, {}
     for who in ("engine", "other"):
-        if isinstance(bench, ReceiverBench):
+        if isinstance(bench, DecodeBench):
             of_role = {
                 "provide": partial(verbs.provide, 1, pages_table(4, 5)),
                 "claim": partial(verbs.claim, who),
@@ -382,9 +382,9 @@ def engine_calls(bench: ReceiverBench | SenderBench) -> dict[str, Callable[[], o
     return calls
 
 
-@pytest.mark.parametrize("state", [*ReceiverState, *SenderState], ids=lambda state: f"{type(state).__name__}-{state}")
+@pytest.mark.parametrize("state", [*DecodeState, *PrefillState], ids=lambda state: f"{type(state).__name__}-{state}")
 def test_a_call_of_an_engine_that_is_refused_changes_nothing(state):
-    make = receiver_in if isinstance(state, ReceiverState) else sender_in
+    make = receiver_in if isinstance(state, DecodeState) else sender_in
     for name in engine_calls(make(state)):
         bench = make(state)
         looked = seen(bench, OWNER)

@@ -7,11 +7,11 @@ import pytest
 from kvbridge.api.rooms import RoomQuery, RoomReport
 from kvbridge.core.errors import ConflictError
 from kvbridge.core.ids import IndexSpace
-from kvbridge.core.session.receiver import ReceiverState
+from kvbridge.core.session.decode import DecodeState
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Drained, Failed
 from kvbridge.telemetry.events import RoomEntered
-from tests.helpers.node_bench import NodeBench, ReceiverBench, SenderBench, offered
+from tests.helpers.node_bench import DecodeBench, NodeBench, PrefillBench, offered
 from tests.helpers.rooms import ADDRESS, DECODE, PAGE, PREFILL, TOKENS
 
 WHY = "no prefill engine has begun it in time (limit: begin_within_s)"
@@ -34,7 +34,7 @@ def run_out(bench: NodeBench) -> RoomReport:
 
 @pytest.mark.parametrize("is_offered", [False, True])
 def test_prefill_a_ticket_that_no_engine_uses(is_offered):
-    bench = SenderBench()
+    bench = PrefillBench()
     bench.admit(begin_within_s=20.0, client="a")
     bench.clock.advance(5)
     if is_offered:
@@ -53,7 +53,7 @@ def test_prefill_a_ticket_that_no_engine_uses(is_offered):
 
 @pytest.mark.parametrize("adopted", [False, True])
 def test_decode_a_ticket_that_runs_out_before_the_offer(adopted):
-    bench = ReceiverBench(adopted=adopted)
+    bench = DecodeBench(adopted=adopted)
     bench.admit(begin_within_s=5.0, client="a")
     assert limit(bench) == ("begin_within_s", 5)
     assert run_out(bench).reason == WHY
@@ -62,7 +62,7 @@ def test_decode_a_ticket_that_runs_out_before_the_offer(adopted):
 
 def test_decode_prefill_says_whether_a_ticket_was_used():
     """Decode counts the ticket down too, but only prefill knows what engines do: silence means that one has begun."""
-    bench = ReceiverBench()
+    bench = DecodeBench()
     bench.nodes.know()
     bench.admit(begin_within_s=5.0, client="a")
     assert limit(bench) == ("begin_within_s", 5)
@@ -78,7 +78,7 @@ def test_decode_prefill_says_whether_a_ticket_was_used():
 
 def test_a_room_in_use_has_no_limit():
     bench = offered()
-    bench.room().state = ReceiverState.COMMITTED
+    bench.room().state = DecodeState.COMMITTED
     bench.verbs.claim()
     assert limit(bench) == ("", None)
 
@@ -92,7 +92,7 @@ def told(bench: NodeBench) -> tuple[str, str]:
 
 
 def test_prefill_says_what_it_waits_for_from_its_admission_to_its_end():
-    bench = SenderBench()
+    bench = PrefillBench()
     bench.admit()
     assert told(bench) == ("admitted", "a prefill engine to begin it, and for the decode node to offer its pages")
     bench.offer()
@@ -112,7 +112,7 @@ def test_prefill_says_what_it_waits_for_from_its_admission_to_its_end():
 
 
 def test_decode_says_what_it_waits_for_from_its_admission_to_its_end():
-    bench = ReceiverBench()
+    bench = DecodeBench()
     bench.admit()
     assert told(bench) == ("admitted", f"prefill nodes {ADDRESS.endpoint} to answer")
     bench.nodes.know()
@@ -139,7 +139,7 @@ def test_decode_says_whose_proof_it_waits_for():
 
 
 def test_rooms_are_listed_by_state_client_and_peer():
-    bench = SenderBench()
+    bench = PrefillBench()
     bench.admit()
     bench.offer()
     bench.admit(2, client="a")

@@ -12,7 +12,7 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner
 from kvbridge.telemetry.host_tier import CopyEnded
-from tests.helpers.node_bench import FULL, FULL_TWIN, HISTORY, KeyedReceiver, NodeBench, PrefixBench, keys_of
+from tests.helpers.node_bench import FULL, FULL_TWIN, HISTORY, KeyedDecode, NodeBench, PrefixBench, keys_of
 from tests.helpers.rooms import PAGE, R0, R1
 
 POINT = StreamPoint(ring="load", handle=bytes(64), device_uuid="0" * 32)
@@ -101,7 +101,7 @@ def test_an_abort_by_decode_keeps_what_the_engine_has_finished():
 # ------------------------------------------------------------------------------------------- decode
 
 
-class DecodeBench(KeyedReceiver):
+class DecodeBench(KeyedDecode):
     """A decode node whose prefixes have come to the host."""
 
     def on_host(self, room: int, tokens: int) -> None:

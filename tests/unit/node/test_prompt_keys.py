@@ -11,7 +11,7 @@ from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Failed
 from kvbridge.node.admission.controller import AdmissionController
-from tests.helpers.node_bench import HISTORY, ReceiverBench, SenderBench, keys_of
+from tests.helpers.node_bench import HISTORY, DecodeBench, PrefillBench, keys_of
 from tests.helpers.rooms import PAGE, R0, R1, full_amounts
 
 PROMPT = 3 * PAGE + 5
@@ -27,18 +27,18 @@ def other_from(page: int) -> bytes:
     return keys_of(tokens).data
 
 
-def prefill(**fields) -> SenderBench:
-    bench = SenderBench(**fields)
+def prefill(**fields) -> PrefillBench:
+    bench = PrefillBench(**fields)
     bench.admit(1, PROMPT, **KEYED)
     return bench
 
 
-def begin(bench: SenderBench, page_hashes: bytes = b"", ranks=(R0,), engine: str = "engine", **fields):
+def begin(bench: PrefillBench, page_hashes: bytes = b"", ranks=(R0,), engine: str = "engine", **fields):
     return bench.verbs.begin(engine, ranks, prompt_tokens=PROMPT, page_hashes=page_hashes, **fields)
 
 
-def committed(*engines: str) -> ReceiverBench:
-    bench = ReceiverBench()
+def committed(*engines: str) -> DecodeBench:
+    bench = DecodeBench()
     bench.engines.names = {*engines} or {"engine"}
     bench.nodes.know()
     bench.admit(1, PROMPT, max_new_tokens=2 * PAGE - 5, **KEYED)
@@ -51,7 +51,7 @@ def committed(*engines: str) -> ReceiverBench:
 
 @pytest.mark.parametrize("shares_prefixes", [True, False])
 def test_another_number_of_keys_than_the_prompt_has_whole_pages_is_refused(shares_prefixes):
-    bench = SenderBench(shares_prefixes=shares_prefixes)
+    bench = PrefillBench(shares_prefixes=shares_prefixes)
     for count in (1, 4):
         text = rf"page_hashes has {16 * count} bytes; {PROMPT} tokens are 3 whole pages of {PAGE}, .* 48 bytes"
         with pytest.raises(InvalidInputError, match=text):
@@ -62,9 +62,9 @@ def test_another_number_of_keys_than_the_prompt_has_whole_pages_is_refused(share
 @pytest.mark.asyncio
 @pytest.mark.parametrize("wait_s", [0.0, 1.0])
 async def test_a_namespace_that_may_not_be_named_is_a_counted_refusal(wait_s):
-    bench = SenderBench()
+    bench = PrefillBench()
     admission = AdmissionController(
-        bench.service.requests, bench.book, limits=AdmissionConfig(), events=bench.events, clock=bench.clock
+        bench.service, bench.book, limits=AdmissionConfig(), events=bench.events, clock=bench.clock
     )
     asked = {"room": 1, "prompt_tokens": PROMPT} | KEYED
     with pytest.raises(NamespaceError, match="'acme': it may name the default one"):
@@ -143,7 +143,7 @@ def claimed(monkeypatch):
         bench, found = committed(*engines), []
         for engine in bench.engines.names:
             bench.verbs.claim(engine, 1, KEYS)
-        pages = type(bench.service.driver.rules.pages)
+        pages = type(bench.service.pages)
         give_back = pages.give_back
 
         def noted(self, room):

@@ -17,15 +17,15 @@ from kvbridge.core.errors import (
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import IndexSpace, PageTable, Rank
 from kvbridge.core.plan.operations import Amount
-from kvbridge.core.session.receiver import ReceiverState
+from kvbridge.core.session.decode import DecodeState
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.engine_messages import Provide
 from kvbridge.core.wire.messages import MAX_METADATA_BYTES, Abort, Intend, Offer, PathLost, to_wire
+from kvbridge.node.decode import writers
 from kvbridge.node.engines import AttachedEngine
-from kvbridge.node.receiver import withdrawals
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.telemetry.path_events import RoomRerouted
-from tests.helpers.node_bench import ReceiverBench, offered
+from tests.helpers.node_bench import DecodeBench, offered
 from tests.helpers.rooms import ADDRESS, OTHER_ADDRESS, PAGE, PREFILL, R0, R1, TOKENS, full_amounts, pages_table
 
 SECOND = "bbbb000000000001"
@@ -33,14 +33,14 @@ STRANGER = "eeee000000000001"
 OWNER = Owner(1, 1)
 
 
-def committed(*engines: str) -> ReceiverBench:
+def committed(*engines: str) -> DecodeBench:
     bench = offered()
     bench.engines.names = set(engines or ("engine",))
     bench.done()
     return bench
 
 
-def claimed(*engines: str) -> ReceiverBench:
+def claimed(*engines: str) -> DecodeBench:
     bench = committed(*engines)
     for engine in engines or ("engine",):
         bench.verbs.claim(engine)
@@ -68,7 +68,7 @@ STAGES = {"tp_size": 1, "ranks": (Rank(pp=1, tp=0),), "stage_boundaries": (1,)}
 )
 def test_nodes_that_cannot_be_one_instance_fail_the_room_before_anything_is_offered(first, second, complaint):
     """Of stages that are drawn differently both nodes would send one layer, or neither would."""
-    bench = ReceiverBench()
+    bench = DecodeBench()
     bench.nodes.know(**({"tp_size": 2} | first))
     if second is not None:
         bench.nodes.know(OTHER_ADDRESS, SECOND, **({"ranks": (R1,), "tp_size": 2} | second))
@@ -79,28 +79,28 @@ def test_nodes_that_cannot_be_one_instance_fail_the_room_before_anything_is_offe
     assert bench.free == 16
 
 
-def messages_about(bench: ReceiverBench, room: int = 1) -> list[tuple[object, type]]:
+def messages_about(bench: DecodeBench, room: int = 1) -> list[tuple[object, type]]:
     return [(peer, type(message)) for peer, message in bench.nodes.messages if message.room == room]
 
 
 def test_a_room_that_ends_for_one_prefill_node_is_given_up_at_the_others():
-    bench = ReceiverBench()
+    bench = DecodeBench()
     bench.admit(prefill=(ADDRESS, OTHER_ADDRESS))
     bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,), tp_size=2)
     bench.nodes.answers[ADDRESS] = FingerprintMismatchError("layer_count is 3 here and 4 on the peer")
     bench.service.writers.nodes_changed()
-    assert bench.state() is ReceiverState.FAILED
+    assert bench.state() is DecodeState.FAILED
     assert messages_about(bench) == [(SECOND, Intend), (SECOND, Abort)]
-    assert len(bench.service.writers.withdrawals) == 0
+    assert len(bench.service.writers.withdrawn) == 0
 
 
 def test_what_nodes_that_never_answer_were_to_be_told_is_bounded(monkeypatch):
-    monkeypatch.setattr(withdrawals, "MOST", 3)
-    bench = ReceiverBench()
+    monkeypatch.setattr(writers, "MOST_WITHDRAWN", 3)
+    bench = DecodeBench()
     for room in range(1, 6):
         bench.admit(room)
         bench.stop(room)
-    assert len(bench.service.writers.withdrawals) == 3
+    assert len(bench.service.writers.withdrawn) == 3
     bench.nodes.know()
     bench.service.writers.nodes_changed()
     assert [message.room for _, message in bench.nodes.messages] == [3, 3, 4, 4, 5, 5]
@@ -124,7 +124,7 @@ def test_a_wrong_amount_fails_closed_and_waits_for_nobody_who_is_done(factor):
 
 def test_metadata_beyond_what_the_answer_to_a_claim_holds_fails_the_room():
     ranks = tuple(Rank(pp=0, tp=tp) for tp in range(32))
-    bench = ReceiverBench()
+    bench = DecodeBench()
     bench.nodes.know(ranks=ranks, tp_size=len(ranks))
     bench.admit()
     shares = bench.room().writers[PREFILL].shares
@@ -137,7 +137,7 @@ def test_metadata_beyond_what_the_answer_to_a_claim_holds_fails_the_room():
     assert "1638400 bytes of metadata to `finish` on 25 ranks, a room carries at most 1572864" in report.reason
 
 
-def path_lost(bench: ReceiverBench, peer: str = PREFILL, rank=R0, transport: str = "mooncake") -> None:
+def path_lost(bench: DecodeBench, peer: str = PREFILL, rank=R0, transport: str = "mooncake") -> None:
     bench.hear(PathLost(room=1, generation=1, writer=rank, transport=transport, epoch=0), peer)
 
 
@@ -147,12 +147,12 @@ def test_a_room_whose_writer_has_lost_a_path_is_not_read_before_that_is_shut():
     assert bench.fence.paths == [(OWNER, "mooncake", 0)]
     assert bench.service.writers.open_offers() == {OWNER}
     bench.done()
-    assert bench.state() is ReceiverState.OFFERED
+    assert bench.state() is DecodeState.OFFERED
     assert bench.book.state(OWNER) is PageState.LEASED
     assert bench.service.writers.open_offers() == set(), "no fence has to wait for it"
     assert "the endpoints of mooncake to be shut" in bench.room().waits_for
     bench.service.writers.shut({OWNER: frozenset({"mooncake"})})
-    assert bench.state() is ReceiverState.COMMITTED
+    assert bench.state() is DecodeState.COMMITTED
     assert bench.book.state(OWNER) is PageState.HELD
     assert [fact.lost for fact in bench.events.of(RoomRerouted)] == ["mooncake"]
 
@@ -187,9 +187,9 @@ def test_claims_are_refused_before_the_commit_after_the_end_and_twice():
 
 def test_an_engine_that_is_late_still_finds_the_room_and_one_that_attaches_later_is_told_of_it():
     bench = committed("a", "b")
-    assert [(event.room, event.kind) for event in bench.service.engines.open_events()] == [(1, "committed")]
+    assert [(event.room, event.kind) for event in bench.service.open_events()] == [(1, "committed")]
     bench.verbs.claim("a")
-    assert bench.service.engines.open_events() == []
+    assert bench.service.open_events() == []
     bench.verbs.release("a")
     assert bench.free == 14
     bench.verbs.claim("b")
@@ -200,23 +200,23 @@ def test_an_engine_that_is_late_still_finds_the_room_and_one_that_attaches_later
 @pytest.mark.parametrize("followed", [True, False])
 def test_pages_of_a_reader_whose_process_is_not_seen_to_end_are_quarantined(followed):
     bench = claimed()
-    assert bench.service.engines.gone("engine", "its connection has ended", followed=followed)
+    assert bench.service.engine_gone("engine", "its connection has ended", followed=followed)
     assert bench.quarantined == (set() if followed else {"engine_process_alive"})
     bench.wait(1_000)
     assert (bench.free, bench.quarantined) == (14, {"engine_process_alive"})
-    bench.service.engines.ended("engine")
+    bench.service.engine_ended("engine")
     assert (bench.free, bench.quarantined) == (16, set())
 
 
 def test_device_memory_that_died_with_its_worker_takes_what_had_arrived_along():
     waiting, read = committed(), claimed()
     for bench in (waiting, read):
-        bench.service.workers.gone(R0, "killed", memory_lost=True)
+        bench.service.worker_gone(R0, "killed", memory_lost=True)
         assert (bench.report().state, bench.report().reason_code) == (RoomState.FAILED, "worker_gone")
-    assert (waiting.state(), waiting.free) == (ReceiverState.FAILED, 16)
-    assert (read.state(), read.free, read.engines.kinds[-1]) == (ReceiverState.FAILING_CLAIMED, 14, "cancel")
+    assert (waiting.state(), waiting.free) == (DecodeState.FAILED, 16)
+    assert (read.state(), read.free, read.engines.kinds[-1]) == (DecodeState.FAILING_CLAIMED, 14, "cancel")
     read.verbs.release()
-    assert (read.state(), read.free) == (ReceiverState.FAILED, 16)
+    assert (read.state(), read.free) == (DecodeState.FAILED, 16)
 
 
 def test_extending_reserves_what_is_missing_and_nothing_else():
@@ -240,14 +240,14 @@ def test_extending_reserves_what_is_missing_and_nothing_else():
 
 def test_an_engine_releases_the_attempt_that_it_has_claimed():
     bench = claimed("a", "b")
-    bench.service.engines.gone("b", "killed")
-    bench.service.engines.ended("b")
+    bench.service.engine_gone("b", "killed")
+    bench.service.engine_ended("b")
     bench.admit(generation=2)
     bench.done(generation=2)
     with pytest.raises(ConflictError, match="an earlier attempt at room 1 is still claimed"):
         bench.verbs.claim("a")
     bench.verbs.release("a")
-    assert bench.state() is ReceiverState.FAILED
+    assert bench.state() is DecodeState.FAILED
     assert bench.verbs.claim("a").generation == 2
     assert bench.free == 14
 
@@ -255,8 +255,8 @@ def test_an_engine_releases_the_attempt_that_it_has_claimed():
 # ------------------------------------------------------------------------------------------- adopted pools
 
 
-def adopting(*rooms: int) -> ReceiverBench:
-    bench = ReceiverBench(adopted=True)
+def adopting(*rooms: int) -> DecodeBench:
+    bench = DecodeBench(adopted=True)
     bench.nodes.know()
     for room in rooms or (1,):
         assert bench.admit(room).state is RoomState.ADMITTED
@@ -286,7 +286,7 @@ def test_an_engine_says_what_its_pages_hold_already():
     bench.verbs.provide(1, pages_table(4, 5), prefix_tokens=PAGE)
     assert (bench.told(Offer)[0].prefix_tokens, bench.report().prefix_tokens) == (PAGE, PAGE)
     bench.done(amounts=full_amounts(TOKENS, PAGE))
-    assert bench.state() is ReceiverState.COMPLETED
+    assert bench.state() is DecodeState.COMPLETED
 
 
 def test_rooms_may_have_the_pages_of_a_common_prefix_and_only_the_rest_is_leased():
@@ -304,15 +304,14 @@ def test_rooms_may_have_the_pages_of_a_common_prefix_and_only_the_rest_is_leased
 
 def test_what_lies_in_the_nodes_host_pool_has_no_prefix():
     """The engine brings the device pages; those of the host pool are the daemon's, and fresh."""
-    verbs = adopting().service.calls[Provide].__self__
-    settings = replace(verbs.pages.settings, host=frozenset({ComponentKind.MHA_KV}))
-    verbs = replace(verbs, pages=replace(verbs.pages, settings=settings))
+    service = adopting().service
+    service.settings = replace(service.settings, host=frozenset({ComponentKind.MHA_KV}))
     with pytest.raises(InvalidInputError, match=r"mha_kv of the room lies in this node's host pool.*must be 0 here"):
-        verbs.provide(AttachedEngine("engine", 0, ()), Provide(call=1, room=1, tables=(), prefix_tokens=PAGE))
+        service.provide(AttachedEngine("engine", 0, ()), Provide(call=1, room=1, tables=(), prefix_tokens=PAGE))
 
 
 def test_amounts_that_add_up_do_not_count_unless_each_rank_reports_its_own():
-    bench = ReceiverBench()
+    bench = DecodeBench()
     bench.nodes.know(tp_size=2)
     bench.nodes.know(OTHER_ADDRESS, SECOND, (R1,), tp_size=2)
     bench.admit(prefill=(ADDRESS, OTHER_ADDRESS))
@@ -324,4 +323,4 @@ def test_amounts_that_add_up_do_not_count_unless_each_rank_reports_its_own():
     assert bench.report().reason_code == "integrity"
     assert "rank pp0.tp0 of prefill node prefill/aaaa is done, but mha_kv: " in bench.report().reason
     bench.done(SECOND, R1, amounts=less)
-    assert (bench.state(), bench.free) == (ReceiverState.FAILED, 16)
+    assert (bench.state(), bench.free) == (DecodeState.FAILED, 16)

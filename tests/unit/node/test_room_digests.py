@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.core.plan.digests import DigestKind
-from kvbridge.core.session.receiver import ReceiverState
-from kvbridge.core.session.sender import SenderState
+from kvbridge.core.session.decode import DecodeState
+from kvbridge.core.session.prefill import PrefillState
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Abort, Digests, Drained, Failed
 from kvbridge.core.wire.worker_messages import Digested, Send, Verified
-from tests.helpers.node_bench import ReceiverBench, SenderBench, offered
+from tests.helpers.node_bench import DecodeBench, PrefillBench, offered
 from tests.helpers.rooms import GEOMETRY, PAGE, PREFILL, R0
 from tests.helpers.simulated_nodes import digested
 
@@ -28,12 +28,12 @@ def page_digests(value: int = 5, **changed):
 # ------------------------------------------------------------------------------------------- decode
 
 
-def expect(bench: ReceiverBench, digests=None, part: int = 0) -> None:
+def expect(bench: DecodeBench, digests=None, part: int = 0) -> None:
     """A writer says what the digests of its pages are."""
     bench.hear(Digests(room=1, generation=1, writer=R0, part=part, digests=digests or page_digests()))
 
 
-def arrived(value: int = 5) -> ReceiverBench:
+def arrived(value: int = 5) -> DecodeBench:
     """Everything has come, and the writer says that a page has this digest."""
     bench = offered(digest=CRC)
     expect(bench, page_digests(value))
@@ -41,15 +41,15 @@ def arrived(value: int = 5) -> ReceiverBench:
     return bench
 
 
-def verified(bench: ReceiverBench, **fields) -> None:
-    bench.service.workers.verified(Verified(room=1, generation=1, rank=R0, **fields))
+def verified(bench: DecodeBench, **fields) -> None:
+    bench.service.hear(Verified(room=1, generation=1, rank=R0, **fields))
 
 
 @pytest.mark.parametrize(("sent", "found"), [(5, 4), (5, 0), (0, 5)])
 def test_a_page_that_differs_fails_the_room_by_name_on_both_sides(sent, found):
     bench = arrived(sent)
     table = next(iter(bench.room().tables.values()))
-    bench.service.workers.digested(digested(ABOUT, R0, found))
+    bench.service.hear(digested(ABOUT, R0, found))
     verified(bench)
     report = bench.report()
     assert (report.state, report.reason_code) == (RoomState.FAILED, "digest_mismatch")
@@ -67,7 +67,7 @@ def test_parts_that_are_missing_or_come_twice_fail_the_room(parts):
     bench = offered(digest=CRC)
     for part in parts:
         expect(bench, part=part)
-    assert bench.state() is ReceiverState.FAILING
+    assert bench.state() is DecodeState.FAILING
     assert "part" in bench.report().reason
     bench.done(digest_parts=len(parts))
     assert bench.free == 16
@@ -83,9 +83,9 @@ def test_digests_of_what_the_room_does_not_have_fail_it():
 # ------------------------------------------------------------------------------------------- prefill
 
 
-def sending() -> SenderBench:
+def sending() -> PrefillBench:
     """All of a room is published, in two orders, and decode wants digests."""
-    bench = SenderBench()
+    bench = PrefillBench()
     bench.admit()
     bench.offer(digest=CRC)
     bench.verbs.begin()
@@ -95,16 +95,16 @@ def sending() -> SenderBench:
     return bench
 
 
-def answer(bench: SenderBench, order: Send, value: int) -> None:
-    bench.service.workers.hear(digested(order, R0, value, order=order.order))
+def answer(bench: PrefillBench, order: Send, value: int) -> None:
+    bench.service.orders.hear(digested(order, R0, value, order=order.order))
     bench.sent(order)
 
 
 def test_a_worker_that_reports_what_the_room_does_not_have_fails_it():
     bench = sending()
     wrong = {"rank": R0, "order": bench.orders()[0].order, "digests": page_digests(first_page=7)}
-    bench.service.workers.hear(Digested(room=1, generation=1, **wrong))
-    assert bench.state() is SenderState.FAILING
+    bench.service.orders.hear(Digested(room=1, generation=1, **wrong))
+    assert bench.state() is PrefillState.FAILING
     assert "rank pp0.tp0" in bench.report().reason
 
 
@@ -112,7 +112,7 @@ def test_a_completed_room_keeps_why_its_bytes_were_refused():
     bench = sending()
     for order in bench.orders():
         answer(bench, order, 1)
-    assert bench.state() is SenderState.COMPLETED
+    assert bench.state() is PrefillState.COMPLETED
     bench.hear(Failed(room=1, generation=1, code="digest_mismatch", message="no"), "eeee000000000001")
     assert bench.report().reason_code == ""
     before = len(bench.peers.messages)

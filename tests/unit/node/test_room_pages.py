@@ -7,15 +7,15 @@ import pytest
 
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import TWINS, IndexSpace
-from kvbridge.core.session.receiver import ReceiverState
-from kvbridge.node.receiver.room import ReceiverRoom
+from kvbridge.core.session.decode import DecodeState
+from kvbridge.node.decode.room import DecodeRoom
 from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
-from tests.helpers.rooms import RECEIVER_LIMITS, RecordedEvents
+from tests.helpers.rooms import DECODE_LIMITS, RecordedEvents
 
 FLASH = preset("deepseek-v4-flash")
 PAGE = FLASH.tokens_per_page
@@ -35,20 +35,20 @@ class Bench:
         self.book = PageBook(POOL | (dict.fromkeys(TWINS.values(), twins) if twins else {}))
         index = PrefixIndex((FULL, HOST), min(POOL[FULL], POOL[HOST]), has_twins=bool(twins))
         self.cache = PrefixCache(self.book, index, restores=True)
-        settings = RoomSettings(geometry=FLASH, limits=RECEIVER_LIMITS, shares_prefixes=True, host=C4)
+        settings = RoomSettings(geometry=FLASH, limits=DECODE_LIMITS, shares_prefixes=True, host=C4)
         self.pages = RoomPages(self.book, settings, RecordedEvents(), self.cache, computes=False)
         self.last = 0
 
-    def room(self, tokens: int, name: str = "a", *, more: int = 0) -> ReceiverRoom:
+    def room(self, tokens: int, name: str = "a", *, more: int = 0) -> DecodeRoom:
         self.last += 1
-        room = ReceiverRoom(
+        room = DecodeRoom(
             room=self.last,
             generation=1,
             prompt_tokens=tokens,
             prefix_tokens=0,
             max_new_tokens=more,
             client="",
-            state=ReceiverState.RESERVED,
+            state=DecodeState.RESERVED,
             created_s=0.0,
             keys=keys_of(name, tokens // PAGE),
         )

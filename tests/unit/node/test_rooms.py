@@ -18,7 +18,7 @@ from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import Owner, PageState
 from tests.helpers.manual_clock import ManualClock
-from tests.helpers.rooms import GEOMETRY, SENDER_LIMITS, RecordedEvents
+from tests.helpers.rooms import GEOMETRY, PREFILL_LIMITS, RecordedEvents
 
 OWNER = Owner(1, 1)
 OPEN, OVER = RoomState.ADMITTED, RoomState.COMPLETED
@@ -157,7 +157,7 @@ async def test_wait_ends_in_time():
 
 
 def pages_of_rooms(book: PageBook) -> RoomPages:
-    return RoomPages(book, RoomSettings(geometry=GEOMETRY, limits=SENDER_LIMITS), RecordedEvents())
+    return RoomPages(book, RoomSettings(geometry=GEOMETRY, limits=PREFILL_LIMITS), RecordedEvents())
 
 
 @pytest.mark.parametrize("state", [PageState.HELD, PageState.LEASED, PageState.QUARANTINED, PageState.FREE])

@@ -7,7 +7,7 @@ import pytest
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import CapacityError, ConflictError, InvalidInputError, NotReadyError, UnknownRoomError
 from kvbridge.core.ids import IndexSpace, Role
-from kvbridge.core.session.sender import SenderState
+from kvbridge.core.session.prefill import PrefillState
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import (
     Done,
@@ -21,23 +21,23 @@ from kvbridge.core.wire.messages import (
 )
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.core.wire.worker_messages import CloseRoom, OpenRoom, Rerouted
-from kvbridge.node.sender import offers
-from kvbridge.node.sender import room as sender
-from kvbridge.node.sender.offers import EarlyOffers, check_offer
+from kvbridge.node.prefill import early_offers as offers
+from kvbridge.node.prefill import room as sender
+from kvbridge.node.prefill.early_offers import EarlyOffers, check_offer
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.telemetry.events import OrderBegan, OrderEnded, PhasesEnded
 from kvbridge.telemetry.path_events import RoomRerouted
 from kvbridge.telemetry.phases import PHASES
 from tests.helpers.manual_clock import ManualClock
-from tests.helpers.node_bench import SenderBench
+from tests.helpers.node_bench import PrefillBench
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, R0, R1, TOKENS, full_amounts, pages_table, pick
 
 STRANGER = "eeee000000000001"
 
 
-def sending() -> SenderBench:
+def sending() -> PrefillBench:
     """Room 1 is offered and begun, and half of it is published."""
-    bench = SenderBench()
+    bench = PrefillBench()
     bench.admit()
     bench.offer()
     bench.verbs.begin()
@@ -46,7 +46,7 @@ def sending() -> SenderBench:
 
 
 def test_a_room_is_sent_while_it_is_computed():
-    bench = SenderBench()
+    bench = PrefillBench()
     assert bench.admit().state is RoomState.ADMITTED
     room = bench.verbs.begin()
     bench.verbs.publish(upto_token=PAGE)
@@ -82,7 +82,7 @@ def test_a_room_is_sent_while_it_is_computed():
 
 
 def test_admission_is_refused_with_the_reason_and_keeps_nothing():
-    bench = SenderBench(pages=3)
+    bench = PrefillBench(pages=3)
     bench.workers.lacking = "rank worker pp0.tp0 is starting"
     with pytest.raises(NotReadyError, match="is starting"):
         bench.admit()
@@ -100,7 +100,7 @@ def test_admission_is_refused_with_the_reason_and_keeps_nothing():
 
 
 def test_a_second_offerer_is_turned_away():
-    bench = SenderBench()
+    bench = PrefillBench()
     bench.offer()
     bench.offer()
     bench.offer(peer=STRANGER)
@@ -108,22 +108,22 @@ def test_a_second_offerer_is_turned_away():
     bench.admit()
     bench.offer(peer="ffff000000000001")
     assert bench.told(Failed, "ffff000000000001")[0].code == "conflict"
-    assert (bench.state(), bench.room().peer) == (SenderState.SENDING, DECODE)
+    assert (bench.state(), bench.room().peer) == (PrefillState.SENDING, DECODE)
 
 
 @pytest.mark.parametrize(("kind", "fields"), [(Intend, {}), (Offer, {"tables": ()})])
 def test_whoever_comes_for_a_prompt_of_another_length_fails_the_room_on_both_sides(kind, fields):
     """An offer has its proof that nothing was written for it; behind a refused intent an offer may still be on its way."""
-    bench = SenderBench()
+    bench = PrefillBench()
     bench.admit()
     bench.hear(kind(room=1, generation=1, prompt_tokens=TOKENS + 1, **fields))
-    assert (bench.state(), bench.report().reason_code) == (SenderState.FAILED, "invalid_input")
+    assert (bench.state(), bench.report().reason_code) == (PrefillState.FAILED, "invalid_input")
     assert [type(message) for _, message in bench.peers.messages] == [Failed, Drained][: 1 + (kind is Offer)]
     assert bench.free == 16
 
 
 def test_a_call_that_does_not_fit_is_refused():
-    bench = SenderBench(ranks=(R0, R1))
+    bench = PrefillBench(ranks=(R0, R1))
     bench.admit()
     verbs = bench.verbs
     with pytest.raises(InvalidInputError, match="takes no page tables, and no computed_tokens"):
@@ -147,14 +147,14 @@ def test_a_call_that_does_not_fit_is_refused():
 @pytest.mark.parametrize("followed", [True, False])
 def test_pages_of_an_engine_whose_process_is_not_seen_to_end_are_quarantined(followed):
     bench = sending()
-    assert bench.service.engines.gone("engine", "its connection has ended", followed=followed)
+    assert bench.service.engine_gone("engine", "its connection has ended", followed=followed)
     assert bench.quarantined == (set() if followed else {"engine_process_alive"})
     bench.closed()
     bench.wait(1_000_000)
     assert (bench.quarantined, bench.free) == ({"engine_process_alive"}, 14)
     [reason] = bench.book.quarantine_reasons()
     assert ("(limit: timeouts.drain_s)" if followed else "restart this daemon to have the pages back") in reason
-    bench.service.engines.ended("engine")
+    bench.service.engine_ended("engine")
     assert (bench.free, bench.quarantined) == (16, set())
 
 
@@ -163,7 +163,7 @@ def test_a_transport_that_is_not_quiet_quarantines_at_once_and_says_which():
     bench.sent(error_code="transport_failed", error="cable", quiet=False, in_transit=True)
     bench.verbs.abort()
     bench.closed(quiet=False, reason="mooncake is loud")
-    assert bench.state() is SenderState.FAILING
+    assert bench.state() is PrefillState.FAILING
     assert set(bench.book.quarantine_reasons()) == {"room 1 generation 1: rank pp0.tp0: mooncake is loud"}
     assert bench.told(Drained) == []
     bench.closed()
@@ -173,7 +173,7 @@ def test_a_transport_that_is_not_quiet_quarantines_at_once_and_says_which():
 
 
 def test_an_engine_with_a_gpu_aborts_an_earlier_attempt_before_it_begins_anew():
-    bench = SenderBench()
+    bench = PrefillBench()
     bench.admit()
     bench.verbs.begin(by_gpu=True)
     bench.stop()
@@ -192,7 +192,7 @@ def test_pages_that_a_gpu_writes_are_free_when_all_is_sent_or_when_it_is_through
     bench.verbs.finish(by_gpu=True)
     for order in bench.orders():
         bench.sent(order)
-    assert (bench.state(), bench.free) == (SenderState.COMPLETED, 16), "every point was reached before that was sent"
+    assert (bench.state(), bench.free) == (PrefillState.COMPLETED, 16), "every point was reached before that was sent"
     bench.verbs.release(generation=1)
     failing = sending()
     with pytest.raises(ConflictError, match="room 1 is not finished by this engine"):
@@ -201,7 +201,7 @@ def test_pages_that_a_gpu_writes_are_free_when_all_is_sent_or_when_it_is_through
     failing.verbs.finish(by_gpu=True)
     failing.abort()
     failing.closed()
-    assert (failing.state(), failing.free) == (SenderState.ABORTED, 14)
+    assert (failing.state(), failing.free) == (PrefillState.ABORTED, 14)
     failing.verbs.release(generation=2)
     failing.verbs.release("somebody else", generation=1)
     assert failing.free == 14
@@ -213,7 +213,7 @@ def test_pages_that_a_gpu_writes_are_free_when_all_is_sent_or_when_it_is_through
 
 
 def test_adopted_pages_must_cover_what_is_published_and_be_nobody_elses():
-    bench = SenderBench(adopted=True)
+    bench = PrefillBench(adopted=True)
     bench.admit()
     bench.admit(2)
     with pytest.raises(InvalidInputError, match="needs 2 pages"):
@@ -229,7 +229,7 @@ def test_adopted_pages_must_cover_what_is_published_and_be_nobody_elses():
 
 
 def test_rooms_with_a_common_prefix_name_its_pages_at_once_and_nobody_writes_them():
-    bench = SenderBench(adopted=True)
+    bench = PrefillBench(adopted=True)
     for room in (1, 2, 3):
         bench.admit(room)
     bench.verbs.begin(tables=pages_table(3, 4))
@@ -244,7 +244,7 @@ def test_rooms_with_a_common_prefix_name_its_pages_at_once_and_nobody_writes_the
     bench.verbs.publish()
     bench.verbs.finish()
     bench.sent()
-    assert bench.state() is SenderState.COMPLETED
+    assert bench.state() is PrefillState.COMPLETED
     assert bench.book.counts()[IndexSpace.FULL][PageState.CACHED] == 1, "room 2 reads it still"
     with pytest.raises(ConflictError, match=r"page 3 .* still belongs to room 2"):
         bench.verbs.begin(room=3, tables=pages_table(3, 6))
@@ -258,7 +258,7 @@ def test_rooms_with_a_common_prefix_name_its_pages_at_once_and_nobody_writes_the
 def test_points_beyond_what_an_order_carries_drop_the_oldest(monkeypatch):
     monkeypatch.setattr(sender, "MAX_POINTS", 2)
     points = [StreamPoint(ring="ring", handle=bytes([number]) * 64, device_uuid="0" * 32) for number in range(4)]
-    bench = SenderBench()
+    bench = PrefillBench()
     bench.admit()
     bench.verbs.begin()
     for point in points:
@@ -281,7 +281,7 @@ def test_an_order_is_a_fact_from_its_beginning_to_its_end_with_room_peer_rank_an
 def test_the_decode_node_hears_of_a_lost_path_by_which_something_may_arrive(in_transit):
     bench = sending()
     lost = {"lost": "local", "over": "nixl", "epoch": 2, "in_transit": in_transit, "error": "cable"}
-    bench.service.workers.hear(Rerouted(room=1, generation=1, rank=R0, **lost))
+    bench.service.orders.hear(Rerouted(room=1, generation=1, rank=R0, **lost))
     told = [PathLost(room=1, generation=1, writer=R0, transport="local", epoch=2)] * in_transit
     assert bench.told(PathLost, DECODE) == told
     [fact] = bench.events.of(RoomRerouted)

@@ -15,13 +15,13 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Failed, Offer, to_wire
-from kvbridge.node.receiver.fence import ALL
-from kvbridge.node.receiver.room import ReceiverRoom
-from kvbridge.node.sender.offers import check_offer
+from kvbridge.node.decode.fence import ALL
+from kvbridge.node.decode.room import DecodeRoom
+from kvbridge.node.prefill.early_offers import check_offer
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.telemetry.events import DisputedPagesDropped, PromptNotKept
 from kvbridge.tier.keys import NO_KEYS, Keys, Link
-from tests.helpers.node_bench import FULL, HISTORY, KeyedReceiver, ReceiverBench, keys_of
+from tests.helpers.node_bench import FULL, HISTORY, DecodeBench, KeyedDecode, keys_of
 from tests.helpers.rooms import ADDRESS, GEOMETRY, PAGE, PREFILL, R0, R1, full_amounts
 
 OTHER, OTHER_PREFILL = PeerAddress(endpoint="tcp://10.0.0.2:7000"), "bbbbbbbbbbbbbbbb"
@@ -29,7 +29,7 @@ OTHER, OTHER_PREFILL = PeerAddress(endpoint="tcp://10.0.0.2:7000"), "bbbbbbbbbbb
 
 @pytest.fixture
 def bench():
-    bench = KeyedReceiver()
+    bench = KeyedDecode()
     yield bench
     bench.prefixes.check_integrity()
 
@@ -132,7 +132,7 @@ def test_of_a_writer_that_does_not_say_what_it_computed_nothing_ever_stays(bench
     assert "has not stated the page keys" in told.reason
 
 
-def by_two_writers(bench: ReceiverBench, tokens: int, stated: dict[tuple[str, object], Keys]) -> ReceiverRoom:
+def by_two_writers(bench: DecodeBench, tokens: int, stated: dict[tuple[str, object], Keys]) -> DecodeRoom:
     """A room of which two ranks send half each, and say what they have computed."""
     places = (ADDRESS, OTHER) if any(peer == OTHER_PREFILL for peer, _ in stated) else (ADDRESS,)
     bench.admit(1, tokens, page_hashes=keys_of(tokens).data, prefill=places)
@@ -207,7 +207,7 @@ def test_an_answer_stays_only_when_the_engines_of_all_ranks_have_written_it(benc
             said = {"valid_tokens": 4 * PAGE, "page_hashes": keys_of(4 * PAGE).data}
             bench.verbs.release("other", number, ranks=(R1,), **said)
         else:
-            bench.service.engines.gone("other", "a test")
+            bench.service.engine_gone("other", "a test")
         bench.answers(number, 4 * PAGE)
         assert (room.shown, bench.cached) == (RoomState.COMPLETED, 4 if others else 2)
 
@@ -217,8 +217,8 @@ def test_an_engine_that_does_not_end_well_leaves_its_prompt_and_not_its_answer(b
     room = bench.claimed(1, 2 * PAGE + 5)
     match end:
         case "engine gone":
-            bench.service.engines.gone("engine", "a test")
-            bench.service.engines.ended("engine")
+            bench.service.engine_gone("engine", "a test")
+            bench.service.engine_ended("engine")
         case "aborted by the engine":
             bench.verbs.abort()
         case _:
@@ -273,7 +273,7 @@ class HostAndStore:
 def test_what_a_disputed_room_has_put_into_the_cache_goes_from_host_and_store_too(backup):
     """It has been backed up before the engine says that it has another prompt, or is just being copied."""
     below = HostAndStore()
-    bench = KeyedReceiver(twins=8, store=below)
+    bench = KeyedDecode(twins=8, store=below)
     bench.prefixes.twins.watch(below)
     bench.arrived(1, 4 * PAGE)
     names = keys_of(4 * PAGE).in_namespace("")
@@ -299,7 +299,7 @@ def test_what_a_disputed_room_has_put_into_the_cache_goes_from_host_and_store_to
 def test_a_room_in_quarantine_reads_on_and_its_siblings_go_on(bench):
     bench.whole(1, 3 * PAGE)
     lost, sibling = bench.keyed(2, 4 * PAGE), bench.keyed(3, 4 * PAGE)
-    bench.service.driver.fail(lost, "peer_failed", "a test")
+    bench.service.fail(lost, "peer_failed", "a test")
     bench.wait(60.0)
     assert bench.book.state(lost.owner) is PageState.QUARANTINED
     assert lost.owner in bench.prefixes
@@ -313,14 +313,14 @@ def test_a_room_in_quarantine_reads_on_and_its_siblings_go_on(bench):
 def test_what_is_dropped_by_hand_is_told_and_a_node_that_keeps_nothing_says_so(bench):
     bench.whole(1, 4 * PAGE)
     reader = bench.keyed(2, 3 * PAGE)
-    dropped = asyncio.run(bench.service.requests.drop_prefixes())
+    dropped = asyncio.run(bench.service.drop_prefixes())
     assert (dropped.dropped_pages, dropped.read_pages) == (4, 3)
     assert (bench.events.facts[-1].pages, bench.events.facts[-1].read) == (4, 3)
     assert bench.keyed(3, 4 * PAGE).prefix_tokens == 0
     bench.arrives(reader)
     assert reader.shown is RoomState.COMMITTED
     with pytest.raises(ConflictError, match=r"keeps no prefixes: tier\.enabled is false"):
-        asyncio.run(ReceiverBench(shares_prefixes=False).service.requests.drop_prefixes())
+        asyncio.run(DecodeBench(shares_prefixes=False).service.drop_prefixes())
 
 
 def test_a_room_whose_pages_cannot_be_kept_goes_all_the_way(bench, monkeypatch):

@@ -68,7 +68,7 @@ def test_a_room_whose_prompt_prefill_has_not_stated_leaves_nothing_on_decode(wor
         for engine in sorted(world.engines.names):
             world.receiver_verbs.release(engine, ATTACK.room, valid_tokens=TOKENS, page_hashes=WANTED.data)
     else:
-        world.receiver.driver.stop(world.receiver.book.get(ATTACK.room), "by its client")
+        world.receiver.stop(world.receiver.book.get(ATTACK.room), "by its client")
     world.check()
     assert world.prefixes.known(WANTED.in_namespace("")) == 0
     assert victim_gets(world) == 0

@@ -6,16 +6,16 @@ from itertools import product
 
 import pytest
 
-from kvbridge.core.session.hearing import Meaning
-from kvbridge.core.session.receiver import RECEIVER_HEARS, ReceiverMessage, ReceiverSpeaker, ReceiverState
-from kvbridge.core.session.sender import SENDER_HEARS, SenderMessage, SenderSpeaker, SenderState
+from kvbridge.core.session.decode import DECODE_HEARS, DecodeMessage, DecodeSpeaker, DecodeState
+from kvbridge.core.session.prefill import PREFILL_HEARS, PrefillMessage, PrefillSpeaker, PrefillState
+from kvbridge.core.session.tables import Meaning
 
 
 @pytest.mark.parametrize(
     ("hearing", "states", "speakers", "messages"),
     [
-        pytest.param(SENDER_HEARS, SenderState, SenderSpeaker, SenderMessage, id="sender"),
-        pytest.param(RECEIVER_HEARS, ReceiverState, ReceiverSpeaker, ReceiverMessage, id="receiver"),
+        pytest.param(PREFILL_HEARS, PrefillState, PrefillSpeaker, PrefillMessage, id="sender"),
+        pytest.param(DECODE_HEARS, DecodeState, DecodeSpeaker, DecodeMessage, id="receiver"),
     ],
 )
 def test_every_state_has_a_row_and_every_word_is_used(hearing, states, speakers, messages):
@@ -30,12 +30,12 @@ def test_every_state_has_a_row_and_every_word_is_used(hearing, states, speakers,
 
 def test_words_that_give_pages_back_are_listed_only_where_pages_may_be_touched():
     """Done and Drained count as proof from the offer on, and RoomClosed once a rank was told to close."""
-    written = {ReceiverState.OFFERED, ReceiverState.ABORTING, ReceiverState.FAILING}
-    for state, row in RECEIVER_HEARS.rows.items():
+    written = {DecodeState.OFFERED, DecodeState.ABORTING, DecodeState.FAILING}
+    for state, row in DECODE_HEARS.rows.items():
         for said in row.values():
-            for message in {ReceiverMessage.DONE, ReceiverMessage.DRAINED} & said.keys():
+            for message in {DecodeMessage.DONE, DecodeMessage.DRAINED} & said.keys():
                 assert state in written or said[message] is Meaning.LATE
-    for state, row in SENDER_HEARS.rows.items():
+    for state, row in PREFILL_HEARS.rows.items():
         for said in row.values():
-            if said.get(SenderMessage.ROOM_CLOSED, Meaning.LATE) is not Meaning.LATE:
-                assert state in {SenderState.ABORTING, SenderState.FAILING}
+            if said.get(PrefillMessage.ROOM_CLOSED, Meaning.LATE) is not Meaning.LATE:
+                assert state in {PrefillState.ABORTING, PrefillState.FAILING}

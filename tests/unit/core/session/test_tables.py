@@ -7,16 +7,16 @@ import pytest
 
 import kvbridge.core.session
 from kvbridge.core.errors import IntegrityError
-from kvbridge.core.session.machine import Table
-from kvbridge.core.session.receiver import RECEIVER_TABLE, ReceiverAction, ReceiverEvent, ReceiverState
-from kvbridge.core.session.sender import SENDER_TABLE, SenderAction, SenderEvent, SenderState
+from kvbridge.core.session.decode import DECODE_TABLE, DecodeAction, DecodeEvent, DecodeState
+from kvbridge.core.session.prefill import PREFILL_TABLE, PrefillAction, PrefillEvent, PrefillState
+from kvbridge.core.session.tables import Table
 from tests.helpers.session_tables import tables_markdown
 
 SIDES = pytest.mark.parametrize(
     ("table", "events", "actions"),
     [
-        pytest.param(SENDER_TABLE, SenderEvent, SenderAction, id="sender"),
-        pytest.param(RECEIVER_TABLE, ReceiverEvent, ReceiverAction, id="receiver"),
+        pytest.param(PREFILL_TABLE, PrefillEvent, PrefillAction, id="sender"),
+        pytest.param(DECODE_TABLE, DecodeEvent, DecodeAction, id="receiver"),
     ],
 )
 
@@ -36,30 +36,30 @@ def test_abort_and_fault_are_possible_everywhere_and_disturb_no_ended_room(table
             target, acts = table.step(state, event)
             if state in table.final:
                 assert target is state
-                assert set(acts) <= {SenderAction.TELL_DRAINED}
+                assert set(acts) <= {PrefillAction.TELL_DRAINED}
 
 
 def test_pages_of_an_offered_room_come_back_by_proof_only():
     """Nothing but a proof leads from a state in which pages may be written or read to one in which they are given back."""
-    in_use = {ReceiverState.OFFERED, ReceiverState.ABORTING, ReceiverState.FAILING}
-    read = {ReceiverState.CLAIMED, ReceiverState.ABORTING_CLAIMED, ReceiverState.FAILING_CLAIMED}
-    for state, row in RECEIVER_TABLE.rows.items():
+    in_use = {DecodeState.OFFERED, DecodeState.ABORTING, DecodeState.FAILING}
+    read = {DecodeState.CLAIMED, DecodeState.ABORTING_CLAIMED, DecodeState.FAILING_CLAIMED}
+    for state, row in DECODE_TABLE.rows.items():
         for event, (target, actions) in row.items():
-            freed = ReceiverAction.FREE in actions
-            assert freed == (target in RECEIVER_TABLE.final and state not in RECEIVER_TABLE.final)
+            freed = DecodeAction.FREE in actions
+            assert freed == (target in DECODE_TABLE.final and state not in DECODE_TABLE.final)
             if freed and state in in_use:
-                assert event is ReceiverEvent.DRAINED
+                assert event is DecodeEvent.DRAINED
             if freed and state in read:
-                assert event is ReceiverEvent.RELEASE
-    for state, row in SENDER_TABLE.rows.items():
+                assert event is DecodeEvent.RELEASE
+    for state, row in PREFILL_TABLE.rows.items():
         for event, (target, actions) in row.items():
-            freed = SenderAction.FREE_SOURCE in actions
-            assert freed == (target in SENDER_TABLE.final and state not in SENDER_TABLE.final)
+            freed = PrefillAction.FREE_SOURCE in actions
+            assert freed == (target in PREFILL_TABLE.final and state not in PREFILL_TABLE.final)
             if freed and state not in {
-                SenderState.ADMITTED,
-                SenderState.AWAITED,
+                PrefillState.ADMITTED,
+                PrefillState.AWAITED,
             }:  # of which nobody knows where to send it
-                assert event in {SenderEvent.DRAINED, SenderEvent.ALL_SENT}
+                assert event in {PrefillEvent.DRAINED, PrefillEvent.ALL_SENT}
 
 
 def test_the_printed_tables_are_those_of_the_code():

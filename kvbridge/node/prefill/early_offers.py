@@ -1,4 +1,4 @@
-"""What decode nodes offer: whether an offer can be right, and where it waits when it came before its room was admitted."""
+"""Offers of decode nodes: whether one can be right, and those that came before their room was admitted."""
 
 from __future__ import annotations
 
@@ -11,27 +11,24 @@ from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.tables import GROWING_SPACES, tables_from_wire
 from kvbridge.core.ids import REQUEST_SPACES
 from kvbridge.core.wire.messages import Intend, Offer
+from kvbridge.node.prefill.room import Asking
 
 MOST_OFFERS = 4_096
 MOST_PEER_BYTES = 8 << 20
 MOST_BYTES = 64 << 20
-"""Offers that wait at once, and the bytes that those of one peer and of all take; one too many is turned away."""
+"""How many offers may wait at once, and the bytes that those of one peer and of all may take; one too many is refused."""
 HELD_WAIT_S = 0.5
-"""How long an offer for a room waits of which decode was told that it is there: as long as the message that admits it may take from
-the engine to its node, which may have been sent before that, and read after."""
+"""An offer marked `held` waits so long for its room. The engine's Hold may still be in the node's socket; longer means that the
+room is gone."""
 OFFER_BYTES = 4_096
-"""What an offer takes beside its page tables."""
-
-
-Asking = Intend | Offer
-"""How a decode node asks for a room."""
+"""The size of an offer beside its page tables."""
 
 
 def check_offer(asking: Asking, geometry: ModelGeometry, *, prompt_tokens: int, prompt_digest: bytes = b"") -> None:
-    """Raise InvalidInputError, naming what is wrong, for what does not fit a room of `prompt_tokens` tokens.
+    """Raise InvalidInputError, naming the fault, for an offer or intent that does not fit a room of `prompt_tokens` tokens.
 
-    KeyMismatchError for a room of another prompt: what the engines of both sides say it is of (`prompt_digest`) differs. Page ids
-    are checked against the peer's manifest where they are used, by the planner.
+    Raises KeyMismatchError when the engines of both sides state different prompts. Page ids are checked against the peer's manifest
+    where they are used, by the planner.
     """
     if asking.prompt_digest != prompt_digest:
         ours, theirs = (digest.hex() or "nothing" for digest in (prompt_digest, asking.prompt_digest))
@@ -64,7 +61,7 @@ def _check_tables(offer: Offer, geometry: ModelGeometry) -> None:
 
 @dataclass(frozen=True, slots=True)
 class EarlyOffer:
-    """An offer, or an intent, who made it and until when it waits."""
+    """An offer or intent that waits for its room."""
 
     peer: str
     offer: Asking
@@ -72,15 +69,15 @@ class EarlyOffer:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes to keep it, about."""
+        """The memory that the offer takes, about."""
         tables = self.offer.tables if isinstance(self.offer, Offer) else ()
         return OFFER_BYTES + sum(len(table.ids) for table in tables)
 
 
 class EarlyOffers:
-    """At most one offer for each attempt; the first one counts, but that an offer follows the intent of its peer.
+    """At most one offer for each attempt: the first, or the offer that follows an intent of the same peer.
 
-    A peer has so much room of its own, so nobody crowds the others out.
+    Each peer has a share of its own, so that no peer crowds the others out.
     """
 
     def __init__(self, *, wait_s: float, clock: Clock) -> None:
@@ -88,15 +85,15 @@ class EarlyOffers:
         self._wait_s = wait_s
         self._clock = clock
         self._waiting: dict[tuple[int, int], EarlyOffer] = {}
-        """In the order in which they came."""
+        """By room and generation, in the order of their arrival."""
         self._bytes: Counter[str] = Counter()
-        """What the offers of each peer take."""
+        """The size of each peer's offers."""
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def put(self, peer: str, message: Asking) -> bool:
-        """Keep an offer; whether there was room for it."""
+        """Keep an offer; return whether there was room for it."""
         key = message.room, message.generation
         known = self._waiting.get(key)
         if known is not None and known.peer != peer:

@@ -1,108 +1,107 @@
 """A room on a decode node: from its reservation until its pages are given back.
 
-A page that has been offered is *leased* until there is proof that nobody writes any more: Done of every writer, or Drained from
-every prefill node, or the end of that node's incarnation (raised by the service as DRAINED too). Nothing else leads out of ABORTING
-and FAILING, and no timer does. Pages of a claimed room go back when every engine that claimed it has let go of it or is dead.
+An offered page is *leased* until there is proof that nobody writes any more: Done of every writer, or Drained from every prefill
+node, or the end of that node's incarnation (raised by the service as DRAINED too). Nothing else leads out of ABORTING and FAILING,
+and no timer does. Pages of a claimed room go back when every engine that claimed it has let go of it or is dead.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-from kvbridge.core.session.hearing import Hearing, Meaning
-from kvbridge.core.session.machine import Table
+from kvbridge.core.session.tables import Hearing, Meaning, Table
 
 
-class ReceiverState(StrEnum):
-    """Where a room stands on the decode side."""
+class DecodeState(StrEnum):
+    """The state of a room on the decode side."""
 
     AWAITING_PAGES = "awaiting_pages"
     """Adopted pools: the engine has been asked to name device pages."""
     INTENDED = "intended"
-    """Every prefill node knows that we will come, and holds the room for us; the engine has not named its pages yet."""
+    """Every prefill node holds the room for this node; the engine has not named its pages yet."""
     RESERVED = "reserved"
-    """All pages are there; waiting until every prefill node is known."""
+    """All pages are there; the room waits until every prefill node is known."""
     OFFERED = "offered"
     """The prefill nodes may write."""
     VERIFYING = "verifying"
-    """Every writer is done, so nobody writes any more; our ranks compute the digests of what has arrived."""
+    """Every writer is done, so nobody writes any more; the ranks of this node compute digests of their memory."""
     ABORTING = "aborting"
-    """Somebody wants it stopped; waiting until no prefill node writes."""
+    """Somebody stopped the room; it waits until no prefill node writes."""
     FAILING = "failing"
-    """It cannot be completed; waiting until no prefill node writes."""
+    """The room cannot complete; it waits until no prefill node writes."""
     COMMITTED = "committed"
-    """Everything has arrived and been accounted for; an engine can claim it."""
+    """Every row has arrived; an engine can claim the room."""
     CLAIMED = "claimed"
     """Engines read it."""
     ABORTING_CLAIMED = "aborting_claimed"
-    """Somebody wants it stopped; waiting until no engine reads it any more."""
+    """Somebody stopped the room; it waits until no engine reads it any more."""
     FAILING_CLAIMED = "failing_claimed"
-    """An engine that had claimed it died; waiting until the others do not read it any more."""
+    """An engine that had claimed the room died; it waits until the others do not read it any more."""
     COMPLETED = "completed"
     ABORTED = "aborted"
     FAILED = "failed"
 
 
-class ReceiverEvent(StrEnum):
-    """What can happen to a room on the decode side."""
+class DecodeEvent(StrEnum):
+    """An event of a room on the decode side."""
 
     PAGES = "pages"
     """The engine named its pages."""
     WRITERS_KNOWN = "writers_known"
     """Every prefill node is known and ready to write."""
     ALL_DONE = "all_done"
-    """Every writer reported Done and the sums are right."""
+    """Every writer reported Done with the rows that it owes."""
     ARRIVED = "arrived"
-    """The same, of a room whose digests are to be compared before it is readable."""
+    """The same, for a room whose digests are compared before it is readable."""
     VERIFIED = "verified"
-    """Every digest is the writers'."""
+    """Every digest equals the writers'."""
     ABORT = "abort"
     FAULT = "fault"
     """A writer failed, a sum or a digest is wrong, a deadline passed, a worker or a peer died."""
     OTHER_PROMPT = "other_prompt"
-    """An engine that claims the room has other tokens than the room's page keys name."""
+    """The engine that claims the room has other tokens than the room's page keys name."""
     DRAINED = "drained"
     """Every prefill node proved that it does not write."""
     CLAIM = "claim"
     HANDED_OVER = "handed_over"
-    """No page of the room is ours: with the word that it is committed it is the engine's."""
+    """No page of the room is this node's: the event `committed` gives it to the engine."""
     RELEASE = "release"
     """No engine reads the pages any more: each has released them or is dead."""
 
 
-class ReceiverAction(StrEnum):
-    """What the service then does."""
+class DecodeAction(StrEnum):
+    """An action of the service."""
 
     INTEND = "intend"
-    """Tell every prefill node that we will come for the room."""
+    """Tell every prefill node that this node will come for the room."""
     OFFER = "offer"
     """Lease the pages and offer them to every prefill node."""
     TELL_ABORT = "tell_abort"
-    """Ask every prefill node to stop and to prove it; one that has no offer of ours holds nothing for us any more."""
+    """Ask every prefill node to stop and to prove it; one without our offer stops holding the room."""
     WITHDRAW = "withdraw"
-    """Tell every prefill node, as soon as it is known, that nobody comes for the room: it may hold it for us."""
+    """Tell every prefill node, as soon as it is known, that nobody comes for the room: it may hold it."""
     VERIFY = "verify"
-    """Have our ranks compute the digests."""
+    """Have the ranks of this node compute the digests."""
     REJECT = "reject"
-    """Tell every prefill node that the room has failed although everything was sent, and why."""
+    """Tell every prefill node why the room failed although everything was sent."""
     HOLD = "hold"
     """The lease has ended by proof: the pages belong to the room alone."""
     KEEP_PROMPT = "keep_prompt"
-    """The whole pages of the prompt are final: others may read them from now on."""
+    """The whole pages of the prompt are final: put them in the cache."""
     DROP_PROMPT = "drop_prompt"
-    """Nobody reads any more what the room has let others read, from the page on of which its engines say different tokens."""
+    """Take the room's pages out of the cache, from the first page for which its engines name different tokens."""
     KEEP_ANSWER = "keep_answer"
-    """No engine writes the answer any more: its whole pages are final too, as far as all engines say the same of them."""
+    """No engine writes the answer any more: cache its whole pages, if all engines name the same tokens."""
     FREE = "free"
     """Give the pages back and keep the receipt for a while."""
     TELL_ENGINE = "tell_engine"
-    """Tell the engines: it can be claimed, it is to be released soon, or it is over."""
+    """Tell the engines that the room can be claimed, is to be released soon, or is over."""
 
 
-_S, _E, _A = ReceiverState, ReceiverEvent, ReceiverAction
+_S, _E, _A = DecodeState, DecodeEvent, DecodeAction
 _ENDED = (_A.FREE, _A.TELL_ENGINE)
 
-RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
+DECODE_TABLE: Table[DecodeState, DecodeEvent, DecodeAction] = Table(
     {
         _S.AWAITING_PAGES: {
             _E.PAGES: (_S.RESERVED, ()),
@@ -175,22 +174,22 @@ RECEIVER_TABLE: Table[ReceiverState, ReceiverEvent, ReceiverAction] = Table(
 )
 
 
-class ReceiverSpeaker(StrEnum):
+class DecodeSpeaker(StrEnum):
     """The speaker of a message about a room on the decode side."""
 
     WRITES = "writes"
     """A rank that writes the room and has not reported Done, or a node with such a rank."""
     IS_DONE = "is_done"
-    """A rank that has, or a node all of whose ranks have."""
+    """A rank that has reported Done, or a node all of whose ranks have."""
     HAS_DRAINED = "has_drained"
-    """A node that has proved that it writes nothing any more, or a rank of it."""
+    """A node that has proved that it writes nothing any more, or a rank of that node."""
     OWN_RANK = "own_rank"
     """A rank worker of this node."""
     ANYBODY = "anybody"
-    """Whoever it is: of a room that is over nobody knows any more who wrote it."""
+    """Any node: the writers of a room that is over are forgotten."""
 
 
-class ReceiverMessage(StrEnum):
+class DecodeMessage(StrEnum):
     """The messages about a room to the decode side; each is the `type` of a message."""
 
     DIGESTS = "digests"
@@ -202,16 +201,16 @@ class ReceiverMessage(StrEnum):
     VERIFIED = "verified"
 
 
-_W, _M = ReceiverSpeaker, ReceiverMessage
+_W, _M = DecodeSpeaker, DecodeMessage
 _TAKE, _PROOF, _LATE = Meaning.TAKE, Meaning.PROOF, Meaning.LATE
 _STOPPED_HEARS = {
     _W.WRITES: {_M.DONE: _PROOF, _M.PATH_LOST: _PROOF, _M.DRAINED: _PROOF, _M.DIGESTS: _LATE, _M.FAILED: _LATE},
     _W.IS_DONE: {_M.DRAINED: _PROOF, _M.DONE: _LATE, _M.DIGESTS: _LATE},
-    # A node that had given the room up turns our offer away when it comes: it fails and drains twice.
+    # A node that gave the room up also turns the offer away that was on its way: it says Failed and Drained twice.
     _W.HAS_DRAINED: {_M.DRAINED: _PROOF, _M.FAILED: _LATE},
 }
 _ARRIVED_HEARS = {
-    # Drained: somebody has cancelled the room on prefill after everything was sent.
+    # Drained: somebody cancelled the room on prefill after everything was sent.
     _W.IS_DONE: {_M.DRAINED: _LATE, _M.DONE: _LATE, _M.DIGESTS: _LATE},
     _W.HAS_DRAINED: {_M.DRAINED: _LATE},
 }
@@ -220,10 +219,10 @@ _OVER_HEARS = {
     _W.OWN_RANK: {_M.DIGESTED: _LATE, _M.VERIFIED: _LATE},
 }
 
-RECEIVER_HEARS: Hearing[ReceiverState, ReceiverSpeaker] = Hearing(
+DECODE_HEARS: Hearing[DecodeState, DecodeSpeaker] = Hearing(
     {
         _S.AWAITING_PAGES: {},
-        # Nobody knows a page of the room, so nobody can have written one: all that a node can say is that it does not hold it.
+        # Nobody knows a page of the room, so nobody can have written one. A node can only say that it does not hold the room.
         _S.INTENDED: {_W.WRITES: {_M.FAILED: _TAKE}},
         _S.RESERVED: {},
         _S.OFFERED: {

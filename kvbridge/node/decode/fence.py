@@ -10,9 +10,9 @@ it ends where the endpoint that it goes to is closed. A round is:
 A room whose writers have failed asks for all endpoints. One that goes on over another transport asks for those of the one that was
 lost (`ask_path`), and a round for such rooms alone leaves the other transports as they are.
 
-Rooms that ask while a round is under way are served by the next one, since what they fear may use the new endpoints, unless what
-they have lost is among those that the round shuts. A round waits for each rank without a limit of its own: a rank worker that hangs
-is ended by its node, and its successor answers in its place.
+A room that asks during a round waits for the next one: its writer may already use the new endpoints. Exception: the round shuts
+the very endpoint that the room has lost. A round waits for each rank without a limit of its own: the node ends a rank worker that
+hangs, and its successor answers in its place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvbridge.telemetry.path_events import FenceBegan, WritersShutOut
 from kvbridge.telemetry.stream import EventStream
 
 if TYPE_CHECKING:
-    from kvbridge.node.receiver.peers import RoomWriters
+    from kvbridge.node.decode.writers import Writers
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +41,7 @@ ALL: frozenset[str] = frozenset()
 
 
 class FencePhase(StrEnum):
-    """Where a round stands."""
+    """The phase of a round."""
 
     IDLE = "idle"
     RENEWING = "renewing"
@@ -63,32 +63,32 @@ class Fence:
     ) -> None:
         self._ranks = frozenset(ranks)
         self._send = send
-        self._rooms: RoomWriters
+        self._writers: Writers
         self._events = events
         self._fence_s = fence_s
         self._clock = clock
         self.epoch = 0
-        """Of the endpoints that rank workers are to give out."""
+        """The epoch of the endpoints that rank workers are to give out."""
         self.phase = FencePhase.IDLE
         self._next: dict[Owner, frozenset[str]] = {}
-        """Rooms, and the transports that they want shut: `ALL`, or some."""
+        """The rooms of the next round, and the transports that each wants shut: `ALL`, or some."""
         self._served: dict[Owner, frozenset[str]] = {}
         self._transports = ALL
-        """Those of the present round."""
+        """The transports of the present round."""
         self._shut: dict[str, int] = {}
-        """Of a transport whose endpoints of earlier epochs are shut: that epoch. Under "", of all."""
+        """For each transport, the epoch before which its endpoints are shut; under "", for all transports."""
         self._missing: set[Rank] = set()
         """Ranks that have not answered in this phase."""
         self._earlier: set[Owner] = set()
-        """Rooms that may write by the old endpoints until they end or `_until_s` has come."""
+        """Rooms that are written by the old endpoints until they end or `_until_s` has come."""
         self._until_s = 0.0
 
-    def watch(self, rooms: RoomWriters) -> None:
-        """Say whose writers are shut out; before anybody asks."""
-        self._rooms = rooms
+    def watch(self, writers: Writers) -> None:
+        """Say who is shut out; before anybody asks."""
+        self._writers = writers
 
     def ask(self, owner: Owner) -> None:
-        """Shut out whoever wrote to a room. Harmless when it has been asked for."""
+        """Shut out all writers of a room. Harmless when it has been asked for."""
         if self._served.get(owner) == ALL:
             return
         self._next[owner] = ALL
@@ -96,7 +96,7 @@ class Fence:
             self._begin()
 
     def ask_path(self, owner: Owner, transport: str, epoch: int) -> bool:
-        """Shut the endpoint of one transport that a writer of a room has lost, of this epoch; whether that is not so already."""
+        """Shut the endpoint, of this epoch, of a transport that a writer of a room has lost; return whether it was still open."""
         if epoch < max(self._shut.get(transport, 0), self._shut.get("", 0)):
             return False
         under_way = self.phase is not FencePhase.IDLE and epoch < self.epoch
@@ -110,7 +110,7 @@ class Fence:
         return True
 
     def ready(self, rank: Rank, epoch: int) -> None:
-        """A rank worker gives out endpoints of `epoch`; a worker that took another's place says so too."""
+        """Note that a rank worker gives out endpoints of `epoch`; a successor of a worker says so too."""
         if epoch < self.epoch:
             return
         if self.phase is FencePhase.RENEWING:
@@ -121,7 +121,7 @@ class Fence:
             self._send(rank, self._revocation())
 
     def revoked(self, rank: Rank, before_epoch: int) -> None:
-        """Nobody can write to a rank any more by an endpoint of an epoch earlier than `before_epoch`."""
+        """Note that a rank has closed its endpoints of epochs earlier than `before_epoch`."""
         if self.phase is not FencePhase.REVOKING or before_epoch < self.epoch:
             return
         self._missing.discard(rank)
@@ -129,10 +129,10 @@ class Fence:
             self._end()
 
     def tick(self) -> None:
-        """Look whether the rooms that write by the old endpoints have ended, or had their time."""
+        """Go on when the rooms that are written by the old endpoints have ended, or had their time."""
         if self.phase is not FencePhase.WAITING:
             return
-        self._earlier &= self._rooms.open_offers()
+        self._earlier &= self._writers.open_offers()
         if self._earlier and self._clock() < self._until_s:
             return
         if self._earlier:
@@ -140,7 +140,7 @@ class Fence:
         self._revoke()
 
     def status(self) -> FenceStatus:
-        """For `/status`."""
+        """Return the phase and the rooms, for `/status`."""
         return FenceStatus(
             epoch=self.epoch,
             phase=self.phase,
@@ -151,7 +151,7 @@ class Fence:
         )
 
     def _left_by(self) -> set[Owner]:
-        """Rooms that go on, and are not written to any more by what the round shuts."""
+        """Return the rooms that go on, and are not written any more by the endpoints that the round shuts."""
         if self._transports == ALL:
             return set()
         return {owner for owner, lost in self._served.items() if lost >= self._transports}
@@ -170,7 +170,7 @@ class Fence:
             self._send(rank, RenewEndpoints(epoch=self.epoch, transports=tuple(sorted(self._transports))))
 
     def _wait(self) -> None:
-        self.phase, self._earlier = FencePhase.WAITING, self._rooms.open_offers() - self._left_by()
+        self.phase, self._earlier = FencePhase.WAITING, self._writers.open_offers() - self._left_by()
         self._until_s = self._clock() + self._fence_s
         self.tick()
 
@@ -184,7 +184,7 @@ class Fence:
         self._shut |= dict.fromkeys(self._transports or {""}, self.epoch)
         self._transports = ALL
         self._events.emit(WritersShutOut(epoch=self.epoch, rooms=len(served)))
-        self._rooms.shut({owner: lost for owner, lost in served.items() if owner not in self._next})
+        self._writers.shut({owner: lost for owner, lost in served.items() if owner not in self._next})
         if self._next and self.phase is FencePhase.IDLE:
             self._begin()
 

@@ -1,32 +1,33 @@
-"""Windows and states at page ends on a prefill node: where a room's engine goes on, which it is to leave behind, and what stays.
+"""Checkpoints of rooms on a prefill node: which one the engine starts from, which ones it writes, and which ones stay in the cache.
 
-A checkpoint is worth its pages only to requests to come: one that does not fit is left out, and the room goes on without it.
+A checkpoint serves later requests only: one that does not fit is left out, and the room goes on without it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvbridge.core.errors import CapacityError, ConflictError, InvalidInputError
 from kvbridge.core.geometry.checkpoints import most_reusable_tokens, needs_checkpoints, wanted_checkpoints
 from kvbridge.core.geometry.pages import window_pages
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.session.progress import RankProgress
-from kvbridge.core.wire.engine_messages import Checkpoint, Pages
+from kvbridge.core.wire.engine_messages import Checkpoint
 from kvbridge.core.wire.messages import MAX_CHECKPOINTS, to_wire
+from kvbridge.node.prefill.room import PrefillRoom
 from kvbridge.node.room_pages import RoomPages
-from kvbridge.node.sender.room import SenderRoom
 from kvbridge.pool.accounts.pages import PageState
 
 
 @dataclass(frozen=True, slots=True)
 class RoomCheckpoints:
-    """Called from the event loop's thread only."""
+    """The checkpoints of all rooms. Called from the event loop's thread only."""
 
     pages: RoomPages
 
-    def admitted(self, room: SenderRoom) -> None:
-        """Give a room pages for the checkpoints that are wanted of it, before its pages are leased."""
+    def admitted(self, room: PrefillRoom) -> None:
+        """Give a room pages for the checkpoints that its engine is to write, before its pages are leased."""
         prefixes, settings = self.pages.prefixes, self.pages.settings
         if prefixes is None or not room.keys:
             return
@@ -51,8 +52,8 @@ class RoomCheckpoints:
                 return
             room.checkpoints[tokens] = PageTable(IndexSpace.SWA, ids, live.start)
 
-    def restorable(self, room: SenderRoom) -> tuple[int, ...]:
-        """Return where the engine of a room can start, in tokens: at 0, and where it has all that it needs."""
+    def restorable(self, room: PrefillRoom) -> tuple[int, ...]:
+        """Return the tokens at which the engine of a room can start: 0, and where all that it needs is cached."""
         page, ends = self.pages.settings.geometry.tokens_per_page, range(1, 1)
         if (prefixes := self.pages.prefixes) is not None and room.computed_tokens:
             if needs_checkpoints(self.pages.settings.geometry):
@@ -60,11 +61,11 @@ class RoomCheckpoints:
             ends = range(1, room.computed_tokens // page + 1)
         return (0, *(whole * page for whole in ends))
 
-    def start_at_most(self, room: SenderRoom, tokens: int) -> None:
+    def start_at_most(self, room: PrefillRoom, tokens: int) -> None:
         """Let the engine of a room start at no more than so many tokens.
 
-        Raises ConflictError when the room has been begun with more or its prefix is on its way, CapacityError when there are no
-        pages for what it is to compute besides.
+        Raises ConflictError when the room was begun with more or its prefix is being sent, CapacityError when there are no pages
+        for the further tokens that the engine computes.
         """
         if room.computed_tokens <= tokens:
             return
@@ -80,20 +81,19 @@ class RoomCheckpoints:
                 layers, prompt_tokens=room.prompt_tokens, computed_tokens=room.published_tokens
             )
 
-    def tell(self, room: SenderRoom, answer: Pages) -> Pages:
-        """Add to the answer to `begin` from what the engine starts, and what it is to leave behind."""
+    def told(self, room: PrefillRoom) -> dict[str, Any]:
+        """Return the fields of the answer to `begin`: where the engine starts, and which checkpoints it writes."""
         wanted = [(tokens, table) for tokens, table in sorted(room.checkpoints.items()) if tokens < room.prompt_tokens]
         restore = None
         if room.checkpoint is not None and len(room.checkpoint):
             first_page = window_pages(self.pages.settings.geometry, room.computed_tokens).start
             restore = _on_wire(room.computed_tokens, PageTable(IndexSpace.SWA, room.checkpoint, first_page))
         checkpoints = tuple(_on_wire(tokens, table) for tokens, table in wanted)
-        told = {"restore": restore, "checkpoints": checkpoints, "load": to_wire(room.load.twins if room.load else {})}
-        return answer.model_copy(update=told)
+        return {"restore": restore, "checkpoints": checkpoints, "load": to_wire(room.load.twins if room.load else {})}
 
     @staticmethod
-    def check(room: SenderRoom, written: tuple[int, ...]) -> None:
-        """Raise InvalidInputError for a checkpoint that was not asked for: an engine has written to pages that nobody gave it."""
+    def check(room: PrefillRoom, written: tuple[int, ...]) -> None:
+        """Raise InvalidInputError for a checkpoint that was not asked for: the engine has written to pages that nobody gave it."""
         asked = {tokens for tokens in room.checkpoints if tokens < room.prompt_tokens}
         unknown = sorted(set(written) - asked)
         if unknown:
@@ -102,10 +102,10 @@ class RoomCheckpoints:
                 f"{sorted(asked)}"
             )
 
-    def keep(self, room: SenderRoom) -> None:
-        """Let the whole pages of a room that is over stay, with its checkpoints, if every engine has written all of them.
+    def keep(self, room: PrefillRoom) -> None:
+        """Cache the whole pages and the checkpoints of a room that is over, if every engine has written all of them.
 
-        Nothing of the room is in flight, no engine uses its pages any more, and none has said that it has another prompt.
+        Nothing of the room is in flight, and no engine uses its pages any more. A disputed prompt is not cached.
         """
         prefixes, book = self.pages.prefixes, self.pages.book
         if prefixes is None or not room.keys or not all(work.written for work in room.ranks.values()):
@@ -116,13 +116,13 @@ class RoomCheckpoints:
             self.pages.hold(room)
         if book.state(room.owner) is not PageState.HELD:
             return
-        self.pages.restored(room)  # what comes behind it stays only if that does
+        self.pages.restored(room)  # later pages stay only if the loaded ones do
         self.pages.keep(room, room.keys)
         written = frozenset.intersection(*(work.checkpoints for work in room.ranks.values())) | {room.prompt_tokens}
         for tokens in sorted(written & room.checkpoints.keys()):
             whole = tokens // self.pages.settings.geometry.tokens_per_page
             if whole > prefixes.reads(room.owner):
-                continue  # what is before it has been dropped meanwhile
+                continue  # the pages before it have been dropped meanwhile
             prefixes.keep_checkpoint(room.owner, whole, room.checkpoints[tokens].ids)
 
 

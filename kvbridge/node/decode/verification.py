@@ -1,4 +1,4 @@
-"""Digests of one room on a decode node: what the writers say that they sent, what our ranks find, and the difference."""
+"""Digests of one room on a decode node: those of the writers, those of this node's ranks, and the difference."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _REMEDY = (
 )
 
 Holdings = dict[DigestKey, list[int]]
-"""Which layers of what somebody keeps."""
+"""The layers that a rank or the host pool holds."""
 
 
 class Verification:
-    """The digests of one room. Made when they are asked for, used until they have been compared."""
+    """The digests of one room, from its offer until they have been compared."""
 
     def __init__(
         self, geometry: ModelGeometry, manifests: Sequence[RankManifest], *, prompt_tokens: int, prefix_tokens: int
@@ -59,10 +59,8 @@ class Verification:
             allowed=self._allowed,
         )
 
-    # ------------------------------------------------------------------ what was sent
-
     def expect(self, message: Digests) -> None:
-        """A writer says what it has sent. Raises ProtocolError for a part out of turn, InvalidInputError."""
+        """Take a part of a writer's digests. Raises ProtocolError for a part out of turn, InvalidInputError."""
         if message.part != self._parts[message.writer]:
             raise ProtocolError(
                 f"rank {message.writer} of the prefill node sent part {message.part} of its digests where part "
@@ -72,17 +70,15 @@ class Verification:
         self._parts[message.writer] += 1
 
     def require_all(self, done: Done) -> None:
-        """A writer says that it has said everything. Raises ProtocolError when a part of that has not come."""
+        """Raise ProtocolError unless all digests of a writer have come."""
         if done.digest_parts != self._parts[done.writer]:
             raise ProtocolError(
                 f"rank {done.writer} of the prefill node has sent {done.digest_parts} parts of digests, but "
                 f"{self._parts[done.writer]} have come"
             )
 
-    # ------------------------------------------------------------------ what has arrived
-
     def orders(self, room: int, generation: int, tables: Tables) -> Iterator[tuple[Rank, Verify]]:
-        """Yield what each rank of this node is told; each looks at its own memory and a share of the host pool."""
+        """Yield the order to each rank of this node: its own memory and a share of the host pool."""
         for index, rank in enumerate(self._held):
             yield (
                 rank,
@@ -98,20 +94,20 @@ class Verification:
             )
 
     def find(self, message: Digested) -> None:
-        """A rank has found this in its memory. Raises InvalidInputError."""
+        """Take digests that a rank of this node has computed. Raises InvalidInputError."""
         in_host = [entry for entry in message.digests if entry.key in self._host]
         self._found_host.merge(in_host)
         self._found[message.rank].merge(entry for entry in message.digests if entry.key not in self._host)
 
     def answered(self, rank: Rank) -> bool:
-        """A rank has said everything; whether all have."""
+        """Note that a rank has said everything; return whether all have."""
         self._waiting.discard(rank)
         return not self._waiting
 
     def differences(self, tables: Tables) -> tuple[Counter[ComponentKind], str]:
-        """Return how many pages of each component are not as they were sent, and one sentence for whoever has to find the cause.
+        """Return how many pages of each component differ from what was sent, and one sentence about the first; empty if none do.
 
-        Both are empty when all are. `tables` are the room's.
+        `tables`: those of the room.
         """
         pages: Counter[ComponentKind] = Counter()
         text = ""
@@ -129,7 +125,7 @@ class Verification:
         return pages, text and f"{text}; {_REMEDY}"
 
     def _mismatches(self) -> Iterator[tuple[str, IndexSpace, Mismatch]]:
-        """Yield where, in which space, and what."""
+        """Yield the place, the space and the page of each difference."""
         for key, layers in self._host.items():
             for wrong in self._expected.mismatches(self._found_host, key, layers):
                 yield "the host pool", IndexSpace.HOST, wrong

@@ -1,7 +1,6 @@
-"""A room on a prefill node: from its admission until the last byte has arrived or the last writer is quiet.
+"""A room on a prefill node: from its admission until the last byte has arrived or the last rank worker is quiet.
 
-How far each rank has published and sent is counted by the service, which raises ALL_SENT once every rank has sent everything. A
-failure or an abort never frees pages by itself: ABORTING and FAILING wait for DRAINED, which the service raises once every rank
+A failure or an abort never frees pages by itself: ABORTING and FAILING wait for DRAINED, which the service raises once every rank
 worker has proved that nothing of the room is in flight.
 """
 
@@ -9,63 +8,62 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from kvbridge.core.session.hearing import Hearing, Meaning
-from kvbridge.core.session.machine import Table
+from kvbridge.core.session.tables import Hearing, Meaning, Table
 
 
-class SenderState(StrEnum):
-    """Where a room stands on the prefill side."""
+class PrefillState(StrEnum):
+    """The state of a room on the prefill side."""
 
     ADMITTED = "admitted"
-    """Source pages are reserved; nobody has told us where to send."""
+    """Source pages are reserved; no decode node has named a destination."""
     AWAITED = "awaited"
-    """The same, and a decode node has said that it will come: we hold it until it does, gives it up or has ended."""
+    """The same, and a decode node has said that it will come: the room is held until it comes, gives up or ends."""
     SENDING = "sending"
-    """The destination is known; what is published is sent."""
+    """The destination is known; published tokens are sent."""
     ABORTING = "aborting"
-    """Somebody wants it stopped; waiting until nothing is in flight."""
+    """Somebody stopped the room; it waits until nothing is in flight."""
     FAILING = "failing"
-    """It cannot be completed; waiting until nothing is in flight."""
+    """The room cannot complete; it waits until nothing is in flight."""
     COMPLETED = "completed"
     ABORTED = "aborted"
     FAILED = "failed"
 
 
-class SenderEvent(StrEnum):
-    """What can happen to a room on the prefill side."""
+class PrefillEvent(StrEnum):
+    """An event of a room on the prefill side."""
 
     INTENT = "intent"
     """A decode node will come for the room."""
     OFFER = "offer"
     ALL_SENT = "all_sent"
     ABORT = "abort"
-    """By the peer, the engine, or the HTTP API."""
+    """The peer, the engine or a caller of the HTTP API stops the room."""
     FAULT = "fault"
     """A transfer failed, a worker died, the peer vanished, a deadline passed."""
     DRAINED = "drained"
 
 
-class SenderAction(StrEnum):
-    """What the service then does."""
+class PrefillAction(StrEnum):
+    """An action of the service."""
 
     OPEN_ROOM = "open_room"
-    """Tell the workers both ends of the room and send what has been published so far."""
+    """Tell the workers both ends of the room and send all published tokens."""
     CLOSE_ROOM = "close_room"
-    """Tell the workers to stop, each of which answers when it is quiet; or, once all was sent, to forget the room."""
+    """Tell the workers to stop and to answer when they are quiet; or to forget the room, once all was sent."""
     TELL_FAILED = "tell_failed"
     """Tell the peer that the room will not be completed, and why."""
     TELL_DRAINED = "tell_drained"
-    """Tell the peer that its pages are safe."""
+    """Tell the peer that nothing is written to its pages any more."""
     TELL_ENGINE = "tell_engine"
     """Tell the engine how the room ended."""
     FREE_SOURCE = "free_source"
     """Give the source pages back once no engine writes them, and keep the receipt for a while."""
 
 
-_S, _E, _A = SenderState, SenderEvent, SenderAction
+_S, _E, _A = PrefillState, PrefillEvent, PrefillAction
 _ENDED = (_A.TELL_DRAINED, _A.FREE_SOURCE, _A.TELL_ENGINE)
 
-SENDER_TABLE: Table[SenderState, SenderEvent, SenderAction] = Table(
+PREFILL_TABLE: Table[PrefillState, PrefillEvent, PrefillAction] = Table(
     {
         _S.ADMITTED: {
             _E.INTENT: (_S.AWAITED, ()),
@@ -103,7 +101,7 @@ SENDER_TABLE: Table[SenderState, SenderEvent, SenderAction] = Table(
 )
 
 
-class SenderSpeaker(StrEnum):
+class PrefillSpeaker(StrEnum):
     """The speaker of a message about a room on the prefill side."""
 
     OFFERER = "offerer"
@@ -113,12 +111,12 @@ class SenderSpeaker(StrEnum):
     OTHER_NODE = "other_node"
     """A decode node that has nothing of the room."""
     OPEN_RANK = "open_rank"
-    """A rank worker that has the room; where it speaks of an order: of one that it has not ended."""
+    """A rank worker that has the room, and has not ended the order that it speaks of."""
     CLOSED_RANK = "closed_rank"
-    """A rank worker that had the room and has let it go, or ended that order; or that never had it."""
+    """A rank worker that has let the room go or ended the order, or never had the room."""
 
 
-class SenderMessage(StrEnum):
+class PrefillMessage(StrEnum):
     """The messages about a room to the prefill side; each is the `type` of a message."""
 
     INTEND = "intend"
@@ -131,11 +129,11 @@ class SenderMessage(StrEnum):
     ROOM_CLOSED = "room_closed"
 
 
-_W, _M = SenderSpeaker, SenderMessage
+_W, _M = PrefillSpeaker, PrefillMessage
 _TAKE, _PROOF, _TURN_AWAY, _LATE = Meaning.TAKE, Meaning.PROOF, Meaning.TURN_AWAY, Meaning.LATE
-# Of a room that has nothing of a node's, its Abort is answered with the truth: we do not write to its pages.
+# The room has nothing of this node's. Its Abort is answered with the truth: nobody here writes to its pages.
 _OTHERS_HEARS = {_M.INTEND: _TURN_AWAY, _M.OFFER: _TURN_AWAY, _M.ABORT: _PROOF}
-# An offer that is sent again, or a second thought: neither ends what the first offer began, nor may the answer look like proof.
+# A retried offer, or another one: neither ends the work for the first offer, nor may the answer look like proof.
 _OFFERED_HEARS = {_M.ABORT: _TAKE, _M.OFFER: _LATE, _M.INTEND: _LATE}
 _RANK_LATE = {_M.DIGESTED: _LATE, _M.SENT: _LATE, _M.REROUTED: _LATE, _M.ROOM_CLOSED: _LATE}
 _STOPPED_HEARS = {
@@ -151,7 +149,7 @@ _OVER_HEARS = {
     _W.CLOSED_RANK: _RANK_LATE,
 }
 
-SENDER_HEARS: Hearing[SenderState, SenderSpeaker] = Hearing(
+PREFILL_HEARS: Hearing[PrefillState, PrefillSpeaker] = Hearing(
     {
         _S.ADMITTED: {_W.OTHER_NODE: {_M.INTEND: _TAKE, _M.OFFER: _TAKE, _M.ABORT: _PROOF}},
         _S.AWAITED: {

@@ -1,0 +1,102 @@
+"""The two kinds of literal table that decide everything about a room: what events lead to, and what messages mean.
+
+The literals are in `prefill.py` and `decode.py`. Actions are names; the service that owns the room carries them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Generic, TypeVar
+
+from kvbridge.core.errors import ConflictError, IntegrityError
+
+StateT = TypeVar("StateT", bound=StrEnum)
+EventT = TypeVar("EventT", bound=StrEnum)
+ActionT = TypeVar("ActionT", bound=StrEnum)
+SpeakerT = TypeVar("SpeakerT", bound=StrEnum)
+
+Transition = tuple[StateT, tuple[ActionT, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Table(Generic[StateT, EventT, ActionT]):
+    """A transition table: for each state, the next state and the actions of each event. An event without a row is not allowed."""
+
+    rows: Mapping[StateT, Mapping[EventT, Transition[StateT, ActionT]]]
+    start: StateT
+    final: frozenset[StateT]
+
+    def step(self, state: StateT, event: EventT) -> Transition[StateT, ActionT]:
+        """Return the next state and the actions. Raises ConflictError when the table does not list the event here."""
+        try:
+            return self.rows[state][event]
+        except KeyError:
+            raise ConflictError(f"'{event}' is not possible in state '{state}'") from None
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every state is listed, reachable and leads to a final one, which stays."""
+        kinds = type(self.start)
+        follows = {state: {target for target, _ in events.values()} for state, events in self.rows.items()}
+        reached = _closure(self.start, follows)
+        wrong = {
+            "states without a row": [state for state in kinds if state not in self.rows],
+            "states that nothing leads to": [state for state in kinds if state not in reached],
+            "states that never end": [state for state in kinds if not _closure(state, follows) & self.final],
+            "final states that something leads out of": [
+                state for state in self.final if follows.get(state, set()) - {state}
+            ],
+        }
+        for what, states in wrong.items():
+            if states:
+                raise IntegrityError(f"{what}: {states}")
+
+
+def _closure(state: StateT, follows: Mapping[StateT, set[StateT]]) -> set[StateT]:
+    seen = {state}
+    queue = [state]
+    while queue:
+        for target in follows.get(queue.pop(), set()):
+            if target not in seen:
+                seen.add(target)
+                queue.append(target)
+    return seen
+
+
+class Meaning(StrEnum):
+    """The meaning of a message for a room. A message without a meaning is refused, and counted."""
+
+    TAKE = "take"
+    """The room waits for it."""
+    PROOF = "proof"
+    """Only its statement about who touches the pages counts."""
+    TURN_AWAY = "turn_away"
+    """The room belongs to another node or is over: the sender is told, and the message is counted."""
+    LATE = "late"
+    """It crossed another message or is a retry: it is dropped, and not counted."""
+
+
+Row = Mapping[Any, Meaning]
+"""The meaning of each message of one speaker."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hearing(Generic[StateT, SpeakerT]):
+    """The messages that a room expects: for each state, which speaker may say what.
+
+    A message is looked up before any handler runs. No handler looks at the state of a room again.
+    """
+
+    rows: Mapping[StateT, Mapping[SpeakerT, Row]]
+    unknown: Mapping[SpeakerT, Row]
+    """For a room that this node does not know (any more)."""
+
+    def meaning(self, state: StateT | None, speaker: SpeakerT | None, message: str) -> Meaning | None:
+        """Return the meaning of a message for a room in a state (None: unknown), or None when it is to be refused.
+
+        `speaker` is None for somebody whom the room does not concern.
+        """
+        speakers = self.unknown if state is None else self.rows[state]
+        row = None if speaker is None else speakers.get(speaker)
+        return None if row is None else row.get(message)

@@ -1,0 +1,227 @@
+"""A room on a decode node, and the prefill nodes that write it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.ids import Rank
+from kvbridge.core.plan.accounting import Share
+from kvbridge.core.session.decode import DECODE_TABLE, DecodeSpeaker, DecodeState
+from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, PathLost
+from kvbridge.core.wire.worker_messages import Digested, Verified
+from kvbridge.node.decode.verification import Verification
+from kvbridge.node.handshake.prefill_nodes import KnownNode
+from kvbridge.node.prompt_keys import Answer
+from kvbridge.node.room import Room, named
+from kvbridge.tier.keys import Keys
+
+
+@dataclass(eq=False)
+class WriterNode:
+    """One prefill node of one room."""
+
+    node: KnownNode
+    shares: dict[Rank, Share]
+    """The rows that each of its ranks owes."""
+    missing: set[Rank]
+    """Ranks that have not reported Done."""
+    drained: bool = False
+    in_transit: bool = False
+    """Bytes of the node may still arrive."""
+    gone: str = ""
+    """Why the node counts as gone: it sends no proof any more."""
+
+    @property
+    def quiet(self) -> bool:
+        """Whether the node sends nothing any more: it said so, or has finished everything."""
+        return self.drained or not self.missing
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing of the node can arrive any more by its own account."""
+        return self.quiet and not self.in_transit
+
+
+FromPrefill = Digests | Done | PathLost | Failed | Drained
+"""Messages of a prefill node about a room."""
+ASKED = frozenset({DecodeState.INTENDED, DecodeState.OFFERED})
+"""Prefill nodes have been asked for the room, and have not sent it."""
+BEFORE_COMMIT = ASKED | {DecodeState.AWAITING_PAGES, DecodeState.RESERVED, DecodeState.VERIFYING}
+ARRIVED = frozenset({DecodeState.COMMITTED, DecodeState.CLAIMED})
+_WAITS_FOR = {
+    DecodeState.AWAITING_PAGES: "the decode engine to name its pages",
+    DecodeState.INTENDED: "the decode engine to name its pages",
+    DecodeState.VERIFYING: "the digests of what has arrived",
+    DecodeState.COMMITTED: "a decode engine to claim it",
+    DecodeState.ABORTING: "its writers to be shut out",
+    DecodeState.FAILING: "its writers to be shut out",
+}
+
+
+@dataclass(eq=False)
+class DecodeRoom(Room[DecodeState]):
+    """A room on the decode side."""
+
+    final_states = DECODE_TABLE.final
+    addresses: tuple[PeerAddress, ...] = ()
+    writers: dict[str, WriterNode] = field(default_factory=dict)
+    """By incarnation; empty before every node is known."""
+    former_peer: str = ""
+    """The first writer, once the writers are forgotten."""
+    metadata: dict[str, bytes] = field(default_factory=dict)
+    expected: dict[str, frozenset[Rank]] = field(default_factory=dict)
+    """The engines attached at the first claim, and the ranks that each serves: every rank is to read the room."""
+    claimed_by: set[str] = field(default_factory=set)
+    claimed_ranks: set[Rank] = field(default_factory=set)
+    """The ranks of the engines that have claimed the room."""
+    released_by: set[str] = field(default_factory=set)
+    """Engines that had claimed the room and do not read it any more."""
+    answers: dict[str, Answer | None] = field(default_factory=dict)
+    """Accepted statements of engines about the generated answer, at their release; None: no statement."""
+    answered_by: set[Rank] = field(default_factory=set)
+    """The ranks of engines with a statement: the answer's rows are in their memory."""
+    shut: bool = False
+    """Every endpoint is shut by which the writers could still reach the pages."""
+    arrived: bool = False
+    """Every writer has sent the rows that it owes."""
+    shutting: set[str] = field(default_factory=set)
+    """Transports that writers have lost midway, while bytes may still arrive by them."""
+    verification: Verification | None = None
+    """From the offer on, where digests are wanted."""
+    offered_s: float = 0.0
+    committed_s: float = 0.0
+    claimed_s: float = 0.0
+    """The first claim; 0 before."""
+    reserved_tokens: int = 0
+    is_same_prompt: bool = True
+    """Whether the engines of all writers that are done have stated the prompt that the room's keys name; else nothing is cached."""
+    end_keys: set[bytes] = field(default_factory=set)
+    """The end keys that engines on both sides have stated; an empty one: an engine stated none."""
+
+    @property
+    def awaits_writers(self) -> bool:
+        """Whether the room is being stopped and waits until no prefill node writes."""
+        return self.state in {DecodeState.ABORTING, DecodeState.FAILING}
+
+    @property
+    def awaits_readers(self) -> bool:
+        """Whether the room is being stopped and waits until no engine reads."""
+        return self.state in {DecodeState.ABORTING_CLAIMED, DecodeState.FAILING_CLAIMED}
+
+    @property
+    def first_peer(self) -> str:
+        return next(iter(self.writers), self.former_peer)
+
+    @property
+    def waits_for(self) -> str:
+        match self.state:
+            case DecodeState.OFFERED:
+                return self._waits_for_bytes()
+            case DecodeState.CLAIMED | DecodeState.ABORTING_CLAIMED | DecodeState.FAILING_CLAIMED:
+                return f"engines {named(self.users or self.awaited)} to release it"
+            case DecodeState.ABORTING | DecodeState.FAILING if self.active:
+                nodes = named(writer.node.name for writer in self.active)
+                return f"prefill nodes {nodes} to prove that they write nothing more"
+            case DecodeState.RESERVED:
+                return f"prefill nodes {named(self.peers)} to answer"
+            case _:
+                return _WAITS_FOR.get(self.state, "")
+
+    def _waits_for_bytes(self) -> str:
+        if self.arrived:
+            lost = named(sorted(self.shutting))
+            return f"the endpoints of {lost} to be shut, which a writer has lost: what it has sent again may still arrive there"
+        missing = ((rank, writer) for writer in self.writers.values() for rank in writer.missing)
+        ranks = named(f"{rank} of {writer.node.name}" for rank, writer in missing)
+        return f"prefill ranks {ranks} to send everything"
+
+    @property
+    def users(self) -> set[str]:
+        """Engines that have claimed the room and not released it."""
+        return self.claimed_by - self.released_by
+
+    @property
+    def awaited(self) -> set[str]:
+        """Engines that are expected to claim the room: they serve a rank without a claim."""
+        return {engine for engine, ranks in self.expected.items() if not ranks <= self.claimed_ranks}
+
+    def lose(self, engine: str) -> bool:
+        """Stop to expect an engine; return whether the room fails without it."""
+        self.expected.pop(engine, None)
+        return engine in self.users or (engine == self.admitted_by and self.state in BEFORE_COMMIT)
+
+    def let_go(self, engine: str) -> None:
+        if engine in self.users:
+            self.released_by.add(engine)
+
+    @property
+    def released(self) -> bool:
+        """Whether a claimed room has no reader left, and expects none."""
+        if self.state is DecodeState.CLAIMED:
+            return not self.users and not self.awaited
+        return self.awaits_readers and not self.users
+
+    @property
+    def answer(self) -> Answer | None:
+        """The statement that every engine which claimed the room has made; None while one is missing, or they differ."""
+        said = set(self.answers.values())
+        return said.pop() if len(said) == 1 and self.answers.keys() == self.claimed_by else None
+
+    @property
+    def active(self) -> list[WriterNode]:
+        """Prefill nodes that may still send, and can still prove that they do not."""
+        return [writer for writer in self.writers.values() if not writer.quiet and not writer.gone]
+
+    @property
+    def clean(self) -> bool:
+        """Whether nothing of any writer can arrive any more by its own account."""
+        return all(writer.clean for writer in self.writers.values())
+
+    def forget_details(self) -> None:
+        """Keep the fields of a receipt."""
+        self.former_peer = self.first_peer
+        self.tables, self.metadata, self.writers, self.verification = {}, {}, {}, None
+        self.keys, self.answers, self.load, self.end_keys = Keys(), {}, None, set()
+
+
+def speaker_of(room: DecodeRoom | None, peer: str, message: FromPrefill | Digested | Verified) -> DecodeSpeaker | None:
+    """Return the speaker of a message about a room.
+
+    None stands for a node that does not write the room, a rank of another node, or digests that nobody asked for.
+    """
+    if isinstance(message, Digested | Verified):
+        return DecodeSpeaker.OWN_RANK
+    if room is None or room.over:
+        return DecodeSpeaker.ANYBODY
+    writer = room.writers.get(peer)
+    if writer is None or (isinstance(message, Digests) and room.verification is None):
+        return None
+    owing = writer.missing
+    if isinstance(message, Digests | Done | PathLost):
+        if message.writer not in writer.node.ranks:
+            return None
+        owing = owing & {message.writer}
+    if writer.drained:
+        return DecodeSpeaker.HAS_DRAINED
+    return DecodeSpeaker.WRITES if owing else DecodeSpeaker.IS_DONE
+
+
+_OTHER_WORDS = {
+    DecodeState.AWAITING_PAGES: RoomState.ADMITTED,
+    DecodeState.INTENDED: RoomState.ADMITTED,
+    DecodeState.RESERVED: RoomState.ADMITTED,
+    DecodeState.VERIFYING: RoomState.TRANSFERRING,
+    DecodeState.FAILING: RoomState.FAILED,
+    DecodeState.FAILING_CLAIMED: RoomState.FAILED,
+    DecodeState.ABORTING_CLAIMED: RoomState.ABORTING,
+}
+_USER_STATE = {state: _OTHER_WORDS.get(state) or RoomState(state.value) for state in DecodeState}
+
+
+def user_state(room: DecodeRoom) -> RoomState:
+    """Return the state that users see: a failing room has failed for them, whatever is still to be cleaned up."""
+    if room.state is DecodeState.OFFERED and room.amounts:
+        return RoomState.TRANSFERRING
+    return _USER_STATE[room.state]

@@ -1,0 +1,428 @@
+"""The rooms of a prefill node: engines fill their pages, and rank workers send them.
+
+Source pages go back when two things are true: the table says that nothing of the room is in flight (FREE_SOURCE), and no engine
+that has begun the room still writes pages of this node (it said finish or abort, or its process has ended).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from kvbridge.api.rooms import AdmissionRequest
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import (
+    BridgeError,
+    ConflictError,
+    InvalidInputError,
+    KeyMismatchError,
+    PeerError,
+    StaleError,
+    UnknownRoomError,
+)
+from kvbridge.core.geometry.pages import tables_cover, tables_hold
+from kvbridge.core.geometry.tables import further_tables, joined_tables, tables_from_wire
+from kvbridge.core.ids import IndexSpace, Role, Tables
+from kvbridge.core.session.prefill import PREFILL_HEARS, PREFILL_TABLE, PrefillAction, PrefillEvent, PrefillState
+from kvbridge.core.session.progress import RankProgress
+from kvbridge.core.session.tables import Meaning
+from kvbridge.core.wire.engine_messages import (
+    AbortRoom,
+    AskRestorable,
+    Begin,
+    Finish,
+    Loaded,
+    Pages,
+    Publish,
+    Release,
+    Restorable,
+)
+from kvbridge.core.wire.messages import REASON_CHARS, Abort, Drained, Failed, Intend, Offer, PeerMessage
+from kvbridge.node.engines import AttachedEngine
+from kvbridge.node.handshake.decode_nodes import DecodeNodes
+from kvbridge.node.prefill.checkpoints import RoomCheckpoints
+from kvbridge.node.prefill.early_offers import EarlyOffers, check_offer
+from kvbridge.node.prefill.orders import Orders
+from kvbridge.node.prefill.room import Asking, FromDecode, PrefillRoom, RankWork, speaker_of, user_state
+from kvbridge.node.room import Quarantine, named
+from kvbridge.node.room_pages import RoomPages, RoomSettings
+from kvbridge.node.rooms import RoomParts, Rooms
+from kvbridge.telemetry.context import parse_traceparent
+from kvbridge.telemetry.events import RoomBegun, RoomFinished, RoomOffered, RoomRejected
+
+
+class PrefillRooms(Rooms[PrefillRoom]):
+    """All rooms of a prefill node."""
+
+    role, room_type, table, hearing = Role.PREFILL, PrefillRoom, PREFILL_TABLE, PREFILL_HEARS
+    ABORT, FAULT, OTHER_PROMPT = PrefillEvent.ABORT, PrefillEvent.FAULT, PrefillEvent.FAULT
+    engine_words = {state: state.value for state in PREFILL_TABLE.final}  # noqa: RUF012 - a literal
+    user_state, speaker_of = staticmethod(user_state), staticmethod(speaker_of)
+
+    def __init__(
+        self, parts: RoomParts, settings: RoomSettings, nodes: DecodeNodes, *, clock: Clock = monotonic
+    ) -> None:
+        pages = RoomPages(parts.book, settings, parts.events, parts.prefixes, computes=True)
+        super().__init__(parts, settings, pages, clock)
+        self.nodes = nodes
+        self.checkpoints = RoomCheckpoints(pages)
+        self.early = EarlyOffers(wait_s=self.limits.early_offer_s, clock=clock)
+        self.orders = Orders(self)
+        self.calls = {
+            AskRestorable: self.restorable,
+            Begin: self.begin,
+            Loaded: self.loaded,
+            Publish: self.publish,
+            Finish: self.finish,
+            Release: self.release,
+            AbortRoom: self.abort,
+        }
+
+    # ------------------------------------------------------------------ admission
+
+    def needs(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
+        if request.prefill:
+            raise InvalidInputError("`prefill` is for the decode daemon; a prefill daemon sends to whoever offers it")
+        return self.pages.needed(request.prompt_tokens, request.prompt_tokens)
+
+    def admitted(self, room: PrefillRoom, request: AdmissionRequest) -> None:
+        for rank, layers in self.workers.layers.items():
+            progress = RankProgress(layers, prompt_tokens=room.prompt_tokens, computed_tokens=room.published_tokens)
+            room.ranks[rank] = RankWork(progress)
+        self.checkpoints.admitted(room)
+        room.wait_until(room.created_s + self.limits.offer_s, "timeouts.offer_s")
+        if not room.admitted_by:
+            or_else = self.limits.begin_s, "timeouts.begin_s"
+            self.book.begin_within(room, request.begin_within_s, or_else=or_else)
+        early = self.early.take(room.room, room.generation)
+        if early is not None:
+            self.hear(early.peer, early.offer)
+
+    def not_admitted(self, room: int, generation: int, error: BridgeError) -> None:
+        early = self.early.take(room, generation)
+        if early is not None:
+            self._refuse(early.peer, early.offer, error.code, f"prefill did not admit the room: {error}")
+
+    # ------------------------------------------------------------------ the table
+
+    def next_event(self, room: PrefillRoom) -> PrefillEvent | None:
+        if room.state is PrefillState.SENDING and room.ranks and all(work.done for work in room.ranks.values()):
+            return PrefillEvent.ALL_SENT
+        if room.stopping and not room.open_ranks:  # every worker has proved that nothing of it is in flight
+            return PrefillEvent.DRAINED
+        return None
+
+    def entered(self, room: PrefillRoom) -> None:
+        now_s = self.clock()
+        if room.state not in {PrefillState.AWAITED, PrefillState.SENDING}:
+            room.begin_by_s = None
+        match room.state:
+            case PrefillState.SENDING:
+                room.wait_until(now_s + self.limits.room_s, "timeouts.room_s")
+            case PrefillState.ABORTING | PrefillState.FAILING:
+                room.wait_until(now_s + self.limits.drain_s, "timeouts.drain_s")
+                self.pages.expect_free(room)
+            case PrefillState.COMPLETED:
+                room.wait_until(None)
+                room.phases_s["offer_to_sent"] = now_s - room.offered_s
+                self.phases_ended(room, room.phases_s)
+                if not any(work.after for work in room.ranks.values()):
+                    room.writing.clear()  # every published point has been reached, or nothing would have been sent
+                    for work in room.ranks.values():
+                        work.written = True
+            case _:
+                room.wait_until(None)
+
+    def act(self, room: PrefillRoom, action: StrEnum) -> None:
+        about = {"room": room.room, "generation": room.generation}
+        match action:
+            case PrefillAction.OPEN_ROOM:
+                self.orders.open(room)
+            case PrefillAction.CLOSE_ROOM:
+                self.orders.close(room)
+            case PrefillAction.TELL_FAILED:
+                self._tell(room, Failed(**about, code=room.reason_code, message=room.reason))
+            case PrefillAction.TELL_DRAINED:
+                self._tell(room, Drained(**about, in_transit=room.in_transit))
+            case PrefillAction.TELL_ENGINE:
+                self.engines.push(self.event(room))
+            case PrefillAction.FREE_SOURCE:
+                room.free_wanted = True
+
+    def _tell(self, room: PrefillRoom, message: PeerMessage) -> None:
+        if room.peer:
+            self.nodes.send(room.peer, message)
+
+    def at_rest(self, room: PrefillRoom) -> None:
+        """Give the pages back once the table and every engine have let go of them; happens once."""
+        if not room.free_wanted or room.concluded:
+            return
+        if room.writing:
+            if room.deadline_s is None:
+                room.wait_until(self.clock() + self.limits.drain_s, "timeouts.drain_s")
+            return
+        room.concluded = True
+        room.wait_until(None)
+        try:
+            self.checkpoints.keep(room)
+        finally:
+            self.pages.give_back(room)
+            room.forget_details()
+            self.book.ended(room)
+
+    def late(self, room: PrefillRoom, limit: str) -> None:
+        """Fail the room; or quarantine the pages of one that is being stopped."""
+        if room.over:
+            self.pages.quarantine_used(room, limit)
+        elif room.stopping:
+            active = ", ".join(map(str, room.open_ranks))
+            why = f"rank workers {active} have not said that they are quiet (limit: {limit})"
+            self.pages.quarantine(room, Quarantine.NOT_QUIET, why)
+        else:
+            self.miss(room, limit)
+
+    def tick(self) -> None:
+        """Refuse early offers whose rooms are not admitted in time, too."""
+        super().tick()
+        for late in self.early.expired():
+            why = "the room was never admitted on the prefill side (limit: timeouts.early_offer_s)"
+            if late.offer.held:
+                why = "prefill holds no such room (any more): it was never there, somebody else has had it, or it has ended"
+            self._refuse(late.peer, late.offer, UnknownRoomError.code, why)
+
+    # ------------------------------------------------------------------ decode nodes
+
+    def hear(self, peer: str, message: FromDecode) -> None:
+        """Take a decode node's message about a room as `PREFILL_HEARS` lists it, or refuse it."""
+        room, meaning = self.look_up(peer, message, kind=message.type)
+        match message:
+            case Intend() | Offer() if meaning is Meaning.TURN_AWAY and room is not None:
+                state = user_state(room)
+                why = room.reason or f"the room is already {state} on the prefill side, for {named(room.peers)}"
+                self._refuse(peer, message, room.reason_code or ConflictError.code, why)
+            case Intend() | Offer() if meaning is Meaning.TAKE and room is None:
+                self._take_early(peer, message)
+            case Intend() | Offer() if meaning is Meaning.TAKE and room is not None:
+                self._take(room, peer, message)
+            case Abort() if meaning is Meaning.TAKE and room is not None:
+                self.stop(room, f"by the decode side: {message.message}", message.code)
+            case Abort() if meaning is Meaning.PROOF:
+                # Nobody here writes to this peer's pages of the room. Its offer or intent, if any, is withdrawn: an Abort follows
+                # that on one ordered link, so a room that has taken nothing of this peer is not the peer's to end.
+                self.early.withdraw(peer, message.room, message.generation)
+                self.nodes.send(peer, Drained(room=message.room, generation=message.generation))
+            case Failed() if meaning is Meaning.TAKE and room is not None:
+                # Everything was sent, and the decode side could not use it: too late to fail, not to say why.
+                room.blame(message.code, f"by the decode side: {message.message}")
+                self.events.emit(RoomRejected(**room.identity, code=message.code, reason=room.reason))
+
+    def _take_early(self, peer: str, message: Asking) -> None:
+        """Keep the offer for a room that is not there, perhaps not yet."""
+        newest = self.book.newest_generation(message.room)
+        if message.generation < newest:
+            stale = f"generation {message.generation} of the room is older than {newest}, which prefill works on"
+            self._refuse(peer, message, StaleError.code, stale)
+        elif not self.early.put(peer, message):
+            why = "the room is not admitted on the prefill side, and other offers have taken this one's place"
+            self._refuse(peer, message, UnknownRoomError.code, why)
+
+    def _take(self, room: PrefillRoom, peer: str, message: Asking) -> None:
+        try:
+            check_offer(message, self.geometry, prompt_tokens=room.prompt_tokens, prompt_digest=room.prompt_digest)
+        except BridgeError as error:
+            self._refuse(peer, message, error.code, str(error))
+            if not isinstance(error, KeyMismatchError):  # the node for which the room is may still come
+                self.fail(room, error.code, str(error))
+            return
+        room.peer, room.peers = peer, (self.nodes.name(peer),)
+        if isinstance(message, Intend):
+            self.advance(room, PrefillEvent.INTENT)
+            return
+        room.destination, room.offered_s, room.is_offered = message.tables, self.clock(), True
+        room.prefix_tokens, room.digest = message.prefix_tokens, message.digest
+        trace = parse_traceparent(message.traceparent)
+        if room.trace is None and trace is not None:  # admitted by an engine, or by a caller that names no trace
+            room.trace, room.ids = trace, {**room.ids, "trace_id": trace.trace_id}
+        self.events.emit(RoomOffered(**room.identity, trace=trace))
+        room.phases_s["admit_to_offer_received"] = room.offered_s - room.created_s
+        self.advance(room, PrefillEvent.OFFER)
+        self.orders.settle(room)
+
+    def _refuse(self, peer: str, asking: Asking, code: str, message: str) -> None:
+        """Turn a decode node away, with the proof that nothing will be written for its offer.
+
+        A refused intent has no such proof. An offer may be on its way behind the intent, and the room may be admitted before that
+        offer arrives. Decode sends an Abort behind the offer, and the answer to the Abort is the proof.
+        """
+        self.refuse_message(peer, asking, code)
+        about = {"room": asking.room, "generation": asking.generation}
+        self.nodes.send(peer, Failed(**about, code=code, message=message[:REASON_CHARS]))
+        if isinstance(asking, Offer):
+            self.nodes.send(peer, Drained(**about))
+
+    def peer_gone(self, peer: str, reason: str) -> None:
+        """Fail the rooms of a decode node whose process has ended, or that is silent."""
+        self.early.forget_peer(peer)
+        for room in self.book:
+            if room.peer == peer:
+                self.fail(room, PeerError.code, f"the decode node is gone: {reason}")
+
+    # ------------------------------------------------------------------ engines
+
+    def restorable(self, _: AttachedEngine, message: AskRestorable) -> Restorable:
+        """Say at which tokens an engine could start."""
+        room = self.book.get(message.room)
+        room.require_alive()
+        return Restorable(call=message.call, tokens=self.checkpoints.restorable(room))
+
+    def begin(self, engine: AttachedEngine, message: Begin) -> Pages:
+        """Let an engine compute a room on its ranks. Raises ConflictError on a second begin.
+
+        Raises KeyMismatchError, and the room fails, when the engine has other tokens than the room's page keys name.
+
+        The call also lets go of every earlier attempt at the room. An engine whose GPU writes (`by_gpu`) is refused with a
+        ConflictError until it has aborted the earlier attempt.
+        """
+        room = self.book.get(message.room)
+        tables = tables_from_wire(message.tables)
+        room.require_alive()
+        if message.prompt_tokens != room.prompt_tokens:
+            raise InvalidInputError(
+                f"room {room.room} was admitted with {room.prompt_tokens} prompt tokens, "
+                f"the engine begins it with {message.prompt_tokens}"
+            )
+        self.require_same_prompt(room, message, [work.end_key for work in room.ranks.values()])
+        for rank in engine.ranks:
+            if room.ranks[rank].engine:
+                raise ConflictError(
+                    f"room {room.room} was already begun on rank {rank} by engine {room.ranks[rank].engine}"
+                )
+        earlier = [attempt for attempt in self.book.attempts(room.room)[:-1] if engine.name in attempt.writing]
+        if earlier and message.by_gpu:
+            raise ConflictError(
+                f"an earlier attempt at room {room.room} (generation {earlier[0].generation}) may still be written by this "
+                "engine's GPU; abort it first"
+            )
+        self._take_tables(room, tables, message.computed_tokens)
+        if message.at_most is not None:
+            self.checkpoints.start_at_most(room, message.at_most)
+        for attempt in earlier:
+            self.let_go(attempt, engine.name)
+        for rank in engine.ranks:
+            room.ranks[rank].engine, room.ranks[rank].end_key = engine.name, message.end_key
+        if not self.settings.adopted:
+            room.writing.add(engine.name)
+        room.phases_s.setdefault("admit_to_begin", self.clock() - room.created_s)
+        room.begin_by_s = None
+        self.events.emit(RoomBegun(**room.identity, engine=engine.name))
+        self.show(room)
+        self.orders.open(room)
+        return self.answer(message.call, room, **self.checkpoints.told(room))
+
+    def _take_tables(self, room: PrefillRoom, tables: Tables, computed_tokens: int) -> None:
+        if not self.settings.adopted:
+            if tables or computed_tokens:
+                raise InvalidInputError(
+                    "this node owns its pools: `begin` takes no page tables, and no computed_tokens; it returns them"
+                )
+            return
+        if computed_tokens > room.prompt_tokens:
+            raise InvalidInputError(
+                f"computed_tokens must be at most the {room.prompt_tokens} tokens of the prompt, got {computed_tokens}"
+            )
+        if room.begun and room.computed_tokens != computed_tokens:
+            raise ConflictError(
+                f"room {room.room} was begun with {room.computed_tokens} computed_tokens on another rank, not {computed_tokens}; "
+                "all ranks read and write the same pages"
+            )
+        tables_hold(tables, self.geometry, tokens=computed_tokens)
+        self.orders.take_pages(room, tables, cached_tokens=computed_tokens)
+        room.computed_tokens = computed_tokens
+
+    def loaded(self, engine: AttachedEngine, message: Loaded) -> None:
+        """Count pages that an engine has copied from host memory into the room's own. Harmless when the room is over.
+
+        Others share those pages when the room is over, with all that its engines have written.
+        """
+        room = self.book.find(message.room, message.generation)
+        if room is not None and room.load is not None:
+            self.pages.loaded(room, engine.ranks, message, of=room.ranks)
+
+    def publish(self, engine: AttachedEngine, message: Publish) -> None:
+        """Send tokens that an engine has made final on its ranks. Raises as RankProgress.check does."""
+        room = self.book.used_by(engine.name, message.room)
+        room.require_alive()
+        room.require_begun(engine.name, engine.ranks)
+        upto_token, layers = message.upto_token, message.layers
+        chosen = {rank: room.ranks[rank].own_layers(layers) for rank in engine.ranks}
+        unknown = sorted(set(layers or ()).difference(*(held or () for held in chosen.values())))
+        if unknown:
+            raise InvalidInputError(f"publish names layers {unknown}, which the ranks of this engine do not hold")
+        for rank in engine.ranks:
+            room.ranks[rank].progress.check(upto_token, chosen[rank])
+        self._take_published(room, message)
+        for rank in engine.ranks:
+            room.ranks[rank].progress.publish(upto_token, chosen[rank])
+            room.ranks[rank].note_point(message.after.get(str(rank)))
+        self.orders.open(room)
+
+    def _take_published(self, room: PrefillRoom, message: Publish) -> None:
+        """Adopted pools: take further pages, and check that every published row has one."""
+        if not self.settings.adopted:
+            if message.tables:
+                raise InvalidInputError("this node owns its pools: `publish` takes no page tables")
+            return
+        tables = tables_from_wire(message.tables)
+        together = joined_tables(room.tables, further_tables(room.tables, tables))
+        if message.upto_token == room.prompt_tokens:
+            tables_cover(together, self.geometry, tokens=room.prompt_tokens)
+        else:
+            tables_hold(together, self.geometry, tokens=message.upto_token)
+        # Nobody writes a page any more that is final on all layers: other rooms of the same prefix may name it as well.
+        self.orders.take_pages(room, tables, cached_tokens=message.upto_token if message.layers is None else 0)
+
+    def finish(self, engine: AttachedEngine, message: Finish) -> None:
+        """Note that an engine has published everything and does not write the room's pages any more.
+
+        `by_gpu`: its GPU may still write, until everything that was published has been sent, or until `release`.
+        Raises ConflictError when the engine has not published everything, or when the room is over (the pages are let go of all the
+        same).
+        """
+        room = self.book.used_by(engine.name, message.room)
+        if room.over or room.stopping:
+            if not message.by_gpu:
+                self.let_go(room, engine.name)
+            room.require_alive()
+        room.require_begun(engine.name, engine.ranks)
+        for rank in engine.ranks:
+            work = room.ranks[rank]
+            if work.finished:
+                raise ConflictError(f"room {room.room} was already finished on rank {rank}")
+            if not work.progress.complete:
+                raise ConflictError(
+                    f"room {room.room} cannot finish: rank {rank} has published {work.progress.published_tokens} "
+                    f"of {room.prompt_tokens} tokens"
+                )
+        self.checkpoints.check(room, message.checkpoints)
+        for rank in engine.ranks:
+            work = room.ranks[rank]
+            work.finished, work.written = True, not message.by_gpu
+            work.metadata, work.checkpoints = message.metadata, frozenset(message.checkpoints)
+        self.events.emit(RoomFinished(**room.identity, engine=engine.name))
+        if not message.by_gpu:
+            self.let_go(room, engine.name)
+        self.orders.settle(room)
+
+    def release(self, engine: AttachedEngine, message: Release) -> None:
+        """Let go of an attempt that an engine has finished: its GPU is through. Harmless when the attempt is over and forgotten.
+
+        Raises ConflictError for one that the engine has yet to finish.
+        """
+        room = self.book.find(message.room, message.generation)
+        if room is None:
+            return
+        unfinished = any(work.engine == engine.name and not work.finished for work in room.ranks.values())
+        if unfinished and not (room.over or room.stopping):
+            raise ConflictError(f"room {room.room} is not finished by this engine; finish or abort it")
+        for work in room.ranks.values():
+            work.written = work.written or (work.finished and work.engine == engine.name)
+        self.let_go(room, engine.name)

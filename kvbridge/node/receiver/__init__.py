@@ -1,1 +1,0 @@
-"""Rooms of a decode node: offers to writers, accounting, verification, fencing, claims."""

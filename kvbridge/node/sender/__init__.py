@@ -1,1 +1,0 @@
-"""Rooms of a prefill node: offers, orders to rank workers, Done."""
