@@ -1,6 +1,6 @@
 """A whole decode engine: python decode_engine.py RUNTIME_DIR ROOM.
 
-In place of a model it reads one layer and prints what is in it. It needs nothing but an installed kvbridge:
+In place of a model it reads every layer, and prints the last one. It needs nothing but an installed kvbridge:
 
 1. `kvbridge init DIR --one-host`, then `kvbridge up DIR`: three daemons, whose runtime directories are DIR/run/prefill and
    DIR/run/decode (`runtime_dir` of their configurations).
@@ -17,16 +17,11 @@ import sys
 from kvbridge.engine import DecodeEngine
 
 
-def decode(runtime_dir: str, room: int) -> None:
-    with DecodeEngine.attach(runtime_dir) as bridge:
-        claimed = bridge.wait_claim(room, timeout_s=60)  # all of it, or an error with the reason
-        component = bridge.geometry.components[0]
-        rows = component.live_rows(claimed.prompt_tokens)
-        views = bridge.views[bridge.ranks[0]]
-        layer = views.layers(component.kind)[0]
-        read = views.read_rows(component.kind, layer, tables=claimed.tables, start_row=rows.start, stop_row=rows.stop)
-        print(component.kind, "layer", layer, tuple(read.shape), set(read.unique().tolist()), claimed.metadata)
-        bridge.release(room)
+def decode(runtime_dir: str, room_id: int) -> None:
+    with DecodeEngine.attach(runtime_dir) as bridge, bridge.claim(room_id, timeout_s=60) as room:
+        for part in room.parts():  # all rows of the prompt are there
+            rows = part.read()
+        print(part.kind, "layer", part.layer, tuple(rows.shape), set(rows.unique().tolist()), room.metadata)
 
 
 if __name__ == "__main__":

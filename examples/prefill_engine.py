@@ -9,26 +9,20 @@ import sys
 
 import torch
 
-from kvbridge.engine import PrefillEngine, Section, section_rows
+from kvbridge.engine import PrefillEngine
 
 CHUNK_TOKENS = 512
 
 
-def prefill(runtime_dir: str, room: int, prompt_tokens: int) -> None:
+def prefill(runtime_dir: str, room_id: int, prompt_tokens: int) -> None:
     with PrefillEngine.attach(runtime_dir) as bridge:
-        tables = bridge.begin(room, prompt_tokens=prompt_tokens).tables  # which pages are this room's
+        room = bridge.begin(room_id, prompt_tokens=prompt_tokens)
         for start in range(0, prompt_tokens, CHUNK_TOKENS):
             stop = min(start + CHUNK_TOKENS, prompt_tokens)
-            chunk = Section(prompt_tokens=prompt_tokens, start_token=start, stop_token=stop)
-            for views in bridge.views.values():  # one for each rank: zero-copy
-                for component in bridge.geometry.components:
-                    rows = section_rows(component, chunk)  # rows that this chunk makes final
-                    for layer in views.layers(component.kind):
-                        width = views.home(component.kind, layer, tables=tables).row_bytes
-                        computed = torch.full((rows.count, width), layer, dtype=torch.uint8)
-                        views.write_rows(component.kind, layer, tables=tables, start_row=rows.start, rows=computed)
-            bridge.publish(room, stop)  # sending overlaps the next chunk
-        bridge.finish(room, metadata=b"first token: 42")  # travels with the last bytes
+            for part in room.final_parts(upto=stop):  # the rows of a layer that this chunk makes final
+                part.write(torch.full(part.shape, part.layer, dtype=torch.uint8))
+            room.publish(stop)  # sending overlaps the next chunk
+        room.finish(metadata=b"first token: 42")  # travels with the last bytes
 
 
 if __name__ == "__main__":

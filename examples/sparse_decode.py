@@ -14,16 +14,16 @@ from kvbridge.engine import ComponentKind, DecodeEngine, IndexSpace
 from kvbridge.sparse import SparseCache, SparseSettings
 
 
-def decode(runtime_dir: str, room: int, steps: int) -> None:
+def decode(runtime_dir: str, room_id: int, steps: int) -> None:
     with DecodeEngine.attach(runtime_dir) as bridge:
         views, c4 = bridge.views[bridge.ranks[0]], bridge.geometry.component(ComponentKind.C4_KV)
         hosts = [views.region(c4.kind, layer, space=IndexSpace.HOST).region for layer in views.layers(c4.kind)]
         settings = SparseSettings(max_requests=2, hot_rows=128, top_k=64, max_tokens=8192)
         with SparseCache(settings, c4, hosts, torch.device("cpu")) as cache:  # once, for all requests
-            claimed = bridge.wait_claim(room, timeout_s=60)
-            slot, tokens = 0, claimed.prompt_tokens
-            shared = claimed.prefix_tokens // bridge.geometry.tokens_per_page  # pages that others read as well
-            cache.admit(slot, claimed.tables[IndexSpace.HOST].ids, tokens // c4.tokens_per_row, shared_pages=shared)
+            room = bridge.claim(room_id, timeout_s=60)
+            slot, tokens = 0, room.prompt_tokens
+            shared = room.held_by_decode // bridge.geometry.tokens_per_page  # pages that others read as well
+            cache.admit(slot, room.tables[IndexSpace.HOST].ids, tokens // c4.tokens_per_row, shared_pages=shared)
             for now in range(tokens + 1, tokens + 1 + steps):
                 rows = now // c4.tokens_per_row  # a new one every fourth token
                 cache.begin_step([(slot, rows)])  # every request of the batch
@@ -36,7 +36,7 @@ def decode(runtime_dir: str, room: int, steps: int) -> None:
             print(tuple(read.shape), set(read.unique().tolist()), cache.counts(slot))
             released = cache.release(slot)
             released.wait(timeout_s=10)  # its host pages are touched no more
-            bridge.release(room, sparse=released.rows())  # with figures for the node's metrics
+            room.release(sparse=released.rows())  # with figures for the node's metrics
 
 
 if __name__ == "__main__":

@@ -92,8 +92,8 @@ class Prefill(Model):
 
     def _serve(self, order: Order) -> tuple[Facts, Logits]:
         engine, prompt, room = self.engine, order.prompt, order.room
-        begun = engine.begin(room, prompt_tokens=len(prompt), page_hashes=self.keys(engine, prompt))
-        computed, views = begun.computed_tokens, engine.views.values()
+        begun = engine.begin(room, prompt_tokens=len(prompt), page_keys=self.keys(engine, prompt))
+        computed, views = begun.held_by_prefill, engine.views.values()
         packer = PrefillPacker(
             self.codec,
             Placement(views, begun.tables),
@@ -104,7 +104,7 @@ class Prefill(Model):
 
         def publish(held: Cache, upto: int) -> None:
             packer.advance(held)
-            engine.publish(room, upto)
+            begun.publish(upto)
 
         cache = unpack(self.codec, Placement(views, begun.restore), tokens=computed) if computed else None
         chunk_tokens = self.options.chunk_tokens
@@ -117,7 +117,7 @@ class Prefill(Model):
             "source_pages": _page_ids(begun.tables),
         }
         note = json.dumps([order.number, made.first_token, self.weights]).encode()
-        engine.finish(room, metadata=note, checkpoints=packer.checkpointed)
+        begun.finish(metadata=note, checkpoints=packer.checkpointed)
         for event in engine.events():
             _check_alive(event, "prefill")
         return facts, logits
@@ -181,10 +181,10 @@ class Decode(Model):
 
     def _claim(self, order: Order) -> _Decoding:
         """Claim a committed room and take its cache out of the pages."""
-        claimed = self.engine.claim(order.room, page_hashes=self.keys(self.engine, order.prompt))
+        claimed = self.engine.claim(order.room, page_keys=self.keys(self.engine, order.prompt))
         facts = {
             "claimable_s": time.monotonic() - claimed.phases_s.get("commit_to_claim", 0.0),
-            "prefix_tokens": claimed.prefix_tokens,
+            "prefix_tokens": claimed.held_by_decode,
             "prefix_host_tokens": claimed.host_tokens,
             "arrived_bytes": {kind.value: amount.bytes for kind, amount in claimed.amounts.items()},
             "destination_pages": _page_ids(claimed.tables),
@@ -205,7 +205,7 @@ class Decode(Model):
             cache, sparse = unpack(self.codec, placement, tokens=tokens), None
         else:
             slot = self._decoder.store.requests.free_slot()
-            sparse = self._decoder.admit(slot, placement, tokens=tokens, shared_tokens=claimed.prefix_tokens)
+            sparse = self._decoder.admit(slot, placement, tokens=tokens, shared_tokens=claimed.held_by_decode)
             cache = sparse.cache
         return _Decoding(order, claimed, cache, sparse, [first_token], facts)
 
@@ -230,7 +230,7 @@ class Decode(Model):
             rows = released.rows()
         stated = order.prompt + fed
         keys = self.keys(self.engine, stated)
-        self.engine.release(order.room, valid_tokens=len(stated), page_hashes=keys, sparse=rows)
+        each.claimed.release(valid_tokens=len(stated), page_keys=keys, sparse=rows)
         return each.facts, fed, _array(torch.stack(each.logits))
 
 

@@ -1,8 +1,4 @@
-"""What inference engines import: attach to a node, see its pools, and tell it how far a request is.
-
-Everything that an engine needs is importable from here, and sparse decode's part from `kvbridge.sparse`; other modules are
-kvbridge's own.
-"""
+"""The library for inference engines. Import from here, and sparse decode from `kvbridge.sparse`; other modules are internal."""
 
 from kvbridge.core.extras import NEEDS_TORCH
 
@@ -35,14 +31,12 @@ from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.prefixes import Retention
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adopted import adopted_region
-from kvbridge.engine.attachment import WorkerEnd
-from kvbridge.engine.base import Engine
+from kvbridge.engine.attach import WorkerEnd, adopted_region
+from kvbridge.engine.base import Engine, Room
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.encodings import RowCodec, row_codec
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
-from kvbridge.engine.rows import section_rows
-from kvbridge.engine.views import PoolViews, RegionView
+from kvbridge.engine.views import Part, PoolViews, RegionView, section_rows
 
 __all__ = [
     "BridgeError",
@@ -61,6 +55,7 @@ __all__ = [
     "NotReadyError",
     "PageOutOfBoundsError",
     "PageTable",
+    "Part",
     "PeerAddress",
     "PeerError",
     "PoolViews",
@@ -71,6 +66,7 @@ __all__ = [
     "RegionView",
     "RegistrationError",
     "Retention",
+    "Room",
     "RoomEvent",
     "RoomFailedError",
     "RowCodec",

@@ -1,31 +1,35 @@
-"""What engines of both roles have in common: how they attach, what they see, how they leave.
-
-Owns: one attachment. Must not know: the verbs of either role.
-"""
+"""Engine and Room: attaching, views, page keys, events and the end, for both roles."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self
 
+import numpy as np
+
 from kvbridge.core.closing import Closing
-from kvbridge.core.errors import BridgeError, DetachedError, UnsupportedError
-from kvbridge.core.geometry.components import ModelGeometry
+from kvbridge.core.errors import BridgeError, DetachedError, InvalidInputError, UnsupportedError
+from kvbridge.core.geometry.components import Component, ModelGeometry, RowInterval
 from kvbridge.core.geometry.manifest import Region, fingerprint
-from kvbridge.core.ids import Rank, Role
+from kvbridge.core.ids import IndexSpace, PageTable, Rank, Role, Tables
 from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Call, Loaded, Pages, Release, RoomEvent
 from kvbridge.core.wire.messages import REASON_CHARS
-from kvbridge.engine.adopted import adopt
-from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment, WorkerEnd, attach
+from kvbridge.engine.attach import DEFAULT_CALL_TIMEOUT_S, Attachment, WorkerEnd, adopt, attach
 from kvbridge.engine.link import AnswerT, EngineLink, RoomCall
 from kvbridge.engine.load_back import Load, LoadBacks, rank_copiers
 from kvbridge.engine.stream_order import LOOK_AGAIN_S, DeferredCalls, StreamChoice
-from kvbridge.engine.views import PoolViews
+from kvbridge.engine.views import Part, PoolViews
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.tier.keys import Keys, PrefixIdentity, TokenIds, page_keys
+
+OwnPages = Sequence[int] | Mapping[IndexSpace, Sequence[int] | PageTable]
+"""Block ids of an engine with adopted memory, in the order of the tokens; by index space where the model has several."""
+RowsOf = Callable[[Component, int], RowInterval]
+"""Rows of a component in a layer."""
 
 
 class Engine(Closing):
@@ -58,15 +62,15 @@ class Engine(Closing):
         on_progress: Progress | None = ignore_progress,
         daemon_user: int | None = None,
     ) -> Self:
-        """Attach to the daemon whose runtime directory this is, for `ranks` (none named: every rank of the node).
+        """Attach to the daemon with this runtime directory, for `ranks` (default: every rank of the node).
 
         The daemon's pools are mapped into this process; `views` shows them. `on_progress` is called while the node's host pool is
-        page-locked for this process's GPUs, which takes a while in a large pool; None leaves it pageable, so that kernels cannot
-        reach it. `call_timeout_s` bounds every later call, too. `daemon_user` is the number of the user that the daemon runs as,
-        where it is not this process's own, which must then be a member of the daemon's `runtime_group`: that user is believed.
+        page-locked for this process's GPUs, which takes a while in a large pool; None leaves the pool pageable, and kernels cannot
+        reach it. `call_timeout_s` bounds every later call, too. `daemon_user`: number of the user that the daemon runs as, when
+        that is another user than this process's. This process must then be in the daemon's `runtime_group`, and trusts that user.
 
         Raises DeadlineError when no daemon answers, NotReadyError when the node's memory is not there within `call_timeout_s`,
-        InvalidInputError for ranks of other nodes or the wrong role, RegistrationError when its memory cannot be opened or
+        InvalidInputError for ranks of other nodes or the wrong role, RegistrationError when the node's memory cannot be opened or
         page-locked, UnsupportedError when its GPU cannot be used here.
         """
         link = EngineLink(runtime_dir, timeout_s=call_timeout_s, daemon_user=daemon_user)
@@ -82,29 +86,29 @@ class Engine(Closing):
         call_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
         on_progress: Progress | None = ignore_progress,
     ) -> Self:
-        """Attach with this process's own tensors as the device pools, for each rank that it serves.
+        """Attach with this process's own tensors as the device pools of each rank that it serves.
 
-        `regions`: one for each component and layer of the rank that is not in the node's host pool, made by `adopted_region`.
-        The tensors stay where they are until `close` has returned. Bytes are moved by threads of this process. Raises what
-        `attach` does, and InvalidInputError for regions that do not fit the model.
+        `regions`: one `adopted_region` for each component and layer of the rank that is not in the node's host pool. The tensors
+        stay where they are until `close` has returned. Threads of this process move the bytes. Raises the errors of `attach`, and
+        InvalidInputError for regions that do not fit the model.
 
-        Of such an engine no call about a room waits for its answer, but for `begin` and `claim`: what the node refuses comes as an
-        event `refused`. A call raises NotReadyError when the node does not read, PeerError when it is gone.
+        Calls about a room do not wait for an answer, except `begin` and `claim`: a refusal by the node arrives as an event
+        `refused`. A call raises NotReadyError when the node does not read, PeerError when the node is gone.
         """
         attachment = adopt(runtime_dir, cls.role, regions, call_timeout_s=call_timeout_s, on_progress=on_progress)
         return cls(attachment, close_timeout_s=call_timeout_s)
 
     def worker_ends(self) -> list[WorkerEnd]:
-        """Adopted pools: return which rank workers of this process have ended since the last call.
+        """Adopted pools: return the ends of this process's rank workers since the last call.
 
-        Nothing of such a worker reads or writes a page any more, whatever has become of the node. What was under way through it has
-        failed, or will; it comes back by itself.
+        An ended rank worker reads and writes no page any more, whatever has become of the node. Its transfers fail, and it starts
+        again by itself.
         """
         return [end for ended in self._attachment.worker_ends for end in ended()]
 
     @property
     def incarnation(self) -> str:
-        """Of the node: what a later one knows of rooms has nothing to do with this one's."""
+        """Incarnation of the node. Another incarnation knows nothing of the rooms of this one."""
         return self._attachment.answer.incarnation
 
     @property
@@ -115,8 +119,9 @@ class Engine(Closing):
     def page_keys(self, tokens: TokenIds, *, adapter: str = "", namespace: str = "") -> Keys:
         """Return the page keys of a request's tokens, a sequence or a one-dimensional array of ids (`kvbridge.tier.keys`).
 
-        `adapter`: which adapter of the model computes; `namespace`: that of the request. Raises UnsupportedError when the node does
-        not say which model it holds (`tier.model_name`, `tier.model_revision`), InvalidInputError for what are no token ids.
+        `adapter`: the adapter of the model that computes; `namespace`: that of the request. Raises UnsupportedError when the node
+        does not say which model it holds (`tier.model_name`, `tier.model_revision`), InvalidInputError when `tokens` are no token
+        ids.
         """
         model = self._attachment.answer.model_identity
         if model is None:
@@ -148,34 +153,54 @@ class Engine(Closing):
         """Global layer ids of a rank."""
         return self._attachment.answer.layers[str(rank)]
 
-    def wait_layer(self, room: int, layer: int, *, stream: StreamChoice = None) -> None:
-        """Let `stream` (default: the current one) go on only when what the room loads of a layer is there; the host does not wait.
+    def _parts(self, tables: Tables, rows_of: RowsOf, layers: Collection[int] | None = None) -> Iterator[Part]:
+        for rank, views in self.views.items():
+            for component in self.geometry.components:
+                for layer in views.layers(component.kind):
+                    if layers is not None and layer not in layers:
+                        continue
+                    rows = rows_of(component, layer)
+                    if rows.count:
+                        view = views.home(component.kind, layer, tables=tables)
+                        table = view.table(tables)
+                        yield Part(rank, component.kind, layer, slice(rows.start, rows.stop), view, table)
 
-        For rooms that were begun or claimed `by_layer`: before the layer reads or writes a page of the room. Without effect in a
-        room that loads nothing, and with pools in host memory.
-        """
-        self._loads.wait_layer(room, layer, stream)
+    def _own_tables(self, pages: OwnPages, first_page: int = 0, behind: Tables | None = None) -> Tables:
+        """Return page ids as tables. Plain ids begin at logical page `first_page`, or behind the pages of `behind`."""
+        if not isinstance(pages, Mapping):
+            spaces = {component.space for component in self.geometry.components}
+            if len(spaces) > 1:
+                raise InvalidInputError(
+                    f"pages of '{self.geometry.name}' are in the spaces {', '.join(sorted(spaces))}: name them by space, as "
+                    "pages={IndexSpace.FULL: [...], ...}"
+                )
+            pages = dict.fromkeys(spaces, pages)
+        tables: Tables = {}
+        for space, ids in pages.items():
+            if not isinstance(ids, PageTable):
+                before = (behind or {}).get(space)
+                first = first_page if before is None else before.first_page + len(before)
+                ids = PageTable(space, np.array(ids, dtype=np.int32), first)  # noqa: PLW2901
+            tables[space] = ids
+        return tables
 
-    def _load_back(self, room: int, pages: Pages, *, by_layer: bool) -> None:
-        """Enqueue what a begun or claimed room is to load, if anything; the node hears of it when the GPUs are through.
+    def _load_back(self, room: Room, pages: Pages, *, by_layer: bool) -> None:
+        """Enqueue the copies that a begun or claimed room needs from host memory, if any. The node hears when the GPUs are done.
 
-        The room is given up when that fails, and the error raised.
+        When enqueueing fails, the room is given up and the error raised.
         """
         if not pages.load:
             return
         try:
-            load = self._loads.start(room, pages, by_layer=by_layer)
-            self._load_began(pages, load)
+            load = self._loads.start(room.id, pages, by_layer=by_layer)
+            room._load_began(load)
         except BridgeError as error:
             why = f"pages of its prefix cannot be loaded from host memory: {error}"
             why = why[:REASON_CHARS]
-            self._let_go(AbortRoom(call=self._link.number(), room=room, reason=why, load_failed=True), None)
+            self._let_go(AbortRoom(call=self._link.number(), room=room.id, reason=why, load_failed=True), None)
             raise
         arrived = partial(self._order.passed, frozenset(load.points.values()))
-        self._deferred.send_when(arrived, f"load of room {room}", partial(self._say_loaded, pages, load))
-
-    def _load_began(self, pages: Pages, load: Load) -> None:
-        """A load is enqueued."""
+        self._deferred.send_when(arrived, f"load of room {room.id}", partial(self._say_loaded, pages, load))
 
     def _say_loaded(self, pages: Pages, load: Load) -> None:
         figures = {"bytes": load.bytes, "seconds": load.seconds()}
@@ -183,10 +208,10 @@ class Engine(Closing):
         self._link.call(said, Accepted)
 
     def abort(self, room: int, reason: str, *, again: bool = False, stream: StreamChoice = None) -> None:
-        """Give a room up; this engine submits nothing more that touches its pages. Harmless on a room that is over.
+        """Give a room up by its id; this engine submits nothing more that touches its pages. Harmless on a room that is over.
 
-        `again`: on prefill, it computes the prompt once more and holds the next generation of the room. Decode's room fails with
-        the code `withdrawn` then, and decode may come for that.
+        `again`: on prefill, the engine computes the prompt once more and holds the next generation of the room. Decode's room fails
+        with the code `withdrawn` then, and decode may fetch the next generation.
 
         With pools on a GPU the node is told when `stream` (default: the current one) has come to this point: by this call, or
         by a later one of this object, `events` included.
@@ -195,7 +220,7 @@ class Engine(Closing):
         self._let_go(said, stream)
 
     def events(self, timeout_s: float = 0.0) -> list[RoomEvent]:
-        """Return what happened to rooms since the last call, waiting up to `timeout_s` for the first event.
+        """Return the events of rooms since the last call, waiting up to `timeout_s` for the first event.
 
         Calls that wait for a GPU (release, abort) are sent by this and every other call, so an engine that is otherwise
         idle calls this now and then. Raises DetachedError, once there are no events left, when the device memory is gone.
@@ -220,10 +245,10 @@ class Engine(Closing):
     def close(self) -> None:
         """Leave the node. Rooms that this engine still works on fail; views must not be used any more.
 
-        Nothing that uses the pools may be on its way on any stream but the current ones, which this waits for, at most
-        as long as one call. Raises DeadlineError when they do not end in time, or when a rank worker of this process does not;
-        UnclosedError when one has ended and not closed its transports. Then it has left all the same, and the node uses its pages
-        again when this process has ended; adopted tensors must stay where they are until then. Harmless when closed.
+        No stream but the current ones, which this waits for at most as long as one call, may still use the pools. Raises
+        DeadlineError when the streams or a rank worker of this process do not end in time, UnclosedError when a rank worker has
+        ended without closing its transports. Then this process has left all the same, and the node uses its pages again when the
+        process has ended; adopted tensors must stay where they are until then. Harmless when closed.
         """
         if self._closed:
             return
@@ -238,12 +263,12 @@ class Engine(Closing):
             self._attachment.close(through=through)
 
     def _tell(self, message: RoomCall) -> None:
-        """Send what is due, then this. With adopted pools nothing is waited for, and a refusal is an event; else it is raised."""
+        """Send due calls, then this one. Raises a refusal; with adopted pools nothing waits, and a refusal is an event."""
         self._deferred.send_due()
         self._say(message)
 
     def _call(self, message: Call, answer: type[AnswerT]) -> AnswerT:
-        """Send what is due, then this. Raises the BridgeError that the node answers, or DeadlineError."""
+        """Send due calls, then this one. Raises the BridgeError that the node answers, or DeadlineError."""
         self._deferred.send_due()
         return self._link.call(message, answer)
 
@@ -262,3 +287,35 @@ class Engine(Closing):
             self._link.post(message)
         else:
             self._link.call(message, Accepted)
+
+
+@dataclass(eq=False)
+class Room:
+    """One request at one engine, from `begin`, `hold` or `claim` until the engine lets go of its pages."""
+
+    engine: Engine = field(repr=False)
+    id: int
+    generation: int
+    """Number of the attempt at the room, from 1."""
+    prompt_tokens: int
+    tables: Tables
+    """Pages of the room, by index space."""
+    host_tokens: int = 0
+    """The last so many tokens of the prefix here were in the node's host memory alone, and are being loaded (`by_layer`)."""
+    traceparent: str = ""
+    """The room's span in W3C's form, as the parent of the engine's own spans; empty when the request is not traced."""
+
+    def wait_layer(self, layer: int, *, stream: StreamChoice = None) -> None:
+        """Let `stream` (default: the current one) wait until a layer of the prefix is loaded; the host does not wait.
+
+        For rooms that were begun or claimed `by_layer`: call this before the layer reads or writes a page of the room. No effect
+        in a room that loads nothing, and with pools in host memory.
+        """
+        self.engine._loads.wait_layer(self.id, layer, stream)
+
+    def abort(self, reason: str, *, again: bool = False, stream: StreamChoice = None) -> None:
+        """Give the room up, as `Engine.abort` does."""
+        self.engine.abort(self.id, reason, again=again, stream=stream)
+
+    def _load_began(self, load: Load) -> None:
+        """A load is enqueued."""

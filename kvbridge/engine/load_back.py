@@ -26,7 +26,7 @@ from kvbridge.core.geometry.twins import twin_pieces
 from kvbridge.core.ids import IndexSpace, PageMoves, Rank
 from kvbridge.core.wire.engine_messages import Pages
 from kvbridge.core.wire.shared_memory import StreamPoint
-from kvbridge.engine.attachment import Attachment
+from kvbridge.engine.attach import Attachment
 from kvbridge.engine.stream_order import StreamChoice, StreamOrder, current_gpu
 from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier
 

@@ -1,19 +1,15 @@
-"""The prefill engine's side of the bridge: begin, publish, finish, abort.
-
-Owns: the verbs. Must not know: how an engine computes, who the decode side is.
-
-The engine writes its pages in place through `views` and says how far it is; sending overlaps computing and needs no further
-call. After `finish` or `abort` the pages are not the engine's any more.
-"""
+"""The prefill engine: it begins or holds a room, publishes rows while it computes, and finishes the room."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
-from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.geometry.components import Component, Liveness, RowInterval
+from kvbridge.core.geometry.tables import joined_tables, tables_from_wire
 from kvbridge.core.ids import Role, Tables
+from kvbridge.core.plan.operations import Section
 from kvbridge.core.prefixes import Retention
 from kvbridge.core.wire.engine_messages import (
     Accepted,
@@ -29,54 +25,142 @@ from kvbridge.core.wire.engine_messages import (
 )
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
-from kvbridge.engine.attachment import DEFAULT_CALL_TIMEOUT_S, Attachment
-from kvbridge.engine.base import Engine
+from kvbridge.engine.base import Engine, OwnPages, Room
 from kvbridge.engine.load_back import Load
 from kvbridge.engine.stream_order import StreamChoice
+from kvbridge.engine.views import Part, section_rows
 from kvbridge.tier.keys import NO_KEYS, Keys
 
 
-@dataclass(frozen=True)
-class PrefillRoom:
-    """A begun room: where its pages are."""
+@dataclass(eq=False)
+class PrefillRoom(Room):
+    """A room that this engine computes or has computed. After `finish` or `abort` its pages are not the engine's any more."""
 
-    room: int
-    generation: int
-    prompt_tokens: int
-    prefix_tokens: int
-    """Tokens whose rows decode holds already, if its offer has come: they are not sent. They are written all the same, since
-    the pages of this node may be shared with later prompts; only `computed_tokens` says what need not be."""
-    computed_tokens: int
-    """Tokens that this node already holds: where the engine starts to compute. Their rows are in `tables`, to be read only, and
+    held_by_decode: int = 0
+    """Tokens that decode holds already, if its offer has come: their rows are not sent. Write them all the same, because later
+    prompts may share the pages of this node; only `held_by_prefill` says which rows need not be written."""
+    held_by_prefill: int = 0
+    """Tokens that this node holds already: the engine starts to compute there. Their rows are in `tables`, must only be read, and
     count as published."""
-    host_tokens: int
-    """Of these, the last so many that were in the node's host memory, and are loaded into `tables` (see `by_layer` of `begin`)."""
-    tables: Tables
-    restore: Tables
-    """From what to start, as the tables of a request of `computed_tokens` tokens: the same rows, and the windows and states as they
-    were there. To be read only, until `finish` or `abort`."""
-    checkpoints: Mapping[int, Tables]
-    """Where others may start who have the same tokens so far: as soon as the engine has computed exactly so many tokens, it writes
-    the windows and states that it has then (and nothing else) to these tables, and names them with `finish`. Ascending. To leave
-    one out is no error: it costs a later request its time."""
-    traceparent: str = ""
-    """The room's span in W3C's form, for the engine's own spans to be parts of; empty when the request is not traced."""
+    restore: Tables = field(default_factory=dict)
+    """State to start from, as the tables of a request of `held_by_prefill` tokens: the same growing rows, and the windows and
+    states at that token. Only read these pages, until `finish` or `abort`."""
+    checkpoints: Mapping[int, Tables] = field(default_factory=dict)
+    """Tokens, ascending, at which the node asks for a checkpoint, each with the pages for it. When the engine has computed exactly
+    so many tokens, it writes its windows and states there (`checkpoint_parts`) and names the checkpoint with `finish`. A checkpoint
+    that is left out only means that later requests cannot start there."""
+    _published: int = 0
+    _published_layers: dict[int, int] = field(default_factory=dict)
+    _points: set[StreamPoint] | None = None
+    """Points behind which a GPU has written the published rows; None: no GPU writes for this room."""
 
+    def final_parts(self, upto: int, *, layers: Collection[int] | None = None) -> Iterator[Part]:
+        """Yield the rows that become final when the first `upto` tokens are computed: those that `publish(upto)` publishes.
 
-def _begun_room(room: int, pages: Pages) -> PrefillRoom:
-    tables = tables_from_wire(pages.tables)
-    return PrefillRoom(
-        room,
-        pages.generation,
-        pages.prompt_tokens,
-        pages.prefix_tokens,
-        pages.computed_tokens,
-        pages.host_tokens,
-        tables,
-        tables | tables_from_wire((pages.restore.table,) if pages.restore else ()),
-        {one.tokens: tables | tables_from_wire((one.table,)) for one in pages.checkpoints},
-        pages.traceparent,
-    )
+        Growing rows since the last publication; windows and states with the last token of the prompt. `layers`: only these.
+        """
+
+        def rows(component: Component, layer: int) -> RowInterval:
+            start = max(self._published, self._published_layers.get(layer, 0))
+            return section_rows(
+                component, Section(prompt_tokens=self.prompt_tokens, start_token=min(start, upto), stop_token=upto)
+            )
+
+        return self.engine._parts(self.tables, rows, layers)
+
+    def restored_parts(self) -> Iterator[Part]:
+        """Yield the rows to start from: of `held_by_prefill` tokens, windows and states included."""
+        return self.engine._parts(self.restore, lambda part, _: part.live_rows(self.held_by_prefill))
+
+    def checkpoint_parts(self, tokens: int) -> Iterator[Part]:
+        """Yield the windows and states of the checkpoint at `tokens` tokens. Write them before the next `publish`."""
+
+        def rows(component: Component, _: int) -> RowInterval:
+            grows = component.liveness is Liveness.GROWING
+            return RowInterval(start=0, stop=0) if grows else component.live_rows(tokens)
+
+        return self.engine._parts(self.checkpoints[tokens], rows)
+
+    def publish(
+        self,
+        upto: int,
+        *,
+        layers: Sequence[int] | None = None,
+        pages: OwnPages | None = None,
+        stream: StreamChoice = None,
+    ) -> None:
+        """Say that the first `upto` tokens are final in memory, on every layer or on `layers`.
+
+        `pages` (adopted pools): further pages of the room, behind the pages that were named before. Pages that hold published
+        tokens only, on every layer, the room only reads: other rooms may name them too, and nobody writes them until these rooms
+        are over.
+
+        With pools on a GPU the tokens are final when `stream` (default: the current one) has come to this point. Nothing is read
+        before that, and this call does not wait.
+
+        Raises InvalidInputError past the prompt, ConflictError backwards or when the room is over.
+        """
+        further = {} if pages is None else self.engine._own_tables(pages, behind=self.tables)
+        self._say_published(upto, layers, self.engine._order.points(stream), further)
+        self.tables = joined_tables(self.tables, further)
+        if layers is None:
+            self._published = upto
+        else:
+            self._published_layers |= dict.fromkeys(layers, upto)
+
+    def _say_published(
+        self,
+        upto: int,
+        layers: Sequence[int] | None,
+        points: Mapping[str, StreamPoint],
+        further: Tables,
+    ) -> None:
+        message = Publish(
+            call=self.engine._link.number(),
+            room=self.id,
+            upto_token=upto,
+            layers=None if layers is None else tuple(layers),
+            tables=to_wire(further),
+            after=dict(points),
+        )
+        self.engine._tell(message)
+        if self._points is not None:
+            self._points.update(points.values())
+
+    def _load_began(self, load: Load) -> None:
+        self._say_published(self.held_by_prefill, None, load.points, {})
+
+    def finish(self, *, metadata: bytes = b"", checkpoints: Collection[int] = ()) -> None:
+        """Say that everything is published; `metadata` (at most 64 KiB) travels to the decode engine with the last bytes.
+
+        `checkpoints`: tokens of the written checkpoints, among those that the room asks for. With pools on a GPU the engine has
+        written them before its last `publish`, on the same stream.
+
+        The pages go to a later room once they are sent. With pools on a GPU, pages of a room that fails are used again when the
+        GPU has written the published rows; this or a later call informs the node.
+        """
+        engine = self.engine
+        engine._loads.forget(self.id)
+        message = Finish(
+            call=engine._link.number(),
+            room=self.id,
+            metadata=metadata,
+            by_gpu=self._points is not None,
+            checkpoints=tuple(checkpoints),
+        )
+        try:
+            engine._tell(message)
+        finally:  # a room that is over by now is let go of like any other
+            if self._points is not None:
+                written = partial(engine._order.passed, frozenset(self._points))
+                engine._deferred.send_when(written, f"release of room {self.id}", self._release)
+
+    def _release(self) -> None:
+        self.engine._say(Release(call=self.engine._link.number(), room=self.id, generation=self.generation))
+
+    def abort(self, reason: str, *, again: bool = False, stream: StreamChoice = None) -> None:
+        super().abort(reason, again=again, stream=stream)
+        self._points = None
 
 
 class PrefillEngine(Engine):
@@ -84,33 +168,27 @@ class PrefillEngine(Engine):
 
     role = Role.PREFILL
 
-    def __init__(self, attachment: Attachment, *, close_timeout_s: float = DEFAULT_CALL_TIMEOUT_S) -> None:
-        """Use `attach` or `adopt` instead."""
-        super().__init__(attachment, close_timeout_s=close_timeout_s)
-        self._begun: dict[int, tuple[int, set[StreamPoint]]] = {}
-        """Rooms whose pages a GPU writes: the generation, and the points behind which what was published is written."""
-
     def admit(
         self,
         room: int,
         *,
         prompt_tokens: int,
         generation: int = 1,
-        page_hashes: Keys = NO_KEYS,
+        page_keys: Keys = NO_KEYS,
         namespace: str = "",
         retention: Retention | None = None,
     ) -> None:
         """Admit a room from here, as `POST /v1/requests` on the prefill daemon does. Raises CapacityError when full.
 
-        `page_hashes`: the `page_keys` of the prompt, computed with the same `namespace`. `retention`: how much its cached pages
-        matter, and for how long.
+        `page_keys`: those of the prompt, computed with the same `namespace`. `retention`: priority of its cached pages, and for how
+        long.
         """
         call = Admit(
             call=self._link.number(),
             room=room,
             generation=generation,
             prompt_tokens=prompt_tokens,
-            page_hashes=page_hashes.data,
+            page_hashes=page_keys.data,
             namespace=namespace,
             retention=retention,
         )
@@ -123,21 +201,22 @@ class PrefillEngine(Engine):
         prompt_tokens: int,
         prompt_digest: bytes = b"",
         generation: int = 1,
-        tables: Tables | None = None,
-        computed_tokens: int = 0,
+        pages: OwnPages | None = None,
+        held_by_prefill: int = 0,
         published_tokens: int = 0,
         metadata: bytes = b"",
-    ) -> None:
+    ) -> PrefillRoom:
         """Adopted pools: admit a room for a prompt that this engine computes or has computed, and hold its pages for decode.
 
-        `tables`: its pages, as for `begin` with `computed_tokens`, those that there are; None: `begin` follows. An engine that has
-        computed all of a prompt names all of it in `computed_tokens`: it only reads the pages by now, and other requests that read
-        the same ones may have been held before the one that wrote them. `published_tokens`: so many are final in memory; when
-        that is the whole prompt, the room is finished with it and `metadata` travels as with `finish`. Else `publish` follows, with
-        further pages, and `finish`. Events say the rest: the pages are the room's until `completed`, `refused`, `aborted` or
-        `failed`.
-        `prompt_digest`: what the room is of, in at most 32 bytes; nobody gets it who asks for something else.
+        `pages`: the pages so far, as for `begin`; None: `begin` follows. `held_by_prefill`: as for `begin`. An engine that has
+        computed the whole prompt names all of it: it only reads the pages now, and other requests may read them as well.
+        `published_tokens`: so many are final in memory. The whole prompt finishes the room, and `metadata` travels as with
+        `finish`; otherwise `publish`, with further pages, and `finish` follow. `prompt_digest`: at most 32 bytes that identify the
+        prompt; a decode engine that names another digest gets nothing.
+
+        This does not wait. Events tell the rest: the pages are the room's until `completed`, `refused`, `aborted` or `failed`.
         """
+        tables = None if pages is None else self._own_tables(pages)
         message = Hold(
             call=self._link.number(),
             room=room,
@@ -145,16 +224,20 @@ class PrefillEngine(Engine):
             prompt_tokens=prompt_tokens,
             prompt_digest=prompt_digest,
             tables=None if tables is None else to_wire(tables),
-            computed_tokens=computed_tokens,
+            computed_tokens=held_by_prefill,
             published_tokens=published_tokens,
             metadata=metadata,
         )
         self._tell(message)
+        published = max(held_by_prefill, published_tokens)
+        return PrefillRoom(
+            self, room, generation, prompt_tokens, tables or {}, held_by_prefill=held_by_prefill, _published=published
+        )
 
     def restorable(self, room: int) -> tuple[int, ...]:
-        """Return where an admitted room can start, in tokens, ascending; see `at_most` of `begin`. 0 is always among them.
+        """Return the tokens at which an admitted room can start, ascending, always with 0; see `at_most` of `begin`.
 
-        It is true now: by the time of `begin` only what the node starts from by itself, the last one, is sure to be there.
+        The answer is true now. By the time of `begin` only its last entry is sure to be there still.
         """
         return self._call(AskRestorable(call=self._link.number(), room=room), Restorable).tokens
 
@@ -163,128 +246,61 @@ class PrefillEngine(Engine):
         room: int,
         *,
         prompt_tokens: int,
-        page_hashes: Keys = NO_KEYS,
-        tables: Tables | None = None,
-        computed_tokens: int = 0,
+        page_keys: Keys = NO_KEYS,
+        pages: OwnPages | None = None,
+        held_by_prefill: int = 0,
         at_most: int | None = None,
         by_layer: bool = False,
     ) -> PrefillRoom:
-        """Start to compute an admitted room and learn its pages; adopted pools name theirs in `tables`.
+        """Start to compute an admitted room, and learn its pages.
 
-        `page_hashes`: the `page_keys` of the tokens that this engine computes. Needed for a room that was admitted with keys, else
-        without effect. Raises KeyMismatchError, and the room fails, when they are others.
+        `page_keys`: those of the tokens that this engine computes. Needed for a room that was admitted with keys, otherwise without
+        effect. Other keys than the room's raise KeyMismatchError, and the room fails.
 
-        `computed_tokens` (adopted pools): how many tokens from the prompt's start the engine's own prefix cache holds. The room
-        only reads the pages that hold none but these, so other rooms may name them too, whether they wrote them or read them as
-        well; they are to be written by nobody until all of these rooms are over. Every other page is one room's alone.
+        `pages` (adopted pools): the engine's own pages for the room. `held_by_prefill` (adopted pools): tokens from the prompt's
+        start that the engine's own prefix cache holds. The room only reads the pages that hold no other tokens, so other rooms may
+        name them too; do not write these pages until all of these rooms have ended. Every other page belongs to one room alone.
 
-        `at_most`: start at no more than so many tokens, which an instance of several prefill nodes needs: each has a cache of its
-        own, and all engines have to start at the same token. So they compare what `restorable` says, and all begin with the largest
-        number that every node has. Raises CapacityError when there are no pages for what is to be computed besides.
+        `at_most`: start at no more than so many tokens. Engines of an instance with several prefill nodes must start at the same
+        token: they compare their answers of `restorable`, and all begin with the largest number that is in every answer. Raises
+        CapacityError when there are no pages for the rest of the prompt.
 
-        What the node holds of the prompt in host memory, windows and states at its end among it, is loaded by copies on a GPU
-        stream of their own. The current stream of each GPU waits for all of them. `by_layer`: it does not, and the engine calls
-        `wait_layer` before it touches a layer of `tables` or `restore`. With pools in host memory all is there when this returns.
-        Raises TransportError when the copies cannot be submitted; the room is given up then.
+        The part of the prefix that is in the node's host memory, windows and states at its end included, is loaded by copies on a
+        GPU stream of their own. The current stream of each GPU waits for all of them; with `by_layer` it does not, and the engine
+        calls `wait_layer` of the room before it touches a layer of `tables` or `restore`. With pools in host memory everything is
+        loaded when this returns. Raises TransportError when the copies cannot be submitted; the room is given up then.
 
-        Raises UnknownRoomError, ConflictError on a second begin, and with pools on a GPU for a room of which an earlier attempt was
+        Raises UnknownRoomError; ConflictError on a second begin, and with pools on a GPU for a room of which an earlier attempt was
         neither finished nor aborted; InvalidInputError when the lengths differ.
         """
-        wire = to_wire(tables) if tables else ()
         by_gpu = bool(self._order.devices)
         message = Begin(
             call=self._link.number(),
             room=room,
             prompt_tokens=prompt_tokens,
-            page_hashes=page_hashes.data,
-            end_key=page_hashes.end,
-            tables=wire,
-            computed_tokens=computed_tokens,
+            page_hashes=page_keys.data,
+            end_key=page_keys.end,
+            tables=to_wire(self._own_tables(pages)) if pages is not None else (),
+            computed_tokens=held_by_prefill,
             at_most=at_most,
             by_gpu=by_gpu,
         )
-        pages = self._call(message, Pages)
-        if by_gpu:
-            self._begun[room] = pages.generation, set()
-        self._load_back(room, pages, by_layer=by_layer)
-        return _begun_room(room, pages)
-
-    def _load_began(self, pages: Pages, load: Load) -> None:
-        self._say_published(pages.room, pages.computed_tokens, None, load.points)
-
-    def publish(
-        self,
-        room: int,
-        upto_token: int,
-        *,
-        layers: Sequence[int] | None = None,
-        tables: Tables | None = None,
-        stream: StreamChoice = None,
-    ) -> None:
-        """Say that the first `upto_token` tokens are final in memory, on every layer or on `layers`.
-
-        `tables` (adopted pools): further pages of the room, which follow those that were named before. Those that hold published
-        tokens only, on every layer, the room only reads: others may name them too, and nobody writes them until these are over.
-
-        With pools on a GPU: that they are when `stream` (default: the current one) has come to this point. Nothing is read
-        before that, and this call does not wait for it.
-
-        Raises InvalidInputError past the prompt, ConflictError backwards or when the room is over.
-        """
-        self._say_published(room, upto_token, layers, self._order.points(stream), tables)
-
-    def _say_published(
-        self,
-        room: int,
-        upto_token: int,
-        layers: Sequence[int] | None,
-        points: Mapping[str, StreamPoint],
-        tables: Tables | None = None,
-    ) -> None:
-        message = Publish(
-            call=self._link.number(),
-            room=room,
-            upto_token=upto_token,
-            layers=None if layers is None else tuple(layers),
-            tables=to_wire(tables or {}),
-            after=dict(points),
+        answer = self._call(message, Pages)
+        tables = tables_from_wire(answer.tables)
+        begun = PrefillRoom(
+            self,
+            room,
+            answer.generation,
+            answer.prompt_tokens,
+            tables,
+            answer.host_tokens,
+            answer.traceparent,
+            held_by_decode=answer.prefix_tokens,
+            held_by_prefill=answer.computed_tokens,
+            restore=tables | tables_from_wire((answer.restore.table,) if answer.restore else ()),
+            checkpoints={one.tokens: tables | tables_from_wire((one.table,)) for one in answer.checkpoints},
+            _published=answer.computed_tokens,
+            _points=set() if by_gpu else None,
         )
-        self._tell(message)
-        if room in self._begun:
-            self._begun[room][1].update(points.values())
-
-    def finish(self, room: int, *, metadata: bytes = b"", checkpoints: Collection[int] = ()) -> None:
-        """Say that everything is published; `metadata` (at most 64 KiB) travels to the decode engine with it.
-
-        `checkpoints`: at how many tokens the engine has written a checkpoint, of those that `begin` asked for. With pools on a GPU
-        it has done so in front of its last `publish`, on the same stream.
-
-        The pages go to a later room once they are sent. With pools on a GPU, those of a room that ends otherwise do when the
-        GPU has written what was published of it, of which this or a later call informs the node.
-        """
-        begun = self._begun.get(room)
-        self._loads.forget(room)
-        message = Finish(
-            call=self._link.number(),
-            room=room,
-            metadata=metadata,
-            by_gpu=begun is not None,
-            checkpoints=tuple(checkpoints),
-        )
-        try:
-            self._tell(message)
-        finally:  # a room that is over by now is let go of like any other
-            if begun is not None:
-                generation, points = begun
-                written = partial(self._order.passed, frozenset(points))
-                self._deferred.send_when(written, f"release of room {room}", partial(self._release, room, generation))
-
-    def _release(self, room: int, generation: int) -> None:
-        self._say(Release(call=self._link.number(), room=room, generation=generation))
-        if self._begun.get(room, (0,))[0] == generation:
-            del self._begun[room]
-
-    def abort(self, room: int, reason: str, *, again: bool = False, stream: StreamChoice = None) -> None:
-        """Give a room up, as `Engine.abort` does."""
-        super().abort(room, reason, again=again, stream=stream)
-        self._begun.pop(room, None)
+        self._load_back(begun, answer, by_layer=by_layer)
+        return begun

@@ -1,10 +1,7 @@
-"""The pools of a rank as torch tensors that share their memory, and rows in and out of them.
+"""The pools of a rank as torch tensors that share their memory: pages, and rows in and out of them.
 
-Owns: the step from a region's addresses to tensors, and the form of a page (lane blocks of parts of slots).
-Must not know: what the bytes mean, who allocated the pages, sockets.
-
-Lifetime: a view is the memory itself, not a copy, and keeps nothing alive. Whoever mapped the memory keeps it mapped
-until every `PoolViews` over it, and every tensor that came from `page`, is gone; using one later is a crash.
+A view is the memory itself and keeps nothing alive. Keep the memory mapped until every `PoolViews` over it, and every tensor that
+came from `page`, is gone; a later use is a crash.
 """
 
 from __future__ import annotations
@@ -15,17 +12,67 @@ from dataclasses import dataclass
 from math import gcd
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvbridge.core.errors import InvalidInputError, NotFoundError, PageOutOfBoundsError
-from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
+from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, ModelGeometry, RowInterval
 from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable, Tables
-from kvbridge.engine.rows import IndexArray, RowPlaces, place_rows
+from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable, Rank, Tables
+from kvbridge.core.plan.operations import Section
+
+IndexArray = npt.NDArray[np.int64]
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Rows are gathered and scattered in the widest word that everything is a multiple of; the bytes are the same."""
 _ARRAY_TYPES = {8: "<i8", 4: "<i4", 2: "<i2", 1: "|u1"}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowPlaces:
+    """Places of consecutive rows: two int64 arrays of equal length, `page_ids[i]` and `slots[i]` of the i-th row."""
+
+    page_ids: IndexArray
+    slots: IndexArray
+
+
+def place_rows(component: Component, table: PageTable, start_row: int, stop_row: int) -> RowPlaces:
+    """Return the places of rows [start_row, stop_row) of `component` in the pages of `table`.
+
+    Raises InvalidInputError when the interval is not one, or when a ring would hold two of its rows in one slot;
+    PageOutOfBoundsError when the table has no page for a row.
+    """
+    if not 0 <= start_row <= stop_row:
+        raise InvalidInputError(f"{component.kind}: rows [{start_row}, {stop_row}) are not an interval of rows")
+    rows = np.arange(start_row, stop_row, dtype=np.int64)
+    pages = rows // component.rows_per_logical_page - table.first_page
+    if len(rows) and (pages[0] < 0 or pages[-1] >= len(table)):
+        raise PageOutOfBoundsError(
+            f"{component.kind}: rows [{start_row}, {stop_row}) need logical pages {pages[0] + table.first_page} to "
+            f"{pages[-1] + table.first_page}, the request's '{table.space}' table holds {table.first_page} to "
+            f"{table.first_page + len(table) - 1}; reserve the pages before using them"
+        )
+    if component.is_ring and len(rows) > component.slots_per_page and _overwrites_itself(component, pages):
+        raise InvalidInputError(
+            f"{component.kind}: rows [{start_row}, {stop_row}) do not fit a ring of {component.slots_per_page} slots "
+            "at once; ask for live rows only (Component.live_rows)"
+        )
+    return RowPlaces(page_ids=table.ids[pages].astype(np.int64), slots=rows % component.slots_per_page)
+
+
+def section_rows(component: Component, section: Section) -> RowInterval:
+    """Return the rows that become final with `section`: new growing rows; windows and states with the last section."""
+    rows = component.published_rows(
+        section.stop_token, prompt_tokens=section.prompt_tokens, prefix_tokens=section.prefix_tokens
+    )
+    if component.liveness is not Liveness.GROWING:
+        return rows
+    start = max(rows.start, section.start_token // component.tokens_per_row)
+    return RowInterval(start=min(start, rows.stop), stop=rows.stop)
+
+
+def _overwrites_itself(component: Component, pages: IndexArray) -> bool:
+    return int(np.unique(pages, return_counts=True)[1].max()) > component.slots_per_page
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -233,6 +280,35 @@ class PoolViews:
     def __repr__(self) -> str:
         kinds = sorted({kind for kind, _ in self._homes})
         return "PoolViews(" + ", ".join(f"{kind} x {len(self.layers(kind))}" for kind in kinds) + ")"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Rows of one component of one layer on one rank, in the pages of a room."""
+
+    rank: Rank
+    kind: ComponentKind
+    layer: int
+    rows: slice
+    """Row numbers along the request. A row of a cache that grows stands for one token, or for as many as the model compresses."""
+    view: RegionView
+    table: PageTable
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, bytes of a row): what `write` takes and `read` returns."""
+        return self.rows.stop - self.rows.start, self.view.row_bytes
+
+    def write(self, rows: torch.Tensor) -> None:
+        """Write these rows, uint8 of `shape`. A row is opaque to kvbridge; both engines must agree on its bytes."""
+        self.view.write(self._places(), rows)
+
+    def read(self) -> torch.Tensor:
+        """Return a copy of these rows, uint8 of `shape`, on the region's device."""
+        return self.view.read(self._places())
+
+    def _places(self) -> RowPlaces:
+        return place_rows(self.view.component, self.table, self.rows.start, self.rows.stop)
 
 
 def _only_device(regions: Iterable[Region]) -> int | None:

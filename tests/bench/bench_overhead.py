@@ -57,9 +57,10 @@ def _request(
     body = {"room": room, "prompt_tokens": PROMPT_TOKENS, "prefill": [control.model_dump()]}
     begun_s = time.monotonic()
     client.post(f"{running.decode.url}/v1/requests", json=body).raise_for_status()
-    phases_s = decode.wait_claim(room, timeout_s=20).phases_s
+    claimed = decode.claim(room, timeout_s=20)
+    phases_s = claimed.phases_s
     total_s = time.monotonic() - begun_s
-    decode.release(room)
+    claimed.release()
     return {
         "offer_to_first_byte_ms": (phases_s["offer_to_order"] + phases_s["first_byte"]) * 1e3,
         "offer_to_commit_ms": phases_s["offer_to_commit"] * 1e3,

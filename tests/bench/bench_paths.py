@@ -63,18 +63,18 @@ class _Pair:
     def cross(self, *, compared: bool) -> float:
         """Seconds from the publication to the claim."""
         room = int(self.running.pair(TOKENS)["room"])
-        tables = self.sender.begin(room, prompt_tokens=TOKENS).tables
+        begun = self.sender.begin(room, prompt_tokens=TOKENS)
         section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
         for views in self.sender.views.values():
-            synthetic.fill(views, room=room, tables=tables, section=section)
+            synthetic.fill(views, room=room, tables=begun.tables, section=section)
         begun_s = time.monotonic()
-        self.sender.publish(room, TOKENS)
-        self.sender.finish(room)
-        claimed = self.reader.wait_claim(room, timeout_s=WAIT_S)
+        begun.publish(TOKENS)
+        begun.finish()
+        claimed = self.reader.claim(room, timeout_s=WAIT_S)
         seconds = time.monotonic() - begun_s
         if compared:
             check_rows(self.reader, claimed)
-        self.reader.release(room)
+        claimed.release()
         return seconds
 
     def disturbed(self) -> float:

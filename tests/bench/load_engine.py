@@ -104,28 +104,27 @@ class LoadEngine:
     def _compute(self, engine: PrefillEngine, room: int, tokens: int, *, admit: bool) -> None:
         begun_s, keys = time.monotonic(), self.keys(engine, room)
         if admit:
-            engine.admit(room, prompt_tokens=tokens, page_hashes=keys)
-        begun = engine.begin(room, prompt_tokens=tokens, page_hashes=keys)
-        if keys and self.sampled(room) and begun.computed_tokens:
-            found = {"tables": begun.restore, "tokens": begun.computed_tokens, "keys": keys}
+            engine.admit(room, prompt_tokens=tokens, page_keys=keys)
+        begun = engine.begin(room, prompt_tokens=tokens, page_keys=keys)
+        if keys and self.sampled(room) and begun.held_by_prefill:
+            found = {"tables": begun.restore, "tokens": begun.held_by_prefill, "keys": keys}
             require_right(engine, room, "held by prefill", **found)
         filled = bool(keys) or self.sampled(room)
         if filled:
             for at, tables in begun.checkpoints.items():
                 self._fill(engine, begun, at, at, keys, tables=tables, prompt_tokens=at)
         step = self._facts.chunk_tokens
-        for start in range(begun.computed_tokens, tokens, step):
+        for start in range(begun.held_by_prefill, tokens, step):
             stop = min(start + step, tokens)
             if filled:
                 self._fill(engine, begun, start, stop, keys, tables=begun.tables, prompt_tokens=tokens)
-            engine.publish(room, stop)
+            begun.publish(stop)
         told = {
-            "prefill": begun.computed_tokens,
+            "prefill": begun.held_by_prefill,
             "prefill_host": begun.host_tokens,
             "prefill_s": time.monotonic() - begun_s,
         }
-        engine.finish(
-            room,
+        begun.finish(
             metadata=json.dumps(told).encode() if keys else b"",
             checkpoints=tuple(begun.checkpoints) if keys else (),
         )
@@ -134,7 +133,7 @@ class LoadEngine:
     def _fill(engine: PrefillEngine, begun: PrefillRoom, start: int, stop: int, keys: Keys, **where: Any) -> None:
         section = Section(prompt_tokens=where["prompt_tokens"], start_token=start, stop_token=stop)
         for views in engine.views.values():
-            synthetic.fill(views, room=begun.room, tables=where["tables"], section=section, keys=keys)
+            synthetic.fill(views, room=begun.id, tables=where["tables"], section=section, keys=keys)
 
     # ------------------------------------------------------------------ decode
 
@@ -153,19 +152,19 @@ class LoadEngine:
 
     def _serve(self, engine: DecodeEngine, event: RoomEvent) -> None:
         room, keys = event.room, self.keys(engine, event.room)
-        claimed = engine.claim(room, page_hashes=keys)
+        claimed = engine.claim(room, page_keys=keys)
         checked = 0
         if self.sampled(room):
             found = {"tables": claimed.tables, "tokens": claimed.prompt_tokens, "keys": keys}
             checked = require_right(engine, room, "that came", **found)
-        engine.release(room)
+        claimed.release()
         note = json.loads(next(iter(claimed.metadata.values()))) if keys else {}
         tell(
             room=room,
             phases_s=claimed.phases_s | ({"prefill": note.pop("prefill_s")} if note else {}),
             checked_bytes=checked,
             amounts={kind: [amount.bytes, amount.operations] for kind, amount in claimed.amounts.items()},
-            held=note | {"decode": claimed.prefix_tokens, "decode_host": claimed.host_tokens},
+            held=note | {"decode": claimed.held_by_decode, "decode_host": claimed.host_tokens},
         )
 
 

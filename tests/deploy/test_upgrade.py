@@ -85,16 +85,16 @@ class Load:
         return self._engines[name]
 
     def _cross(self, room: int, sender: PrefillEngine, reader: DecodeEngine) -> None:
-        tables = sender.begin(room, prompt_tokens=TOKENS).tables
+        begun = sender.begin(room, prompt_tokens=TOKENS)
         section = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)
         for view in sender.views.values():
-            synthetic.fill(view, room=room, tables=tables, section=section)
-        sender.publish(room, TOKENS)
-        sender.finish(room, metadata=b"")
-        claimed = reader.wait_claim(room, CLAIM_S)
+            synthetic.fill(view, room=room, tables=begun.tables, section=section)
+        begun.publish(TOKENS)
+        begun.finish()
+        claimed = reader.claim(room, timeout_s=CLAIM_S)
         for view in reader.views.values():
             assert not synthetic.compare(view, room=room, tables=claimed.tables, tokens=TOKENS).mismatches
-        reader.release(room)
+        claimed.release()
 
 
 @pytest.mark.slow

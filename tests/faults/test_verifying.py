@@ -35,7 +35,7 @@ def verifying() -> Iterator[tuple[LiveCluster, int, Callable[[], None]]]:
         worker = int(status(live.decode)["ranks"][0]["pid"])
         os.kill(worker, signal.SIGSTOP)
         live.write(room, TOKENS, 500, TOKENS)
-        live.sender.finish(room)
+        live.begun[room].finish()
         assert ends(live.prefill, room, "completed") == ""
         assert report(live.decode, room)["state"] == "transferring"
         yield live, room, lambda: os.kill(worker, signal.SIGCONT)
@@ -47,7 +47,7 @@ def test_the_death_of_prefill_does_not_matter_any_more() -> None:
         live.prefill.kill()
         eventually("prefill is missed", lambda: not status(live.decode)["peers"])
         go_on()
-        live.reader.release(live.read(room, TOKENS).room)
+        live.read(room, TOKENS).release()
         all_free(live.decode)
         assert status(live.decode)["fence"]["epoch"] == 0, "nothing was left to be shut out"
 

@@ -15,7 +15,7 @@ import torch
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
-from kvbridge.engine.adopted import adopted_region
+from kvbridge.engine.attach import adopted_region
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.pool.memory.layout import RankPart
@@ -76,10 +76,11 @@ def decode_into_own(
                 break
             while ("wanted", room) not in {(event.kind, event.room) for event in engine.events(CLAIM_S)}:
                 pass
-            engine.provide(room, tables)
+            engine.fetch(room, pages=tables)
             pipe.send("provided")
-            check_rows(engine, engine.wait_claim(room, CLAIM_S))
-            engine.release(room)
+            claimed = engine.claim(room, timeout_s=CLAIM_S)
+            check_rows(engine, claimed)
+            claimed.release()
             pipe.send("released")
     del tensors
 
@@ -106,11 +107,11 @@ def test_engines_bring_their_own_tensors(device: int) -> None:
                 del destination[HOST]
                 room = running.pair(case.tokens)["room"]
                 assert [(event.kind, event.room) for event in reader.events(CLAIM_S)] == [("wanted", room)]
-                reader.provide(room, destination)
-                sender.begin(room, prompt_tokens=case.tokens, tables=source)
-                write(sender, room, case, source)
-                check_rows(reader, reader.wait_claim(room, CLAIM_S))
-                reader.release(room)
+                reader.fetch(room, pages=destination)
+                write(sender, room, case, sender.begin(room, prompt_tokens=case.tokens, pages=source))
+                claimed = reader.claim(room, timeout_s=CLAIM_S)
+                check_rows(reader, claimed)
+                claimed.release()
                 for engine in (sender, reader):
                     eventually(
                         "the end", lambda engine=engine: [e for e in engine.events(0.1) if e.kind == "completed"]

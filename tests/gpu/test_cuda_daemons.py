@@ -90,8 +90,7 @@ def test_every_byte_crosses_from_gpu_to_gpu_and_to_the_host_pool(
     assert c4.region.memory is MemoryKind.DRAM
     assert c4.page(0).is_pinned(), "kernels reach the host pool"
     for case in CASES:
-        claimed = cross(running, sender, reader, case)
-        reader.release(claimed.room)
+        cross(running, sender, reader, case).release()
     eventually("all pages back", lambda: all_free(running.decode, reader))
     eventually("all pages back", lambda: all_free(running.prefill, sender))
 
@@ -117,10 +116,10 @@ def test_nothing_is_sent_before_the_engines_gpu_has_written_it(
     stream = torch.cuda.Stream(device)
     for round_ in range(2):  # an event of the ring and its successor
         room = running.pair(tokens)["room"]
-        tables = sender.begin(room, prompt_tokens=tokens).tables
+        begun = sender.begin(room, prompt_tokens=tokens)
         whole = Section(prompt_tokens=tokens, start_token=0, stop_token=tokens)
         for views in sender.views.values():
-            synthetic.fill(views, room=room, tables=tables, section=whole)
+            synthetic.fill(views, room=room, tables=begun.tables, section=whole)
         pages = pages_of(sender)
         kept = [page.clone() for page in pages]
         for page in pages:
@@ -132,18 +131,18 @@ def test_nothing_is_sent_before_the_engines_gpu_has_written_it(
                 page.copy_(right)
         begun_s = time.monotonic()
         if round_ == 0:
-            sender.publish(room, tokens, stream=stream)
+            begun.publish(tokens, stream=stream)
         else:
             with torch.cuda.stream(stream):
-                sender.publish(room, tokens)
-        sender.finish(room)
+                begun.publish(tokens)
+        begun.finish()
         said_s = time.monotonic() - begun_s
         assert not stream.query(), "publish or finish waited for the GPU, or it was too fast for this test"
         assert said_s < 0.5
-        claimed = reader.wait_claim(room, CLAIM_S)
+        claimed = reader.claim(room, timeout_s=CLAIM_S)
         assert stream.query()
         check_rows(reader, claimed)
-        reader.release(room)
+        claimed.release()
 
 
 @pytest.mark.alone
@@ -158,7 +157,7 @@ def test_pages_are_used_again_only_when_the_decode_engines_gpu_is_done_with_them
     with torch.cuda.stream(stream):
         torch.cuda._sleep(SLEEP_CYCLES)
     begun_s = time.monotonic()
-    reader.release(claimed.room, stream=stream)
+    claimed.release(stream=stream)
     assert time.monotonic() - begun_s < 0.5, "release waited for the GPU"
     assert not stream.query(), "the GPU was too fast for this test"
     reader.events()
@@ -177,7 +176,7 @@ def test_two_gpus_send_in_stripes_to_two_ranks(device: int, second_device: int) 
     ):
         assert [views.device for views in reader.views.values()] == [second_device, device]
         for case in CASES:
-            reader.release(cross(running, sender, reader, case).room)
+            cross(running, sender, reader, case).release()
         eventually("all pages back", lambda: all_free(running.prefill, sender))
         eventually("all pages back", lambda: all_free(running.decode, reader))
 

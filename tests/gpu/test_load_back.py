@@ -101,7 +101,7 @@ def test_rows_that_are_being_loaded_are_sent_by_nobody(live: LiveCluster, device
     assert http("DELETE", live.decode, "/v1/prefixes").is_success
     before, turn = sent_bytes(live), talk.turn(5 * PAGE + 7)
     asleep = put_to_sleep(live.sender, device)
-    turn.begun = live.sender.begin(turn.room, prompt_tokens=turn.tokens, page_hashes=turn.keys, by_layer=True)
+    turn.begun = live.sender.begin(turn.room, prompt_tokens=turn.tokens, page_keys=turn.keys, by_layer=True)
     assert turn.begun.host_tokens == 3 * PAGE
     while not asleep.query():
         sent = sent_bytes(live)
@@ -122,9 +122,9 @@ def test_an_abort_in_the_middle_of_a_load_leaves_nothing_behind(live: LiveCluste
     talk = on_host_alone(live, 30)
     turn = talk.turn(5 * PAGE + 7)
     asleep = put_to_sleep(live.sender, device)
-    begun = live.sender.begin(turn.room, prompt_tokens=turn.tokens, page_hashes=turn.keys, by_layer=True)
+    begun = live.sender.begin(turn.room, prompt_tokens=turn.tokens, page_keys=turn.keys, by_layer=True)
     assert begun.host_tokens == 3 * PAGE
-    live.sender.abort(turn.room, "a test")
+    begun.abort("a test")
     live.sender.events()
     has_pages = report(live.prefill, turn.room)["pages"]
     assert has_pages or asleep.query(), "they are still being written"

@@ -13,7 +13,7 @@ from typing import Any, Self
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.ids import Tables
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine import DecodeEngine, DecodeRoom, Engine, PrefillEngine, PrefillRoom
+from kvbridge.engine import DecodeEngine, DecodeRoom, Engine, PrefillEngine, PrefillRoom, Room
 from kvbridge.tier.keys import Keys
 from tests.helpers import synthetic
 from tests.helpers.cluster import eventually
@@ -43,41 +43,41 @@ def named(keys: Keys) -> dict[str, str]:
 
 def begin(engine: PrefillEngine, room: int, tokens: int, keys: Keys, **asked: Any) -> PrefillRoom:
     """Begin a room, and compare every byte that the engine starts from, windows and states included."""
-    begun = engine.begin(room, prompt_tokens=tokens, page_hashes=keys, **asked)
-    _wait_layers(engine, room, **asked)
-    if begun.computed_tokens:
-        _compare(engine, room, begun.restore, begun.computed_tokens, keys)
+    begun = engine.begin(room, prompt_tokens=tokens, page_keys=keys, **asked)
+    _wait_layers(begun, **asked)
+    if begun.held_by_prefill:
+        _compare(engine, room, begun.restore, begun.held_by_prefill, keys)
     return begun
 
 
 def compute(engine: PrefillEngine, begun: PrefillRoom, keys: Keys, *, checkpoints: bool = True) -> int:
     """Write and publish what is new, cut where checkpoints are wanted, and finish; return bytes written, without checkpoints."""
-    start, written, wanted = begun.computed_tokens, 0, begun.checkpoints if checkpoints else {}
+    start, written, wanted = begun.held_by_prefill, 0, begun.checkpoints if checkpoints else {}
     for stop in [*wanted, begun.prompt_tokens]:
         section = Section(prompt_tokens=begun.prompt_tokens, start_token=start, stop_token=stop)
         at_end = Section(prompt_tokens=stop, prefix_tokens=stop, start_token=0, stop_token=stop)
         for views in engine.views.values():
-            written += synthetic.fill(views, room=begun.room, tables=begun.tables, section=section, keys=keys)
+            written += synthetic.fill(views, room=begun.id, tables=begun.tables, section=section, keys=keys)
             if stop in wanted:
-                synthetic.fill(views, room=begun.room, tables=wanted[stop], section=at_end, keys=keys)
-        engine.publish(begun.room, stop)
+                synthetic.fill(views, room=begun.id, tables=wanted[stop], section=at_end, keys=keys)
+        begun.publish(stop)
         start = stop
-    engine.finish(begun.room, checkpoints=list(wanted))
+    begun.finish(checkpoints=list(wanted))
     return written
 
 
 def read(engine: DecodeEngine, room: int, tokens: int, keys: Keys, **asked: Any) -> DecodeRoom:
     """Claim a room once it is committed, and compare every byte of its prompt, whoever sent it."""
-    claimed = engine.wait_claim(room, CLAIM_S, page_hashes=keys, **asked)
-    _wait_layers(engine, room, **asked)
+    claimed = engine.claim(room, timeout_s=CLAIM_S, page_keys=keys, **asked)
+    _wait_layers(claimed, **asked)
     _compare(engine, room, claimed.tables, tokens, keys)
     return claimed
 
 
-def _wait_layers(engine: Engine, room: int, *, by_layer: bool = False, **_: Any) -> None:
-    for rank in engine.ranks if by_layer else ():
-        for layer in engine.layers(rank):
-            engine.wait_layer(room, layer)
+def _wait_layers(room: Room, *, by_layer: bool = False, **_: Any) -> None:
+    for rank in room.engine.ranks if by_layer else ():
+        for layer in room.engine.layers(rank):
+            room.wait_layer(layer)
 
 
 def _compare(engine: Engine, room: int, tables: Tables, tokens: int, keys: Keys) -> None:
@@ -171,14 +171,13 @@ class Turn:
 
     def release(self, answered: int = 0) -> None:
         """Let go of it on decode. `answered`: tokens of the prompt and of an answer that the engine writes before."""
-        reader = self.talk.live.reader
-        if not answered:
-            reader.release(self.room)
-            return
         assert self.claimed is not None
+        if not answered:
+            self.claimed.release()
+            return
         keys = self.talk.keys(answered)
-        write_answer(reader, self.claimed.tables, keys, self.tokens)
-        reader.release(self.room, valid_tokens=answered, page_hashes=keys)
+        write_answer(self.talk.live.reader, self.claimed.tables, keys, self.tokens)
+        self.claimed.release(valid_tokens=answered, page_keys=keys)
 
     def end(self) -> None:
         """Wait until neither side has pages of it; receipts say what the engines were told."""
@@ -206,7 +205,7 @@ class Turn:
         """Tokens from which prefill's engine went on, and tokens that decode was not sent."""
         assert self.begun is not None
         assert self.claimed is not None
-        return self.begun.computed_tokens, self.claimed.prefix_tokens
+        return self.begun.held_by_prefill, self.claimed.held_by_decode
 
     @property
     def from_host(self) -> tuple[int, int]:

@@ -12,38 +12,28 @@ import time
 
 import torch
 
-from kvbridge.engine import DecodeEngine, PrefillEngine, Section, section_rows
+from kvbridge.engine import DecodeEngine, PrefillEngine
 
 
-def prefill(engine: PrefillEngine, room: int, tokens: int) -> None:
-    tables = engine.begin(room, prompt_tokens=tokens).tables
-    whole = Section(prompt_tokens=tokens, start_token=0, stop_token=tokens)
-    for views in engine.views.values():
-        for component in engine.geometry.components:
-            rows = section_rows(component, whole)
-            for layer in views.layers(component.kind):
-                filled = torch.full((rows.count, component.row_bytes), layer + 1, dtype=torch.uint8)
-                views.write_rows(component.kind, layer, tables=tables, start_row=rows.start, rows=filled)
-    engine.publish(room, tokens)
-    engine.finish(room, metadata=b"")
+def prefill(engine: PrefillEngine, room_id: int, tokens: int) -> None:
+    room = engine.begin(room_id, prompt_tokens=tokens)
+    for part in room.final_parts(upto=tokens):
+        part.write(torch.full(part.shape, part.layer + 1, dtype=torch.uint8))
+    room.publish(tokens)
+    room.finish()
 
 
-def decode(engine: DecodeEngine, room: int, *, hold: bool) -> None:
-    claimed = engine.wait_claim(room, timeout_s=30)
-    views, seen = engine.views[engine.ranks[0]], 0
-    for component in engine.geometry.components:
-        rows = component.live_rows(claimed.prompt_tokens)
-        for layer in views.layers(component.kind):
-            read = views.read_rows(
-                component.kind, layer, tables=claimed.tables, start_row=rows.start, stop_row=rows.stop
-            )
-            assert bool((read == layer + 1).all()), (component.kind, layer)
+def decode(engine: DecodeEngine, room_id: int, *, hold: bool) -> None:
+    with engine.claim(room_id, timeout_s=30) as room:
+        seen = 0
+        for part in room.parts():
+            read = part.read()
+            assert bool((read == part.layer + 1).all()), part
             seen += read.numel()
-    assert seen
-    if hold:
-        print("held", flush=True)
-        time.sleep(600)
-    engine.release(room)
+        assert seen
+        if hold:
+            print("held", flush=True)
+            time.sleep(600)
 
 
 def main(job: dict) -> None:

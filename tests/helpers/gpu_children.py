@@ -171,7 +171,7 @@ def count_up_claimed(pipe: Connection, runtime_dir: str, room: int, _tokens: int
     """The same as a decode engine, which claims the room."""
     torch.zeros(1, device=f"cuda:{device}")
     engine = DecodeEngine.attach(runtime_dir)
-    _count_in(engine, engine.wait_claim(room, ANSWER_S).tables, pipe, witness)
+    _count_in(engine, engine.claim(room, timeout_s=ANSWER_S).tables, pipe, witness)
 
 
 def _count_in(engine: Engine, tables: Tables, pipe: Connection, witness: str) -> None:

@@ -29,7 +29,7 @@ from kvbridge.engine.adapters.vllm.attachment import NodeAttachment
 from kvbridge.engine.adapters.vllm.decode_rooms import DecodeRooms
 from kvbridge.engine.adapters.vllm.prefill_rooms import PrefillRooms
 from kvbridge.engine.adapters.vllm.worker import ServedRole
-from kvbridge.engine.attachment import Attachment
+from kvbridge.engine.attach import Attachment
 from kvbridge.engine.link import EngineLink
 from kvbridge.engine.stream_order import StreamOrder
 from kvbridge.node.admission.controller import AdmissionController

@@ -19,7 +19,7 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
-from kvbridge.engine.prefill import PrefillEngine
+from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, cluster, eventually
 
@@ -122,7 +122,8 @@ class LiveCluster:
     headers: Headers = field(default_factory=dict)
     """Sent to the two nodes, and to bootstrap unless it has a token of its own."""
     bootstrap_headers: Headers = field(default_factory=dict)
-    _tables: dict[int, Any] = field(default_factory=dict)
+    begun: dict[int, PrefillRoom] = field(default_factory=dict)
+    claimed: dict[int, DecodeRoom] = field(default_factory=dict)
     _prefill: PrefillEngine | None = None
     _decode: DecodeEngine | None = None
 
@@ -198,15 +199,15 @@ class LiveCluster:
         """Begin a room (at its start), and fill and publish some of it."""
         stop = tokens if stop is None else stop
         if start == 0:
-            self._tables[room] = self.sender.begin(room, prompt_tokens=tokens).tables
+            self.begun[room] = self.sender.begin(room, prompt_tokens=tokens)
         section = Section(prompt_tokens=tokens, start_token=start, stop_token=stop)
         for view in self.sender.views.values():
-            synthetic.fill(view, room=room, tables=self._tables[room], section=section)
-        self.sender.publish(room, stop)
+            synthetic.fill(view, room=room, tables=self.begun[room].tables, section=section)
+        self.begun[room].publish(stop)
 
     def read(self, room: int, tokens: int) -> DecodeRoom:
         """Claim a room and check every byte of it."""
-        claimed = self.reader.wait_claim(room, CALL_S)
+        claimed = self.claimed[room] = self.reader.claim(room, timeout_s=CALL_S)
         for view in self.reader.views.values():
             wrong = synthetic.compare(view, room=room, tables=claimed.tables, tokens=tokens).mismatches
             assert not wrong, wrong[0]
@@ -217,10 +218,10 @@ class LiveCluster:
         room = self.pair(tokens) if room is None else room
         assert self.reader is not None  # attached before the commit is told
         self.write(room, tokens)
-        self.sender.finish(room, metadata=b"first token")
+        self.begun[room].finish(metadata=b"first token")
         claimed = self.read(room, tokens)
         assert set(claimed.metadata.values()) == {b"first token"}
-        self.reader.release(room)
+        claimed.release()
         return room
 
     def take(self, daemon: DaemonProcess, full_pages: int) -> None:

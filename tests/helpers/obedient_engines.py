@@ -153,16 +153,16 @@ class _Prefill(_Idle):
     def begin(self, room: int, tokens: int, prompt: Keyed | None = None) -> int:
         """Begin a room, and check every byte that it starts from; returns where that is, in tokens."""
         self._keys[room] = _keys(self._engine, prompt, tokens)
-        self._begun[room] = self._engine.begin(room, prompt_tokens=tokens, page_hashes=self._keys[room])
+        self._begun[room] = self._engine.begin(room, prompt_tokens=tokens, page_keys=self._keys[room])
         self.check(room)
-        return self._begun[room].computed_tokens
+        return self._begun[room].held_by_prefill
 
     def check(self, room: int) -> None:
         """Check every byte that a begun room starts from (again)."""
         begun = self._begun[room]
-        for view in self._engine.views.values() if begun.computed_tokens else ():
+        for view in self._engine.views.values() if begun.held_by_prefill else ():
             wrong = synthetic.compare(
-                view, room=room, tables=begun.restore, tokens=begun.computed_tokens, keys=self._keys[room]
+                view, room=room, tables=begun.restore, tokens=begun.held_by_prefill, keys=self._keys[room]
             ).mismatches
             assert not wrong, f"wrong bytes before room {room}: {wrong[0]}, and {len(wrong) - 1} more"
 
@@ -175,7 +175,7 @@ class _Prefill(_Idle):
         if room in self._busy:
             self._busy.pop(room).stop()
         begun = self._begun[room]
-        self._fill(room, begun.tables, tokens, max(start, begun.computed_tokens), stop)
+        self._fill(room, begun.tables, tokens, max(start, begun.held_by_prefill), stop)
 
     def _fill(self, room: int, tables: Tables, tokens: int, start: int, stop: int) -> None:
         section = Section(prompt_tokens=tokens, start_token=start, stop_token=stop)
@@ -185,7 +185,7 @@ class _Prefill(_Idle):
     def write(self, room: int, tokens: int, start: int, stop: int) -> None:
         """Fill rows and publish them."""
         self.fill(room, tokens, start, stop)
-        self._engine.publish(room, stop)
+        self._begun[room].publish(stop)
 
     def compute_as(self, room: int, tokens: int, prompt: Keyed) -> None:
         """Write the rows of another prompt from now on than the one whose keys were stated."""
@@ -193,15 +193,14 @@ class _Prefill(_Idle):
 
     def publish(self, room: int, upto: int) -> None:
         """Say that what has been filled can be sent."""
-        self._engine.publish(room, upto)
+        self._begun[room].publish(upto)
 
     def finish(self, room: int) -> None:
         """Write the checkpoints that are wanted, and say that everything is published."""
         wanted = self._begun[room].checkpoints
         for tokens, tables in wanted.items():
             self._fill(room, tables, tokens, tokens, tokens)
-        self._engine.finish(room, metadata=b"first token", checkpoints=tuple(wanted))
-        del self._begun[room]
+        self._begun.pop(room).finish(metadata=b"first token", checkpoints=tuple(wanted))
 
     def abort(self, room: int) -> None:
         if room in self._busy:
@@ -222,30 +221,30 @@ class _Decode(_Idle):
     def __init__(self, runtime_dir: str) -> None:
         self._engine = DecodeEngine.attach(runtime_dir)
         super().__init__(self._engine)
-        self._tables: dict[int, Tables] = {}
+        self._claims: dict[int, DecodeRoom] = {}
         self._keys: dict[int, Keys] = {}
         self._busy: dict[int, BusyPages] = {}
 
     def claim(self, room: int, tokens: int, prompt: Keyed | None = None) -> int:
         """Claim a room once it is committed, and check every byte of it; returns how many tokens were here before."""
         keys = _keys(self._engine, prompt, tokens)
-        held = self._claimed(room, keys, self._engine.wait_claim(room, CALL_S, page_hashes=keys))
+        held = self._claimed(room, keys, self._engine.claim(room, timeout_s=CALL_S, page_keys=keys))
         self.check(room, tokens)
         return held
 
     def claim_now(self, room: int, tokens: int, prompt: Keyed) -> int:
         """Claim a room and look at none of its bytes. Raises ConflictError while the room is not committed."""
         keys = _keys(self._engine, prompt, tokens)
-        return self._claimed(room, keys, self._engine.claim(room, page_hashes=keys))
+        return self._claimed(room, keys, self._engine.claim(room, page_keys=keys))
 
     def _claimed(self, room: int, keys: Keys, claimed: DecodeRoom) -> int:
         assert set(claimed.metadata.values()) == {b"first token"}, claimed.metadata
-        self._keys[room], self._tables[room] = keys, claimed.tables
-        return claimed.prefix_tokens
+        self._keys[room], self._claims[room] = keys, claimed
+        return claimed.held_by_decode
 
     def compute(self, room: int) -> None:
         """Have the GPU read and write back pages of a claimed room, again and again, until this engine lets go of it."""
-        self._busy[room] = BusyPages(_pages(self._engine, self._tables[room]), write_back)
+        self._busy[room] = BusyPages(_pages(self._engine, self._claims[room].tables), write_back)
 
     def holds(self, needles: list[bytes]) -> int:
         """How many of these are in the memory of this engine's node: each is known by its first 8 bytes, at a multiple of 8."""
@@ -262,35 +261,34 @@ class _Decode(_Idle):
         """Check every byte of a claimed room (again)."""
         for view in self._engine.views.values():
             wrong = synthetic.compare(
-                view, room=room, tables=self._tables[room], tokens=tokens, keys=self._keys[room]
+                view, room=room, tables=self._claims[room].tables, tokens=tokens, keys=self._keys[room]
             ).mismatches
             assert not wrong, f"wrong bytes in room {room}: {wrong[0]}, and {len(wrong) - 1} more"
 
     def extend(self, room: int, tokens: int) -> None:
-        self._tables[room] = self._engine.extend(room, tokens)
+        self._claims[room].extend(tokens)
 
     def answer(self, room: int, prompt_tokens: int, tokens: int, prompt: Keyed) -> None:
         """Write the rows of an answer that fills whole pages behind a prompt that does."""
-        write_answer(self._engine, self._tables[room], _keys(self._engine, prompt, tokens), prompt_tokens)
+        write_answer(self._engine, self._claims[room].tables, _keys(self._engine, prompt, tokens), prompt_tokens)
 
     def release(self, room: int, valid_tokens: int = 0, prompt: Keyed | None = None) -> None:
         if room in self._busy:
             self._busy.pop(room).stop()
-        self._tables.pop(room, None)
+        claimed = self._claims.pop(room)
         if valid_tokens:
-            keys = _keys(self._engine, prompt, valid_tokens)
-            self._engine.release(room, valid_tokens=valid_tokens, page_hashes=keys)
+            claimed.release(valid_tokens=valid_tokens, page_keys=_keys(self._engine, prompt, valid_tokens))
         else:
-            self._engine.release(room)
+            claimed.release()
 
     def abort(self, room: int) -> None:
-        self._tables.pop(room, None)
+        self._claims.pop(room, None)
         self._engine.abort(room, "told so")
 
     def let_go(self) -> None:
         """Wait until the node says that the device memory is gone, and release every room that was claimed."""
         _await_detached(self._engine)
-        for room in tuple(self._tables):
+        for room in tuple(self._claims):
             self.release(room)
 
 

@@ -15,8 +15,7 @@ from kvbridge.core.geometry.components import Component, ComponentKind, Liveness
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.runs import split_rows
 from kvbridge.core.wire.worker_messages import WorkerSetup
-from kvbridge.engine.rows import place_rows
-from kvbridge.engine.views import PoolViews, RegionView
+from kvbridge.engine.views import PoolViews, RegionView, place_rows
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
 from kvbridge.pool.memory.pools import MappedPool
 

@@ -29,8 +29,7 @@ import torch
 from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, RowInterval
 from kvbridge.core.ids import PageTable, Tables
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.rows import RowPlaces, place_rows, section_rows
-from kvbridge.engine.views import PoolViews, RegionView
+from kvbridge.engine.views import PoolViews, RegionView, RowPlaces, place_rows, section_rows
 from kvbridge.tier.keys import KEY_BYTES, NO_KEYS, Keys
 
 BLOCK_BYTES = 256 * 1024

@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from kvbridge.core.ids import Tables
-from kvbridge.engine import DecodeEngine, PrefillEngine
-from kvbridge.engine.decode import DecodeRoom
+from kvbridge.engine import DecodeEngine, DecodeRoom, PrefillEngine, PrefillRoom
 from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, cluster
 from tests.helpers.rank_harness import Case
@@ -28,19 +26,19 @@ def nodes(prefill: dict[str, Any], decode: dict[str, Any], **more: Any) -> Itera
             raise
 
 
-def write(engine: PrefillEngine, room: int, case: Case, tables: Tables | None = None) -> None:
+def write(engine: PrefillEngine, room: int, case: Case, begun: PrefillRoom | None = None) -> None:
     """Compute a request chunk by chunk, and finish."""
-    pages = tables or engine.begin(room, prompt_tokens=case.tokens).tables
+    begun = begun or engine.begin(room, prompt_tokens=case.tokens)
     for section in case.sections(range(engine.geometry.layer_count)):
         for views in engine.views.values():
-            synthetic.fill(views, room=room, tables=pages, section=section)
-        engine.publish(room, section.stop_token, layers=section.layers)
-    engine.finish(room, metadata=b"first token")
+            synthetic.fill(views, room=room, tables=begun.tables, section=section)
+        begun.publish(section.stop_token, layers=section.layers)
+    begun.finish(metadata=b"first token")
 
 
 def check_rows(engine: DecodeEngine, room: DecodeRoom) -> None:
     for rank, views in engine.views.items():
-        wrong = synthetic.compare(views, room=room.room, tables=room.tables, tokens=room.prompt_tokens).mismatches
+        wrong = synthetic.compare(views, room=room.id, tables=room.tables, tokens=room.prompt_tokens).mismatches
         assert not wrong, f"rank {rank}: " + "; ".join(map(str, wrong))
 
 
@@ -48,7 +46,7 @@ def cross(running: Cluster, sender: PrefillEngine, reader: DecodeEngine, case: C
     """One request, all of it compared."""
     room = running.pair(case.tokens, max_new_tokens=10)["room"]
     write(sender, room, case)
-    claimed = reader.wait_claim(room, CLAIM_S)
+    claimed = reader.claim(room, timeout_s=CLAIM_S)
     check_rows(reader, claimed)
     assert set(claimed.metadata.values()) == {b"first token"}
     return claimed

@@ -150,9 +150,9 @@ def test_a_redis_that_is_away_stops_new_pairings_only_and_comes_back_filled() ->
             assert metric(replica, "kvbridge_store_failures_total", reason="connection") > 0
         eventually("the nodes say so", lambda: "redis" in status(live.decode)["bootstrap"]["problem"])
         live.write(room, TOKENS, 512, TOKENS)
-        live.sender.finish(room, metadata=b"x")
+        live.begun[room].finish(metadata=b"x")
         live.read(room, TOKENS)
-        live.reader.release(room)
+        live.claimed[room].release()
         server.start()
         for replica in replicas:
             eventually("a pair", lambda replica=replica: replica.is_ready(), PAIRED_AGAIN_S)

@@ -21,9 +21,9 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, Rank, Tables
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adopted import adopted_region
+from kvbridge.engine.attach import adopted_region
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
-from kvbridge.engine.prefill import PrefillEngine
+from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from kvbridge.pool.memory.layout import RankPart
 from tests.contract.harness import BACKENDS, require_library
 from tests.helpers.cluster import Cluster, cluster, eventually, live_rows_only
@@ -116,8 +116,8 @@ def test_four_prefill_ranks_reach_two_decode_ranks(setting: str) -> None:
         for case in (Case(700), Case(3, (2,)), Case(130, (57,)), Case(259, (256,)), Case(1023, (333, 777)), LONG):
             room = running.pair(case.tokens, max_new_tokens=10)["room"]
             begun = sender.begin(room, prompt_tokens=case.tokens)
-            write(sender, room, case, begun.tables)
-            claimed = reader.wait_claim(room, CLAIM_S)
+            write(sender, room, case, begun)
+            claimed = reader.claim(room, timeout_s=CLAIM_S)
             check_room(reader, claimed)
             if held is None:
                 held = claimed
@@ -125,11 +125,11 @@ def test_four_prefill_ranks_reach_two_decode_ranks(setting: str) -> None:
             # Decode keeps the first room, prefill does not: ever since their ids differ.
             assert not any(begun.tables[space].ids[0] == claimed.tables[space].ids[0] for space in (FULL, SWA, REQUEST))
             canvas.paint_request(claimed.tables, tokens=case.tokens)
-            reader.release(room)
+            claimed.release()
         check_rows(reader, held)
         canvas.paint_request(held.tables, tokens=held.prompt_tokens)
         assert canvas.stray() is None
-        reader.release(held.room)
+        held.release()
 
 
 # ------------------------------------------------------------------------------------------- digests
@@ -143,14 +143,14 @@ def test_a_flipped_bit_fails_the_room_by_name_and_the_next_one_crosses(transport
         room = live.pair(1000)
         assert live.reader is not None
         live.write(room, 1000)
-        live.sender.finish(room)
+        live.begun[room].finish()
         reason = ends(live.decode, room, "failed", "digest_mismatch")
         # The first operation is the first component of the model, in the first layer that has it.
         assert "c4_kv of layer 2, logical page 0" in reason
         assert "space 'host' in the host pool" in reason
         assert "pages differ" not in reason
         with pytest.raises(RoomFailedError, match="c4_kv of layer 2"):
-            live.reader.wait_claim(room, 5.0)
+            live.reader.claim(room, timeout_s=5.0)
         eventually("prefill is told", lambda: report(live.prefill, room)["reason_code"] == "digest_mismatch")
         assert reason in report(live.prefill, room)["reason"]
         assert metric(live.decode, "kvbridge_digest_mismatches_total", component="c4_kv") == 1
@@ -259,31 +259,30 @@ def test_engines_bring_their_own_memory_and_page_ids() -> None:
         canvas.paint()
         running.wait_ready()
 
-        def begin(case: Case, source: Tables, destination: Tables) -> int:
+        def begin(case: Case, source: Tables, destination: Tables) -> PrefillRoom:
             room = running.pair(case.tokens)["room"]
             assert [(event.kind, event.room) for event in reader.events(CLAIM_S)] == [("wanted", room)]
             if case.tokens >= TINY.tokens_per_page:
-                reader.provide(room, destination, prefix_tokens=TINY.tokens_per_page)
+                reader.fetch(room, pages=destination, held_by_decode=TINY.tokens_per_page)
                 [refused] = reader.events(CLAIM_S)
                 assert (refused.kind, refused.room) == ("refused", room)
                 assert "c4_kv of the room lies in this node" in refused.reason
-            reader.provide(room, destination)
-            sender.begin(room, prompt_tokens=case.tokens, tables=source)
-            return room
+            reader.fetch(room, pages=destination)
+            return sender.begin(room, prompt_tokens=case.tokens, pages=source)
 
         def cross(case: Case) -> None:
             source, destination = draw(case)
-            room = begin(case, source, destination)
-            write(sender, room, case, source)
-            claimed = reader.wait_claim(room, CLAIM_S)
+            begun = begin(case, source, destination)
+            write(sender, begun.id, case, begun)
+            claimed = reader.claim(begun.id, timeout_s=CLAIM_S)
             check_room(reader, claimed)
             for space, table in destination.items():
                 assert np.array_equal(claimed.tables[space].ids, table.ids)
             canvas.paint_request(claimed.tables, tokens=case.tokens)
             assert canvas.stray() is None
-            reader.release(room)
+            claimed.release()
             for engine in (sender, reader):
-                assert ending(engine, room).kind == "completed"
+                assert ending(engine, begun.id).kind == "completed"
 
         for case in (Case(3), Case(130, (57,)), Case(1023, (333, 777), longest_run=3), Case(1539, (1030,))):
             cross(case)

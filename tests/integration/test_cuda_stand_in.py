@@ -82,7 +82,7 @@ def test_every_byte_crosses_between_pools_that_workers_made(prefill: int, decode
         assert sender._attachment.mapped.kinds == {MemoryKind.VRAM}
         assert reader._attachment.mapped.kinds == {MemoryKind.VRAM, MemoryKind.DRAM}
         for case in CASES:
-            reader.release(cross(running, sender, reader, case).room)
+            cross(running, sender, reader, case).release()
 
 
 class OwnGpu:
@@ -123,21 +123,21 @@ def test_nothing_is_read_before_the_engines_gpu_has_come_to_the_point_of_its_pub
     ):
         own = sender._order = sender._attachment.order = OwnGpu()  # type: ignore[assignment]
         room = running.pair(700)["room"]
-        tables = sender.begin(room, prompt_tokens=700).tables
+        begun = sender.begin(room, prompt_tokens=700)
         gpu.events_reached = False
         for upto in (256, 700):
-            sender.publish(room, upto)
-        sender.finish(room)
+            begun.publish(upto)
+        begun.finish()
         # Everything is published, and nothing is written yet.
         assert reader.events(1.0) == []
         whole = Section(prompt_tokens=700, start_token=0, stop_token=700)
         for views in sender.views.values():
-            synthetic.fill(views, room=room, tables=tables, section=whole)
+            synthetic.fill(views, room=room, tables=begun.tables, section=whole)
         gpu.events_reached = True
         own.catch_up()
-        claimed = reader.wait_claim(room, WAIT_S)
+        claimed = reader.claim(room, timeout_s=WAIT_S)
         check_rows(reader, claimed)
-        reader.release(room)
+        claimed.release()
 
 
 def test_pages_of_a_finished_room_that_fails_wait_for_the_engines_gpu(gpu: cuda_stand_in.Runtime) -> None:
@@ -145,10 +145,10 @@ def test_pages_of_a_finished_room_that_fails_wait_for_the_engines_gpu(gpu: cuda_
     with gpus() as running, PrefillEngine.attach(running.prefill.runtime_dir) as sender:
         own = sender._order = sender._attachment.order = OwnGpu()  # type: ignore[assignment]
         room = running.pair(700)["room"]
-        sender.begin(room, prompt_tokens=700)
+        begun = sender.begin(room, prompt_tokens=700)
         gpu.events_reached = False
-        sender.publish(room, 700)
-        sender.finish(room)
+        begun.publish(700)
+        begun.finish()
         # Before it has offered its pages, a room that decode gives up is prefill's own to end.
         eventually("the offer", lambda: running.prefill.get(f"/v1/requests/{room}")["state"] == "transferring")
         http("DELETE", running.decode, f"/v1/requests/{room}")
@@ -159,7 +159,6 @@ def test_pages_of_a_finished_room_that_fails_wait_for_the_engines_gpu(gpu: cuda_
         own.catch_up()
         sender.events()
         all_free(running.prefill)
-        assert not sender._begun
 
 
 @pytest.mark.thorough
@@ -172,12 +171,12 @@ def test_a_decode_worker_that_is_killed_fails_what_had_arrived() -> None:
         write(sender, unclaimed, Case(300))
         eventually("the commit", lambda: running.decode.get(f"/v1/requests/{unclaimed}")["state"] == "committed")
         kill_worker(running.decode)
-        assert {("cancel", claimed.room), ("failed", unclaimed)} <= wait_detached(reader)
-        reader.release(claimed.room)
+        assert {("cancel", claimed.id), ("failed", unclaimed)} <= wait_detached(reader)
+        claimed.release()
         reader.close()
         with DecodeEngine.attach(running.decode.runtime_dir, call_timeout_s=WAIT_S) as again:
             running.wait_ready()
             for case in CASES[:2]:
-                again.release(cross(running, sender, again, case).room)
+                cross(running, sender, again, case).release()
         all_free(running.decode)
         sender.close()

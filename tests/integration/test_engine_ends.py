@@ -35,7 +35,7 @@ engine = kind.attach(folder)
 if role == "prefill":
     tables = engine.begin(room, prompt_tokens=tokens).tables
 else:
-    tables = engine.wait_claim(room, 20).tables
+    tables = engine.claim(room, timeout_s=20).tables
 view = next(iter(engine.views.values()))
 buffer = engine._attachment.mapped.mappings[0].buffer
 page = np.frombuffer(buffer, dtype=np.uint8)
@@ -69,7 +69,7 @@ def an_engine(live: LiveCluster, role: str) -> Iterator[tuple[subprocess.Popen[s
     daemon = live.prefill if role == "prefill" else live.decode
     if role == "decode":
         live.write(room, TOKENS)
-        live.sender.finish(room)
+        live.begun[room].finish()
     command = [sys.executable, "-c", _ENGINE, str(daemon.runtime_dir), role, str(room), str(TOKENS)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:

@@ -17,7 +17,7 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adopted import adopted_region
+from kvbridge.engine.attach import adopted_region
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from tests.helpers.cluster import Cluster, cluster
@@ -101,8 +101,8 @@ def engines(running: Cluster) -> Iterator[Pair]:
         reader = stack.enter_context(DecodeEngine.adopt(running.decode.runtime_dir, {R0: ours}))
         running.wait_ready()
         made = Pair(running, sender, reader, source, target)
-        sender.hold(99, prompt_tokens=1, tables=pages(0), published_tokens=1)
-        reader.fetch(99, prompt_tokens=1, prefill=made.place, tables=pages(0))
+        sender.hold(99, prompt_tokens=1, pages=[0], published_tokens=1)
+        reader.fetch(99, prompt_tokens=1, prefill=made.place, pages=[0])
         heard = made.hear(reader, 99)
         assert heard.kind == "committed", heard.reason  # so the nodes know each other
         assert made.hear(sender, 99).kind == "completed"
@@ -111,8 +111,8 @@ def engines(running: Cluster) -> Iterator[Pair]:
 
 def test_a_prompt_crosses_by_one_message_a_side(pair: Pair) -> None:
     pair.write(3, 4)
-    pair.sender.hold(1, prompt_tokens=PAGE + 9, tables=pages(3, 4), published_tokens=PAGE + 9, metadata=b"first token")
-    pair.reader.fetch(1, prompt_tokens=PAGE + 9, prefill=pair.place, tables=pages(7, 6))
+    pair.sender.hold(1, prompt_tokens=PAGE + 9, pages=[3, 4], published_tokens=PAGE + 9, metadata=b"first token")
+    pair.reader.fetch(1, prompt_tokens=PAGE + 9, prefill=pair.place, pages=[7, 6])
     event = pair.hear(pair.reader, 1)
     assert (event.kind, event.metadata) == ("committed", {str(R0): b"first token"})
     assert pair.hear(pair.sender, 1).kind == "completed"
@@ -123,12 +123,12 @@ def test_pages_follow_while_it_is_computed_and_decode_comes_when_it_has_some(pai
     pair.reader.fetch(2, prompt_tokens=3 * PAGE, prefill=pair.place)
     pair.sender.hold(2, prompt_tokens=3 * PAGE)
     pair.write(8, 9, 10)
-    pair.sender.begin(2, prompt_tokens=3 * PAGE, tables=pages(8))
-    pair.sender.publish(2, PAGE)
-    pair.reader.provide(2, pages(8, 9, first=1), prefix_tokens=PAGE)
-    pair.sender.publish(2, 2 * PAGE, tables=pages(9, first=1))
-    pair.sender.publish(2, 3 * PAGE, tables=pages(10, first=2))
-    pair.sender.finish(2)
+    room = pair.sender.begin(2, prompt_tokens=3 * PAGE, pages=[8])
+    room.publish(PAGE)
+    pair.reader.fetch(2, pages=[8, 9], held_by_decode=PAGE)
+    room.publish(2 * PAGE, pages=[9])
+    room.publish(3 * PAGE, pages=[10])
+    room.finish()
     assert pair.hear(pair.reader, 2).kind == "committed"
     assert pair.hear(pair.sender, 2).kind == "completed"
     assert torch.equal(pair.target[:, 8:10], pair.source[:, 9:11])
@@ -136,7 +136,7 @@ def test_pages_follow_while_it_is_computed_and_decode_comes_when_it_has_some(pai
 
 def test_the_end_of_a_node_is_seen_by_its_engine_and_its_worker_holds_nothing_any_more() -> None:
     with running_pair() as pair:
-        pair.reader.fetch(1, prompt_tokens=PAGE, prefill=pair.place, tables=pages(3))
+        pair.reader.fetch(1, prompt_tokens=PAGE, prefill=pair.place, pages=[3])
         pair.running.decode.kill()
         deadline_s, ends = time.monotonic() + LIMIT_S, []
         while not ends and time.monotonic() < deadline_s:

@@ -61,18 +61,18 @@ def move(running: Cluster, case: Case, engines: tuple[PrefillEngine, DecodeEngin
     answer = http("POST", running.bootstrap, "/v1/requests", json=asked, headers=headers)
     assert (answer.status_code, answer.headers["x-request-id"]) == (201, request_id)
     room = answer.json()["room"]
-    tables = sender.begin(room, prompt_tokens=case.tokens).tables
+    begun = sender.begin(room, prompt_tokens=case.tokens)
     begun_s = time.monotonic()
     for section in case.sections(range(TINY.layer_count)):
         for views in sender.views.values():
-            synthetic.fill(views, room=room, tables=tables, section=section)
-        sender.publish(room, section.stop_token)
-    sender.finish(room)
-    claimed = reader.wait_claim(room, CLAIM_S)
+            synthetic.fill(views, room=room, tables=begun.tables, section=section)
+        begun.publish(section.stop_token)
+    begun.finish()
+    claimed = reader.claim(room, timeout_s=CLAIM_S)
     took_s = time.monotonic() - begun_s
     for rank, views in reader.views.items():
         assert not synthetic.compare(views, room=room, tables=claimed.tables, tokens=case.tokens).mismatches, rank
-    reader.release(room)
+    claimed.release()
     return {
         "room": room,
         "bytes": {kind.value: amount.bytes for kind, amount in claimed.amounts.items()},

@@ -54,11 +54,11 @@ class Fleet:
         begun = begin(sender, room, tokens, keys)
         compute(sender, begun, keys)
         claimed = read(reader, room, tokens, keys)
-        reader.release(room)
+        claimed.release()
         for instance in (prefill, decode):
             ends(self.nodes[instance], room, "completed")
         self.settled()
-        return claimed.prefix_tokens, begun.computed_tokens
+        return claimed.held_by_decode, begun.held_by_prefill
 
     def settled(self, busy: str = "") -> None:
         """Wait until bootstrap knows of every node how full it is: all pages are free, but where the name ends with `busy`."""
@@ -96,8 +96,7 @@ class Fleet:
             room, keys = ticket["room"], self.engine("prefill-1").page_keys(tokens_of(conversation, FIRST))
             begun = begin(self.engine("prefill-1"), room, FIRST, keys)
             compute(self.engine("prefill-1"), begun, keys)
-            read(self.engine("decode-1"), room, FIRST, keys)
-            self.engine("decode-1").release(room)
+            read(self.engine("decode-1"), room, FIRST, keys).release()
 
 
 def sides(ticket: dict[str, Any]) -> tuple[str, str]:

@@ -50,9 +50,9 @@ class Stage:
         """Send a room, and compare every byte of it."""
         room = self.last = int(self.running.pair(CASE.tokens)["room"])
         write(self.sender, room, CASE)
-        claimed = self.reader.wait_claim(room, timeout_s=60)
+        claimed = self.reader.claim(room, timeout_s=60)
         check_rows(self.reader, claimed)
-        self.reader.release(room)
+        claimed.release()
         return room
 
     def crosses(self) -> bool:

@@ -67,12 +67,12 @@ class Instance:
         for engine, each in zip(self.engines, begun, strict=True):
             compute(engine, each, keys)
         claimed = read(self.reader, room, tokens, keys)
-        self.reader.release(room)
+        claimed.release()
         for node in self.nodes:
             ends(node, room, "completed")
             eventually("let go of", lambda node=node: not busy_pages(node))
         on_host(*self.nodes)
-        return begun, (claimed.prefix_tokens, claimed.host_tokens), choices
+        return begun, (claimed.held_by_decode, claimed.host_tokens), choices
 
 
 def _admitted(daemon: DaemonProcess, body: dict[str, Any]) -> int:
@@ -117,7 +117,7 @@ def nothing_is_left(instance: Instance) -> Iterator[None]:
 
 def starts(begun: list[PrefillRoom]) -> list[tuple[int, int]]:
     """Tokens from which each engine went on, and those of them that were on the host."""
-    return [(room.computed_tokens, room.host_tokens) for room in begun]
+    return [(room.held_by_prefill, room.host_tokens) for room in begun]
 
 
 def test_nodes_that_have_not_kept_the_same_start_at_the_same_token(instance: Instance) -> None:

@@ -89,10 +89,10 @@ def cross(live: LiveCluster, room: int) -> tuple[str, str]:
     """Take a paired room through its life; returns what both engines are told to go on with."""
     assert live.reader is not None
     begun = live.sender.begin(room, prompt_tokens=TOKENS)
-    live.sender.publish(room, TOKENS)
-    live.sender.finish(room)
-    claimed = live.reader.wait_claim(room, 20.0)
-    live.reader.release(room)
+    begun.publish(TOKENS)
+    begun.finish()
+    claimed = live.reader.claim(room, timeout_s=20.0)
+    claimed.release()
     return begun.traceparent, claimed.traceparent
 
 

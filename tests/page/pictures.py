@@ -43,7 +43,7 @@ def picture_pair(tab: Browser, live: LiveCluster) -> None:
     time.sleep(7.0)  # nobody begins them
     held, half = live.pair(1500), live.pair(4000)
     live.write(held, 1500)
-    live.sender.finish(held, metadata=b"x")
+    live.begun[held].finish(metadata=b"x")
     live.read(held, 1500)
     live.write(half, 4000, 0, 1000)
     ended = threading.Event()
@@ -70,7 +70,7 @@ def picture_pair(tab: Browser, live: LiveCluster) -> None:
     finally:
         ended.set()
         crossing.join()
-    live.reader.release(held)
+    live.claimed[held].release()
 
 
 def show(tab: Browser, url: str, seconds: float) -> None:

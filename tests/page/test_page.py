@@ -67,10 +67,10 @@ def pair() -> Iterator[Pair]:
         ends(live.decode, cancelled, "aborted", "aborted")
         waiting, claimed = live.pair(700), live.pair(700)
         live.write(claimed, 700)
-        live.sender.finish(claimed, metadata=b"x")
+        live.begun[claimed].finish(metadata=b"x")
         live.read(claimed, 700)
         yield Pair(live, cancelled, waiting, claimed)
-        live.reader.release(claimed)
+        live.claimed[claimed].release()
         http("DELETE", live.decode, f"/v1/requests/{waiting}")
 
 

@@ -26,8 +26,7 @@ from kvbridge.core.geometry.components import Component, ComponentKind, Encoding
 from kvbridge.core.ids import Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.encodings import RowCodec, row_codec
-from kvbridge.engine.rows import section_rows
-from kvbridge.engine.views import PoolViews
+from kvbridge.engine.views import PoolViews, section_rows
 
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 

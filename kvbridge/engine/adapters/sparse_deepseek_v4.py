@@ -142,7 +142,7 @@ class SparseDecoder(Closing):
     def admit(self, request_slot: int, placement: Placement, *, tokens: int, shared_tokens: int = 0) -> SparseRequest:
         """Begin a request of `tokens` tokens from its pages; it takes the first token of its answer next.
 
-        `shared_tokens`: as many of them this node held already (`prefix_tokens` of the claim). Raises what `SparseCache.admit` and
+        `shared_tokens`: as many of them this node held already (`held_by_decode` of the room). Raises what `SparseCache.admit` and
         `unpack` raise.
         """
         table = placement.tables.get(IndexSpace.HOST)

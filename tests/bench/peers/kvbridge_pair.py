@@ -89,23 +89,23 @@ class KvbridgePair:
     def whole_request(self, tokens: int, *, check: bool = False) -> Crossed:
         """Prefill has published all; the clock runs from decode's admission, as its router asks for it, until the claim returns."""
         room = self._written(tokens, fill=check)
-        source = self._begun_tables
-        self._publish(room, tokens)
+        source = self._begun.tables
+        self._publish(tokens)
         self._router.connect()
         begun_s = time.monotonic()
         self._admit(room, tokens)
-        claimed = self._receiver.wait_claim(room, LIMIT_S)
+        claimed = self._receiver.claim(room, timeout_s=LIMIT_S)
         return self._over(claimed, source, time.monotonic() - begun_s, check=check)
 
     def published_request(self, tokens: int, *, check: bool = False) -> Crossed:
         """Both ends have admitted the room and prefill has decode's pages; the clock runs from the first `publish` to the claim."""
         room = self._written(tokens, fill=check)
-        source = self._begun_tables
+        source = self._begun.tables
         self._admit(room, tokens)
         self._wait_offered(room)
         begun_s = time.monotonic()
-        self._publish(room, tokens)
-        claimed = self._receiver.wait_claim(room, LIMIT_S)
+        self._publish(tokens)
+        claimed = self._receiver.claim(room, timeout_s=LIMIT_S)
         return self._over(claimed, source, time.monotonic() - begun_s, check=check)
 
     @contextmanager
@@ -126,21 +126,21 @@ class KvbridgePair:
     def _written(self, tokens: int, *, fill: bool) -> int:
         room = next(self._rooms)
         self._sender.admit(room, prompt_tokens=tokens)
-        self._begun_tables = self._sender.begin(room, prompt_tokens=tokens).tables
+        self._begun = self._sender.begin(room, prompt_tokens=tokens)
         if fill:
             whole = Section(prompt_tokens=tokens, start_token=0, stop_token=tokens)
             for views in self._sender.views.values():
-                synthetic.fill(views, room=room, tables=self._begun_tables, section=whole)
+                synthetic.fill(views, room=room, tables=self._begun.tables, section=whole)
         return room
 
     def _admit(self, room: int, tokens: int) -> None:
         self._router.call("POST", "/v1/requests", {"room": room, "prompt_tokens": tokens, "prefill": [self._address]})
 
-    def _publish(self, room: int, tokens: int) -> None:
+    def _publish(self, tokens: int) -> None:
         for upto in range(CHUNK_TOKENS, tokens, CHUNK_TOKENS):
-            self._sender.publish(room, upto)
-        self._sender.publish(room, tokens)
-        self._sender.finish(room)
+            self._begun.publish(upto)
+        self._begun.publish(tokens)
+        self._begun.finish()
 
     def _wait_offered(self, room: int) -> None:
         path = f"/v1/requests/{room}"
@@ -151,10 +151,10 @@ class KvbridgePair:
     def _over(self, claimed: DecodeRoom, source: Tables, total_s: float, *, check: bool) -> Crossed:
         if check:
             check_rows(self._receiver, claimed)
-        self._receiver.release(claimed.room)
+        claimed.release()
         for daemon in self._daemons:
-            wait_ended(daemon, claimed.room)
-        prefill_s = self._prefill_daemon.get(f"/v1/requests/{claimed.room}")["phases_s"]
+            wait_ended(daemon, claimed.id)
+        prefill_s = self._prefill_daemon.get(f"/v1/requests/{claimed.id}")["phases_s"]
         amounts = claimed.amounts.values()
         return Crossed(
             total_s,

@@ -9,7 +9,7 @@ import pytest
 
 from kvbridge.core.ids import Rank
 from kvbridge.engine.decode import DecodeEngine
-from kvbridge.engine.prefill import PrefillEngine
+from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from tests.helpers.cluster import eventually
 from tests.helpers.live_rooms import LiveCluster, all_free, ends, raises_code, report, status
 
@@ -26,36 +26,35 @@ def room(live: LiveCluster) -> int:
 
 def completed(live: LiveCluster, room: int) -> None:
     """The rest of a published room goes well."""
-    live.sender.finish(room)
-    live.read(room, TOKENS)
-    live.reader.release(room)
+    live.begun[room].finish()
+    live.read(room, TOKENS).release()
     for daemon in live.nodes:
         assert ends(daemon, room, "completed") == ""
         all_free(daemon)
 
 
 def test_prefill_calls_out_of_order(live: LiveCluster, room: int) -> None:
-    sender = live.sender
-    assert "not begun" in raises_code("conflict", lambda: sender.publish(room, 10))
-    assert "not begun" in raises_code("conflict", lambda: sender.finish(room))
+    sender, begun = live.sender, PrefillRoom(live.sender, room, 1, TOKENS, {})
+    assert "not begun" in raises_code("conflict", lambda: begun.publish(10))
+    assert "not begun" in raises_code("conflict", begun.finish)
     text = raises_code("invalid_input", lambda: sender.begin(room, prompt_tokens=TOKENS - 1))
     assert "admitted with 1000 prompt tokens" in text
     live.write(room, TOKENS, 0, 500)
     assert "already begun" in raises_code("conflict", lambda: sender.begin(room, prompt_tokens=TOKENS))
-    text = raises_code("invalid_input", lambda: sender.publish(room, TOKENS + 1))
+    text = raises_code("invalid_input", lambda: begun.publish(TOKENS + 1))
     assert "publish(1001) is past the 1000 tokens that were reserved" in text
-    assert "goes backwards" in raises_code("conflict", lambda: sender.publish(room, 499))
-    assert "[99]" in raises_code("invalid_input", lambda: sender.publish(room, 600, layers=(0, 99)))
-    assert "published 500 of 1000 tokens" in raises_code("conflict", lambda: sender.finish(room))
+    assert "goes backwards" in raises_code("conflict", lambda: begun.publish(499))
+    assert "[99]" in raises_code("invalid_input", lambda: begun.publish(600, layers=(0, 99)))
+    assert "published 500 of 1000 tokens" in raises_code("conflict", begun.finish)
     live.write(room, TOKENS, 500, TOKENS)
     completed(live, room)
     for call in (
-        lambda: sender.publish(room, TOKENS),
-        lambda: sender.finish(room),
+        lambda: begun.publish(TOKENS),
+        begun.finish,
         lambda: sender.begin(room, prompt_tokens=TOKENS),
     ):
         assert "over" in raises_code("conflict", call)
-    sender.abort(room, "harmless on a room that is over")
+    begun.abort("harmless on a room that is over")
     assert report(live.prefill, room)["state"] == "completed"
     live.serves()
 
@@ -66,9 +65,10 @@ def test_prefill_calls_out_of_order(live: LiveCluster, room: int) -> None:
 def test_another_engine_of_the_same_rank_has_no_say(live: LiveCluster, room: int) -> None:
     live.write(room, TOKENS, 0, 500)
     with PrefillEngine.attach(live.prefill.runtime_dir) as other:
+        theirs = PrefillRoom(other, room, 1, TOKENS, {})
         raises_code("conflict", lambda: other.begin(room, prompt_tokens=TOKENS))
-        raises_code("conflict", lambda: other.publish(room, TOKENS))
-        raises_code("conflict", lambda: other.finish(room))
+        raises_code("conflict", lambda: theirs.publish(TOKENS))
+        raises_code("conflict", theirs.finish)
     live.write(room, TOKENS, 500, TOKENS)
     completed(live, room)
     live.serves()

@@ -91,7 +91,7 @@ def whole(live: LiveCluster, room: int) -> None:
 
 def committed(live: LiveCluster, room: int) -> None:
     whole(live, room)
-    live.sender.finish(room)
+    live.begun[room].finish()
     eventually("committed", lambda: report(live.decode, room)["state"] == "committed")
 
 
@@ -134,7 +134,7 @@ def test_a_cancelled_room_that_was_claimed_is_the_engines_until_it_lets_go(live:
     assert delete(live.decode, room)["state"] == "aborting"
     assert [(event.room, event.kind, event.reason) for event in live.reader.events(20)] == [(room, "cancel", "enough")]
     assert busy_pages(live.decode)["host"] == {"held": len(claimed.tables["host"])}
-    live.reader.release(room)
+    live.claimed[room].release()
     assert ends(live.decode, room, "aborted", "aborted") == "enough"
     live.serves()
 

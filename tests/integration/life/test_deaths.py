@@ -74,7 +74,7 @@ def test_a_killed_prefill_daemon_is_noticed_and_shut_out_and_its_next_life_serve
     assert files
     live.prefill.kill()
     eventually("no worker without its node", lambda: gone(worker))
-    raises_code("peer_failed", lambda: live.sender.publish(room, TOKENS))
+    raises_code("peer_failed", lambda: live.begun[room].publish(TOKENS))
 
     reason = ends(live.decode, room, "failed", "peer_failed")
     assert "its connection is gone" in reason
@@ -115,9 +115,9 @@ def test_a_bootstrap_that_forgot_is_told_again(live: LiveCluster) -> None:
     room = in_flight(live)
     bootstrap.kill()
     live.write(room, TOKENS, 500, TOKENS)
-    live.sender.finish(room)
+    live.begun[room].finish()
     live.read(room, TOKENS)
-    live.reader.release(room)
+    live.claimed[room].release()
     eventually("the loss shown", lambda: status(live.prefill)["bootstrap"]["problem"])
     assert http("GET", live.prefill, "/ready").status_code == 200, "rooms cross without it"
     live.serves()

@@ -61,9 +61,9 @@ def test_sigterm_lets_rooms_end(live: LiveCluster, daemon: DaemonProcess) -> Non
     assert not gone(workers)
 
     live.write(room, TOKENS, 500, TOKENS)
-    live.sender.finish(room)
+    live.begun[room].finish()
     live.read(room, TOKENS)
-    live.reader.release(room)
+    live.claimed[room].release()
     assert exit_code(daemon) == 0
     said = [json.loads(line) for line in daemon.log_path.read_text()[earlier:].splitlines()]
     # On a slow machine a message may come twice before it is acknowledged.

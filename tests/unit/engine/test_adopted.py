@@ -10,13 +10,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from kvbridge.core.errors import DeadlineError, NotReadyError, PeerError
+from kvbridge.core.errors import DeadlineError, InvalidInputError, NotReadyError, PeerError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import NodeToWorker, Shutdown, WorkerClosed, WorkerFailed, WorkerToNode
-from kvbridge.engine import adopted
-from kvbridge.engine.adopted import AdoptedWorker
-from kvbridge.engine.attachment import Attachment, WorkerEnd
+from kvbridge.engine import attach
+from kvbridge.engine.attach import AdoptedWorker, Attachment, WorkerEnd, adopted_region
 from kvbridge.worker import lifecycle as worker_life
 from kvbridge.worker.lifecycle import NoNodeError, UnclosedError, serve_rank
 
@@ -45,8 +45,8 @@ class NodeOf:
 def stuck(monkeypatch):
     """A worker's thread that does not end before this does."""
     go_on = threading.Event()
-    monkeypatch.setattr(adopted, "open_node_link", lambda path, name: NodeOf())
-    monkeypatch.setattr(adopted, "serve_rank", lambda *args, **fields: go_on.wait(20))
+    monkeypatch.setattr(attach, "open_node_link", lambda path, name: NodeOf())
+    monkeypatch.setattr(attach, "serve_rank", lambda *args, **fields: go_on.wait(20))
     yield AdoptedWorker(Path("/nowhere"), RANK, ())
     go_on.set()
 
@@ -101,8 +101,8 @@ def test_only_a_worker_that_has_closed_its_transports_says_so(monkeypatch, close
 def lives(monkeypatch, *endings: BaseException | None) -> AdoptedWorker:
     """A worker that ends like this, one life after another, and whose last life goes on until it is closed."""
     left = deque(endings)
-    monkeypatch.setattr(adopted, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(adopted, "open_node_link", lambda path, name: NodeOf())
+    monkeypatch.setattr(attach, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(attach, "open_node_link", lambda path, name: NodeOf())
 
     def serve(*args, stopped, **fields) -> None:
         if not left:
@@ -114,7 +114,7 @@ def lives(monkeypatch, *endings: BaseException | None) -> AdoptedWorker:
         if ending is not None:
             raise ending
 
-    monkeypatch.setattr(adopted, "serve_rank", serve)
+    monkeypatch.setattr(attach, "serve_rank", serve)
     return AdoptedWorker(Path("/nowhere"), RANK, ())
 
 
@@ -180,3 +180,22 @@ def test_nothing_has_begun_where_nobody_listens():
 
     with pytest.raises(NoNodeError):
         serve_rank(Nobody(), RANK, setup_timeout_s=1, adopted=(object(),))
+
+
+def test_the_runtime_directory_may_be_relative_to_where_the_engine_runs(monkeypatch, tmp_path):
+    """A socket's address must be absolute: with another one the worker would look for its node for ever."""
+    asked: list[Path] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(attach, "open_node_link", lambda path, rank: asked.append(path) or NodeOf())
+    monkeypatch.setattr(attach, "serve_rank", lambda *args, stopped, **fields: None)
+    AdoptedWorker(Path("run"), RANK, ()).close(20)
+    assert set(asked) <= {tmp_path / "run/worker.sock"}
+    assert asked
+
+
+@pytest.mark.parametrize(("kind", "space"), [("mha_kv", "full"), ("swa_kv", "swa"), ("c128_state", "request")])
+def test_adopted_memory_is_described_without_a_geometry(kind, space):
+    region = adopted_region(kind, 3, torch.zeros((4, 64), dtype=torch.uint8))
+    assert (region.component, region.layer, region.space, region.page_count) == (kind, 3, space, 4)
+    with pytest.raises(InvalidInputError, match=r"'kv' is no component; the kinds are .*mha_kv"):
+        adopted_region("kv", 0, torch.zeros((4, 64), dtype=torch.uint8))

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 
 from kvbridge.core.errors import DeadlineError, DetachedError
+from kvbridge.core.geometry.presets import preset
 from kvbridge.core.wire.engine_messages import Accepted, Begin, Finish, Pages, Publish, Release, RoomEvent
 from kvbridge.core.wire.shared_memory import StreamPoint
-from kvbridge.engine.attachment import Attachment
-from kvbridge.engine.decode import DecodeEngine
+from kvbridge.engine.attach import Attachment
+from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine
 
+GEOMETRY = preset("tiny-gqa")
 POINT = StreamPoint(ring="ring", handle=bytes(64), device_uuid="0" * 32)
 
 
@@ -88,7 +92,7 @@ class Mapped:
 
 def engine(kind, *, gpu: Gpu | None = None):
     gpu = gpu or Gpu()
-    made = kind(Attachment(Link(), None, Mapped(), {}, gpu), close_timeout_s=0.05)
+    made = kind(Attachment(Link(), SimpleNamespace(geometry=GEOMETRY), Mapped(), {}, gpu), close_timeout_s=0.05)
     return made, made._link, gpu
 
 
@@ -96,55 +100,75 @@ def event(room: int, kind: str = "committed") -> RoomEvent:
     return RoomEvent(room=room, generation=1, kind=kind)
 
 
+def claimed(gpu: Gpu | None = None) -> tuple[DecodeRoom, Link, Gpu]:
+    decode, link, gpu = engine(DecodeEngine, gpu=gpu)
+    return DecodeRoom(decode, 1, 3, 1200, {}), link, gpu
+
+
 def test_a_publication_names_the_point_of_its_stream():
     prefill, link, gpu = engine(PrefillEngine)
-    prefill.publish(1, 256)
-    prefill.publish(1, 512, stream=7)
+    room = prefill.begin(1, prompt_tokens=512)
+    room.publish(256)
+    room.publish(512, stream=7)
     assert [message.after for message in link.said if isinstance(message, Publish)] == [{"pp0.tp0": POINT}] * 2
     assert gpu.streams == [None, 7]
 
 
 def test_a_finished_room_is_let_go_of_when_the_gpu_is_past_what_was_published():
     prefill, link, gpu = engine(PrefillEngine)
-    prefill.begin(1, prompt_tokens=512)
-    prefill.publish(1, 512)
-    prefill.finish(1)
+    room = prefill.begin(1, prompt_tokens=512)
+    room.publish(512)
+    room.finish()
     assert [type(message) for message in link.said] == [Begin, Publish, Finish]
     assert (link.said[0].by_gpu, link.said[2].by_gpu) == (True, True)
     gpu.is_past = True
     prefill.events()
     assert isinstance(link.said[-1], Release)
     assert (link.said[-1].room, link.said[-1].generation, gpu.points_asked) == (1, 3, {POINT})
-    assert not prefill._begun
 
 
 def test_a_gpu_that_is_done_already_costs_no_delay():
-    decode, link, gpu = engine(DecodeEngine)
+    room, link, gpu = claimed()
     gpu.reached_after = 0
-    decode.release(1)
+    room.release()
     assert len(link.said) == 1
 
 
 def test_every_call_sends_what_is_due_before_it():
-    decode, link, gpu = engine(DecodeEngine)
-    decode.release(1)
+    room, link, gpu = claimed()
+    room.release()
     gpu.reached_after = gpu.asked
-    decode.provide(2, {})
+    room.engine.fetch(2, pages={})
     assert [message.room for message in link.said] == [1, 2]
 
 
 def test_closing_waits_for_the_gpu_and_leaves_all_the_same():
-    decode, link, gpu = engine(DecodeEngine)
-    decode.release(1)
+    room, link, gpu = claimed()
+    room.release()
     gpu.reached_after = gpu.asked + 3
-    decode.close()
+    room.engine.close()
     assert ([message.type for message in link.said], link.closed, gpu.closed) == (["release", "detach"], True, True)
-    decode.close()
-    stuck, link, gpu = engine(DecodeEngine)
-    stuck.release(1)
+    room.engine.close()
+    stuck, link, gpu = claimed()
+    stuck.release()
     with pytest.raises(DeadlineError, match="release of room 1, close"):
-        stuck.close()
-    assert (link.said, link.closed, stuck._attachment.mapped.closed) == ([], True, True)
+        stuck.engine.close()
+    assert (link.said, link.closed, stuck.engine._attachment.mapped.closed) == ([], True, True)
+
+
+@pytest.mark.parametrize("end", ["nothing", "release", "abort", "error"])
+def test_the_end_of_a_with_block_releases_a_room_that_is_not_over(end):
+    room, link, gpu = claimed()
+    gpu.reached_after = 0
+    with pytest.raises(ZeroDivisionError) if end == "error" else nullcontext(), room:
+        if end == "release":
+            room.release(valid_tokens=7)
+        elif end == "abort":
+            room.abort("enough")
+        elif end == "error":
+            raise ZeroDivisionError
+    assert [message.type for message in link.said] == ["abort_room" if end == "abort" else "release"]
+    assert getattr(link.said[0], "valid_tokens", 7) == (7 if end in {"release", "abort"} else 0)
 
 
 @pytest.mark.parametrize("kind", [PrefillEngine, DecodeEngine])

@@ -7,11 +7,10 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvbridge.core.errors import BridgeError, NotReadyError, RoomFailedError
-from kvbridge.core.ids import IndexSpace, PageTable, Role
+from kvbridge.core.ids import Role
 from kvbridge.core.wire.engine_messages import (
     Accepted,
     EngineToNode,
@@ -84,6 +83,6 @@ def test_whoever_waits_to_claim_a_room_hears_why_its_pages_were_refused() -> Non
     engine = node.attach()
     assert isinstance(engine, DecodeEngine)
     engine.fetch(5, prompt_tokens=2 * PAGE, prefill=(ADDRESS,))
-    engine.provide(5, {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array([99, 100], dtype=np.int32))})
+    engine.fetch(5, pages=[99, 100])
     with pytest.raises(RoomFailedError, match=r"room 5 refused: .*99"):
-        engine.wait_claim(5, 0.2)
+        engine.claim(5, timeout_s=0.2)

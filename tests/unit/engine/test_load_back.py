@@ -24,10 +24,10 @@ from kvbridge.core.wire.engine_messages import (
 )
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
-from kvbridge.engine.attachment import Attachment
+from kvbridge.engine.attach import Attachment
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.load_back import LoadBacks, RankCopier
-from kvbridge.engine.prefill import PrefillEngine
+from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from tests.unit.engine.test_engine_order import Gpu, Link, Mapped
 
 R0, R1 = Rank(pp=0, tp=0), Rank(pp=1, tp=0)
@@ -171,16 +171,16 @@ def test_all_layers_are_enqueued_at_once_and_the_engine_waits_for_them_on_its_st
     moves = {IndexSpace.FULL: ([11, 12], [40, 42]), IndexSpace.SWA: ([7], [9])}
     assert first.copied == second.copied == [(moves, LOAD_STREAM)]
     assert first.waits == second.waits == [(1, COMPUTE)]
-    assert (begun.computed_tokens, begun.host_tokens) == (768, 512)
+    assert (begun.held_by_prefill, begun.host_tokens) == (768, 512)
 
 
 def test_loaded_rows_are_published_behind_the_load_and_nothing_waits_for_it():
     prefill, link, gpu = loading(PrefillEngine, Copier())
-    prefill.begin(1, prompt_tokens=1200)
+    begun = prefill.begin(1, prompt_tokens=1200)
     assert kinds(link) == [Begin, Publish]
     assert (link.said[1].upto_token, link.said[1].layers, link.said[1].after) == (768, None, {"pp0.tp0": LOAD_POINT})
-    prefill.publish(1, 1200)
-    prefill.finish(1)
+    begun.publish(1200)
+    begun.finish()
     gpu.is_past = True
     prefill.events()
     assert kinds(link) == [Begin, Publish, Publish, Finish], "its pages are still being loaded"
@@ -192,12 +192,12 @@ def test_loaded_rows_are_published_behind_the_load_and_nothing_waits_for_it():
 def test_by_layer_the_engine_waits_where_it_says_and_for_its_rank_alone():
     first, second = Copier(), Copier()
     prefill, _, _ = loading(PrefillEngine, first, second)
-    prefill.begin(1, prompt_tokens=1200, by_layer=True)
+    begun = prefill.begin(1, prompt_tokens=1200, by_layer=True)
     assert first.waits == second.waits == []
-    prefill.wait_layer(1, 1)
-    prefill.wait_layer(1, 2, stream=8)
+    begun.wait_layer(1)
+    begun.wait_layer(2, stream=8)
     assert (first.waits, second.waits) == ([(1, 1, COMPUTE)], [(2, 1, 8)])
-    prefill.wait_layer(2, 1)  # of a room that loads nothing
+    PrefillRoom(prefill, 2, 1, 1200, {}).wait_layer(1)  # of a room that loads nothing
     assert len(first.waits) == 1
 
 
@@ -217,8 +217,8 @@ def test_decode_says_that_it_is_loaded_when_it_is():
 @pytest.mark.parametrize("let_go", ["release", "abort"])
 def test_pages_are_not_let_go_of_before_the_load_is_over(let_go):
     decode, link, gpu = loading(DecodeEngine, Copier())
-    decode.claim(1, by_layer=True)
-    getattr(decode, let_go)(1, *(["enough"] if let_go == "abort" else []))
+    claimed = decode.claim(1, by_layer=True)
+    getattr(claimed, let_go)(*(["enough"] if let_go == "abort" else []))
     gpu.is_past = True
     decode.events()
     assert kinds(link) == [Claim]

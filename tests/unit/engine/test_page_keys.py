@@ -12,7 +12,7 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.prefixes import ModelIdentity, Retention
 from kvbridge.core.wire.engine_messages import Attached, Pages
 from kvbridge.engine import DecodeEngine, PrefillEngine
-from kvbridge.engine.attachment import Attachment
+from kvbridge.engine.attach import Attachment
 from kvbridge.engine.stream_order import StreamOrder
 from kvbridge.tier.keys import PrefixIdentity, page_keys
 from tests.unit.engine.test_engine_order import Link
@@ -71,13 +71,12 @@ KEEP = Retention(priority=1, for_s=60)
 def test_the_verbs_carry_them():
     prefill, link = engine(PrefillEngine, MODEL)
     keys = prefill.page_keys(TOKENS)
-    prefill.admit(1, prompt_tokens=len(TOKENS), page_hashes=keys, namespace="acme", retention=KEEP)
-    begun = prefill.begin(1, prompt_tokens=len(TOKENS), page_hashes=keys)
-    assert (begun.prefix_tokens, begun.computed_tokens) == (PAGE, 2)
+    prefill.admit(1, prompt_tokens=len(TOKENS), page_keys=keys, namespace="acme", retention=KEEP)
+    begun = prefill.begin(1, prompt_tokens=len(TOKENS), page_keys=keys)
+    assert (begun.held_by_decode, begun.held_by_prefill) == (PAGE, 2)
     decode, other = engine(DecodeEngine, MODEL)
-    assert decode.claim(1, page_hashes=keys).prefix_tokens == PAGE
-    decode.wait_claim(1, 1.0, page_hashes=keys)
-    decode.release(1, valid_tokens=len(TOKENS), page_hashes=keys)
+    assert decode.claim(1, page_keys=keys).held_by_decode == PAGE
+    decode.claim(1, timeout_s=1.0, page_keys=keys).release(valid_tokens=len(TOKENS), page_keys=keys)
     said = [*link.said, *other.said]
     assert [message.type for message in said] == ["admit", "begin", "claim", "claim", "release"]
     assert {message.page_hashes for message in said} == {keys.data}

@@ -9,8 +9,7 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.plan.operations import Section
-from kvbridge.engine.rows import place_rows, section_rows
-from kvbridge.engine.views import PoolViews
+from kvbridge.engine.views import PoolViews, place_rows, section_rows
 from tests.helpers.torch_pools import Form, make_pools
 
 TINY = preset("tiny-v4")

@@ -26,8 +26,7 @@ from kvbridge.core.errors import (
 from kvbridge.core.ids import Role, Tables
 from kvbridge.core.wire.engine_messages import AbortRoom, RoomEvent
 from kvbridge.core.wire.messages import REASON_CHARS, to_wire
-from kvbridge.engine.adopted import adopt
-from kvbridge.engine.attachment import Attachment
+from kvbridge.engine.attach import Attachment, adopt
 from kvbridge.engine.link import RoomCall
 
 log = structlog.get_logger(__name__)

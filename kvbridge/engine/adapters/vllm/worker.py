@@ -29,7 +29,7 @@ from kvbridge.engine.adapters.vllm.requests import LAST_EVENTS, Held, Load, Step
 from kvbridge.engine.adapters.vllm.rooms import IDLE_LOOK_S
 from kvbridge.engine.adapters.vllm.scheduler import RankReport
 from kvbridge.engine.adapters.vllm.tensors import cache_component, rank_cache, rank_regions
-from kvbridge.engine.adopted import AdoptedWorker
+from kvbridge.engine.attach import AdoptedWorker
 
 log = structlog.get_logger(__name__)
 
