@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, Unavai
 from kvbridge.core.imports import UNUSED_BY_DAEMONS, importing
 from kvbridge.daemon.descriptors import raise_open_files
 from kvbridge.daemon.lifecycle import Daemon, run_daemon
-from kvbridge.daemon.parent import end_with_parent
+from kvbridge.processes import end_with_parent
 from kvbridge.telemetry.logs import configure_logs
 
 log = structlog.get_logger(__name__)
@@ -42,7 +43,7 @@ def prefill(
 ) -> None:
     """Run a prefill daemon: rooms whose pages an engine computes, and which are sent to a decode node."""
     if parent is not None:
-        end_with_parent(parent)
+        end_with_parent(parent, signal.SIGTERM, watch_input=True)
     loaded = load_or_exit(PrefillConfig, config, overrides, insecure=insecure)
     _logs("prefill", loaded.telemetry, instance=loaded.instance, node=loaded.node)
     with importing(*UNUSED_BY_DAEMONS):
@@ -58,7 +59,7 @@ def decode(
 ) -> None:
     """Run a decode daemon: rooms whose pages are written by prefill nodes and claimed by an engine."""
     if parent is not None:
-        end_with_parent(parent)
+        end_with_parent(parent, signal.SIGTERM, watch_input=True)
     loaded = load_or_exit(DecodeConfig, config, overrides, insecure=insecure)
     _logs("decode", loaded.telemetry, instance=loaded.instance, node=loaded.node)
     with importing(*UNUSED_BY_DAEMONS):

@@ -20,13 +20,12 @@ from kvbridge.api.endpoint_file import ENDPOINT_FILE, DaemonEndpoint, read_endpo
 from kvbridge.api.rooms import RoomReport
 from kvbridge.api.status import Readiness
 from kvbridge.bootstrap.ends import PairReport
-from kvbridge.core.children import module_command
 from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, RoomFailedError
 from kvbridge.core.ids import FrozenModel, Positive, Role
-from kvbridge.daemon.children import ChildProcess, stop_all, wait_for
 from kvbridge.http.client import BlockingClient
 from kvbridge.pool.memory.leftovers import sweep
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
+from kvbridge.processes import ChildProcess, module_command, stop_all, wait_for
 
 START_S = 60.0
 CALL_S = 20.0

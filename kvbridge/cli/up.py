@@ -23,13 +23,12 @@ from kvbridge.cli.signals import Interrupts
 from kvbridge.cli.wait import why_not_ready
 from kvbridge.config.endpoints import LogFormat
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
-from kvbridge.core.children import module_command
 from kvbridge.core.errors import BridgeError, ConfigError, DeadlineError, PeerError
-from kvbridge.daemon.children import ChildProcess, wait_for
 from kvbridge.daemon.memory import memory_directory
 from kvbridge.http.client import BlockingClient
 from kvbridge.pool.memory.leftovers import Verdict, sweep
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
+from kvbridge.processes import ChildProcess, module_command, wait_for
 
 START_S = 60.0
 LOOK_S, ASK_S = 0.1, 0.5

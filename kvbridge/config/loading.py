@@ -17,9 +17,9 @@ from pydantic import BaseModel, SecretStr, ValidationError
 
 from kvbridge.config.endpoints import TokenConfig
 from kvbridge.config.mistakes import KeyPath, describe
-from kvbridge.core.children import PROCESS_VARIABLES, SETTINGS_PREFIX
 from kvbridge.core.errors import ConfigError, UnavailableError
 from kvbridge.core.prefixes import TokenGrant
+from kvbridge.processes import PROCESS_VARIABLES, SETTINGS_PREFIX
 
 RESERVED_VARIABLES = frozenset({"KVBRIDGE_CONFIG", *PROCESS_VARIABLES})
 """Variables with the prefix that are no settings: the command line reads the first, every process reads the others."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
+from itertools import compress
 from typing import Any, Protocol
 
 import structlog
@@ -14,7 +18,6 @@ from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.control.addresses import WORKER_SOCKET
 from kvbridge.control.local import LocalCallbacks, LocalServer
 from kvbridge.control.processes import PeerProcess
-from kvbridge.core.children import EndCause
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
@@ -41,8 +44,9 @@ from kvbridge.core.wire.worker_messages import (
     WorkerSetup,
     WorkerToNode,
 )
-from kvbridge.daemon.supervisor import Supervisor
+from kvbridge.daemon.worker_output import WorkerOutput
 from kvbridge.node.workers import WorkerSet, WorkerState
+from kvbridge.processes import ChildEnd, EndCause, SupervisedChild
 from kvbridge.telemetry.events import WorkerLost, WorkerStarted
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.stream import EventStream
@@ -90,7 +94,8 @@ class WorkerHost:
         self._reports: Reports
         self._setup: Callable[[Rank], WorkerSetup]
         self._server: LocalServer[WorkerToNode, NodeToWorker] | None = None
-        self._supervisor: Supervisor | None = None
+        self._children: dict[Rank, SupervisedChild] | None = None
+        """The processes that we keep running; None while engines bring the workers."""
         self._early: dict[str, WorkerHello] | None = {}
         """Workers of engines that came before the memory that they are to map, by their links; None once it is there."""
         self._unended: dict[Rank, dict[str, PeerProcess]] = {}
@@ -123,31 +128,36 @@ class WorkerHost:
         self._setup = setup
         if names is not None:
             config = self._config
-            limit_s, level = config.timeouts.worker_start_s, config.telemetry.log_level.value
-            self._supervisor = Supervisor(
-                self.workers.layers,
-                socket=config.runtime_dir / WORKER_SOCKET,
-                options={"setup-timeout-s": str(limit_s), "log-level": level, **names},
-                on_gone=self._on_process_gone,
-                seldom=self._seldom,
-            )
-            self._supervisor.start()
+            options = {
+                "socket": str(config.runtime_dir / WORKER_SOCKET),
+                "setup-timeout-s": str(config.timeouts.worker_start_s),
+                "log-level": config.telemetry.log_level.value,
+                **names,
+            }
+            self._children = {
+                rank: worker_process(rank, options, self._seldom, partial(self._on_process_gone, rank))
+                for rank in self.workers.layers
+            }
+            for child in self._children.values():
+                child.start()
         early, self._early = self._early or {}, None
         for link, message in early.items():
             self._welcome(link, message)
 
     async def failed(self) -> None:
         """Raise when the processes are not looked after any more; return when that is not ours to do."""
-        if self._supervisor is not None:
-            await self._supervisor.failed()
+        await asyncio.gather(*(child.failed() for child in (self._children or {}).values()))
 
     async def close(self, timeout_s: float) -> None:
         """End every worker; those that do not end in time are killed."""
         self._closing = True
         for rank in self.workers.layers:
             self.workers.send(rank, Shutdown())
-        if self._supervisor is not None:
-            await self._supervisor.stop(timeout_s)
+        why = "it did not end in time (timeouts.shutdown_close_s)"
+        children = self._children or {}
+        killed = await asyncio.gather(*(child.stop(timeout_s, why) for child in children.values()))
+        for rank in compress(children, killed):
+            log.warning("worker_killed", rank=str(rank), why=why)
         if self._server is not None:
             self._server.close()
 
@@ -169,8 +179,8 @@ class WorkerHost:
                 self._end(rank, f"it said nothing for {silent_s:.1f} s (limit: {name})")
 
     def _end(self, rank: Rank, reason: str) -> None:
-        if self._supervisor is not None:
-            self._supervisor.kill(rank, reason)
+        if self._children is not None:
+            self._kill(rank, reason)
             return
         link = self.workers.link_of(rank)
         if link and self._server is not None:  # an engine's process is not ours to end
@@ -248,11 +258,11 @@ class WorkerHost:
         self._heard_s[rank] = time.monotonic()
         replaced = self.workers.hello(link, message, self._setup)
         if replaced and self._server is not None:
-            if self._supervisor is None:
+            if self._children is None:
                 self._await_end(replaced, rank, self._server.process(replaced))
             self._server.drop(replaced)
             self._listener.worker_gone(rank, "another worker took its place")
-        if self._supervisor is None and self._server is not None:
+        if self._children is None and self._server is not None:
             self._on_returned(rank, self._server.process(link))
 
     def _on_link_gone(self, link: str, process: PeerProcess) -> None:
@@ -261,11 +271,11 @@ class WorkerHost:
         rank = self.workers.rank_of(link)
         if rank is None or self._closing:
             return
-        if self._supervisor is None:
+        if self._children is None:
             self._await_end(link, rank, process)
             self._lost(rank, "its connection ended")
         else:  # only the end of the process proves that nothing moves any more
-            self._supervisor.kill(rank, "its connection ended")
+            self._kill(rank, "its connection ended")
 
     def _on_closed(self, link: str) -> None:
         """An engine's worker has closed its transports, so nothing of it is waited for; its process may live on."""
@@ -273,7 +283,7 @@ class WorkerHost:
         if self._early is not None:
             self._early.pop(link, None)
         rank = self.workers.rank_of(link)
-        if rank is not None and self._supervisor is None and self._server is not None and not self._closing:
+        if rank is not None and self._children is None and self._server is not None and not self._closing:
             self._server.drop(link)
             self._lost(rank, "its engine has closed it")
 
@@ -294,10 +304,42 @@ class WorkerHost:
         if not self._unended[rank] and rank in self._revoked:
             self._report(rank, self._revoked.pop(rank))
 
-    def _on_process_gone(self, rank: Rank, reason: str, cause: EndCause) -> None:
-        self._lost(rank, reason, cause=cause.value)
+    def _kill(self, rank: Rank, why: str) -> None:
+        """End a worker's process, which is started again."""
+        child = (self._children or {})[rank]
+        if child.kill(why):
+            log.error("worker_killed", rank=str(rank), pid=child.pid, why=why)
+
+    def _on_process_gone(self, rank: Rank, end: ChildEnd) -> None:
+        if not self._closing:
+            event = "worker_start_failed" if end.cause is EndCause.START_FAILED else "worker_gone"
+            log.error(event, rank=str(rank), pid=end.pid, reason=end.reason)
+            self._lost(rank, end.reason, cause=end.cause.value)
 
     def _lost(self, rank: Rank, reason: str, *, cause: str = "") -> None:
         self._events.emit(WorkerLost(rank=rank, cause=cause, reason=reason))
         self.workers.gone(rank, reason)
         self._listener.worker_gone(rank, reason)
+
+
+def worker_process(
+    rank: Rank, options: Mapping[str, str], seldom: Seldom, on_end: Callable[[ChildEnd], None]
+) -> SupervisedChild:
+    """Return the process of a rank's worker, not started yet. `options`: of its command line."""
+    options = {"pp": str(rank.pp), "tp": str(rank.tp), "parent": str(os.getpid()), **options}
+    arguments = [word for name, value in options.items() for word in (f"--{name}", value)]
+
+    async def live() -> None:
+        with WorkerOutput(rank, seldom) as output:
+            process = await child.launch(
+                "kvbridge.worker.process",
+                *(*arguments, "--log-descriptor", str(output.log_end)),
+                stdin=asyncio.subprocess.DEVNULL,
+                stderr=output.errors_end,
+                pass_fds=(output.log_end,),
+            )
+            output.started()
+            await process.wait()
+
+    child = SupervisedChild(f"rank {rank}", live, on_end)
+    return child

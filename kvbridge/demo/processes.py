@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from kvbridge.cli.signals import interrupts_ignored
-from kvbridge.core.children import how_it_ended
 from kvbridge.core.errors import BridgeError, PeerError
+from kvbridge.processes import how_it_ended
 
 STOP_S = 3.0
 

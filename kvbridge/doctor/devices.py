@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from kvbridge.core.children import module_command, signal_name
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import FrozenModel
 from kvbridge.doctor.findings import Finding, breaks, fine, not_here, size, warning
 from kvbridge.doctor.memory import ROOT, read_text
 from kvbridge.doctor.needs import Needs
 from kvbridge.kernels.cuda import has_accelerator, runtime
+from kvbridge.processes import module_command, signal_name
 
 TRIAL_BYTES = 2 << 20
 OPENING_S = 60.0

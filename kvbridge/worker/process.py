@@ -8,16 +8,11 @@ not be drained if workers obeyed. So before anything is imported that takes time
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import signal
 import sys
 
 from kvbridge.core.imports import UNUSED_BY_DAEMONS, importing
-
-_PR_SET_PDEATHSIG = 1
-EXIT_ORPHANED = 4
-"""The node had ended before its worker could be bound to it."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -25,8 +20,12 @@ def main(arguments: list[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     given = _parse(arguments)
-    _die_with_parent(given.parent)
     with importing(*UNUSED_BY_DAEMONS):
+        from kvbridge.processes import end_with_parent  # noqa: PLC0415 - imports what takes a while
+
+        end_with_parent(
+            given.parent, signal.SIGKILL
+        )  # however the node ends, nobody may go on writing to its peers' memory
         from kvbridge.worker.lifecycle import serve  # noqa: PLC0415 - takes a while, in which no signal may end us
     return serve(given)
 
@@ -43,16 +42,6 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     for name in ("--role", "--instance", "--node"):
         parser.add_argument(name, required=True, help="for the log")
     return parser.parse_args(arguments)
-
-
-def _die_with_parent(parent: int) -> None:
-    """Have the kernel kill us when the node ends, however it ends: nobody may go on writing to its peers' memory.
-
-    The kernel means the thread that started us: the node's main thread, where its event loop runs.
-    """
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        sys.exit(EXIT_ORPHANED)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from kvbridge.cli.local_cluster import Cluster, DaemonProcess
-from kvbridge.core.children import child_environment
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import ROOM_BITS
+from kvbridge.processes import child_environment
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.bench.load_engine import NUMBER_BITS, Facts
 

@@ -22,6 +22,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import pytest
 
+from kvbridge import processes
 from kvbridge.config.transports import (
     LocalSettings,
     MooncakeSettings,
@@ -31,7 +32,6 @@ from kvbridge.config.transports import (
 from kvbridge.core.errors import TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
-from kvbridge.daemon import children
 from kvbridge.kernels.cuda import runtime
 from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState, TransferStatus, Transport
 from kvbridge.transport.registry import create_transport
@@ -196,7 +196,7 @@ class PeerProcess:
             "memory": backend.destination.value,
             "device": last_device() if self._on_device else 0,
         }
-        self._process = children.Popen(  # tests fork it (`tests.helpers.zygote`)
+        self._process = processes.Popen(  # tests fork it (`tests.helpers.zygote`)
             [sys.executable, "-m", "tests.helpers.transport_peer", json.dumps(arguments)],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},

@@ -23,8 +23,7 @@ from kvbridge.api.endpoint_file import DaemonEndpoint
 from kvbridge.cli.local_cluster import calls
 from kvbridge.config.loading import load_config
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
-from kvbridge.core.children import child_environment
-from kvbridge.daemon.children import ChildProcess, stop_all, wait_for
+from kvbridge.processes import ChildProcess, child_environment, stop_all, wait_for
 from tests.helpers.other_user import as_user
 
 ROOT = Path(__file__).resolve().parents[2]

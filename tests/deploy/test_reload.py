@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kvbridge.cli.local_cluster import LOG_JSON, DaemonProcess
-from kvbridge.daemon.children import stop_all
+from kvbridge.processes import stop_all
 from tests.helpers.cluster import cluster, eventually
 from tests.helpers.live_rooms import bearer, http, live_cluster
 from tests.helpers.redis_server import redis_server

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from kvbridge.core.errors import PeerError
-from kvbridge.daemon.children import ChildProcess, wait_for
+from kvbridge.processes import ChildProcess, wait_for
 from tests.helpers.stopping import stop
 from tests.helpers.tried_cluster import free_ports
 

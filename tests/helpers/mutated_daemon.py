@@ -18,8 +18,8 @@ os._exit(code)
 """
 _WORKER_TOO = """
 import sys
-from kvbridge.daemon import supervisor
-supervisor.module_command = lambda module, *arguments: [sys.executable, "-c", {code!r}, *arguments]
+from kvbridge import processes
+processes.module_command = lambda module, *arguments: [sys.executable, "-c", {code!r}, *arguments]
 """
 
 

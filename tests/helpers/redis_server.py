@@ -11,7 +11,7 @@ from pathlib import Path
 
 import redis
 
-from kvbridge.daemon.children import ChildProcess
+from kvbridge.processes import ChildProcess
 from tests.helpers.cluster import eventually
 
 COMMAND = "redis-server"

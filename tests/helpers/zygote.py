@@ -176,9 +176,9 @@ def _kind(command: Any, environment: Any, *, own_session: bool) -> str:
 
 def install() -> None:
     """Have every `ChildProcess` of this process forked that can be."""
-    from kvbridge.daemon import children
+    from kvbridge import processes
 
-    children.Popen = ForkedPopen
+    processes.Popen = ForkedPopen
 
 
 @contextmanager

@@ -7,7 +7,6 @@ this process is the proof that none of its pages is read or written any more.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import os
 import queue
 import signal
@@ -24,6 +23,7 @@ from kvbridge.config.stores import FileStoreSettings, StoreSettings
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.pool.memory.sharing import MappedRegions
+from kvbridge.processes import end_with_parent
 from kvbridge.telemetry.logs import configure_logs
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores.base import BAD, Answer, ObjectStore, Verb
@@ -44,9 +44,6 @@ from kvbridge.tier.stores.pages import PageStore
 
 EXIT_FAILED = 3
 """It could not serve; the reason was told to the node, or is in the log."""
-EXIT_ORPHANED = 4
-"""The node had ended before this process could be bound to it."""
-_PR_SET_PDEATHSIG = 1
 
 log = structlog.get_logger(__name__)
 
@@ -71,9 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--log-level", default="info")
     given = parser.parse_args(arguments)
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != given.parent:
-        return EXIT_ORPHANED
+    end_with_parent(given.parent, signal.SIGKILL)
     # What libraries print goes to the log, not between our messages.
     link = _Link(sys.stdin.buffer, os.fdopen(os.dup(sys.stdout.fileno()), "wb"))
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())

@@ -20,11 +20,11 @@ import threading
 import time
 
 from kvbridge.config.transports import NixlSettings
-from kvbridge.core.children import child_environment, module_command
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.ids import FrozenModel, NonNegative
 from kvbridge.pool.memory.holding import HeldThings
+from kvbridge.processes import child_environment, module_command
 from kvbridge.transport.background import Call, take_turn
 from kvbridge.transport.base import Steps
 from kvbridge.transport.nixl.agent import NixlAgent, load_library

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvbridge.core.errors import DeadlineError
-from kvbridge.daemon.children import ChildProcess, stop_all
+from kvbridge.processes import ChildProcess, stop_all
 
 END = Path(__file__).with_name("sglang_end.py")
 START_S, CALL_S = 600.0, 120.0

@@ -33,9 +33,9 @@ EXPIRE_S = 40.0
 """`directory.expire_after_s`: longer than any test takes, so that a name is free for a reason of its own."""
 RESTART_S = 2.5
 _LATER = f"""
-from kvbridge.daemon import supervisor
+from kvbridge import processes
 
-supervisor.FIRST_PAUSE_S = supervisor.LONGEST_PAUSE_S = {RESTART_S}
+processes.FIRST_PAUSE_S = processes.LONGEST_PAUSE_S = {RESTART_S}
 """
 """A rank worker that has ended is missed for a while before the next one is there, however slowly that is looked at."""
 

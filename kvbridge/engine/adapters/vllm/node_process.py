@@ -1,7 +1,7 @@
 """The node beside an engine: a child process with an interpreter of its own, or a daemon that an operator runs.
 
 A thread starts the child, and starts it again after a growing pause whenever it ends. The kernel ends the child with that thread
-(`daemon/parent.py`), which lives until `close`. The child's log goes to this process's standard error.
+(`processes.end_with_parent`), which lives until `close`. The child's log goes to this process's standard error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 import structlog
 
 from kvbridge.api.endpoint_file import DaemonEndpoint, read_endpoint
-from kvbridge.core.children import child_environment, how_it_ended, module_command
 from kvbridge.core.errors import ConfigError, ConflictError, NotReadyError, PeerError
 from kvbridge.core.ids import Role
 from kvbridge.engine.adapters.vllm.node_config import (
@@ -28,14 +27,12 @@ from kvbridge.engine.adapters.vllm.node_config import (
     remove_orphans,
     write_node,
 )
+from kvbridge.processes import FIRST_PAUSE_S, RestartPause, child_environment, how_it_ended, module_command
 
 log = structlog.get_logger(__name__)
 
 START_S = 60.0
 """Longest wait for a node to listen."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
-STABLE_AFTER_S = 30.0
-"""A node that lived so long is followed by the next one after the first pause."""
 LOOK_S = 0.02
 DRAIN_S, KILL_S = 2.0, 5.0
 """Limits of `close`: rooms end in peace; after a second signal, endpoints close. Then the node is killed."""
@@ -156,7 +153,7 @@ class NodeProcess:
     # ------------------------------------------------------------------ the thread
 
     def _keep(self) -> None:
-        pause_s = FIRST_PAUSE_S
+        pause = RestartPause()
         while not self._closing.is_set():
             begun_s = time.monotonic()
             try:
@@ -167,10 +164,9 @@ class NodeProcess:
             if self._closing.is_set():
                 return
             self.ends.append(how)
+            pause_s = pause.after(time.monotonic() - begun_s)
             log.error("node_gone", node_role=self._role.value, reason=how, again_in_s=pause_s)
             self._closing.wait(pause_s)
-            lasted = time.monotonic() - begun_s > STABLE_AFTER_S
-            pause_s = FIRST_PAUSE_S if lasted else min(LONGEST_PAUSE_S, 2 * pause_s)
 
     def _run(self) -> str:
         """Start a child and wait until it ends. Returns why it ended, or did not even begin."""

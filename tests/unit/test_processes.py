@@ -10,10 +10,10 @@ import pytest
 
 import kvbridge
 from kvbridge.config.loading import RESERVED_VARIABLES
-from kvbridge.core.children import child_environment, end_cause, how_it_ended, module_command
+from kvbridge.processes import child_environment, end_cause, how_it_ended, module_command
 
 PACKAGE = Path(kvbridge.__file__).parent
-HELPER = PACKAGE / "core" / "children.py"
+HELPER = PACKAGE / "processes.py"
 
 
 def interpreters_named(source: ast.AST) -> set[int]:

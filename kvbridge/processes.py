@@ -1,0 +1,332 @@
+"""Child processes: the command and the environment of one, its start, its life under supervision, its end in words."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
+from typing import Any, TypeVar
+
+from kvbridge.core.errors import DeadlineError, PeerError
+
+SETTINGS_PREFIX = "KVBRIDGE_"
+"""Variables with this prefix set keys of a configuration, except those of `PROCESS_VARIABLES`."""
+PROCESS_VARIABLES = frozenset({"KVBRIDGE_KERNEL_CACHE"})
+"""Variables that every process reads by itself: no configuration has a key for them, and children get them."""
+
+EXIT_ORPHANED = 4
+"""The parent had ended before the child could bind itself to the parent."""
+STOP_S = 20.0
+KILL_S = 5.0
+"""A killed process is gone within this time, or the machine has other troubles."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 10.0
+STABLE_AFTER_S = 30.0
+"""After a process that lived this long, the next one is started after the first pause."""
+LONGEST_LINE = 300
+"""An error shows this many characters of a line of a log."""
+_READ_BYTES = 4096
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.CDLL(None).prctl
+
+FoundT = TypeVar("FoundT")
+
+
+def module_command(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module in an interpreter of its own.
+
+    Without `-P`, Python would import files of the working directory in place of installed modules, and so run them.
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]
+
+
+def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without settings of a configuration: a child gets its settings from us, and no secret travels."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if not name.startswith(SETTINGS_PREFIX) or name in PROCESS_VARIABLES
+    }
+
+
+class EndCause(StrEnum):
+    """Why a process is not there any more."""
+
+    KILLED = "killed"
+    EXITED = "exited"
+    START_FAILED = "start_failed"
+    """There was no process."""
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal. Real-time signals have none: they are numbers."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def end_cause(code: int) -> EndCause:
+    """Return the cause that an exit code stands for; a negative one is the number of a signal."""
+    return EndCause.KILLED if code < 0 else EndCause.EXITED
+
+
+def how_it_ended(code: int) -> str:
+    """Return an exit code in words."""
+    return f"killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
+
+
+# ------------------------------------------------------------------ in the child
+
+
+def end_with_parent(parent: int, number: signal.Signals, *, watch_input: bool = False) -> None:
+    """Have the kernel send this process a signal when process `parent`, which started it, ends. Exit when it has ended already.
+
+    The kernel sends the signal when the parent's *thread* ends that started this process. `watch_input`: send the signal also when
+    the parent closes the pipe to the standard input.
+    """
+    _prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+    if os.getppid() != parent:
+        sys.exit(EXIT_ORPHANED)
+    if watch_input:
+        threading.Thread(target=_wait_for_input_end, args=(number,), name="kvbridge-parent", daemon=True).start()
+
+
+def _wait_for_input_end(number: signal.Signals) -> None:
+    while os.read(0, _READ_BYTES):
+        pass
+    os.kill(os.getpid(), number)
+
+
+# ------------------------------------------------------------------ a child that is kept running
+
+
+class RestartPause:
+    """The pause before a process is started again: it doubles from one start to the next."""
+
+    def __init__(self) -> None:
+        self._next_s = FIRST_PAUSE_S
+
+    def after(self, lived_s: float) -> float:
+        """Return the pause after a process that lived for `lived_s`."""
+        pause_s = FIRST_PAUSE_S if lived_s > STABLE_AFTER_S else self._next_s
+        self._next_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+        return pause_s
+
+
+@dataclass(frozen=True, slots=True)
+class ChildEnd:
+    """The end of a supervised process, or its failed start."""
+
+    how: str
+    cause: EndCause
+    pid: int = 0
+    why: str = ""
+    """Why it was killed, or why it gave up; empty when that is not known."""
+
+    @property
+    def reason(self) -> str:
+        """How and why it ended."""
+        return f"{self.how} ({self.why})" if self.why else self.how
+
+
+class SupervisedChild:
+    """One child process, started again after a growing pause whenever it has ended. Used in one running loop."""
+
+    def __init__(self, name: str, live: Callable[[], Awaitable[None]], on_end: Callable[[ChildEnd], None]) -> None:
+        """`live()` starts the process by `launch`, and returns when the process has ended or is about to.
+
+        `on_end` is called after each end, before the next start. A defect in either is raised by `failed`.
+        """
+        self.process: asyncio.subprocess.Process | None = None
+        self.why = ""
+        """Why the present process ends, as far as that is known."""
+        self._name = name
+        self._live = live
+        self._on_end = on_end
+        self._stopping = False
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int:
+        """The id of the present process, else 0."""
+        return 0 if self.process is None else self.process.pid
+
+    def start(self) -> None:
+        """Keep a process running from now on."""
+        self._task = asyncio.create_task(self._keep(), name=f"supervise {self._name}")
+
+    async def failed(self) -> None:
+        """Raise when the process is not supervised any more, by a defect."""
+        if self._task is not None:
+            await asyncio.shield(self._task)
+
+    async def launch(self, module: str, *arguments: str, **options: Any) -> asyncio.subprocess.Process:  # noqa: ANN401 - asyncio's
+        """Run a module, without settings and in a session of its own: Ctrl-C is the parent's."""
+        self.process = await asyncio.create_subprocess_exec(
+            *module_command(module, *arguments), start_new_session=True, env=child_environment(os.environ), **options
+        )
+        return self.process
+
+    def kill(self, why: str = "") -> bool:
+        """End the process, however it hangs; it is started again. Return whether there was one that was not being killed yet."""
+        if self.process is None or self.process.returncode is not None:
+            return False
+        is_first, self.why = not self.why, self.why or why
+        # Not through `process`, which would look for the exit code itself and so take it from whoever waits for it.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGKILL)
+        return is_first
+
+    async def stop(self, timeout_s: float, why: str) -> bool:
+        """Start no process any more, wait until the present one ends, kill it after `timeout_s`. Return whether it was killed."""
+        self._stopping = True
+        if self._task is None:
+            return False
+        if self.process is None:
+            self._task.cancel()
+        await asyncio.wait([self._task], timeout=timeout_s)
+        if killed := self.kill(why):
+            await asyncio.wait([self._task], timeout=timeout_s)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        return killed
+
+    async def _keep(self) -> None:
+        pause = RestartPause()
+        while not self._stopping:
+            begun_s = time.monotonic()
+            end = await self._run()
+            self._on_end(end)
+            if not self._stopping:
+                await asyncio.sleep(pause.after(time.monotonic() - begun_s))
+
+    async def _run(self) -> ChildEnd:
+        self.why = ""
+        try:
+            await self._live()
+            assert self.process is not None, "`live` launches a process"
+            code = await self.process.wait()
+            return ChildEnd(how_it_ended(code), end_cause(code), self.process.pid, self.why)
+        except OSError as error:  # descriptors, processes or memory are short, perhaps for a moment only
+            if self.process is not None:
+                raise
+            return ChildEnd(f"start failed: {error}", EndCause.START_FAILED)
+        finally:
+            self.process = None
+
+
+# ------------------------------------------------------------------ children that somebody else watches
+
+
+class ChildProcess:
+    """A child process of a command or a test; its standard error (and output) is appended to `log_path`."""
+
+    def __init__(self, name: str, log_path: Path, *, ends_with_us: bool = False) -> None:
+        """`name` is for messages. `ends_with_us`: SIGTERM when the thread that started it ends, however it ends."""
+        self.name = name
+        self.log_path = log_path
+        self.process: Popen[bytes] | None = None
+        self._ends_with_us = ends_with_us
+
+    def launch(
+        self, command: Sequence[str], *, piped: bool = False, environment: Mapping[str, str] | None = None
+    ) -> Popen[bytes]:
+        """Start the process, in a session of its own. `piped`: its standard input and output are pipes, else nothing and the log.
+
+        `environment` is added to this process's own, less the settings of kvbridge.
+        """
+        with self.log_path.open("ab") as log:
+            self.process = Popen(
+                command,
+                stdin=PIPE if piped else DEVNULL,
+                stdout=PIPE if piped else log,
+                stderr=log,
+                env=child_environment(os.environ) | dict(environment or {}),
+                start_new_session=True,
+                preexec_fn=_TERM_WITH_PARENT if self._ends_with_us else None,  # noqa: PLW1509 - it calls one C function
+            )
+        return self.process
+
+    @property
+    def running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self.process is not None and self.process.poll() is None
+
+    def check_running(self) -> None:
+        """Raise PeerError with the tail of its log when it has ended."""
+        process = self.process  # another thread may start it again meanwhile
+        if process is not None and process.poll() is not None:
+            tail = "\n".join(line[:LONGEST_LINE] for line in self.log(8).splitlines())
+            found = f"its log ends:\n{tail}" if tail else "its log is empty"
+            raise PeerError(f"{self.name} ended ({how_it_ended(process.returncode)}); {found}")
+
+    def log(self, lines: int = 60) -> str:
+        """Return the last lines of its output."""
+        text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """Send a signal; after SIGKILL, wait for the end."""
+        if self.process is None:
+            return
+        self.process.send_signal(number)
+        if number is signal.SIGKILL:
+            self.process.wait(KILL_S)
+
+    def stop(self) -> int:
+        """Send SIGTERM, wait, kill what does not end; return the exit code (0 when it never ran)."""
+        stop_all([self], timeout_s=STOP_S)
+        return 0 if self.process is None else int(self.process.returncode)
+
+
+_TERM_WITH_PARENT = partial(_prctl, _PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
+def stop_all(children: Iterable[ChildProcess], *, timeout_s: float, hurry_after_s: float | None = None) -> None:
+    """End processes together: SIGTERM, once more after `hurry_after_s`, and SIGKILL to those left after `timeout_s`."""
+    running = [child.process for child in children if child.process is not None and child.process.poll() is None]
+    for process in running:
+        process.send_signal(signal.SIGCONT)  # a stopped one would not hear the rest
+        process.terminate()
+    deadline_s = time.monotonic() + timeout_s
+    if hurry_after_s is not None:
+        for process in _wait_all(running, min(deadline_s, time.monotonic() + hurry_after_s)):
+            process.terminate()
+    for process in _wait_all(running, deadline_s):
+        process.kill()
+        process.wait(KILL_S)
+
+
+def _wait_all(processes: list[Popen[bytes]], deadline_s: float) -> list[Popen[bytes]]:
+    """Return those that have not ended by the deadline."""
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return [process for process in processes if process.poll() is None]
+
+
+def wait_for(
+    what: str, look: Callable[[], FoundT | None], *, timeout_s: float, watched: Iterable[ChildProcess] = ()
+) -> FoundT:
+    """Return the first true value of `look`. Raises PeerError when a watched process ends first, else DeadlineError."""
+    deadline_s = time.monotonic() + timeout_s
+    watched = tuple(watched)
+    while True:
+        for child in watched:
+            child.check_running()
+        found = look()
+        if found:
+            return found
+        if time.monotonic() >= deadline_s:
+            raise DeadlineError(f"{what}: not within {timeout_s:g} s")
+        time.sleep(0.02)
