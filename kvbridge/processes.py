@@ -13,7 +13,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from typing import Any, TypeVar
@@ -254,7 +253,7 @@ class ChildProcess:
                 stderr=log,
                 env=child_environment(os.environ) | dict(environment or {}),
                 start_new_session=True,
-                preexec_fn=_TERM_WITH_PARENT if self._ends_with_us else None,  # noqa: PLW1509 - it calls one C function
+                preexec_fn=_term_with_parent if self._ends_with_us else None,  # noqa: PLW1509 - it calls one C function
             )
         return self.process
 
@@ -290,7 +289,8 @@ class ChildProcess:
         return 0 if self.process is None else int(self.process.returncode)
 
 
-_TERM_WITH_PARENT = partial(_prctl, _PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+def _term_with_parent() -> None:
+    _prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 def stop_all(children: Iterable[ChildProcess], *, timeout_s: float, hurry_after_s: float | None = None) -> None:
