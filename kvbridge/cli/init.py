@@ -20,7 +20,7 @@ from kvbridge.control.keys import generate_keys, write_keys, write_secret
 from kvbridge.core.addresses import is_loopback
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.presets import PRESETS
+from kvbridge.core.geometry.models import PRESETS
 from kvbridge.core.ids import IndexSpace
 from kvbridge.daemon.memory import plan_memory
 from kvbridge.daemon.model import load_geometry

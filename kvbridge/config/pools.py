@@ -10,7 +10,7 @@ from typing import Annotated, Self
 from pydantic import ByteSize, Field, model_validator
 
 from kvbridge.core.geometry.components import ComponentKind, Encoding
-from kvbridge.core.geometry.presets import PRESETS
+from kvbridge.core.geometry.models import PRESETS
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank
 
 Device = Annotated[str, Field(pattern=r"^(cpu|cuda:\d{1,2})$")]

@@ -8,9 +8,8 @@ from kvbridge.config.pools import MemoryOwner
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.tier import HostTier
 from kvbridge.core.errors import ConfigError
-from kvbridge.core.geometry.checkpoints import needs_checkpoints
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
-from kvbridge.core.geometry.twins import twin_components
+from kvbridge.core.geometry.tiers import needs_checkpoints, twin_components
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.memory.layout import Chunking, RankPart, twin_placement
 from kvbridge.pool.memory.placement import Placement

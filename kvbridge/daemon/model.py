@@ -11,8 +11,7 @@ from pydantic import ValidationError
 from kvbridge.config.pools import ModelConfig
 from kvbridge.core.errors import ConfigError, UnavailableError
 from kvbridge.core.geometry.components import ModelGeometry
-from kvbridge.core.geometry.huggingface import geometry_from_config
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import geometry_from_config, preset
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 

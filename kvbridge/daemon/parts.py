@@ -13,7 +13,7 @@ from kvbridge.config.tier import CopyBackend
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.geometry.components import Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.geometry.tables import GROWING_SPACES
+from kvbridge.core.geometry.pages import GROWING_SPACES
 from kvbridge.core.ids import TWINS, IndexSpace, NodeIdentity, Rank, Role
 from kvbridge.core.wire.engine_messages import Attached
 from kvbridge.core.wire.features import ENGINE_FEATURES, Feature, Features

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvbridge.config.schema import PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError, NotReadyError
-from kvbridge.core.geometry.checkpoints import why_no_prefixes
+from kvbridge.core.geometry.tiers import why_no_prefixes
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.features import PEER_FEATURES
 from kvbridge.core.wire.messages import (

@@ -18,7 +18,7 @@ from kvbridge.config.transports import TransportName
 from kvbridge.core.errors import ConfigError, InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind, Encoding, ModelGeometry
 from kvbridge.core.geometry.hot_buffer import SparseSettings
-from kvbridge.core.geometry.huggingface import geometry_from_config
+from kvbridge.core.geometry.models import geometry_from_config
 from kvbridge.daemon.model import native_dtype_bytes, read_hf_config
 from kvbridge.demo.prompts import TOKEN_COUNT, Request, conversations, single_prompts
 

@@ -11,7 +11,7 @@ from typing import Self
 
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, ConflictError, DeadlineError, InvalidInputError, RoomFailedError
-from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import Role, Tables
 from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.wire.engine_messages import Claim, Extend, Fetch, Pages, Provide, Release, SparseRows

@@ -15,7 +15,7 @@ import torch
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import Component, Encoding
-from kvbridge.core.geometry.families import FP8_INDEXER_SCALED_VALUES, FP8_SCALE_ROW_BYTES, FP8_SCALED_VALUES
+from kvbridge.core.geometry.models import FP8_INDEXER_SCALED_VALUES, FP8_SCALE_ROW_BYTES, FP8_SCALED_VALUES
 
 E4M3_MAX = 448.0
 _E4M3 = torch.float8_e4m3fn

@@ -21,8 +21,8 @@ import torch
 
 from kvbridge.config.tier import CopyBackend
 from kvbridge.core.closing import Closing
-from kvbridge.core.geometry.tables import tables_from_wire
-from kvbridge.core.geometry.twins import twin_pieces
+from kvbridge.core.geometry.pages import tables_from_wire
+from kvbridge.core.geometry.tiers import twin_pieces
 from kvbridge.core.ids import IndexSpace, PageMoves, Rank
 from kvbridge.core.wire.engine_messages import Pages
 from kvbridge.core.wire.shared_memory import StreamPoint

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvbridge.core.geometry.components import Component, Liveness, RowInterval
-from kvbridge.core.geometry.tables import joined_tables, tables_from_wire
+from kvbridge.core.geometry.pages import joined_tables, tables_from_wire
 from kvbridge.core.ids import Role, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.prefixes import Retention

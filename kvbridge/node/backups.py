@@ -16,7 +16,7 @@ import structlog
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import DeadlineError
-from kvbridge.core.geometry.twins import twin_space
+from kvbridge.core.geometry.tiers import twin_space
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Rank
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.worker_messages import CopyPages, PageMove, PagesCopied

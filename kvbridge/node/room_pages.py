@@ -15,10 +15,9 @@ import structlog
 
 from kvbridge.config.timeouts import DaemonTimeouts
 from kvbridge.core.errors import BridgeError, TransportError
-from kvbridge.core.geometry.checkpoints import needs_checkpoints
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
-from kvbridge.core.geometry.pages import pages_needed
-from kvbridge.core.geometry.tables import GROWING_SPACES, check_demand, joined_tables, request_tables
+from kvbridge.core.geometry.pages import GROWING_SPACES, check_demand, joined_tables, pages_needed, request_tables
+from kvbridge.core.geometry.tiers import needs_checkpoints
 from kvbridge.core.ids import TWINS, IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.wire.engine_messages import Loaded

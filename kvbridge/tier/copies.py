@@ -18,7 +18,7 @@ from kvbridge.core.closing import Closing
 from kvbridge.core.errors import ConfigError, InvalidInputError, PageOutOfBoundsError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.geometry.twins import twin_pieces, twin_space
+from kvbridge.core.geometry.tiers import twin_pieces, twin_space
 from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray, PageMoves
 from kvbridge.kernels.places import PageMemory, PagePair
 from kvbridge.pool.memory.layout import RankPart

@@ -19,8 +19,8 @@ import structlog
 from kvbridge.config.tier import CopyBackend
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, InvalidInputError, TransportError
-from kvbridge.core.geometry.tables import tables_from_wire
-from kvbridge.core.geometry.twins import twin_space
+from kvbridge.core.geometry.pages import tables_from_wire
+from kvbridge.core.geometry.tiers import twin_space
 from kvbridge.core.ids import TWINS, IndexSpace, MemoryKind, PageMoves
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.core.wire.worker_messages import CopyPages, PagesCopied

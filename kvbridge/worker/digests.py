@@ -11,7 +11,7 @@ import numpy as np
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ModelGeometry
-from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import MemoryKind, Tables
 from kvbridge.core.plan.crc32c import ChecksumArray, followed_by
 from kvbridge.core.plan.digest_sums import DigestSums

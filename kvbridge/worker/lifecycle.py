@@ -14,8 +14,7 @@ import structlog
 
 from kvbridge.config.transports import TransportSettings
 from kvbridge.core.errors import BridgeError, DeadlineError, NotReadyError
-from kvbridge.core.geometry.checks import check_manifest
-from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint
+from kvbridge.core.geometry.manifest import RankManifest, Region, check_manifest, fingerprint
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import REASON_CHARS, Heartbeat
 from kvbridge.core.wire.worker_messages import (

@@ -10,7 +10,7 @@ import structlog
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.geometry.components import ModelGeometry
-from kvbridge.core.geometry.tables import joined_tables, tables_from_wire
+from kvbridge.core.geometry.pages import joined_tables, tables_from_wire
 from kvbridge.core.ids import Rank, Tables
 from kvbridge.core.plan.digests import DigestKind, PageDigests, sent_groups
 from kvbridge.core.plan.operations import Amounts, Operations, add_amounts

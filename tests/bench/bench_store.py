@@ -29,7 +29,7 @@ import numpy as np
 
 from kvbridge.config.stores import FileStoreSettings, MooncakeStoreSettings
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.pool.memory.layout import host_placement
 from kvbridge.pool.memory.pools import MappedPool
 from kvbridge.tier.keys import Keys

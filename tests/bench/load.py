@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from kvbridge.cli.local_cluster import Cluster, DaemonProcess
 from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import ROOM_BITS
 from kvbridge.processes import child_environment
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys

@@ -23,10 +23,10 @@ from typing import Any
 
 from kvbridge.cli.local_cluster import used_pages, wait_all_ready
 from kvbridge.cli.trace import TraceRequest, read_trace
-from kvbridge.core.geometry.checkpoints import needs_checkpoints
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.pages import pages_needed
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.tiers import needs_checkpoints
 from kvbridge.core.ids import IndexSpace
 from tests.bench.load import Load, RefusedError, RoomLostError, identity_of, load
 from tests.bench.load_engine import Facts

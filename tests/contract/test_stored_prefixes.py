@@ -19,8 +19,8 @@ import pytest
 
 from kvbridge.config.stores import StoreLimits
 from kvbridge.config.tier import HostTier, TierConfig
-from kvbridge.core.geometry.presets import preset
-from kvbridge.core.geometry.twins import twin_components
+from kvbridge.core.geometry.models import preset
+from kvbridge.core.geometry.tiers import twin_components
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.prefixes import Evicted
 from kvbridge.node.store_writes import ORDER_PAGES

@@ -11,7 +11,7 @@ from pathlib import Path
 from kvbridge.cli.local_cluster import (
     DaemonProcess,
 )
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import Role
 from kvbridge.daemon.memory import file_prefix
 from kvbridge.tier.keys import NO_KEYS

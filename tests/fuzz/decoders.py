@@ -20,9 +20,9 @@ from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.control.keys import generate_keys, parse_entry
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, ConfigError, InvalidInputError, TransportError
-from kvbridge.core.geometry.checks import check_manifest
-from kvbridge.core.geometry.presets import preset
-from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.geometry.manifest import check_manifest
+from kvbridge.core.geometry.models import preset
+from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.operations import Amount, Section
 from kvbridge.core.wire import engine_messages as engine

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.engine.attach import adopted_region
 from kvbridge.engine.decode import DecodeEngine

@@ -16,7 +16,7 @@ import torch
 
 from kvbridge.config.tier import CopyBackend
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.base import Engine

@@ -10,7 +10,7 @@ import pytest
 from kvbridge.config.pools import DeviceLayout, HostLayout
 from kvbridge.config.tier import CopyBackend
 from kvbridge.core.errors import UnsupportedError
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace
 from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.page_copies import CudaPageCopier

@@ -13,7 +13,7 @@ import pytest
 
 from kvbridge.config.pools import HostLayout
 from kvbridge.config.tier import CopyBackend
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.kernels.cuda import buffers
 from kvbridge.kernels.reference import array_at
 from kvbridge.tier.copies import Direction

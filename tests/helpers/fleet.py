@@ -13,7 +13,7 @@ from kvbridge.api.directory import Load, NodeHeartbeat, NodeRegistration
 from kvbridge.config.schema import BootstrapConfig
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import Rank, Role
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 

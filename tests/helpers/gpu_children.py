@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
-from kvbridge.core.geometry.pages import pages_needed
-from kvbridge.core.geometry.presets import preset
-from kvbridge.core.geometry.tables import request_tables
+from kvbridge.core.geometry.models import preset
+from kvbridge.core.geometry.pages import pages_needed, request_tables
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.shared_memory import SharedRegion

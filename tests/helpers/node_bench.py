@@ -9,7 +9,7 @@ import numpy as np
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, PageTable, Rank
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.wire.engine_messages import AskRestorable, Pages

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 
 TIER = {"tier": {"enabled": True, "model_name": "a model", "model_revision": "1"}}

@@ -14,7 +14,7 @@ from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint, lane_interval
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable, Rank, Role, Tables
 from kvbridge.core.plan.accounting import Demand, LaneRows
 from kvbridge.core.plan.operations import Amount, Amounts

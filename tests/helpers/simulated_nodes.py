@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from kvbridge.core.geometry.manifest import RankManifest
-from kvbridge.core.geometry.tables import joined_tables, tables_from_wire
+from kvbridge.core.geometry.pages import joined_tables, tables_from_wire
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts, add_amounts

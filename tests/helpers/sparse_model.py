@@ -11,7 +11,7 @@ from transformers import DynamicCache
 
 from kvbridge.core.geometry.components import ComponentKind, Encoding
 from kvbridge.core.geometry.hot_buffer import SparseSettings
-from kvbridge.core.geometry.huggingface import geometry_from_config
+from kvbridge.core.geometry.models import geometry_from_config
 from kvbridge.core.ids import IndexSpace, PageTable, Tables
 from kvbridge.demo.reference import SelectedAttention
 from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker, reencoded

@@ -14,7 +14,7 @@ import torch
 from kvbridge.core.geometry.components import Component, ComponentKind
 from kvbridge.core.geometry.hot_buffer import SparseSettings
 from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.sparse import ReleasedRequest, SparseCache
 

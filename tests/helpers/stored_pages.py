@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.pool.memory.layout import Chunking, HostLayout, host_placement
 from kvbridge.pool.memory.pools import MappedPool
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys

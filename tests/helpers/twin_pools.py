@@ -14,7 +14,7 @@ from kvbridge.config.tier import CopyBackend
 from kvbridge.core.geometry.components import Component, Liveness, ModelGeometry
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.pages import window_pages
-from kvbridge.core.geometry.twins import twin_components, twin_space
+from kvbridge.core.geometry.tiers import twin_components, twin_space
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageMoves, Rank
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, twin_placement
 from kvbridge.pool.memory.placement import Placement

@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Sequence
 
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, NotReadyError, PeerError
-from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.wire.engine_messages import Fetch, Hold, RoomEvent
 from kvbridge.engine.adapters.vllm.requests import Request, Source, params_of

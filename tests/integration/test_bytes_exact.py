@@ -15,8 +15,7 @@ import pytest
 
 from kvbridge.config.pools import HostLayout
 from kvbridge.core.geometry.components import ComponentKind, Encoding, ModelGeometry
-from kvbridge.core.geometry.families import RowForm, grouped_geometry
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import geometry_from_config, preset
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.memory.layout import Chunking
 from tests.helpers.matrices import kept
@@ -237,14 +236,10 @@ def test_latents_arrive_byte_for_byte(link: Crossing, case: Case) -> None:
 
 
 def grouped(heads: int, source: Ranks, destination: Ranks) -> Setting:
-    geometry = grouped_geometry(
-        f"grouped-{heads}",
-        6,
-        sliding=(1, 4),
-        window=100,
-        row=RowForm(encoding=Encoding.BF16, parts=(2 * 128 * 2,), lanes=heads),
-        tokens_per_page=64,
-    )
+    layer_types = ["sliding_attention" if layer in {1, 4} else "full_attention" for layer in range(6)]
+    config = {"model_type": "grouped", "num_hidden_layers": 6, "num_attention_heads": heads, "head_dim": 128}
+    config |= {"sliding_window": 100, "layer_types": layer_types}
+    geometry = geometry_from_config(config, encoding=Encoding.BF16, tokens_per_page=64, name=f"grouped-{heads}")
     pages: list[Mapping[IndexSpace, int]] = [{FULL: 12, SWA: 6}, {FULL: 14, SWA: 5}]
     return Setting(geometry, source, destination, Form(pages[0]), Form(pages[1]), "local", f"{heads}heads")
 

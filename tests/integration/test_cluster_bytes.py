@@ -18,7 +18,7 @@ import torch
 from kvbridge.core.errors import InvalidInputError, RoomFailedError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Tables
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.attach import adopted_region

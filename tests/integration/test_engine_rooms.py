@@ -14,7 +14,7 @@ import torch
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import PeerError
 from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.engine.attach import adopted_region

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.telemetry.phases import PHASES

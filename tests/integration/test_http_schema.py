@@ -23,7 +23,7 @@ from schemathesis.schemas import APIOperation
 from schemathesis.specs.openapi import checks
 
 from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from tests.helpers.cluster import DaemonProcess
 from tests.helpers.live_rooms import LiveCluster, http, live_cluster
 

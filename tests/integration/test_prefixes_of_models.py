@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbridge.core.geometry.checkpoints import needs_checkpoints
+from kvbridge.core.geometry.tiers import needs_checkpoints
 from kvbridge.core.ids import IndexSpace
 from tests.helpers.cluster import cluster, eventually
 from tests.helpers.conversation import TIER, Conversation

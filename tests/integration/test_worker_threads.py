@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace
 from tests.helpers.rank_harness import Case, Setting, crossing
 from tests.helpers.rank_pools import Form, Ranks

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvbridge.core.errors import CapacityError
-from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.wire.worker_messages import CopyPages, PagesCopied
 from kvbridge.node.backups import Backups, CopyLimits

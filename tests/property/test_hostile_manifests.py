@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbridge.core.errors import BridgeError
-from kvbridge.core.geometry.checks import check_manifest
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.manifest import check_manifest
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, PageTable, Tables
 from kvbridge.core.plan.neighbours import page_operations
 from kvbridge.core.plan.operations import Section

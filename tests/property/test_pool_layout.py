@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbridge.config.pools import HostLayout
-from kvbridge.core.geometry.checks import check_disjoint
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.presets import preset
-from kvbridge.core.geometry.twins import twin_components, twin_space
+from kvbridge.core.geometry.manifest import check_disjoint
+from kvbridge.core.geometry.models import preset
+from kvbridge.core.geometry.tiers import twin_components, twin_space
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement, twin_placement
 from kvbridge.pool.memory.placement import Placement

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kvbridge.core.errors import InvalidInputError, PageOutOfBoundsError, UnsupportedError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.pool.memory.layout import HostLayout, host_placement
 from kvbridge.pool.memory.pools import MappedPool

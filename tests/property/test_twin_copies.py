@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvbridge.config.pools import DeviceLayout
 from kvbridge.config.tier import CopyBackend
 from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness, ModelGeometry
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, PageMoves
 from kvbridge.pool.memory.layout import Chunking
 from kvbridge.tier.copies import CopyMeans

@@ -1,21 +1,27 @@
-"""How many pages a request needs in each index space, and which logical pages its windows touch.
+"""The pages that a request needs in each index space, and its page tables.
 
-Window pages form a ring. A request reserves `pages_needed(...)[SWA]` physical pages at admission and never more:
-logical page `j` lives in entry `(j - first) % n` of the `n` reserved ones, where `first` is the first logical page that
-was live at the end of the prompt. A page whose rows have slid out is so used again for a page to come.
+Window pages form a ring. A request reserves `pages_needed(...)[SWA]` physical pages at admission and never more: logical page `j`
+lives in entry `(j - first) % n` of the `n` reserved ones, where `first` is the first logical page that was live at the end of the
+prompt. So a page whose rows have slid out is used again for a later page.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
-from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, ModelGeometry, RowInterval
-from kvbridge.core.ids import IndexSpace, PageTable, Tables
+from kvbridge.core.ids import IndexSpace, Pages, PageTable, Tables
+from kvbridge.core.wire.messages import MAX_TABLE_BYTES, WireTable
 
 NO_HOST: frozenset[ComponentKind] = frozenset()
+GROWING_SPACES = (IndexSpace.FULL, IndexSpace.HOST)
+"""Those in which a page is final once its tokens are computed."""
+MOST_PAGES = MAX_TABLE_BYTES // 4
+"""Pages that a table on the wire can name."""
 
 
 def pages_needed(
@@ -27,9 +33,9 @@ def pages_needed(
 ) -> dict[IndexSpace, int]:
     """Return the pages to reserve in each space that the node uses, for a request that ends with `tokens` tokens.
 
-    `tokens` counts the prompt and all that decode may append. `prompt_tokens` is where decode begins; left out, nothing
-    is appended, as on a prefill node. `host` names the components that live in the node's host pool. Raises
-    InvalidInputError when the token counts contradict each other or a component in `host` cannot live there.
+    `tokens` counts the prompt and all that decode may append. Decode begins at `prompt_tokens`; left out, nothing is appended, as
+    on a prefill node. `host` names the components that live in the node's host pool. Raises InvalidInputError when the token counts
+    contradict each other or a component in `host` cannot live there.
     """
     begin = tokens if prompt_tokens is None else prompt_tokens
     if not 0 <= begin <= tokens:
@@ -63,10 +69,23 @@ def _pages(geometry: ModelGeometry, component: Component, space: IndexSpace, *, 
             raise InvalidInputError(f"component '{component.kind}': requests have no pages of '{space}'")
 
 
+def check_demand(demand: Mapping[IndexSpace, int]) -> None:
+    """Raise InvalidInputError when a request needs more pages of a space than a message can name."""
+    for space, count in demand.items():
+        if count > MOST_PAGES:
+            raise InvalidInputError(
+                f"the request needs {count} pages of space '{space}', one page table names at most {MOST_PAGES}; "
+                "shorten the request"
+            )
+
+
+# ------------------------------------------------------------------------------------------- windows
+
+
 def first_window_page(geometry: ModelGeometry, tokens: int) -> int:
     """Return the logical page of the earliest row that is live in the window space at `tokens` tokens.
 
-    When none is live it is the page that the next row falls into.
+    When no row is live, return the page of the next row.
     """
     return min((rows.start for rows in _live_windows(geometry, tokens)), default=tokens) // geometry.tokens_per_page
 
@@ -79,22 +98,31 @@ def window_pages(geometry: ModelGeometry, tokens: int) -> range:
 
 
 def most_window_pages(geometry: ModelGeometry) -> int:
-    """Return the most window pages that a request can need at once, at any length."""
-    return max((_most_pages(component, geometry) for component in _window_components(geometry)), default=0)
+    """Return the most window pages that a request can need at once, at any length.
+
+    They hold the rows that are needed to compute one more token, wherever those rows begin.
+    """
+    page, most = geometry.tokens_per_page, 0
+    for component in _window_components(geometry):
+        match component.liveness:
+            case Liveness.WINDOW:
+                rows, step = component.window, 1
+            case Liveness.TAIL:
+                # A block is pooled when its last token arrives, so then it and its overlap are needed whole.
+                rows, step = component.block * (component.overlap + 1), math.gcd(component.block, page)
+            case _:
+                rows, step = 1, page
+        most = max(most, (page - step + rows - 1) // page + 1)
+    return most
 
 
-def _most_pages(component: Component, geometry: ModelGeometry) -> int:
-    """Pages that the rows needed to compute one more token can touch, wherever they begin."""
-    page = geometry.tokens_per_page
-    match component.liveness:
-        case Liveness.WINDOW:
-            rows, step = component.window, 1
-        case Liveness.TAIL:
-            # A block is pooled when its last token arrives, so then it and its overlap are needed whole.
-            rows, step = component.block * (component.overlap + 1), math.gcd(component.block, page)
-        case _:
-            rows, step = 1, page
-    return (page - step + rows - 1) // page + 1
+def _live_windows(geometry: ModelGeometry, tokens: int) -> list[RowInterval]:
+    rows = [component.live_rows(tokens) for component in _window_components(geometry)]
+    return [interval for interval in rows if interval.count]
+
+
+def _window_components(geometry: ModelGeometry) -> list[Component]:
+    return [component for component in geometry.components if component.space is IndexSpace.SWA]
 
 
 def rotate_window(table: PageTable, *, first_page: int, page_count: int) -> PageTable:
@@ -114,6 +142,73 @@ def rotate_window(table: PageTable, *, first_page: int, page_count: int) -> Page
     return PageTable(IndexSpace.SWA, ids[entries], first_page)
 
 
+# ------------------------------------------------------------------------------------------- tables
+
+
+def request_tables(geometry: ModelGeometry, ids: Pages, *, prompt_tokens: int) -> Tables:
+    """Build the tables of a request of `prompt_tokens` tokens; a window table begins with its last window."""
+    return {
+        space: PageTable(
+            space,
+            np.ascontiguousarray(pages, dtype=np.int32),
+            first_window_page(geometry, prompt_tokens) if space is IndexSpace.SWA else 0,
+        )
+        for space, pages in ids.items()
+    }
+
+
+def further_tables(held: Tables, named: Tables) -> Tables:
+    """Return the pages of `named` that follow those of `held`, which `named` may repeat.
+
+    Raises ConflictError when `named` has another page in the place of a held one, or leaves out pages between.
+    """
+    further = {}
+    for space, table in named.items():
+        before = held.get(space)
+        if before is None:
+            further[space] = table
+            continue
+        stop = before.first_page + len(before)
+        repeated = table.ids[: max(0, stop - table.first_page)]
+        known = before.ids[max(0, table.first_page - before.first_page) :][: len(repeated)]
+        if not before.first_page <= table.first_page <= stop or not np.array_equal(repeated, known):
+            raise ConflictError(
+                f"of space '{space}' the room has the {len(before)} logical pages from {before.first_page} on; named are "
+                f"{len(table)} from {table.first_page} on, which are others or do not follow"
+            )
+        if len(repeated) < len(table):
+            further[space] = PageTable(space, table.ids[len(repeated) :], stop)
+    return further
+
+
+def joined_tables(held: Tables, more: Tables) -> Tables:
+    """Return `held` with the pages of `more` behind, space by space; neither is changed."""
+    together = dict(held)
+    for space, table in more.items():
+        before = held.get(space)
+        together[space] = (
+            table if before is None else PageTable(space, np.concatenate([before.ids, table.ids]), before.first_page)
+        )
+    return together
+
+
+def tables_from_wire(wire: tuple[WireTable, ...]) -> Tables:
+    """Decode the tables of a message. Raises InvalidInputError when they are malformed."""
+    try:
+        tables = {
+            table.space: PageTable(table.space, np.frombuffer(table.ids, "<i4").astype(np.int32), table.first_page)
+            for table in wire
+        }
+    except ValueError as error:
+        raise InvalidInputError(f"the page tables are malformed: {error}") from error
+    if len(tables) != len(wire):
+        raise InvalidInputError(f"the page tables name a space twice: {[table.space.value for table in wire]}")
+    for space, table in tables.items():
+        if len(table) and int(table.ids.min()) < 0:
+            raise InvalidInputError(f"page id {int(table.ids.min())} of space '{space}' is negative")
+    return tables
+
+
 def tables_cover(
     tables: Tables,
     geometry: ModelGeometry,
@@ -122,11 +217,10 @@ def tables_cover(
     host: frozenset[ComponentKind] = NO_HOST,
     prefix_tokens: int = 0,
 ) -> None:
-    """Check that `tables` give a page to every live row of a request that now has `tokens` tokens.
+    """Raise InvalidInputError unless `tables` give a page to every live row of a request that now has `tokens` tokens.
 
-    More pages than needed are allowed. Those of `full` that hold none but the first `prefix_tokens` may be left out, from the
-    first on. Raises InvalidInputError for a missing or short table, naming the space, what is
-    needed and what was given. Whether the pages exist is checked where they are booked and where they are used.
+    More pages than needed are allowed. The first pages of `full`, which hold only the first `prefix_tokens`, may be left out.
+    The message names the space, the pages needed and those given. Only the page book and the plan know whether the pages exist.
     """
     for space, count in pages_needed(geometry, tokens=tokens, host=host).items():
         first, known = 0, 0
@@ -138,10 +232,7 @@ def tables_cover(
 
 
 def tables_hold(tables: Tables, geometry: ModelGeometry, *, tokens: int) -> None:
-    """Check that `tables` give a page of `full` to each of the first `tokens` tokens, of a prompt that may have more.
-
-    Raises InvalidInputError as `tables_cover` does.
-    """
+    """Raise InvalidInputError unless `tables` give a page of `full` to each of a prompt's first `tokens` tokens."""
     if tokens and any(component.space is IndexSpace.FULL for component in geometry.components):
         needed = range(-(-tokens // geometry.tokens_per_page))
         _check_table(tables.get(IndexSpace.FULL), IndexSpace.FULL, pages=needed, tokens=tokens)
@@ -160,12 +251,3 @@ def _check_table(table: PageTable | None, space: IndexSpace, *, pages: range, to
     held = range(table.first_page, table.first_page + len(table.require(space)))
     if pages and not (held.start <= pages.start and pages.stop <= held.stop):
         raise InvalidInputError(f"{need}, got {len(held)} from logical page {held.start}")
-
-
-def _live_windows(geometry: ModelGeometry, tokens: int) -> list[RowInterval]:
-    rows = [component.live_rows(tokens) for component in _window_components(geometry)]
-    return [interval for interval in rows if interval.count]
-
-
-def _window_components(geometry: ModelGeometry) -> list[Component]:
-    return [component for component in geometry.components if component.space is IndexSpace.SWA]

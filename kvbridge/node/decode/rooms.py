@@ -17,8 +17,7 @@ from kvbridge.core.errors import (
     InvalidInputError,
     RoomFailedError,
 )
-from kvbridge.core.geometry.pages import tables_cover
-from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.geometry.pages import tables_cover, tables_from_wire
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.decode import DECODE_HEARS, DECODE_TABLE, DecodeAction, DecodeEvent, DecodeState

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError, UnauthorizedError
-from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.components import ModelGeometry
-from kvbridge.core.geometry.manifest import first_difference
+from kvbridge.core.geometry.manifest import check_manifest, first_difference
 from kvbridge.core.prefixes import identity_conflict
 from kvbridge.core.wire.messages import NodeDescription, Welcome
 from kvbridge.core.wire.packed_ranks import unpack_rank

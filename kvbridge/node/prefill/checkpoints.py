@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvbridge.core.errors import CapacityError, ConflictError, InvalidInputError
-from kvbridge.core.geometry.checkpoints import most_reusable_tokens, needs_checkpoints, wanted_checkpoints
 from kvbridge.core.geometry.pages import window_pages
+from kvbridge.core.geometry.tiers import most_reusable_tokens, needs_checkpoints, wanted_checkpoints
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.session.progress import RankProgress
 from kvbridge.core.wire.engine_messages import Checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvbridge.core.errors import BridgeError, TransportError
-from kvbridge.core.geometry.tables import further_tables, joined_tables
+from kvbridge.core.geometry.pages import further_tables, joined_tables
 from kvbridge.core.ids import Rank, Tables
 from kvbridge.core.plan.digest_sums import DigestSums
 from kvbridge.core.plan.operations import add_amounts

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvbridge.core.errors import ConflictError
-from kvbridge.core.geometry.checkpoints import CheckpointCause
+from kvbridge.core.geometry.tiers import CheckpointCause
 from kvbridge.core.ids import PageTable, Rank, Tables
 from kvbridge.core.plan.digest_sums import DigestSums
 from kvbridge.core.plan.digests import DigestKind

@@ -19,8 +19,7 @@ from kvbridge.core.errors import (
     StaleError,
     UnknownRoomError,
 )
-from kvbridge.core.geometry.pages import tables_cover, tables_hold
-from kvbridge.core.geometry.tables import further_tables, joined_tables, tables_from_wire
+from kvbridge.core.geometry.pages import further_tables, joined_tables, tables_cover, tables_from_wire, tables_hold
 from kvbridge.core.ids import IndexSpace, Role, Tables
 from kvbridge.core.session.prefill import PREFILL_HEARS, PREFILL_TABLE, PrefillAction, PrefillEvent, PrefillState
 from kvbridge.core.session.progress import RankProgress

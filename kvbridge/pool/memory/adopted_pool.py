@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
-from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint
+from kvbridge.core.geometry.manifest import RankManifest, Region, check_manifest, fingerprint
 from kvbridge.core.ids import IndexSpace
 from kvbridge.pool.memory.extent import Extent, pages_per_extent
 from kvbridge.pool.memory.layout import DEFAULT_EXTENT_BYTES, RankPart

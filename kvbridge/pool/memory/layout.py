@@ -27,7 +27,7 @@ from kvbridge.config.pools import HostLayout
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.geometry.manifest import Region, lane_interval
-from kvbridge.core.geometry.twins import twin_page_bytes, twin_space
+from kvbridge.core.geometry.tiers import twin_page_bytes, twin_space
 from kvbridge.core.ids import FrozenModel, IndexSpace, MemoryKind, NonNegative, Positive, Rank
 from kvbridge.pool.memory.extent import EXTENT_ALIGNMENT_BYTES, align_up, pages_per_extent
 from kvbridge.pool.memory.placement import PlacedMapping, Placement

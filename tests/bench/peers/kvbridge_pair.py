@@ -19,7 +19,7 @@ import numpy as np
 
 from kvbridge.cli.local_cluster import DaemonProcess, wait_all_ready, wait_ended
 from kvbridge.config.pools import PrefillPools
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom

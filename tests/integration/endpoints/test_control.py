@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zmq
 
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.wire.codec import MAX_FRAME_BYTES, PEER

@@ -23,7 +23,7 @@ from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, StaleError, UnknownRoomError
 from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.service_metrics import STORE_FAILED

@@ -8,7 +8,7 @@ from kvbridge.api.directory import Load, PairRequest
 from kvbridge.bootstrap.fit import Ranking
 from kvbridge.core.errors import InvalidInputError, NotReadyError
 from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import Role
 from tests.unit.bootstrap.fleet import half, instances_of, node
 

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvbridge.cli.main import app
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.doctor.findings import size
 
 CONFIG = str(Path(__file__).parents[3] / "configs" / "decode.yaml")

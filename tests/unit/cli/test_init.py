@@ -14,7 +14,7 @@ from kvbridge.cli.init import POOL_BYTES
 from kvbridge.cli.main import app
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
-from kvbridge.core.geometry.presets import PRESETS
+from kvbridge.core.geometry.models import PRESETS
 from kvbridge.daemon.memory import plan_memory
 from kvbridge.daemon.model import load_geometry
 

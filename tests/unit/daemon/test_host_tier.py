@@ -11,7 +11,7 @@ import pytest
 
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace
 from kvbridge.daemon.memory import NodeLayout, NodeMemory, plan_memory
 from kvbridge.pool.memory.sharing import MappedRegions

@@ -9,7 +9,7 @@ import pytest
 from kvbridge.config.schema import DecodeConfig
 from kvbridge.core.errors import ConfigError, DeadlineError
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import DeviceAllocationRequest
 from kvbridge.daemon.kept_pools import Restored

@@ -7,7 +7,7 @@ import pytest
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.geometry.components import Component, ComponentKind, Encoding, Liveness
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.daemon import parts as node_parts
 from kvbridge.daemon.decode import decode_daemon

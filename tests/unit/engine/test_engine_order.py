@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvbridge.core.errors import DeadlineError, DetachedError
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.wire.engine_messages import Accepted, Begin, Finish, Pages, Publish, Release, RoomEvent
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.attach import Attachment

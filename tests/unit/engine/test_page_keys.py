@@ -7,7 +7,7 @@ import pytest
 
 from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import Rank
 from kvbridge.core.prefixes import ModelIdentity, Retention
 from kvbridge.core.wire.engine_messages import Attached, Pages

@@ -6,7 +6,7 @@ import torch
 
 from kvbridge.core.errors import InvalidInputError, NotFoundError, PageOutOfBoundsError
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.plan.operations import Section
 from kvbridge.engine.views import PoolViews, place_rows, section_rows

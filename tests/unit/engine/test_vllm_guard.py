@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.geometry.tables import MOST_PAGES
+from kvbridge.core.geometry.pages import MOST_PAGES
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.engine.adapters.vllm.guard import LINES, Guard

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from kvbridge.core.errors import InvalidInputError, NotReadyError
-from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.states import WITHDRAWN
 from kvbridge.core.wire.engine_messages import AbortRoom, Fetch, Finish, Hold, Provide, Publish, RoomEvent

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError, UnsupportedError
-from kvbridge.core.geometry.checks import check_manifest
-from kvbridge.core.geometry.manifest import RankManifest, fingerprint
+from kvbridge.core.geometry.manifest import RankManifest, check_manifest, fingerprint
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.accounting import Demand
 from kvbridge.core.plan.operations import Section, add_amounts

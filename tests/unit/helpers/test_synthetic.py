@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvbridge.core.geometry.components import ComponentKind, Liveness
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.plan.operations import Section
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.helpers import synthetic

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvbridge.core.errors import UnauthorizedError
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.wire.features import PEER_FEATURES, Features

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from kvbridge.core.errors import ConflictError
-from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import TWINS, IndexSpace
 from kvbridge.core.session.decode import DecodeState
 from kvbridge.node.decode.room import DecodeRoom

@@ -10,7 +10,7 @@ import pytest
 
 from kvbridge.api.rooms import PeerAddress
 from kvbridge.core.errors import ConflictError, InvalidInputError, KeyMismatchError
-from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState

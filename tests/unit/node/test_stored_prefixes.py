@@ -13,7 +13,7 @@ import pytest
 from kvbridge.config.stores import FileStoreSettings
 from kvbridge.config.tier import HostTier, TierConfig
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace
 from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.pool.accounts.book import PageBook

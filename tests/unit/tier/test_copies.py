@@ -10,8 +10,8 @@ import pytest
 from kvbridge.config.pools import DeviceLayout, HostLayout
 from kvbridge.config.tier import CopyBackend
 from kvbridge.core.errors import ConfigError, InvalidInputError, PageOutOfBoundsError
-from kvbridge.core.geometry.presets import preset
-from kvbridge.core.geometry.twins import twin_components, twin_pieces
+from kvbridge.core.geometry.models import preset
+from kvbridge.core.geometry.tiers import twin_components, twin_pieces
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels import reference

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from kvbridge.core.errors import TransportError
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import TWINS, IndexSpace, PageMoves, PageTable
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.worker_messages import CopyPages, PageMove, PagesCopied

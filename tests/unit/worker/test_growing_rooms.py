@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvbridge.core.geometry.tables import tables_from_wire
+from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace, PageTable
 from kvbridge.core.wire.messages import WireTable, to_wire
 from kvbridge.core.wire.worker_messages import OpenRoom

@@ -9,11 +9,10 @@ import pytest
 
 from kvbridge.config.transports import TransportName, TransportSettings
 from kvbridge.core.errors import RegistrationError
-from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.manifest import RankManifest, Region, fingerprint
-from kvbridge.core.geometry.presets import preset
-from kvbridge.core.geometry.twins import twin_components
+from kvbridge.core.geometry.manifest import RankManifest, Region, check_manifest, fingerprint
+from kvbridge.core.geometry.models import preset
+from kvbridge.core.geometry.tiers import twin_components
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest, FileOrigin
 from kvbridge.core.wire.worker_messages import Shutdown, WorkerClosed, WorkerHello, WorkerSetup

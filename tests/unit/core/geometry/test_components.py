@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.components import ComponentKind as Kind
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace
 
 FLASH = preset("deepseek-v4-flash")

@@ -11,7 +11,7 @@ from kvbridge.core.geometry.components import (
     ModelGeometry,
 )
 from kvbridge.core.geometry.components import ComponentKind as Kind
-from kvbridge.core.geometry.huggingface import geometry_from_config
+from kvbridge.core.geometry.models import geometry_from_config, preset
 from kvbridge.core.geometry.pages import (
     first_window_page,
     most_window_pages,
@@ -20,7 +20,6 @@ from kvbridge.core.geometry.pages import (
     tables_cover,
     window_pages,
 )
-from kvbridge.core.geometry.presets import preset
 from kvbridge.core.ids import IndexSpace as Space
 from kvbridge.core.ids import PageTable
 

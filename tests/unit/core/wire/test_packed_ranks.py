@@ -9,8 +9,8 @@ import msgpack
 import pytest
 
 from kvbridge.core.errors import BridgeError, InvalidInputError
-from kvbridge.core.geometry.checks import check_manifest
-from kvbridge.core.geometry.presets import PRESETS, preset
+from kvbridge.core.geometry.manifest import check_manifest
+from kvbridge.core.geometry.models import PRESETS, preset
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.wire.codec import PEER, Envelope
 from kvbridge.core.wire.messages import (

@@ -7,7 +7,7 @@ import pytest
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.pool.memory.adopted_pool import AdoptedPool
 from kvbridge.pool.memory.layout import RankPart, device_placement

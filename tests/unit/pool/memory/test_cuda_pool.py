@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from kvbridge.core.errors import InvalidInputError, RegistrationError
-from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.manifest import RankManifest, fingerprint
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.manifest import RankManifest, check_manifest, fingerprint
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin, SharedRegion
 from kvbridge.pool.memory import device_memory

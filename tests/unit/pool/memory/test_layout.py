@@ -3,11 +3,10 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
-from kvbridge.core.geometry.checks import check_manifest
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.manifest import RankManifest, fingerprint
-from kvbridge.core.geometry.presets import preset
-from kvbridge.core.geometry.twins import twin_components
+from kvbridge.core.geometry.manifest import RankManifest, check_manifest, fingerprint
+from kvbridge.core.geometry.models import preset
+from kvbridge.core.geometry.tiers import twin_components
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.pool.memory.layout import (
     Chunking,

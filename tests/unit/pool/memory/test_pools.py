@@ -11,7 +11,7 @@ from kvbridge.core.errors import (
     RegistrationError,
 )
 from kvbridge.core.geometry.components import ComponentKind
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import preset
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.pool.memory.layout import Chunking, host_placement
 from kvbridge.pool.memory.pools import MappedPool

@@ -5,9 +5,8 @@ import pytest
 from kvbridge.core.errors import InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import ComponentKind as Kind
 from kvbridge.core.geometry.components import Encoding, Liveness
-from kvbridge.core.geometry.huggingface import geometry_from_config
 from kvbridge.core.geometry.manifest import fingerprint
-from kvbridge.core.geometry.presets import preset
+from kvbridge.core.geometry.models import geometry_from_config, preset
 from kvbridge.core.ids import IndexSpace as Space
 
 FLASH = {
