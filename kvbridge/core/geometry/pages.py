@@ -14,7 +14,7 @@ import numpy as np
 
 from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.components import Component, ComponentKind, Liveness, ModelGeometry, RowInterval
-from kvbridge.core.ids import IndexSpace, Pages, PageTable, Tables
+from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
 from kvbridge.core.wire.messages import MAX_TABLE_BYTES, WireTable
 
 NO_HOST: frozenset[ComponentKind] = frozenset()
@@ -145,7 +145,7 @@ def rotate_window(table: PageTable, *, first_page: int, page_count: int) -> Page
 # ------------------------------------------------------------------------------------------- tables
 
 
-def request_tables(geometry: ModelGeometry, ids: Pages, *, prompt_tokens: int) -> Tables:
+def request_tables(geometry: ModelGeometry, ids: Mapping[IndexSpace, PageIdArray], *, prompt_tokens: int) -> Tables:
     """Build the tables of a request of `prompt_tokens` tokens; a window table begins with its last window."""
     return {
         space: PageTable(
