@@ -8,12 +8,11 @@ from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
 
 from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import BridgeError, ProtocolError
-from kvbridge.core.wire.codec import PEER, Envelope, MessageCodec
-from kvbridge.core.wire.delivery import Arrival, DeliverySettings, Inbox, Outbox, Undelivered
+from kvbridge.core.wire.codec import PEER, Envelope
+from kvbridge.core.wire.delivery import Arrival, DeliverySettings, Inbox, Outbox
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
 
 _ACK_DELAY_S = 0.01
@@ -45,8 +44,8 @@ class PeerCallbacks:
     """Called in the loop, never concurrently. None may block."""
 
     on_message: Callable[[str, PeerMessage], None]
-    """(peer incarnation, message): each message once, in the order of its sender. Raising a BridgeError refuses the
-    message: it is counted under the error's code and not sent again."""
+    """(peer incarnation, message): each message once, in the order of its sender. A BridgeError refuses the message, which is
+    counted under the error's code and not sent again."""
     on_undelivered: Callable[[str, PeerMessage, float], None] = _ignore
     """(peer incarnation, message, age in seconds): no acknowledgement came; the message may nevertheless have arrived. The
     conversation is over, and all of its messages that are not acknowledged are reported."""
@@ -75,49 +74,36 @@ class PeerSettings:
     """A connection that has not proved who it is after so long is closed."""
 
 
-class Packed(NamedTuple):
-    """A message and the body of its frame, encoded once."""
+@dataclass(frozen=True, eq=False)
+class LinkOwner:
+    """What all links of one socket share."""
 
-    message: PeerMessage
-    body: bytes
-
-
-class LinkContext:
-    """What all links of one socket share. `put` hands a frame to the socket; False means that it was dropped."""
-
-    def __init__(
-        self,
-        incarnation: str,
-        callbacks: PeerCallbacks,
-        put: Callable[[Link, bytes], bool],
-        settings: PeerSettings | None,
-        on_over: Callable[[Link], None],
-    ) -> None:
-        """`on_over`: the peer has acknowledged nothing of a link in time; to be closed, and forgotten."""
-        self.on_over = on_over
-        self.incarnation = incarnation
-        self.callbacks = callbacks
-        self.put = put
-        self.settings = settings or PeerSettings()
-        self.loop = asyncio.get_running_loop()
-        self.codec: MessageCodec[PeerMessage] = PEER
+    incarnation: str
+    callbacks: PeerCallbacks
+    settings: PeerSettings
+    put: Callable[[Link, bytes], bool]
+    """Hands a frame to the socket; False means that it was dropped."""
+    on_over: Callable[[Link], None]
+    """The peer has acknowledged nothing of a link in time: to be closed, and forgotten."""
 
 
 class Link:
     """A numbered conversation with one peer. `peer` is its incarnation, empty before it was heard on this link."""
 
-    def __init__(self, shared: LinkContext, number: int, peer: str = "") -> None:
+    def __init__(self, owner: LinkOwner, number: int, peer: str = "", user: str = "") -> None:
         self.number = number
         self.peer = peer
-        self.route = b""
-        self.user = ""
+        self.user = user
         """The CURVE public key that the peer proved to own, empty without keys."""
+        self.route = b""
         self.heard_at_s = -math.inf
         self.cut_at_s = math.inf
         """Since when no connection to the peer stands; infinity while one does, or the first is being made, as far as we know."""
         self.closed = False
-        self._shared = shared
-        self._outbox: Outbox[Packed] = Outbox(shared.settings.delivery)
+        self._owner = owner
+        self._loop = asyncio.get_running_loop()
+        self._outbox: Outbox[tuple[PeerMessage, bytes]] = Outbox(owner.settings.delivery)
+        """Messages, each with the body of its frame."""
         self._inbox = Inbox()
         self._timer: asyncio.TimerHandle | None = None
         self._ack_timer: asyncio.TimerHandle | None = None
@@ -142,11 +128,11 @@ class Link:
 
     def send(self, message: PeerMessage) -> None:
         """Deliver reliably; a Heartbeat goes out once and is forgotten. Raises CapacityError, InvalidInputError."""
-        body = self._shared.codec.encode_body(message)
+        body = PEER.encode_body(message)
         if isinstance(message, Heartbeat):
             self._transmit(0, body)
             return
-        self._outbox.post(Packed(message, body), now_s=monotonic())
+        self._outbox.post((message, body), now_s=monotonic())
         self._send_new()
 
     def take(self, envelope: Envelope[PeerMessage]) -> None:
@@ -167,7 +153,7 @@ class Link:
         """No connection to the peer stands."""
         if self.cut_at_s == math.inf and not self.closed:
             self.cut_at_s = monotonic()
-            self._shared.callbacks.on_cut()
+            self._owner.callbacks.on_cut()
 
     def retry(self) -> None:
         """The way to the peer is new: let it know, and send again at once what is unacknowledged."""
@@ -176,48 +162,43 @@ class Link:
         self._outbox.resend_now(monotonic())
         self._work()
 
-    def close(self) -> None:
-        """End the conversation and report what is unacknowledged as undelivered; harmless when closed."""
-        for packed, age_s in self.drop():
-            self._shared.callbacks.on_undelivered(self.peer, packed.message, age_s)
-
-    def drop(self) -> list[Undelivered[Packed]]:
-        """End the conversation, acknowledging a last time, and return what is unacknowledged."""
+    def close(self, *, report: bool = True) -> None:
+        """End the conversation, acknowledge a last time, and report as undelivered what is unacknowledged. Harmless when closed."""
         self._acknowledge()
         self.closed = True
         for timer in (self._timer, self._ack_timer):
             if timer is not None:
                 timer.cancel()
-        return self._outbox.abandon(monotonic())
+        for (message, _), age_s in self._outbox.abandon(monotonic()):
+            if report:
+                self._owner.callbacks.on_undelivered(self.peer, message, age_s)
 
     def _is_next(self, sequence: int) -> bool:
         arrival = self._inbox.accept(sequence)
         if arrival is not Arrival.NEW:
-            self._shared.callbacks.on_refused(
-                Refusal(arrival), f"message {sequence} of {self.peer} ({self._inbox!r}); harmless unless it goes on"
-            )
+            text = f"message {sequence} of {self.peer} ({self._inbox!r}); harmless unless it goes on"
+            self._owner.callbacks.on_refused(Refusal(arrival), text)
         return arrival is Arrival.NEW
 
     def _hand_on(self, message: PeerMessage) -> None:
         try:
-            self._shared.callbacks.on_message(self.peer, message)
+            self._owner.callbacks.on_message(self.peer, message)
         except BridgeError as error:
-            self._shared.callbacks.on_refused(error.code, f"{type(message).__name__} of {self.peer}: {error}")
+            self._owner.callbacks.on_refused(error.code, f"{type(message).__name__} of {self.peer}: {error}")
 
     def _send_new(self) -> None:
-        for sequence, packed in self._outbox.take_new(monotonic()):
-            self._transmit(sequence, packed.body)
-        self._arm()
+        for sequence, (_, body) in self._outbox.take_new(monotonic()):
+            self._transmit(sequence, body)
+        wake_at_s = self._outbox.wake_at_s
+        if self._timer is None and wake_at_s < math.inf and not self.closed:
+            delay_s = max(0.0, wake_at_s - monotonic()) + _TIMER_SLACK_S
+            self._timer = self._loop.call_later(delay_s, self._on_timer, context=Context())  # on nobody's behalf
 
     def _transmit(self, sequence: int, body: bytes) -> None:
         envelope: Envelope[PeerMessage] = Envelope(
-            sender=self._shared.incarnation,
-            recipient=self.peer,
-            link=self.number,
-            sequence=sequence,
-            acknowledged=self._inbox.acknowledged(),
+            self._owner.incarnation, self.peer, self.number, sequence, self._inbox.acknowledged()
         )
-        if self._shared.put(self, self._shared.codec.encode(envelope, body)):
+        if self._owner.put(self, PEER.encode(envelope, body)):
             self.cut_at_s = math.inf
         elif self.peer:  # else the first connection is still being made
             self.cut()
@@ -226,23 +207,20 @@ class Link:
         """Acknowledge soon, unless a message that goes out before does it in passing."""
         if not self._inbox.owed or self.closed:
             return
-        delivery = self._shared.settings.delivery
+        delivery = self._owner.settings.delivery
         if self._inbox.owed >= delivery.window // _ACK_AT_ONCE_PART:
-            self._transmit(0, b"")
+            self._acknowledge()
         elif self._ack_timer is None:
             delay_s = min(_ACK_DELAY_S, delivery.resend_first_s / 2)
-            self._ack_timer = self._shared.loop.call_later(delay_s, self._acknowledge, context=Context())
+            self._ack_timer = self._loop.call_later(delay_s, self._ack_late, context=Context())
+
+    def _ack_late(self) -> None:
+        self._ack_timer = None
+        self._acknowledge()
 
     def _acknowledge(self) -> None:
-        self._ack_timer = None
         if self._inbox.owed and not self.closed:
             self._transmit(0, b"")
-
-    def _arm(self) -> None:
-        wake_at_s = self._outbox.wake_at_s
-        if self._timer is None and wake_at_s < math.inf and not self.closed:
-            delay_s = max(0.0, wake_at_s - monotonic()) + _TIMER_SLACK_S
-            self._timer = self._shared.loop.call_later(delay_s, self._on_timer, context=Context())  # on nobody's behalf
 
     def _on_timer(self) -> None:
         self._timer = None
@@ -251,11 +229,11 @@ class Link:
     def _work(self) -> None:
         now_s = monotonic()
         if now_s >= self._outbox.gives_up_at_s:
-            self._shared.on_over(self)
+            self._owner.on_over(self)
             return
         due = self._outbox.take_due(now_s)
-        for sequence, packed in due:
-            self._transmit(sequence, packed.body)
+        for sequence, (_, body) in due:
+            self._transmit(sequence, body)
         if due:
-            self._shared.callbacks.on_resent(len(due))
+            self._owner.callbacks.on_resent(len(due))
         self._send_new()

@@ -1,12 +1,16 @@
-"""Who listens on this machine's TCP ports, as /proc shows it."""
+"""Who listens on this machine's TCP ports, as /proc shows it, and what to tell when a port cannot be had."""
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from kvbridge.core.addresses import parse_tcp
+from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, UnavailableError
 
 PROC = Path("/proc")
 _LISTENS = "0A"
@@ -28,6 +32,22 @@ def tcp_listeners(proc: Path = PROC) -> list[TcpListener]:
     ]
     holders = _holders(proc, {inode for _, _, inode in found})
     return [TcpListener(host, port, *holders.get(inode, (0, ""))) for host, port, inode in found]
+
+
+def bind_error(endpoint: str, number: int, text: str) -> BridgeError:
+    """Return the error for a bind that failed with `errno` `number`."""
+    if number == errno.EADDRINUSE:
+        address = parse_tcp(endpoint)
+        found = next((each for each in tcp_listeners() if address and each.port == address.port and each.pid), None)
+        holder = f" by process {found.pid} ({found.command})" if found else ""
+        return ConflictError(
+            f"control address {endpoint} is taken{holder}; stop what holds it, or configure another port (0 picks one)"
+        )
+    if number in {errno.EADDRNOTAVAIL, errno.ENODEV}:
+        return UnavailableError(f"control address {endpoint}: this machine has no such address or interface")
+    if number == errno.EACCES:
+        return ConfigError(f"control address {endpoint}: not permitted to bind it; use a port above 1023")
+    return UnavailableError(f"control address {endpoint} cannot be bound: {text}")
 
 
 def _read_table(path: Path) -> Iterator[tuple[str, int, str]]:

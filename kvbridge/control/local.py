@@ -1,39 +1,59 @@
-"""The processes of one node talk: the daemon with its rank workers and engines, over Unix sockets.
+"""The processes of one node talk: the daemon with its rank workers and engines, over Unix stream sockets.
 
-Within one connection nothing is lost or reordered, so there are no resends here: messages are numbered, and a client
-whose numbers do not add up is dropped. A client joins with its first message and is gone when its connection is;
-there is no second chance on either side, because memory was handed over on that connection. Whoever can connect is trusted to
-be who it says, and a client believes nobody in a runtime directory that is not its user's own, or that of the user it was told.
+A connection is a client, and the end of the connection is the end of the client: memory was handed over on that connection, so
+neither side gets a second chance. A frame is one byte of protocol version, three of length, and a message. Two frames carry no
+message: the daemon's first one tells its incarnation, and an empty one tells a client that the daemon has given it up. Whoever can
+connect is trusted. A client believes nobody in a runtime directory that is not its user's own, or that of the user it was told.
 """
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
+import errno
+import itertools
+import select
+import socket as unix
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-import zmq
-
-from kvbridge.control.envelopes import EnvelopeSocket
-from kvbridge.control.link import Refusal
 from kvbridge.control.processes import PeerProcess
-from kvbridge.control.runtime_directory import open_socket, remove_socket, require_private_directory, require_unserved
-from kvbridge.control.sockets import ACCEPTED, DISCONNECTED, NOBLOCK, SocketContext, frames_wait, read_event
+from kvbridge.control.runtime_directory import listen_at, remove_socket, require_private_directory
 from kvbridge.core.addresses import check_ipc_path
 from kvbridge.core.errors import BridgeError, CapacityError, ConflictError, NotFoundError, NotReadyError, PeerError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.core.wire.codec import Envelope, FrameError, MessageCodec
+from kvbridge.core.wire.codec import FrameError, FrameFault, MessageCodec
+from kvbridge.core.wire.messages import PROTOCOL_VERSION
 
 InboundT = TypeVar("InboundT", bound=FrozenModel)
 OutboundT = TypeVar("OutboundT", bound=FrozenModel)
 
-_LINK = 1
+MAX_UNSENT_BYTES = 16 << 20
+"""Frames that wait in this process for an end that does not read, beside what the kernel holds."""
+_HEAD_BYTES = 4
+_READ_BYTES = 1 << 16
+_WRITE_BYTES = 1 << 18
+"""More than the kernel takes at once."""
+_GIVEN_UP = b""
 _DAEMON_ENDED = "the daemon has ended or closed the connection"
-_LOOK_AGAIN_S = 0.02
-"""Pause between two looks whether a runtime directory has been made."""
+_CLOSED = "this client is closed"
+_CONNECT_AGAIN_S = 0.02
+_ACCEPT_AGAIN_S = 1.0
+"""Pause after a connection could not be accepted, as when no descriptor is left."""
+_LAST_FRAMES_S = 0.2
+"""How long a client that is closed waits for its last frames to leave."""
+
+# Unlike Python's own, these calls keep the interpreter's lock. They never wait, and beside a thread that computes, as in an
+# engine's process, a lock that is let go is had back up to 5 ms later.
+_libc = ctypes.PyDLL(None, use_errno=True)
+_recv, _send = _libc.recv, _libc.send
+_recv.argtypes = _send.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_recv.restype = _send.restype = ctypes.c_ssize_t
+_SEND_FLAGS = unix.MSG_DONTWAIT | unix.MSG_NOSIGNAL
 
 
 def _ignore(*_: object) -> None:
@@ -42,34 +62,90 @@ def _ignore(*_: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LocalCallbacks(Generic[InboundT]):
-    """Called in the loop, never concurrently. None may block."""
+    """Called in the loop, one after another. None may block."""
 
     on_message: Callable[[str, InboundT], None]
-    """(client, message), in order. Raising a BridgeError refuses the message: it is counted under the error's code.
-    With its first message a client joins, and one of the same name that was there before is gone."""
+    """(client, message), in order. A BridgeError refuses the message, which is counted under the error's code."""
     on_gone: Callable[[str, PeerProcess], None] = _ignore
-    """(client, process): its connection has ended, or it was dropped for breaking the protocol. Whether its process has
-    ended as well only `process` says, which is closed after the call unless that asks to hear of it."""
+    """(client, process): the connection has ended, or the client broke the protocol. Only `process` tells whether the process has
+    ended as well; it is closed after the call, unless the call asks to hear of that end."""
     on_refused: Callable[[str, str], None] = _ignore
-    """(kind, detail): a frame was refused."""
+    """(kind, detail): a frame or a connection was refused."""
 
 
-@dataclass(slots=True)
-class _Client:
-    name: str
-    route: bytes
-    descriptor: int
-    process: PeerProcess
-    received: int = 0
-    sent: int = 0
+def framed(body: bytes) -> bytes:
+    """Return the frame of an encoded message."""
+    return (PROTOCOL_VERSION << 24 | len(body)).to_bytes(_HEAD_BYTES, "big") + body
+
+
+def _take_frames(received: bytearray, most_bytes: int) -> Iterator[bytes]:
+    """Yield, and remove, the bodies of whole frames. Raises FrameError for a frame behind which nothing can be read."""
+    while len(received) >= _HEAD_BYTES:
+        version, end = received[0], _HEAD_BYTES + int.from_bytes(received[1:_HEAD_BYTES], "big")
+        if version != PROTOCOL_VERSION:
+            text = f"we speak protocol version {PROTOCOL_VERSION}, the sender {version}; upgrade the older side"
+            raise FrameError(FrameFault.VERSION, text)
+        if end - _HEAD_BYTES > most_bytes:
+            text = f"frame of {end - _HEAD_BYTES} bytes, at most {most_bytes} are taken"
+            raise FrameError(FrameFault.OVERSIZED, text)
+        if len(received) < end:
+            return
+        body = bytes(received[_HEAD_BYTES:end])
+        del received[:end]
+        yield body
+
+
+class _Connection:
+    """A client of a server."""
+
+    def __init__(self, socket: unix.socket, kind: str, number: int) -> None:
+        socket.setblocking(False)
+        self.socket = socket
+        self.process = PeerProcess.of_connection(socket)
+        self.name = f"{kind}-{self.process.pid}.{number}"
+        self.received = bytearray()
+        self._unsent = bytearray()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def closed(self) -> bool:
+        return self.socket.fileno() < 0
+
+    def send(self, frame: bytes) -> None:
+        if len(self._unsent) + len(frame) > MAX_UNSENT_BYTES:
+            raise CapacityError(f"local client '{self.name}' does not read its messages, or is just going; it may hang")
+        self._unsent += frame
+        if len(self._unsent) == len(frame):  # else the loop sends it behind the others
+            self._flush()
+
+    def _flush(self) -> None:
+        try:
+            del self._unsent[: self.socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:  # the client is gone; its end is read behind its last message
+            self._unsent.clear()
+        if self._unsent:
+            self._loop.add_writer(self.socket, self._flush)
+        else:
+            self._loop.remove_writer(self.socket)
+
+    def close(self) -> None:
+        if not self.closed and not self._loop.is_closed():
+            self._loop.remove_reader(self.socket)
+            self._loop.remove_writer(self.socket)
+        self.socket.close()
 
 
 class LocalServer(Generic[InboundT, OutboundT]):
-    """The daemon's end: a ROUTER on a Unix socket. Built and used in one running loop; close it."""
+    """The daemon's end. Built and used in one running loop; close it.
+
+    A client is named after the socket and the client's process, as `engine-123.4`.
+    """
 
     def __init__(
         self,
-        name: str,
+        incarnation: str,
         path: Path,
         inbound: MessageCodec[InboundT],
         outbound: MessageCodec[OutboundT],
@@ -77,159 +153,129 @@ class LocalServer(Generic[InboundT, OutboundT]):
         *,
         to_group: bool = False,
     ) -> None:
-        """Listen on `path`, whose directory must have been prepared (`prepare_runtime_directory`).
+        """Listen on `path`, in a directory that `prepare_runtime_directory` has prepared.
 
-        `to_group`: whoever may enter the directory may connect, too, instead of this user alone. Raises ConfigError when the path
-        is unfit, ConflictError when another process serves it.
+        `to_group`: whoever may enter the directory may connect, too. Raises as `listen_at`.
         """
-        self._name = name
+        self._greeting = framed(incarnation.encode())
+        self._path = path
+        self._inbound = inbound
         self._outbound = outbound
         self._callbacks = callbacks
-        self._by_name: dict[str, _Client] = {}
-        self._by_route: dict[bytes, _Client] = {}
-        self._connections: set[int] = set()
-        check_ipc_path(str(path))
-        require_unserved(path)
-        with ExitStack() as opened:
-            context = SocketContext()
-            opened.callback(context.close)
-            self._socket = EnvelopeSocket(
-                context.open(zmq.ROUTER),
-                inbound,
-                self._on_envelope,
-                on_refused=callbacks.on_refused,
-                on_event=self._on_connection,
-                events=ACCEPTED | DISCONNECTED,
-            )
-            opened.callback(self._socket.close)
-            open_socket(path, lambda: self._socket.bind(f"ipc://{path}"), to_group=to_group)
-            opened.callback(remove_socket, path, path.stat().st_ino)
-            self._closing = opened.pop_all()
-
-    @property
-    def clients(self) -> tuple[str, ...]:
-        """The names of those who are joined."""
-        return tuple(self._by_name)
+        self._clients: dict[str, _Connection] = {}
+        self._numbers = itertools.count(1)
+        self._loop = asyncio.get_running_loop()
+        self._socket = listen_at(path, to_group=to_group)
+        self._inode = path.stat().st_ino
+        self._listen()
 
     def send(self, client: str, message: OutboundT) -> None:
-        """Send to a joined client.
+        """Send to a client.
 
-        Raises NotFoundError when it is gone, CapacityError when it has not read thousands of messages,
-        InvalidInputError when the message does not fit into a frame.
+        Raises NotFoundError when the client is gone, CapacityError when it has left megabytes unread, InvalidInputError when the
+        message does not fit into a frame.
         """
-        known = self._joined(client)
-        envelope = Envelope(sender=self._name, recipient=client, link=_LINK, sequence=known.sent + 1, body=message)
-        frame = self._outbound.encode(envelope)
-        if not self._socket.send(known.route, frame):
-            raise CapacityError(f"local client '{client}' does not read its messages, or is just going; it may hang")
-        known.sent += 1
+        self._known(client).send(framed(self._outbound.encode_body(message)))
 
     def process(self, client: str) -> PeerProcess:
-        """Return the process of a joined client. Raises NotFoundError when it is gone."""
-        return self._joined(client).process
+        """Return the process of a client. Raises NotFoundError when the client is gone."""
+        return self._known(client).process
 
     def drop(self, client: str) -> None:
-        """Forget a client (harmless when unknown, `on_gone` is not called); it is told with its next message."""
-        known = self._by_name.get(client)
+        """Give a client up and tell it. `on_gone` is not called. Harmless for one that is gone."""
+        known = self._clients.pop(client, None)
         if known is not None:
-            self._forget(known)
+            known.send(framed(_GIVEN_UP))
+            known.close()
             known.process.close()
 
     def close(self) -> None:
-        """Stop listening; waits at most for the socket's linger (0.2 s). `on_gone` is not called any more."""
-        for client in self.clients:
-            self.drop(client)
-        self._closing.close()
+        """Stop listening and end every connection, without `on_gone`. Harmless when closed."""
+        if self._socket.fileno() >= 0:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._socket)
+            self._socket.close()
+            remove_socket(self._path, self._inode)
+        for known in self._clients.values():
+            known.close()
+            known.process.close()
+        self._clients.clear()
 
-    def _joined(self, client: str) -> _Client:
+    def _known(self, client: str) -> _Connection:
         try:
-            return self._by_name[client]
+            return self._clients[client]
         except KeyError:
             raise NotFoundError(f"local client '{client}' is not joined; its process ended or never started") from None
 
-    def _on_connection(self, event: int, descriptor: int) -> None:
-        if event == ACCEPTED:
-            self._connections.add(descriptor)
-            return
-        self._connections.discard(descriptor)
-        for client in [known for known in self._by_name.values() if known.descriptor == descriptor]:
-            self._lose(client)
+    def _listen(self) -> None:
+        if self._socket.fileno() >= 0:
+            self._loop.add_reader(self._socket, self._accept)
 
-    def _on_envelope(self, envelope: Envelope[InboundT], route: bytes, frame: zmq.Frame) -> None:
-        client = self._admit(envelope, route, frame)
-        if client is None or envelope.body is None:
-            return
+    def _accept(self) -> None:
         try:
-            self._callbacks.on_message(client.name, envelope.body)
-        except BridgeError as error:
-            detail = f"{type(envelope.body).__name__} of {client.name}: {error}"
-            self._callbacks.on_refused(error.code, detail)
-        finally:
-            self._notice_vanished(client)
-
-    def _admit(self, envelope: Envelope[InboundT], route: bytes, frame: zmq.Frame) -> _Client | None:
-        client = self._by_route.get(route)
-        if client is None and envelope.sequence == 1:
-            client = self._join(envelope.sender, route, _descriptor(frame))
-        if client is None:
-            self._callbacks.on_refused(Refusal.STALE, f"'{envelope.sender}' is not joined here (any more)")
-            self._disown(envelope, route)
-            return None
-        expected = client.received + 1
-        if envelope.sequence == expected and envelope.sender == client.name:
-            client.received = expected
-            return client
-        kind = Refusal.DUPLICATE if envelope.sequence < expected else Refusal.OUT_OF_ORDER
-        detail = f"message {envelope.sequence} of '{envelope.sender}', expected {expected} of '{client.name}'"
-        self._callbacks.on_refused(kind, detail)
-        if envelope.sequence > expected:
-            self._lose(client)
-        return None
-
-    def _join(self, name: str, route: bytes, descriptor: int) -> _Client:
-        before = self._by_name.get(name)
-        if before is not None:
-            self._lose(before)
-        # What happened to connections before this frame was read, so that a reused descriptor is not taken for the old.
-        self._socket.catch_up()
-        # Should the descriptor be another connection's after all, then nobody waits for the answer to this frame, and whoever
-        # was never answered has none of our memory.
-        client = _Client(name, route, descriptor, PeerProcess.of_connection(descriptor))
-        self._by_name[name] = self._by_route[route] = client
-        return client
-
-    def _notice_vanished(self, client: _Client) -> None:
-        """A client that ended right after its first message was already disconnected when it joined."""
-        if client.received == 1 and client.descriptor >= 0 and client.descriptor not in self._connections:
-            self._lose(client)
-
-    def _lose(self, client: _Client) -> None:
-        if self._by_name.get(client.name) is not client:
+            socket, _ = self._socket.accept()
+        except BlockingIOError:
             return
-        self._forget(client)
+        except OSError as error:
+            self._callbacks.on_refused(
+                "too_many_connections", f"a connection to {self._path} cannot be accepted: {error}"
+            )
+            self._loop.remove_reader(self._socket)
+            self._loop.call_later(_ACCEPT_AGAIN_S, self._listen)
+            return
+        client = _Connection(socket, self._path.stem, next(self._numbers))
+        client.send(self._greeting)
+        self._clients[client.name] = client
+        self._loop.add_reader(socket, self._read, client)
+
+    def _read(self, client: _Connection) -> None:
+        try:
+            data = client.socket.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:  # reset, since the client has not read everything
+            data = b""
+        client.received += data
+        try:
+            for body in _take_frames(client.received, self._inbound.max_frame_bytes):
+                self._take(client, body)
+                if client.closed:  # by what the message led to
+                    return
+        except FrameError as error:
+            self._callbacks.on_refused(error.fault, f"{client.name}: {error}")
+            data = b""
+        if not data:
+            self._lose(client)
+
+    def _take(self, client: _Connection, body: bytes) -> None:
+        message: InboundT | None = None
+        try:
+            message = self._inbound.decode_body(body)
+            self._callbacks.on_message(client.name, message)
+        except FrameError as error:
+            self._callbacks.on_refused(error.fault, str(error))
+        except BridgeError as error:
+            self._callbacks.on_refused(error.code, f"{type(message).__name__} of {client.name}: {error}")
+        except Exception as error:  # noqa: BLE001 - a defect costs one message, not those behind it
+            self._loop.call_exception_handler({"message": f"a message of {client.name}", "exception": error})
+
+    def _lose(self, client: _Connection) -> None:
+        client.close()
+        del self._clients[client.name]
         try:
             self._callbacks.on_gone(client.name, client.process)
         finally:
             client.process.close()
 
-    def _forget(self, client: _Client) -> None:
-        del self._by_name[client.name]
-        del self._by_route[client.route]
-
-    def _disown(self, envelope: Envelope[InboundT], route: bytes) -> None:
-        answer: Envelope[OutboundT] = Envelope(sender=self._name, recipient=envelope.sender, link=-_LINK)
-        self._socket.send(route, self._outbound.encode(answer))
-
 
 class LocalClient(Generic[InboundT, OutboundT]):
-    """A worker's or an engine's end: a DEALER without asyncio, used by one thread.
+    """A worker's or an engine's end, without asyncio; used by one thread.
 
-    `inbound` is what this end receives. Once the daemon is gone every call raises PeerError; make a new client then.
+    Once the daemon is gone every call raises PeerError; make a new client then.
     """
 
     def __init__(
         self,
-        name: str,
         path: Path,
         inbound: MessageCodec[InboundT],
         outbound: MessageCodec[OutboundT],
@@ -237,38 +283,27 @@ class LocalClient(Generic[InboundT, OutboundT]):
         on_refused: Callable[[str, str], None] = _ignore,
         daemon_user: int | None = None,
     ) -> None:
-        """Begin to connect; returns at once, the first `send` waits.
+        """Connect, if the daemon is there; `send` waits for one that is not.
 
-        `daemon_user`: whose daemon it is, by number (default: this process's user). Raises ConfigError on an unfit path, and for
-        a runtime directory of another user or one that others can write (when it is not there yet, the first `send` does).
+        `inbound`: of what this end receives. `daemon_user`: the number of the daemon's user (default: this process's). Raises
+        ConfigError on an unfit path, and for a runtime directory of another user or one that others can write; where there is
+        none yet, `send` does.
         """
-        self._name = name
+        check_ipc_path(str(path))
+        self._path = path
         self._inbound = inbound
         self._outbound = outbound
         self._on_refused = on_refused
-        self._path = path
         self._daemon_user = daemon_user
-        self._sent = 0
-        self._received = 0
+        self._socket: unix.socket | None = None
+        self._unsent = bytearray()
+        self._chunk = ctypes.create_string_buffer(_READ_BYTES)
+        self._received = bytearray()
+        self._bodies: deque[bytes] = deque()
         self._gone = ""
         self.daemon = ""
-        """The incarnation of the daemon, once it has sent something."""
-        check_ipc_path(str(path))
-        self._context: SocketContext | None = SocketContext()
-        self._socket = self._context.open(zmq.DEALER)
-        self._socket.setsockopt(zmq.IMMEDIATE, 1)
-        self._socket.setsockopt(zmq.RECONNECT_IVL, 20)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, 2 * inbound.max_frame_bytes)
-        self._monitor = self._socket.get_monitor_socket(DISCONNECTED)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        self._reaches = False
-        try:
-            self._reach(0.0)
-        except BridgeError:
-            self.close()
-            raise
+        """The incarnation of the daemon, once it has been heard."""
+        self._connect()
 
     @property
     def daemon_ended(self) -> bool:
@@ -276,109 +311,123 @@ class LocalClient(Generic[InboundT, OutboundT]):
         return self._gone == _DAEMON_ENDED
 
     def send(self, message: OutboundT, timeout_s: float = 1.0) -> None:
-        """Hand a message over, waiting at most `timeout_s` for the connection or for the daemon to read.
+        """Hand a message over, waiting at most `timeout_s` for the connection, or for a daemon that does not read.
 
-        Raises NotReadyError after that, PeerError once the daemon is gone, InvalidInputError when it is too large.
+        The next call sends what the kernel does not take at once. Raises NotReadyError after `timeout_s`, and the message is not
+        sent; PeerError once the daemon is gone, InvalidInputError when the message is too large.
         """
-        socket = self._require_open()
-        self._look_for_end()
-        self._raise_if_gone()
-        envelope = Envelope(sender=self._name, link=_LINK, sequence=self._sent + 1, body=message)
-        frame = self._outbound.encode(envelope)
+        frame = framed(self._outbound.encode_body(message))
         deadline_s = time.monotonic() + timeout_s
-        self._reach(deadline_s)
-        try:
-            socket.send(frame, NOBLOCK)
-        except zmq.Again:
-            if not socket.poll(max(0, int((deadline_s - time.monotonic()) * 1_000)), zmq.POLLOUT):
-                why = "no daemon answers there yet" if not self._sent else "the daemon hangs or has ended"
-                raise NotReadyError(
-                    f"'{self._name}' could not send to {self._path} within {timeout_s} s: {why}"
-                ) from None
-            socket.send(frame, NOBLOCK)
-        self._sent += 1
+        if not self._reach(deadline_s):
+            raise NotReadyError(f"could not send to {self._path} within {timeout_s} s: no daemon answers there yet")
+        self._flush()
+        while len(self._unsent) + len(frame) > MAX_UNSENT_BYTES:
+            if not self._wait(select.POLLOUT, deadline_s):
+                why = "the daemon hangs or has ended"
+                raise NotReadyError(f"could not send to {self._path} within {timeout_s} s: {why}")
+            self._flush()
+        self._unsent += frame
+        self._flush()
 
     def receive(self, timeout_s: float) -> InboundT | None:
         """Return the next message, or None when none came within `timeout_s` (0 only looks).
 
-        Raises PeerError once the daemon is gone and its last message was read. Malformed frames are refused and
-        counted.
+        Raises PeerError once the daemon is gone and its last message was read. Malformed messages are refused.
         """
-        socket = self._require_open()
         deadline_s = time.monotonic() + timeout_s
+        if not self._reach(deadline_s):
+            return None
         while True:
-            had_ended = self._gone
-            while frames_wait(socket):
-                message = self._open(socket.recv_multipart(NOBLOCK))
-                if message is not None:
-                    return message
-            if had_ended:
-                self._raise_if_gone()
-            self._look_for_end()
-            if self._gone:
-                continue  # its last message may have come meanwhile
-            remaining_s = deadline_s - time.monotonic()
-            if remaining_s <= 0:
+            while self._bodies:
+                try:
+                    return self._inbound.decode_body(self._bodies.popleft())
+                except FrameError as error:
+                    self._on_refused(error.fault, str(error))
+            self._flush()
+            events = select.POLLIN | select.POLLOUT if self._unsent else select.POLLIN
+            if not self._read() and not self._wait(events, deadline_s):
                 return None
-            self._poller.poll(max(1, int(remaining_s * 1_000)))
 
     def close(self) -> None:
-        """Close; waits at most for the socket's linger (0.2 s). Harmless when closed."""
-        if self._context is None:
-            return
-        self._gone = self._gone or "closed"
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close()
-        self._context.close()
-        self._context = None
+        """Disconnect; waits at most 0.2 s for the last messages to leave. Harmless when closed."""
+        deadline_s = time.monotonic() + _LAST_FRAMES_S
+        while self._unsent and not self._gone and self._wait(select.POLLOUT, deadline_s):
+            self._send_waiting()
+        if self._socket is not None:
+            self._socket.close()
+        self._gone = _CLOSED
 
-    def _reach(self, deadline_s: float) -> None:
-        """Connect once the runtime directory is there, and only if nobody else can have put a socket into it."""
-        while not self._reaches:
-            if require_private_directory(self._path.parent, self._daemon_user):
-                self._socket.connect(f"ipc://{self._path}")
-                self._reaches = True
-            elif time.monotonic() >= deadline_s:
-                return
-            else:
-                time.sleep(_LOOK_AGAIN_S)
+    def _reach(self, deadline_s: float) -> bool:
+        """Return whether there is, or was, a connection; try until the deadline. Raises ConflictError after `close`."""
+        if self._gone == _CLOSED:
+            raise ConflictError(f"the local client of {self._path} is not connected: {_CLOSED}")
+        while self._socket is None and not self._connect():
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(_CONNECT_AGAIN_S)
+        return True
 
-    def _require_open(self) -> zmq.Socket[bytes]:
-        if self._context is None:
-            raise ConflictError(f"local client '{self._name}' is not connected ({self._gone})")
-        return self._socket
-
-    def _open(self, parts: list[bytes]) -> InboundT | None:
+    def _connect(self) -> bool:
+        """Connect, if a daemon listens, and only where nobody else can have put a socket."""
+        if not require_private_directory(self._path.parent, self._daemon_user):
+            return False
+        socket = unix.socket(unix.AF_UNIX, unix.SOCK_STREAM)
+        socket.setblocking(False)
         try:
-            envelope = self._inbound.decode(b"".join(parts))
+            socket.connect(str(self._path))
+        except OSError:  # nobody listens there, or too many wait to be accepted
+            socket.close()
+            return False
+        self._socket = socket
+        return True
+
+    def _wait(self, events: int, deadline_s: float) -> bool:
+        """Wait until the socket is ready for one of `events`; whether it is."""
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0 or self._socket is None:
+            return False
+        poll = select.poll()
+        poll.register(self._socket, events)
+        return bool(poll.poll(max(1, int(left_s * 1_000))))
+
+    def _flush(self) -> None:
+        """Send what waits, as far as the kernel takes it. Raises PeerError once the daemon is gone."""
+        if self._unsent and not self._gone:
+            self._send_waiting()
+        if self._gone:
+            raise PeerError(f"the daemon at {self._path}: {self._gone}; connect anew")
+
+    def _send_waiting(self) -> None:
+        assert self._socket is not None
+        data = bytes(memoryview(self._unsent)[:_WRITE_BYTES])
+        sent = _send(self._socket.fileno(), data, len(data), _SEND_FLAGS)
+        if sent < 0 and ctypes.get_errno() != errno.EAGAIN:
+            while not self._gone:  # the connection has ended, and its last words are there
+                self._read()
+        del self._unsent[: max(0, sent)]
+
+    def _read(self) -> bool:
+        """Take what has come; whether something has, be it the end."""
+        assert self._socket is not None
+        count = _recv(self._socket.fileno(), self._chunk, _READ_BYTES, unix.MSG_DONTWAIT)
+        if count < 0 and ctypes.get_errno() == errno.EAGAIN:
+            return False
+        if count <= 0:
+            self._gone = self._gone or _DAEMON_ENDED
+            return True
+        self._received += memoryview(self._chunk)[:count]
+        try:
+            for body in _take_frames(self._received, self._inbound.max_frame_bytes):
+                self._take(body)
         except FrameError as error:
             self._on_refused(error.fault, str(error))
-            return None
-        if envelope.link == -_LINK:
+            self._gone = str(error)
+        return True
+
+    def _take(self, body: bytes) -> None:
+        if not self.daemon:
+            self.daemon = body.decode(errors="replace")
+        elif body == _GIVEN_UP:
             self._gone = "the daemon does not know this client (any more)"
-            return None
-        if envelope.sequence != self._received + 1 or envelope.recipient != self._name:
-            self._on_refused(Refusal.DUPLICATE, f"message {envelope.sequence}, expected {self._received + 1}")
-            return None
-        self._received += 1
-        self.daemon = envelope.sender
-        return envelope.body
-
-    def _look_for_end(self) -> None:
-        while not self._gone and frames_wait(self._monitor):
-            event, _ = read_event(self._monitor.recv_multipart(zmq.NOBLOCK)[0])
-            if event == DISCONNECTED:
-                self._gone = _DAEMON_ENDED
-
-    def _raise_if_gone(self) -> None:
-        if self._gone:
-            raise PeerError(f"'{self._name}' at {self._path}: {self._gone}; connect anew")
-
-
-def _descriptor(frame: zmq.Frame) -> int:
-    """The connection that a frame came over, as the monitor names it, or -1 when ZeroMQ does not say."""
-    try:
-        return int(frame.get(zmq.SRCFD))
-    except zmq.ZMQError:
-        return -1
+        else:
+            self._bodies.append(body)

@@ -1,44 +1,46 @@
-"""Daemons of different nodes talk: one connection a pair, messages both ways, each delivered once or reported. The server's end.
+"""Daemons of different nodes talk: one connection a pair, messages both ways, each delivered once or reported.
 
 The client (a decode node) opens the connection, asks who answers there (link 0, which leaves no trace), and begins a numbered
 link; the server (a prefill node) learns the client's incarnation from its first frame of a link. An incarnation has one link to
 another, so a client that meets one to which there is a link already, by another address, is closed before it begins its own: a
-later link would end the former one. A new connection of the same link continues where the old one broke
-off. When either side has lost its memory of a link (a restart, `forget`), the server answers its frames with the
-link's negative number; the client then reports what is open as undelivered and begins the next link.
+later link would end the former one. A new connection of the same link continues where the old one broke off. When either side has
+lost its memory of a link (a restart, `forget`), the server answers its frames with the link's negative number; the client then
+reports what is open as undelivered and begins the next link.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import zmq
 
-from kvbridge.control.authentication import ZAP_DOMAIN, Authenticator, Gate, user_of
-from kvbridge.control.connections import ConnectionLimit
-from kvbridge.control.envelopes import EnvelopeSocket
-from kvbridge.control.keys import CurveKeys
-from kvbridge.control.link import Link, LinkContext, PeerCallbacks, PeerSettings, Refusal
+from kvbridge.control.gate import Authenticator, ConnectionLimit, Gate, show_keys, user_of
+from kvbridge.control.keys import CurveKeys, check_key
+from kvbridge.control.link import Link, LinkOwner, PeerCallbacks, PeerSettings, Refusal
 from kvbridge.control.sockets import (
     ACCEPTED,
+    CONNECT_FAILED,
     DISCONNECTED,
-    HANDSHAKE_FAILED,
     HANDSHAKE_FAILED_AUTH,
+    HANDSHAKE_SUCCEEDED,
+    EnvelopeSocket,
     SocketContext,
-    set_limits,
 )
 from kvbridge.core.addresses import is_loopback, parse_tcp
 from kvbridge.core.clock import monotonic
-from kvbridge.core.errors import ConfigError, NotFoundError
-from kvbridge.core.wire.codec import Envelope
+from kvbridge.core.errors import ConfigError, ConflictError, NotFoundError
+from kvbridge.core.wire.codec import PEER, Envelope
 from kvbridge.core.wire.messages import PeerMessage
 
 MAX_PEERS = 4_096
 """Peers that a server knows at once."""
 _FLUSH_POLL_S = 0.005
+_RECONNECT_FIRST_MS = 50
+_RECONNECT_MOST_MS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,36 +74,36 @@ class PeerServer:
         this machine without keys.
         """
         identity.require_keys(endpoint, "listen on")
+        settings = settings or PeerSettings()
         self._identity = identity
         self._callbacks = callbacks
-        self._shared = LinkContext(identity.incarnation, callbacks, self._put, settings, self._on_over)
+        self._owner = LinkOwner(identity.incarnation, callbacks, settings, self._put, self._on_over)
         self._links: dict[str, Link] = {}
         self.gate = Gate(identity.keys)
-        shared, keys = self._shared, identity.keys
+        most = settings.max_connections
+        too_many = f"{most} connections stand, the most (control.max_connections)"
         with ExitStack() as opened:
             context = SocketContext()
             opened.callback(context.close)
             raw = context.open(zmq.ROUTER)
-            if keys is not None:
-                keeper = Authenticator(context, self.gate, lambda detail: self._refuse(Refusal.UNAUTHENTICATED, detail))
-                opened.callback(keeper.close)
-                raw.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-                raw.setsockopt(zmq.CURVE_SERVER, 1)
-                raw.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-            set_limits(raw, endpoint, handshake_s=shared.settings.handshake_s)
-            self._connections = ConnectionLimit(shared.settings.max_connections, self._on_too_many)
+            if identity.keys is not None:
+                deny = lambda detail: callbacks.on_refused(Refusal.UNAUTHENTICATED, detail)  # noqa: E731
+                opened.callback(Authenticator(context, self.gate, deny).close)
+                show_keys(raw, identity.keys)
+            refuse = lambda: callbacks.on_refused(Refusal.TOO_MANY_CONNECTIONS, too_many)  # noqa: E731
+            self._connections = ConnectionLimit(most, refuse)
             opened.callback(self._connections.close)
             self._socket = EnvelopeSocket(
                 raw,
-                shared.codec,
+                endpoint,
                 self._on_envelope,
-                on_refused=self._refuse,
+                handshake_s=settings.handshake_s,
+                on_refused=callbacks.on_refused,
                 on_event=self._on_event,
-                events=HANDSHAKE_FAILED | ACCEPTED | DISCONNECTED,
             )
             opened.callback(self._socket.close)
-            self.endpoint = self._socket.bind(endpoint)
             self._closing = opened.pop_all()
+        self.endpoint = self._socket.endpoint
         self._connections.bound(self.endpoint)
 
     @property
@@ -132,7 +134,7 @@ class PeerServer:
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
-        return await flush_links(self._links.values, timeout_s)
+        return await _flush(self._links.values, timeout_s)
 
     def close(self) -> None:
         """Stop listening; waits at most for the sockets' linger (0.2 s). Nothing is reported undelivered any more.
@@ -140,7 +142,7 @@ class PeerServer:
         A client that has not read its last messages by then loses them: `flush` first.
         """
         for link in self._links.values():
-            link.drop()
+            link.close(report=False)
         self._links.clear()
         self._closing.close()
 
@@ -151,21 +153,13 @@ class PeerServer:
     def _put(self, link: Link, frame: bytes) -> bool:
         return self._socket.send(link.route, frame)
 
-    def _refuse(self, kind: str, detail: str) -> None:
-        self._callbacks.on_refused(kind, detail)
-
-    def _on_too_many(self) -> None:
-        most = self._shared.settings.max_connections
-        self._refuse(Refusal.TOO_MANY_CONNECTIONS, f"{most} connections stand, the most (control.max_connections)")
-
     def _on_event(self, event: int, value: int) -> None:
         if event in {ACCEPTED, DISCONNECTED}:
             self._connections.on_event(event, value)
-            return
-        if event == HANDSHAKE_FAILED_AUTH:
-            return  # The authenticator has counted it, with its address and key.
-        kind = Refusal.UNAUTHENTICATED if self._identity.keys else Refusal.HANDSHAKE
-        self._refuse(kind, "a connection did not complete its handshake: wrong server key, no key, or no peer of ours")
+        elif event != HANDSHAKE_FAILED_AUTH:  # which the authenticator has counted, with its address and key
+            kind = Refusal.UNAUTHENTICATED if self._identity.keys else Refusal.HANDSHAKE
+            text = "a connection did not complete its handshake: wrong server key, no key, or no peer of ours"
+            self._callbacks.on_refused(kind, text)
 
     def _on_envelope(self, envelope: Envelope[PeerMessage], route: bytes, frame: zmq.Frame) -> None:
         link = self._find(envelope, route, user_of(frame) if self._identity.keys else "")
@@ -174,22 +168,25 @@ class PeerServer:
 
     def _find(self, envelope: Envelope[PeerMessage], route: bytes, user: str) -> Link | None:
         """Return the link that an envelope belongs to, made now if it is a new one, or None after refusing it."""
-        sender, link = envelope.sender, self._links.get(envelope.sender)
+        sender, refuse = envelope.sender, self._callbacks.on_refused
+        link = self._links.get(sender)
         if envelope.link == 0 and envelope.body is None and self.gate.allows(user):
             self._answer_without_link(envelope, route)
             return None
         if envelope.link < 1 or (link is not None and envelope.link < link.number):
-            self._refuse(Refusal.STALE, f"link {envelope.link} of {sender}: an earlier one")
+            refuse(Refusal.STALE, f"link {envelope.link} of {sender}: an earlier one")
             return None
         if not self.gate.allows(user):
-            self._refuse(Refusal.UNAUTHENTICATED, f"the key {user} of {sender} is not allowed any more")
+            refuse(Refusal.UNAUTHENTICATED, f"the key {user} of {sender} is not allowed any more")
             return None
         if link is not None and user != link.user:
-            self._refuse(Refusal.UNAUTHENTICATED, f"incarnation {sender} belongs to another key than {user}")
+            refuse(Refusal.UNAUTHENTICATED, f"incarnation {sender} belongs to another key than {user}")
             return None
         known = link is not None and envelope.link == link.number
         if envelope.recipient not in {"", self._identity.incarnation} or (envelope.recipient and not known):
-            self._disown(envelope, route)
+            # It remembers a link that we do not: it begins the next one.
+            refuse(Refusal.STALE, f"link {envelope.link} of {sender} is not known here (any more)")
+            self._answer_without_link(envelope, route)
             return None
         if not known:
             link = self._begin(envelope, user)
@@ -201,31 +198,155 @@ class PeerServer:
         return link
 
     def _begin(self, envelope: Envelope[PeerMessage], user: str) -> Link | None:
-        if envelope.sender not in self._links and len(self._links) >= MAX_PEERS:
-            self._refuse(Refusal.TOO_MANY_PEERS, f"{len(self._links)} peers are known; forget the dead ones")
-            return None
         anew = envelope.sender in self._links
+        if not anew and len(self._links) >= MAX_PEERS:
+            text = f"{len(self._links)} peers are known; forget the dead ones"
+            self._callbacks.on_refused(Refusal.TOO_MANY_PEERS, text)
+            return None
         self.forget(envelope.sender)
-        link = Link(self._shared, envelope.link, envelope.sender)
-        link.user = user
-        self._links[envelope.sender] = link
+        link = self._links[envelope.sender] = Link(self._owner, envelope.link, envelope.sender, user)
         if anew:
             self._callbacks.on_reset(envelope.sender)
         return link
 
-    def _disown(self, envelope: Envelope[PeerMessage], route: bytes) -> None:
-        """Tell a client that we remember nothing of its link; it begins the next one."""
-        self._refuse(Refusal.STALE, f"link {envelope.link} of {envelope.sender} is not known here (any more)")
-        self._answer_without_link(envelope, route)
-
     def _answer_without_link(self, envelope: Envelope[PeerMessage], route: bytes) -> None:
-        answer: Envelope[PeerMessage] = Envelope(
-            sender=self._identity.incarnation, recipient=envelope.sender, link=-envelope.link
+        answer: Envelope[PeerMessage] = Envelope(self._identity.incarnation, envelope.sender, -envelope.link)
+        self._socket.send(route, PEER.encode(answer))
+
+
+class PeerClient:
+    """The connection to one node's control socket: a DEALER that reconnects by itself. Built and used in one running loop.
+
+    Messages sent before the connection stands wait for it. `context` is shared by all clients of the process and is
+    closed by its owner after them.
+    """
+
+    def __init__(
+        self,
+        identity: PeerIdentity,
+        callbacks: PeerCallbacks,
+        endpoint: str,
+        *,
+        server_key: str = "",
+        context: SocketContext,
+        settings: PeerSettings | None = None,
+    ) -> None:
+        """Begin to connect; returns at once.
+
+        `server_key` is the server's public key in Z85, required when we have keys. Raises ConfigError on a malformed
+        endpoint or key, or when the connection would leave this machine in the clear.
+        """
+        self._identity = identity
+        self._callbacks = callbacks
+        self._endpoint = endpoint
+        self._check(server_key)
+        self.server = ""
+        """The incarnation that answers there; empty before it has said so."""
+        settings = settings or PeerSettings()
+        self._owner = LinkOwner(identity.incarnation, callbacks, settings, self._put, self._on_over)
+        # Grows with every client of this incarnation, so that a server tells a new conversation from an old one.
+        self._link = Link(self._owner, time.monotonic_ns())
+        raw = context.open(zmq.DEALER)
+        raw.setsockopt(zmq.IMMEDIATE, 1)  # Nothing queues for a connection that does not stand: delivery resends.
+        raw.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_FIRST_MS)
+        raw.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
+        if identity.keys is not None and server_key:
+            show_keys(raw, identity.keys, server_key)
+        self._socket = EnvelopeSocket(
+            raw,
+            endpoint,
+            self._on_envelope,
+            handshake_s=settings.handshake_s,
+            on_refused=self._refuse,
+            on_event=self._on_event,
         )
-        self._socket.send(route, self._shared.codec.encode(answer))
+
+    @property
+    def link(self) -> Link:
+        """The present conversation with the server, to look at."""
+        return self._link
+
+    def send(self, message: PeerMessage) -> None:
+        """Deliver to the server. Raises CapacityError (it acknowledges nothing), InvalidInputError, ConflictError."""
+        if self._link.closed:
+            raise ConflictError(f"the connection to {self._endpoint} was closed")
+        self._link.send(message)
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait until everything is acknowledged, at most `timeout_s`; whether it is."""
+        return await _flush(lambda: (self._link,), timeout_s)
+
+    def close(self) -> None:
+        """Close the connection. Nothing is reported undelivered any more."""
+        self._link.close(report=False)
+        self._socket.close()
+
+    def _check(self, server_key: str) -> None:
+        endpoint = self._endpoint
+        if server_key:
+            check_key(server_key, f"public key of {endpoint}")
+        if server_key and self._identity.keys is None:
+            raise ConfigError(f"{endpoint} asks for CURVE, but this process has no keys; configure them")
+        if not server_key:
+            if self._identity.keys is not None and not self._identity.insecure:
+                raise ConfigError(f"no public key is known of {endpoint}; give it beside the endpoint")
+            self._identity.require_keys(endpoint, "connect to")
+
+    def _put(self, _link: Link, frame: bytes) -> bool:
+        """Send a frame, or the question who is there in its place: the link sends it again until it is acknowledged."""
+        if self.server:
+            return self._socket.send(frame)
+        question: Envelope[PeerMessage] = Envelope(self._identity.incarnation)
+        return self._socket.send(PEER.encode(question))
+
+    def _refuse(self, kind: str, detail: str) -> None:
+        self._callbacks.on_refused(kind, f"{detail} (server {self._endpoint})")
+
+    def _on_event(self, event: int, _value: int) -> None:
+        if event == HANDSHAKE_SUCCEEDED:
+            self._link.retry()  # frames that were handed to a former connection may be lost
+        elif event == CONNECT_FAILED:
+            self._link.cut()
+        elif event == DISCONNECTED:
+            if self._link.peer:  # else it is a handshake that fails, and said as that
+                self._link.cut()
+        else:
+            kind = Refusal.UNAUTHENTICATED if self._identity.keys else Refusal.HANDSHAKE
+            self._refuse(kind, "the handshake failed: our key is not allowed there, or its public key is another one")
+
+    def _on_envelope(self, envelope: Envelope[PeerMessage], _route: bytes, _frame: zmq.Frame) -> None:
+        """Take an envelope of the present link; begin the next link when the server does not know this one."""
+        link, ours = self._link, self._identity.incarnation
+        if envelope.link == 0 and envelope.recipient == ours:
+            if not self.server:
+                self._met(envelope.sender)
+        elif envelope.recipient != ours or abs(envelope.link) != link.number:
+            self._refuse(Refusal.STALE, f"link {envelope.link} to {envelope.recipient}, ours is {link.number}")
+        elif envelope.link > 0 and link.peer in {"", envelope.sender}:
+            link.peer = envelope.sender
+            link.take(envelope)
+        elif link.peer:
+            self._begin_anew(envelope.sender)
+
+    def _met(self, server: str) -> None:
+        self.server = server
+        self._callbacks.on_met(server)
+        if not self._link.closed:
+            self._link.retry()
+
+    def _on_over(self, link: Link) -> None:
+        if link is self._link:
+            self._begin_anew(self.server)
+
+    def _begin_anew(self, server: str) -> None:
+        former, self._link = self._link, Link(self._owner, self._link.number + 1)
+        former.close()
+        self.server = server
+        if not self._link.closed:  # whoever heard of what is undelivered may have closed this client
+            self._callbacks.on_reset(server)
 
 
-async def flush_links(links: Callable[[], Iterable[Link]], timeout_s: float) -> bool:
+async def _flush(links: Callable[[], Iterable[Link]], timeout_s: float) -> bool:
     """Wait until everything on these links is acknowledged, at most `timeout_s`; whether it is."""
     deadline_s = monotonic() + timeout_s
     while any(link.unacknowledged for link in links()):

@@ -33,11 +33,10 @@ class PeerProcess:
         self._watched = False
 
     @classmethod
-    def of_connection(cls, descriptor: int) -> PeerProcess:
-        """Ask the kernel who made the connection behind a descriptor; whom it does not name is not `followed`."""
+    def of_connection(cls, connection: unix.socket) -> PeerProcess:
+        """Ask the kernel who made a connection; whom it does not name is not `followed`."""
         try:
-            with unix.socket(fileno=os.dup(descriptor)) as connection:
-                return cls(*_ask(connection))
+            return cls(*_ask(connection))
         except OSError:  # the connection is gone: nobody has been answered on it
             return cls(0, None)
 

@@ -9,26 +9,26 @@ from time import monotonic
 
 import zmq
 
-from kvbridge.control.addresses import bind_error
-from kvbridge.control.authentication import ZAP_DOMAIN, Authenticator, Gate
+from kvbridge.control.gate import Authenticator, Gate, show_keys
 from kvbridge.control.keys import CurveKeys
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.control.sockets import (
+    CONNECT_FAILED,
     HANDSHAKE_FAILED,
     HANDSHAKE_FAILED_AUTH,
     HANDSHAKE_SUCCEEDED,
     LoopSocket,
     Parts,
     SocketContext,
+    bind,
     read_event,
 )
 from kvbridge.core.closing import Closing
 from kvbridge.core.errors import DeadlineError, PeerError, UnauthorizedError
 
-MAX_BYTES = 2 << 20
+_MAX_BYTES = 2 << 20
 """Of one question or answer; an endpoint has at most 1 MiB."""
-CONNECTED = int(zmq.Event.CONNECTED)
-CLOSED = int(zmq.Event.CLOSED)
+_CONNECTED = int(zmq.Event.CONNECTED)
 
 
 class RequestServer(Closing):
@@ -44,17 +44,11 @@ class RequestServer(Closing):
             context = SocketContext()
             opened.callback(context.close)
             raw = context.open(zmq.REP)
-            raw.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+            raw.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
             if identity.keys is not None:
                 opened.callback(Authenticator(context, Gate(identity.keys), on_denied).close)
-                raw.setsockopt(zmq.ZAP_DOMAIN, ZAP_DOMAIN)
-                raw.setsockopt(zmq.CURVE_SERVER, 1)
-                raw.setsockopt(zmq.CURVE_SECRETKEY, identity.keys.secret.encode())
-            try:
-                raw.bind(endpoint)
-            except zmq.ZMQError as error:
-                raise bind_error(endpoint, error.errno or 0, str(error)) from error
-            self.endpoint = str(raw.getsockopt_string(zmq.LAST_ENDPOINT))
+                show_keys(raw, identity.keys)
+            self.endpoint = bind(raw, endpoint)
             self._socket = LoopSocket(raw, self._on_parts)
             opened.callback(self._socket.close)
             self._closing = opened.pop_all()
@@ -71,7 +65,7 @@ class RequestClient(Closing):
     """Asks one server, from code without an event loop. A question that is not answered in time ends it."""
 
     def __init__(self, endpoint: str, *, keys: CurveKeys | None, server_key: str, timeout_s: float) -> None:
-        """Connect and wait for the handshake, `timeout_s` at most.
+        """Connect and shake hands, `timeout_s` at most; nobody behind the socket hears of it. An empty key: our own pair's.
 
         Raises PeerError when nobody is reached, UnauthorizedError when the handshake is refused, DeadlineError when it is not
         answered.
@@ -83,13 +77,12 @@ class RequestClient(Closing):
         self._closing.callback(context.close)
         self._socket = context.open(zmq.REQ)
         self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, _MAX_BYTES)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         if keys is not None:
-            self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-            self._socket.setsockopt(zmq.CURVE_PUBLICKEY, keys.public.encode())
-            self._socket.setsockopt(zmq.CURVE_SERVERKEY, (server_key or keys.public).encode())
+            show_keys(self._socket, keys, server_key or keys.public)
         try:
-            shake_hands(self._socket, endpoint, timeout_s=timeout_s)
+            self._shake_hands()
         except BaseException:
             self.close()
             raise
@@ -105,46 +98,40 @@ class RequestClient(Closing):
             raise DeadlineError(f"{self._name} did not answer within {self._timeout_s:g} s")
         return self._socket.recv()
 
-
-def try_handshake(endpoint: str, *, keys: CurveKeys | None, server_key: str, timeout_s: float) -> None:
-    """Connect to a control socket as a decode node does, shake hands, and leave without a message.
-
-    Nobody behind the socket hears of it; a handshake that is refused is counted and logged there. Raises as `RequestClient` does.
-    """
-    RequestClient(endpoint, keys=keys, server_key=server_key, timeout_s=timeout_s).close()
-
-
-def shake_hands(socket: zmq.Socket[bytes], endpoint: str, *, timeout_s: float) -> None:
-    """Connect a socket, once, and wait for the end of its handshake."""
-    socket.setsockopt(zmq.RECONNECT_IVL, -1)
-    monitor = socket.get_monitor_socket(CONNECTED | CLOSED | HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED)
-    connected = False
-    try:
-        socket.connect(endpoint)
-        until_s = monotonic() + timeout_s
-        while (left_s := until_s - monotonic()) > 0 and monitor.poll(math.ceil(left_s * 1e3)):
-            event, _ = read_event(monitor.recv_multipart()[0])
-            if event == HANDSHAKE_SUCCEEDED:
-                return
-            if event == HANDSHAKE_FAILED_AUTH:
-                raise UnauthorizedError(f"{endpoint} does not allow our key: it belongs into its list of allowed keys")
-            if event & HANDSHAKE_FAILED:
-                raise PeerError(
-                    f"{endpoint} refuses the handshake: one side has keys and the other has none, or other ones"
-                )
-            if event == CLOSED:
-                raise PeerError(f"{endpoint} refuses connections: nobody listens there")
-            connected = True
-    except zmq.ZMQError as error:
-        raise PeerError(f"{endpoint} cannot be connected to: {error}") from error
-    finally:
-        socket.disable_monitor()
-        monitor.close()
-    if connected:
-        raise DeadlineError(
-            f"{endpoint} accepts connections and does not end the handshake within {timeout_s:g} s: it is no control socket, "
-            "hangs, or its public key is another one"
+    def _shake_hands(self) -> None:
+        """Connect, once, and wait for the end of the handshake."""
+        endpoint, timeout_s = self._name, self._timeout_s
+        events = _CONNECTED | CONNECT_FAILED | HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED
+        monitor = self._socket.get_monitor_socket(events)
+        connected = False
+        try:
+            self._socket.connect(endpoint)
+            until_s = monotonic() + timeout_s
+            while (left_s := until_s - monotonic()) > 0 and monitor.poll(math.ceil(left_s * 1e3)):
+                event, _ = read_event(monitor.recv_multipart()[0])
+                if event == HANDSHAKE_SUCCEEDED:
+                    return
+                if event == HANDSHAKE_FAILED_AUTH:
+                    raise UnauthorizedError(
+                        f"{endpoint} does not allow our key: it belongs into its list of allowed keys"
+                    )
+                if event & HANDSHAKE_FAILED:
+                    raise PeerError(
+                        f"{endpoint} refuses the handshake: one side has keys and the other has none, or other ones"
+                    )
+                if event == CONNECT_FAILED:
+                    raise PeerError(f"{endpoint} refuses connections: nobody listens there")
+                connected = True
+        except zmq.ZMQError as error:
+            raise PeerError(f"{endpoint} cannot be connected to: {error}") from error
+        finally:
+            self._socket.disable_monitor()
+            monitor.close()
+        if connected:
+            raise DeadlineError(
+                f"{endpoint} accepts connections and does not end the handshake within {timeout_s:g} s: it is no control "
+                "socket, hangs, or its public key is another one"
+            )
+        raise PeerError(
+            f"{endpoint} accepts no connection within {timeout_s:g} s: a firewall drops them, or the host is down"
         )
-    raise PeerError(
-        f"{endpoint} accepts no connection within {timeout_s:g} s: a firewall drops them, or the host is down"
-    )

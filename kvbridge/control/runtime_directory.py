@@ -6,13 +6,17 @@ import grp
 import os
 import socket as unix
 import stat
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from kvbridge.core.addresses import check_ipc_path
 from kvbridge.core.errors import ConflictError, UnavailableError
 
+ENGINE_SOCKET = "engine.sock"
+WORKER_SOCKET = "worker.sock"
+"""For the engines of a daemon, and for its rank workers."""
 _PROBE_S = 1.0
+_BACKLOG = 128
 
 
 def prepare_runtime_directory(path: Path, group: int | None = None) -> Path:
@@ -40,21 +44,34 @@ def group_number(group: int | str) -> int:
         raise UnavailableError(f"runtime_group: there is no group '{group}' here; give its number") from None
 
 
-def open_socket(path: Path, bind: Callable[[], object], *, to_group: bool) -> None:
-    """Call `bind`, which makes the socket `path`, so that only this user can connect, or the group of its directory, too."""
+def listen_at(path: Path, *, to_group: bool) -> unix.socket:
+    """Return a socket that listens at `path`, to which only this user can connect, or the group of its directory, too.
+
+    Raises ConfigError when the path is unfit, ConflictError when another process serves it.
+    """
+    check_ipc_path(str(path))
+    require_unserved(path)
+    path.unlink(missing_ok=True)  # left by a process that was killed
+    listening = unix.socket(unix.AF_UNIX, unix.SOCK_STREAM)
     before = os.umask(0o177)  # of the whole process: meanwhile other threads' files are more private than they would be
     try:
-        bind()
+        listening.setblocking(False)
+        listening.bind(str(path))
+    except OSError as error:
+        listening.close()
+        raise UnavailableError(f"{path} cannot be listened at: {error.strerror}") from error
     finally:
         os.umask(before)
     facts = path.parent.stat()
     if to_group and facts.st_mode & 0o010:
         os.chown(path, -1, facts.st_gid)
         path.chmod(0o660)
+    listening.listen(_BACKLOG)
+    return listening
 
 
 def remove_socket(path: Path, inode: int) -> None:
-    """Remove a socket of this process, which still listens there: ZeroMQ leaves the file. Another process's socket stays."""
+    """Remove the file of a socket that this process has closed. Another process's socket stays."""
     with suppress(OSError):
         if path.stat().st_ino == inode:
             path.unlink()
@@ -100,7 +117,7 @@ def require_private_directory(path: Path, user: int | None = None, *, forbidden:
 
 
 def require_unserved(path: Path) -> None:
-    """Raise ConflictError when a process serves this Unix socket: ZeroMQ would silently take it over."""
+    """Raise ConflictError when a process serves this Unix socket."""
     if not path.exists():
         return
     with unix.socket(unix.AF_UNIX) as probe:

@@ -1,7 +1,7 @@
-"""A ZeroMQ socket inside an asyncio loop.
+"""ZeroMQ sockets inside an asyncio loop.
 
-A ZeroMQ socket's file descriptor signals edges: it becomes readable when *something* changed, once, and any call on the
-socket may consume the signal. So after every wake and after every send we ask the socket itself whether frames wait.
+The descriptor of a ZeroMQ socket signals edges: it becomes readable when *something* has changed, once, and any call on the socket
+may consume the signal. So after every wake and after every send we ask the socket itself whether frames wait.
 """
 
 from __future__ import annotations
@@ -13,6 +13,11 @@ from collections.abc import Callable, Sequence
 
 import zmq
 
+from kvbridge.control.listeners import bind_error
+from kvbridge.core.errors import ConfigError, ProtocolError
+from kvbridge.core.wire.codec import PEER, Envelope, FrameError
+from kvbridge.core.wire.messages import PeerMessage
+
 SENDS_QUEUED = 10_000
 """High-water mark of every socket: frames that wait for one connection before a send is refused or dropped."""
 CLOSE_LINGER_MS = 200
@@ -22,9 +27,9 @@ TURN_S = 0.02
 _ZMTP_PING_MS = 5_000
 _ZMTP_TIMEOUT_MS = 15_000
 
-# As plain numbers: whatever is done with ZeroMQ's own enumerations is done by Python, several times for each frame.
+# As plain numbers: Python computes with ZeroMQ's own enumerations in Python, several times for each frame.
 _READABLE = int(zmq.POLLIN)
-NOBLOCK = int(zmq.NOBLOCK)
+_NOBLOCK = int(zmq.NOBLOCK)
 _MORE_FOLLOWS = int(zmq.NOBLOCK | zmq.SNDMORE)
 
 Parts = list[zmq.Frame]
@@ -37,19 +42,20 @@ HANDSHAKE_FAILED_AUTH = int(zmq.Event.HANDSHAKE_FAILED_AUTH)
 HANDSHAKE_SUCCEEDED = int(zmq.Event.HANDSHAKE_SUCCEEDED)
 ACCEPTED = int(zmq.Event.ACCEPTED)
 DISCONNECTED = int(zmq.Event.DISCONNECTED)
-REFUSED = int(zmq.Event.CLOSED)
-"""On a socket that connects: an attempt has failed, as a rule since nobody listens there. It is made again by itself."""
+CONNECT_FAILED = int(zmq.Event.CLOSED)
+"""An attempt to connect has failed, as a rule since nobody listens there. ZeroMQ makes the next one."""
 
-_HEAD = struct.Struct("=HI")
+_EVENTS = {
+    int(zmq.ROUTER): HANDSHAKE_FAILED | ACCEPTED | DISCONNECTED,
+    int(zmq.DEALER): HANDSHAKE_FAILED | HANDSHAKE_SUCCEEDED | DISCONNECTED | CONNECT_FAILED,
+}
+_EVENT = struct.Struct("=HI")
 
 
-def set_limits(socket: zmq.Socket[bytes], endpoint: str, *, handshake_s: float) -> None:
-    """Set what connections between nodes have to keep to, before `socket` is bound or connected."""
-    socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(handshake_s * 1_000)))
-    socket.setsockopt(zmq.HEARTBEAT_IVL, _ZMTP_PING_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ZMTP_TIMEOUT_MS)
-    # Only where it is meant: an IPv6 socket would report an IPv4 address that it was bound to as ::ffff:a.b.c.d.
-    socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+def read_event(head: bytes) -> tuple[int, int]:
+    """Return (event, value) of a monitor's frame; the value of ACCEPTED and DISCONNECTED is the connection's descriptor."""
+    event, value = _EVENT.unpack(head)
+    return event, value
 
 
 class SocketContext:
@@ -72,19 +78,13 @@ class SocketContext:
         self.zmq.destroy()
 
 
-def frames_wait(socket: zmq.Socket[bytes]) -> bool:
-    """Whether a receive would return at once."""
-    # Polling takes a third less time, but lets go of the interpreter's lock: beside a thread that computes, as in an engine's
-    # process, it is had back up to 5 ms later.
-    return bool(int(socket.getsockopt(zmq.EVENTS)) & _READABLE)
-
-
-def _receive(socket: zmq.Socket[bytes]) -> Parts:
-    """Return the parts of the message that waits."""
-    parts = [socket.recv(NOBLOCK, copy=False)]
-    while parts[-1].more:
-        parts.append(socket.recv(NOBLOCK, copy=False))
-    return parts
+def bind(socket: zmq.Socket[bytes], endpoint: str) -> str:
+    """Listen, and return the real endpoint. Raises as `bind_error` says."""
+    try:
+        socket.bind(endpoint)
+    except zmq.ZMQError as error:
+        raise bind_error(endpoint, error.errno or 0, str(error)) from error
+    return str(socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
 
 class LoopSocket:
@@ -97,16 +97,10 @@ class LoopSocket:
         self._socket = socket
         self._on_parts = on_parts
         self._loop = asyncio.get_running_loop()
-        self._draining = False
-        self._scheduled: asyncio.Handle | None = None
+        self._in_turn = self._scheduled = False
         self._descriptor = int(socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._descriptor, self.drain)
+        self._loop.add_reader(self._descriptor, self._turn)
         self._look_again()
-
-    @property
-    def closed(self) -> bool:
-        """Whether `close` was called."""
-        return bool(self._socket.closed)
 
     def send(self, parts: Sequence[bytes]) -> bool:
         """Hand parts to ZeroMQ; False when no connection can take them now (they are dropped) or after `close`."""
@@ -115,7 +109,7 @@ class LoopSocket:
         try:
             for part in parts[:-1]:
                 self._socket.send(part, _MORE_FOLLOWS)
-            self._socket.send(parts[-1], NOBLOCK)
+            self._socket.send(parts[-1], _NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno in {zmq.EAGAIN, zmq.EHOSTUNREACH}:
                 return False
@@ -124,72 +118,105 @@ class LoopSocket:
             self._look_again()
         return True
 
-    def drain(self) -> None:
-        """Handle what has arrived, without waiting for the loop's turn."""
-        if self._scheduled is not None:
-            self._scheduled.cancel()
-            self._scheduled = None
-        if self._draining or self._socket.closed:
-            return
-        self._draining, empty = True, False
-        try:
-            empty = self._take_turn()
-        finally:
-            self._draining = False
-            if not empty:
-                self._look_again()
-
     def close(self) -> None:
         """Stop listening and close the socket; harmless when closed."""
-        if self._socket.closed:
-            return
-        if self._scheduled is not None:
-            self._scheduled.cancel()
-        if not self._loop.is_closed():
-            self._loop.remove_reader(self._descriptor)
-        self._socket.close()
+        if not self._socket.closed:
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._descriptor)
+            self._socket.close()
+
+    def _frames_wait(self) -> bool:
+        return bool(int(self._socket.getsockopt(zmq.EVENTS)) & _READABLE)
 
     def _look_again(self) -> None:
-        if self._draining or self._scheduled is not None or self._socket.closed:
-            return
-        if frames_wait(self._socket):
-            self._scheduled = self._loop.call_soon(self.drain)
+        if not (self._in_turn or self._scheduled or self._socket.closed) and self._frames_wait():
+            self._scheduled = True
+            self._loop.call_soon(self._turn)
 
-    def _take_turn(self) -> bool:
-        """Handle what waits; whether the last look at the socket has found nothing more."""
-        end_s = time.monotonic() + TURN_S
-        for _ in range(FRAMES_PER_TURN):
-            if self._socket.closed or time.monotonic() > end_s:
-                return False
-            if not frames_wait(self._socket):
-                return True
-            self._on_parts(_receive(self._socket))
-        return False
+    def _turn(self) -> None:
+        self._scheduled, self._in_turn = False, True
+        try:
+            end_s = time.monotonic() + TURN_S
+            for _ in range(FRAMES_PER_TURN):
+                if self._socket.closed or not self._frames_wait():
+                    return
+                parts = [self._socket.recv(_NOBLOCK, copy=False)]
+                while parts[-1].more:
+                    parts.append(self._socket.recv(_NOBLOCK, copy=False))
+                self._on_parts(parts)
+                if time.monotonic() > end_s:
+                    return
+        finally:
+            self._in_turn = False
+            self._look_again()
 
 
-def read_event(head: bytes) -> tuple[int, int]:
-    """Return (event, value); the value of ACCEPTED and DISCONNECTED is the connection's file descriptor."""
-    event, value = _HEAD.unpack(head)
-    return event, value
+class EnvelopeSocket:
+    """A ROUTER or a DEALER between nodes that speaks in envelopes. Owns `socket`, whose keys are set before."""
 
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        endpoint: str,
+        on_envelope: Callable[[Envelope[PeerMessage], bytes, zmq.Frame], None],
+        *,
+        handshake_s: float,
+        on_refused: Callable[[str, str], None],
+        on_event: Callable[[int, int], None],
+    ) -> None:
+        """Listen at `endpoint` (a ROUTER; `self.endpoint` is the real one) or begin to connect to it.
 
-class Monitor:
-    """Calls `on_event(event, value)` for the chosen events of `socket`. Make it before the socket binds or connects."""
+        `on_envelope(envelope, route, frame)`: `route` is what `send` wants for an answer, empty on a DEALER; a ProtocolError
+        refuses the envelope. `on_refused(kind, detail)`. `on_event(event, value)` of connections, as `read_event` has it. Raises
+        as `bind_error` says, and ConfigError for an endpoint that cannot be connected to.
+        """
+        self._on_envelope = on_envelope
+        self._on_refused = on_refused
+        self._raw = socket
+        self._part_count = 2 if socket.type == zmq.ROUTER else 1
+        socket.setsockopt(zmq.HANDSHAKE_IVL, max(1, int(handshake_s * 1_000)))
+        socket.setsockopt(zmq.HEARTBEAT_IVL, _ZMTP_PING_MS)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _ZMTP_TIMEOUT_MS)
+        # Only where it is meant: an IPv6 socket would report an IPv4 address that it was bound to as ::ffff:a.b.c.d.
+        socket.setsockopt(zmq.IPV6, int("[" in endpoint))
+        # Frames up to twice the limit are refused by the codec, and counted; beyond that the connection itself is cut.
+        socket.setsockopt(zmq.MAXMSGSIZE, 2 * PEER.max_frame_bytes)
+        monitor = socket.get_monitor_socket(_EVENTS[int(socket.getsockopt(zmq.TYPE))])
+        self._monitor = LoopSocket(monitor, lambda parts: on_event(*read_event(parts[0].bytes)))
+        self._socket = LoopSocket(socket, self._on_parts)
+        self.endpoint = endpoint
+        try:
+            if socket.type == zmq.ROUTER:
+                socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+                self.endpoint = bind(socket, endpoint)
+            else:
+                socket.connect(endpoint)
+        except zmq.ZMQError as error:
+            self.close()
+            raise ConfigError(f"control endpoint {endpoint} cannot be connected to: {error}") from error
+        except BaseException:
+            self.close()
+            raise
 
-    def __init__(self, socket: zmq.Socket[bytes], events: int, on_event: Callable[[int, int], None]) -> None:
-        self._watched = socket
-        self._on_event = on_event
-        self._socket = LoopSocket(socket.get_monitor_socket(events), self._on_parts)
-
-    def catch_up(self) -> None:
-        """Handle the events that have already happened."""
-        self._socket.drain()
+    def send(self, *parts: bytes) -> bool:
+        """Hand a frame to ZeroMQ, on a ROUTER behind its route; False when it was dropped (see `LoopSocket`)."""
+        return self._socket.send(parts)
 
     def close(self) -> None:
-        """Stop watching; to be called before the watched socket is closed."""
-        if not self._socket.closed:
-            self._watched.disable_monitor()
+        """Close the socket; harmless when closed."""
+        if not self._raw.closed:
+            self._raw.disable_monitor()
+            self._monitor.close()
             self._socket.close()
 
     def _on_parts(self, parts: Parts) -> None:
-        self._on_event(*read_event(parts[0].bytes))
+        if len(parts) != self._part_count:
+            self._on_refused("malformed", f"a message of {len(parts)} parts, expected one frame")
+            return
+        route = parts[0].bytes if len(parts) > 1 else b""
+        try:
+            self._on_envelope(PEER.decode(parts[-1].bytes), route, parts[-1])
+        except FrameError as error:
+            self._on_refused(error.fault, str(error))
+        except ProtocolError as error:
+            self._on_refused(error.code, str(error))

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import structlog
 
-from kvbridge.control.addresses import ENGINE_SOCKET
 from kvbridge.control.local import LocalCallbacks, LocalServer
 from kvbridge.control.processes import PeerProcess
+from kvbridge.control.runtime_directory import ENGINE_SOCKET
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import Answer, EngineToNode, NodeToEngine, Refused

@@ -17,8 +17,7 @@ import structlog
 
 from kvbridge.config.schema import DecodeConfig
 from kvbridge.control.link import PeerCallbacks, PeerSettings
-from kvbridge.control.peer_client import PeerClient
-from kvbridge.control.peers import PeerIdentity
+from kvbridge.control.peers import PeerClient, PeerIdentity
 from kvbridge.control.sockets import SocketContext
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, CapacityError, NotReadyError

@@ -15,9 +15,9 @@ from typing import Any, Protocol
 import structlog
 
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.control.addresses import WORKER_SOCKET
 from kvbridge.control.local import LocalCallbacks, LocalServer
 from kvbridge.control.processes import PeerProcess
+from kvbridge.control.runtime_directory import WORKER_SOCKET
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
@@ -115,8 +115,8 @@ class WorkerHost:
 
     def open(self, incarnation: str) -> None:
         """Listen for workers. Raises ConflictError when another daemon uses the runtime directory."""
-        callbacks = LocalCallbacks(self._on_message, on_gone=self._on_link_gone, on_refused=self._events.frame_refused)
         path = self._config.runtime_dir / WORKER_SOCKET
+        callbacks = LocalCallbacks(self._on_message, on_gone=self._on_link_gone, on_refused=self._events.frame_refused)
         self._server = LocalServer(incarnation, path, WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
         self.workers.connect(self._post)
 

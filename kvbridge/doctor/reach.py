@@ -14,7 +14,7 @@ from pydantic import TypeAdapter, ValidationError
 from kvbridge.api.directory import InstanceView
 from kvbridge.api.status import Readiness
 from kvbridge.control.keys import CurveKeys
-from kvbridge.control.requests import try_handshake
+from kvbridge.control.requests import RequestClient
 from kvbridge.core.addresses import parse_tcp
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import FrozenModel
@@ -159,7 +159,7 @@ class Asking:
         how, problems = "handshake encrypted" if keys else "handshake in the clear", list[str]()
         for public in self._candidates() if keys else [""]:
             try:
-                try_handshake(endpoint, keys=keys, server_key=public, timeout_s=HANDSHAKE_S)
+                RequestClient(endpoint, keys=keys, server_key=public, timeout_s=HANDSHAKE_S).close()
             except BridgeError as error:
                 problems.append(str(error).removeprefix(f"{endpoint} "))
                 if not _reached(endpoint):

@@ -14,7 +14,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from kvbridge.control.addresses import WORKER_SOCKET
+from kvbridge.control.runtime_directory import WORKER_SOCKET
 from kvbridge.core.errors import BridgeError, DeadlineError, InvalidInputError, NotReadyError
 from kvbridge.core.geometry.components import Component, ComponentKind
 from kvbridge.core.geometry.manifest import Region
@@ -313,7 +313,7 @@ class AdoptedWorker:
     def _serve(self, socket: Path, regions: Sequence[Region]) -> WorkerEnd | None:
         """Serve until the end; return None when serving did not begin. Raises UnclosedError when something is not closed."""
         try:
-            link = open_node_link(socket, self.rank)
+            link = open_node_link(socket)
         except BridgeError as error:
             log.info("no_node", rank=str(self.rank), code=error.code, reason=str(error))
             return None

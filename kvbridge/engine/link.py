@@ -8,8 +8,6 @@ Synchronous, for one thread: engine loops are. No call blocks longer than its ti
 from __future__ import annotations
 
 import itertools
-import os
-import secrets
 import time
 from collections import deque
 from pathlib import Path
@@ -17,8 +15,8 @@ from typing import TypeVar
 
 import structlog
 
-from kvbridge.control.addresses import ENGINE_SOCKET
 from kvbridge.control.local import LocalClient
+from kvbridge.control.runtime_directory import ENGINE_SOCKET
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, ProtocolError, errors_by_code
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import (
@@ -56,9 +54,8 @@ class EngineLink:
         `timeout_s` bounds every call.
         """
         path = Path(runtime_dir).absolute() / ENGINE_SOCKET
-        name = f"engine-{os.getpid()}-{secrets.token_hex(4)}"
         self._client: LocalClient[NodeToEngine, EngineToNode] = LocalClient(
-            name, path, NODE_TO_ENGINE, ENGINE_TO_NODE, daemon_user=daemon_user
+            path, NODE_TO_ENGINE, ENGINE_TO_NODE, daemon_user=daemon_user
         )
         self.timeout_s = timeout_s
         self.daemon_user = daemon_user

@@ -55,7 +55,7 @@ def serve(given: argparse.Namespace) -> int:
     os.set_inheritable(given.log_descriptor, False)  # it is of this process alone, and so is its end
     log_file = open(given.log_descriptor, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115 - to the end
     configure_logs(names=names, level=given.log_level, form="json", stream=log_file)
-    link = open_node_link(Path(given.socket), rank)
+    link = open_node_link(Path(given.socket))
     try:
         serve_rank(link, rank, setup_timeout_s=given.setup_timeout_s)
     except BridgeError as error:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import secrets
 from pathlib import Path
 
 from kvbridge.control.local import LocalClient
-from kvbridge.core.ids import Rank
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
 from kvbridge.core.wire.worker_messages import NodeToWorker, WorkerToNode
 
@@ -15,6 +12,6 @@ NodeLink = LocalClient[NodeToWorker, WorkerToNode]
 """Used by the thread that serves the rank only."""
 
 
-def open_node_link(path: Path, rank: Rank) -> NodeLink:
-    """Connect to the node that listens for rank workers on `path`, by a name that no other worker has."""
-    return LocalClient(f"worker-{rank}-{os.getpid()}-{secrets.token_hex(4)}", path, NODE_TO_WORKER, WORKER_TO_NODE)
+def open_node_link(path: Path) -> NodeLink:
+    """Connect to the node that listens for rank workers on `path`."""
+    return LocalClient(path, NODE_TO_WORKER, WORKER_TO_NODE)

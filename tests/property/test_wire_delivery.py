@@ -46,14 +46,14 @@ class Simulation:
     def step(self):
         now_s = self.clock()
         if now_s >= self.outbox.gives_up_at_s:
-            self.undelivered += [item.message for item in self.outbox.abandon(now_s)]
+            self.undelivered += [message for message, _ in self.outbox.abandon(now_s)]
             self.is_over = True
         for sent in self.outbox.take_due(now_s) + self.outbox.take_new(now_s):
             self.frames += 1
             self.there.put(sent, now_s)
-        for sent in self.there.take(now_s):
-            if self.inbox.accept(sent.sequence) is Arrival.NEW:
-                self.delivered.append(sent.message)
+        for sequence, message in self.there.take(now_s):
+            if self.inbox.accept(sequence) is Arrival.NEW:
+                self.delivered.append(message)
         if self.inbox.owed:
             self.back.put(self.inbox.acknowledged(), now_s)
         for upto in self.back.take(now_s):
@@ -149,9 +149,9 @@ class HostilePeer(RuleBasedStateMachine):
     def work(self, seconds: float) -> None:
         self.clock.advance(seconds)
         self.outbox.take_due(self.clock())
-        for sent in self.outbox.take_new(self.clock()):
-            assert sent.sequence == sent.message > self.sent
-            self.sent = sent.sequence
+        for sequence, message in self.outbox.take_new(self.clock()):
+            assert sequence == message > self.sent
+            self.sent = sequence
 
     @rule(upto=NUMBERS)
     def acknowledge(self, upto: int) -> None:

@@ -1,11 +1,10 @@
 """Reliable delivery in order over a channel that loses, doubles and reorders: go-back-N.
 
-One `Outbox` and one `Inbox` are one direction's two ends; both live as long as their link and are thrown away with it. The
-promise: every posted message is delivered exactly once and in order, or reported undelivered together with all messages that
-were posted after it. "Undelivered" means that no acknowledgement came in time; the message may nevertheless have arrived. The
-channel is one TCP connection: it loses what it carries when it breaks, and seldom otherwise. So an inbox keeps nothing that
-comes before its turn, an acknowledgement is one number, and an outbox sends again everything from the first message that is not
-acknowledged.
+One `Outbox` and one `Inbox` are the two ends of one direction of a link. The promise: every posted message is delivered exactly
+once and in order, or reported undelivered together with all messages that were posted after it. "Undelivered" means that no
+acknowledgement came in time; the message may nevertheless have arrived. The channel is one TCP connection, which seldom loses
+anything unless it breaks. So an inbox keeps nothing that comes before its turn, an acknowledgement is one number, and an outbox
+sends again everything from the first message that is not acknowledged.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from kvbridge.core.errors import CapacityError, IntegrityError, ProtocolError
 
@@ -36,22 +35,8 @@ class DeliverySettings:
     """Messages, on their way or waiting, that an outbox holds before `post` refuses."""
 
 
-class Outgoing(NamedTuple, Generic[T]):
-    """A message to send, with its sequence number."""
-
-    sequence: int
-    message: T
-
-
-class Undelivered(NamedTuple, Generic[T]):
-    """A message whose arrival was never acknowledged, and how long ago it was posted."""
-
-    message: T
-    age_s: float
-
-
 class Outbox(Generic[T]):
-    """The sending end: holds every message until the peer acknowledges it."""
+    """The sending end: holds every message until the peer acknowledges it. Messages go out as (sequence, message)."""
 
     def __init__(self, settings: DeliverySettings) -> None:
         self._settings = settings
@@ -88,20 +73,20 @@ class Outbox(Generic[T]):
             )
         self._held.append((message, now_s))
 
-    def take_new(self, now_s: float) -> list[Outgoing[T]]:
+    def take_new(self, now_s: float) -> list[tuple[int, T]]:
         """Return what is to be sent for the first time now, in order: posted messages, as far as the window allows."""
         start, self._on_their_way = self._on_their_way, min(len(self._held), self._settings.window)
         if self._resend_at_s == math.inf:
-            self._resend_at_s = self._next_resend_s(now_s)
-        return self._numbered(start, self._on_their_way)
+            self._plan_resend(now_s)
+        return self._numbered(start)
 
-    def take_due(self, now_s: float) -> list[Outgoing[T]]:
+    def take_due(self, now_s: float) -> list[tuple[int, T]]:
         """Return what is to be sent again now, in order: all that is on its way."""
         if now_s < self._resend_at_s:
             return []
         self._resend_at_s = now_s + self._interval_s
         self._interval_s = min(2 * self._interval_s, self._settings.resend_most_s)
-        return self._numbered(0, self._on_their_way)
+        return self._numbered(0)
 
     def acknowledge(self, upto: int, *, now_s: float) -> None:
         """Forget what the peer has, `upto` included. Raises ProtocolError, changing nothing, for what was never sent."""
@@ -115,7 +100,7 @@ class Outbox(Generic[T]):
         self._on_their_way = last_sent - upto
         self._first = upto + 1
         self._interval_s = self._settings.resend_first_s
-        self._resend_at_s = self._next_resend_s(now_s)
+        self._plan_resend(now_s)
 
     def resend_now(self, now_s: float) -> None:
         """Make every message that is on its way due now: the connection to the peer stands again."""
@@ -123,9 +108,9 @@ class Outbox(Generic[T]):
         if self._on_their_way:
             self._resend_at_s = now_s
 
-    def abandon(self, now_s: float) -> list[Undelivered[T]]:
-        """Empty the outbox, whose link is over, and return all that was in it, in order."""
-        undelivered = [Undelivered(message, now_s - posted_s) for message, posted_s in self._held]
+    def abandon(self, now_s: float) -> list[tuple[T, float]]:
+        """Empty the outbox of a link that is over. Return each message, in order, with its age in seconds."""
+        undelivered = [(message, now_s - posted_s) for message, posted_s in self._held]
         self._first += len(self._held)
         self._held.clear()
         self._on_their_way, self._resend_at_s = 0, math.inf
@@ -140,12 +125,12 @@ class Outbox(Generic[T]):
         if (self._resend_at_s < math.inf) != bool(self._on_their_way):
             raise IntegrityError(f"{self!r}: a resend is planned of nothing, or none of what is on its way")
 
-    def _numbered(self, start: int, stop: int) -> list[Outgoing[T]]:
-        held = islice(self._held, start, stop)
-        return [Outgoing(self._first + place, message) for place, (message, _) in enumerate(held, start)]
+    def _numbered(self, start: int) -> list[tuple[int, T]]:
+        sent = islice(self._held, start, self._on_their_way)
+        return [(self._first + place, message) for place, (message, _) in enumerate(sent, start)]
 
-    def _next_resend_s(self, now_s: float) -> float:
-        return now_s + self._interval_s if self._on_their_way else math.inf
+    def _plan_resend(self, now_s: float) -> None:
+        self._resend_at_s = now_s + self._interval_s if self._on_their_way else math.inf
 
 
 class Arrival(StrEnum):
@@ -173,12 +158,10 @@ class Inbox:
     def accept(self, sequence: int) -> Arrival:
         """Judge an arrival by its number, from 1."""
         self.owed += 1
-        if sequence <= self.upto:
-            return Arrival.DUPLICATE
-        if sequence > self.upto + 1:
-            return Arrival.OUT_OF_ORDER
-        self.upto = sequence
-        return Arrival.NEW
+        if sequence == self.upto + 1:
+            self.upto = sequence
+            return Arrival.NEW
+        return Arrival.DUPLICATE if sequence <= self.upto else Arrival.OUT_OF_ORDER
 
     def acknowledged(self) -> int:
         """Return the acknowledgement to send now; nothing is owed afterwards."""

@@ -5,8 +5,7 @@ import asyncio
 import zmq
 
 from kvbridge.control.link import PeerCallbacks
-from kvbridge.control.peer_client import PeerClient
-from kvbridge.control.peers import PeerIdentity, PeerServer
+from kvbridge.control.peers import PeerClient, PeerIdentity, PeerServer
 from kvbridge.control.sockets import SocketContext
 from kvbridge.core.wire.codec import PEER, Envelope
 from kvbridge.core.wire.messages import Drained, Heartbeat

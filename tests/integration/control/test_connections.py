@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from kvbridge.control.connections import ConnectionLimit
+from kvbridge.control.gate import ConnectionLimit
 from kvbridge.control.link import PeerSettings
 from kvbridge.core.wire.messages import Heartbeat
 from tests.helpers.held_ports import held_ports

@@ -2,26 +2,27 @@
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import pytest_asyncio
-import zmq
 
 from kvbridge.control import processes
-from kvbridge.control.local import LocalCallbacks, LocalClient, LocalServer
+from kvbridge.control.local import LocalCallbacks, LocalClient, LocalServer, framed
 from kvbridge.control.runtime_directory import prepare_runtime_directory
-from kvbridge.core.errors import ConfigError, ConflictError, PeerError
+from kvbridge.core.errors import CapacityError, ConfigError, ConflictError, NotReadyError, PeerError
 from kvbridge.core.ids import Rank
-from kvbridge.core.wire.codec import NODE_TO_WORKER, PEER, WORKER_TO_NODE, Envelope
+from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
 from kvbridge.core.wire.messages import Heartbeat
-from kvbridge.core.wire.worker_messages import CloseRoom, RoomClosed, Shutdown
+from kvbridge.core.wire.worker_messages import CloseRoom, ConnectPeer, RoomClosed, Shutdown, WorkerFailed
 
 pytestmark = pytest.mark.asyncio
 
 WAIT_S = 20.0
+R0 = Rank(pp=0, tp=0)
 
 
 class Node:
@@ -33,9 +34,7 @@ class Node:
         self.pids, self.follows = [], False
         self._changed = asyncio.Event()
         callbacks = LocalCallbacks(
-            self._on_message,
-            on_gone=self._on_gone,
-            on_refused=lambda kind, detail: self._note("refused", str(kind)),
+            self._on_message, self._on_gone, on_refused=lambda kind, _detail: self._note("refused", str(kind))
         )
         self.server = LocalServer("node", path, WORKER_TO_NODE, NODE_TO_WORKER, callbacks)
         self.closers = [self.server.close]
@@ -55,10 +54,18 @@ class Node:
         if self.follows:
             process.when_ended(lambda: self._note("ended", client))
 
-    def client(self, name="worker-pp0.tp0"):
-        client = LocalClient(name, self.path, NODE_TO_WORKER, WORKER_TO_NODE)
+    def client(self):
+        client = LocalClient(self.path, NODE_TO_WORKER, WORKER_TO_NODE)
         self.closers.append(client.close)
         return client
+
+    async def joined(self):
+        """A client that has said something, and its name here."""
+        client = self.client()
+        client.send(Heartbeat())
+        known = len(self.events)
+        await self.until(lambda: len(self.events) > known)
+        return client, self.events[-1][0]
 
     async def until(self, condition):
         async with asyncio.timeout(WAIT_S):
@@ -80,21 +87,30 @@ async def node(tmp_path):
 
 
 def closed(room):
-    return RoomClosed(room=room, generation=1, rank=Rank(pp=0, tp=0), quiet=True)
+    return RoomClosed(room=room, generation=1, rank=R0, quiet=True)
 
 
-async def test_a_client_joins_with_its_first_message_and_both_talk_in_order(node):
+async def rooms(client, count):
+    """What a client is told, while the loop sends what the kernel did not take."""
+    for _ in range(count):
+        yield (await asyncio.to_thread(client.receive, WAIT_S)).room
+
+
+async def test_both_ends_talk_in_order(node):
     client = node.client()
     for room in range(500):
         client.send(closed(room))
+        await asyncio.sleep(0)
     await node.until(lambda: len(node.events) == 500)
-    assert node.events == [("worker-pp0.tp0", closed(room)) for room in range(500)]
+    [name] = {name for name, _ in node.events}
+    assert name == f"worker-{os.getpid()}.1"
+    assert [message for _, message in node.events] == [closed(room) for room in range(500)]
     for room in range(500):
-        node.server.send("worker-pp0.tp0", CloseRoom(room=room, generation=1))
-    assert [client.receive(WAIT_S).room for _ in range(500)] == list(range(500))
+        node.server.send(name, CloseRoom(room=room, generation=1))
+    assert [room async for room in rooms(client, 500)] == list(range(500))
     assert client.receive(0) is None
     assert client.receive(0.001) is None
-    assert node.server.clients == ("worker-pp0.tp0",)
+    assert client.daemon == "node"
 
 
 _LEAVING = """
@@ -103,7 +119,7 @@ from pathlib import Path
 from kvbridge.control.local import LocalClient
 from kvbridge.core.wire.codec import NODE_TO_WORKER, WORKER_TO_NODE
 from kvbridge.core.wire.messages import Heartbeat
-client = LocalClient("victim", Path(sys.argv[1]), NODE_TO_WORKER, WORKER_TO_NODE)
+client = LocalClient(Path(sys.argv[1]), NODE_TO_WORKER, WORKER_TO_NODE)
 client.send(Heartbeat(), 20.0)
 sys.stdin.readline()
 client.close()
@@ -119,79 +135,125 @@ async def test_the_end_of_a_process_is_told_apart_from_that_of_its_connection(no
     command = [sys.executable, "-c", _LEAVING, str(node.path)]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)  # noqa: ASYNC220 - returns at once
     try:
-        await node.until(lambda: ("victim", Heartbeat()) in node.events)
-        assert (node.server.process("victim").pid, node.server.process("victim").followed) == (child.pid, True)
+        victim = f"worker-{child.pid}.1"
+        await node.until(lambda: (victim, Heartbeat()) in node.events)
+        assert (node.server.process(victim).pid, node.server.process(victim).followed) == (child.pid, True)
         child.stdin.write("leave\n")
         child.stdin.flush()
-        await node.until(lambda: node.events[-1] == ("gone", "victim"))
+        await node.until(lambda: node.events[-1] == ("gone", victim))
         assert (child.poll(), node.pids) == (None, [child.pid])
     finally:
         child.kill()
         child.communicate(timeout=WAIT_S)
-    await node.until_events(("victim", Heartbeat()), ("gone", "victim"), ("ended", "victim"))
+    await node.until_events((victim, Heartbeat()), ("gone", victim), ("ended", victim))
 
 
-async def test_the_newer_of_two_with_one_name_stays(node):
-    first, second = node.client(), node.client()
-    first.send(Heartbeat())
-    await node.until(lambda: len(node.events) == 1)
-    second.send(Heartbeat())
-    await node.until(lambda: len(node.events) == 3)
-    assert [event[0] for event in node.events] == ["worker-pp0.tp0", "gone", "worker-pp0.tp0"]
-    first.send(Heartbeat())
-    await node.until(lambda: node.events[-1] == ("refused", "stale"))
-    with pytest.raises(PeerError, match=r"does not know this client"):
-        first.receive(WAIT_S)
-    assert not first.daemon_ended, "it has only given this client up, and goes on with what it was told"
-    node.server.send("worker-pp0.tp0", Shutdown())
-    assert second.receive(WAIT_S) == Shutdown()
+async def test_a_client_that_is_given_up_reads_what_it_was_told_before(node):
+    (client, name), (other, other_name) = await node.joined(), await node.joined()
+    node.server.send(name, Shutdown())
+    node.server.drop(name)
+    node.server.drop(name)
+    assert client.receive(WAIT_S) == Shutdown()
+    for call in (lambda: client.receive(WAIT_S), lambda: client.send(Heartbeat())):
+        with pytest.raises(PeerError, match=r"does not know this client"):
+            call()
+    assert not client.daemon_ended, "it has only given this client up, and goes on with what it was told"
+    node.server.send(other_name, Shutdown())
+    assert other.receive(WAIT_S) == Shutdown()
+    assert ("gone", name) not in node.events
 
 
 async def test_a_client_learns_that_its_daemon_ended(node):
-    client = node.client()
-    client.send(Heartbeat())
-    await node.until(lambda: len(node.events) == 1)
+    client, name = await node.joined()
+    node.server.send(name, Shutdown())
     node.server.close()
     with pytest.raises(PeerError, match=r"daemon has ended"):
-        await asyncio.to_thread(client.receive, WAIT_S)
-    with pytest.raises(PeerError, match=r"daemon has ended"):
         client.send(Heartbeat())
+    assert client.receive(0) == Shutdown(), "said before the end"
+    with pytest.raises(PeerError, match=r"daemon has ended"):
+        client.receive(WAIT_S)
     assert client.daemon_ended
+    client.close()
+    with pytest.raises(ConflictError, match="closed"):
+        client.send(Heartbeat())
+
+
+def sent_until(error, send):
+    """How many messages were sent before one was refused."""
+    for number in range(100_000):
+        try:
+            send(number)
+        except error:
+            return number
+    raise AssertionError("nothing was refused")
+
+
+async def test_neither_end_waits_for_one_that_does_not_read(node):
+    """What is sent waits in bounded memory, whole; what is too much is refused whole, and the rest arrives."""
+    client, name = await node.joined()
+    much = WorkerFailed(rank=R0, code="c", message="x" * 4_000)
+    told = sent_until(NotReadyError, lambda _: client.send(much, 0.0))
+    node.events.clear()
+    await asyncio.to_thread(client.send, Heartbeat(), WAIT_S)
+    while node.events[-1:] != [(name, Heartbeat())]:
+        assert client.receive(0) is None
+        await asyncio.sleep(0)
+    assert node.events == [(name, much)] * told + [(name, Heartbeat())]
+
+    big = (bytes(1 << 20), bytes(1 << 20))
+    told = sent_until(CapacityError, lambda number: node.server.send(name, ConnectPeer(peer=str(number), ranks=big)))
+    assert [(await asyncio.to_thread(client.receive, WAIT_S)).peer for _ in range(told)] == list(map(str, range(told)))
+
+
+class Raw:
+    """A client that writes bytes."""
+
+    def __init__(self, path):
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect(str(path))
+
+    def __enter__(self):
+        return self.socket
+
+    def __exit__(self, *_):
+        self.socket.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "refused"),
+    [(b"\x02\0\0\1\xc0", "version"), (b"\1\xff\xff\xff", "oversized"), (b"HTTP/1.1 200", "version")],
+)
+async def test_bytes_behind_which_nothing_can_be_read_end_their_connection(node, data, refused):
+    with Raw(node.path) as raw:
+        raw.sendall(framed(WORKER_TO_NODE.encode_body(Heartbeat())) + data)
+        name = f"worker-{os.getpid()}.1"
+        await node.until_events((name, Heartbeat()), ("refused", refused), ("gone", name))
+    await node.joined()
 
 
 async def test_refusals_are_counted_and_kill_nothing(node):
-    context = zmq.Context()
-    raw = context.socket(zmq.DEALER)
-    raw.connect(f"ipc://{node.path}")
+    good = framed(WORKER_TO_NODE.encode_body(Heartbeat()))
+    name = f"worker-{os.getpid()}.1"
+    with Raw(node.path) as raw:
+        raw.sendall(framed(b"") + framed(b"\xc1") + framed(b"\x80") + good[:3])
+        await node.until(lambda: len(node.events) == 3)
+        raw.sendall(good[3:] + good[:5])
+    refused = [("refused", kind) for kind in ("malformed", "malformed", "type")]
+    await node.until_events(*refused, (name, Heartbeat()), ("gone", name))
 
-    def frame(sequence, sender="raw", body=None):
-        return WORKER_TO_NODE.encode(Envelope(sender, sequence=sequence, body=body or Heartbeat()))
 
-    try:
-        for data in (b"", b"\xc1", frame(7), frame(1), frame(1), frame(2, "other"), frame(2), frame(9), frame(3)):
-            raw.send(data)
-        raw.send_multipart([b"a", b"b"])
-        raw.send(PEER.encode(Envelope("raw", sequence=1, body=CloseRoom(room=1, generation=1))))
-        raw.send(bytes(WORKER_TO_NODE.max_frame_bytes + 1))
-        await node.until(lambda: ("refused", "oversized") in node.events)
-    finally:
-        raw.close(0)
-        context.term()
-    assert node.events == [
-        ("refused", "malformed"),
-        ("refused", "malformed"),
-        ("refused", "stale"),
-        ("raw", Heartbeat()),
-        ("refused", "duplicate"),
-        ("refused", "out_of_order"),
-        ("raw", Heartbeat()),
-        ("refused", "out_of_order"),
-        ("gone", "raw"),
-        ("refused", "stale"),
-        ("refused", "malformed"),
-        ("refused", "type"),
-        ("refused", "oversized"),
-    ]
+async def test_a_defect_costs_one_message(node):
+    def fail(_client, message):
+        if message != Heartbeat():
+            raise ZeroDivisionError
+
+    found = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: found.append(context["exception"]))
+    node.handler = fail
+    with Raw(node.path) as raw:
+        raw.sendall(framed(WORKER_TO_NODE.encode_body(closed(1))) + framed(WORKER_TO_NODE.encode_body(Heartbeat())))
+        await node.until(lambda: len(node.events) == 2)
+    assert [type(error) for error in found] == [ZeroDivisionError]
 
 
 async def test_a_served_path_is_not_taken_over_and_a_dead_one_is(node, tmp_path):
@@ -244,4 +306,4 @@ async def test_a_client_believes_nobody_in_a_directory_that_is_not_its_user_s_al
         (tmp_path / "link").symlink_to(folder)
         folder = tmp_path / "link"
     with pytest.raises(ConfigError, match=r"can be entered by others|is not a directory of this user"):
-        LocalClient("w", folder / "worker.sock", NODE_TO_WORKER, WORKER_TO_NODE)
+        LocalClient(folder / "worker.sock", NODE_TO_WORKER, WORKER_TO_NODE)

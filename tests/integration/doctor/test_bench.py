@@ -21,7 +21,7 @@ import kvbridge.transport.local.transport  # noqa: F401 - here, so that no test 
 from kvbridge.config.transports import TransportSettings
 from kvbridge.control.keys import CurveKeys, generate_keys
 from kvbridge.control.peers import PeerIdentity
-from kvbridge.control.requests import RequestClient, RequestServer, try_handshake
+from kvbridge.control.requests import RequestClient, RequestServer
 from kvbridge.core.errors import ConfigError, DigestMismatchError, PeerError, UnauthorizedError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.doctor import bench
@@ -174,15 +174,15 @@ def test_wrong_questions_are_answered_with_an_error(lender: Lender) -> None:
 def test_the_handshake_is_tried_with_keys_and_without() -> None:
     server, stranger = generate_keys(), generate_keys()
     with serving(lambda packed: packed, server) as endpoint:
-        try_handshake(endpoint, keys=server, server_key="", timeout_s=20)
+        RequestClient(endpoint, keys=server, server_key="", timeout_s=20).close()
         with pytest.raises(UnauthorizedError, match="does not allow our key"):
-            try_handshake(endpoint, keys=stranger, server_key=server.public, timeout_s=20)
+            RequestClient(endpoint, keys=stranger, server_key=server.public, timeout_s=20).close()
         with pytest.raises(PeerError):  # another key than the server's
-            try_handshake(endpoint, keys=server, server_key=stranger.public, timeout_s=1)
+            RequestClient(endpoint, keys=server, server_key=stranger.public, timeout_s=1).close()
         with pytest.raises(PeerError):
-            try_handshake(endpoint, keys=None, server_key="", timeout_s=1)
+            RequestClient(endpoint, keys=None, server_key="", timeout_s=1).close()
     with serving(lambda packed: packed[::-1]) as endpoint:
-        try_handshake(endpoint, keys=None, server_key="", timeout_s=20)
+        RequestClient(endpoint, keys=None, server_key="", timeout_s=20).close()
         with RequestClient(endpoint, keys=None, server_key="", timeout_s=20) as client:
             assert client.ask(b"abc") == b"cba"
             assert client.ask(b"de") == b"ed"

@@ -7,7 +7,9 @@ end, complete or delay what is not theirs, kill a process, or make a process gro
 
 from __future__ import annotations
 
+import contextlib
 import random
+import socket
 import time
 from collections.abc import Callable
 
@@ -15,6 +17,7 @@ import psutil
 import pytest
 import zmq
 
+from kvbridge.control.local import framed
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import REQUEST_SPACES, IndexSpace
 from kvbridge.core.plan.operations import Amount
@@ -32,10 +35,10 @@ from kvbridge.core.wire.messages import (
     Welcome,
 )
 from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
-from tests.fuzz.decoders import MESSAGES, frame
+from tests.fuzz.decoders import MESSAGES
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import LiveCluster, ends, frames_refused, http, metric, refuses, report
-from tests.helpers.raw_peers import RawDecode, RawPeer, raw_prefill
+from tests.helpers.raw_peers import WAIT_S, RawDecode, RawPeer, raw_prefill
 from tests.integration.endpoints.rooms import RANK, TOKENS, admitted, give_up, offered_to, welcomed
 
 FLOOD_FRAMES = 4_000
@@ -208,16 +211,16 @@ class Watch:
         self._live.serves()
 
 
-def flood(socket: zmq.Socket[bytes], send: Callable[[bytes], object], make: Callable[[], bytes]) -> None:
+def flood(wire: zmq.Socket[bytes], send: Callable[[bytes], object], make: Callable[[], bytes]) -> None:
     """Send without a wait; what the other side does not take is dropped here."""
-    limit_ms = socket.getsockopt(zmq.SNDTIMEO)
-    socket.setsockopt(zmq.SNDTIMEO, 0)
+    limit_ms = wire.getsockopt(zmq.SNDTIMEO)
+    wire.setsockopt(zmq.SNDTIMEO, 0)
     for _ in range(FLOOD_FRAMES):
         try:
             send(make())
         except zmq.Again:
             time.sleep(0.001)
-    socket.setsockopt(zmq.SNDTIMEO, limit_ms)
+    wire.setsockopt(zmq.SNDTIMEO, limit_ms)
 
 
 def in_order(peer: RawPeer, source: random.Random, room: int) -> bytes:
@@ -254,17 +257,21 @@ def test_a_flood_from_a_prefill_node(live: LiveCluster) -> None:
 def test_a_flood_on_a_socket_of_the_node(live: LiveCluster, name: str, codec: MessageCodec) -> None:
     """From a process of the same user, which is trusted not to lie, but may be broken."""
     source, watch = random.Random(4), Watch(live, live.prefill)
-    context = zmq.Context()
-    try:
-        with context.socket(zmq.DEALER) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(f"ipc://{live.prefill.runtime_dir / name}")
-            # Not WorkerHello: whoever says it in the name of a rank takes its place, and so it is meant to be.
-            bodies = [body for body in MESSAGES[codec] if getattr(body, "type", "") != "worker_hello"]
-            frames = [frame(codec, body, sequence=1) for body in bodies]
-            flood(socket, socket.send, lambda: spoiled(source, source.choice(frames)))
-    finally:
-        context.term()
+    # Not WorkerHello: whoever says it in the name of a rank takes its place, and so it is meant to be.
+    bodies = [body for body in MESSAGES[codec] if getattr(body, "type", "") != "worker_hello"]
+    frames = [framed(codec.encode_body(body)) for body in bodies]
+    connections = []
+    for _ in range(FLOOD_FRAMES // 100):  # a frame whose head is spoiled ends its connection
+        connections.append(socket.socket(socket.AF_UNIX))
+        connections[-1].connect(str(live.prefill.runtime_dir / name))
+        connections[-1].settimeout(WAIT_S)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            for _ in range(100):
+                whole = source.choice(frames)
+                connections[-1].sendall(whole[:4] + spoiled(source, whole[4:])[: len(whole) - 4].ljust(len(whole) - 4))
+            connections[-1].sendall(spoiled(source, whole))
+    for each in connections:
+        each.close()
     watch.judge()
 
 

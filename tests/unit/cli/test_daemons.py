@@ -12,8 +12,8 @@ import typer
 from kvbridge.cli import daemons
 from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED, EXIT_UNAVAILABLE
 from kvbridge.config.loading import read_secret
-from kvbridge.control.addresses import bind_error
 from kvbridge.control.keys import load_keys
+from kvbridge.control.listeners import bind_error
 from kvbridge.control.runtime_directory import group_number, prepare_runtime_directory
 from kvbridge.core.errors import BridgeError, ConfigError, ConflictError, PeerError
 from kvbridge.daemon.model import read_hf_config

@@ -9,7 +9,7 @@ import pytest
 import zmq
 from zmq.utils import z85
 
-from kvbridge.control.authentication import ZAP_ENDPOINT, Authenticator, Gate
+from kvbridge.control.gate import ZAP_ENDPOINT, Authenticator, Gate
 from kvbridge.control.keys import (
     AllowedKeys,
     CurveKeys,

@@ -45,7 +45,7 @@ class NodeOf:
 def stuck(monkeypatch):
     """A worker's thread that does not end before this does."""
     go_on = threading.Event()
-    monkeypatch.setattr(attach, "open_node_link", lambda path, name: NodeOf())
+    monkeypatch.setattr(attach, "open_node_link", lambda path: NodeOf())
     monkeypatch.setattr(attach, "serve_rank", lambda *args, **fields: go_on.wait(20))
     yield AdoptedWorker(Path("/nowhere"), RANK, ())
     go_on.set()
@@ -102,7 +102,7 @@ def lives(monkeypatch, *endings: BaseException | None) -> AdoptedWorker:
     """A worker that ends like this, one life after another, and whose last life goes on until it is closed."""
     left = deque(endings)
     monkeypatch.setattr(attach, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(attach, "open_node_link", lambda path, name: NodeOf())
+    monkeypatch.setattr(attach, "open_node_link", lambda path: NodeOf())
 
     def serve(*args, stopped, **fields) -> None:
         if not left:
@@ -186,7 +186,7 @@ def test_the_runtime_directory_may_be_relative_to_where_the_engine_runs(monkeypa
     """A socket's address must be absolute: with another one the worker would look for its node for ever."""
     asked: list[Path] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(attach, "open_node_link", lambda path, rank: asked.append(path) or NodeOf())
+    monkeypatch.setattr(attach, "open_node_link", lambda path: asked.append(path) or NodeOf())
     monkeypatch.setattr(attach, "serve_rank", lambda *args, stopped, **fields: None)
     AdoptedWorker(Path("run"), RANK, ()).close(20)
     assert set(asked) <= {tmp_path / "run/worker.sock"}

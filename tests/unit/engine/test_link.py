@@ -26,6 +26,7 @@ from tests.helpers.hooked_vllm import Node as AdoptedNode
 from tests.helpers.rooms import ADDRESS, PAGE
 
 
+@pytest.mark.outside
 def test_the_runtime_directory_may_be_relative_to_where_the_engine_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in `cluster/run/decode`: what is missing is the daemon, not a slash."""
     with tempfile.TemporaryDirectory(prefix="kvb-", dir="/tmp") as folder:

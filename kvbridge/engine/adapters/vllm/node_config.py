@@ -20,8 +20,7 @@ import yaml
 from kvbridge.config.loading import merge_config
 from kvbridge.config.schema import DecodeConfig, PrefillConfig, fits_sockets
 from kvbridge.config.transports import TransportName
-from kvbridge.control.addresses import ENGINE_SOCKET
-from kvbridge.control.runtime_directory import prepare_runtime_directory, require_unserved
+from kvbridge.control.runtime_directory import ENGINE_SOCKET, prepare_runtime_directory, require_unserved
 from kvbridge.core.addresses import is_loopback
 from kvbridge.core.errors import ConfigError, ConflictError
 from kvbridge.core.ids import Rank, Role
