@@ -1,57 +1,55 @@
-"""How long a caller may take over its request, how many callers there may be, and that their requests take turns.
+"""One HTTP connection: how long its caller may take, and when its requests are read.
 
-Both limits hold for whoever reaches the port, with or without a token: a connection that says nothing, sends a byte now and then,
-or takes nothing of its answer is closed, and one beyond the limit is answered 503 and closed at once, so that no caller takes the
-descriptors that the rest of the process needs. Where TLS is spoken it is closed without an answer: a handshake would cost more than
-what is refused. A request for which too many wait is answered 503 unread, and its connection closed.
+uvicorn has no limit on the time of a request, and reads every readable socket in turn. A thousand callers would then get a thousand
+times what one engine gets, and rooms under way would stop while new ones are refused. Here the loop looks at all sockets again
+between two requests, and a request for which too many wait is answered 503 before it is read.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import re
-import socket
-import ssl
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 
 import h11
 import structlog
+import uvicorn
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
+from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import CapacityError
 from kvbridge.http.problems import PROBLEM_TYPE, problem_of
-from kvbridge.http.turns import LONGEST_WAIT_S, MOST_WAITING, Line, Turns
 from kvbridge.telemetry.logs import Seldom
 
 log = structlog.get_logger(__name__)
 
-ACCEPTS_PER_TURN = 128
-"""After so many connections the rest of the loop gets its turn."""
-ACCEPT_PAUSE_S = 1.0
-"""A system that has nothing left for a new connection (descriptors, memory) is asked again after this."""
-REQUEST_READ_BYTES = 65_536
-"""Of the request of a caller that is turned away: closing while some of it is unread would reset the connection."""
-_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+MOST_WAITING = 128
+_HEAD_ENDS = re.compile(rb"\n\r?\n")
+_FIRST_PRINTABLE = 0x21
+"""No request begins with a smaller byte. TLS on a port without TLS does: it waits among the POSTs, to be refused."""
+HEAD_BYTES = 16_384
+"""h11 refuses a request whose head is longer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """The configuration keys `http.max_request_s` and `http.max_connections`."""
+    """Limits that hold for every caller, with or without a token: `http.max_request_s` and `http.max_connections`."""
 
     request_s: float
-    """From the connection, or the first byte after an answer, to the last byte of a request. A TLS handshake before that
-    may take as long, and so may the end of TLS after it. Of an answer some has to be taken within as much."""
+    """From the connection, or the first byte after an answer, to the last byte of a request. The TLS handshake may take as long
+    before that. A caller must also take some of its answer within this time."""
     connections: int
     seldom: Seldom
-    """Keeps lines about callers few: of that of the daemon."""
+    """The daemon's filter of log lines: it keeps lines about callers few."""
 
 
-def _refusal(why: str) -> bytes:
-    """Return the answer to a request that has not been read, whatever it asks."""
+def refusal(why: str) -> bytes:
+    """Return the answer to a request that is not read."""
     body = problem_of(CapacityError(why), path="").model_dump_json(exclude_none=True).encode()
     head = (
         f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: {PROBLEM_TYPE}\r\nContent-Length: {len(body)}\r\n"
@@ -60,38 +58,118 @@ def _refusal(why: str) -> bytes:
     return head.encode() + body
 
 
+class Line(Enum):
+    """A queue of callers, by what they ask for. Each line moves by itself."""
+
+    OTHER = auto()
+    """A health check, a report, or the cancellation of a room, which gives pages back."""
+    CREATES = auto()
+    """A POST."""
+    GOES_ON = auto()
+    """The rest of a request whose beginning was read. Nobody is turned away here."""
+
+
+LONGEST_WAIT_S = {Line.OTHER: 1.0, Line.CREATES: 0.1}
+"""A line of MOST_WAITING callers whose first has waited this long takes nobody more, so a burst or a pause of the process turns
+nobody away. A refused POST is told to stay away for 0.1 s at least (`admission.retry_after_min_s`), so waiting longer for a refusal
+helps nobody. Health checks usually give up after 1 s."""
 TOO_MANY_WAIT = {
-    line: _refusal(
+    line: refusal(
         f"{MOST_WAITING} requests or more wait here to be read, the first of them for {wait_s:g} s already: this daemon is asked "
         "for more than it can answer; this request has not been read"
     )
     for line, wait_s in LONGEST_WAIT_S.items()
 }
-_HEAD_ENDS = re.compile(rb"\n\r?\n")
-_FIRST_PRINTABLE = 0x21
-"""No request begins with less: what speaks TLS to a port without it, for one. It waits where POSTs do, to be refused."""
-HEAD_BYTES = 16_384
-"""Of a request whose head has not ended: h11 refuses one that is longer."""
+
+
+class Turns:
+    """Reads one request of each line, then lets the event loop look at all its sockets again."""
+
+    def __init__(self, call_soon: Callable[[Callable[[], None]], object], clock: Clock = monotonic) -> None:
+        """`call_soon(do)` calls `do` when the loop has looked at its sockets once more."""
+        self._call_soon = call_soon
+        self._clock = clock
+        self._lines: dict[Line, deque[tuple[float, Callable[[], None]]]] = {line: deque() for line in Line}
+        self._taken = False
+
+    def wait(self, read: Callable[[], None], line: Line) -> bool:
+        """Call `read` now or in its turn. Return False, and never call it, when the line is too long."""
+        now_s, waiting = self._clock(), self._lines[line]
+        longest_s = LONGEST_WAIT_S.get(line)
+        if longest_s is not None and len(waiting) >= MOST_WAITING and now_s - waiting[0][0] >= longest_s:
+            return False
+        waiting.append((now_s, read))
+        if not self._taken:
+            self._next()
+        return True
+
+    def _next(self) -> None:
+        self._taken = any(self._lines.values())
+        if not self._taken:
+            return
+        self._call_soon(self._next)
+        for waiting in self._lines.values():
+            if waiting:
+                waiting.popleft()[1]()
+
+
+class _Timer:
+    """Calls `late` when the limit has passed since `start`, unless it is stopped."""
+
+    def __init__(self, limit_s: float, late: Callable[[], None]) -> None:
+        self._limit_s = limit_s
+        self._late = late
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Start, unless it runs already."""
+        if self._handle is None:
+            self._handle = asyncio.get_running_loop().call_later(self._limit_s, self._late)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
 
 
 class BoundedProtocol(H11Protocol):
-    """uvicorn's protocol with the limits of its class, and in its turn; see `bounded`."""
+    """uvicorn's protocol with limits, whose requests wait for their turn."""
 
-    limits: ConnectionLimits
-    turns: Turns
-    _request_timer: asyncio.TimerHandle | None = None
-    _late = False
-    _unread = b""
-    """What has arrived and was not given to h11 yet."""
-    _waits = False
-    """Whether it waits for its turn."""
-    _answer_timer: asyncio.TimerHandle | None = None
-    """Runs while the caller has to take something of what is ready for it."""
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        state: ServerState,
+        limits: ConnectionLimits,
+        turns: Turns,
+        when_ended: Callable[[], None],
+    ) -> None:
+        super().__init__(config, state, {})
+        self._limits = limits
+        self._turns = turns
+        self._when_ended = when_ended
+        self._ended = False
+        self._unread = b""
+        """Bytes that have arrived and that h11 has not been given."""
+        self._waits = False
+        """Whether this connection waits for its turn."""
+        self._late = False
+        """Whether the time for the request ran out while it waited for its turn."""
+        self._request_timer = _Timer(limits.request_s, self._too_slow)
+        self._answer_timer = _Timer(limits.request_s, self._not_taken)
+        """Runs while the caller has to take some of its answer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.ended = asyncio.Event()
-        self._arm()
+        self._request_timer.start()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended = True
+        super().connection_lost(exc)
+        self._request_timer.stop()
+        self._answer_timer.stop()
+        self._when_ended()
+
+    # ---------------------------------------------------------------------------- requests
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -101,30 +179,34 @@ class BoundedProtocol(H11Protocol):
         self._seek_turn()
 
     def handle_events(self) -> None:
-        """Seek a turn for the request that has arrived behind one that is answered; uvicorn calls this when an answer has ended."""
+        """Seek a turn for the request behind an answered one: uvicorn calls this when an answer has ended."""
         self._seek_turn()
 
     def _seek_turn(self) -> None:
-        """Wait for a turn with what has arrived, unless nobody can say yet what is asked, or an answer is to be sent first."""
         line = None if self._waits else self._line()
         if line is None:
             return
         self._waits = True
-        if not self.turns.wait(self, line):
-            self._waits = False
-            self._turn_away(line)
+        if not self._turns.wait(self.take_turn, line):
+            self._waits, self._unread = False, b""
+            if self._limits.seldom.admits("request_refused_unread"):
+                log.warning("request_refused_unread", waiting=MOST_WAITING, waited_s=LONGEST_WAIT_S[line])
+            self.transport.write(TOO_MANY_WAIT[line])
+            self.transport.close()
+            self._expect_end()
 
     def _line(self) -> Line | None:
+        """Return where this connection waits. None: nobody can say yet what is asked, or an answer is to be sent first."""
         if self.conn.their_state is h11.SEND_BODY:
             return Line.GOES_ON
         if self.conn.our_state is not h11.IDLE or self.conn.their_state is not h11.IDLE:
             return None
-        # What h11 has in front of a request came in one segment with the request before.
+        # h11 already has the beginning of a request that came in one segment with the request before.
         head = self.conn.trailing_data[0] + self._unread
         if not head:
             return None
         self._unset_keepalive_if_required()
-        self._arm()
+        self._request_timer.start()
         if head[0] < _FIRST_PRINTABLE:
             return Line.CREATES
         if not _HEAD_ENDS.search(head):
@@ -132,49 +214,44 @@ class BoundedProtocol(H11Protocol):
         return Line.CREATES if head.startswith(b"POST ") else Line.OTHER
 
     def take_turn(self) -> None:
-        """Read what has arrived. Of a caller that has hung up meanwhile nothing is begun."""
+        """Read what has arrived. Nothing is begun for a caller that has hung up meanwhile."""
         data, self._unread, self._waits = self._unread, b"", False
-        if self.ended.is_set() or self.transport.is_closing():
+        if self._ended or self.transport.is_closing():
             return
         if not self.flow.read_paused:
             self.transport.resume_reading()
         try:
-            if data:  # h11 takes none for the end of the connection
+            if data:  # h11 takes no data for the end of the connection
                 self.conn.receive_data(data)
             super().handle_events()
         except Exception:
             self.transport.abort()
             raise
         if self.conn.their_state not in {h11.IDLE, h11.SEND_BODY}:
-            self._disarm()  # the request is here; how long its answer takes is the application's business
+            self._request_timer.stop()  # the request is here; how long its answer takes is the application's business
+            self._late = False
         elif self._late:
             self._too_slow()
         else:
-            self._arm()
+            self._request_timer.start()
         self._expect_end()
 
-    def _turn_away(self, line: Line) -> None:
-        self._unread = b""
-        if self.limits.seldom.admits("request_refused_unread"):
-            log.warning("request_refused_unread", waiting=MOST_WAITING, waited_s=LONGEST_WAIT_S[line])
-        self.transport.write(TOO_MANY_WAIT[line])
-        self.transport.close()
-        self._expect_end()
+    def _too_slow(self) -> None:
+        self._late = True
+        if not self._waits:  # a request that waits may be whole: `take_turn` sees that
+            log.debug("connection_closed", reason="no whole request in time", limit="http.max_request_s")
+            self.transport.abort()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._disarm()
-        self._taken()
-        super().connection_lost(exc)
-        self.ended.set()
+    # ---------------------------------------------------------------------------- answers
 
-    # Whoever reads none of its answers would keep its connection for ever otherwise: an end waits for what is written to be sent.
+    # A connection closes when everything written to it was sent, so a caller that takes nothing would keep it for ever.
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._expect_taken()
+        self._answer_timer.start()
 
     def resume_writing(self) -> None:
-        self._taken()
+        self._answer_timer.stop()
         super().resume_writing()
         self._expect_end()
 
@@ -187,123 +264,9 @@ class BoundedProtocol(H11Protocol):
         self._expect_end()
 
     def _expect_end(self) -> None:
-        if self.transport.is_closing():
-            self._expect_taken()
-
-    def _expect_taken(self) -> None:
-        if self._answer_timer is None and not self.ended.is_set():
-            self._answer_timer = self.loop.call_later(self.limits.request_s, self._not_taken)
-
-    def _taken(self) -> None:
-        if self._answer_timer is not None:
-            self._answer_timer.cancel()
-            self._answer_timer = None
+        if self.transport.is_closing() and not self._ended:
+            self._answer_timer.start()
 
     def _not_taken(self) -> None:
         log.debug("connection_closed", reason="nothing of an answer was taken in time", limit="http.max_request_s")
         self.transport.abort()
-
-    def _arm(self) -> None:
-        if self._request_timer is None:
-            self._request_timer = self.loop.call_later(self.limits.request_s, self._too_slow)
-
-    def _disarm(self) -> None:
-        self._late = False
-        if self._request_timer is not None:
-            self._request_timer.cancel()
-            self._request_timer = None
-
-    def _too_slow(self) -> None:
-        self._request_timer = None
-        self._late = True
-        if self._waits:
-            return  # it may be whole: that is seen when its turn comes
-        log.debug("connection_closed", reason="no whole request in time", limit="http.max_request_s")
-        self.transport.abort()
-
-
-def bounded(limits: ConnectionLimits) -> type[H11Protocol]:
-    """Return a protocol for uvicorn that keeps the limits; those of one server take turns. In the running loop."""
-    own = {"limits": limits, "turns": Turns(asyncio.get_running_loop().call_soon)}
-    return type("BoundedProtocol", (BoundedProtocol,), own)
-
-
-class Acceptor:
-    """Takes connections off a listening socket and serves them, each in a task of its own, until `close`."""
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        build: Callable[[], BoundedProtocol],
-        limits: ConnectionLimits,
-        tls: ssl.SSLContext | None,
-    ) -> None:
-        """Begin in the running loop. Owns the listener from then on; `build` makes the protocol of one connection."""
-        self.listener = listener
-        self._build = build
-        self._limits = limits
-        self._tls = tls
-        self._refusal = _refusal(
-            f"{limits.connections} connections stand here, as many as may (http.max_connections); keep connections and use them "
-            "again, or come back later"
-        )
-        self._loop = asyncio.get_running_loop()
-        self._connections: set[asyncio.Task[None]] = set()
-        self._pause: asyncio.TimerHandle | None = None
-        listener.setblocking(False)
-        self._loop.add_reader(listener, self._accept)
-
-    def close(self) -> None:
-        """Accept nothing more and cut connections whose handshake is not done; the others are left to uvicorn."""
-        if self._pause is not None:
-            self._pause.cancel()
-        self._loop.remove_reader(self.listener)
-        self.listener.close()
-        for task in self._connections:
-            task.cancel()
-
-    def _accept(self) -> None:
-        for _ in range(ACCEPTS_PER_TURN):
-            try:
-                connection, _address = self.listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            except OSError as error:
-                if error.errno not in _EXHAUSTED:
-                    raise
-                log.error("accept_failed", reason=str(error), open=len(self._connections), again_in_s=ACCEPT_PAUSE_S)
-                self._loop.remove_reader(self.listener)
-                self._pause = self._loop.call_later(ACCEPT_PAUSE_S, self._resume)
-                return
-            self._admit(connection)
-
-    def _resume(self) -> None:
-        self._loop.add_reader(self.listener, self._accept)
-
-    def _admit(self, connection: socket.socket) -> None:
-        if len(self._connections) >= self._limits.connections:
-            if self._limits.seldom.admits("connection_refused"):
-                log.warning("connection_refused", open=len(self._connections), limit="http.max_connections")
-            self._refuse(connection)
-            return
-        task = self._loop.create_task(self._serve(connection))
-        self._connections.add(task)
-        task.add_done_callback(self._connections.discard)
-
-    def _refuse(self, connection: socket.socket) -> None:
-        with connection, contextlib.suppress(OSError):  # it has left, or has not sent anything yet
-            if self._tls is None:
-                connection.setblocking(False)
-                connection.send(self._refusal)
-                connection.recv(REQUEST_READ_BYTES)
-
-    async def _serve(self, connection: socket.socket) -> None:
-        limit_s = self._limits.request_s if self._tls else None
-        try:
-            _, protocol = await self._loop.connect_accepted_socket(
-                self._build, connection, ssl=self._tls, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=limit_s
-            )
-        except OSError as error:  # also a handshake that is wrong, or late
-            log.debug("connection_closed", reason=f"no connection was made: {error}", limit="http.max_request_s")
-            return
-        await protocol.ended.wait()

@@ -1,30 +1,42 @@
-"""An application on a socket, inside a loop that somebody else runs."""
+"""An HTTP server inside a loop that somebody else runs: its socket, its TLS, its callers, its bounded end.
+
+The server accepts connections itself. uvicorn would accept any number of them, and give a TLS handshake a minute: callers without a
+token would then take the descriptors that the rest of the process needs.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import errno
 import socket
 import ssl
-from collections.abc import Iterator
 from dataclasses import dataclass
+from email.utils import formatdate
 from pathlib import Path
 from typing import Self
 
 import structlog
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.server import ServerState
 
 from kvbridge.core.errors import ConfigError, UnavailableError
-from kvbridge.http.connections import Acceptor, BoundedProtocol, ConnectionLimits, bounded
+from kvbridge.http.connections import BoundedProtocol, ConnectionLimits, Turns, refusal
 
 log = structlog.get_logger(__name__)
 
 BACKLOG = 2048
+ACCEPTS_PER_TURN = 128
+"""After so many connections the rest of the loop gets its turn."""
+ACCEPT_PAUSE_S = 1.0
+"""A system without descriptors or memory for a new connection is asked again after this."""
+REQUEST_READ_BYTES = 65_536
+"""How much of a refused caller's request is read: closing while some of it is unread would reset the connection."""
+_EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 Application = ASGIApp
-"""What `create_daemon_app` and `create_bootstrap_app` return, for those who only pass it on."""
+"""An application, for modules that only pass it on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,59 +47,55 @@ class TlsFiles:
     key: Path
 
     def read(self) -> tuple[bytes, bytes]:
-        """Return both files' content. Raises ConfigError when they cannot be used, alone or together."""
+        """Return both files' content. Raises UnavailableError when they cannot be used, alone or together."""
+        self.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+        return self.certificate.read_bytes(), self.key.read_bytes()
+
+    def load(self, context: ssl.SSLContext) -> ssl.SSLContext:
+        """Have a context show this certificate, and return it. After UnavailableError the context is of no use any more."""
         try:
-            self.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
-            return self.certificate.read_bytes(), self.key.read_bytes()
+            context.load_cert_chain(self.certificate, self.key)
         except OSError as error:  # ssl.SSLError is one
             raise UnavailableError(f"http.tls_certificate_file, http.tls_key_file: cannot be used: {error}") from error
-
-    def load(self, context: ssl.SSLContext) -> None:
-        """Have a context show this certificate. Raises OSError, and the context is then of no use any more."""
-        context.load_cert_chain(self.certificate, self.key)
-
-
-class _Uvicorn(uvicorn.Server):
-    """uvicorn that leaves signals and accepting alone and says when it has started."""
-
-    def __init__(self, config: uvicorn.Config, listener: socket.socket, limits: ConnectionLimits) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-        self._listener = listener
-        self._limits = limits
-        self._acceptor: Acceptor | None = None
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._acceptor = Acceptor(self._listener, self._protocol, self._limits, self.config.ssl)
-        self.listening.set()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._acceptor is not None:
-            self._acceptor.close()
-        await super().shutdown(sockets)
-
-    def _protocol(self) -> BoundedProtocol:
-        kind: type[BoundedProtocol] = self.config.http_protocol_class  # type: ignore[assignment]  # `bounded` made it
-        return kind(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        return context
 
 
 class HttpServer:
     """A running server. Made by `start`; ends by `stop`, which may be called again."""
 
-    def __init__(self, server: _Uvicorn, task: asyncio.Task[None], *, url: str, shutdown_s: float) -> None:
-        self._server = server
-        self._task = task
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        listener: socket.socket,
+        limits: ConnectionLimits,
+        tls: ssl.SSLContext | None,
+        *,
+        shutdown_s: float,
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._limits = limits
+        self._tls = tls
         self._shutdown_s = shutdown_s
-        self.url = url
+        self._loop = asyncio.get_running_loop()
+        self._turns = Turns(self._loop.call_soon)
+        self._refusal = refusal(
+            f"{limits.connections} connections stand here, as many as may (http.max_connections); keep connections and use them "
+            "again, or come back later"
+        )
+        self.state = ServerState()
+        self._open = 0
+        """Connections, those in their TLS handshake included."""
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._tell_date()
+        self._accepting = self._loop.create_task(self._accept(), name="http-server")
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if listener.family is socket.AF_INET6 else host
+        self.url = f"{'https' if tls else 'http'}://{shown}:{port}"
         """What was bound, with the real port: `http://127.0.0.1:40123`."""
 
     def __repr__(self) -> str:
-        return f"HttpServer({self.url}, {'ended' if self._task.done() else 'serving'})"
+        return f"HttpServer({self.url}, {'ended' if self._accepting.done() else 'serving'})"
 
     @classmethod
     async def start(
@@ -104,73 +112,99 @@ class HttpServer:
 
         `shutdown_s` bounds `stop`. Raises ConfigError when the address cannot be listened on or a TLS file is wrong.
         """
-        config = _uvicorn_config(app, tls, shutdown_s, limits)
-        listener = _listen(host, port)
-        try:
-            config.load()
-        except OSError as error:  # ssl.SSLError is one
-            listener.close()
-            raise UnavailableError(f"http.tls_certificate_file, http.tls_key_file: cannot be used: {error}") from error
-        server = _Uvicorn(config, listener, limits)
-        task = asyncio.create_task(server.serve(sockets=[]), name="http-server")
-        started = asyncio.create_task(server.listening.wait())
-        await asyncio.wait({task, started}, return_when=asyncio.FIRST_COMPLETED)
-        started.cancel()
-        if task.done():
-            listener.close()
-            await task
-            raise ConfigError(f"the HTTP server on {host}:{port} ended before it had started")
-        scheme = "https" if tls else "http"
-        return cls(server, task, url=f"{scheme}://{_printed(listener)}", shutdown_s=shutdown_s)
+        context = tls.load(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)) if tls else None
+        config = uvicorn.Config(app, http="h11", log_config=None, access_log=False, lifespan="off", ws="none")
+        config.load()
+        return cls(config, _listen(host, port), limits, context, shutdown_s=shutdown_s)
 
     def use_certificate(self, tls: TlsFiles) -> None:
         """Show the certificate that is in the files now to whoever connects from now on."""
-        context = self._server.config.ssl
-        if context is not None:
-            tls.load(context)
+        if self._tls is not None:
+            tls.load(self._tls)
 
     async def wait_ended(self) -> None:
-        """Return when the server has ended, by `stop` or by a failure, which is raised."""
-        await asyncio.shield(self._task)
+        """Return when the server has ended by `stop`, or raise the failure that ended it."""
+        await asyncio.wait({self._accepting})
+        if not self._accepting.cancelled():
+            self._accepting.result()
 
     async def stop(self) -> None:
         """Accept nothing more, let requests in progress end, and cut them off after `shutdown_s` seconds."""
-        self._server.should_exit = True
-        done, _ = await asyncio.wait({self._task}, timeout=self._shutdown_s)
-        if not done:
+        for task in (self._accepting, *self._handshakes):
+            task.cancel()
+        await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
+        self._date.cancel()
+        self._listener.close()
+        for connection in list(self.state.connections):
+            connection.shutdown()
+        if not await self._end_within(self._shutdown_s):
             log.warning("http_server_cut_off", url=self.url, limit_s=self._shutdown_s)
-            self._server.force_exit = True
-            self._task.cancel()
-            await asyncio.wait({self._task}, timeout=self._shutdown_s)
-            await self._cut_off()
-        if self._task.done() and not self._task.cancelled():
-            self._task.result()
-
-    async def _cut_off(self) -> None:
-        """End what uvicorn has left: on a busy machine it had not come to cut requests off when it was told to end."""
-        state = self._server.server_state
-        if left := set(state.tasks):
-            for task in left:
+            for task in self.state.tasks:
                 task.cancel()
-            await asyncio.wait(left, timeout=self._shutdown_s)
-        for connection in list(state.connections):
-            connection.transport.close()
+            await self._end_within(self._shutdown_s)
+            for connection in list(self.state.connections):
+                connection.transport.close()
 
+    async def _end_within(self, limit_s: float) -> bool:
+        """Wait for the end of all requests and connections; return whether they have ended in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self.state.tasks or self.state.connections:
+                    await asyncio.sleep(0.01)
+                return True
+        return False
 
-def _uvicorn_config(app: ASGIApp, tls: TlsFiles | None, shutdown_s: float, limits: ConnectionLimits) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=bounded(limits),
-        log_config=None,
-        access_log=False,
-        lifespan="off",
-        server_header=False,
-        ws="none",
-        # uvicorn counts whole seconds and takes two ticks besides; `stop` holds the true limit.
-        timeout_graceful_shutdown=max(0, math.ceil(shutdown_s) - 1),
-        ssl_certfile=tls.certificate if tls else None,
-        ssl_keyfile=tls.key if tls else None,
-    )
+    def _tell_date(self) -> None:
+        self.state.default_headers = [(b"date", formatdate(usegmt=True).encode())]
+        self._date = self._loop.call_later(1.0, self._tell_date)
+
+    # ------------------------------------------------------------------ accepting
+
+    async def _accept(self) -> None:
+        while True:
+            for _ in range(ACCEPTS_PER_TURN):
+                try:
+                    connection, _ = await self._loop.sock_accept(self._listener)
+                except ConnectionAbortedError:
+                    continue
+                except OSError as error:
+                    if error.errno not in _EXHAUSTED:
+                        raise
+                    log.error("accept_failed", reason=str(error), open=self._open, again_in_s=ACCEPT_PAUSE_S)
+                    await asyncio.sleep(ACCEPT_PAUSE_S)
+                    continue
+                if self._open < self._limits.connections:
+                    self._open += 1
+                    task = self._loop.create_task(self._connect(connection))
+                    self._handshakes.add(task)
+                    task.add_done_callback(self._handshakes.discard)
+                else:
+                    self._refuse(connection)
+            await asyncio.sleep(0)
+
+    def _refuse(self, connection: socket.socket) -> None:
+        if self._limits.seldom.admits("connection_refused"):
+            log.warning("connection_refused", open=self._open, limit="http.max_connections")
+        with connection, contextlib.suppress(OSError):  # the caller has left, or has not sent anything yet
+            if self._tls is None:  # a handshake would cost more than what is refused
+                connection.send(self._refusal)
+                connection.recv(REQUEST_READ_BYTES)
+
+    async def _connect(self, connection: socket.socket) -> None:
+        limit_s = self._limits.request_s if self._tls else None
+        try:
+            await self._loop.connect_accepted_socket(
+                self._protocol, connection, ssl=self._tls, ssl_handshake_timeout=limit_s, ssl_shutdown_timeout=limit_s
+            )
+        except OSError as error:  # also a handshake that is wrong, or late
+            self._count_end()
+            log.debug("connection_closed", reason=f"no connection was made: {error}", limit="http.max_request_s")
+
+    def _protocol(self) -> BoundedProtocol:
+        return BoundedProtocol(self._config, self.state, self._limits, self._turns, self._count_end)
+
+    def _count_end(self) -> None:
+        self._open -= 1
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -180,6 +214,7 @@ def _listen(host: str, port: int) -> socket.socket:
     # with it every answer on a kept connection waits 40 ms for a delayed acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
+        listener.setblocking(False)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family is socket.AF_INET6:
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -193,8 +228,3 @@ def _listen(host: str, port: int) -> socket.socket:
             "choose another port (0 takes a free one) or end the process that has it"
         ) from error
     return listener
-
-
-def _printed(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if listener.family is socket.AF_INET6 else f"{host}:{port}"

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.errors import PeerError
-from kvbridge.http import connections
+from kvbridge.http import server as http_server
 from kvbridge.http.client import DaemonClient
 from kvbridge.http.server import HttpServer, TlsFiles
 from tests.helpers.connection_limits import limits
@@ -129,7 +129,7 @@ async def test_a_caller_that_does_not_finish_its_request_is_cut_off(begun: bytes
         with contextlib.suppress(ConnectionResetError):
             assert await reader.read() == b""
     writer.close()
-    assert not server._server.server_state.connections
+    assert not server.state.connections
     await server.stop()
 
 
@@ -164,13 +164,13 @@ async def test_a_caller_that_takes_nothing_of_its_answer_is_cut_off(size_bytes: 
     server = await HttpServer.start(long_answers, host="127.0.0.1", port=0, shutdown_s=5.0, limits=SHORT_LIMITS)
 
     def protocol() -> Any:
-        return next(iter(server._server.server_state.connections))
+        return next(iter(server.state.connections))
 
     caller = socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])))
     caller.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
     await asyncio.wait_for(filled.wait(), 20)
     async with asyncio.timeout(20):
-        while server._server.server_state.connections:  # noqa: ASYNC110 - uvicorn's own
+        while server.state.connections:  # noqa: ASYNC110 - uvicorn's own
             await asyncio.sleep(0.01)
     caller.close()
     await server.stop()
@@ -250,7 +250,7 @@ async def test_a_tls_handshake_has_a_deadline_and_its_connection_is_free_again()
 
 async def test_a_process_out_of_descriptors_answers_again_when_it_has_some(monkeypatch: pytest.MonkeyPatch):
     """`accept` fails then, and the waiting connection stays where it is: looking at once again would only burn time."""
-    monkeypatch.setattr(connections, "ACCEPT_PAUSE_S", 0.05)
+    monkeypatch.setattr(http_server, "ACCEPT_PAUSE_S", 0.05)
     server = await serve(FakeRooms())
     loop, limit = asyncio.get_running_loop(), resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as caller:

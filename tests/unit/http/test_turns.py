@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import uvicorn
@@ -12,8 +13,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import RequestResponseCycle
 from uvicorn.server import ServerState
 
-from kvbridge.http.connections import BoundedProtocol, bounded
-from kvbridge.http.turns import LONGEST_WAIT_S, MOST_WAITING, Line, Turns
+from kvbridge.http.connections import LONGEST_WAIT_S, MOST_WAITING, BoundedProtocol, Line, Turns
 from tests.helpers.connection_limits import limits
 from tests.helpers.manual_clock import ManualClock
 
@@ -36,15 +36,6 @@ class Loop:
             do()
 
 
-class Caller:
-    def __init__(self, name: str, read: list[str]) -> None:
-        self._name = name
-        self._read = read
-
-    def take_turn(self) -> None:
-        self._read.append(self._name)
-
-
 @pytest.fixture
 def loop() -> Loop:
     return Loop()
@@ -53,9 +44,9 @@ def loop() -> Loop:
 def test_who_asks_for_nothing_new_does_not_wait_behind_those_who_do(loop):
     turns, read = Turns(loop.call_soon), []
     for number in range(100):
-        turns.wait(Caller(f"room {number}", read), Line.CREATES)
-    turns.wait(Caller("health", read), Line.OTHER)
-    turns.wait(Caller("cancel", read), Line.OTHER)
+        turns.wait(partial(read.append, f"room {number}"), Line.CREATES)
+    turns.wait(partial(read.append, "health"), Line.OTHER)
+    turns.wait(partial(read.append, "cancel"), Line.OTHER)
     loop.run_once()
     assert sorted(read) == ["health", "room 0", "room 1"]
     loop.run_once()
@@ -66,7 +57,7 @@ def test_who_asks_for_nothing_new_does_not_wait_behind_those_who_do(loop):
 def test_a_line_that_stands_takes_nobody_more(loop, line):
     clock, read = ManualClock(), []
     turns = Turns(loop.call_soon, clock)
-    anybody = Caller("", read)
+    anybody = partial(read.append, "")
     burst = 3 * MOST_WAITING
     assert all(turns.wait(anybody, line) for _ in range(burst)), "however many come at once"
     clock.advance(LONGEST_WAIT_S[line])
@@ -116,12 +107,10 @@ async def never_answers(scope: Scope, receive: Receive, send: Send) -> None:
 
 async def connection(loop: Loop, *, request_s: float = 3600.0) -> tuple[BoundedProtocol, Connection]:
     """One whose server has just read another request."""
-    config = uvicorn.Config(never_answers, http=bounded(limits(request_s=request_s, connections=1)), log_config=None)
-    config.load()
-    kind = config.http_protocol_class
-    kind.turns = Turns(loop.call_soon)
-    kind.turns.wait(Caller("another", []), Line.CREATES)
-    protocol = kind(config=config, server_state=ServerState(), app_state={})
+    config = uvicorn.Config(never_answers, log_config=None)
+    turns = Turns(loop.call_soon)
+    turns.wait(bool, Line.CREATES)
+    protocol = BoundedProtocol(config, ServerState(), limits(request_s=request_s), turns, bool)
     transport = Connection()
     protocol.connection_made(transport)
     return protocol, transport
@@ -137,7 +126,7 @@ async def answer(cycle: RequestResponseCycle) -> None:
 async def test_a_request_waits_among_its_kind_in_however_many_pieces_it_comes(loop, first):
     """A caller that sends the first byte of a POST apart does not wait where health checks do, nor does its body."""
     protocol, _ = await connection(loop)
-    turns, asked = protocol.turns, []
+    turns, asked = protocol._turns, []
     turns.wait = lambda _, line: not asked.append(line)
     protocol.data_received(POST[:first])
     whole_head = b"\r\n\r\n" in POST[:first]
@@ -168,7 +157,7 @@ async def test_a_request_behind_another_waits_for_a_turn_of_its_own(loop):
     protocol.data_received(GET + POST)
     loop.run_once()
     first = protocol.cycle
-    protocol.turns.wait(Caller("another", []), Line.CREATES)
+    protocol._turns.wait(bool, Line.CREATES)
     await answer(first)
     assert protocol.cycle is first
     assert transport.written.startswith(b"HTTP/1.1 200 OK")
@@ -208,8 +197,8 @@ async def test_nothing_is_begun_for_a_caller_that_has_hung_up(loop):
 @pytest.mark.asyncio
 async def test_a_request_for_which_too_many_wait_is_refused_unread(loop):
     protocol, transport = await connection(loop)
-    turns = protocol.turns = Turns(loop.call_soon, clock := ManualClock())
-    while turns.wait(Caller("", []), Line.CREATES):
+    turns = protocol._turns = Turns(loop.call_soon, clock := ManualClock())
+    while turns.wait(bool, Line.CREATES):
         clock.advance(LONGEST_WAIT_S[Line.CREATES] / MOST_WAITING)
     protocol.data_received(POST)
     head, _, body = transport.written.partition(b"\r\n\r\n")
