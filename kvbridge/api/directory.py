@@ -7,11 +7,12 @@ from typing import Annotated, Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from kvbridge.api.rooms import PageHashes
+from kvbridge.api.rooms import PageHashes, RoomReport
 from kvbridge.core.addresses import HTTP_URL, PeerAddress
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive, Rank, Role, RoomId
 from kvbridge.core.prefixes import ModelIdentity, Namespace, Retention
+from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.features import Features
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -202,3 +203,24 @@ class Ticket(FrozenModel):
     def after(self, seconds: float) -> Self:
         """Return the ticket as it is so much later."""
         return self.model_copy(update={"expires_in_s": max(0.0, self.expires_in_s - seconds)})
+
+
+class EndReport(FrozenModel):
+    """What one daemon says of a room, or why it could not be asked."""
+
+    url: str
+    report: RoomReport | None = None
+    error_code: str = ""
+    error: str = ""
+
+
+class PairReport(FrozenModel):
+    """A paired room, as its daemons see it now."""
+
+    room: RoomId
+    generation: Positive
+    state: RoomState
+    """The decode side's state, or the prefill side's when no decode daemon answers."""
+    ticket: Ticket
+    prefill: tuple[EndReport, ...]
+    decode: tuple[EndReport, ...]

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from enum import StrEnum
-from typing import Protocol, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from kvbridge.api.directory import InstanceView
 from kvbridge.core.ids import FrozenModel, IndexSpace, NonNegative, Positive, Role
 from kvbridge.core.prefixes import Evicted, ModelIdentity
 from kvbridge.pool.accounts.pages import PageState
-from kvbridge.telemetry.registry import Metrics
 
 
 class Readiness(FrozenModel):
@@ -361,23 +358,3 @@ class RouterStatus(FrozenModel):
     directory_problem: str = ""
     """Why the directory cannot be asked; the servers are then those that it named last."""
     servers: tuple[ServerStatus, ...]
-
-
-StatusT_co = TypeVar("StatusT_co", bound=BaseModel, covariant=True)
-
-
-class StatusPort(Protocol[StatusT_co]):
-    """What operators ask of any daemon."""
-
-    @property
-    def metrics(self) -> Metrics:
-        """What is counted; routes and requests are."""
-
-    def readiness(self) -> Readiness:
-        """Whether new rooms can be admitted, and every reason why not."""
-
-    def status(self) -> StatusT_co:
-        """Everything an operator wants to see."""
-
-    def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
-        """The metrics page in pieces, in the form that an Accept header asks for, and its content type."""

@@ -9,12 +9,12 @@ from typing import Protocol
 
 import structlog
 
-from kvbridge.api.directory import Ticket
+from kvbridge.api.directory import EndReport, PairReport, Ticket
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.config.timeouts import BootstrapTimeouts
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, StaleError, UnknownRoomError
-from kvbridge.core.ids import FrozenModel, Positive, Role, RoomId
+from kvbridge.core.ids import Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.context import TRACE
 from kvbridge.telemetry.events import EndReserved
@@ -36,27 +36,6 @@ class ReservePort(Protocol):
 
     async def cancel(self, url: str, room: int, reason: str, *, generation: int) -> RoomReport:
         """Give one end back. Raises UnknownRoomError, and StaleError when the room is there in another generation."""
-
-
-class EndReport(FrozenModel):
-    """What one daemon says of a room, or why it could not be asked."""
-
-    url: str
-    report: RoomReport | None = None
-    error_code: str = ""
-    error: str = ""
-
-
-class PairReport(FrozenModel):
-    """A paired room, as its daemons see it now."""
-
-    room: RoomId
-    generation: Positive
-    state: RoomState
-    """The decode side's state, or the prefill side's when no decode daemon answers."""
-    ticket: Ticket
-    prefill: tuple[EndReport, ...]
-    decode: tuple[EndReport, ...]
 
 
 def pair_report(ticket: Ticket, prefill: tuple[EndReport, ...], decode: tuple[EndReport, ...]) -> PairReport:

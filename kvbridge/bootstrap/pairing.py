@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import structlog
 
-from kvbridge.api.directory import PairRequest, Ticket, TicketEnd
+from kvbridge.api.directory import PairReport, PairRequest, Ticket, TicketEnd
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.bootstrap.directory import Directory
-from kvbridge.bootstrap.ends import NOTHING_TO_CANCEL, PairReport, ReservePort, RoomEnds, pair_report
+from kvbridge.bootstrap.ends import NOTHING_TO_CANCEL, ReservePort, RoomEnds, pair_report
 from kvbridge.bootstrap.fit import Candidate
 from kvbridge.bootstrap.looks import Looks
 from kvbridge.bootstrap.nodes import Instance

@@ -15,14 +15,13 @@ from typing import Any, Final
 
 from pydantic import Field
 
-from kvbridge.api.directory import PairRequest, Ticket
+from kvbridge.api.client import BlockingClient
+from kvbridge.api.directory import PairReport, PairRequest, Ticket
 from kvbridge.api.endpoint_file import ENDPOINT_FILE, DaemonEndpoint, read_endpoint
 from kvbridge.api.rooms import RoomReport
 from kvbridge.api.status import Readiness
-from kvbridge.bootstrap.ends import PairReport
 from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, RoomFailedError
 from kvbridge.core.ids import FrozenModel, Positive, Role
-from kvbridge.http.client import BlockingClient
 from kvbridge.pool.memory.leftovers import sweep
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.processes import ChildProcess, module_command, stop_all, wait_for

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.text import Text
 
+from kvbridge.api.client import BlockingClient
 from kvbridge.api.endpoint_file import read_endpoint
 from kvbridge.cli.cluster_directory import ConfiguredDaemon, read_cluster
 from kvbridge.cli.config import EXIT_FAILED, DaemonRole, fail
@@ -25,7 +26,6 @@ from kvbridge.config.endpoints import LogFormat
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError, DeadlineError, PeerError
 from kvbridge.daemon.memory import memory_directory
-from kvbridge.http.client import BlockingClient
 from kvbridge.pool.memory.leftovers import Verdict, sweep
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.processes import ChildProcess, module_command, wait_for

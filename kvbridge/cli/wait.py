@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
+from kvbridge.api.client import BlockingClient
 from kvbridge.api.status import Readiness
 from kvbridge.cli.cluster_directory import read_cluster
 from kvbridge.cli.config import EXIT_FAILED, fail
 from kvbridge.core.errors import BridgeError, ConfigError
-from kvbridge.http.client import BlockingClient
 
 CALL_S = 5.0
 LOOK_S = 0.1

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import structlog
 
+from kvbridge.api.client import DirectoryClient
 from kvbridge.api.directory import Load, NodeRegistration
 from kvbridge.api.status import RegistrationState
 from kvbridge.core.errors import (
@@ -18,7 +19,6 @@ from kvbridge.core.errors import (
     PeerError,
     StaleError,
 )
-from kvbridge.http.client import DirectoryClient
 
 log = structlog.get_logger(__name__)
 

@@ -19,6 +19,7 @@ from typing import Protocol
 import structlog
 
 from kvbridge import __version__
+from kvbridge.api.client import DaemonClient
 from kvbridge.api.directory import InstanceView
 from kvbridge.api.endpoint_file import DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.api.status import BootstrapStatus, Readiness, StoreStatus
@@ -35,7 +36,6 @@ from kvbridge.daemon.lifecycle import ToldReadiness, first_ended
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.daemon.traces import Traces
 from kvbridge.http.bootstrap_app import create_bootstrap_app
-from kvbridge.http.client import DaemonClient
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.memory.leftovers import remove_leftovers

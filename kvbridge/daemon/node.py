@@ -16,6 +16,7 @@ from typing import Any
 
 import structlog
 
+from kvbridge.api.client import DirectoryClient
 from kvbridge.api.endpoint_file import DaemonEndpoint, remove_endpoint, write_endpoint
 from kvbridge.config.loading import read_token
 from kvbridge.control.peers import PeerIdentity
@@ -32,7 +33,6 @@ from kvbridge.daemon.room_timeline import timeline
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.daemon.traces import Traces
 from kvbridge.daemon.twin_journal import PageDigests, TwinJournal
-from kvbridge.http.client import DirectoryClient
 from kvbridge.http.daemon_app import create_daemon_app
 from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer

@@ -72,7 +72,7 @@ class Peers(Protocol):
 
 
 class NodeOverview:
-    """Implements StatusPort[NodeStatus]. Three attributes are set while the daemon opens."""
+    """Implements StatusPort. Three attributes are set while the daemon opens."""
 
     def __init__(self, parts: NodeParts, peers: Peers, rooms: RoomBook[Any], admission: AdmissionController) -> None:
         self._parts = parts

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, contextmanager
 import structlog
 
 from kvbridge import __version__
+from kvbridge.api.client import DirectoryClient
 from kvbridge.api.status import Readiness, RouterStatus, ServerStatus
 from kvbridge.config.loading import read_token
 from kvbridge.config.router import RouterConfig
@@ -19,15 +20,14 @@ from kvbridge.core.ids import Role
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.lifecycle import ToldReadiness, first_ended
 from kvbridge.daemon.secret_files import SecretFiles
-from kvbridge.http.client import DirectoryClient
 from kvbridge.http.router_app import create_router_app
 from kvbridge.http.server import HttpServer
-from kvbridge.http.upstream import OpenAiServers
 from kvbridge.router.bodies import Asked
 from kvbridge.router.exchange import Answer, Exchanges, FailedAttemptError
 from kvbridge.router.health import DirectoryWatch, HealthWatch
 from kvbridge.router.places import Place, Places
 from kvbridge.router.servers import Servers
+from kvbridge.router.upstream import OpenAiServers
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.metrics import BUILD, READY
 from kvbridge.telemetry.registry import Metrics, library_versions

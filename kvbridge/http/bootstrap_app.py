@@ -12,20 +12,30 @@ from kvbridge.api.directory import (
     NodeHeartbeat,
     NodeRegistration,
     NodeView,
+    PairReport,
     PairRequest,
     Registered,
     Ticket,
 )
-from kvbridge.api.status import BootstrapStatus, StatusPort
+from kvbridge.api.status import BootstrapStatus
 from kvbridge.bootstrap.directory import Directory
-from kvbridge.bootstrap.ends import PairReport
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.prefixes import Namespaces
-from kvbridge.http.daemon_app import RoomPath
-from kvbridge.http.operations import CREATED, AppSettings, assemble_app
+from kvbridge.http.operations import AppSettings, StatusPort, assemble_app
 from kvbridge.http.page import Document
-from kvbridge.http.requests import LEFT, REQUESTS, body_of_any_release, create, describes, while_connected
+from kvbridge.http.requests import (
+    CREATED,
+    LEFT,
+    REQUESTS,
+    RoomPath,
+    create,
+    describes,
+    json_response,
+    plain_post,
+    read_body,
+    while_connected,
+)
 from kvbridge.telemetry.context import TRACE, BeginTrace, pass_on
 
 NamePath = Annotated[str, Path(min_length=1, max_length=200)]
@@ -37,7 +47,7 @@ def create_bootstrap_app(
     *,
     directory: Directory,
     pairing: PairingService,
-    status: StatusPort[BootstrapStatus],
+    status: StatusPort,
     settings: AppSettings,
     page: Callable[[], Document],
     begin_trace: BeginTrace = pass_on,
@@ -56,7 +66,6 @@ def _pairs_router(pairing: PairingService, begin_trace: BeginTrace) -> APIRouter
         TRACE.set(begin_trace(TRACE.get()))
         return await pairing.pair(request, may_name)
 
-    @router.post("", status_code=201, response_model=Ticket, responses=CREATED, openapi_extra=describes(PairRequest))
     async def pair_request(request: Request) -> Response:
         """Pair a request and reserve both ends, at once or within its `wait_s`.
 
@@ -64,6 +73,8 @@ def _pairs_router(pairing: PairingService, begin_trace: BeginTrace) -> APIRouter
         waits.
         """
         return await create(request, PairRequest, pair, lambda late: pairing.cancel(late.room, LEFT))
+
+    plain_post(router, "", pair_request, body=PairRequest, answer=Ticket, status_code=201, responses=CREATED)
 
     @router.get("/{room}")
     async def get_pair(room: RoomPath, connection: Request) -> PairReport:
@@ -87,12 +98,9 @@ def _directory_router(directory: Directory) -> APIRouter:
         return await directory.listing()
 
     @router.put(NODE, openapi_extra=describes(NodeRegistration))
-    async def register_node(
-        instance: NamePath,
-        node: NamePath,
-        registration: Annotated[NodeRegistration, body_of_any_release(NodeRegistration)],
-    ) -> Registered:
+    async def register_node(instance: NamePath, node: NamePath, request: Request) -> Registered:
         """Add a node, or replace its former incarnation."""
+        registration = await read_body(request, NodeRegistration, extra="ignore")
         if (instance, node) != (registration.instance, registration.node):
             raise InvalidInputError(
                 f"the path names node '{node}' of '{instance}', the body node '{registration.node}' "
@@ -100,18 +108,18 @@ def _directory_router(directory: Directory) -> APIRouter:
             )
         return await directory.register(registration)
 
-    @router.post(f"{NODE}/heartbeat", openapi_extra=describes(NodeHeartbeat))
-    async def send_heartbeat(
-        instance: NamePath, node: NamePath, heartbeat: Annotated[NodeHeartbeat, body_of_any_release(NodeHeartbeat)]
-    ) -> NodeView:
-        """Note that a node lives. 404: register again. 409 `stale`: another process has taken its place."""
-        return await directory.heartbeat(instance, node, heartbeat)
-
     @router.delete(NODE, status_code=204)
     async def deregister_node(
         instance: NamePath, node: NamePath, incarnation: Annotated[str, Query(min_length=1, max_length=200)]
     ) -> None:
         """Take a node off, at its own wish."""
         await directory.deregister(instance, node, incarnation)
+
+    async def send_heartbeat(request: Request, instance: NamePath, node: NamePath) -> Response:
+        """Note that a node lives. 404: register again. 409 `stale`: another process has taken its place."""
+        heartbeat = await read_body(request, NodeHeartbeat, extra="ignore")
+        return json_response(await directory.heartbeat(instance, node, heartbeat))
+
+    plain_post(router, f"{NODE}/heartbeat", send_heartbeat, body=NodeHeartbeat, answer=NodeView)
 
     return router

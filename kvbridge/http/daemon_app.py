@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, FastAPI, Path, Query, Request
+from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import Response
 from pydantic import Field
 
-from kvbridge.api.rooms import (
-    AdmissionRequest,
-    DroppedPrefixes,
-    RoomPage,
-    RoomQuery,
-    RoomReport,
-    RoomTimeline,
-)
-from kvbridge.api.status import NodeStatus, StatusPort
+from kvbridge.api.rooms import AdmissionRequest, DroppedPrefixes, RoomPage, RoomQuery, RoomReport, RoomTimeline
+from kvbridge.api.status import NodeStatus
 from kvbridge.core.errors import InvalidInputError, StaleError
-from kvbridge.core.ids import MAX_ROOM, FrozenModel, Positive, RoomId
+from kvbridge.core.ids import FrozenModel, Positive
 from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.states import RoomState
-from kvbridge.http.operations import CREATED, AppSettings, assemble_app
+from kvbridge.http.operations import AppSettings, StatusPort, assemble_app
 from kvbridge.http.page import Document
-from kvbridge.http.requests import LEFT, REQUESTS, create, describes, while_connected
+from kvbridge.http.requests import CREATED, LEFT, REQUESTS, RoomPath, create, plain_post, while_connected
+from kvbridge.node.admission.controller import AdmissionController
+from kvbridge.node.rooms import Rooms
 from kvbridge.telemetry.context import TRACE, BeginTrace, pass_on
-
-if TYPE_CHECKING:  # bootstrap's routes take paths and queries from here, and need no node
-    from kvbridge.node.admission.controller import AdmissionController
-    from kvbridge.node.rooms import Rooms
-
-RoomPath = Annotated[RoomId, Path(description=f"The room's id, from 0 to {MAX_ROOM}.")]
 
 GenerationQuery = Annotated[int | None, Query(ge=1, description="Of this attempt, not of the newest.")]
 
@@ -58,38 +47,24 @@ class Dropping(FrozenModel, defer_build=False):
     store: Annotated[Literal["drop", "keep"], Field(description="What to do about objects in the store.")] = "drop"
 
 
-def create_daemon_app(  # noqa: PLR0913 - each is a part of the node
+def create_daemon_app(  # noqa: C901, PLR0913 - one small function a route; each argument is a part of the node
     *,
     admission: AdmissionController,
     rooms: Rooms[Any],
-    status: StatusPort[NodeStatus],
+    status: StatusPort,
     settings: AppSettings,
     timeline_of: Callable[[int, int | None], RoomTimeline],
     page: Callable[[], Document],
     begin_trace: BeginTrace = pass_on,
 ) -> FastAPI:
     """Build the application of a daemon; it holds no state of its own. `timeline_of` is given a room and a generation."""
+    router = APIRouter(prefix=REQUESTS, tags=["requests"])
+    prefixes = APIRouter(prefix="/v1/prefixes", tags=["operations"])
 
     async def admit(request: AdmissionRequest, may_name: Namespaces) -> RoomReport:
         TRACE.set(begin_trace(TRACE.get()))
         return await admission.admit(request, may_name)
 
-    routers = [
-        _admission_router(admit, rooms),
-        _rooms_router(rooms, timeline_of, settings.max_wait_s),
-        _prefixes_router(rooms),
-    ]
-    title = f"kvbridge {rooms.role} daemon"
-    bodies = (AdmissionRequest,)
-    return assemble_app(title, routers, bodies, status=status, kind=NodeStatus, settings=settings, page=page)
-
-
-def _admission_router(admit: Any, rooms: Rooms[Any]) -> APIRouter:  # noqa: ANN401 - a closure
-    router = APIRouter(prefix=REQUESTS, tags=["requests"])
-
-    @router.post(
-        "", status_code=201, response_model=RoomReport, responses=CREATED, openapi_extra=describes(AdmissionRequest)
-    )
     async def admit_room(request: Request) -> Response:
         """Reserve for a request, at once or within its `wait_s`.
 
@@ -98,15 +73,7 @@ def _admission_router(admit: Any, rooms: Rooms[Any]) -> APIRouter:  # noqa: ANN4
         """
         return await create(request, AdmissionRequest, admit, lambda late: rooms.cancel(late.room, LEFT))
 
-    return router
-
-
-def _rooms_router(
-    rooms: Rooms[Any],
-    timeline_of: Callable[[int, int | None], RoomTimeline],
-    max_wait_s: float,
-) -> APIRouter:
-    router = APIRouter(prefix=REQUESTS, tags=["requests"])
+    plain_post(router, "", admit_room, body=AdmissionRequest, answer=RoomReport, status_code=201, responses=CREATED)
 
     @router.get("")
     async def list_rooms(query: Annotated[RoomQuery, Query()]) -> RoomPage:
@@ -116,9 +83,9 @@ def _rooms_router(
     @router.get("/{room}")
     async def get_room(room: RoomPath, waiting: Annotated[Waiting, Query()], connection: Request) -> RoomReport:
         """Return a room's report, at once or when it has reached a state; after `wait` seconds in any case."""
-        if waiting.wait > max_wait_s:
+        if waiting.wait > settings.max_wait_s:
             raise InvalidInputError(
-                f"wait is {waiting.wait:g} s, at most {max_wait_s:g} s are served (http.max_wait_s)"
+                f"wait is {waiting.wait:g} s, at most {settings.max_wait_s:g} s are served (http.max_wait_s)"
             )
         if waiting.wait == 0:
             return rooms.book.report(room)
@@ -139,13 +106,7 @@ def _rooms_router(
         """Return what happened to a room on this node, while it is open and for a while after its end."""
         return timeline_of(room, generation)
 
-    return router
-
-
-def _prefixes_router(rooms: Rooms[Any]) -> APIRouter:
-    router = APIRouter(prefix="/v1/prefixes", tags=["operations"])
-
-    @router.delete("")
+    @prefixes.delete("")
     async def drop_prefixes(asked: Annotated[Dropping, Query()]) -> DroppedPrefixes:
         """Forget every cached prefix, of all namespaces: keys do not tell whose they are.
 
@@ -155,4 +116,12 @@ def _prefixes_router(rooms: Rooms[Any]) -> APIRouter:
         """
         return await rooms.drop_prefixes(stored=asked.store == "drop")
 
-    return router
+    return assemble_app(
+        f"kvbridge {rooms.role} daemon",
+        [router, prefixes],
+        (AdmissionRequest,),
+        status=status,
+        kind=NodeStatus,
+        settings=settings,
+        page=page,
+    )

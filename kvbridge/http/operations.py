@@ -1,4 +1,4 @@
-"""What every daemon's endpoint offers, and how an application is put together.
+"""How an application is put together, and what every daemon's endpoint offers.
 
 /health and /ready need no token, since probes have none and learn little, nor do the files of the status page, which hold no data;
 /metrics needs it unless opened. Load balancers may ask /health and /ready by HEAD.
@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, Any, Protocol
 
 from fastapi import APIRouter, FastAPI, Header
 from fastapi.openapi.utils import get_openapi
@@ -18,19 +18,20 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from kvbridge import __version__
-from kvbridge.api.status import Readiness, StatusPort
+from kvbridge.api.problems import PROBLEM_TYPE, Problem
+from kvbridge.api.status import Readiness
 from kvbridge.core.clock import monotonic
 from kvbridge.core.ids import FrozenModel, NonNegative, Positive
 from kvbridge.core.prefixes import TokenGrant
 from kvbridge.core.wire.messages import PROTOCOL_VERSION
-from kvbridge.http.middleware import BearerToken, BodyLimit, Direct, Observed, UnhandledErrors
+from kvbridge.http.middleware import Entrance
 from kvbridge.http.page import PAGE_PATHS, Document, page_router
-from kvbridge.http.problems import PROBLEM_TYPE, Problem, install_problem_handlers
-from kvbridge.http.requests import REQUESTS
+from kvbridge.http.problems import install_problem_handlers
+from kvbridge.telemetry.registry import Metrics
 
 OPEN_PATHS = PAGE_PATHS | {"/health", "/ready"}
 TURN_S = 0.002
-"""After so long the making of a page of metrics lets others have their turn; more often, and the page would wait for them."""
+"""The making of a page of metrics lets others have their turn after this; more often, and the page would wait for them."""
 METRICS_PAGE = {
     "description": "The metrics, as Prometheus reads them",
     "content": {"text/plain": {"schema": {"type": "string"}}},
@@ -39,9 +40,6 @@ SCHEMAS = "#/components/schemas/"
 PROBLEM = {
     "description": "A problem (RFC 9457). `code` says which one; docs/http-api.md lists all codes.",
     "content": {PROBLEM_TYPE: {"schema": {"$ref": f"{SCHEMAS}Problem"}}},
-}
-CREATED: dict[int | str, dict[str, Any]] = {
-    201: {"headers": {"Location": {"description": "The path of what was made.", "schema": {"type": "string"}}}}
 }
 TOKEN_SCHEME = {"type": "http", "scheme": "bearer", "description": "The line of `http.token_file`, where there is one."}
 
@@ -54,6 +52,21 @@ class AppSettings(FrozenModel):
     open_metrics: bool = False
     max_body_bytes: Positive = 1 << 20
     max_wait_s: float = 60.0
+
+
+class StatusPort(Protocol):
+    """What operators ask of any daemon."""
+
+    metrics: Metrics
+
+    def readiness(self) -> Readiness:
+        """Return whether new rooms can be admitted, and every reason why not."""
+
+    def status(self) -> BaseModel:
+        """Return everything that an operator wants to see."""
+
+    def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
+        """Return the page of metrics in pieces, in the form that an Accept header asks for, and its content type."""
 
 
 class Alive(FrozenModel):
@@ -75,14 +88,14 @@ def assemble_app(  # noqa: PLR0913 - each is what applications differ in
     routers: Sequence[APIRouter],
     bodies: Iterable[type[BaseModel]],
     *,
-    status: StatusPort[BaseModel],
+    status: StatusPort,
     kind: type[BaseModel],
     settings: AppSettings,
     page: Callable[[], Document] | None = None,
 ) -> FastAPI:
     """Build an application from its own routers and the operators' routes.
 
-    `bodies` are what routes take by `requests.describes`, `kind` is what `/status` is, `page` what the status page shows.
+    `bodies` are the models that routes read by `read_body`, `kind` is that of `/status`, `page` makes the status page's document.
     """
     app = FastAPI(
         title=title,
@@ -93,11 +106,10 @@ def assemble_app(  # noqa: PLR0913 - each is what applications differ in
         responses={"default": PROBLEM},
         separate_input_output_schemas=False,
         generate_unique_id_function=lambda route: route.name,
-        # FastAPI would tell providers that somebody has made global of each request, beside the spans that are made here.
+        # FastAPI would make a global span of each request, beside the spans that are made here.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     asks_token = bool(settings.grants())
-    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     shown = [] if page is None else [page_router(page, asks_token=asks_token)]
     for router in [*routers, _operators_router(status, kind), *shown]:
         app.include_router(router)
@@ -105,20 +117,24 @@ def assemble_app(  # noqa: PLR0913 - each is what applications differ in
             if isinstance(route, APIRoute):
                 status.metrics.serves(route.path, sorted(route.methods or ()), route.status_code or 200)
     open_paths = OPEN_PATHS | ({"/metrics"} if settings.open_metrics else set())
-    _serve_description(app, tuple(bodies), open_paths, asks_token=asks_token)
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def get_description() -> dict[str, Any]:
+        app.openapi_schema = app.openapi_schema or describe(app, bodies, open_paths, asks_token=asks_token)
+        return app.openapi_schema
+
     install_problem_handlers(app)
-    # The last one added is the first to see a request.
-    for route in routes:
-        if route.path == REQUESTS and "POST" in (route.methods or ()):
-            app.add_middleware(Direct, route=route)
-    app.add_middleware(BodyLimit, max_body_bytes=settings.max_body_bytes)
-    app.add_middleware(BearerToken, grants=settings.grants, open_paths=open_paths)
-    app.add_middleware(UnhandledErrors)
-    app.add_middleware(Observed, answered=status.metrics.answered)
+    app.add_middleware(
+        Entrance,
+        grants=settings.grants,
+        open_paths=open_paths,
+        max_body_bytes=settings.max_body_bytes,
+        answered=status.metrics.answered,
+    )
     return app
 
 
-def _operators_router(status: StatusPort[BaseModel], kind: type[BaseModel]) -> APIRouter:
+def _operators_router(status: StatusPort, kind: type[BaseModel]) -> APIRouter:
     router = APIRouter(tags=["operations"])
 
     @router.head("/health", include_in_schema=False)
@@ -157,18 +173,6 @@ def _operators_router(status: StatusPort[BaseModel], kind: type[BaseModel]) -> A
         return status.status()
 
     return router
-
-
-def _serve_description(
-    app: FastAPI, bodies: Sequence[type[BaseModel]], open_paths: frozenset[str], *, asks_token: bool
-) -> None:
-    """Serve the description behind the token; made when it is first asked for."""
-
-    @app.get("/openapi.json", include_in_schema=False)
-    async def get_description() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = describe(app, bodies, open_paths, asks_token=asks_token)
-        return app.openapi_schema
 
 
 def describe(

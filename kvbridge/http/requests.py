@@ -1,18 +1,20 @@
-"""How routes read requests, and what becomes of work whose caller hangs up."""
+"""How routes read requests and answer them, and what becomes of work whose caller hangs up."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from fastapi import Depends, Request
+from fastapi import APIRouter, Path, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from kvbridge.core.errors import ConflictError, InvalidInputError
+from kvbridge.core.ids import MAX_ROOM, RoomId
 from kvbridge.core.prefixes import Namespaces
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -20,13 +22,65 @@ ResultT = TypeVar("ResultT")
 
 REQUESTS = "/v1/requests"
 LEFT = "its client left before it was told"
-"""Why something is undone that nobody waits for any more."""
+"""Reason of a room that is undone because nobody waits for it any more."""
+CREATED: dict[int | str, dict[str, Any]] = {
+    201: {"headers": {"Location": {"description": "The path of what was made.", "schema": {"type": "string"}}}}
+}
+RoomPath = Annotated[RoomId, Path(description=f"The room's id, from 0 to {MAX_ROOM}.")]
+
+
+class PlainRoute(APIRoute):
+    """A route that is called as a plain Starlette endpoint: the request, and what the path names as strings.
+
+    FastAPI only describes the route. Reading the arguments of a room's request would cost most of the time of the request.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Return what is called with each request."""
+
+        async def handle(request: Request) -> Response:
+            made: Response = await self.endpoint(request, **request.path_params)
+            return made
+
+        return handle
+
+
+def plain_post(
+    router: APIRouter,
+    path: str,
+    endpoint: Callable[..., Any],
+    *,
+    body: type[BaseModel],
+    answer: type[BaseModel],
+    **more: Any,  # noqa: ANN401 - as of FastAPI
+) -> None:
+    """Add a plain route for POST to a router. `more` is as of `add_api_route`."""
+    router.add_api_route(
+        path,
+        endpoint,
+        methods=["POST"],
+        response_model=answer,
+        openapi_extra=describes(body),
+        route_class_override=PlainRoute,
+        **more,
+    )
+
+
+def json_response(answer: BaseModel, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Answer with a document."""
+    return Response(answer.model_dump_json(), status, headers, "application/json")
+
+
+def describes(kind: type[BaseModel]) -> dict[str, Any]:
+    """Return what a route says of a body that `read_body` reads; the application names the model among its `bodies`."""
+    reference = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
+    return {"requestBody": {"required": True, "content": {"application/json": reference}}}
 
 
 async def read_body(
     request: Request, kind: type[ModelT], *, extra: Literal["ignore", "forbid"] | None = None
 ) -> ModelT:
-    """Return a JSON body as a `kind`: a number that is written as text is none. `extra`: what becomes of unknown fields."""
+    """Return a JSON body as a `kind`, without turning texts into numbers. `extra`: what becomes of unknown fields."""
     if "json" not in request.headers.get("content-type", ""):
         raise InvalidInputError("send the body as JSON with Content-Type: application/json")
     try:
@@ -38,28 +92,13 @@ async def read_body(
         raise _left() from None
 
 
-def body_of_any_release(kind: type[BaseModel]) -> Any:  # noqa: ANN401 - what FastAPI calls a dependency
-    """Return the dependency for a body that a node sends by itself: fields that a later release adds are ignored."""
-
-    async def read(request: Request) -> BaseModel:
-        return await read_body(request, kind, extra="ignore")
-
-    return Depends(read)
-
-
-def describes(kind: type[BaseModel]) -> dict[str, Any]:
-    """Return what a route says of a body that it reads by `read_body`; the application names the model among its `bodies`."""
-    reference = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
-    return {"requestBody": {"required": True, "content": {"application/json": reference}}}
-
-
 async def create(
     request: Request,
     kind: type[Any],
     make: Callable[[Any, Namespaces], Coroutine[Any, Any, Any]],
     undo: Callable[[Any], Awaitable[object]],
 ) -> Response:
-    """Answer a request for a room with 201 and what was made.
+    """Answer a request for a room with 201 and what `make` returned.
 
     `make` is given the body and the namespaces that the caller may name. `undo` is given what was made, when the caller has left.
     """
@@ -69,8 +108,7 @@ async def create(
     asked = await read_body(request, kind)
     work = make(asked, request.scope["state"]["namespaces"])
     made = await (while_connected(request, work, undo) if asked.wait_s else work)
-    location = {"Location": f"{REQUESTS}/{made.room}"}
-    return Response(made.model_dump_json(), 201, location, "application/json")
+    return json_response(made, 201, {"Location": f"{REQUESTS}/{made.room}"})
 
 
 async def while_connected(
@@ -78,7 +116,7 @@ async def while_connected(
     work: Coroutine[Any, Any, ResultT],
     undo: Callable[[ResultT], Awaitable[object]] | None = None,
 ) -> ResultT:
-    """Return what `work` returns; cancel it, or undo what it has done, when its caller closes the connection before that."""
+    """Return what `work` returns. When the caller closes the connection first, cancel the work, or `undo` its result."""
     working = asyncio.ensure_future(work)
     closed = asyncio.ensure_future(_closed(connection))
     try:

@@ -17,9 +17,9 @@ from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from kvbridge.api.status import RouterStatus, StatusPort
+from kvbridge.api.status import RouterStatus
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, InvalidInputError, NotReadyError, PeerError
-from kvbridge.http.operations import AppSettings, assemble_app
+from kvbridge.http.operations import AppSettings, StatusPort, assemble_app
 from kvbridge.router.bodies import Asked
 from kvbridge.router.exchange import EVENT_END, Answer
 from kvbridge.router.places import Place
@@ -47,7 +47,7 @@ class RouterPort(Protocol):
         """Return what a decode server says of its models: status, body. Raises BridgeError."""
 
 
-def create_router_app(*, service: RouterPort, status: StatusPort[RouterStatus], settings: AppSettings) -> FastAPI:
+def create_router_app(*, service: RouterPort, status: StatusPort, settings: AppSettings) -> FastAPI:
     """Build the application of the router; it holds no state of its own."""
     router = APIRouter(tags=["openai"])
 

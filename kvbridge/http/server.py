@@ -149,7 +149,7 @@ class HttpServer:
         """Wait for the end of all requests and connections; return whether they have ended in time."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
-                while self.state.tasks or self.state.connections:
+                while self.state.tasks or self.state.connections:  # noqa: ASYNC110 - uvicorn's sets
                     await asyncio.sleep(0.01)
                 return True
         return False

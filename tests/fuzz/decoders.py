@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
 from kvbridge.api.directory import NodeHeartbeat, NodeRegistration, PairRequest
+from kvbridge.api.problems import Problem, error_of, make_problem
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.control.keys import generate_keys, parse_entry
 from kvbridge.core.addresses import PeerAddress
@@ -40,7 +41,7 @@ from kvbridge.core.wire.codec import (
 )
 from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest, FileOrigin, SharedRegion, StreamPoint
-from kvbridge.http.problems import Problem, error_of, make_problem, problem_response
+from kvbridge.http.problems import problem_response
 from kvbridge.node.prefill.early_offers import check_offer
 from kvbridge.tier.stores import messages as store_wire
 from kvbridge.tier.stores.base import Capabilities, Outcome, Verb

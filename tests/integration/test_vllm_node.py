@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from kvbridge.api.client import BlockingClient
 from kvbridge.api.endpoint_file import read_endpoint
 from kvbridge.api.status import Readiness
 from kvbridge.core.errors import ConfigError, ConflictError, NotReadyError, PeerError
@@ -22,7 +23,6 @@ from kvbridge.core.ids import Rank, Role
 from kvbridge.engine.adapters.vllm.node_config import NodePlan
 from kvbridge.engine.adapters.vllm.node_process import NodeProcess, OperatedNode, open_node
 from kvbridge.engine.adapters.vllm.tensors import instance_cache, rank_cache
-from kvbridge.http.client import BlockingClient
 from tests.helpers.cluster import eventually
 from tests.helpers.vllm_caches import TOKENS, caches
 

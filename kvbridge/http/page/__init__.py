@@ -1,4 +1,4 @@
-"""The status page: its files, and the document that it shows.
+"""The status page: its files, and the one document that it shows.
 
 The files hold no data, so they need no token; the page asks for one and sends it with what it fetches (`page.js`). Nothing comes
 from elsewhere: scripts and styles of this daemon alone may run, which the Content-Security-Policy enforces.
@@ -32,53 +32,35 @@ HEADERS = {
     "Cache-Control": "no-cache",  # a page of one release must not run with scripts of another
 }
 KEPT_S = 1.0
-"""The document is made so often at most, however many look."""
+"""The document is made this often at most, for all who look."""
 
 Document = dict[str, Any]
-"""What the page shows, as JSON is made of it."""
+"""The content of the page, from which JSON is made."""
 
 
-class Shown:
-    """The document, made when somebody looks and the last one is old."""
-
-    def __init__(self, make: Callable[[], Document], clock: Clock = monotonic) -> None:
-        self._make = make
-        self._clock = clock
-        self._made_s = -KEPT_S
-        self._content = b""
-
-    def content(self) -> bytes:
-        """Return the document as JSON."""
-        now_s = self._clock()
-        if not self._content or now_s - self._made_s >= KEPT_S:
-            self._content, self._made_s = to_json(self._make()), now_s
-        return self._content
-
-
-def page_router(make: Callable[[], Document], *, asks_token: bool) -> APIRouter:
-    """Return the routes of the page; `asks_token`: it has to, before it calls the daemon."""
+def page_router(make: Callable[[], Document], *, asks_token: bool, clock: Clock = monotonic) -> APIRouter:
+    """Return the routes of the page; `asks_token`: the page has to ask for one before it calls the daemon."""
     router = APIRouter(include_in_schema=False)
     contents = {name: file.read_bytes() for name, file in FILES.items()}
-    shown = Shown(make)
+    made_s, document = 0.0, b""
     if asks_token:
         contents["index.html"] = contents["index.html"].replace(b'data-token="none"', b'data-token="required"')
 
     @router.api_route("/", methods=["GET", "HEAD"])
     async def page() -> Response:
-        return _response("index.html", contents["index.html"])
+        return await file("index.html")
 
     @router.api_route("/page/{name}", methods=["GET", "HEAD"])
     async def file(name: str) -> Response:
         if name not in contents:
             raise NotFoundError(f"the page has no file '{name}'")
-        return _response(name, contents[name])
+        return Response(contents[name], headers=HEADERS, media_type=KINDS[FILES[name].suffix])
 
     @router.get("/v1/page")
-    async def document() -> Response:
-        return Response(shown.content(), media_type="application/json", headers={"Cache-Control": "no-store"})
+    async def shown() -> Response:
+        nonlocal made_s, document
+        if not document or clock() - made_s >= KEPT_S:
+            made_s, document = clock(), to_json(make())
+        return Response(document, media_type="application/json", headers={"Cache-Control": "no-store"})
 
     return router
-
-
-def _response(name: str, content: bytes) -> Response:
-    return Response(content, headers=HEADERS, media_type=KINDS[FILES[name].suffix])

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from kvbridge.api.client import DaemonClient
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.errors import PeerError
 from kvbridge.http import server as http_server
-from kvbridge.http.client import DaemonClient
 from kvbridge.http.server import HttpServer, TlsFiles
 from tests.helpers.connection_limits import limits
 from tests.unit.http.services import FakeRooms, daemon_app

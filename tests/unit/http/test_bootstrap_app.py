@@ -6,6 +6,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from kvbridge.api.client import DirectoryClient
 from kvbridge.api.directory import Load, NodeHeartbeat, PairRequest
 from kvbridge.bootstrap.directory import Directory
 from kvbridge.bootstrap.pairing import PairingService
@@ -19,7 +20,6 @@ from kvbridge.core.ids import Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.features import Features
 from kvbridge.http.bootstrap_app import create_bootstrap_app
-from kvbridge.http.client import DirectoryClient
 from tests.helpers.later_release import later
 from tests.helpers.manual_clock import ManualClock
 from tests.unit.bootstrap.fleet import EXPIRE_AFTER_S, LIMITS, TIMES, FakeDaemons, half, node

@@ -10,7 +10,9 @@ from contextlib import asynccontextmanager, closing
 import httpx
 import pytest
 
+from kvbridge.api.client import BlockingClient, DaemonClient, DirectoryClient
 from kvbridge.api.directory import PairRequest
+from kvbridge.api.problems import error_of, problem_of
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import Readiness
 from kvbridge.core.errors import (
@@ -25,8 +27,6 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import Role
 from kvbridge.core.session.states import RoomState
-from kvbridge.http.client import BlockingClient, DaemonClient, DirectoryClient
-from kvbridge.http.problems import error_of, problem_of
 from tests.helpers.later_release import later
 from tests.unit.http.services import FakeRooms, FakeStatus, daemon_app
 

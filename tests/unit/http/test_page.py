@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 import pytest_asyncio
+from fastapi import FastAPI
 
-from kvbridge.http.page import FILES, KEPT_S, PAGE_PATHS, Shown
+from kvbridge.http.page import FILES, KEPT_S, PAGE_PATHS, page_router
 from tests.helpers.manual_clock import ManualClock
 from tests.unit.http.services import FakeRooms, daemon_app
 
@@ -63,14 +64,17 @@ async def test_the_document_is_made_once_for_all_who_look_and_behind_the_token(h
         assert answer.headers["cache-control"] == "no-store"
 
 
-def test_the_document_is_made_again_when_it_is_old():
+@pytest.mark.asyncio
+async def test_the_document_is_made_again_when_it_is_old():
     clock, made = ManualClock(), itertools.count()
-    shown = Shown(lambda: {"made": next(made)}, clock)
+    app = FastAPI()
+    app.include_router(page_router(lambda: {"made": next(made)}, asks_token=False, clock=clock))
     seen = []
-    for _ in range(5):
-        seen.append(shown.content())
-        clock.advance(KEPT_S / 2)
-    assert seen == [b'{"made":0}', b'{"made":0}', b'{"made":1}', b'{"made":1}', b'{"made":2}']
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://d") as opened:
+        for _ in range(5):
+            seen.append((await opened.get("/v1/page")).json()["made"])
+            clock.advance(KEPT_S / 2)
+    assert seen == [0, 0, 1, 1, 2]
 
 
 def test_nothing_comes_from_elsewhere_and_nothing_is_inline():

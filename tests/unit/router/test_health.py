@@ -6,9 +6,9 @@ import pytest
 
 from kvbridge.config.router import RouterTimeouts
 from kvbridge.core.ids import Role
-from kvbridge.http.upstream import OpenAiServers
 from kvbridge.router.health import HealthWatch
 from kvbridge.router.servers import Servers
+from kvbridge.router.upstream import OpenAiServers
 
 pytestmark = pytest.mark.asyncio
 

@@ -15,8 +15,8 @@ import aiohttp
 import httpx
 from httpx_aiohttp import AiohttpTransport
 
+from kvbridge.api.client import is_refused_connection, is_timeout
 from kvbridge.config.router import RouterTimeouts
-from kvbridge.http.client import is_refused_connection, is_timeout
 from kvbridge.router.bodies import Asked, Body
 from kvbridge.router.exchange import Upstream, UpstreamError
 

@@ -1,8 +1,8 @@
-"""Callers of the endpoints: a daemon's view of bootstrap, bootstrap's (and a router's) view of daemons, a command's of both.
+"""Clients of the HTTP API: of bootstrap, of daemons, and of both for code without an event loop.
 
-Every call raises the error that the other side raised, DeadlineError when it does not answer in time, PeerError when it cannot be
-reached. Calls of an event loop go over aiohttp, and to httpx's transport as they are: over httpx's own connections and client they
-cost two to five times the processor time.
+Every call raises the error that the other side raised, DeadlineError when no answer comes in time, PeerError when the other side
+cannot be reached. Calls of an event loop go to aiohttp's transport directly: httpx's own connections and client cost two to five
+times the processor time.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
-from types import TracebackType
-from typing import Any, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpcore
@@ -24,17 +23,17 @@ from kvbridge.api.directory import (
     NodeHeartbeat,
     NodeRegistration,
     NodeView,
+    PairReport,
     PairRequest,
     Registered,
     Ticket,
 )
+from kvbridge.api.problems import error_of
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import Readiness
-from kvbridge.bootstrap.ends import PairReport
 from kvbridge.core.errors import DeadlineError, NamespaceError, PeerError, ProtocolError, UnauthorizedError
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.features import agree
-from kvbridge.http.problems import error_of
 from kvbridge.telemetry.context import REQUEST_ID, REQUEST_ID_HEADER, TRACE, TRACEPARENT_HEADER
 
 AnswerT = TypeVar("AnswerT")
@@ -42,25 +41,23 @@ AnswerT = TypeVar("AnswerT")
 CONNECTIONS = 1024
 """Calls under way at once, to all daemons together; one may wait there for as long as a request may."""
 
-_LISTING = TypeAdapter(tuple[InstanceView, ...])
 _url = lru_cache(4_096)(httpx.URL)
-"""Most calls go to the same few, and httpx spends as long on reading a URL as on an answer."""
+"""Most calls go to the same few URLs, and httpx spends as long on reading a URL as on an answer."""
 
 
-class _Options(TypedDict, total=False):
-    """What a call may carry besides its body."""
-
-    body: BaseModel
-    params: dict[str, str | int | float | list[str]]
-    timeout: httpx.Timeout
+Params = dict[str, str | int | float | list[str]]
 
 
 class _Caller:
-    """One token, one limit for each call: what is sent, and what an answer means. How one waits is up to the classes below."""
+    """One token, and one limit for each call: how a call is sent, and what its answer means."""
 
-    def __init__(self, *, token: str, timeout_s: float, timeout_key: str) -> None:
+    LIMIT = ""
+    """The limit's name in errors, unless a caller gives another one."""
+
+    def __init__(self, *, timeout_s: float, token: str = "", timeout_key: str = "") -> None:
+        """`timeout_key` is the limit's name in errors."""
         self._timeout_s = timeout_s
-        self._timeout_key = timeout_key
+        self._timeout_key = timeout_key or self.LIMIT
         self.use_token(token)
 
     def use_token(self, token: str) -> None:
@@ -82,101 +79,83 @@ class _Caller:
                 raise DeadlineError(f"{method} {url} was not answered within {self._timeout_s:g} s{key}") from error
             raise PeerError(f"{method} {url} failed: {error or type(error).__name__}") from error
 
-    def _arguments(self, options: _Options) -> dict[str, Any]:
-        """Return a call's options as httpx takes them."""
-        body = options.get("body")
-        return {
-            # Without what stays at its default: an older release refuses a field that it does not know only when it matters.
-            "content": None if body is None else body.model_dump_json(exclude_defaults=True),
-            "headers": self._headers | _on_behalf() | ({} if body is None else {"Content-Type": "application/json"}),
-            "params": options.get("params"),
-            "timeout": options.get("timeout", httpx.Timeout(self._timeout_s)),
-        }
+    def _request(
+        self, method: str, url: str, body: BaseModel | None = None, params: Params | None = None, waits_s: float = 0.0
+    ) -> httpx.Request:
+        """Build a request. `waits_s`: how much longer than other calls the other side may take."""
+        headers, content = self._headers | _on_behalf(), None
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+            # Without defaults: an older release refuses a field that it does not know only when the field matters.
+            content = body.model_dump_json(exclude_defaults=True)
+        limits = {"timeout": httpx.Timeout(self._timeout_s + waits_s).as_dict()}
+        return httpx.Request(method, _url(url), content=content, headers=headers, params=params, extensions=limits)
 
 
 class _Client(_Caller):
     """One pool of connections for the calls of an event loop."""
 
-    LIMIT = ""
-    """What errors call the limit, where nobody says otherwise."""
-
-    def __init__(
-        self,
-        *,
-        timeout_s: float,
-        token: str = "",
-        timeout_key: str = "",
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        super().__init__(token=token, timeout_s=timeout_s, timeout_key=timeout_key or self.LIMIT)
+    def __init__(self, *, transport: httpx.AsyncBaseTransport | None = None, **more: Any) -> None:  # noqa: ANN401
+        super().__init__(**more)
         limits = httpx.Limits(max_connections=CONNECTIONS)
         self._transport = transport or AiohttpTransport(limits=limits, trust_env=False)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
         """Close all connections."""
         await self._transport.aclose()
 
-    async def _call(self, method: str, url: str, **options: Unpack[_Options]) -> httpx.Response:
-        arguments = self._arguments(options)
-        arguments["extensions"] = {"timeout": arguments.pop("timeout").as_dict()}
+    async def _call(self, method: str, url: str, *options: Any, **more: Any) -> httpx.Response:  # noqa: ANN401
+        """Return an answer that is no problem; options are as of `_request`."""
         with self._failures_named(method, url):
-            request = httpx.Request(method, _url(url), **arguments)
-            response = await self._transport.handle_async_request(request)
+            response = await self._transport.handle_async_request(self._request(method, url, *options, **more))
             try:
                 await response.aread()
             finally:
                 await response.aclose()
         return _accepted(response, url)
 
-    async def _ask(
-        self, kind: type[AnswerT] | TypeAdapter[AnswerT], method: str, url: str, **options: Unpack[_Options]
-    ) -> AnswerT:
-        return _parsed(kind, await self._call(method, url, **options), url)
+    async def _ask(self, kind: type[AnswerT], method: str, url: str, *options: Any, **more: Any) -> AnswerT:  # noqa: ANN401
+        return _parsed(kind, await self._call(method, url, *options, **more), url)
 
 
 class BlockingClient(_Caller):
-    """Calls of any daemons or bootstraps from code without an event loop; several threads may share one.
+    """Calls of any daemons or bootstraps from code without an event loop; several threads may share one."""
 
-    The documents that the endpoints take and give are those of `kvbridge.api`.
-    """
-
-    def __init__(self, *, timeout_s: float, timeout_key: str, token: str = "") -> None:
-        """`timeout_key` is what errors call the limit."""
-        super().__init__(token=token, timeout_s=timeout_s, timeout_key=timeout_key)
-        # A connection for each call: whoever calls now and then has nothing to close in between.
+    def __init__(self, **more: Any) -> None:  # noqa: ANN401
+        super().__init__(**more)
+        # A connection for each call: callers that call now and then have nothing to close in between.
         self._http = httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
 
     def close(self) -> None:
         """Close all connections."""
         self._http.close()
 
-    def ask(self, kind: type[AnswerT], method: str, url: str, **options: Unpack[_Options]) -> AnswerT:
-        """Return an answer as a `kind`. Raises what every call does, ProtocolError when it is none."""
+    def ask(
+        self, kind: type[AnswerT], method: str, url: str, body: BaseModel | None = None, params: Params | None = None
+    ) -> AnswerT:
+        """Return an answer as a `kind` of `kvbridge.api`. Raises what every call does, ProtocolError when it is none."""
         with self._failures_named(method, url):
-            response = self._http.request(method, url, **self._arguments(options))
+            response = self._http.send(self._request(method, url, body, params))
         return _parsed(kind, _accepted(response, url), url)
 
 
 def _on_behalf() -> dict[str, str]:
-    """Calls that are made for a request carry its id and its trace, so that what all daemons say of it can be found."""
+    """Return the id and the trace of the request for which a call is made: all daemons log them."""
     request_id, trace = REQUEST_ID.get(), TRACE.get()
     headers = {REQUEST_ID_HEADER: request_id} if request_id else {}
-    if trace is not None:
-        headers[TRACEPARENT_HEADER] = trace.traceparent
-    return headers
+    return headers if trace is None else headers | {TRACEPARENT_HEADER: trace.traceparent}
 
 
 def _accepted(response: httpx.Response, url: str) -> httpx.Response:
     """Return an answer that is no problem, or raise the error that it describes."""
-    if response.is_success or _is_readiness(response):
+    is_readiness = response.status_code == 503 and response.headers.get("content-type", "") == "application/json"
+    if response.is_success or is_readiness:
         return response
     raise error_of(response.status_code, response.content, source=url)
 
@@ -186,8 +165,8 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:  # noqa: ANN401 - a type form
     return TypeAdapter(kind)
 
 
-def _parsed(kind: type[AnswerT] | TypeAdapter[AnswerT], response: httpx.Response, url: str) -> AnswerT:
-    adapter: TypeAdapter[AnswerT] = kind if isinstance(kind, TypeAdapter) else _adapter(kind)  # type: ignore[arg-type]  # types are hashable
+def _parsed(kind: type[AnswerT], response: httpx.Response, url: str) -> AnswerT:
+    adapter: TypeAdapter[AnswerT] = _adapter(kind)  # type: ignore[arg-type]  # types are hashable
     try:
         return adapter.validate_json(response.content, extra="ignore")
     except ValidationError as error:
@@ -196,7 +175,7 @@ def _parsed(kind: type[AnswerT] | TypeAdapter[AnswerT], response: httpx.Response
 
 
 def is_timeout(error: Exception) -> bool:
-    """Whether time ran out: that of aiohttp reports a connection that was closed in our face as a timeout, too."""
+    """Whether time ran out: aiohttp's transport reports a connection that was closed in our face as a timeout, too."""
     causes = (TimeoutError, httpcore.TimeoutException, type(None))
     return isinstance(error, httpx.TimeoutException) and isinstance(error.__cause__, causes)
 
@@ -207,10 +186,6 @@ def is_refused_connection(error: BaseException) -> bool:
     while cause is not None and not isinstance(cause, ConnectionRefusedError):
         cause = cause.__cause__
     return cause is not None
-
-
-def _is_readiness(response: httpx.Response) -> bool:
-    return response.status_code == 503 and response.headers.get("content-type", "") == "application/json"
 
 
 class DirectoryClient(_Client):
@@ -226,13 +201,13 @@ class DirectoryClient(_Client):
     async def register(self, registration: NodeRegistration) -> Registered:
         """Announce this node; see Directory.register for what is refused."""
         url = self._node(registration.instance, registration.node)
-        answer = await self._ask(Registered, "PUT", url, body=registration)
+        answer = await self._ask(Registered, "PUT", url, registration)
         agree(registration.features, answer.features, us="this node", them=f"bootstrap at {self.base_url}")
         return answer
 
     async def heartbeat(self, instance: str, node: str, heartbeat: NodeHeartbeat) -> NodeView:
         """Say that this node lives. NotFoundError: register again; StaleError: another process took our place."""
-        return await self._ask(NodeView, "POST", f"{self._node(instance, node)}/heartbeat", body=heartbeat)
+        return await self._ask(NodeView, "POST", f"{self._node(instance, node)}/heartbeat", heartbeat)
 
     async def deregister(self, instance: str, node: str, incarnation: str) -> None:
         """Leave the directory."""
@@ -240,12 +215,11 @@ class DirectoryClient(_Client):
 
     async def instances(self) -> tuple[InstanceView, ...]:
         """Return the listing."""
-        return await self._ask(_LISTING, "GET", f"{self.base_url}/v1/instances")
+        return await self._ask(tuple[InstanceView, ...], "GET", f"{self.base_url}/v1/instances")
 
     async def pair(self, request: PairRequest) -> Ticket:
         """Ask for a pair. The whole pairing has to end within `timeout_s`, and the request's `wait_s`."""
-        limit = httpx.Timeout(self._timeout_s + request.wait_s)
-        return await self._ask(Ticket, "POST", f"{self.base_url}/v1/requests", body=request, timeout=limit)
+        return await self._ask(Ticket, "POST", f"{self.base_url}/v1/requests", request, waits_s=request.wait_s)
 
     async def report(self, room: int) -> PairReport:
         """Return a paired room's two ends."""
@@ -257,13 +231,14 @@ class DirectoryClient(_Client):
 
 
 class DaemonClient(_Client):
-    """The endpoints of any number of daemons that share a token; it is the `ReservePort` of bootstrap."""
+    """The endpoints of any number of daemons that share a token. `url` is a daemon's `http_url`."""
 
     LIMIT = "timeouts.reserve_s"
 
-    async def _room(self, method: str, url: str, **options: Unpack[_Options]) -> RoomReport:
+    async def _room(self, method: str, url: str, path: str, *options: Any, **more: Any) -> RoomReport:  # noqa: ANN401
+        url = f"{url.rstrip('/')}/v1/requests{path}"
         try:
-            return await self._ask(RoomReport, method, url, **options)
+            return await self._ask(RoomReport, method, url, *options, **more)
         except UnauthorizedError as error:
             # Passed on as it is, it would tell our own caller that its token is wrong.
             raise PeerError(f"{url} refuses our token: daemons.token_file must hold the daemons' http.token") from error
@@ -274,36 +249,31 @@ class DaemonClient(_Client):
             ) from error
 
     async def admit(self, url: str, request: AdmissionRequest) -> RoomReport:
-        """Reserve one end of a room; it may take the request's `wait_s` longer than other calls."""
-        limit = httpx.Timeout(self._timeout_s + request.wait_s)
-        return await self._room("POST", f"{url.rstrip('/')}/v1/requests", body=request, timeout=limit)
+        """Reserve one end of a room. The call may take the request's `wait_s` longer than others."""
+        return await self._room("POST", url, "", request, waits_s=request.wait_s)
 
     async def report(self, url: str, room: int) -> RoomReport:
         """Return a room's report at once."""
-        return await self._room("GET", f"{url.rstrip('/')}/v1/requests/{room}")
+        return await self._room("GET", url, f"/{room}")
 
     async def wait(
         self, url: str, room: int, *, wait_s: float, until: frozenset[RoomState] = frozenset()
     ) -> RoomReport:
         """Return the report when the room is in one of the states or final, or after `wait_s` seconds."""
-        params: dict[str, str | int | float | list[str]] = {
-            "wait": wait_s,
-            "until": sorted(state.value for state in until),
-        }
-        limit = httpx.Timeout(self._timeout_s + wait_s)
-        return await self._room("GET", f"{url.rstrip('/')}/v1/requests/{room}", params=params, timeout=limit)
+        params: Params = {"wait": wait_s, "until": sorted(state.value for state in until)}
+        return await self._room("GET", url, f"/{room}", params=params, waits_s=wait_s)
 
     async def cancel(self, url: str, room: int, reason: str, *, generation: int | None = None) -> RoomReport:
-        """Abort a room, or only one generation of it."""
-        params: dict[str, str | int | float | list[str]] = {"reason": reason}
+        """Abort a room, or only one generation of it. Raises UnknownRoomError, StaleError for another generation."""
+        params: Params = {"reason": reason}
         if generation is not None:
             params["generation"] = generation
-        return await self._room("DELETE", f"{url.rstrip('/')}/v1/requests/{room}", params=params)
+        return await self._room("DELETE", url, f"/{room}", params=params)
 
     async def incarnation(self, url: str) -> str:
         """Return the incarnation of the daemon that answers at a URL, empty when its host refuses the connection.
 
-        Raises what every call does: all else leaves open whether it is there. One with too many callers hangs up, too.
+        Every other error leaves open whether the daemon is there: one with too many callers hangs up, too.
         """
         try:
             return str((await self.status(url)).get("incarnation", ""))
