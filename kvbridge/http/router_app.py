@@ -1,15 +1,15 @@
 """The endpoint of the router: the OpenAI API, passed through.
 
-Errors of these routes have the form that OpenAI's clients read. What follows a stream's first byte can only be told inside of it:
-as an event with an error, and without the `[DONE]` that stands for a whole answer. Any other answer that breaks is cut off.
+Errors of these routes have the form that OpenAI's clients read. After a stream's first byte an error can only be told inside the
+stream: as an event with an error, and without the `[DONE]` that stands for a whole answer. Any other answer that breaks is cut off.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, aclosing
-from typing import Any, Protocol
+from contextlib import aclosing
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -21,53 +21,34 @@ from kvbridge.api.status import RouterStatus
 from kvbridge.core.errors import BridgeError, CapacityError, DeadlineError, InvalidInputError, NotReadyError, PeerError
 from kvbridge.http.operations import AppSettings, StatusPort, assemble_app
 from kvbridge.router.bodies import Asked
-from kvbridge.router.exchange import EVENT_END, Answer
-from kvbridge.router.places import Place
+from kvbridge.router.exchange import EVENT_END, Router
 from kvbridge.telemetry.context import REQUEST_ID, REQUEST_ID_HEADER
 
 COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 PASSED_ON = ("authorization", "traceparent", "tracestate", "x-session-id", "x-vllm-priority")
 
 
-class RouterPort(Protocol):
-    """Whoever carries requests through."""
-
-    ending: asyncio.Event
-    """Set when answers under way are to be cut off."""
-    idle_s: float
-    """How long a client may take over one piece of an answer."""
-
-    def place(self) -> AbstractContextManager[Place]:
-        """Yield a place for a request, before its body is read. Raises CapacityError and NotReadyError."""
-
-    def answer(self, asked: Asked) -> AbstractAsyncContextManager[Answer]:
-        """Yield an answer to a request that has a place; what is under way for it ends with the context. Raises BridgeError."""
-
-    async def models(self, headers: dict[str, str]) -> tuple[int, bytes]:
-        """Return what a decode server says of its models: status, body. Raises BridgeError."""
-
-
-def create_router_app(*, service: RouterPort, status: StatusPort, settings: AppSettings) -> FastAPI:
+def create_router_app(router: Router, status: StatusPort, settings: AppSettings) -> FastAPI:
     """Build the application of the router; it holds no state of its own."""
-    router = APIRouter(tags=["openai"])
+    routes = APIRouter(tags=["openai"])
 
     async def complete(request: Request) -> Response:
         """Pass a request on to a prefill and a decode server, and the answer back."""
-        return _PassedThrough(service, request)
+        return _PassedThrough(router, request)
 
     for path in COMPLETIONS:
-        router.add_api_route(path, complete, methods=["POST"], name=path.rpartition("v1/")[2].replace("/", "_"))
+        routes.add_api_route(path, complete, methods=["POST"], name=path.rpartition("v1/")[2].replace("/", "_"))
 
-    @router.get("/v1/models")
+    @routes.get("/v1/models")
     async def models(request: Request) -> Response:
         """Return the models of a decode server."""
         try:
-            code, content = await service.models(_passed_on(request.headers))
+            code, content = await router.models(_passed_on(request.headers))
         except BridgeError as error:
-            return openai_error(error)
+            return _openai_error(error)
         return Response(content, code, media_type="application/json")
 
-    return assemble_app("kvbridge router", [router], (), status=status, kind=RouterStatus, settings=settings)
+    return assemble_app("kvbridge router", [routes], (), status=status, kind=RouterStatus, settings=settings)
 
 
 def _passed_on(headers: Headers) -> dict[str, str]:
@@ -80,7 +61,7 @@ def _passed_on(headers: Headers) -> dict[str, str]:
     return passed | {REQUEST_ID_HEADER: REQUEST_ID.get()}
 
 
-def openai_error(error: BridgeError) -> Response:
+def _openai_error(error: BridgeError) -> Response:
     """Answer an error as OpenAI's clients expect it."""
     # Our own words for a server's failure: 400 would say that the client is wrong.
     code = PeerError.http_status if isinstance(error, PeerError) else error.http_status
@@ -95,42 +76,39 @@ def _document(error: BridgeError, code: int) -> dict[str, Any]:
 class _PassedThrough(Response):
     """An answer as it comes, while its client is there and the router stays."""
 
-    def __init__(self, service: RouterPort, request: Request) -> None:
+    def __init__(self, router: Router, request: Request) -> None:
         super().__init__()
-        self._service = service
+        self._router = router
         self._request = request
         self._stream = False
         self._begun = False
         self._between_events = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Read the request, and send its answer."""
         try:
-            with self._service.place() as place:
-                asked = await self._read(place)
+            with self._router.place() as hold:
+                headers, pieces = _passed_on(self._request.headers), []
+                async for piece in self._request.stream():
+                    hold(len(piece))
+                    pieces.append(piece)
+                asked = Asked.read(self._request.url.path, b"".join(pieces), headers)
                 await self._pass_through(asked, scope, receive, send)
         except BridgeError as error:
-            await openai_error(error)(scope, receive, send)
+            await _openai_error(error)(scope, receive, send)
         except ClientDisconnect:
             return  # nobody would read an answer
 
-    async def _read(self, place: Place) -> Asked:
-        headers, pieces = _passed_on(self._request.headers), []
-        async for piece in self._request.stream():
-            place.hold(len(piece))
-            pieces.append(piece)
-        return Asked.read(self._request.url.path, b"".join(pieces), headers)
-
     async def _pass_through(self, asked: Asked, scope: Scope, receive: Receive, send: Send) -> None:
         passing = asyncio.create_task(self._pass(asked, send))
-        others = {asyncio.create_task(_left(receive)), asyncio.create_task(self._service.ending.wait())}
+        others = {asyncio.create_task(_left(receive)), asyncio.create_task(self._router.cut_off.wait())}
         try:
             await asyncio.wait({passing, *others}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             left = [task for task in (passing, *others) if task.cancel()]
             await asyncio.gather(*left, return_exceptions=True)
         if passing.cancelled():
-            if self._service.ending.is_set():
+            if self._router.cut_off.is_set():
                 await self._fail(NotReadyError("the router is ending"), scope, receive, send)
             return
         error = passing.exception()
@@ -140,7 +118,7 @@ class _PassedThrough(Response):
             raise error
 
     async def _pass(self, asked: Asked, send: Send) -> None:
-        async with self._service.answer(asked) as answer:
+        async with self._router.answer(asked) as answer:
             self._stream = any(name == b"content-type" and b"event-stream" in value for name, value in answer.headers)
             self._begun = True
             await self._send(send, {"type": "http.response.start", "status": answer.status, "headers": answer.headers})
@@ -155,18 +133,19 @@ class _PassedThrough(Response):
         self._between_events = piece.endswith(EVENT_END)
 
     async def _send(self, send: Send, message: Message) -> None:
+        idle_s = self._router.config.timeouts.idle_s
         try:
-            async with asyncio.timeout(self._service.idle_s):
+            async with asyncio.timeout(idle_s):
                 await send(message)
         except TimeoutError:
             raise DeadlineError(
-                f"the client took longer than {self._service.idle_s:g} s over a piece of its answer (timeouts.idle_s)"
+                f"the client took longer than {idle_s:g} s over a piece of its answer (timeouts.idle_s)"
             ) from None
 
     async def _fail(self, error: BridgeError, scope: Scope, receive: Receive, send: Send) -> None:
         """Tell the client, as far as that is possible still."""
         if not self._begun:
-            await openai_error(error)(scope, receive, send)
+            await _openai_error(error)(scope, receive, send)
         elif self._stream:
             event = b"data: " + json.dumps(_document(error, error.http_status)).encode() + EVENT_END
             piece = event if self._between_events else EVENT_END + event

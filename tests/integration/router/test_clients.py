@@ -109,14 +109,14 @@ async def test_long_bodies_have_a_limit_together_and_short_ones_are_read_all_the
         content = json.dumps(COMPLETION | {"prompt": "x" * 900_000}).encode()
         upload = Upload(content[:-1], content[-1:])
         asking = asyncio.create_task(made.client.post("/v1/completions", content=upload))
-        await eventually(lambda: made.router._places.held_bytes > 500_000)
+        await eventually(lambda: made.router.router._held_bytes > 500_000)
         refused = await made.client.post("/v1/completions", content=content)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert "limit_bytes" in refused.json()["error"]["message"]
         assert (await made.post()).status_code == 200
         upload.may_end.set()
         assert (await asking).status_code == 200
-        await eventually(lambda: made.router._places.held_bytes == 0)
+        await eventually(lambda: made.router.router._held_bytes == 0)
         assert (await made.client.post("/v1/completions", content=content)).status_code == 200
         assert {len(one.body["prompt"]) for one in made.all_received("prefill")} == {900_000, len(COMPLETION["prompt"])}
 
@@ -199,7 +199,7 @@ async def test_servers_come_from_the_directory_where_nodes_tell_their_engines():
                     await bootstrap.directory.register(told)
             # Its engine is told of nowhere, so no request goes there.
             await bootstrap.directory.register(nodes.registration(Role.DECODE, 1))
-            await router._directory.look()
+            await router._watch.read_directory()
             await made.look()
             assert [one.url for one in router.servers.of(Role.PREFILL)] == [one.url for one in made.prefill]
             assert [one.url for one in router.servers.of(Role.DECODE)] == [made.decode[0].url]
@@ -214,11 +214,11 @@ async def test_servers_come_from_the_directory_where_nodes_tell_their_engines():
             }
             gone = nodes.registration(Role.PREFILL, 0)
             await bootstrap.directory.deregister(gone.instance, gone.node, gone.incarnation)
-            await router._directory.look()
+            await router._watch.read_directory()
             assert [one.url for one in router.servers.of(Role.PREFILL)] == [made.prefill[1].url]
 
             await bootstrap.close()
-            await router._directory.look()
+            await router._watch.read_directory()
             assert (await made.post()).status_code == 200
             assert bootstrap.url in router.status().directory_problem
             assert router.readiness().ready

@@ -13,12 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbridge.config.router import DispatchOrder, RouterTimeouts
+from kvbridge.config.router import DispatchOrder, RouterConfig
 from kvbridge.core.errors import PeerError
 from kvbridge.core.ids import Role
 from kvbridge.router.bodies import Asked, Body
-from kvbridge.router.exchange import Answer, Exchanges, FailedAttemptError, Upstream, UpstreamError
+from kvbridge.router.exchange import Answer, FailedAttemptError, Router
 from kvbridge.router.servers import Servers
+from kvbridge.router.upstream import UpstreamError
+from kvbridge.telemetry.logs import Seldom
+from kvbridge.telemetry.registry import Metrics
 from tests.helpers import examples
 
 WAIT_S = 60.0
@@ -40,7 +43,7 @@ class Call:
         return self.body["kv_transfer_params"]["kvbridge"]["room"]
 
 
-class Answered(Upstream):
+class Answered:
     def __init__(self, status: int, content: bytes, headers: list[tuple[bytes, bytes]] | None = None) -> None:
         self.status = status
         self.headers = headers or []
@@ -67,13 +70,14 @@ class Net:
                 server.is_well()
                 server.addresses = ADDRESSES
         rooms = iter(range(1, 1000))
-        self.exchanges = Exchanges(
-            self.servers, self.post, order, RouterTimeouts(), self.failures.append, draw_room=lambda: next(rooms)
-        )
+        config = RouterConfig.model_construct(order=order)
+        seldom = Seldom(lambda _event: None)
+        self.router = Router(config, self.servers, self, Metrics(role="router"), seldom, draw_room=lambda: next(rooms))
+        self.router._attempt_failed = self.failures.append
         self.begun, self.may_end = asyncio.Event(), asyncio.Event()
 
     @asynccontextmanager
-    async def post(self, url: str, body: Body, asked: Asked) -> AsyncIterator[Upstream]:
+    async def post(self, url: str, body: Body, asked: Asked) -> AsyncIterator[Answered]:
         del asked
         call = Call(url, json.loads(b"".join(body)))
         self.calls.append(call)
@@ -93,18 +97,18 @@ class Net:
 
     async def ask(self) -> bytes:
         asked = Asked.read("/v1/completions", b'{"prompt": "p"}', {})
-        async with self.exchanges.answer(asked) as found:
+        async with self.router.answer(asked) as found:
             return found.first + b"".join([piece async for piece in found.rest])
 
     async def ask_whole(self) -> Answer:
         asked = Asked.read("/v1/completions", b'{"prompt": "p"}', {})
-        async with self.exchanges.answer(asked) as found:
+        async with self.router.answer(asked) as found:
             return found
 
     async def ask_slowly(self) -> bytes:
         """As `ask`, with an answer that does not end before it may."""
         asked = Asked.read("/v1/completions", b'{"prompt": "p"}', {})
-        async with self.exchanges.answer(asked) as found:
+        async with self.router.answer(asked) as found:
             self.begun.set()
             await self.may_end.wait()
             return found.first

@@ -6,8 +6,7 @@ import pytest
 
 from kvbridge.config.router import RouterTimeouts
 from kvbridge.core.ids import Role
-from kvbridge.router.health import HealthWatch
-from kvbridge.router.servers import Servers
+from kvbridge.router.servers import Servers, ServerWatch
 from kvbridge.router.upstream import OpenAiServers
 
 pytestmark = pytest.mark.asyncio
@@ -20,7 +19,7 @@ async def test_an_address_that_nobody_can_ask_is_a_server_that_is_not_well() -> 
     (server,) = servers.of(Role.PREFILL)
     upstream = OpenAiServers(timeouts)
     try:
-        await HealthWatch(servers, upstream.health, timeouts).look(server)
+        await ServerWatch(servers, upstream.health, timeouts).look(server)
     finally:
         await upstream.close()
     assert "InvalidURL" in server.problem
