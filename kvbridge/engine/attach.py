@@ -22,7 +22,7 @@ from kvbridge.core.ids import IndexSpace, MemoryKind, Rank, Role
 from kvbridge.core.wire.engine_messages import Accepted, Attach, Attached, Detach
 from kvbridge.core.wire.features import ENGINE_FEATURES, agree
 from kvbridge.engine.link import EngineLink
-from kvbridge.engine.stream_order import StreamOrder
+from kvbridge.engine.streams import StreamOrder
 from kvbridge.engine.views import PoolViews
 from kvbridge.pool.memory.adopted_pool import AdoptedPool
 from kvbridge.pool.memory.extent import Progress, ignore_progress

@@ -20,8 +20,7 @@ from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Call, Loaded
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.engine.attach import DEFAULT_CALL_TIMEOUT_S, Attachment, WorkerEnd, adopt, attach
 from kvbridge.engine.link import AnswerT, EngineLink, RoomCall
-from kvbridge.engine.load_back import Load, LoadBacks, rank_copiers
-from kvbridge.engine.stream_order import LOOK_AGAIN_S, DeferredCalls, StreamChoice
+from kvbridge.engine.streams import LOOK_AGAIN_S, DeferredCalls, Load, LoadBacks, StreamChoice, rank_copiers
 from kvbridge.engine.views import Part, PoolViews
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.tier.keys import Keys, PrefixIdentity, TokenIds, page_keys
@@ -46,7 +45,9 @@ class Engine(Closing):
         self._close_timeout_s = close_timeout_s
         self._closed = False
         try:
-            self._loads = LoadBacks(rank_copiers(attachment), self._order)
+            twins = attachment.twins
+            copiers = rank_copiers(attachment.views, twins, attachment.answer.copy_backend) if twins else {}
+            self._loads = LoadBacks(copiers, self._order)
         except BaseException:
             attachment.close(through=True)
             raise

@@ -17,7 +17,7 @@ from kvbridge.core.plan.operations import Amounts
 from kvbridge.core.wire.engine_messages import Claim, Extend, Fetch, Pages, Provide, Release, SparseRows
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.engine.base import Engine, OwnPages, Room
-from kvbridge.engine.stream_order import StreamChoice
+from kvbridge.engine.streams import StreamChoice
 from kvbridge.engine.views import Part
 from kvbridge.tier.keys import NO_KEYS, Keys
 

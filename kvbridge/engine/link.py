@@ -1,9 +1,4 @@
-"""An engine's connection to its node: numbered calls with answers, and events.
-
-Owns: the pairing of answers with calls, the queue of events, the deadline of every call. Must not know: what the calls mean.
-
-Synchronous, for one thread: engine loops are. No call blocks longer than its timeout.
-"""
+"""An engine's connection to its node: numbered calls with answers, and events. Synchronous, for one thread."""
 
 from __future__ import annotations
 
@@ -46,10 +41,10 @@ EVENTS_KEPT = 4_096
 
 
 class EngineLink:
-    """One attached engine process. Used by one thread; close it when done."""
+    """One attached engine process. No call blocks longer than its timeout; close it when done."""
 
     def __init__(self, runtime_dir: Path | str, *, timeout_s: float, daemon_user: int | None = None) -> None:
-        """Connect to the node whose runtime directory this is, and whose daemon is that user's (default: this process's).
+        """Connect to the node with this runtime directory, whose daemon runs as that user (default: this process's).
 
         `timeout_s` bounds every call.
         """
@@ -63,9 +58,9 @@ class EngineLink:
         self._events: deque[RoomEvent] = deque(maxlen=EVENTS_KEPT)
         self._overflowed = False
         self._posted: dict[int, tuple[int, int]] = {}
-        """Calls whose answers nobody waits for, the rooms that they are about, and the generations, 0 where they name none."""
+        """Room and generation (0: none named) of each posted call, whose answer nobody waits for."""
         self.lost = ""
-        """Why the device memory behind this attachment is gone; empty while it is there."""
+        """Reason why the device memory behind this attachment is gone; empty while it is there."""
 
     def number(self) -> int:
         """Return the number for the next call."""
@@ -88,7 +83,7 @@ class EngineLink:
             self._take(received)
 
     def post(self, message: RoomCall) -> None:
-        """Send a call about a room without waiting for anything; that it is refused becomes an event of the room.
+        """Send a call about a room without waiting; a refusal becomes an event of the room.
 
         Raises NotReadyError when the daemon does not read, PeerError once it is gone; the call was not sent then.
         """
@@ -103,17 +98,14 @@ class EngineLink:
         return events
 
     def first_event(self, room: int, timeout_s: float) -> list[RoomEvent]:
-        """Return the first event of a room, if it has come; waits up to `timeout_s` for an event of any. All others are kept."""
-        self._receive(0.0)
-        if not (mine := self._of(room)):
-            self._receive(timeout_s)
-            mine = self._of(room)
-        if mine:
-            self._events.remove(mine[0])
-        return mine[:1]
-
-    def _of(self, room: int) -> list[RoomEvent]:
-        return [event for event in self._events if event.room == room]
+        """Return the first event of a room, if it has come; waits up to `timeout_s` for an event of any. Other events are kept."""
+        for wait_s in (0.0, timeout_s):
+            self._receive(wait_s)
+            mine = next((event for event in self._events if event.room == room), None)
+            if mine is not None:
+                self._events.remove(mine)
+                return [mine]
+        return []
 
     def _receive(self, wait_s: float) -> None:
         while (received := self._client.receive(wait_s)) is not None:
@@ -121,19 +113,16 @@ class EngineLink:
             wait_s = 0.0
 
     def _take(self, received: NodeToEngine) -> None:
-        """Keep an event; of an answer that nobody waits for, only that it is a refusal."""
-        if isinstance(received, RoomEvent | Detached):
-            self._note(received)
-            return
-        room, generation = self._posted.pop(received.call, (None, 0))
-        if room is not None and isinstance(received, Refused):
-            why = {"code": received.code, "reason": received.message}
-            self._note(RoomEvent(room=room, generation=generation, kind="refused", **why))
-
-    def _note(self, received: RoomEvent | Detached) -> None:
+        """Keep an event, or the refusal of a posted call as an event; drop other answers."""
         if isinstance(received, Detached):
             self.lost = received.reason
             return
+        if not isinstance(received, RoomEvent):
+            room, generation = self._posted.pop(received.call, (None, 0))
+            if room is None or not isinstance(received, Refused):
+                return
+            why = {"code": received.code, "reason": received.message}
+            received = RoomEvent(room=room, generation=generation, kind="refused", **why)
         if len(self._events) == EVENTS_KEPT and not self._overflowed:
             self._overflowed = True
             log.warning("events_dropped", kept=EVENTS_KEPT, why="this engine does not ask for events; the oldest go")
@@ -145,16 +134,12 @@ class EngineLink:
 
 
 def _checked(received: Answer, answer: type[AnswerT]) -> AnswerT:
-    if isinstance(received, Refused):
-        raise _as_raised(received)
-    if not isinstance(received, answer):
+    """Return the expected answer. Raises the error that a refusal stands for."""
+    if isinstance(received, answer):
+        return received
+    if not isinstance(received, Refused):
         raise ProtocolError(f"the daemon answered '{type(received).__name__}' where '{answer.__name__}' was expected")
-    return received
-
-
-def _as_raised(refused: Refused) -> BridgeError:
-    """Turn a refusal back into the error that the node raised."""
-    kind = errors_by_code().get(refused.code, BridgeError)
+    kind = errors_by_code().get(received.code, BridgeError)
     if issubclass(kind, CapacityError):
-        return kind(refused.message, retry_after_s=refused.retry_after_s)
-    return kind(refused.message)
+        raise kind(received.message, retry_after_s=received.retry_after_s)
+    raise kind(received.message)

@@ -26,8 +26,7 @@ from kvbridge.core.wire.engine_messages import (
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.base import Engine, OwnPages, Room
-from kvbridge.engine.load_back import Load
-from kvbridge.engine.stream_order import StreamChoice
+from kvbridge.engine.streams import Load, StreamChoice
 from kvbridge.engine.views import Part, section_rows
 from kvbridge.tier.keys import NO_KEYS, Keys
 

@@ -25,13 +25,13 @@ from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import Attach, Attached, EngineToNode, NodeToEngine
 from kvbridge.core.wire.features import ENGINE_FEATURES
 from kvbridge.engine import DecodeEngine, PrefillEngine
-from kvbridge.engine.adapters.vllm.attachment import NodeAttachment
-from kvbridge.engine.adapters.vllm.decode_rooms import DecodeRooms
-from kvbridge.engine.adapters.vllm.prefill_rooms import PrefillRooms
-from kvbridge.engine.adapters.vllm.worker import ServedRole
 from kvbridge.engine.attach import Attachment
+from kvbridge.engine.kit.attachment import NodeAttachment
+from kvbridge.engine.kit.transfers import ServedRole
 from kvbridge.engine.link import EngineLink
-from kvbridge.engine.stream_order import StreamOrder
+from kvbridge.engine.streams import StreamOrder
+from kvbridge.engine.vllm.decode_rooms import DecodeRooms
+from kvbridge.engine.vllm.prefill_rooms import PrefillRooms
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engines import Engines
 from kvbridge.pool.memory.sharing import MappedRegions
@@ -39,9 +39,9 @@ from tests.helpers.node_bench import DecodeBench, PrefillBench
 from tests.helpers.rooms import GEOMETRY, PAGE, R0
 from tests.helpers.vllm_links import attach
 
-OURS = ("connector", "metrics")
+OURS = ("connector",)
 """Modules of the adapter that import vLLM."""
-PACKAGE = "kvbridge.engine.adapters.vllm"
+PACKAGE = "kvbridge.engine.vllm"
 STEPS = 6
 """A refusal, or an end, is reported within so many."""
 

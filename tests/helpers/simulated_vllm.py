@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adapters.vllm.decode_rooms import DecodeRooms
-from kvbridge.engine.adapters.vllm.prefill_rooms import PrefillRooms
-from kvbridge.engine.adapters.vllm.requests import Request, StepMetadata, prompt_digest
-from kvbridge.engine.adapters.vllm.scheduler import Scheduler
-from kvbridge.engine.adapters.vllm.worker import Reports
+from kvbridge.engine.kit.transfers import Reports, StepMetadata, prompt_digest
+from kvbridge.engine.vllm.decode_rooms import DecodeRooms
+from kvbridge.engine.vllm.prefill_rooms import PrefillRooms
+from kvbridge.engine.vllm.processes import Scheduler
+from kvbridge.engine.vllm.requests import Request
 from tests.helpers.vllm_links import instance
 
 MOST_RUNNING = 3

@@ -9,12 +9,12 @@ from typing import Any
 
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import Role
-from kvbridge.engine.adapters.vllm.attachment import NodeAttachment
-from kvbridge.engine.adapters.vllm.decode_rooms import DecodeRooms
-from kvbridge.engine.adapters.vllm.guard import Guard
-from kvbridge.engine.adapters.vllm.instance import Instance
-from kvbridge.engine.adapters.vllm.prefill_rooms import PrefillRooms
-from kvbridge.engine.adapters.vllm.stats import TransferStats
+from kvbridge.engine.kit.attachment import NodeAttachment
+from kvbridge.engine.vllm.decode_rooms import DecodeRooms
+from kvbridge.engine.vllm.guard import Guard
+from kvbridge.engine.vllm.prefill_rooms import PrefillRooms
+from kvbridge.engine.vllm.requests import Instance
+from kvbridge.engine.vllm.stats import TransferStats
 from tests.helpers.rooms import ADDRESS as NODE_ADDRESS
 
 ADDRESS = PeerAddress(endpoint=NODE_ADDRESS.endpoint)

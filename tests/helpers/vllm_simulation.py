@@ -10,8 +10,8 @@ from kvbridge.core.errors import BridgeError, NotReadyError, PeerError
 from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.wire.engine_messages import Fetch, Hold, RoomEvent
-from kvbridge.engine.adapters.vllm.requests import Request, Source, params_of
 from kvbridge.engine.link import RoomCall
+from kvbridge.engine.vllm.requests import Request, Source, params_of
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.pool.accounts.pages import Owner
 from tests.helpers.room_simulation import World

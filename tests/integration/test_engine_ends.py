@@ -125,7 +125,7 @@ def test_events_that_nobody_asks_for_do_not_grow_without_bound(live):
     try:
         link.call(Attach(call=link.number(), role=Role.PREFILL), Attached)
         for room in range(EVENTS_KEPT + 3):
-            link._note(RoomEvent(room=room, generation=1, kind="failed"))
+            link._take(RoomEvent(room=room, generation=1, kind="failed"))
         events = link.events()
         assert (len(events), events[0].room) == (EVENTS_KEPT, 3)
         link.call(Detach(call=link.number()), Accepted)

@@ -20,9 +20,10 @@ from kvbridge.api.endpoint_file import read_endpoint
 from kvbridge.api.status import Readiness
 from kvbridge.core.errors import ConfigError, ConflictError, NotReadyError, PeerError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.engine.adapters.vllm.node_config import NodePlan
-from kvbridge.engine.adapters.vllm.node_process import NodeProcess, OperatedNode, open_node
-from kvbridge.engine.adapters.vllm.tensors import instance_cache, rank_cache
+from kvbridge.engine.kit.node import NodeProcess, OperatedNode, open_node
+from kvbridge.engine.kit.node_files import NodePlace, NodePlan
+from kvbridge.engine.kit.tensors import instance_cache, rank_cache
+from kvbridge.engine.vllm import VLLM
 from tests.helpers.cluster import eventually
 from tests.helpers.vllm_caches import TOKENS, caches
 
@@ -32,10 +33,10 @@ CALLS = BlockingClient(timeout_s=LIMIT_S, timeout_key="a limit of this test")
 
 
 def plan(role: Role = Role.PREFILL, **extra: Any) -> NodePlan:
-    told = rank_cache(caches(range(3), 4, 6), block_tokens=TOKENS)
+    told = rank_cache(caches(range(3), 4, 6), block_tokens=TOKENS, product=VLLM)
     cache = instance_cache({R0: told}, name="tiny", kv_heads=4, facts={"attention_backend": "CPU_ATTN"})
     extra = extra or {"transports": {"order": ["mooncake"]}}
-    return NodePlan(role, f"test-{uuid.uuid4()}", cache, tp_size=1, devices={R0: "cpu"}, extra=extra)
+    return NodePlan(NodePlace(VLLM, role, f"test-{uuid.uuid4()}", extra), cache, tp_size=1, devices={R0: "cpu"})
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def runtime_home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 PARENT = """
 import time
-from kvbridge.engine.adapters.vllm.node_process import open_node
+from kvbridge.engine.kit.node import open_node
 from tests.integration.test_vllm_node import plan
 node = open_node(plan(), timeout_s=120)
 print(node.runtime_dir, flush=True)

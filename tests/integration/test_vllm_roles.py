@@ -17,12 +17,10 @@ import torch
 
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.engine.adapters.vllm.guard import Guard
-from kvbridge.engine.adapters.vllm.node_config import runtime_directory
-from kvbridge.engine.adapters.vllm.requests import Request
-from kvbridge.engine.adapters.vllm.scheduler import Scheduler
-from kvbridge.engine.adapters.vllm.stats import TransferStats, no_counts
-from kvbridge.engine.adapters.vllm.worker import Worker
+from kvbridge.engine.vllm.guard import Guard
+from kvbridge.engine.vllm.processes import Scheduler, Worker
+from kvbridge.engine.vllm.requests import Request
+from kvbridge.engine.vllm.stats import TransferStats, no_counts
 from tests.helpers.matrices import kept
 from tests.helpers.vllm_caches import BLOCKS, TOKENS, caches
 from tests.helpers.vllm_links import instance
@@ -228,4 +226,4 @@ def test_a_node_that_cannot_be_started_ends_the_start_in_our_words() -> None:
     finally:
         worker.close()
         scheduler.close()
-    assert not runtime_directory(Role.PREFILL, "x", {}).exists()
+    assert not made.place(Role.PREFILL).runtime_dir.exists()

@@ -20,11 +20,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from kvbridge.engine.adapters import vllm as plugin
-from kvbridge.engine.adapters.vllm import connector
-from kvbridge.engine.adapters.vllm.connector import KvbridgeConnector, KvbridgeWorkerMetadata
-from kvbridge.engine.adapters.vllm.metrics import KvbridgeStats
-from kvbridge.engine.adapters.vllm.prefill_rooms import BlockPins
-from kvbridge.engine.adapters.vllm.stats import add_counts, no_counts
+from kvbridge.engine.vllm import connector
+from kvbridge.engine.vllm.connector import KvbridgeConnector, KvbridgeStats, KvbridgeWorkerMetadata
+from kvbridge.engine.vllm.prefill_rooms import BlockPins
+from kvbridge.engine.vllm.stats import add_counts, no_counts
 
 
 def vllm_finds_it_by_its_name_and_by_its_path() -> None:

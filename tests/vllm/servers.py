@@ -88,7 +88,7 @@ def kvbridge(role: str, *, policy: str = "recompute", **extra: Any) -> dict[str,
     """Return the transfer configuration of a server with kvbridge."""
     return {
         "kv_connector": "KvbridgeConnector",
-        "kv_connector_module_path": "kvbridge.engine.adapters.vllm.connector",
+        "kv_connector_module_path": "kvbridge.engine.vllm.connector",
         "kv_role": f"kv_{role}",
         "kv_load_failure_policy": policy,
         "kv_connector_extra_config": extra,

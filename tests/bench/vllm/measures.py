@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from kvbridge.engine.adapters.vllm.requests import PARAMS_KEY
+from kvbridge.engine.vllm.requests import PARAMS_KEY
 from tests.bench.vllm.hooks import summary
 from tests.bench.vllm.pairs import CONNECTORS, Measured, Pairs
 from tests.vllm.prompts import fresh

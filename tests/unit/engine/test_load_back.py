@@ -26,8 +26,8 @@ from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.attach import Attachment
 from kvbridge.engine.decode import DecodeEngine
-from kvbridge.engine.load_back import LoadBacks, RankCopier
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
+from kvbridge.engine.streams import LoadBacks, RankCopier
 from tests.unit.engine.test_engine_order import Gpu, Link, Mapped
 
 R0, R1 = Rank(pp=0, tp=0), Rank(pp=1, tp=0)

@@ -13,7 +13,7 @@ from kvbridge.core.prefixes import ModelIdentity, Retention
 from kvbridge.core.wire.engine_messages import Attached, Pages
 from kvbridge.engine import DecodeEngine, PrefillEngine
 from kvbridge.engine.attach import Attachment
-from kvbridge.engine.stream_order import StreamOrder
+from kvbridge.engine.streams import StreamOrder
 from kvbridge.tier.keys import PrefixIdentity, page_keys
 from tests.unit.engine.test_engine_order import Link
 

@@ -6,8 +6,8 @@ import pytest
 
 from kvbridge.core.errors import DeadlineError, InvalidInputError, NotReadyError, TransportError, UnknownRoomError
 from kvbridge.core.ids import Rank
-from kvbridge.engine import stream_order
-from kvbridge.engine.stream_order import DeferredCalls, StreamOrder
+from kvbridge.engine import streams
+from kvbridge.engine.streams import DeferredCalls, StreamOrder
 
 R0, R1 = Rank(pp=0, tp=0), Rank(pp=0, tp=1)
 
@@ -126,10 +126,10 @@ def gpus(monkeypatch):
 
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(stream_order.EventRing, "on", Ring)
-    monkeypatch.setattr(stream_order, "current_gpu", Current)
+    monkeypatch.setattr(streams.EventRing, "on", Ring)
+    monkeypatch.setattr(streams, "current_gpu", Current)
     monkeypatch.setattr(
-        stream_order.torch.cuda, "current_stream", lambda device: type("S", (), {"cuda_stream": 100 + device})
+        streams.torch.cuda, "current_stream", lambda device: type("S", (), {"cuda_stream": 100 + device})
     )
 
 
@@ -168,7 +168,7 @@ def test_looking_at_points_leaves_the_threads_gpu_as_it_was(monkeypatch):
             current[0] = "the event's"
             return not points
 
-    monkeypatch.setattr(stream_order, "current_gpu", kept)
+    monkeypatch.setattr(streams, "current_gpu", kept)
     order = StreamOrder({R0: Views(0), R1: Views(1)})
     order._marks = Marks()
     assert order.passed(())

@@ -12,8 +12,8 @@ from structlog.testing import capture_logs
 
 from kvbridge.core.errors import ConfigError, NotReadyError
 from kvbridge.core.ids import Role
-from kvbridge.engine.adapters.vllm import attachment
-from kvbridge.engine.adapters.vllm.attachment import NodeAttachment
+from kvbridge.engine.kit import attachment
+from kvbridge.engine.kit.attachment import NodeAttachment
 from tests.helpers.hooked_vllm import Node
 
 LIMIT_S = 30.0

@@ -9,7 +9,7 @@ import pytest
 
 from kvbridge.core.errors import ConfigError, UnsupportedError
 from kvbridge.core.ids import Role
-from kvbridge.engine.adapters.vllm.instance import read_instance
+from kvbridge.engine.vllm.requests import read_instance
 from tests.helpers.hooked_vllm import vllm_config
 
 

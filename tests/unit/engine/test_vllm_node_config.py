@@ -20,24 +20,26 @@ from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import Rank, Role
 from kvbridge.daemon.memory import plan_memory
 from kvbridge.daemon.model import load_geometry
-from kvbridge.engine.adapters.vllm import node_config as node_config_module
-from kvbridge.engine.adapters.vllm.node_config import (
+from kvbridge.engine.kit import node_files
+from kvbridge.engine.kit.node_files import (
+    NodePlace,
     NodePlan,
-    instance_name,
     node_config,
-    operated_directory,
     own_directory,
     remove_orphans,
-    runtime_directory,
     write_node,
 )
-from kvbridge.engine.adapters.vllm.tensors import instance_cache, rank_cache
+from kvbridge.engine.kit.tensors import instance_cache, rank_cache
+from kvbridge.engine.vllm import VLLM
 from tests.helpers.vllm_caches import TOKENS, caches
 
 ENGINE = "0a3c5f52-9c7e-4d0e-8a35-1d1f3e1f7a11_dp0"
 RANKS = [Rank(pp=pp, tp=tp) for pp in range(2) for tp in range(2)]
 CACHE = instance_cache(
-    {rank: rank_cache(caches(range(3 * rank.pp, 3 + rank.pp), 2, 6), block_tokens=TOKENS) for rank in RANKS},
+    {
+        rank: rank_cache(caches(range(3 * rank.pp, 3 + rank.pp), 2, 6), block_tokens=TOKENS, product=VLLM)
+        for rank in RANKS
+    },
     name="tiny",
     kv_heads=4,
     facts={"attention_backend": "CPU_ATTN"},
@@ -45,8 +47,12 @@ CACHE = instance_cache(
 HERE = {Rank(pp=1, tp=0): "cpu", Rank(pp=1, tp=1): "cuda:3"}
 
 
+def place(role: Role, extra: dict[str, Any], engine_id: str = ENGINE) -> NodePlace:
+    return NodePlace(VLLM, role, engine_id, extra)
+
+
 def plan(role: Role = Role.PREFILL, **extra: Any) -> NodePlan:
-    return NodePlan(role, ENGINE, CACHE, tp_size=2, devices=HERE, extra=extra)
+    return NodePlan(place(role, extra), CACHE, tp_size=2, devices=HERE)
 
 
 @pytest.mark.parametrize(("role", "kind"), [(Role.PREFILL, PrefillConfig), (Role.DECODE, DecodeConfig)])
@@ -110,28 +116,29 @@ def test_directories_are_short_and_each_engine_and_role_has_its_own(monkeypatch:
             monkeypatch.setenv("XDG_RUNTIME_DIR", home)
         for temporary in ("/tmp", "/" + "y" * 80):
             monkeypatch.setattr(tempfile, "tempdir", temporary)
-            found = {runtime_directory(role, engine, {}) for role in Role for engine in (ENGINE, "other", "x" * 300)}
+            found = {place(role, {}, engine).runtime_dir for role in Role for engine in (ENGINE, "other", "x" * 300)}
             assert len(found) == 6
             assert all(map(fits_sockets, found))
             assert found == {
-                runtime_directory(role, engine, {}) for role in Role for engine in (ENGINE, "other", "x" * 300)
+                place(role, {}, engine).runtime_dir for role in Role for engine in (ENGINE, "other", "x" * 300)
             }
             private = home == "/run/user/1000" or f"kvbridge-{os.getuid()}-" in str(next(iter(found)))
             assert private
 
 
 def test_a_node_that_somebody_runs_is_where_it_was_said() -> None:
-    assert operated_directory(Role.PREFILL, {}) is None
+    assert place(Role.PREFILL, {}).operated is None
     extra = {"prefill": {"runtime_dir": "/run/p"}, "decode": {"runtime_dir": "/run/d"}}
-    assert [operated_directory(role, extra) for role in Role] == [Path("/run/p"), Path("/run/d")]
-    assert runtime_directory(Role.DECODE, ENGINE, {"runtime_dir": "/run/x"}) == Path("/run/x")
+    assert [place(role, extra).operated for role in Role] == [Path("/run/p"), Path("/run/d")]
+    assert place(Role.DECODE, {"runtime_dir": "/run/x"}).runtime_dir == Path("/run/x")
 
 
 @pytest.mark.parametrize("engine_id", [ENGINE, "a b/c", "_x", "é" * 200, "", "y" * 101])
 def test_any_engine_id_makes_a_name(engine_id: str) -> None:
-    config, _ = node_config(replace(plan(), engine_id=engine_id))
-    assert config.instance == instance_name(engine_id)
-    assert instance_name(engine_id + "z") != instance_name(engine_id)
+    named = place(Role.PREFILL, {}, engine_id)
+    config, _ = node_config(replace(plan(), place=named))
+    assert config.instance == named.instance
+    assert place(Role.PREFILL, {}, engine_id + "z").instance != named.instance
 
 
 def test_directories_of_a_vllm_that_was_killed_are_removed_and_no_others(tmp_path: Path) -> None:
@@ -140,7 +147,7 @@ def test_directories_of_a_vllm_that_was_killed_are_removed_and_no_others(tmp_pat
     (tmp_path / "kvbridge-0-vllm-decode-4").mkdir()
     for one in (0, 1, 3):
         held[one].close()
-    remove_orphans(tmp_path)
+    remove_orphans(tmp_path, VLLM)
     assert sorted(path.name for path in tmp_path.iterdir()) == [names[3], names[2], "kvbridge-0-vllm-decode-4"]
     held[2].close()
 
@@ -156,10 +163,10 @@ def test_the_files_of_a_node_that_starts_are_no_orphans_though_its_vllm_was_kill
     """Two servers that are restarted together, each with a fixed engine id, look for orphans at the same time."""
     write_node(plan()).owned.close()
     again = write_node(plan())
-    remove_orphans(runtime_home)
+    remove_orphans(runtime_home, VLLM)
     assert again.file.exists()
     again.owned.close()
-    remove_orphans(runtime_home)
+    remove_orphans(runtime_home, VLLM)
     assert not list(runtime_home.iterdir())
 
 
@@ -178,24 +185,22 @@ def test_a_directory_that_is_removed_meanwhile_is_nobodys_and_can_be_had_at_the_
     """Else its next owner has a lock on a file that nobody finds any more."""
     place = runtime_home / "kvbridge-vllm-prefill-1"
     own_directory(place).close()
-    module, name = (
-        (fcntl, "flock") if when == "before the lock is taken" else (node_config_module, "prepare_runtime_directory")
-    )
+    module, name = (fcntl, "flock") if when == "before the lock is taken" else (node_files, "prepare_runtime_directory")
     kept = getattr(module, name)
 
     def removed_meanwhile(*given: Any) -> Any:
         monkeypatch.undo()
         if module is fcntl:
-            remove_orphans(runtime_home)
+            remove_orphans(runtime_home, VLLM)
             return kept(*given)
         made = kept(*given)
-        remove_orphans(runtime_home)
+        remove_orphans(runtime_home, VLLM)
         return made
 
     monkeypatch.setattr(module, name, removed_meanwhile)
     with pytest.raises(ConflictError, match="or removes it"):
         own_directory(place)
     held = own_directory(place)
-    remove_orphans(runtime_home)
+    remove_orphans(runtime_home, VLLM)
     assert place.exists()
     held.close()

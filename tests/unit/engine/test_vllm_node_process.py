@@ -6,7 +6,7 @@ import threading
 from collections import deque
 
 from kvbridge.core.ids import Role
-from kvbridge.engine.adapters.vllm.node_process import LAST_ENDS, NodeProcess
+from kvbridge.engine.kit.node import LAST_ENDS, NodeProcess
 
 
 def test_a_node_is_started_again_though_the_one_before_could_not_be_followed() -> None:

@@ -11,8 +11,8 @@ from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace, Role
 from kvbridge.core.session.states import WITHDRAWN
 from kvbridge.core.wire.engine_messages import AbortRoom, Fetch, Finish, Hold, Provide, Publish, RoomEvent
-from kvbridge.engine.adapters.vllm.requests import Request, Source, params_of
-from kvbridge.engine.adapters.vllm.worker import Reports
+from kvbridge.engine.kit.transfers import Reports
+from kvbridge.engine.vllm.requests import Request, Source, params_of
 from tests.helpers.vllm_links import ADDRESS, attach, rooms_at
 
 BLOCK = 16

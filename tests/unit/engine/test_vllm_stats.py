@@ -7,7 +7,7 @@ import json
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.adapters.vllm.stats import TransferStats, add_counts, is_nothing, no_counts, summary
+from kvbridge.engine.vllm.stats import TransferStats, add_counts, is_nothing, no_counts, summary
 
 
 def event(kind: str, code: str = "", size: int = 0, seconds: float = 0.0) -> RoomEvent:

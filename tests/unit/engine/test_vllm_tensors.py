@@ -17,7 +17,7 @@ from kvbridge.core.plan.accounting import Demand
 from kvbridge.core.plan.operations import Section, add_amounts
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import plan
-from kvbridge.engine.adapters.vllm.tensors import (
+from kvbridge.engine.kit.tensors import (
     InstanceCache,
     block_bytes,
     instance_cache,
@@ -25,6 +25,7 @@ from kvbridge.engine.adapters.vllm.tensors import (
     rank_cache,
     rank_regions,
 )
+from kvbridge.engine.vllm import VLLM
 from kvbridge.pool.memory.adopted_pool import AdoptedPool
 from kvbridge.pool.memory.layout import RankPart
 from tests.helpers.vllm_caches import BLOCKS, TOKENS, caches, name_of
@@ -57,7 +58,7 @@ class Instance:
             if latent or tp > kv_heads:
                 for name, tensor in tensors[rank].items():
                     tensor.copy_(tensors[Rank(pp=rank.pp, tp=shared)][name])
-        told = {rank: rank_cache(held, block_tokens=TOKENS) for rank, held in tensors.items()}
+        told = {rank: rank_cache(held, block_tokens=TOKENS, product=VLLM) for rank, held in tensors.items()}
         cache = instance_cache(told, name="tiny", kv_heads=kv_heads, latent=latent, facts=FACTS)
         return cls(tensors, cache, tp, pp)
 
@@ -199,11 +200,14 @@ def replaced(tensors: Mapping[str, torch.Tensor], layer: int, tensor: torch.Tens
 )
 def test_what_cannot_be_moved_block_by_block_is_refused_in_words(change, complaint):
     with pytest.raises(UnsupportedError, match=complaint):
-        rank_cache(change(caches(range(2), 4, 6, HND)), block_tokens=TOKENS)
+        rank_cache(change(caches(range(2), 4, 6, HND)), block_tokens=TOKENS, product=VLLM)
 
 
 def test_ranks_that_are_no_whole_instance_are_refused():
-    told = {rank: rank_cache(held, block_tokens=TOKENS) for rank, held in Instance.make(tp=2, pp=2).tensors.items()}
+    told = {
+        rank: rank_cache(held, block_tokens=TOKENS, product=VLLM)
+        for rank, held in Instance.make(tp=2, pp=2).tensors.items()
+    }
     last = Rank(pp=1, tp=1)
     with pytest.raises(InvalidInputError, match="of pipeline stage 1 1 of 2 ranks"):
         instance_cache({rank: cache for rank, cache in told.items() if rank != last}, name="m", kv_heads=4, facts={})

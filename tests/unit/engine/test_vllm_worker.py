@@ -9,9 +9,10 @@ import torch
 
 from kvbridge.core.errors import BridgeError, DeadlineError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.engine.adapters.vllm import worker as worker_module
-from kvbridge.engine.adapters.vllm.guard import Guard
-from kvbridge.engine.adapters.vllm.worker import ServedRole, Worker
+from kvbridge.engine.kit.transfers import ServedRole
+from kvbridge.engine.vllm import processes
+from kvbridge.engine.vllm.guard import Guard
+from kvbridge.engine.vllm.processes import Worker
 from kvbridge.worker.lifecycle import UnclosedError
 
 R0 = Rank(pp=0, tp=0)
@@ -38,7 +39,7 @@ class RankWorker:
 @pytest.fixture
 def staying(monkeypatch) -> list[object]:
     kept: list[object] = []
-    monkeypatch.setattr(worker_module, "_STAYING", kept)
+    monkeypatch.setattr(processes, "_STAYING", kept)
     return kept
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl import NixlConnector as Nixl
 
-from kvbridge.engine.adapters.vllm.connector import KvbridgeConnector as Kvbridge
+from kvbridge.engine.vllm.connector import KvbridgeConnector as Kvbridge
 
 STEP_HOOKS = (
     "build_connector_meta",

@@ -1,10 +1,9 @@
-"""What vLLM's KV cache tensors are to a transfer: a geometry from their shapes and strides, and regions at their addresses.
+"""An engine's KV cache tensors as a geometry, from their shapes and strides, and as regions at their addresses.
 
-vLLM registers one tensor for each attention layer of a rank, logically [blocks, KV heads, tokens of a block, content], in
-whatever order of memory its attention backend likes; strides tell. A block is a page. Where the heads are outermost in a block, a
-head is a lane, and ranks may be split otherwise on the other side. Where they are not, all that a rank has of a block is one lane,
-and both sides need as many tensor-parallel ranks. Blocks are moved whole: what is inside one head's part of a block (all keys and
-then all values, or one token after another, packed for a processor) is for the facts in the fingerprint to say.
+The engine has one tensor for each attention layer of a rank, logically [blocks, KV heads, tokens of a block, content], in any order
+of memory; strides tell. A block is a page. When the heads are outermost in a block, a head is a lane, and the other side may split
+ranks otherwise. When they are not, a rank's part of a block is one lane, and both sides need as many tensor-parallel ranks. Blocks
+are moved whole: facts in the fingerprint must tell the order inside one head's part of a block.
 """
 
 from __future__ import annotations
@@ -19,29 +18,30 @@ from kvbridge.core.geometry.components import Component, ComponentKind, Encoding
 from kvbridge.core.geometry.manifest import Region, lane_interval
 from kvbridge.core.ids import FrozenModel, IndexSpace, Positive, Rank
 from kvbridge.engine.attach import adopted_region
+from kvbridge.engine.kit import Product
 
 BLOCKS, HEADS, TOKENS, CONTENT = range(4)
 
 
 class BlockForm(FrozenModel):
-    """What all blocks of a rank's layers are like. The same on every rank of an instance."""
+    """The form of all blocks of a rank's layers; the same on every rank of an instance."""
 
     heads: Positive
     """KV heads of this rank; 1 for latent attention."""
     tokens: Positive
     content_bytes: Positive
-    """Of one token and head: key and value, or the latent vector."""
+    """Key and value of one token and head, or the latent vector of one token."""
     heads_outermost: bool
     dtype: str
 
     @property
     def bytes(self) -> int:
-        """Of one block of one layer."""
+        """Bytes of one block of one layer."""
         return self.heads * self.tokens * self.content_bytes
 
 
 class RankCache(FrozenModel):
-    """The cache of one rank, as its process tells the one that puts the instance together."""
+    """The cache of one rank, as its worker tells the scheduler's process."""
 
     form: BlockForm
     layers: tuple[int, ...]
@@ -55,7 +55,7 @@ class InstanceCache:
 
     geometry: ModelGeometry
     stage_boundaries: tuple[int, ...]
-    """The first layers of its pipeline stages but the first."""
+    """First layer of each pipeline stage but the first."""
 
 
 def layer_number(name: str) -> int:
@@ -68,15 +68,15 @@ def layer_number(name: str) -> int:
     return numbers[0]
 
 
-def rank_cache(tensors: Mapping[str, torch.Tensor], *, block_tokens: int) -> RankCache:
-    """Read what vLLM gives to `register_kv_caches`. `block_tokens`: the block size by which vLLM's scheduler counts.
+def rank_cache(tensors: Mapping[str, torch.Tensor], *, block_tokens: int, product: Product) -> RankCache:
+    """Read a rank's tensors, by layer name. `block_tokens`: the block size of the engine's scheduler.
 
-    Raises UnsupportedError, in words for whoever starts vLLM, for tensors that cannot be moved block by block.
+    Raises UnsupportedError, in words for the person who starts the engine, for tensors that cannot be moved block by block.
     """
     if not tensors:
-        raise UnsupportedError("vLLM has registered no KV cache: there is nothing to transfer")
+        raise UnsupportedError(f"{product.name} has registered no KV cache: there is nothing to transfer")
     layers = sorted((layer_number(name), name) for name in tensors)
-    forms = {name: _form(name, tensor, block_tokens) for name, tensor in tensors.items()}
+    forms = {name: _form(name, tensor, block_tokens, product) for name, tensor in tensors.items()}
     counts = {name: tensor.shape[BLOCKS] for name, tensor in tensors.items()}
     first = layers[0][1]
     for number, name in layers:
@@ -90,7 +90,7 @@ def rank_cache(tensors: Mapping[str, torch.Tensor], *, block_tokens: int) -> Ran
     return RankCache(form=forms[first], layers=tuple(number for number, _ in layers), block_count=counts[first])
 
 
-def _form(name: str, tensor: torch.Tensor, block_tokens: int) -> BlockForm:
+def _form(name: str, tensor: torch.Tensor, block_tokens: int, product: Product) -> BlockForm:
     if tensor.ndim != 4:
         raise UnsupportedError(
             f"the KV cache '{name}' has the shape {tuple(tensor.shape)}, where attention has [blocks, KV heads, tokens, content]; "
@@ -99,8 +99,8 @@ def _form(name: str, tensor: torch.Tensor, block_tokens: int) -> BlockForm:
     _, heads, tokens, content = tensor.shape
     if tokens != block_tokens:
         raise UnsupportedError(
-            f"the blocks of KV cache '{name}' have {tokens} tokens in memory, and {block_tokens} for the scheduler; start vLLM "
-            f"with --block-size {tokens}"
+            f"the blocks of KV cache '{name}' have {tokens} tokens in memory, and {block_tokens} for the scheduler; start "
+            f"{product.name} with {product.block_option} {tokens}"
         )
     form = BlockForm(
         heads=heads,
@@ -118,7 +118,7 @@ def _form(name: str, tensor: torch.Tensor, block_tokens: int) -> BlockForm:
     if dense != heads * tokens * content or tensor.stride(BLOCKS) < dense:
         raise UnsupportedError(
             f"a block of the KV cache '{name}' is not one stretch of memory (shape {tuple(tensor.shape)}, strides "
-            f"{tensor.stride()}); set VLLM_KV_CACHE_LAYOUT=HND"
+            f"{tensor.stride()}); set {product.layout_option}"
         )
     return form
 
@@ -126,11 +126,10 @@ def _form(name: str, tensor: torch.Tensor, block_tokens: int) -> BlockForm:
 def instance_cache(
     ranks: Mapping[Rank, RankCache], *, name: str, kv_heads: int, latent: bool = False, facts: Mapping[str, str]
 ) -> InstanceCache:
-    """Put the geometry of an instance together, from what all of its ranks say.
+    """Build the geometry of an instance from the caches of all its ranks.
 
-    `kv_heads`: of the whole model. `latent`: each token has one vector for all heads, on every rank the same. `facts`: what else
-    has to be equal, by name; what is known here is added. Raises UnsupportedError, InvalidInputError when the ranks are no whole
-    instance.
+    `kv_heads`: those of the whole model. `latent`: each token has one vector for all heads, the same on every rank. `facts`: what
+    else must be equal on both sides, by name. Raises UnsupportedError, InvalidInputError when the ranks are no whole instance.
     """
     pp_size, tp_size = (1 + max(getattr(rank, axis) for rank in ranks) for axis in ("pp", "tp"))
     stages = [_stage(ranks, pp, tp_size) for pp in range(pp_size)]
@@ -160,7 +159,7 @@ def instance_cache(
 def cache_component(
     form: BlockForm, layers: tuple[int, ...], *, kv_heads: int, latent: bool, tp_size: int
 ) -> Component:
-    """Return what these layers hold. `kv_heads` and `latent` as for `instance_cache`. Raises UnsupportedError."""
+    """Return the component of these layers. `kv_heads` and `latent` as for `instance_cache`. Raises UnsupportedError."""
     by_heads = form.heads_outermost or latent
     component = Component(
         kind=ComponentKind.MLA_KV if latent else ComponentKind.MHA_KV,
@@ -182,7 +181,7 @@ def cache_component(
 
 
 def _stage(ranks: Mapping[Rank, RankCache], pp: int, tp_size: int) -> tuple[int, ...]:
-    """The layers of one pipeline stage."""
+    """Return the layers of one pipeline stage."""
     found = {ranks[rank].layers for rank in (Rank(pp=pp, tp=tp) for tp in range(tp_size)) if rank in ranks}
     present = sum(rank.pp == pp for rank in ranks)
     if present != tp_size or len(found) != 1:
@@ -196,10 +195,7 @@ def _stage(ranks: Mapping[Rank, RankCache], pp: int, tp_size: int) -> tuple[int,
 def rank_regions(
     component: Component, tensors: Mapping[str, torch.Tensor], rank: Rank, *, tp_size: int
 ) -> list[Region]:
-    """Describe the tensors of a rank, which stay where they are until the engine that adopts them is closed.
-
-    `component`: that of the geometry, or the rank's own `cache_component`, which differs in its layers only.
-    """
+    """Describe the tensors of a rank. `component`: the geometry's, or the rank's own `cache_component`."""
     lanes = lane_interval(component, rank.tp, tp_size)
     return [
         adopted_region(component, layer_number(name), block_bytes(tensor), lanes=lanes)
@@ -208,7 +204,7 @@ def rank_regions(
 
 
 def block_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a KV cache as uint8 [blocks, bytes of a block] at the same place, whatever the order inside a block."""
+    """Return a KV cache as uint8 [blocks, bytes of a block] over the same memory, whatever the order inside a block."""
     width, storage = tensor.element_size(), tensor.untyped_storage()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
     size = (tensor.shape[BLOCKS], tensor[0].numel() * width)

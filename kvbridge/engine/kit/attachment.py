@@ -1,8 +1,4 @@
-"""An engine's attachment to the node beside it, which is made again whenever the node has ended and come back.
-
-A process that holds pages must know each end of the node: another incarnation knows nothing of the rooms of this one. So the next
-attachment is made only when the one before was given up, and taken up only where events are read.
-"""
+"""A process's attachment to the node beside its engine, renewed whenever the node has ended and come back."""
 
 from __future__ import annotations
 
@@ -32,8 +28,7 @@ from kvbridge.engine.link import RoomCall
 log = structlog.get_logger(__name__)
 
 PAUSE_S, LONG_PAUSE_S = 0.05, 2.0
-"""Between two attempts to attach: while a node starts up, which the attempt itself asks again and again, and while somebody has to
-change something."""
+"""Between two attempts to attach: while a node starts up, and while somebody has to change something."""
 ATTEMPT_S = 5.0
 CLOSE_S = 2 * ATTEMPT_S
 
@@ -50,19 +45,21 @@ class _Unsent(NamedTuple):
 class NodeAttachment:
     """One process of an engine at its node of one role, serving no rank. For one thread, which never waits.
 
-    Calls that the node does not read are kept, in their order, and sent when it reads again. They are lost with the node.
+    Another incarnation of the node knows nothing of the rooms of this one. So a thread makes the next attachment only when the user
+    has given up the one before, and the user takes it up only in `events`. Calls that the node does not read are kept, in their
+    order, and sent when it reads again. They are lost with the node.
     """
 
     def __init__(self, role: Role, runtime_dir: Path) -> None:
         self._role = role
         self._runtime_dir = runtime_dir
         self._made: Attachment | None = None
-        """By the thread; None again when its user has given it up."""
+        """Set by the thread; None again when the user has given it up."""
         self._used: Attachment | None = None
-        """The same, once its user has taken it up."""
+        """The same, once the user has taken it up."""
         self._unsent: deque[_Unsent] = deque()
         self._unsayable: list[RoomEvent] = []
-        """Calls that no message can say, as refusals."""
+        """Refusals of calls that no message can express."""
         self._closing = False
         self._changed = threading.Condition()
         self._why_not = "it was not asked yet"
@@ -71,8 +68,6 @@ class NodeAttachment:
     def begin(self) -> None:
         """Begin to attach."""
         self._thread.start()
-
-    # ------------------------------------------------------------------ the thread
 
     def _keep(self) -> None:
         while not self._closing:
@@ -104,10 +99,8 @@ class NodeAttachment:
             self._changed.wait_for(lambda: self._closing, timeout=PAUSE_S if by_itself else LONG_PAUSE_S)
         return None
 
-    # ------------------------------------------------------------------ its user
-
     def wait(self, timeout_s: float) -> None:
-        """Wait until it is attached. Raises DeadlineError with the reason."""
+        """Wait until the thread has attached. Raises DeadlineError with the reason."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._made is not None, timeout_s):
                 raise DeadlineError(
@@ -116,11 +109,11 @@ class NodeAttachment:
 
     @property
     def node(self) -> str:
-        """The incarnation of the node that calls go to; empty while there is none."""
+        """Incarnation of the node that calls go to; empty while there is none."""
         return self._used.answer.incarnation if self._used is not None else ""
 
     def events(self) -> list[RoomEvent]:
-        """Return what the node has said since the last call, and send what it did not read. Once it is gone, `node` says so."""
+        """Return the node's events since the last call, and send the calls that it did not read. `node` then is up to date."""
         used = self._used = self._made
         if used is None:
             return []
@@ -136,7 +129,7 @@ class NodeAttachment:
         return events + unsayable
 
     def say(self, kind: type[RoomCall], room: int, *, tables: Tables | None = None, **fields: Any) -> bool:  # noqa: ANN401
-        """Send a call, now or when the node reads; return False when there is no node. A refusal is an event, whoever refuses."""
+        """Send a call, now or when the node reads; return False when there is no node. A refusal, by whomever, is an event."""
         if self._used is None:
             return False
         self._unsent.append(_Unsent(kind, room, tables, fields))

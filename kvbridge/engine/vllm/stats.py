@@ -1,6 +1,6 @@
 """Counts of transfers: taken in the scheduler's process, shown by vLLM's log line and `/metrics` in the process that serves HTTP.
 
-They are plain values that can be packed, of what has happened since the last ones; what is held is as it was last.
+Counts are plain values that can be packed. They cover the time since the last ones, except that held blocks are the current ones.
 """
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ from typing import Any
 from kvbridge.core.wire.engine_messages import RoomEvent
 
 Counts = dict[str, Any]
-"""`seconds`, `bytes`, `operations`: of each room that came, in order. `sent`: rooms that decode has taken from here. `failures`:
-rooms that ended otherwise, and errors of hooks, by code. `held_rooms`, `held_blocks`: of requests that have finished and wait for
-decode; None where nothing is said of them."""
+"""`seconds`, `bytes`, `operations`: one entry for each loaded room, in order. `sent`: rooms that decode has taken from here.
+`failures`: rooms that ended otherwise, and errors of hooks, by code. `held_rooms`, `held_blocks`: finished requests that wait for
+decode, and their blocks; None in a process that does not know them."""
 BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 BUCKETS_BYTES = tuple(1 << power for power in range(14, 36, 3))
 TRANSFER_PHASE = "offer_to_commit"
-"""Of decode's rooms: from the message that names the blocks until all that is to be in them is there."""
+"""Phase of decode's rooms: from the message that names the blocks until all rows are in them."""
 
 
 def no_counts() -> Counts:
-    """Return the counts of nothing."""
+    """Return empty counts."""
     lists: Counts = {"seconds": [], "bytes": [], "operations": []}
     return {**lists, "sent": 0, "failures": {}, "held_rooms": None, "held_blocks": None}
 
 
 def add_counts(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> Counts:
-    """Return both as one."""
+    """Return the sum of both."""
     codes = {*earlier["failures"], *later["failures"]}
     return {
         **{key: [*earlier[key], *later[key]] for key in ("seconds", "bytes", "operations")},
@@ -38,12 +38,12 @@ def add_counts(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> Counts:
 
 
 def is_nothing(counts: Mapping[str, Any]) -> bool:
-    """Whether there is nothing to show. That nothing is held any more is something: what is shown is as it was last."""
+    """Whether there is nothing to show. A held count of 0 must be shown, because the last one stays otherwise."""
     return not any(counts.values()) and counts["held_rooms"] is None
 
 
 def summary(counts: Mapping[str, Any]) -> dict[str, int | float]:
-    """Return counts as vLLM's log line has them."""
+    """Return counts for vLLM's log line."""
     loads, seconds = len(counts["seconds"]), sum(counts["seconds"])
     shown: dict[str, int | float] = {
         "Loads": loads,
@@ -68,7 +68,7 @@ class TransferStats:
         self._changed = False
 
     def heard(self, events: Iterable[RoomEvent]) -> None:
-        """Count how rooms have ended."""
+        """Count the ends of rooms."""
         for event in events:
             if event.kind == "committed":
                 amounts = event.amounts.values()
@@ -99,12 +99,12 @@ class TransferStats:
         self._changed = True
 
     def let_go(self, requests: Iterable[str]) -> None:
-        """They do not any more."""
+        """Blocks of these requests do not wait any more."""
         for request in requests:
             self._changed |= self._held.pop(request, None) is not None
 
     def take(self, *, holds: bool = True) -> Counts | None:
-        """Return what has changed since the last call. `holds`: this process knows what is held."""
+        """Return the counts since the last call, None without a change. `holds`: this process knows the held blocks."""
         if not self._changed:
             return None
         counts, self._counts, self._changed = self._counts, no_counts(), False

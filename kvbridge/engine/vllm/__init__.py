@@ -1,8 +1,13 @@
-"""vLLM's KV connector: its tensors as a geometry and regions, its requests as rooms. Only `connector` and `metrics` import vLLM."""
+"""vLLM's KV connector, on `engine.kit`. Only `connector` and `metrics` import vLLM."""
 
 from __future__ import annotations
 
+from kvbridge.engine.kit import Product
+
 NAME = "KvbridgeConnector"
+VLLM = Product(
+    "vLLM", "vllm", "kv_connector_extra_config", "--kv-transfer-config", "--block-size", "VLLM_KV_CACHE_LAYOUT=HND"
+)
 
 
 def register() -> None:

@@ -1,7 +1,6 @@
-"""The rooms at a node of one role as the scheduler's process knows them: which node there is, and what the workers are to hear.
+"""The rooms at a node of one role, as vLLM's scheduler process knows them: which node there is, and what the workers must hear.
 
-`decode_rooms` and `prefill_rooms` say how far each room is. Nothing waits. What the node refuses comes as an event; a call that no
-message can say is as good as refused.
+Nothing here waits. A refusal by the node arrives as an event; so does a call that no message can express.
 """
 
 from __future__ import annotations
@@ -17,18 +16,16 @@ from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.engine_messages import AbortRoom, RoomEvent
 from kvbridge.core.wire.messages import REASON_CHARS
-from kvbridge.engine.adapters.vllm.attachment import NodeAttachment
-from kvbridge.engine.adapters.vllm.guard import Guard
-from kvbridge.engine.adapters.vllm.instance import Instance
-from kvbridge.engine.adapters.vllm.node_process import Node
-from kvbridge.engine.adapters.vllm.requests import LAST_EVENTS, Held, Load, StepMetadata
-from kvbridge.engine.adapters.vllm.stats import TransferStats
+from kvbridge.engine.kit.attachment import NodeAttachment
+from kvbridge.engine.kit.node import Node
+from kvbridge.engine.kit.transfers import IDLE_LOOK_S, LAST_EVENTS, Held, Load, StepMetadata
 from kvbridge.engine.link import RoomCall
+from kvbridge.engine.vllm.guard import Guard
+from kvbridge.engine.vllm.requests import Instance
+from kvbridge.engine.vllm.stats import TransferStats
 
-IDLE_LOOK_S = 0.1
-"""How often a node is looked at while nothing is under way. Each request that arrives looks first."""
 ROOMS_REMEMBERED = 65_536
-"""Of rooms that requests have come with: another request that names one of them computes its prompt itself."""
+"""Rooms that requests have named: another request that names one of them computes its prompt itself."""
 NO_NODE = "there is no node process to ask; it is started again"
 
 
@@ -43,9 +40,9 @@ class RoomsOfRole(ABC):
         self.process = node
         self.attachment = attachment
         self.node = ""
-        """The incarnation that is asked; empty while there is none."""
+        """Incarnation of the node that gets our calls; empty while there is none."""
         self.addresses: tuple[PeerAddress, ...] = ()
-        """Where decode reaches the node; of prefill."""
+        """On prefill, the node's addresses for decode."""
         self._block_tokens = instance.block_tokens
         self._ranks = instance.ranks
         self._stats = stats
@@ -59,16 +56,14 @@ class RoomsOfRole(ABC):
         self._closed: list[str] = []
         self._ended: list[RoomEvent] = []
 
-    # ------------------------------------------------------------------ the node
-
     def look_at_step(self, now_s: float) -> None:
-        """As `look`, but seldom while nothing is under way: nobody waits for what the node may say then."""
+        """As `look`, but seldom while nothing is under way: nobody waits for the node's events then."""
         if now_s >= self._next_look_s or not self.idle:
             self._next_look_s = now_s + IDLE_LOOK_S
             self.look()
 
     def look(self) -> None:
-        """Take what the node has said, and note when it is another."""
+        """Take the node's events, and note when another node is there."""
         events = self.attachment.events()
         self._stats.heard(events)
         for event in events:
@@ -105,30 +100,28 @@ class RoomsOfRole(ABC):
         self.node = ""
         self._node_lost()
 
-    def _say(self, kind: type[RoomCall], room: int, **fields: Any) -> bool:  # noqa: ANN401 - what the message takes
+    def _say(self, kind: type[RoomCall], room: int, **fields: Any) -> bool:
         """Tell the node; return False when there is none."""
         return bool(self.node) and self.attachment.say(kind, room, **fields)
 
     def _give_up(self, room: int, reason: str, *, again: bool = False) -> None:
-        """Tell the node; one that is gone has told the other side by that."""
+        """Tell the node; the other side knows of a node that is gone."""
         self._say(AbortRoom, room, reason=reason[:REASON_CHARS], again=again)
 
     @abstractmethod
     def _node_lost(self) -> None:
-        """It is gone, with the rooms that it had. What it was doing is over when every rank says so."""
+        """The node is gone, with its rooms. Its transfers are over when every rank says so."""
 
     def _all_closed(self, node: str) -> None:  # noqa: B027 - decode has nothing to do then
         """No rank moves anything any more for that incarnation of the node."""
 
     @abstractmethod
     def _is_unknown(self, refused: RoomEvent) -> bool:
-        """Take a refusal; return whether the room's pages are known to nobody by that."""
+        """Take a refusal; return whether nobody knows the room's pages now."""
 
     @abstractmethod
     def _over(self, event: RoomEvent) -> None:
         """An attempt at a room is over, and nobody reads or writes its pages any more."""
-
-    # ------------------------------------------------------------------ requests
 
     def _require_new(self, room: int) -> None:
         if room in self._seen:
@@ -139,13 +132,11 @@ class RoomsOfRole(ABC):
 
     @abstractmethod
     def lost(self, request: str, reason: str) -> None:
-        """A hook has failed in the middle of what it does for a request: what it has begun ends, and nothing more begins.
+        """A hook has failed in the middle of a request: end what it has begun, and begin nothing more.
 
         A request that has no blocks for a load is computed here. vLLM waits for a load that has begun, and gets the last event of
         its room.
         """
-
-    # ------------------------------------------------------------------ a step
 
     @property
     def idle(self) -> bool:

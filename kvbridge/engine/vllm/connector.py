@@ -1,14 +1,12 @@
-"""KvbridgeConnector: vLLM's hooks, and the reading of vLLM's objects. Beside `metrics` the only importer of vLLM.
+"""KvbridgeConnector: vLLM's hooks, and the reading of vLLM's objects. The only importer of vLLM.
 
-vLLM makes one in its scheduler's process and one in each worker. All hooks run on the main thread of their process, so none of them
-waits, but those at start and end. Those raise too, for whoever starts vLLM, or since something may still move bytes. No other one
-does (`guard`).
+vLLM makes one in its scheduler's process and one in each worker. All hooks run on the main thread of their process, so only hooks
+at start and end wait. Only these raise, too: for the person who starts vLLM, or because something may still move bytes (`guard`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,18 +23,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.metrics.utils import create_metric_per_engine
 from vllm.v1.request import RequestStatus
 
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.ids import Rank, Role
-from kvbridge.engine.adapters.vllm.guard import Guard, hook, nothing
-from kvbridge.engine.adapters.vllm.instance import read_instance
-from kvbridge.engine.adapters.vllm.metrics import KvbridgePromMetrics, KvbridgeStats
-from kvbridge.engine.adapters.vllm.prefill_rooms import BlockPins, PrefillRooms
-from kvbridge.engine.adapters.vllm.requests import Request, StepMetadata, prompt_digest
-from kvbridge.engine.adapters.vllm.scheduler import RankReport, Scheduler
-from kvbridge.engine.adapters.vllm.stats import TransferStats
-from kvbridge.engine.adapters.vllm.worker import Worker
+from kvbridge.engine.kit.transfers import StepMetadata, prompt_digest
+from kvbridge.engine.vllm.guard import Guard, hook, nothing
+from kvbridge.engine.vllm.prefill_rooms import BlockPins, PrefillRooms
+from kvbridge.engine.vllm.processes import RankReport, Scheduler, Worker
+from kvbridge.engine.vllm.requests import Request, read_instance
+from kvbridge.engine.vllm.stats import (
+    BUCKETS_BYTES,
+    BUCKETS_S,
+    TransferStats,
+    add_counts,
+    is_nothing,
+    no_counts,
+    summary,
+)
 from kvbridge.telemetry.logs import leave_standard_output
 
 if TYPE_CHECKING:
@@ -47,7 +52,16 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
 
 HANDED_OVER = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
-"""How a request ends whose KV cache somebody else may use."""
+"""Ends of requests whose KV cache another engine may use."""
+BUCKETS = {"load_seconds": BUCKETS_S, "load_bytes": BUCKETS_BYTES}
+DOCUMENTATION = {
+    "load_seconds": "From naming the blocks of a request until its KV cache is in them.",
+    "load_bytes": "KV cache loaded for a request.",
+    "load_operations": "Copies between machines that loads were made of.",
+    "sent": "Requests whose KV cache decode has taken from here.",
+    "held_requests": "Finished requests whose blocks wait for decode.",
+    "held_blocks": "Their blocks.",
+}
 
 
 @dataclass
@@ -66,25 +80,82 @@ class KvbridgeMetadata(KVConnectorMetadata):
 
 @dataclass
 class KvbridgeWorkerMetadata(KVConnectorWorkerMetadata):
-    """From the workers to the scheduler's process: by worker, the incarnations of nodes that it moves nothing for any more."""
+    """From the workers to the scheduler's process: by worker, incarnations of nodes for which it moves nothing any more."""
 
     closed: dict[int, dict[Role, tuple[str, ...]]]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Put what several workers say together; each says what it has to say once a step."""
+        """Merge the news of several workers; each has some once a step."""
         assert isinstance(other, KvbridgeWorkerMetadata)
         return KvbridgeWorkerMetadata({**self.closed, **other.closed})
 
 
+class KvbridgeStats(KVConnectorStats):
+    """Counts of some steps."""
+
+    def __init__(self, data: dict[str, Any] | None = None) -> None:
+        super().__init__(data=data or no_counts())
+
+    def reset(self) -> None:
+        self.data = no_counts()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        self.data = add_counts(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return summary(self.data)
+
+    def is_empty(self) -> bool:
+        return is_nothing(self.data)
+
+
+class KvbridgePromMetrics(KVConnectorPromMetrics):
+    """Counts as metrics, in the process that serves HTTP."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._shown = {name: self._made(name, text) for name, text in DOCUMENTATION.items()}
+        self._failures = self._counter_cls(
+            name="vllm:kvbridge_failures",
+            documentation="Loads and held requests that ended otherwise, and errors of hooks, by code.",
+            labelnames=[*self._labelnames, "code"],
+        )
+
+    def _made(self, name: str, documentation: str) -> dict[int, Any]:
+        kind, more = self._counter_cls, dict[str, Any]()
+        if name in BUCKETS:
+            kind, more = self._histogram_cls, {"buckets": BUCKETS[name]}
+        elif name.startswith("held"):
+            kind, more = self._gauge_cls, {"multiprocess_mode": "mostrecent"}
+        metric = kind(name=f"vllm:kvbridge_{name}", documentation=documentation, labelnames=self._labelnames, **more)
+        found: dict[int, Any] = create_metric_per_engine(metric, self.per_engine_labelvalues)
+        return found
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        counts = transfer_stats_data
+        shown = {name: metrics[engine_idx] for name, metrics in self._shown.items()}
+        for name, key in (("load_seconds", "seconds"), ("load_bytes", "bytes")):
+            for value in counts[key]:
+                shown[name].observe(value)
+        shown["load_operations"].inc(sum(counts["operations"]))
+        shown["sent"].inc(counts["sent"])
+        if counts["held_rooms"] is not None:
+            shown["held_requests"].set(counts["held_rooms"])
+            shown["held_blocks"].set(counts["held_blocks"])
+        for code, count in counts["failures"].items():
+            self._failures.labels(*self.per_engine_labelvalues[engine_idx], code).inc(count)
+
+
 class _Known(NamedTuple):
-    """A request of vLLM, and as the halves know it."""
+    """A request of vLLM, and our copy of it."""
 
     request: Any
     told: Request
 
 
 class KvbridgeConnector(KVConnectorBase_V1):
-    """See the module. vLLM finds it by its name, or by `kv_connector_module_path`."""
+    """vLLM finds it by its name, or by `kv_connector_module_path`."""
 
     _cache_hit_source = CacheHitSource.P2P
 
@@ -95,30 +166,25 @@ class KvbridgeConnector(KVConnectorBase_V1):
         self._layers = frozenset(kv_cache_config.transfer_group_index_by_layer)
         """Layers with a KV cache of their own; vLLM adds those that share one later."""
         self._requests: dict[str, _Known] = {}
-        """In the scheduler's process: those that two engines have, until they have finished."""
+        """In the scheduler's process: requests with `kv_transfer_params`, until they have finished."""
         self._handshake: KvbridgeHandshake | None = None
         self._stats = TransferStats()
         self.guard = Guard(self._stats.failed)
-        self._scheduler: Scheduler | None = None
-        self._worker: Worker | None = None
+        self._half: Scheduler | Worker
         if role is KVConnectorRole.SCHEDULER:
-            self._scheduler = Scheduler(self._instance, self._stats, self.guard)
+            self._half = self._scheduler = Scheduler(self._instance, self._stats, self.guard)
         else:
-            self._worker = Worker(self._instance, _this_rank(), self.guard)
-
-    # ------------------------------------------------------------------ what vLLM asks before it starts
+            self._half = self._worker = Worker(self._instance, _this_rank(), self.guard)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Heads outermost, so that ranks may be split otherwise on the other side."""
+        """Heads outermost, so that the other side may split ranks otherwise."""
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
 
     def get_finished_count(self) -> int | None:
         """Worker 0 reports for all."""
         return 1
-
-    # ------------------------------------------------------------------ scheduler: start and end
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
@@ -128,42 +194,26 @@ class KvbridgeConnector(KVConnectorBase_V1):
             for (pp, tp), told in metadata.items()
             if isinstance(told, KvbridgeHandshake)
         }
-        self._of_scheduler().start(reports)
+        self._scheduler.start(reports)
 
     def shutdown(self) -> None:
         """Nothing of this process moves a byte afterwards, and no child of it is left."""
-        with ExitStack() as stack:  # whatever one of them fails with, the other is closed
-            if self._worker is not None:
-                stack.callback(self._worker.close)
-            if self._scheduler is not None:
-                stack.callback(self._scheduler.close)
-
-    def _of_scheduler(self) -> Scheduler:
-        assert self._scheduler is not None
-        return self._scheduler
-
-    def _of_worker(self) -> Worker:
-        assert self._worker is not None
-        return self._worker
-
-    # ------------------------------------------------------------------ scheduler: blocks
+        self._half.close()
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        self._of_scheduler().pins = BlockPins(gpu_block_pool)
+        self._scheduler.pins = BlockPins(gpu_block_pool)
 
     @hook(bool)
     def has_pending_block_frees(self) -> bool:
-        if (rooms := self._of_scheduler().prefill) is None:
+        if (rooms := self._scheduler.prefill) is None:
             return False
         preempted = RequestStatus.PREEMPTED
         return rooms.blocks_return([one for one in rooms.computing if self._requests[one].request.status is preempted])
 
     @hook(bool)
     def has_pending_push_work(self) -> bool:
-        rooms = self._of_scheduler().prefill
+        rooms = self._scheduler.prefill
         return rooms is not None and rooms.has_pins
-
-    # ------------------------------------------------------------------ scheduler: requests
 
     @hook(nothing, of_request=True)
     def on_new_request(self, request: Any) -> None:
@@ -175,14 +225,14 @@ class KvbridgeConnector(KVConnectorBase_V1):
             with self.guard.over("computed_here", request.request_id):
                 told = _told(request)
         if told is None:
-            self._of_scheduler().declined(refused)  # the API has refused it: it comes aborted, with another prompt
+            self._scheduler.declined(refused)  # the API has refused it: it comes aborted, with another prompt
             return
         self._requests[request.request_id] = _Known(request, told)
-        self._of_scheduler().arrived(told)
+        self._scheduler.arrived(told)
 
     @hook(lambda: (0, False), of_request=True)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        known, rooms = self._requests.get(request.request_id), self._of_scheduler().decode
+        known, rooms = self._requests.get(request.request_id), self._scheduler.decode
         tokens = 0 if known is None or rooms is None else rooms.matched_tokens(known.told, num_computed_tokens)
         return tokens, tokens > 0
 
@@ -192,7 +242,7 @@ class KvbridgeConnector(KVConnectorBase_V1):
 
     @hook(nothing, of_request=True)
     def update_state_after_alloc(self, request: Any, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        known, rooms = self._requests.get(request.request_id), self._of_scheduler().decode
+        known, rooms = self._requests.get(request.request_id), self._scheduler.decode
         if known is not None and rooms is not None:
             rooms.allocated(known.told, blocks.get_block_ids()[0], num_external_tokens)
 
@@ -201,11 +251,11 @@ class KvbridgeConnector(KVConnectorBase_V1):
         known = self._requests.pop(request.request_id, None)
         if known is None:
             return False, None
-        return self._of_scheduler().finished(known.told, block_ids, well=request.status in HANDED_OVER)
+        return self._scheduler.finished(known.told, block_ids, well=request.status in HANDED_OVER)
 
     @hook(KvbridgeMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        scheduler = self._of_scheduler()
+        scheduler = self._scheduler
         scheduler.look()
         if scheduler.prefill is not None:
             self._tell_computed(scheduler.prefill, scheduler_output)
@@ -225,7 +275,7 @@ class KvbridgeConnector(KVConnectorBase_V1):
 
     @hook(nothing)
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        scheduler = self._of_scheduler()
+        scheduler = self._scheduler
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, KvbridgeWorkerMetadata):
             for rank, roles in told.closed.items():
@@ -233,11 +283,9 @@ class KvbridgeConnector(KVConnectorBase_V1):
                     scheduler.closed(rank, role, nodes)
         scheduler.reported(connector_output.finished_recving or (), connector_output.finished_sending or ())
 
-    # ------------------------------------------------------------------ statistics
-
     @hook(nothing)
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        counts = self._stats.take(holds=self._scheduler is not None)
+        counts = self._stats.take(holds=isinstance(self._half, Scheduler))
         return None if counts is None else KvbridgeStats(counts)
 
     @classmethod
@@ -254,18 +302,16 @@ class KvbridgeConnector(KVConnectorBase_V1):
     ) -> KVConnectorPromMetrics | None:
         return KvbridgePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # ------------------------------------------------------------------ worker
-
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         ours = {name: tensor for name, tensor in kv_caches.items() if name in self._layers}
-        self._handshake = KvbridgeHandshake(self._of_worker().register(ours, _facts(self._vllm_config, ours)))
+        self._handshake = KvbridgeHandshake(self._worker.register(ours, _facts(self._vllm_config, ours)))
 
     def unregister_kv_caches(self) -> None:
         """Let go of the tensors before vLLM sleeps (0.33). What it raises keeps vLLM from that: see `Worker.unregister`."""
-        self._of_worker().unregister()
+        self._worker.unregister()
 
     def restore_kv_caches(self) -> None:
-        self._of_worker().restore()
+        self._worker.restore()
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._handshake
@@ -274,7 +320,7 @@ class KvbridgeConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, KvbridgeMetadata)
-        self._of_worker().start(metadata.steps)
+        self._worker.start(metadata.steps)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are over before a request is scheduled."""
@@ -287,22 +333,22 @@ class KvbridgeConnector(KVConnectorBase_V1):
 
     @hook(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        over = self._of_worker().results()
+        over = self._worker.results()
         return KVConnectorTransferResults(finished_sending=set(over.sent), finished_recving=set(over.received))
 
     @hook(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._of_worker().unfilled_blocks()
+        return self._worker.unfilled_blocks()
 
     @hook(nothing)
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        worker = self._of_worker()
+        worker = self._worker
         closed = worker.closed_here()
         return KvbridgeWorkerMetadata({worker.number: closed}) if closed else None
 
 
 def _told(request: Any) -> Request:
-    """Return a request of vLLM as the halves are to know it. Raises InvalidInputError when it is not made of tokens alone."""
+    """Copy a request of vLLM. Raises InvalidInputError when its prompt is not made of tokens alone."""
     if request.prompt_token_ids is None or request.prompt_embeds is not None:
         raise InvalidInputError("its prompt has embeddings, which are not compared")
     adapter = request.lora_request
@@ -322,7 +368,7 @@ def _this_rank() -> Rank:
 
 
 def _facts(vllm_config: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """What decides about the bytes inside a block, as the worker knows it."""
+    """Return the facts that decide about the bytes inside a block, as the worker knows them."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends  # noqa: PLC0415 - heavy
 
     backends = get_current_attn_backends(vllm_config, list(tensors))

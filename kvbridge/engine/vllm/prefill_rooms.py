@@ -1,18 +1,19 @@
 """Prefill's rooms: the blocks of prompts that another engine decodes.
 
-In plain order a room is held when its request has finished: nothing is under way for a request that vLLM may preempt.
+In plain order a room is held when its request has finished: no transfer is under way for a request that vLLM may preempt.
 
 In paired order decode has the request too, and names the room. The room is held from the request's arrival on, so that decode finds
-it. Blocks that earlier steps have filled are published, and pinned with that: vLLM frees the blocks of a request that it preempts
-at once, and transfers may read them. When the request finishes, vLLM keeps its blocks by itself until the worker's half reports the
-room's last event, and the pins go.
+it. Blocks that earlier steps have filled are published, and pinned: vLLM frees the blocks of a preempted request at once, and
+transfers may still read them. When the request finishes, vLLM keeps its blocks by itself until the worker reports the room's last
+event, and the pins go.
 
-Preemption ends the room: the node stops what is under way and fails it as `withdrawn`, its pins go with its last event, and the
-next generation of the room is held at once. Decode's half comes for that one with the blocks that it has, and reports nothing
-meanwhile. So no pin waits for a request that waits for blocks: pins are of a request that runs, which lacks nothing but blocks that
-others have, or of a room that is ending, which lacks none. Were preempted requests to keep their pins, two of them could each wait
-for blocks of the other, for ever. What decode has received by then is sent once more; that is seldom, since vLLM admits no request
-whose prompt does not fit.
+Preemption ends the room: the node stops its transfers and fails it as `withdrawn`, its pins go with its last event, and the next
+generation of the room is held at once. Decode fetches this generation with the blocks that it has, and reports nothing meanwhile.
+
+A waiting request never holds pins, so pins cannot deadlock: they belong either to a running request, which lacks only blocks that
+others have, or to a room that is ending, which needs no blocks. If preempted requests kept their pins, two of them could each wait
+for blocks of the other, for ever. The rows that decode has received by then are sent once more. This is seldom: vLLM admits no
+request whose prompt does not fit.
 """
 
 from __future__ import annotations
@@ -27,28 +28,20 @@ import structlog
 from kvbridge.core.ids import ROOM_BITS, Role
 from kvbridge.core.session.states import WITHDRAWN
 from kvbridge.core.wire.engine_messages import Finish, Hold, Publish, RoomEvent
-from kvbridge.engine.adapters.vllm.instance import Instance
-from kvbridge.engine.adapters.vllm.requests import (
-    Held,
-    Request,
-    Source,
-    full_tables,
-    params_of,
-    room_of,
-    room_tokens,
-)
-from kvbridge.engine.adapters.vllm.rooms import NO_NODE, RoomsOfRole
+from kvbridge.engine.kit.transfers import Held, full_tables, room_tokens
+from kvbridge.engine.vllm.requests import Instance, Request, Source, params_of, room_of
+from kvbridge.engine.vllm.rooms import NO_NODE, RoomsOfRole
 
 log = structlog.get_logger(__name__)
 
 PATIENCE_STEPS = 1_000
-"""For so many steps running requests wait for the pins of a room that is ending, instead of being preempted as well."""
+"""For so many steps running requests wait for the pins of an ending room, instead of being preempted as well."""
 
 
 class BlockPins:
-    """References to blocks, by which we keep some from being given to another request whoever frees them."""
+    """References to blocks, which keep vLLM from giving them to another request."""
 
-    def __init__(self, pool: Any) -> None:  # noqa: ANN401 - vLLM's BlockPool
+    def __init__(self, pool: Any) -> None:
         self._pool = pool
 
     def pin(self, blocks: Sequence[int]) -> None:
@@ -56,7 +49,7 @@ class BlockPins:
         self._pool.touch([self._pool.blocks[block] for block in blocks])
 
     def unpin(self, blocks: Sequence[int]) -> None:
-        """Take it back; those that nobody else has are free with it, the first ones last."""
+        """Take the references back. Blocks without another reference are free then, the first ones last."""
         self._pool.free_blocks([self._pool.blocks[block] for block in reversed(blocks)])
 
 
@@ -68,30 +61,30 @@ class PairedRoom:
     room: int
     generation: int = 1
     node: str = ""
-    """The incarnation that was told to hold this generation; empty: none yet."""
+    """Incarnation that was told to hold this generation; empty: none yet."""
     blocks: list[int] = field(default_factory=list)
-    """Published of this generation, from the prompt's first on; pinned while the request has not finished."""
+    """Published blocks of this generation, from the prompt's first on; pinned until the request has finished."""
     cached_tokens: int | None = None
-    """Of these the request needed no computing when it was scheduled last."""
+    """Tokens that vLLM's cache held when the request was scheduled last."""
     finished: bool = False
     given_up: bool = False
-    """Nothing more is to be published."""
+    """Nothing more may be published."""
     over: bool = False
 
     @property
     def is_computing(self) -> bool:
-        """Whether blocks are still to be published as they are computed."""
+        """Whether blocks are published as they are computed."""
         return not (self.finished or self.given_up or self.over)
 
 
 @dataclass(slots=True)
 class Ending:
-    """Pinned blocks of a room that nobody publishes in any more."""
+    """Pinned blocks of a room that publishes nothing more."""
 
     node: str
     blocks: list[int]
     until_step: int
-    """So long others wait for them."""
+    """Other requests wait for them until this step."""
 
 
 class PrefillRooms(RoomsOfRole):
@@ -99,18 +92,18 @@ class PrefillRooms(RoomsOfRole):
 
     role = Role.PREFILL
 
-    def __init__(self, instance: Instance, *parts: Any) -> None:  # noqa: ANN401 - those of every role
+    def __init__(self, instance: Instance, *parts: Any) -> None:
         super().__init__(instance, *parts)
         self._of: dict[str, PairedRoom] = {}
         self._rooms: dict[int, PairedRoom] = {}
         self._ending: dict[tuple[int, int], Ending] = {}
         self._steps = 0
         self.pins: BlockPins | None = None
-        """Without them nothing is published before its request has finished."""
+        """None if vLLM cannot pin blocks; then rooms are published only when their request has finished."""
 
     @property
     def computing(self) -> tuple[str, ...]:
-        """Requests whose rooms want to know how far they are: `computed` is told at each step that schedules them."""
+        """Requests that publish while they are computed: `computed` must be called at each step that schedules them."""
         return tuple(one for one, paired in self._of.items() if paired.is_computing)
 
     @property
@@ -119,22 +112,21 @@ class PrefillRooms(RoomsOfRole):
 
     @property
     def has_pins(self) -> bool:
-        """Whether blocks that no request has wait for a last event: the engine has to go on stepping."""
+        """Whether pinned blocks without a request wait for a last event: the engine must go on stepping."""
         return bool(self._ending)
 
     def blocks_return(self, preempted: Collection[str]) -> bool:
-        """Whether to wait for blocks instead of preempting one more request: some will be free that no request has any more.
+        """Whether to wait for blocks instead of preempting one more request: blocks without a request will become free.
 
-        `preempted`: by vLLM, as far as is known now, perhaps in this very step. What reads their pinned blocks is being stopped.
+        `preempted`: requests that vLLM has preempted, perhaps in this very step. The transfers of their pinned blocks are being
+        stopped.
         """
         return any(one.until_step > self._steps for one in self._ending.values()) or any(
             paired.blocks for one in preempted if (paired := self._of.get(one)) is not None and not paired.finished
         )
 
-    # ------------------------------------------------------------------ the node
-
     def _node_lost(self) -> None:
-        """What read blocks of these rooms may do so until every rank has said otherwise."""
+        """Transfers may read blocks of these rooms until every rank has closed its transports."""
         for paired in list(self._of.values()):
             if paired.node or paired.generation > 1:
                 self._set_aside(paired)
@@ -172,7 +164,7 @@ class PrefillRooms(RoomsOfRole):
             self._unpin_all(paired)
             self._end(paired)
         elif event.generation < paired.generation and event.code != WITHDRAWN:
-            # It was over before it could be withdrawn: decode does not come for the next one.
+            # The room ended before it could be withdrawn: decode does not fetch the next generation.
             self._give_up(paired.room, event.reason)
             self._set_aside(paired)
             self._end(paired)
@@ -184,8 +176,6 @@ class PrefillRooms(RoomsOfRole):
 
     def _forget(self, paired: PairedRoom) -> None:
         del self._of[paired.request.id], self._rooms[paired.room]
-
-    # ------------------------------------------------------------------ pins
 
     def _unpin(self, blocks: Sequence[int]) -> None:
         if self.pins is not None and blocks:
@@ -208,12 +198,10 @@ class PrefillRooms(RoomsOfRole):
             self._ending[paired.room, paired.generation] = Ending(paired.node, paired.blocks, until)
         paired.blocks = []
 
-    # ------------------------------------------------------------------ requests while they are computed
-
     def arrived(self, request: Request) -> None:
-        """A request has come. Where decode has it too, its room is held from now on.
+        """A request has come. When decode has it too, its room is held from now on.
 
-        Raises InvalidInputError for a room that cannot be read or that another request has: it is held in plain order.
+        Raises InvalidInputError for a room that cannot be read or that another request has: the prompt is held in plain order.
         """
         room = room_of(request)
         if room is None or request.id in self._of:
@@ -223,7 +211,7 @@ class PrefillRooms(RoomsOfRole):
         self._hold(paired)
 
     def _hold(self, paired: PairedRoom) -> bool:
-        """Have the node hold the room. Returns whether it was told; else it is at a later step."""
+        """Have the node hold the room, now or at a later step. Returns whether it was told."""
         if paired.node or paired.over or paired.given_up:
             return bool(paired.node)
         told = self._say(
@@ -238,11 +226,12 @@ class PrefillRooms(RoomsOfRole):
         return told
 
     def computed(self, request: str, tokens: int, in_flight_tokens: int, blocks: Sequence[int]) -> None:
-        """A step goes on with a request: blocks that earlier steps have filled are published.
+        """A step continues a request: publish the blocks that earlier steps have filled.
 
-        `tokens`: of it that are computed, or in vLLM's cache, or to be by steps before this one (`num_computed_tokens` before
-        this step adds to it). `in_flight_tokens`: those of steps whose output was not read (`num_in_flight_tokens`); the others
-        are final, as every rank had to end a step for its output. `blocks`: all of the request, from the prompt's first on.
+        `tokens`: number of tokens that are computed, in vLLM's cache, or computed by steps before this one (`num_computed_tokens`
+        before this step adds to it). `in_flight_tokens`: those of steps whose output was not read (`num_in_flight_tokens`). The
+        other tokens are final, because every rank had to end a step for its output. `blocks`: all blocks of the request, from the
+        prompt's first on.
         """
         paired = self._of.get(request)
         if paired is None or not paired.is_computing or self.pins is None:
@@ -250,13 +239,13 @@ class PrefillRooms(RoomsOfRole):
         if paired.cached_tokens is None:
             paired.cached_tokens = tokens
         final = tokens - in_flight_tokens
-        # What was found in vLLM's cache another request may compute in the very step that schedules this one: once tokens of its
-        # own are there, so are those.
+        # Another request may compute cached tokens in the very step that schedules this one. They are there once tokens of this
+        # request are.
         if final > paired.cached_tokens:
             self._publish(paired, blocks[: min(final, paired.request.prompt_tokens) // self._block_tokens])
 
     def _publish(self, paired: PairedRoom, blocks: Sequence[int]) -> None:
-        """Publish what is not of the prompt's first blocks."""
+        """Publish those of the prompt's first blocks that are not published."""
         known = len(paired.blocks)
         further = blocks[known:]
         if not self._hold(paired) or not further:
@@ -268,7 +257,7 @@ class PrefillRooms(RoomsOfRole):
                 self.pins.pin(further)
 
     def preempted(self, requests: Iterable[str]) -> None:
-        """These were preempted since the last step, and perhaps scheduled again: vLLM has freed their blocks."""
+        """VLLM has preempted these requests since the last step, and freed their blocks; perhaps it has scheduled them again."""
         for request in requests:
             paired = self._of.get(request)
             if paired is None or paired.finished:
@@ -294,12 +283,10 @@ class PrefillRooms(RoomsOfRole):
             if not paired.finished:
                 self._hold(paired)
 
-    # ------------------------------------------------------------------ the end of a request
-
     def finished(self, request: Request, blocks: Sequence[int], *, well: bool) -> tuple[bool, dict[str, Any] | None]:
         """Return whether its blocks are still needed, and the answer's `kv_transfer_params`.
 
-        `well`: it stopped or came to its length, and was not aborted.
+        `well`: the request stopped or reached its length, and was not aborted.
         """
         paired = self._of.get(request.id)
         if paired is None:
@@ -332,7 +319,7 @@ class PrefillRooms(RoomsOfRole):
             prompt_tokens=tokens,
             prompt_digest=request.prompt_digest,
             tables=full_tables(blocks[:pages], 0),
-            # Nothing of it is written any more. Whoever shares a block may have been held before the request that wrote it.
+            # The prompt is complete. A request that shares a block may have been held before the request that wrote it.
             computed_tokens=tokens,
             published_tokens=tokens,
         )
@@ -345,12 +332,12 @@ class PrefillRooms(RoomsOfRole):
         return secrets.randbits(ROOM_BITS)
 
     def _finished_paired(self, paired: PairedRoom, blocks: Sequence[int], *, well: bool) -> bool:
-        """Publish the rest. Returns whether the workers are to report when nobody reads the blocks any more."""
+        """Publish the rest. Returns whether the workers must report when nobody reads the blocks any more."""
         pages = room_tokens(paired.request.prompt_tokens, self._block_tokens) // self._block_tokens
         kept = list(blocks[: len(paired.blocks)]) == paired.blocks
         if kept:
-            self._unpin(paired.blocks)  # vLLM keeps them now; which of them are published is still to be known
-        else:  # it was preempted, which `preempted` would have told at the next step
+            self._unpin(paired.blocks)  # vLLM keeps them now; `paired.blocks` still says which are published
+        else:  # it was preempted; `preempted` would have heard so at the next step
             self._set_aside(paired)
         paired.finished = True
         if paired.over:

@@ -1,7 +1,7 @@
 """Decode's rooms: prompts that are computed elsewhere, from the arrival of their requests until their loads are reported.
 
-Decode says at once that it will come, and names its blocks when vLLM has allocated them. vLLM waits for blocks that are named, so
-nothing is under way for a request that vLLM may preempt. A load is over when the worker says so (`worker`).
+Decode says at once that it will fetch a room, and names its blocks when vLLM has allocated them. vLLM waits for named blocks, so no
+transfer is under way for a request that vLLM may preempt. A load is over when the worker reports it (`kit.transfers`).
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from kvbridge.core.ids import Role
 from kvbridge.core.session.states import WITHDRAWN
 from kvbridge.core.wire.engine_messages import Fetch as FetchCall
 from kvbridge.core.wire.engine_messages import Provide, RoomEvent
-from kvbridge.engine.adapters.vllm.instance import Instance
-from kvbridge.engine.adapters.vllm.requests import Load, Request, Source, full_tables, room_tokens, source_of
-from kvbridge.engine.adapters.vllm.rooms import NO_NODE, RoomsOfRole
+from kvbridge.engine.kit.transfers import Load, full_tables, room_tokens
+from kvbridge.engine.vllm.requests import Instance, Request, Source, source_of
+from kvbridge.engine.vllm.rooms import NO_NODE, RoomsOfRole
 
 MOST_WITHDRAWALS = 4_096
-"""What is kept for a node that is being started again; prefill holds what is forgotten for its `timeouts.offer_s`."""
+"""Kept for a node that is being started again; prefill holds forgotten ones for its `timeouts.offer_s`."""
 
 
 class FetchState(StrEnum):
-    """How far a request is whose prompt was computed elsewhere."""
+    """Progress of a request whose prompt is computed elsewhere."""
 
     INTENDED = auto()
-    """Prefill knows that we will come; there are no blocks yet."""
+    """Prefill knows that we will fetch the room; there are no blocks yet."""
     STARTED = auto()
-    """Blocks are named: vLLM waits for one report, whatever becomes of the request."""
+    """Blocks are named: vLLM waits for one report, whatever happens to the request."""
     ABANDONED = auto()
-    """The same, and the request is gone."""
+    """Blocks are named, and the request has ended."""
     OVER = auto()
-    """Reported, or not needed: from now on it is a request like any other."""
+    """Reported, or not needed: the request is like any other now."""
 
 
 @dataclass(slots=True)
@@ -48,12 +48,12 @@ class Fetch:
     state: FetchState = FetchState.INTENDED
     generation: int = 1
     provided: int = 0
-    """The generation for which the blocks were named."""
+    """Generation for which the blocks were named."""
     blocks: tuple[int, ...] = ()
-    """Those that are named, from the prompt's block `first` on."""
+    """Named blocks, from the prompt's block `first` on."""
     first: int = 0
     refused: str = ""
-    """Why nothing will come."""
+    """Why no bytes will come; empty: they may."""
 
 
 class DecodeRooms(RoomsOfRole):
@@ -61,19 +61,17 @@ class DecodeRooms(RoomsOfRole):
 
     role = Role.DECODE
 
-    def __init__(self, instance: Instance, *parts: Any) -> None:  # noqa: ANN401 - those of every role
+    def __init__(self, instance: Instance, *parts: Any) -> None:
         super().__init__(instance, *parts)
         self._allowed = instance.allowed_prefill
         self._of: dict[str, Fetch] = {}
         self._withdrawals: OrderedDict[int, Mapping[str, Any]] = OrderedDict()
-        """Rooms that prefill holds for us, and nobody comes for, as `Fetch` names them: no incarnation of the node was told."""
+        """Fields of `Fetch` for rooms that prefill holds and nobody fetches, as long as no incarnation of the node was told."""
 
     @property
     def idle(self) -> bool:
         owes = self.node and self._withdrawals
         return super().idle and not owes and all(fetch.state is FetchState.OVER for fetch in self._of.values())
-
-    # ------------------------------------------------------------------ the node
 
     def _node_lost(self) -> None:
         for fetch in self._of.values():
@@ -85,14 +83,14 @@ class DecodeRooms(RoomsOfRole):
         if fetch is None:
             return True
         if refused.generation != fetch.generation and (refused.generation or fetch.provided != fetch.generation):
-            return False  # what was said of a generation that is over means nothing
+            return False  # the refusal is about a generation that is over
         if not fetch.refused:
             fetch.refused = refused.reason
             self._give_up(refused.room, refused.reason)
         return True
 
     def _over(self, event: RoomEvent) -> None:
-        """Where prefill computes the prompt again, come for the next generation, with the same blocks."""
+        """When prefill computes the prompt again, fetch the next generation, into the same blocks."""
         fetch = self._fetch_of(event.room)
         if event.code != WITHDRAWN or fetch is None or event.generation != fetch.generation:
             return
@@ -108,7 +106,7 @@ class DecodeRooms(RoomsOfRole):
         return next((fetch for fetch in self._of.values() if fetch.source.room == room), None)
 
     def _fetch(self, fetch: Fetch) -> None:
-        """Say that we will come, with our blocks where there are any. Prefill is told later where that cannot be said."""
+        """Say that we fetch the room, with our blocks if there are any. Without a node, prefill is told later that nobody does."""
         named = _named(
             room_tokens(fetch.request.prompt_tokens, self._block_tokens),
             fetch.request.prompt_digest,
@@ -128,7 +126,7 @@ class DecodeRooms(RoomsOfRole):
             self._withdraw(fetch.source.room, named)
 
     def _withdraw(self, room: int, named: Mapping[str, Any]) -> None:
-        """Have prefill told that nobody comes for a room, now or when there is a node: it ends a room for whoever has come."""
+        """Tell prefill, now or when a node is attached, that nobody fetches a room: fetch it and give it up."""
         self._withdrawals[room] = named
         if len(self._withdrawals) > MOST_WITHDRAWALS:
             self._withdrawals.popitem(last=False)
@@ -142,10 +140,8 @@ class DecodeRooms(RoomsOfRole):
             self._give_up(room, "decode does not come for it")
             del self._withdrawals[room]
 
-    # ------------------------------------------------------------------ requests
-
     def arrived(self, request: Request) -> None:
-        """A request has come. Where its prompt is computed elsewhere, prefill hears that we come, and waits without a limit.
+        """A request has come. When its prompt is computed elsewhere, prefill hears that we fetch it, and waits without a limit.
 
         Raises InvalidInputError for a room that cannot be read, that is not allowed or that another request has.
         """
@@ -158,14 +154,14 @@ class DecodeRooms(RoomsOfRole):
         self._fetch(fetch)
 
     def declined(self, request: Request) -> None:
-        """A request has come that is not computed here, as one that the API has refused: prefill is told.
+        """A request has come that is not computed here, such as one that the API has refused: tell prefill.
 
-        Such a request has another prompt, so only an answer of prefill says what the room is of. In paired order whoever has drawn
-        the room has asked prefill too. Raises as `arrived` does.
+        Such a request comes with another prompt, so only prefill's own answer identifies the room. In paired order the client has
+        asked prefill as well. Raises as `arrived` does.
         """
         source = source_of(request)
         if source is None or not source.prompt_tokens or source.room in self._seen:
-            return  # of a client that leaves the API says so too, after its request came
+            return  # a client that leaves is declined by the API, too, after its request came
         self._require_allowed(source)
         self._require_new(source.room)
         self._withdraw(source.room, _named(source.prompt_tokens, bytes.fromhex(source.prompt_digest), source.prefill))
@@ -182,7 +178,7 @@ class DecodeRooms(RoomsOfRole):
     def matched_tokens(self, request: Request, computed_tokens: int) -> int:
         """Return how many tokens behind those in vLLM's cache will be loaded, asynchronously.
 
-        Asked any number of times. 0 once blocks were named, also after a load that failed and after preemption.
+        Asked any number of times. 0 once blocks were named, also after a failed load and after preemption.
         """
         fetch = self._of.get(request.id)
         if fetch is None or fetch.state is not FetchState.INTENDED or computed_tokens % self._block_tokens:
@@ -190,9 +186,9 @@ class DecodeRooms(RoomsOfRole):
         return max(0, request.prompt_tokens - computed_tokens)
 
     def allocated(self, request: Request, blocks: Sequence[int], external_tokens: int) -> None:
-        """The request has blocks: all of them, from the prompt's first on.
+        """VLLM has allocated all blocks of the request, from the prompt's first on.
 
-        `external_tokens`: how many tokens we are to load. Called once more when they are there.
+        `external_tokens`: number of tokens to load. vLLM calls this once more when they are there.
         """
         fetch = self._of.get(request.id)
         if fetch is None or fetch.state is not FetchState.INTENDED:
@@ -204,7 +200,7 @@ class DecodeRooms(RoomsOfRole):
             return
         fetch.first = (request.prompt_tokens - external_tokens) // self._block_tokens
         pages = room_tokens(request.prompt_tokens, self._block_tokens) // self._block_tokens
-        # By place, never from the end: there may be further blocks behind the prompt's.
+        # By place, never from the end: blocks may follow those of the prompt.
         fetch.blocks = tuple(blocks[fetch.first : pages])
         fetch.state, fetch.provided = FetchState.STARTED, fetch.generation
         self._begun.append(Load(request.id, room, fetch.blocks, self.node, fetch.generation))
@@ -234,7 +230,7 @@ class DecodeRooms(RoomsOfRole):
             self._give_up(fetch.source.room, reason)
 
     def finished(self, request: str) -> None:
-        """The request has ended, and with it whatever is under way for it, but for its report."""
+        """The request has ended: end its transfer; a load is still reported."""
         fetch = self._of.get(request)
         if fetch is None:
             return
@@ -258,7 +254,7 @@ class DecodeRooms(RoomsOfRole):
 def _named(
     prompt_tokens: int, prompt_digest: bytes, prefill: Sequence[PeerAddress], generation: int = 1
 ) -> dict[str, Any]:
-    """Return what says of a room whose it is and what it is of."""
+    """Return the fields of `Fetch` that identify a room and its prompt."""
     return {
         "generation": generation,
         "prompt_tokens": prompt_tokens,

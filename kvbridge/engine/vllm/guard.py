@@ -1,6 +1,6 @@
-"""Errors in an engine's hooks: none leaves a hook, since vLLM's engine ends with every error that does.
+"""Errors in an engine's hooks. None leaves a hook, since the engine ends with every error that does.
 
-Each is counted by its code, and told in a line with its reason, a few of each kind a second.
+Each is counted by its code, and logged with its reason, a few of each kind a second.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from kvbridge.telemetry.logs import Seldom
 log = structlog.get_logger(__name__)
 
 LINES, EVERY_S = 5, 1.0
-"""So many lines of each kind are written in so many seconds: whoever sends requests decides how many errors there are."""
+"""So many lines of each kind are written in so many seconds, because clients decide how many errors there are."""
 REFUSED, FAILED = "hook_refused", "hook_failed"
-"""The lines: a request itself is wrong, or a hook has a defect."""
+"""Log events: a request itself is wrong, or a hook has a defect."""
 MethodT = TypeVar("MethodT", bound=Callable[..., Any])
 
 
@@ -33,21 +33,19 @@ class Guard:
         """`count` takes the code of each error."""
         self._count = count
         self.lose: Callable[[str, str], None] = lambda _request, _reason: None
-        """Called with a request of vLLM and a reason: a hook has failed in the middle of it, and what was begun is to end. A
-        worker's process begins nothing."""
-        # Each error is counted by its code.
+        """Called with a request and a reason when a hook has failed in the middle of it: ends what was begun for the request."""
         self._seldom = Seldom(lambda _: None, lines=LINES, every_s=EVERY_S, clock=clock)
 
     @contextmanager
     def over(self, what: str, request: str = "", *, lost: Callable[[str], None] | None = None) -> Iterator[None]:
-        """Keep every error of the block here, and tell and count it.
+        """Stop every error of the block here, log and count it.
 
-        `what`: the block's name in the log. InvalidInputError says that a request itself is wrong, any other error is a defect of
-        kvbridge. `lost`: called with the reason of the error, to end what was begun.
+        `what`: the block's name in the log. InvalidInputError means that a request itself is wrong, any other error is a defect of
+        kvbridge. `lost`: called with the reason, to end what was begun.
         """
         try:
             yield
-        except Exception as error:  # noqa: BLE001 - vLLM's engine would end with it
+        except Exception as error:  # noqa: BLE001 - the engine would end with it
             self._tell(what, request, error)
             if lost is not None:
                 with self.over("not_given_up", request):
@@ -67,18 +65,18 @@ class Guard:
             log.error("hook_failed", where=what, request=request, code=code, reason=reason, exc_info=error)
 
     def look(self) -> None:
-        """Say how many lines were not written."""
+        """Log how many lines were left out."""
         self._seldom.tell()
 
 
 def nothing() -> None:
-    """Answer for a hook that has no answer, or nothing to say."""
+    """Answer for a hook that returns None."""
 
 
 def hook(otherwise: Callable[[], Any], *, of_request: bool = False) -> Callable[[MethodT], MethodT]:
     """Return a decorator for a hook of a class with a `guard`; the hook answers `otherwise()` when it fails.
 
-    `of_request`: its first argument is a request of vLLM, which is lost then.
+    `of_request`: the hook's first argument is a request with a `request_id`, which is lost then.
     """
 
     def guarded(method: MethodT) -> MethodT:

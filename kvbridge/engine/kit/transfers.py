@@ -1,0 +1,255 @@
+"""Transfers of an engine's requests: how the scheduler's process names them to the workers, and how worker 0 reports their ends.
+
+An engine stops with a report too many, and keeps blocks for ever with one too few. So a transfer is a record from the step that
+names it until it is reported, and no report comes from anything else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import structlog
+
+from kvbridge.core.ids import IndexSpace, PageTable, Role, Tables
+from kvbridge.core.session.states import WITHDRAWN
+from kvbridge.core.wire.engine_messages import RoomEvent
+from kvbridge.engine.attach import AdoptedWorker
+from kvbridge.engine.kit.attachment import NodeAttachment
+
+log = structlog.get_logger(__name__)
+
+LAST_EVENTS = frozenset({"committed", "completed", "aborted", "failed"})
+"""Kinds of events after which nobody reads or writes a page of a room's generation any more."""
+EARLY_EVENTS_KEPT = 4_096
+"""Last events of rooms that no step has named yet. The next step names most of them; it never names rooms of requests that end
+before they have blocks. The loss of an event costs nothing: the node refuses to fill blocks for a room that has ended."""
+IDLE_LOOK_S = 0.1
+"""How often a node is asked for events while nothing is under way."""
+DIGEST_BYTES = 16
+_DOMAIN = b"kvbridge.prompt.1"
+
+
+def prompt_digest(
+    tokens: Sequence[int] | npt.NDArray[np.int64], *, adapter: str = "", inputs: Sequence[str] = (), salt: str = ""
+) -> bytes:
+    """Return 16 bytes that two prompts share only if one may be answered from the KV cache of the other.
+
+    `tokens`: ids of the whole prompt. `adapter`: the LoRA adapter; `inputs`: the hashes of multimodal inputs, in the prompt's
+    order; `salt`: that of the request's cache.
+    """
+    digest = hashlib.blake2b(_DOMAIN + len(inputs).to_bytes(8, "little"), digest_size=DIGEST_BYTES)
+    for part in (adapter.encode(), salt.encode(), *(text.encode() for text in inputs)):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    digest.update(np.asarray(tokens, dtype="<i8").tobytes())
+    return digest.digest()
+
+
+def room_tokens(prompt_tokens: int, block_tokens: int) -> int:
+    """Return the tokens of a room for a prompt: whole blocks are moved, because the order inside a block is the engine's."""
+    return -(-prompt_tokens // block_tokens) * block_tokens
+
+
+def full_tables(blocks: Sequence[int], first: int) -> Tables:
+    """Return a prompt's blocks from block `first` on as tables."""
+    return {IndexSpace.FULL: PageTable(IndexSpace.FULL, np.array(blocks, dtype=np.int32), first)}
+
+
+# ---------------------------------------------------------------------------------------------- what the processes tell each other
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Blocks of a request that a room is to fill."""
+
+    request: str
+    room: int
+    blocks: tuple[int, ...]
+    """All blocks that may be written."""
+    node: str
+    """Incarnation of our node that was told."""
+    generation: int = 1
+    """Attempt at the room; prefill begins a new one when it has to compute the prompt again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A finished request whose blocks a room may read."""
+
+    request: str
+    room: int
+    node: str
+    generation: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetadata:
+    """From the scheduler's process to the workers, for one role, at each step."""
+
+    begun: tuple[Load | Held, ...] = ()
+    refused: tuple[tuple[int, str], ...] = ()
+    """Rooms that the node refused, and why: nobody knows their pages. Only the process that sent the message hears of it."""
+    closed: tuple[str, ...] = ()
+    """Incarnations of our node for which no rank moves a byte any more."""
+    ended: tuple[RoomEvent, ...] = ()
+    """Last events of rooms. Worker 0 mostly knows them, but it may have attached later than the scheduler's process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """Requests, by id, that a worker reports at the end of a step. Each is reported once."""
+
+    sent: frozenset[str] = frozenset()
+    received: frozenset[str] = frozenset()
+
+
+# ---------------------------------------------------------------------------------------------- reports
+
+
+class Reports:
+    """Which requests a worker reports as sent or received, and which blocks as not filled. For the worker's thread only.
+
+    A transfer is reported when nobody moves bytes of it any more: at the last event of its room, when the node refused it, or when
+    every rank has closed the transports that the node had. Blocks of a failed load are reported all together and in the same step,
+    because nothing of a room can be read before all of it is there.
+    """
+
+    def __init__(self) -> None:
+        self._under_way: dict[int, Load | Held] = {}
+        self._over: list[tuple[Load | Held, str]] = []
+        """Transfers to be reported, and why they failed (empty: they succeeded)."""
+        self._early: OrderedDict[tuple[int, int], RoomEvent] = OrderedDict()
+        self._closed: set[str] = set()
+        """Incarnations of the node for which no rank moves a byte."""
+        self._unfilled: set[int] = set()
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is under way."""
+        return not (self._under_way or self._over)
+
+    def start(self, step: StepMetadata) -> None:
+        """Take what the scheduler's process has begun, and has heard."""
+        for transfer in step.begun:
+            self._under_way[transfer.room] = transfer
+            self._look_back(transfer)
+        for room, reason in step.refused:
+            self._end(room, reason or "refused")
+        self._closed.update(step.closed)
+        for transfer in list(self._under_way.values()):
+            if transfer.node in self._closed:
+                self._end(transfer.room, "the node process has ended")
+        self.heard(step.ended)
+
+    def heard(self, events: Iterable[RoomEvent]) -> None:
+        """Take events of the node. Events of rooms that no step has named are kept: the node may be ahead of the scheduler."""
+        for event in events:
+            if event.kind not in LAST_EVENTS:
+                continue
+            transfer = self._under_way.get(event.room)
+            if transfer is not None and transfer.generation == event.generation:
+                self._ended(event)
+                continue
+            self._early[event.room, event.generation] = event
+            if len(self._early) > EARLY_EVENTS_KEPT:
+                self._early.popitem(last=False)
+
+    def _look_back(self, transfer: Load | Held) -> None:
+        if (event := self._early.pop((transfer.room, transfer.generation), None)) is not None:
+            self._ended(event)
+
+    def _ended(self, event: RoomEvent) -> None:
+        transfer = self._under_way[event.room]
+        if event.code == WITHDRAWN and isinstance(transfer, Load):
+            # The scheduler's process has heard it as well, and fetches the next generation, or says that it does not.
+            following = self._under_way[event.room] = replace(transfer, generation=transfer.generation + 1)
+            self._look_back(following)
+            return
+        well = event.kind in {"committed", "completed"}
+        self._end(event.room, "" if well else f"{event.kind}: {event.reason}")
+
+    def _end(self, room: int, reason: str) -> None:
+        transfer = self._under_way.pop(room, None)
+        if transfer is not None:
+            self._over.append((transfer, reason))
+
+    def results(self) -> Results:
+        """Return the transfers that have ended since the last call. `unfilled_blocks` is asked after it."""
+        over, self._over = self._over, []
+        for transfer, reason in over:
+            if not reason:
+                continue
+            what = "load_failed" if isinstance(transfer, Load) else "hold_ended"
+            log.warning(what, request=transfer.request, room=transfer.room, reason=reason)
+            if isinstance(transfer, Load):
+                self._unfilled.update(transfer.blocks)
+        return Results(
+            sent=frozenset(one.request for one, _ in over if isinstance(one, Held)),
+            received=frozenset(one.request for one, _ in over if isinstance(one, Load)),
+        )
+
+    def unfilled_blocks(self) -> set[int]:
+        """Return the blocks of failed loads."""
+        blocks, self._unfilled = self._unfilled, set()
+        return blocks
+
+
+class ServedRole:
+    """The tensors of this rank, served to the node of one role. `attachment`: that of worker 0, which reports for all ranks."""
+
+    def __init__(
+        self, role: Role, serve: Callable[[], AdoptedWorker], attachment: NodeAttachment | None = None
+    ) -> None:
+        self.role = role
+        self.reports = Reports()
+        self.closed: list[str] = []
+        """Incarnations of the node for which this rank moves nothing any more, and will not again; to be told."""
+        self._serve = serve
+        self._worker: AdoptedWorker | None = serve()
+        self._attachment = attachment
+        self._served: set[str] = set()
+        """Incarnations of which a rank worker has ended, and that are not known to have ended themselves."""
+        self._next_look_s = 0.0
+
+    def look_at_step(self, now_s: float) -> None:
+        """Take the node's events, and the ends of the rank worker: seldom while nothing is under way."""
+        if now_s < self._next_look_s and self.reports.idle:
+            return
+        self._next_look_s = now_s + IDLE_LOOK_S
+        if self._attachment is not None:
+            self.reports.heard(self._attachment.events())
+        if self._worker is None:
+            return
+        ends, serves = self._worker.ends(), self._worker.node
+        # A living node is not closed: it reports itself what has failed.
+        self._served.update(end.node for end in ends if end.node)
+        gone = {end.node for end in ends if end.node and end.node_gone}
+        gone |= {node for node in self._served if serves and node != serves}
+        self._served -= gone
+        for node in sorted(gone):
+            log.info("transports_closed", node_role=self.role.value, incarnation=node)
+            self.closed.append(node)
+
+    def unregister(self) -> None:
+        """Let go of the tensors. Raises as `AdoptedWorker.close` does."""
+        if self._worker is not None:
+            node = self._worker.node
+            self._worker.close()
+            self._served.update({node} - {""})
+            self._worker = None
+
+    def restore(self) -> None:
+        """Serve the tensors again."""
+        self._worker = self._worker or self._serve()
+
+    def close(self) -> None:
+        """Let go of the tensors, and leave the node."""
+        with ExitStack() as stack:
+            stack.callback(self.unregister)
+            if self._attachment is not None:
+                stack.callback(self._attachment.close)

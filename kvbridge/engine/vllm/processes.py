@@ -1,0 +1,282 @@
+"""The connector in vLLM's processes: the scheduler's, with the nodes and their rooms, and each worker's, with the tensors.
+
+An instance of both roles has two nodes over the same tensors. Each role hears of every request, and takes those that concern it.
+Worker 0 reports for all; the other workers only tell that they have closed their transports.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+
+from kvbridge.core.errors import BridgeError, UnsupportedError
+from kvbridge.core.ids import FrozenModel, Rank, Role
+from kvbridge.engine.attach import AdoptedWorker
+from kvbridge.engine.kit.attachment import NodeAttachment
+from kvbridge.engine.kit.node import START_S, open_node
+from kvbridge.engine.kit.node_files import NodePlan
+from kvbridge.engine.kit.tensors import (
+    InstanceCache,
+    RankCache,
+    cache_component,
+    instance_cache,
+    rank_cache,
+    rank_regions,
+)
+from kvbridge.engine.kit.transfers import Results, ServedRole, StepMetadata
+from kvbridge.engine.vllm import VLLM
+from kvbridge.engine.vllm.decode_rooms import DecodeRooms
+from kvbridge.engine.vllm.guard import Guard
+from kvbridge.engine.vllm.prefill_rooms import BlockPins, PrefillRooms
+from kvbridge.engine.vllm.requests import Instance, Request
+from kvbridge.engine.vllm.stats import TransferStats
+
+_STAYING: list[Mapping[str, torch.Tensor]] = []
+"""Tensors that a rank worker may still reach, though it was to end: they stay until this process ends."""
+
+
+class RankReport(FrozenModel):
+    """From each worker to the scheduler's process, once the worker has its KV cache."""
+
+    cache: RankCache
+    device: str
+    """`cpu`, or `cuda:N`."""
+    host: str
+    facts: dict[str, str]
+
+
+class Scheduler:
+    """For the scheduler's thread only. None of its methods waits, but `start` and `close`.
+
+    Nodes are looked at when a request comes and at steps. Calls in between go to the node that was there then, or to nobody:
+    another incarnation is taken up at the next look only.
+    """
+
+    def __init__(self, instance: Instance, stats: TransferStats, guard: Guard) -> None:
+        self._instance = instance
+        self._closing = ExitStack()
+        self._guard = guard
+        guard.lose = self.lost
+        self.stats = stats
+        self.prefill: PrefillRooms | None = None
+        self.decode: DecodeRooms | None = None
+        self.pins: BlockPins | None = None
+        """Set before `start`, if at all."""
+
+    @property
+    def roles(self) -> tuple[PrefillRooms | DecodeRooms, ...]:
+        """The rooms of the roles that this instance has."""
+        return tuple(rooms for rooms in (self.prefill, self.decode) if rooms is not None)
+
+    def start(self, reports: Mapping[Rank, RankReport]) -> None:
+        """All workers have their KV caches: start the nodes, and wait until they serve rooms.
+
+        Raises a BridgeError, in words for the person who starts vLLM, when they cannot.
+        """
+        cache = self._read_cache(reports)
+        devices = {rank: report.device for rank, report in reports.items()}
+        instance = self._instance
+        with ExitStack() as stack:
+            for role in instance.roles:
+                node = open_node(NodePlan(instance.place(role), cache, instance.tp_size, devices))
+                stack.callback(node.close)
+                attachment = NodeAttachment(role, node.runtime_dir)
+                stack.callback(attachment.close)
+                attachment.begin()
+                of_role = (instance, node, attachment, self.stats, self._guard)
+                if role is Role.PREFILL:
+                    self.prefill = PrefillRooms(*of_role)
+                    self.prefill.pins = self.pins
+                else:
+                    self.decode = DecodeRooms(*of_role)
+            for rooms in self.roles:
+                rooms.attachment.wait(START_S)
+                rooms.look()
+            self._closing = stack.pop_all()
+
+    def _read_cache(self, reports: Mapping[Rank, RankReport]) -> InstanceCache:
+        hosts = {report.host for report in reports.values()}
+        if len(hosts) > 1:
+            raise UnsupportedError(
+                f"the workers of this vLLM run on several hosts ({', '.join(sorted(hosts))}), which kvbridge does not serve yet: "
+                "keep tensor and pipeline parallelism on one host"
+            )
+        return instance_cache(
+            {rank: report.cache for rank, report in reports.items()},
+            name=str(self._instance.facts["model"]),
+            kv_heads=self._instance.kv_heads,
+            latent=self._instance.latent,
+            facts={**self._instance.facts, **reports[Rank(pp=0, tp=0)].facts},
+        )
+
+    def close(self) -> None:
+        """Leave the nodes and end them."""
+        self._closing.close()
+
+    def arrived(self, request: Request) -> None:
+        """A request has come (`on_new_request`). A wrong room is logged, and the request is computed like any other."""
+        self._look_now()
+        for rooms in self.roles:
+            with self._guard.over("computed_here", request.id, lost=partial(self.lost, request.id)):
+                rooms.arrived(request)
+
+    def declined(self, request: Request) -> None:
+        """A request has come that is not computed here (`on_new_request` of a request that the API has refused)."""
+        self._look_now()
+        if self.decode is not None:
+            with self._guard.over("not_withdrawn", request.id):
+                self.decode.declined(request)
+
+    def lost(self, request: str, reason: str) -> None:
+        """A hook has failed in the middle of a request."""
+        for rooms in self.roles:
+            rooms.lost(request, reason)
+
+    def finished(self, request: Request, blocks: Sequence[int], *, well: bool) -> tuple[bool, dict[str, Any] | None]:
+        """Return whether its blocks are still needed, and the answer's `kv_transfer_params` (`request_finished`).
+
+        vLLM itself keeps the blocks of a load until the load is reported.
+        """
+        held, answer = False, None
+        if self.decode is not None:
+            with self._guard.over("finished", request.id, lost=partial(self.decode.lost, request.id)):
+                self.decode.finished(request.id)
+        if self.prefill is not None:
+            with self._guard.over("finished", request.id, lost=partial(self.prefill.lost, request.id)):
+                held, answer = self.prefill.finished(request, blocks, well=well)
+        if held:
+            self.stats.held(request.id, len(blocks))
+        return held, answer
+
+    def look(self) -> None:
+        """Take the nodes' events, at a step. A step without work costs next to nothing, since all requests wait for it."""
+        now_s = time.monotonic()
+        for rooms in self.roles:
+            with self._guard.over("look"):
+                rooms.look_at_step(now_s)
+        self._guard.look()
+
+    def _look_now(self) -> None:
+        for rooms in self.roles:
+            with self._guard.over("look"):
+                rooms.look()
+
+    def step(self) -> dict[Role, StepMetadata]:
+        """Return the news for the workers (`build_connector_meta`). Call `look` before it."""
+        return {rooms.role: rooms.step() for rooms in self.roles if not rooms.idle}
+
+    def closed(self, rank: int, role: Role, nodes: Iterable[str]) -> None:
+        """A rank moves nothing any more for these incarnations of the node."""
+        for rooms in self.roles:
+            if rooms.role is role:
+                rooms.closed(rank, nodes)
+
+    def reported(self, received: Collection[str], sent: Iterable[str]) -> None:
+        """Worker 0 has reported these (`update_connector_output`)."""
+        self.stats.let_go(sent)
+        if self.decode is not None:
+            self.decode.reported(received)
+
+
+class Worker:
+    """For the worker's thread only. None of its methods waits, but `unregister` and `close`."""
+
+    def __init__(self, instance: Instance, rank: Rank, guard: Guard) -> None:
+        self._instance = instance
+        self._rank = rank
+        self._guard = guard
+        self.roles: list[ServedRole] = []
+        self._tensors: Mapping[str, torch.Tensor] = {}
+        """They stay where they are while a rank worker may write to them."""
+
+    @property
+    def number(self) -> int:
+        """Number of this worker in its instance."""
+        return self._rank.pp * self._instance.tp_size + self._rank.tp
+
+    def register(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, str]) -> RankReport:
+        """Serve these tensors as soon as there are nodes, and return their description for the scheduler's process.
+
+        Raises UnsupportedError for tensors that cannot be transferred.
+        """
+        instance = self._instance
+        cache = rank_cache(tensors, block_tokens=instance.block_tokens, product=VLLM)
+        self._tensors = dict(tensors)
+        component = cache_component(
+            cache.form, cache.layers, kv_heads=instance.kv_heads, latent=instance.latent, tp_size=instance.tp_size
+        )
+        regions = rank_regions(component, tensors, self._rank, tp_size=instance.tp_size)
+        for role in instance.roles:
+            runtime_dir = instance.place(role).runtime_dir
+            attachment = NodeAttachment(role, runtime_dir) if self.number == 0 else None
+            self.roles.append(ServedRole(role, partial(AdoptedWorker, runtime_dir, self._rank, regions), attachment))
+            if attachment is not None:
+                attachment.begin()
+        device = next(iter(tensors.values())).device
+        return RankReport(
+            cache=cache,
+            device=f"cuda:{device.index or 0}" if device.type == "cuda" else "cpu",
+            host=socket.gethostname(),
+            facts=dict(facts),
+        )
+
+    def unregister(self) -> None:
+        """Stop serving the tensors, and wait until nothing reaches them any more. Harmless when done already.
+
+        Raises UnclosedError or DeadlineError when something may still reach them: vLLM must not free them, nor put them to sleep.
+        """
+        self._end(served.unregister for served in self.roles)
+
+    def restore(self) -> None:
+        """Serve the tensors again, where they were. Harmless while they are served."""
+        for served in self.roles:
+            served.restore()
+
+    def start(self, said: Mapping[Role, StepMetadata]) -> None:
+        """Take the news of the scheduler's process. Worker 0 reports for all."""
+        for served in self.roles:
+            if served.role in said and self.number == 0:
+                with self._guard.over("start"):
+                    served.reports.start(said[served.role])
+
+    def results(self) -> Results:
+        """Return the transfers that have ended."""
+        found, now_s = Results(), time.monotonic()
+        for served in self.roles:
+            with self._guard.over("look"):
+                served.look_at_step(now_s)
+            over = served.reports.results()
+            found = Results(found.sent | over.sent, found.received | over.received)
+        self._guard.look()
+        return found
+
+    def unfilled_blocks(self) -> set[int]:
+        """Return the blocks of the loads that failed (`get_block_ids_with_load_errors`)."""
+        return set().union(*(served.reports.unfilled_blocks() for served in self.roles))
+
+    def closed_here(self) -> dict[Role, tuple[str, ...]]:
+        """Return the incarnations of nodes for which this rank moves nothing any more, since the last call."""
+        found = {served.role: tuple(served.closed) for served in self.roles if served.closed}
+        for served in self.roles:
+            served.closed.clear()
+        return found
+
+    def close(self) -> None:
+        """Leave the nodes; afterwards nothing of this process moves a byte. Raises as `unregister` does."""
+        self._end(served.close for served in self.roles)
+
+    def _end(self, endings: Iterable[Callable[[], None]]) -> None:
+        """Call each, also when others fail. Tensors that may still be written to stay until this process ends."""
+        try:
+            with ExitStack() as stack:
+                for end in endings:
+                    stack.callback(end)
+        except BridgeError:
+            _STAYING.append(self._tensors)
+            raise
