@@ -99,7 +99,7 @@ class NodeOverview:
         A bootstrap that is away ends new pairings only: a node that it knew is ready, and gives that as a reason all the same.
         """
         announcer = self.announcer
-        reasons = [*self.obstacles(), self._admission.problem(), announcer.obstacle if announcer else ""]
+        reasons = [*self.obstacles(), self._admission.starvation.problem(), announcer.obstacle if announcer else ""]
         ready = not any(reasons)
         if announcer is not None and not announcer.obstacle and announcer.problem:
             reasons.append(f"bootstrap does not answer: {announcer.problem}")
@@ -189,7 +189,7 @@ class NodeOverview:
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
         """Set what is only known now, and return the metrics page in pieces, in an accepted form, and its content type."""
-        set_gauges(self.status(), self._parts, self._rooms, self._admission.starved_s())
+        set_gauges(self.status(), self._parts, self._rooms, self._admission.starvation.seconds())
         return self.metrics.render(accept)
 
     def page(self) -> Document:

@@ -1,19 +1,20 @@
 """Admission: every request for a room, by HTTP or by an engine, is admitted, made to wait, or refused here.
 
-A request is admitted at once, refused at once, or waits (`wait_s`) and is looked at again whenever pages have become
-available: free, or cached and not read any more. It waits for all that it can need; which part of its prompt is cached is
-asked when its turn comes. While somebody waits, one that does not wait gets only pages that nobody who waits needs. Rooms
-that are there already come before all: an engine that extends one takes pages past the queue, since it has to go on to end.
+A request is admitted at once, refused at once, or waits (`wait_s`) and is looked at again whenever pages have become available:
+free, or cached and not read any more. It waits for all pages that it can need; the cache is asked when its turn comes. While
+somebody waits, a request that does not wait gets only pages that no waiting request needs. Open rooms come before all: an engine
+that extends one takes pages past the queue, since it has to go on to end.
 
-A client's rooms count until their pages are back, its waiting requests count with them: one that was let into the queue
-is never over its cap when its turn comes.
+A client's rooms count until their pages are back, and its waiting requests count with them: a request in the queue is never over
+its client's cap when its turn comes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any
@@ -26,9 +27,8 @@ from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, ClientLimitError, InvalidInputError, NotReadyError
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
-from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter
+from kvbridge.node.admission.pressure import ReleaseRates, RetryAfter, Starvation
 from kvbridge.node.admission.queue import AdmissionQueue, Waiting
-from kvbridge.node.admission.starvation import Starvation
 from kvbridge.node.room import AdmittingEngine
 from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.book import PageBook
@@ -52,7 +52,7 @@ class _WaitingRequest(Waiting):
     request: AdmissionRequest
     outcome: asyncio.Future[RoomReport]
     context: Context
-    """In which it was asked for: whoever frees the pages acts on behalf of somebody else."""
+    """The context of the request: whoever frees the pages acts on behalf of another one."""
 
 
 class AdmissionController:
@@ -80,7 +80,7 @@ class AdmissionController:
         )
         self._rates = ReleaseRates(clock, self._pages_freed)
         self._retry_after = RetryAfter(limits.retry_after_min_s, limits.retry_after_max_s, draw)
-        self._starvation = Starvation(book, unready_after_s=limits.unready_after_s, clock=clock)
+        self.starvation = Starvation(book, unready_after_s=limits.unready_after_s, clock=clock)
         self.closed = ""
         """Why nobody is admitted any more; empty while requests are."""
         self._serving_soon = False
@@ -91,13 +91,18 @@ class AdmissionController:
     async def admit(self, request: AdmissionRequest, may_name: Namespaces = ANY_NAMESPACE) -> RoomReport:
         """Admit at once or within `request.wait_s`. Nothing is kept of a request that is refused or whose caller is cancelled.
 
-        `may_name`: the namespaces of whoever asks. Raises NamespaceError for another one, CapacityError when it does not fit (in
-        time), ClientLimitError, InvalidInputError, ConflictError, NotReadyError.
+        `may_name`: the namespaces of the caller. Raises NamespaceError for another one, CapacityError when the request does not fit
+        (in time), ClientLimitError, InvalidInputError, ConflictError, NotReadyError.
         """
         asked_s, code, report = self._clock(), LEFT, None
         try:
-            await self._prepare(request, may_name)
-            report = self.admit_now(request) if not request.wait_s else await self._admit_in_time(request)
+            with self._counting(request.client, QUEUE_FULL if request.wait_s else ""):
+                may_name.require(request.namespace, keyed=bool(request.page_hashes))
+                if self._rooms.store is not None and request.page_hashes:
+                    self._check_caps(request.client)
+                    await self._rooms.fetch(request)
+                waiter = self._admit_or_wait(request) if request.wait_s else self._admit_at_once(request)
+            report = waiter if isinstance(waiter, RoomReport) else await self._turn_of(waiter)
             code = ""
         except BridgeError as error:
             code = error.code
@@ -115,104 +120,81 @@ class AdmissionController:
                 )
             )
 
-    async def _prepare(self, request: AdmissionRequest, may_name: Namespaces) -> None:
-        """Check the namespace, and have what is stored of the prompt brought here unless it is refused whatever comes."""
-        try:
-            may_name.require(request.namespace, keyed=bool(request.page_hashes))
-            if self._rooms.store is not None and request.page_hashes:
-                self._require_open()
-                self._check_caps(request.client)
-                await self._rooms.fetch(request)
-        except BridgeError as error:
-            self._refused(request.client, error)
-            raise
-
-    async def _admit_in_time(self, request: AdmissionRequest) -> RoomReport:
-        try:
-            waiter = self._admit_or_wait(request)
-        except BridgeError as error:
-            self._refused(request.client, error, QUEUE_FULL if error.code == CapacityError.code else "")
-            raise
-        if isinstance(waiter, RoomReport):
-            return waiter
-        try:
-            self._serve()
-            await asyncio.wait({waiter.outcome}, timeout=request.wait_s)
-        except asyncio.CancelledError:
-            await self._abandon(waiter)
-            raise
-        if not waiter.outcome.done():
-            self._leave(waiter, WaitOutcome.TIMEOUT)
-            late = self._not_in_time(waiter)
-            self._refused(request.client, late, WAIT_TIMEOUT)
-            raise late
-        return waiter.outcome.result()
-
     def admit_now(self, request: AdmissionRequest, *, engine: AdmittingEngine | None = None) -> RoomReport:
         """Admit or refuse at once, and past nobody who waits for the same pages. Raises as `admit` does.
 
-        `engine`: the one that admits the room itself, if one does, and with which it ends.
+        `engine`: the one that admits the room itself, if one does; the room ends with that engine.
         """
+        with self._counting(request.client):
+            return self._admit_at_once(request, engine)
+
+    @contextmanager
+    def _counting(self, client: str, kind: str = "") -> Iterator[None]:
+        """Count a refusal. `kind`: stands for `capacity`."""
         try:
-            self._require_open()
-            self._check_caps(request.client)
-            if self._queue:
-                self._check_unclaimed(request)
-            return self._admitted(request, engine)
+            yield
         except BridgeError as error:
-            self._refused(request.client, error)
+            self._refused(client, error, kind if error.code == CapacityError.code else "")
             raise
 
+    def _admit_at_once(self, request: AdmissionRequest, engine: AdmittingEngine | None = None) -> RoomReport:
+        self._check_caps(request.client)
+        if self._queue:
+            self._check_unclaimed(request)
+        return self._admitted(request, engine)
+
     def _admit_or_wait(self, request: AdmissionRequest) -> RoomReport | _WaitingRequest:
+        client = request.client
         if request.wait_s > self._limits.max_wait_s:
             raise InvalidInputError(
                 f"wait_s is {request.wait_s:g} s, at most {self._limits.max_wait_s:g} s are served (admission.max_wait_s)"
             )
-        self._require_open()
-        self._check_caps(request.client)
+        self._check_caps(client)
         if not self._queue:
             try:
                 return self._admitted(request)
-            except CapacityError:  # `_join` says what no wait would change
-                log.debug("admission_waits", client=request.client, wait_s=request.wait_s)
-        return self._join(request)
-
-    def _join(self, request: AdmissionRequest) -> _WaitingRequest:
-        most, key = self._cap(request.client, "max_waiting")
-        waiting = self._queue.waiting_of(request.client)
+            except CapacityError:  # `join` refuses a request that no wait would help
+                log.debug("admission_waits", client=client, wait_s=request.wait_s)
+        most, key = self._cap(client, "max_waiting")
+        waiting = self._queue.waiting_of(client)
         if most and waiting >= most:
-            raise self._over_cap(request.client, f"{waiting} waiting requests", key, most)
-        demand = self._rooms.demand(request)
+            raise self._over_cap(client, f"{waiting} waiting requests", key, most)
         outcome: asyncio.Future[RoomReport] = asyncio.get_running_loop().create_future()
-        waiter = _WaitingRequest(request.client, demand, self._clock(), request, outcome, copy_context())
+        demand = self._rooms.demand(request)
+        waiter = _WaitingRequest(client, demand, self._clock(), request, outcome, copy_context())
         self._queue.join(waiter, self._book.available_pages())
         return waiter
 
-    def _require_open(self) -> None:
-        if self.closed:
-            raise NotReadyError(f"this daemon admits nothing more: {self.closed}")
+    async def _turn_of(self, waiter: _WaitingRequest) -> RoomReport:
+        outcome, request = waiter.outcome, waiter.request
+        try:
+            self._serve()
+            await asyncio.wait({outcome}, timeout=request.wait_s)
+        except asyncio.CancelledError:  # nobody is there to be told any more: the reservation goes back
+            if not outcome.done():
+                self._leave(waiter, WaitOutcome.LEFT)
+            elif outcome.exception() is None:
+                await self._rooms.cancel(outcome.result().room, "its client left before it was told")
+            raise
+        if not outcome.done():
+            self._leave(waiter, WaitOutcome.TIMEOUT)
+            late = self._not_in_time(waiter)
+            self._refused(request.client, late, WAIT_TIMEOUT)
+            raise late
+        return outcome.result()
 
     def _admitted(self, request: AdmissionRequest, engine: AdmittingEngine | None = None) -> RoomReport:
         if self._rooms_left() <= 0:
             raise self._too_many_rooms(0.0)
         report = self._rooms.admit(request, engine=engine)
-        self._starvation.since_s = None
+        self.starvation.since_s = None
         return report
 
     def _rooms_left(self) -> int:
         return self._limits.max_rooms - sum(self._in_use.values())
 
-    def _too_many_rooms(self, waited_s: float) -> CapacityError:
-        rooms = sum(self._in_use.values())
-        waited = f", and none has ended within {waited_s:g} s (the request's wait_s)" if waited_s else ""
-        return CapacityError(
-            f"this daemon has {rooms} rooms, as many as it may (admission.max_rooms){waited}; a room counts until its pages are "
-            "back",
-            retry_after_s=self._retry_after(self._rates.seconds_until_a_room_ends(of=rooms, rooms=rooms)),
-        )
-
     def _serve(self) -> None:
-        """Admit whoever's turn it is, as long as somebody fits."""
+        """Admit the requests whose turn it is, as long as one fits."""
         self._serving_soon = False
         while not self._rooms.missing():
             waiter = self._queue.next(self._book.available_pages(), self._in_use, rooms_left=self._rooms_left())
@@ -222,7 +204,7 @@ class AdmissionController:
             try:
                 waiter.outcome.set_result(waiter.context.run(self._admitted, waiter.request))
                 self._waited(waiter, WaitOutcome.ADMITTED)
-            except BridgeError as error:  # such as its room id, which somebody else has used meanwhile
+            except BridgeError as error:  # such as its room id, which another request has used meanwhile
                 self._refused(waiter.client, error)
                 waiter.outcome.set_exception(error)
                 self._waited(waiter, WaitOutcome.REFUSED)
@@ -236,16 +218,12 @@ class AdmissionController:
         seconds = self._clock() - waiter.since_s
         self._events.emit(RequestWaited(outcome=outcome, seconds=seconds, client=waiter.client))
 
-    async def _abandon(self, waiter: _WaitingRequest) -> None:
-        """Nobody is there any more to be told: whatever was reserved goes back."""
-        if not waiter.outcome.done():
-            self._leave(waiter, WaitOutcome.LEFT)
-        elif waiter.outcome.exception() is None:
-            await self._rooms.cancel(waiter.outcome.result().room, "its client left before it was told")
-
     # ------------------------------------------------------------------ refusals
 
     def _check_caps(self, client: str) -> None:
+        """Raise NotReadyError once this node is closed, ClientLimitError when a client has as much as it may."""
+        if self.closed:
+            raise NotReadyError(f"this daemon admits nothing more: {self.closed}")
         most, key = self._cap(client, "max_rooms")
         if not most:
             return
@@ -254,22 +232,32 @@ class AdmissionController:
             raise self._over_cap(client, f"{rooms} rooms and {waiting} waiting requests", key, most)
 
     def _cap(self, client: str, name: str) -> tuple[int, str]:
-        """What a client may have at once (0: as much as there is), and the configuration key that says so."""
+        """Return how much a client may have at once (0: no cap), and the configuration key that says so."""
         own: int | None = getattr(self._limits.clients.get(client), name, None)
         if own is not None:
             return own, f"admission.clients.{client}.{name}"
         return getattr(self._limits, f"client_{name}"), f"admission.client_{name}"
 
     def _over_cap(self, client: str, having: str, key: str, most: int) -> ClientLimitError:
-        in_use = self._in_use
-        seconds = self._rates.seconds_until_a_room_ends(of=in_use.get(client, 0), rooms=sum(in_use.values()))
+        rooms = sum(self._in_use.values())
+        seconds = self._rates.seconds_until_a_room_ends(of=self._in_use.get(client, 0), rooms=rooms)
         return ClientLimitError(
             f"client '{client}' has {having} on this daemon, as many as it may ({key} is {most}); a room counts until its pages "
             "are back",
             retry_after_s=self._retry_after(seconds),
         )
 
+    def _too_many_rooms(self, waited_s: float) -> CapacityError:
+        rooms = sum(self._in_use.values())
+        waited = f", and none has ended within {waited_s:g} s (the request's wait_s)" if waited_s else ""
+        return CapacityError(
+            f"this daemon has {rooms} rooms, as many as it may (admission.max_rooms){waited}; a room counts until its pages are "
+            "back",
+            retry_after_s=self._retry_after(self._rates.seconds_until_a_room_ends(of=rooms, rooms=rooms)),
+        )
+
     def _check_unclaimed(self, request: AdmissionRequest) -> None:
+        """Raise CapacityError unless a request fits without a room or a page that a waiting request needs."""
         left = self._rooms_left()
         if 0 < left <= len(self._queue):
             raise CapacityError(
@@ -299,38 +287,36 @@ class AdmissionController:
         )
 
     def _refused(self, client: str, error: BridgeError, kind: str = "") -> None:
-        """Count a refusal, and put into it when to come back."""
+        """Count a refusal, and put its Retry-After into the error."""
         if isinstance(error, CapacityError):
             error.retry_after_s = self.retry_after_s(error)
         self._events.emit(RequestRefused(code=kind or error.code, client=client))
 
     def retry_after_s(self, error: CapacityError) -> float:
-        """When to try again what was refused: from the pages that lack, else what the error says already."""
+        """Return the Retry-After of a refusal: from the lacking pages, else the error's own."""
         if not error.lacking:
             return error.retry_after_s
         soon = self._book.pages_being_released()
         return self._retry_after(self._rates.seconds_until(error.lacking, soon))
 
-    # ------------------------------------------------------------------ what becomes of pages
+    # ------------------------------------------------------------------ time and the end
 
     def _pages_freed(self) -> None:
-        """Those who wait are served after the call that made pages available, not inside it."""
-        if self._starvation.since_s is not None:
-            self._starvation.look()
+        """Serve the waiting requests after the call that made pages available, not inside it."""
+        if self.starvation.since_s is not None:
+            self.starvation.look()
         if self._queue and not self._serving_soon:
             self._serving_soon = True
             asyncio.get_running_loop().call_soon(self._serve)
 
-    # ------------------------------------------------------------------ time and the end
-
     def tick(self) -> None:
-        """Look at what no event told: workers that are back, and how long nothing fits."""
+        """Look at changes without an event: workers that are back, and how long nothing fits."""
         if self._queue:
             self._serve()
-        self._starvation.look()
+        self.starvation.look()
 
     def close(self, reason: str) -> None:
-        """Refuse everybody who waits, and everybody who comes from now on."""
+        """Refuse all waiting and all later requests."""
         self.closed = reason
         for waiter in self._queue:
             self._queue.leave(waiter)
@@ -339,46 +325,34 @@ class AdmissionController:
 
     # ------------------------------------------------------------------ for operators
 
-    def problem(self) -> str:
-        """Why this node is not ready although it works; empty when it is."""
-        return self._starvation.problem()
-
     @property
     def waiting(self) -> int:
-        """How many requests wait."""
+        """Count the waiting requests."""
         return len(self._queue)
 
-    def oldest_wait_s(self) -> float:
-        """How long the request waits that has waited longest; 0 when none does."""
-        since_s = self._queue.oldest_since_s()
-        return 0.0 if since_s is None else self._clock() - since_s
-
-    def starved_s(self) -> float:
-        """For how long nothing could be admitted."""
-        return self._starvation.seconds()
-
     def status(self) -> AdmissionStatus:
-        """For `/status`."""
+        """Return the queue and the clients, for `/status`."""
+        since_s = self._queue.oldest_since_s()
         return AdmissionStatus(
-            waiting=self.waiting,
-            oldest_wait_s=round(self.oldest_wait_s(), 3),
-            starved_s=round(self.starved_s(), 3),
+            waiting=len(self._queue),
+            oldest_wait_s=0.0 if since_s is None else round(self._clock() - since_s, 3),
+            starved_s=round(self.starvation.seconds(), 3),
             clients=self._clients(),
         )
 
     def _clients(self) -> tuple[ClientStatus, ...]:
-        in_use, waiting = self._in_use, self._queue.by_client()
+        in_use, waiting, now_s = self._in_use, self._queue.by_client(), self._clock()
+        none = 0, now_s
         shown = sorted(
             in_use.keys() | waiting.keys(),
-            key=lambda client: (-waiting.get(client, (0, 0.0))[0], -in_use.get(client, 0), client),
+            key=lambda client: (-waiting.get(client, none)[0], -in_use.get(client, 0), client),
         )
-        now_s = self._clock()
         return tuple(
             ClientStatus(
                 client=client,
                 rooms=in_use.get(client, 0),
-                waiting=waiting[client][0] if client in waiting else 0,
-                head_waits_s=round(now_s - waiting[client][1], 3) if client in waiting else 0.0,
+                waiting=waiting.get(client, none)[0],
+                head_waits_s=round(now_s - waiting.get(client, none)[1], 3),
                 max_rooms=self._cap(client, "max_rooms")[0],
                 max_waiting=self._cap(client, "max_waiting")[0],
             )

@@ -1,18 +1,17 @@
-"""Who of those that wait for pages comes next: a pure policy.
+"""The fair queue of requests that wait for pages: a pure policy.
 
-The rule. Every client waits in a line of its own, first in, first out. The first of each line is a *head*; its *turn*
-began when it became one. Of the heads that fit, the one whose client has the fewest rooms in use is admitted; of
-equals the one whose turn began first, so that equals go round in a ring.
+The rule. Every client waits in a line of its own, first in, first out. The first of each line is a *head*; its *turn* began when it
+became one. Of the heads that fit, the one whose client has the fewest rooms in use is admitted; of equals the one whose turn began
+first, so that equals go round in a ring.
 
-Small requests may therefore pass a large head that does not fit, but not for ever. A head during whose turn
-`max_overtakes` others were admitted is *firm*: firm heads are looked at first, by the beginning of their turns, and one
-that does not fit claims what it needs. Whoever comes after it gets only what its claim leaves:
-`available - claim`, never less than nothing, in each space. So what becomes available stays for it, and it is admitted once
-enough has been released.
+Small requests may therefore pass a large head that does not fit, but not for ever. A head during whose turn `max_overtakes` others
+were admitted is *firm*: firm heads are looked at first, by the beginning of their turns, and a firm head that does not fit claims
+the pages that it needs. Every later request gets only the pages that the claim leaves: `available - claim`, never less than
+nothing, in each space. So pages that become available stay for the firm head, and it is admitted once enough have been released.
 
-What follows: while a request is at the head of its line, at most `max_overtakes` others are admitted from the pages that
-it needs, and then at most one for each other client that was firm before it. Requests that do not wait (`open_to`) get
-only what nobody who waits needs.
+The consequence: while a request is at the head of its line, at most `max_overtakes` others are admitted from the pages that it
+needs, and then at most one for each other client that was firm before it. A request that does not wait gets only pages that no
+waiting request needs (`lacking`).
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ Pages = Mapping[IndexSpace, int]
 
 @dataclass(eq=False)
 class Waiting:
-    """One request that waits. Its fields are facts; its place is the queue's affair."""
+    """One request that waits."""
 
     client: str
     demand: Pages
-    """Pages that it needs of each space, all at once, if no part of its prompt is cached when its turn comes."""
+    """The pages of each space that it needs at once, if no part of its prompt is cached when its turn comes."""
     since_s: float
     turn: int = field(default=-1, init=False)
-    """When it came to the head of its line, counted in turns of the queue; -1 before."""
+    """The number of its turn, counted over the queue; -1 before it is a head."""
     granted_before: int = field(default=0, init=False)
-    """How many had been admitted from the queue by then."""
+    """How many requests the queue had admitted when the turn began."""
 
 
 EntryT = TypeVar("EntryT", bound=Waiting)
@@ -78,7 +77,7 @@ class AdmissionQueue(Generic[EntryT]):
             self._begin_turn(entry)
 
     def leave(self, entry: EntryT) -> None:
-        """Take a request out, wherever it stands; harmless when it waits no more."""
+        """Take a request out; harmless when it waits no more."""
         line = self._lines.get(entry.client)
         if line is None or entry not in line:
             return
@@ -91,14 +90,14 @@ class AdmissionQueue(Generic[EntryT]):
             self._begin_turn(line[0])
 
     def granted(self, entry: EntryT) -> None:
-        """A request that `next` named has its pages: it leaves, and the turns of others count it."""
+        """Take out a request of `next` that has its pages, and count it in the turns of others."""
         self._granted += 1
         self.leave(entry)
 
     def next(self, available: Pages, in_use: Mapping[str, int], *, rooms_left: int = 1) -> EntryT | None:
         """Return the request to admit now, None when there is none.
 
-        `in_use`: rooms that a client has; `rooms_left`: how many more there may be of all clients.
+        `in_use`: the rooms of each client; `rooms_left`: how many more rooms there may be.
         """
         if rooms_left <= 0:
             return None
@@ -117,11 +116,11 @@ class AdmissionQueue(Generic[EntryT]):
         return best
 
     def is_firm(self, head: EntryT) -> bool:
-        """Whether so many have been admitted during a head's turn that it is nobody's turn before its own."""
+        """Return whether so many requests were admitted during a head's turn that none comes before it any more."""
         return head.turn >= 0 and self._granted - head.granted_before >= self._max_overtakes
 
     def lacking(self, demand: Pages, available: Pages) -> dict[IndexSpace, int]:
-        """Return the pages that are missing until everybody who waits, and then `demand`, fits; empty when none are."""
+        """Return the pages that are missing until all waiting requests, and then `demand`, fit; empty when none are."""
         missing = {
             space: count + self._demand.get(space, 0) - available.get(space, 0)
             for space, count in demand.items()
@@ -130,15 +129,15 @@ class AdmissionQueue(Generic[EntryT]):
         return {space: count for space, count in missing.items() if count > 0}
 
     def waiting_of(self, client: str) -> int:
-        """How many requests of a client wait."""
+        """Count the waiting requests of a client."""
         return len(self._lines.get(client, ()))
 
     def by_client(self) -> dict[str, tuple[int, float]]:
-        """How many requests of each client wait, and since when its head does."""
+        """Return for each client how many requests wait, and since when its head does."""
         return {client: (len(line), line[0].since_s) for client, line in self._lines.items()}
 
     def oldest_since_s(self) -> float | None:
-        """Since when the request waits that has waited longest; None when nobody does."""
+        """Return the time since which the oldest request waits; None when none does."""
         return min((line[0].since_s for line in self._lines.values()), default=None)
 
     def _begin_turn(self, head: EntryT) -> None:

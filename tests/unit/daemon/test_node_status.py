@@ -11,7 +11,7 @@ from kvbridge.daemon.announce import Announcer, is_significant
 from kvbridge.daemon.bootstrap import BootstrapDaemon
 from kvbridge.daemon.node import NodeDaemon
 from kvbridge.daemon.prefill import prefill_daemon
-from kvbridge.node.admission.starvation import Starvation
+from kvbridge.node.admission.pressure import Starvation
 from kvbridge.pool.accounts.pages import Owner, PageState
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys

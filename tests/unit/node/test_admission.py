@@ -114,7 +114,7 @@ class Bench:
     def look(self, after_s: float = 0.0) -> str:
         self.clock.advance(after_s)
         self.admission.tick()
-        return self.admission.problem()
+        return self.admission.starvation.problem()
 
 
 async def turn() -> None:
@@ -285,9 +285,11 @@ async def test_a_node_that_admits_nothing_says_so_with_the_cause(made):
         "nothing could be admitted for 30 s (limit: admission.unready_after_s): space 'full' has no available page of 8 "
         "(5 held, 3 quarantined); quarantined for: worker pp0.tp0 is silent"
     )
-    assert bench.admission.starved_s() == 30.0
+    assert bench.admission.starvation.seconds() == 30.0
     bench.rooms.end(1)
-    assert (bench.admission.problem(), bench.admission.starved_s()) == ("", 0.0), "at once, without a tick"
+    assert (bench.admission.starvation.problem(), bench.admission.starvation.seconds()) == ("", 0.0), (
+        "at once, without a tick"
+    )
 
 
 # ------------------------------------------------------------------------------------------- prefixes that stay
