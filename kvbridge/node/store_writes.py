@@ -1,6 +1,6 @@
-"""What goes from a node's host memory to the store below it: prompts to be written, and pages to be dropped there.
+"""Writes to the store below a node's host memory: prompts are put, and disputed or unwanted pages are dropped.
 
-What is written is pinned on the host until the store has let go of it.
+Written pages are pinned on the host until the store has let go of them.
 """
 
 from __future__ import annotations
@@ -27,66 +27,77 @@ from kvbridge.tier.stores.objects import linked, of_links, part_keys
 log = structlog.get_logger(__name__)
 
 PAGES, CHECKPOINTS = 0, 1
-"""Forms of objects, by their number: what a page of a prompt consists of, and windows and states at the end of one."""
+"""Forms of objects, by their number: a page of a prompt, and the windows and states at the end of one."""
 ORDER_PAGES = 16
 """Objects of one order to the store."""
-MOST_WAITING = 4_096
-"""Prompts that wait to be written; the one that has waited longest is forgotten then."""
+MOST_WAITING, MOST_FORGOTTEN = 4_096, 65_536
+"""Prompts that wait to be written, and pages that wait to be dropped; the oldest of more are forgotten."""
 PAUSE_S = 1.0
 """After a put that has failed."""
-MOST_FORGOTTEN = 65_536
-"""Pages that wait to be dropped."""
 JUST_THE_END = 1 << 30
-"""Stands for the first page to be written where none is, only a checkpoint."""
+"""Stands for the first page to be written where only a checkpoint is."""
 
 
 class StoreWrites:
-    """Watches the twins of a cache. Called from the event loop's thread only."""
+    """Watches the host copies of a cache. Called from the event loop's thread only."""
 
     def __init__(self, cache: PrefixCache, settings: TierConfig, clock: Clock) -> None:
         self._cache, self._settings, self._clock = cache, settings, clock
-        self._client: StoreClient | None = None
-        self._spaces: tuple[tuple[IndexSpace, ...], ...] = ()
-        """Those of each form, in the order in which orders name them."""
+        self.client: StoreClient | None = None
+        """None until there is memory to put."""
+        self.spaces: tuple[tuple[IndexSpace, ...], ...] = ()
+        """The spaces of each form, in the order in which orders name them."""
         self.waiting: dict[bytes, int] = {}
-        """Prompts to be written, by the keys of their last pages: from which page on."""
+        """Prompts to be written, by the keys of their last pages: the first page to write."""
         self.to_forget: dict[bytes, None] = {}
         """Pages to be dropped, by the keys under which they are kept; nobody fetches them meanwhile. A set in order."""
-        self.forgets = 0
-        """How often pages were to be dropped: what was asked for before may be such a page, and is not kept."""
-        self.drops = self.dropping = 0
-        """Beginnings and ends of drops, and how many are under way: what was begun before is neither kept nor written on."""
+        self.forgets = self.drops = 0
+        """How often pages were to be dropped, some or all (its beginnings and its ends): a fetch that began before is not kept, nor
+        is a prompt written on."""
+        self.dropping = 0
+        """Drops of everything that are under way."""
         self.is_inserting = False
-        """While pages come from the store: these are not written to it."""
+        """Pages come from the store: they are not written to it."""
         self._woken = asyncio.Event()
-        self._writing = asyncio.Lock()
-
-    def open(self, client: StoreClient, spaces: tuple[tuple[IndexSpace, ...], ...]) -> None:
-        """The memory is there. `run` may begin."""
-        self._client, self._spaces = client, spaces
-
-    def close(self) -> None:
-        """Tell of what could not be dropped."""
-        self._tell_not_forgotten(len(self.to_forget))
+        self.writing = asyncio.Lock()
 
     async def drop(self) -> DroppedObjects:
-        """Drop all objects of this node's model, whoever has put them there. To be called when the cache has been dropped.
+        """Drop all objects of this node's model, of all nodes. To be called when the cache has been dropped.
 
-        What is being written has ended before, and what was fetched before the end is not kept.
+        A write that is under way ends before, and a fetch that began before is not kept.
         """
         self.waiting.clear()
-        if self._client is None:
+        client = self.client
+        if client is None:
             return DroppedObjects(outcome="failed", reason="the store's process is not ready: its memory is being made")
+        until_s = self._clock() + self._settings.store_limits.drop_s
         self.drops += 1
         self.dropping += 1
         try:
-            return await self._drop_all(self._client)
+            async with asyncio.timeout(until_s - self._clock()):
+                await self.writing.acquire()
+            try:
+                answers = [
+                    await client.clear(form, timeout_s=max(0.0, until_s - self._clock()))
+                    for form in range(len(self.spaces))
+                ]
+            finally:
+                self.writing.release()
+        except TimeoutError:
+            why = "the store did not end what was being written (store_limits.drop_s)"
+            return DroppedObjects(outcome="failed", reason=why)
         finally:
             self.drops += 1
             self.dropping -= 1
+        reason = "; ".join(
+            answer.detail or answer.outcomes[0].value for answer in answers if answer.outcomes[0] is not Outcome.DROPPED
+        )
+        dropped = sum(answer.cleared for answer in answers)
+        log.info("stored_prefixes_dropped", objects=dropped, reason=reason)
+        return DroppedObjects(outcome="failed" if reason else "dropped", objects=dropped, reason=reason)
 
     def forget(self, links: Sequence[Link]) -> None:
-        """Drop the pages of these links, as soon as it can, and what is being written or fetched meanwhile; no checkpoints."""
+        """Drop the pages of these links as soon as possible, also those that are being written or fetched; no checkpoints."""
         self.to_forget |= dict.fromkeys(of_links(links))
         self.forgets += 1
         late = len(self.to_forget) - MOST_FORGOTTEN
@@ -101,115 +112,87 @@ class StoreWrites:
             why = "engines say different tokens of them, and they could not be dropped from the store; drop all of it"
             log.error("stored_pages_not_forgotten", pages=pages, reason=why)
 
-    async def _drop_all(self, client: StoreClient) -> DroppedObjects:
-        until_s = self._clock() + self._settings.store_limits.drop_s
-        try:
-            async with asyncio.timeout(until_s - self._clock()):
-                await self._writing.acquire()
-        except TimeoutError:
-            return DroppedObjects(
-                outcome="failed", reason="the store did not end what was being written (store_limits.drop_s)"
-            )
-        try:
-            answers = [
-                await client.clear(form, timeout_s=max(0.0, until_s - self._clock()))
-                for form in range(len(self._spaces))
-            ]
-        finally:
-            self._writing.release()
-        reason = "; ".join(
-            answer.detail or answer.outcomes[0].value for answer in answers if answer.outcomes[0] is not Outcome.DROPPED
-        )
-        dropped = sum(answer.cleared for answer in answers)
-        log.info("stored_prefixes_dropped", objects=dropped, reason=reason)
-        return DroppedObjects(outcome="failed" if reason else "dropped", objects=dropped, reason=reason)
+    def close(self) -> None:
+        """Tell of the pages that could not be dropped."""
+        self._tell_not_forgotten(len(self.to_forget))
 
-    def added(self, keys: Keys, start: int, pages: Pages) -> None:
-        """Pages of a prompt have come to the host, from `start` on."""
-        del pages
+    async def _forget_some(self, client: StoreClient) -> bool:
+        """Drop disputed pages. Returns whether the store has dropped all that it was asked to."""
+        names = list(self.to_forget)[:BATCH_LIMIT]
+        async with self.writing:
+            answer = await client.drop(PAGES, Keys(b"".join(names)), timeout_s=self._settings.store_limits.put_s)
+        for name, outcome in zip(names, answer.outcomes, strict=True):
+            if outcome is Outcome.DROPPED:
+                self.to_forget.pop(name, None)
+        return all(outcome is Outcome.DROPPED for outcome in answer.outcomes)
+
+    def added(self, keys: Keys, start: int, pages: Pages) -> None:  # noqa: ARG002 - the keys say it all
+        """Write the pages of a prompt that have come to the host, from `start` on."""
         self._wait(keys[-1], start)
 
-    def checkpoint_added(self, key: bytes, pages: PageIdArray) -> None:
-        """A checkpoint has come to the host."""
-        del pages
+    def checkpoint_added(self, key: bytes, pages: PageIdArray) -> None:  # noqa: ARG002 - the key says it all
+        """Write a checkpoint that has come to the host."""
         self._wait(key, JUST_THE_END)
 
     def removed(self, pages: Pages) -> None:
-        """Pages have left the host: what the store has of them stays."""
+        """Do nothing for pages that have left the host: their objects stay in the store."""
 
     def _wait(self, key: bytes, start: int) -> None:
-        if self.is_inserting:  # it comes from there
+        if self.is_inserting:
             return
         self.waiting[key] = min(start, self.waiting.get(key, start))
         if len(self.waiting) > MOST_WAITING:
             del self.waiting[next(iter(self.waiting))]
         self._woken.set()
 
-    async def run(self) -> None:
-        """Drop and write what waits, one order after the other: whoever fetches finds the store's process free."""
+    async def run(self, client: StoreClient) -> None:
+        """Drop and write for ever, one order after the other, so that a fetch finds the store's process free."""
         while True:
             if not (self.waiting or self.to_forget):
                 self._woken.clear()
                 await self._woken.wait()
-            if self.to_forget and not await self._forget_some():
+            if self.to_forget and not await self._forget_some(client):
                 await asyncio.sleep(PAUSE_S)
             if not self.waiting:
                 continue
             key = next(iter(self.waiting))
             start = self.waiting.pop(key)
             drops = self.drops
-            async with self._writing:
-                asked = await self._write(self._cache.index.prompt_of(key), start)
+            async with self.writing:
+                asked = await self._write(client, self._cache.index.prompt_of(key), start)
             if not asked and drops == self.drops:
                 self.waiting.setdefault(key, start)
                 await asyncio.sleep(PAUSE_S)
 
-    async def _forget_some(self) -> bool:
-        """Drop pages that engines say different tokens of. Returns whether the store has dropped all that it was asked to."""
-        assert self._client is not None
-        names = list(self.to_forget)[:BATCH_LIMIT]
-        async with self._writing:
-            answer = await self._client.drop(PAGES, Keys(b"".join(names)), timeout_s=self._settings.store_limits.put_s)
-        for name, outcome in zip(names, answer.outcomes, strict=True):
-            if outcome is Outcome.DROPPED:
-                self.to_forget.pop(name, None)
-        return all(outcome is Outcome.DROPPED for outcome in answer.outcomes)
-
-    async def _write(self, keys: Keys, start: int) -> bool:
+    async def _write(self, client: StoreClient, keys: Keys, start: int) -> bool:
         """Write the pages of a prompt from `start` on, and checkpoints. Returns whether the store took the question."""
         looking = self._cache.looks.begin_on_host(keys)
         settled: list[asyncio.Future[None]] = []
-        asked = True
-        drops = self.drops
+        asked, drops, put_s = True, self.drops, self._settings.store_limits.put_s
         for form, some, ids in self._objects(looking, keys, start):
             if drops != self.drops:
                 break
-            assert self._client is not None
-            put_s = self._settings.store_limits.put_s
-            there = self._client.has(form, some, timeout_s=put_s)
-            answer = await there
+            answer = await client.has(form, some, timeout_s=put_s)
             lacking = [at for at, outcome in enumerate(answer.outcomes) if outcome is Outcome.ABSENT]
             if lacking and not answer.failed:
-                put = self._client.put(form, Keys(b"".join(some[at] for at in lacking)), ids[lacking], timeout_s=put_s)
+                put = client.put(form, Keys(b"".join(some[at] for at in lacking)), ids[lacking], timeout_s=put_s)
                 settled.append(put.settled)
                 answer = await put
             if answer.failed:
-                asked = (
-                    self._client.process.capabilities is not None and self._client.breaker.state is BreakerState.CLOSED
-                )
+                asked = client.process.capabilities is not None and client.breaker.state is BreakerState.CLOSED
                 break
-        # Not in case of failure: whoever cancels this ends the store's process.
+        # Not when this fails or is cancelled: then the store's process is ended.
         for future in settled:
             await asyncio.shield(future)
         self._cache.looks.end(looking)
         return asked
 
     def _objects(self, looking: PathPages, keys: Keys, start: int) -> Iterator[tuple[int, Keys, npt.NDArray[np.int32]]]:
-        """Yield forms, page keys and pages of what is to be written, an order at a time."""
+        """Yield the form, keys and pages of the objects to write, an order at a time."""
         end, links = len(looking.path), linked(keys)
         for at in range(start, end, ORDER_PAGES):
             some = slice(at, min(end, at + ORDER_PAGES))
-            yield PAGES, links[some], np.stack([looking.pages[space][some] for space in self._spaces[PAGES]], axis=1)
+            yield PAGES, links[some], np.stack([looking.pages[space][some] for space in self.spaces[PAGES]], axis=1)
         for page_count, twins in looking.checkpoints.items():
             if page_count > start or page_count == end:
                 yield CHECKPOINTS, part_keys(keys[page_count - 1], len(twins)), twins.reshape(-1, 1)

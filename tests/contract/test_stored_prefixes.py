@@ -393,7 +393,7 @@ def test_what_is_being_written_and_fetched_when_all_is_dropped_does_not_stay(nod
     node.computed(others)
 
     async def drop_while_it_is_written() -> Any:
-        await seen(node.stored.writes._writing.locked)
+        await seen(node.stored.writes.writing.locked)
         node.cache.drop()
         return await node.stored.drop()
 
@@ -478,7 +478,7 @@ def test_pages_of_a_get_that_has_not_ended_are_nobodys_until_the_process_has(mon
         node.fetch(keys)
         monkeypatch.undo()
         assert node.held(keys) == []
-        assert node.stored.sums.requests["late"] == 1
+        assert node.stored.prefetches["late"] == 1
         counts = node.book.counts()
         assert counts[FULL_TWIN][PageState.QUARANTINED] + counts[SWA_TWIN][PageState.QUARANTINED] == 6
         assert any("tier.prefetch_s" in why for why in node.book.quarantine_reasons())

@@ -99,7 +99,6 @@ class Bench:
         self.stored = StoredPrefixes(self.cache, self.cache.twins, self.book, settings, preset("tiny-v4"))
         self.store = Store()
         self.stored.client = self.store
-        self.stored._has_checkpoints = ends
         self.stored._spaces = ((FULL_TWIN,), (SWA_TWIN,)) if ends else ((FULL_TWIN,),)
         self.rooms = 0
 
@@ -182,7 +181,7 @@ async def test_whatever_is_raised_on_the_way_the_pages_go_back_and_the_request_g
         bench.store.raises = None
     await asyncio.sleep(0)
     assert len(bench.store.asked) == asked, "nothing is fetched into pages that have gone back"
-    assert bench.stored.sums.requests == {"failed": 1}
+    assert bench.stored.prefetches == {"failed": 1}
     assert await bench.prefetch(keys) == 60
 
 
