@@ -1,8 +1,8 @@
-"""Backups of a node on their way: what its rank workers are told to copy, and what follows from their answers.
+"""Backups of a node on their way: copy orders to its rank workers, and their answers.
 
-An order is done when every rank has said that its copy is proved. When one says that it has failed, ends, or says nothing within
-`timeouts.copy_s`, the twins that were reserved for the order go back, and nothing else changes: the pages are on the device as
-before. What a rank may still write is quarantined until it has answered or its process has ended; until then nothing is begun.
+An order is done when every rank has proved its copy. When a rank fails, ends, or says nothing within `timeouts.copy_s`, the host
+pages that were reserved for the order go back, and nothing else changes: the pages are on the device as before. Host pages that a
+rank may still write are quarantined until it has answered or its process has ended; until then no order begins.
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ class _Order:
     begun_s: float
     until_s: float
     writing: set[Rank] = field(default_factory=set)
-    """Ranks that may still write, though they are not waited for any more."""
+    """Ranks that may still write, although nobody waits for them any more."""
     bytes: int = 0
     busy_s: float = 0.0
-    """Of the slowest rank."""
+    """Copy time of the slowest rank."""
     code: str = ""
     reason: str = ""
-    why: str = ""
-    """The reason of the quarantine, once there is one."""
 
     def fail(self, code: str, reason: str) -> None:
         """Note the first cause."""
@@ -62,17 +60,15 @@ class _Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyLimits:
-    """How long an order may take, and how much of the time it may use the link."""
+    """The limits of an order: `timeouts.copy_s` and `tier.host.backup.link_share`."""
 
     copy_s: float
-    """`timeouts.copy_s`."""
     link_share: float
-    """`tier.host.backup.link_share`."""
 
 
 @dataclass
 class Backups:
-    """Called from the event loop's thread only."""
+    """Carries out the decisions of a BackupController. Called from the event loop's thread only."""
 
     controller: BackupController
     workers: WorkerSet
@@ -82,7 +78,7 @@ class Backups:
     clock: Clock = monotonic
     _order: _Order | None = None
     _late: dict[int, _Order] = field(default_factory=dict)
-    """Orders that have failed, and which a rank may still be carrying out."""
+    """Failed orders that a rank may still be carrying out."""
     _numbers: count[int] = field(default_factory=lambda: count(1))
     _owners: count[int] = field(default_factory=lambda: count(1))
 
@@ -90,10 +86,8 @@ class Backups:
         self.controller.on_due = self._begin
 
     def new_owner(self) -> Owner:
-        """Return who is to have the pages of one copy between tiers: nobody on this node ever was that."""
+        """Return an owner for the pages of one copy between tiers; each is new on this node."""
         return Owner(NO_ROOM, next(self._owners))
-
-    # ------------------------------------------------------------------ orders
 
     def tick(self) -> None:
         """Give up an order that takes too long, and begin the next one when there is something to copy."""
@@ -119,10 +113,8 @@ class Backups:
         for rank in self.workers.layers:
             self.workers.send(rank, order)
 
-    # ------------------------------------------------------------------ what rank workers say
-
     def copied(self, message: PagesCopied) -> None:
-        """A rank has copied what was its to copy, or could not. What nobody waits for (any more) only ends a quarantine."""
+        """Take a rank's answer to an order. An answer that nobody waits for (any more) can only end a quarantine."""
         rank, order = message.rank, self._order
         if order is None or order.number != message.order or rank not in order.owing:
             if message.quiet:
@@ -138,7 +130,7 @@ class Backups:
         self._settle(order)
 
     def gone(self, rank: Rank, reason: str) -> None:
-        """The process of a rank worker has ended: it writes nothing any more, and what it was to copy is not copied."""
+        """Fail the order of a rank worker whose process has ended: it writes nothing any more."""
         order = self._order
         if order is not None and rank in order.owing | order.writing:
             order.fail(WORKER_GONE, f"rank worker {rank} died: {reason}")
@@ -154,7 +146,7 @@ class Backups:
             self._begin()
 
     def _quiet(self, rank: Rank, number: int) -> None:
-        """A rank writes no more for an order that has failed: when that is all of them, its twins are free."""
+        """Note that a rank writes no more for a failed order: when no rank does, the order's host pages are free."""
         if self._order is not None and self._order.number == number:
             self._order.writing.discard(rank)
         late = self._late.get(number)
@@ -167,16 +159,14 @@ class Backups:
                 self.book.release_quarantined(backup.owner)
 
     def _conclude(self, order: _Order) -> None:
-        """No rank is waited for any more."""
+        """End an order whose ranks have all answered, or had their time."""
         self._order = None
         if order.writing:
             ranks = ", ".join(sorted(map(str, order.writing)))
-            order.why = (
-                f"backup order {order.number}: rank workers {ranks} may still write to its twins; {order.reason}"
-            )
+            why = f"backup order {order.number}: rank workers {ranks} may still write to its twins; {order.reason}"
             self._late[order.number] = order
             for backup in order.backups:
-                self.book.quarantine(backup.owner, order.why)
+                self.book.quarantine(backup.owner, why)
         self.controller.ended(order.backups, done=not order.code)
         self.events.emit(
             CopyEnded(
@@ -190,16 +180,14 @@ class Backups:
             )
         )
 
-    # ------------------------------------------------------------------ for operators
-
     @property
     def pages_in_flight(self) -> int:
-        """How many pages rank workers are copying."""
+        """Count the pages that rank workers are copying."""
         return 0 if self._order is None else self._order.pages
 
 
 def _merged(backups: Sequence[Backup]) -> tuple[PageMove, ...]:
-    """The moves of several backups as one."""
+    """Return the moves of several backups as one."""
     pages: dict[IndexSpace, list[tuple[PageIdArray, PageIdArray]]] = {}
     for backup in backups:
         for space, both in backup.moves.items():

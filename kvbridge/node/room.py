@@ -199,6 +199,11 @@ class Room(Generic[StateT]):
         if deadline_s is not None:
             self.note_limit(self, deadline_s)
 
+    def begin_within(self, within_s: float, name: str) -> None:
+        """Limit the wait for a prefill engine, from the admission on."""
+        self.begin_by_s, self.begin_limit = self.created_s + within_s, name
+        self.note_limit(self, self.begin_by_s)
+
     @property
     def next_limit(self) -> tuple[float | None, str]:
         """The time and the name of the limit that ends the room first."""

@@ -1,9 +1,8 @@
-"""Every room of a daemon by its id, who waits for it, and the receipts of ended ones.
+"""Every room of a daemon by its id, the callers that wait for one, and the receipts of ended rooms.
 
-One room id names one attempt at a time. A second admission of an id that is still in flight is a conflict; after it
-ended, the same id may be used again with a higher generation only, so that late messages of the first attempt can be
-told apart. An attempt that has ended for users may still wait for the proof that nobody touches its pages: it is kept
-beside its successor until then.
+One room id names one attempt at a time. A second admission of an open id is a conflict; after its end the id may be used again
+with a higher generation only, so that late messages of the first attempt can be told apart. An attempt that has ended for users
+may still wait for the proof that nobody touches its pages: it is kept beside its successor until then.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from kvbridge.node.room import Quarantine, Room
 RoomT = TypeVar("RoomT", bound=Room[Any])
 
 LIMITS_KEPT = 64
-"""Limits that may wait for their time although nothing hangs on them any more, beside four for each room under way."""
+"""Limits that may wait for their time although they are void, beside four for each room under way."""
 LOOKED_AT = 1_000
 """Rooms that are looked at for one page of a listing, whatever it asks for: the loop has other work."""
 
@@ -34,8 +33,8 @@ LOOKED_AT = 1_000
 class RoomBook(Generic[RoomT]):
     """Every room of a daemon. Used from the event loop's thread only.
 
-    Iterating gives the rooms of which something is left to be done. Those that have ended are found by their id, and are not
-    looked at otherwise: there are thousands of them, and deadlines, engines and peers are looked through often.
+    Iterating gives the rooms that are not done: deadlines, engines and peers look through them often. There are thousands of done
+    rooms, and they are found by their id only.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class RoomBook(Generic[RoomT]):
         keep_s: float,
         keep_rooms: int = 10_000,
     ) -> None:
-        """`describe_state` maps a room to what users see; ended rooms are kept `keep_s`, `keep_rooms` at most."""
+        """`describe_state` maps a room to the state that users see; receipts are kept `keep_s`, `keep_rooms` at most."""
         self.role = role
         self._describe_state = describe_state
         self._clock = clock
@@ -58,12 +57,13 @@ class RoomBook(Generic[RoomT]):
         """Every attempt by its number, so in the order of admission."""
         self._admitted = 0
         self._live: dict[RoomT, None] = {}
+        """Rooms that are not done."""
         self._open: dict[RoomT, None] = {}
-        """Those that have not ended for users."""
+        """Rooms that have not ended for users."""
         self._limits: list[tuple[float, int]] = []
-        """When limits of rooms pass, and their numbers; a heap. One that was dropped or moved waits here for its time."""
+        """A heap of the times of limits and the numbers of their rooms. A void limit waits here for its time."""
         self._beside: dict[int, tuple[RoomT, RoomState]] = {}
-        """Newest receipts whose time is over, by room: an earlier attempt has pages, and would answer for them."""
+        """Newest receipts whose time is over, by room: without them an earlier attempt that still has pages would be the newest."""
         self._ended: deque[tuple[float, RoomT, RoomState]] = deque()
         self._ended_states: Counter[RoomState] = Counter()
         self._waiters: dict[int, list[asyncio.Future[None]]] = {}
@@ -85,6 +85,8 @@ class RoomBook(Generic[RoomT]):
         """Count the rooms that have not ended for users."""
         return len(self._open)
 
+    # ------------------------------------------------------------------ coming and going
+
     def draw(self) -> int:
         """Return an id that no room of this daemon has; never 0."""
         while True:
@@ -97,13 +99,14 @@ class RoomBook(Generic[RoomT]):
         if room not in self._attempts:
             return
         known = self.get(room)
-        if not self._describe_state(known).final:
+        state = self._describe_state(known)
+        if not state.final:
             raise ConflictError(
-                f"room {room} is already in flight here (generation {known.generation}, state '{self._describe_state(known)}')"
+                f"room {room} is already in flight here (generation {known.generation}, state '{state}')"
             )
         if generation <= known.generation:
             raise StaleError(
-                f"room {room} generation {generation} has already ended here ({self._describe_state(known)}); "
+                f"room {room} generation {generation} has already ended here ({state}); "
                 f"use generation {known.generation + 1} or another room id"
             )
 
@@ -113,41 +116,12 @@ class RoomBook(Generic[RoomT]):
         room.number = self._admitted
         self._numbered[room.number] = room
         self._attempts.setdefault(room.room, []).append(room)
-        self._live[room] = None
-        if not self._describe_state(room).final:
-            self._open[room] = None
+        self._live[room] = self._open[room] = None
         room.note_limit = self._note_limit
         self.in_use[room.client] += 1
 
-    def get(self, room: int) -> RoomT:
-        """Return the newest attempt of a room. Raises UnknownRoomError."""
-        attempts = self._attempts.get(room)
-        if not attempts:
-            raise UnknownRoomError(
-                f"room {room} is not known to this {self.role} daemon (never admitted, or ended and forgotten)"
-            )
-        return attempts[-1]
-
-    def attempts(self, room: int) -> tuple[RoomT, ...]:
-        """Return every attempt that is still known, the oldest first."""
-        return tuple(self._attempts.get(room, ()))
-
-    def used_by(self, engine: str, room: int) -> RoomT:
-        """Return the oldest attempt that an engine uses, or the newest when it uses none. Raises UnknownRoomError."""
-        newest = self.get(room)
-        return next((found for found in self._attempts[room] if engine in found.users), newest)
-
-    def find(self, room: int, generation: int) -> RoomT | None:
-        """Return the room if this very attempt is known."""
-        return next((found for found in self._attempts.get(room, ()) if found.generation == generation), None)
-
-    def newest_generation(self, room: int) -> int:
-        """Return the newest generation seen of a room, 0 when it is unknown."""
-        attempts = self._attempts.get(room)
-        return attempts[-1].generation if attempts else 0
-
     def changed(self, room: RoomT) -> RoomState | None:
-        """Wake everybody who waits for the room; returns the state that users see now if it is another than before."""
+        """Wake the callers that wait for the room; return the state that users see if it is another than before."""
         for waiter in self._waiters.pop(room.room, []):
             if not waiter.done():
                 waiter.set_result(None)
@@ -160,7 +134,7 @@ class RoomBook(Generic[RoomT]):
         return state
 
     def ended(self, room: RoomT) -> None:
-        """Keep the room's receipt for a while. Called once, when nothing of the room is left to be done."""
+        """Keep the room's receipt for a while. Called once, when the room is done."""
         room.begin_by_s = None
         self.in_use[room.client] -= 1
         if not self.in_use[room.client]:
@@ -197,6 +171,55 @@ class RoomBook(Generic[RoomT]):
         if not attempts:
             del self._attempts[room.room]
 
+    # ------------------------------------------------------------------ finding
+
+    def get(self, room: int) -> RoomT:
+        """Return the newest attempt of a room. Raises UnknownRoomError."""
+        attempts = self._attempts.get(room)
+        if not attempts:
+            raise UnknownRoomError(
+                f"room {room} is not known to this {self.role} daemon (never admitted, or ended and forgotten)"
+            )
+        return attempts[-1]
+
+    def attempts(self, room: int) -> tuple[RoomT, ...]:
+        """Return every known attempt of a room, the oldest first."""
+        return tuple(self._attempts.get(room, ()))
+
+    def used_by(self, engine: str, room: int) -> RoomT:
+        """Return the oldest attempt that an engine uses, or the newest when it uses none. Raises UnknownRoomError."""
+        newest = self.get(room)
+        return next((found for found in self._attempts[room] if engine in found.users), newest)
+
+    def find(self, room: int, generation: int) -> RoomT | None:
+        """Return the room if this very attempt is known."""
+        return next((found for found in self._attempts.get(room, ()) if found.generation == generation), None)
+
+    def newest_generation(self, room: int) -> int:
+        """Return the newest known generation of a room, 0 when it is unknown."""
+        attempts = self._attempts.get(room)
+        return attempts[-1].generation if attempts else 0
+
+    # ------------------------------------------------------------------ limits
+
+    def _note_limit(self, room: RoomT, limit_s: float) -> None:
+        heappush(self._limits, (limit_s, room.number))
+        if len(self._limits) > LIMITS_KEPT + 4 * len(self._live):
+            both = ((limit_s, room.number) for room in self._live for limit_s in (room.begin_by_s, room.deadline_s))
+            self._limits = [(limit_s, number) for limit_s, number in both if limit_s is not None]
+            heapify(self._limits)
+
+    def due(self, now_s: float) -> list[RoomT]:
+        """Return the rooms under way that had a limit which has passed by now, once for each limit."""
+        found = []
+        while self._limits and self._limits[0][0] <= now_s:
+            room = self._numbered.get(heappop(self._limits)[1])
+            if room is not None and room in self._live:
+                found.append(room)
+        return found
+
+    # ------------------------------------------------------------------ for users
+
     def report(self, room: int) -> RoomReport:
         """Describe the newest attempt. Raises UnknownRoomError."""
         return self.describe(self.get(room))
@@ -230,53 +253,27 @@ class RoomBook(Generic[RoomT]):
         )
 
     def page(self, query: RoomQuery) -> RoomPage:
-        """List rooms, the oldest first: those under way and the receipts that are kept, and where to go on when there may be more.
+        """List rooms under way and receipts, the oldest first, and where to go on when there may be more.
 
-        At most `query.limit`, and fewer although more follow when few of the next `LOOKED_AT` are wanted.
+        A page has at most `query.limit` rooms, and fewer although more follow when few of the next `LOOKED_AT` are wanted.
         """
         numbers = list(self._numbered)
-        start = bisect_right(numbers, query.after)
+        place = bisect_right(numbers, query.after)
+        end = min(place + LOOKED_AT, len(numbers))
         found: list[RoomReport] = []
-        place, end = start, min(start + LOOKED_AT, len(numbers))
         while place < end and len(found) < query.limit:
             room = self._numbered[numbers[place]]
             place += 1
-            if self._wanted(room, query):
+            if (
+                (not query.state or self._describe_state(room) in query.state)
+                and (query.client is None or room.client == query.client)
+                and (not query.peer or any(query.peer in {peer, peer.partition("/")[0]} for peer in room.peers))
+            ):
                 found.append(self.describe(room))
         return RoomPage(rooms=tuple(found), next=numbers[place - 1] if place < len(numbers) else None)
 
-    def _wanted(self, room: RoomT, query: RoomQuery) -> bool:
-        return (
-            (not query.state or self._describe_state(room) in query.state)
-            and (query.client is None or room.client == query.client)
-            and (not query.peer or any(query.peer in {peer, peer.partition("/")[0]} for peer in room.peers))
-        )
-
-    def begin_within(self, room: RoomT, within_s: float | None, *, or_else: tuple[float, str] | None = None) -> None:
-        """Limit a room's wait for a prefill engine, from its creation, by its admission's word or as named. After `add`."""
-        limit = (within_s, "begin_within_s") if within_s is not None else or_else
-        if limit is not None:
-            room.begin_by_s, room.begin_limit = room.created_s + limit[0], limit[1]
-            self._note_limit(room, room.begin_by_s)
-
-    def _note_limit(self, room: RoomT, limit_s: float) -> None:
-        heappush(self._limits, (limit_s, room.number))
-        if len(self._limits) > LIMITS_KEPT + 4 * len(self._live):
-            both = ((limit_s, room.number) for room in self._live for limit_s in (room.begin_by_s, room.deadline_s))
-            self._limits = [(limit_s, number) for limit_s, number in both if limit_s is not None]
-            heapify(self._limits)
-
-    def due(self, now_s: float) -> list[RoomT]:
-        """Return the rooms that a limit was set for which has passed by now, each once for each, as long as they are under way."""
-        found = []
-        while self._limits and self._limits[0][0] <= now_s:
-            room = self._numbered.get(heappop(self._limits)[1])
-            if room is not None and room in self._live:
-                found.append(room)
-        return found
-
     async def wait(self, room: int, timeout_s: float, until: frozenset[RoomState]) -> RoomReport:
-        """Return the report once the state is in `until` or final, or whatever it is after `timeout_s`."""
+        """Return the report once the state is in `until` or final, or after `timeout_s`."""
         deadline_s = self._clock() + timeout_s
         while True:
             found = self.get(room)
@@ -289,27 +286,20 @@ class RoomBook(Generic[RoomT]):
             try:  # not `asyncio.wait_for`, which in Python 3.11 loses a cancellation that meets the end of the wait
                 done, _ = await asyncio.wait({waiter}, timeout=left_s)
             finally:
-                self._forget_waiter(room, waiter)
+                waiting = self._waiters.get(room, [])
+                if waiter in waiting:
+                    waiting.remove(waiter)
+                    if not waiting:
+                        del self._waiters[room]
             if not done:
                 return self.report(room)
 
-    def _forget_waiter(self, room: int, waiter: asyncio.Future[None]) -> None:
-        waiting = self._waiters.get(room, [])
-        if waiter in waiting:
-            waiting.remove(waiter)
-            if not waiting:
-                del self._waiters[room]
-
     def quarantined(self) -> dict[str, int]:
         """Count rooms whose pages are quarantined, by cause."""
-        counts = dict.fromkeys(map(str, Quarantine), 0)
-        for room in self:
-            if room.quarantine is not None:
-                counts[room.quarantine] += 1
-        return counts
+        return {str(cause): sum(room.quarantine is cause for room in self) for cause in Quarantine}
 
     def states(self) -> dict[str, int]:
-        """Count rooms by what users see."""
+        """Count rooms by the state that users see."""
         counts = Counter(self._ended_states)
         counts.update(map(self._describe_state, self))
         return {state.value: count for state, count in counts.items() if count}

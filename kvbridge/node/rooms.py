@@ -30,7 +30,7 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.telemetry.context import TRACE, bound_ids, exemplar
 from kvbridge.telemetry.events import PhasesEnded, PrefixesDropped, RoomEntered, RoomMessageRefused
 from kvbridge.telemetry.stream import EventStream
-from kvbridge.tier.keys import Keys
+from kvbridge.tier.keys import NO_KEYS, Keys
 from kvbridge.tier.prefix_cache import PrefixCache
 
 ABORTED = "aborted"
@@ -132,19 +132,27 @@ class Rooms(ABC, Generic[RoomT]):
 
     def demand(self, request: AdmissionRequest) -> dict[IndexSpace, int]:
         """Return the pages that a request takes. Raises all that `admit` does, but CapacityError for pages that are not free."""
+        self._checked(request)
+        return self.needs(request)
+
+    def _checked(self, request: AdmissionRequest) -> Keys:
+        """Return the page keys of a request, which this node uses if it shares prefixes; raise unless it can be admitted now."""
         if missing := self.workers.missing():
             raise NotReadyError(f"this {self.role} daemon cannot admit a room now: {missing}")
         if request.room is not None:
             self.book.check_free(request.room, request.generation)
-        self._keys(request)
-        return self.needs(request)
+        if not request.page_hashes:
+            return NO_KEYS
+        keys = keys_of(request.page_hashes, request.prompt_tokens, self.geometry.tokens_per_page)
+        return keys if self.settings.shares_prefixes else NO_KEYS
 
     def admit(self, request: AdmissionRequest, *, engine: AdmittingEngine | None = None) -> RoomReport:
         """Reserve all or nothing. `engine`: the one that admits the room itself, if one does.
 
         Raises CapacityError, NotReadyError, ConflictError, InvalidInputError.
         """
-        demand = self.demand(request)
+        keys = self._checked(request)
+        demand = self.needs(request)
         room = self.room_type(
             room=self.book.draw() if request.room is None else request.room,
             generation=request.generation,
@@ -158,7 +166,7 @@ class Rooms(ABC, Generic[RoomT]):
             state=self.table.start,
             created_s=self.clock(),
             ids=bound_ids(),
-            keys=self._keys(request),
+            keys=keys,
             namespace=request.namespace,
             retention=request.retention,
             trace=TRACE.get(),
@@ -169,17 +177,11 @@ class Rooms(ABC, Generic[RoomT]):
         self.admitted(room, request)
         return self.book.describe(room)
 
-    def _keys(self, request: AdmissionRequest) -> Keys:
-        if not request.page_hashes:
-            return Keys()
-        keys = keys_of(request.page_hashes, request.prompt_tokens, self.geometry.tokens_per_page)
-        return keys if self.settings.shares_prefixes else Keys()
-
     async def fetch(self, request: AdmissionRequest) -> None:
         """Bring the stored part of a prompt here before the request is admitted. Raises all that `demand` does."""
-        self.demand(request)
+        names = self._checked(request).in_namespace(request.namespace)
+        self.needs(request)
         if self.store is not None:
-            names = self._keys(request).in_namespace(request.namespace)
             await self.store.prefetch(self.pages.shareable(names, request.prompt_tokens))
 
     async def drop_prefixes(self, *, stored: bool = True) -> DroppedPrefixes:

@@ -1,4 +1,4 @@
-"""The rank workers of a node, as the node sees them."""
+"""The rank workers of a node: where each stands, how it is reached, and what peers are told of it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 
 class WorkerState(StrEnum):
-    """Where a rank's worker stands."""
+    """The state of a rank's worker."""
 
     ABSENT = "absent"
     STARTING = "starting"
@@ -52,12 +52,12 @@ class _Worker:
     packed: bytes = b""
     """The description, as peers get it."""
     device: tuple[SharedRegion, ...] = ()
-    """Device memory that it has made; empty when the node or an engine owns it."""
+    """Device memory that the worker has made; empty when the node or an engine owns it."""
     progress: float = 0.0
     """Share of its memory that is registered."""
     error: str = ""
     epoch: int = 0
-    """Of the endpoints in its description."""
+    """The epoch of the endpoints in its description."""
     processes: int = 0
     """Processes that have said hello for this rank."""
 
@@ -75,15 +75,13 @@ class WorkerSet:
         """Say how workers are reached, before one comes: `post(link, message)` raises BridgeError when that is gone."""
         self._post = post
 
-    # ------------------------------------------------------------------ what services ask
-
     @property
     def layers(self) -> dict[Rank, tuple[int, ...]]:
         """The global layer ids of every rank of the node."""
         return {rank: worker.layers for rank, worker in self._workers.items()}
 
     def missing(self) -> str:
-        """Why not every rank can work now, or an empty text."""
+        """Say why not every rank can work now, or return an empty text."""
         words = [self._lack(worker) for worker in self._workers.values() if worker.state is not WorkerState.READY]
         return "; ".join(words)
 
@@ -94,60 +92,55 @@ class WorkerSet:
         return f"rank worker {worker.rank} is not there" + (f": {worker.error}" if worker.error else "")
 
     def states(self) -> dict[Rank, WorkerState]:
-        """Where every rank's worker stands."""
+        """Return the state of every rank's worker."""
         return {rank: worker.state for rank, worker in self._workers.items()}
 
     def manifests(self) -> tuple[RankManifest, ...]:
-        """Of every rank that is ready, in the order in which they are introduced to peers."""
+        """Return the manifests of the ranks that are ready, in the order in which peers get them."""
         ready = (worker.description for worker in self._workers.values())
         return tuple(description.manifest for description in ready if description is not None)
 
     def packed(self) -> tuple[bytes, ...]:
-        """What a peer needs to write to our ranks that are ready, in that order."""
+        """Return the descriptions of the ranks that are ready, as peers get them."""
         return tuple(worker.packed for worker in self._workers.values() if worker.description is not None)
 
     def device(self, rank: Rank) -> tuple[SharedRegion, ...]:
-        """The device memory that a rank's worker has made, as engines open it.
-
-        Raises NotReadyError while the worker is not there with it.
-        """
+        """Return the device memory that a rank's worker has made, as engines open it. Raises NotReadyError until it is ready."""
         worker = self._worker(rank)
         if worker.state is not WorkerState.READY:
             raise NotReadyError(f"nothing to attach to yet: {self._lack(worker)}; try again shortly")
         return worker.device
 
     def epoch(self, rank: Rank) -> int:
-        """Of the endpoints that a rank gives out."""
+        """Return the epoch of the endpoints that a rank gives out."""
         return self._worker(rank).epoch
 
     def send(self, rank: Rank, message: NodeToWorker) -> None:
-        """Queue an order; dropped when the worker is gone, whose end is reported separately."""
+        """Queue an order; it is dropped when the worker is gone, whose end is reported separately."""
         worker = self._worker(rank)
         if worker.link:
             self.answer(worker.link, message)
 
     def answer(self, link: str, message: NodeToWorker) -> None:
-        """Send to whoever is at the end of a connection. Never raises: that it is gone is reported separately."""
+        """Send over a connection. Never raises: its end is reported separately."""
         try:
             self._post(link, message)
         except BridgeError as error:
             log.warning("worker_unreachable", worker=link, code=error.code, reason=str(error))
 
     def rank_of(self, link: str) -> Rank | None:
-        """Return whose worker a connection is, None for one that has been replaced or never said hello."""
+        """Return the rank that a connection serves, None for one that was replaced or never said hello."""
         worker = self._links.get(link)
         return worker.rank if worker is not None else None
-
-    # ------------------------------------------------------------------ what workers say
 
     def link_of(self, rank: Rank) -> str:
         """Return the link that serves a rank; empty when none does."""
         return self._worker(rank).link
 
     def hello(self, link: str, message: WorkerHello, setup: Callable[[Rank], WorkerSetup]) -> str:
-        """A worker came: tell it what to serve, which is `setup(rank)`. Returns the connection that it replaces, or an empty text.
+        """Tell a new worker what to serve, `setup(rank)`. Returns the connection that it replaces, or an empty text.
 
-        Raises ProtocolError for a rank of another node (the worker is told to end), and whatever `setup` raises.
+        Raises ProtocolError for a rank of another node (the worker is told to end), and all that `setup` raises.
         """
         if message.rank not in self._workers:
             self.answer(link, Shutdown())
@@ -163,13 +156,13 @@ class WorkerSet:
         return replaced
 
     def progress(self, message: WorkerProgress) -> None:
-        """A worker registered more of its memory."""
+        """Note that a worker has registered more of its memory."""
         worker = self._worker(message.rank)
         worker.progress = min(1.0, message.done_bytes / message.total_bytes) if message.total_bytes else 1.0
         self._events.emit(MemoryRegistered(rank=message.rank, share=worker.progress))
 
     def ready(self, message: WorkerReady) -> None:
-        """A worker can serve. Raises InvalidInputError when its memory is in more pieces than peers can be told of."""
+        """Take a worker's description. Raises InvalidInputError when its memory is in more pieces than peers can be told of."""
         worker = self._worker(message.rank)
         if not worker.link:
             raise ProtocolError(f"rank worker {message.rank} says ready without having said hello; it is ignored")
@@ -178,18 +171,18 @@ class WorkerSet:
         worker.epoch, worker.device = message.epoch, message.device
 
     def not_built(self, message: TransportsNotBuilt) -> None:
-        """A worker cannot build transports in the place of those that it has, and tries again."""
+        """Note that a worker cannot build successors of its transports, and tries again."""
         self._worker(message.rank).error = message.error
         self._events.emit(SuccessorsFailed(rank=message.rank, transports=message.transports, reason=message.error))
 
     def failed(self, message: WorkerFailed) -> None:
-        """A worker cannot serve; its process is about to end."""
+        """Note that a worker cannot serve; its process is about to end."""
         worker = self._worker(message.rank)
         worker.state, worker.description, worker.error = WorkerState.ABSENT, None, message.message
         log.error("worker_failed", rank=str(message.rank), code=message.code, reason=message.message)
 
     def gone(self, rank: Rank, reason: str) -> None:
-        """A worker's process ended. Harmless when that was said before."""
+        """Note that a worker's process has ended. Harmless when that was said before."""
         worker = self._worker(rank)
         self._links.pop(worker.link, None)
         worker.state, worker.link, worker.pid, worker.description = WorkerState.ABSENT, "", 0, None
@@ -206,7 +199,7 @@ class WorkerSet:
         return worker
 
     def status(self) -> tuple[RankStatus, ...]:
-        """For `/status`."""
+        """Return the state of every rank, for `/status`."""
         return tuple(
             RankStatus(
                 rank=str(worker.rank),

@@ -107,7 +107,8 @@ class DecodeRooms(Rooms[DecodeRoom]):
     def admitted(self, room: DecodeRoom, request: AdmissionRequest) -> None:
         room.peers = tuple(address.endpoint for address in request.prefill)
         room.addresses, room.reserved_tokens = request.prefill, request.prompt_tokens + request.max_new_tokens
-        self.book.begin_within(room, request.begin_within_s)
+        if request.begin_within_s is not None:
+            room.begin_within(request.begin_within_s, "begin_within_s")
         if not self.settings.adopted:
             self.advance(room, DecodeEvent.PAGES)
         elif room.admitted_by:

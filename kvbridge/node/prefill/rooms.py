@@ -89,9 +89,10 @@ class PrefillRooms(Rooms[PrefillRoom]):
             room.ranks[rank] = RankWork(progress)
         self.checkpoints.admitted(room)
         room.wait_until(room.created_s + self.limits.offer_s, "timeouts.offer_s")
-        if not room.admitted_by:
-            or_else = self.limits.begin_s, "timeouts.begin_s"
-            self.book.begin_within(room, request.begin_within_s, or_else=or_else)
+        if request.begin_within_s is not None:
+            room.begin_within(request.begin_within_s, "begin_within_s")
+        elif not room.admitted_by:
+            room.begin_within(self.limits.begin_s, "timeouts.begin_s")
         early = self.early.take(room.room, room.generation)
         if early is not None:
             self.hear(early.peer, early.offer)
