@@ -1,17 +1,13 @@
-"""The links of a decode node to prefill nodes: one client for each address that it talks to.
-
-`PrefillNodes` opens a link with its greeting and closes it when it gives the address up, so there is one for each address that
-it knows, and no other.
-"""
+"""The links of a decode node to prefill nodes: one client for each address that `PrefillNodes` knows, and no other."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
 
 import structlog
 
@@ -21,17 +17,16 @@ from kvbridge.control.peers import PeerClient, PeerIdentity
 from kvbridge.control.sockets import SocketContext
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, CapacityError, NotReadyError
+from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import Heartbeat, PeerMessage
-from kvbridge.daemon.allowed import AllowedPeers
-from kvbridge.daemon.peer_setup import peer_settings, why_lost
-from kvbridge.node.handshake.prefill_nodes import PrefillNodes
-from kvbridge.telemetry.stream import EventStream
-
-if TYPE_CHECKING:
-    from kvbridge.daemon.decode import PrefillPeers
+from kvbridge.daemon.parts import NodeParts
+from kvbridge.daemon.peer_setup import AllowedPeers, peer_settings, why_lost
+from kvbridge.node.decode.fence import Fence
+from kvbridge.node.decode.prefill_nodes import PrefillNodes
+from kvbridge.node.decode.rooms import DecodeRooms
+from kvbridge.telemetry.events import MessageUndelivered
 
 log = structlog.get_logger(__name__)
-
 
 KEPT_SHARE = 4
 """One in so many links is kept for addresses that have answered before, so that those who name wrong ones do not take them all."""
@@ -46,36 +41,81 @@ class _Opened:
 
 
 class PrefillLinks:
-    """Implements `handshake.prefill_nodes.Links`. Opens nothing before `start`; `stop` ends it."""
+    """The ways to the prefill nodes of a decode node. Implements Peers and WorkerListener.
 
-    def __init__(self, config: DecodeConfig, events: EventStream) -> None:
+    Opens nothing before `open`; `close` ends it.
+    """
+
+    def __init__(self, config: DecodeConfig, parts: NodeParts) -> None:
         self._config = config
-        self._events = events
+        self._parts = parts
+        self._events = parts.events
         self._context: SocketContext | None = None
         self._opened: dict[PeerAddress, _Opened] = {}
         self._met: OrderedDict[PeerAddress, None] = OrderedDict()
         """Addresses that have answered, those that were heard of last at the end."""
         self._identity: PeerIdentity
         self._allowed: AllowedPeers
-        self._peers: PrefillPeers
         self._nodes: PrefillNodes
+        self._rooms: DecodeRooms
+        self._fence: Fence
         self.settings = PeerSettings()
 
-    def serve(self, peers: PrefillPeers, nodes: PrefillNodes) -> None:
-        """Say who hears what prefill nodes say, and who knows them; before `start`."""
-        self._peers, self._nodes = peers, nodes
+    def serve(self, nodes: PrefillNodes, rooms: DecodeRooms, fence: Fence) -> None:
+        """Say who hears what prefill nodes say; before `open`."""
+        self._nodes, self._rooms, self._fence = nodes, rooms, fence
+        self.tick, self.fence, self.status = fence.tick, fence.status, nodes.peers
 
-    def start(self, identity: PeerIdentity) -> None:
-        """Say as whom links are opened."""
+    # ------------------------------------------------------------------ for the daemon
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the endpoints that rank workers give out."""
+        return self._fence.epoch
+
+    def open(self, identity: PeerIdentity) -> None:
+        """Say as whom links are opened. A decode node listens to nobody."""
         self._identity = identity
         self._allowed = AllowedPeers(self._config.control.curve, identity.keys)
         self.settings = peer_settings(self._config)
         self._context = SocketContext()
 
-    def heartbeats(self) -> None:
-        """Show that we live."""
+    def watch(self) -> None:
+        """Send heartbeats; look for prefill nodes that are lost, or whose key is not accepted any more."""
+        for opened in list(self._opened.values()):
+            self._look(opened)
+        for address in list(self._opened) if self._allowed.follow() else ():
+            try:
+                self._allowed.check_server(address)
+            except BridgeError as error:
+                self._nodes.lost(address, str(error))
         for address in list(self._opened):
             self.send(address, Heartbeat())
+
+    async def close(self, timeout_s: float) -> None:
+        """Let the last messages out, of all links at once, and close the links. No link is opened from now on."""
+        context, self._context = self._context, None
+        try:
+            await asyncio.gather(*(opened.client.flush(timeout_s) for opened in self._opened.values()))
+        finally:
+            for address in tuple(self._opened):
+                self.disconnect(address)
+            if context is not None:
+                context.close()
+
+    def worker_ready(self, rank: Rank) -> None:
+        """Tell peers and the fence of the endpoints of a rank worker that is ready."""
+        if not self._parts.workers.missing():
+            self._nodes.refresh()
+        self._fence.ready(rank, self._parts.workers.epoch(rank))
+
+    def worker_gone(self, rank: Rank, reason: str) -> None:
+        """Fail what a rank worker that is gone had under way, perhaps with device memory that it made."""
+        made = rank in self._parts.layout.orders
+        self._rooms.worker_gone(rank, reason, memory_lost=made)
+        self._parts.worker_gone(rank, reason)
+
+    # ------------------------------------------------------------------ for PrefillNodes
 
     def names_of(self, key: str) -> frozenset[str]:
         """The instances that the holder of a key may speak for; empty: any."""
@@ -84,11 +124,11 @@ class PrefillLinks:
     def __contains__(self, address: PeerAddress) -> bool:
         return address in self._opened
 
-    def open(self, address: PeerAddress) -> None:
+    def connect(self, address: PeerAddress) -> None:
         """Connect to a prefill node.
 
         Raises ConfigError when the address is unfit, UnauthorizedError for its key, CapacityError for one too many,
-        NotReadyError outside of `start` and `stop`.
+        NotReadyError outside of `open` and `close`.
         """
         if self._context is None:
             raise NotReadyError("this decode node does not connect to prefill nodes now: it is starting or ending")
@@ -118,7 +158,7 @@ class PrefillLinks:
     def _callbacks(self, opened: _Opened) -> PeerCallbacks:
         return PeerCallbacks(
             lambda peer, message: self._received(opened, peer, message),
-            on_undelivered=lambda _peer, message, age_s: self._peers.undelivered(opened.address, message, age_s),
+            on_undelivered=lambda _peer, message, age_s: self._undelivered(opened.address, message, age_s),
             on_refused=self._events.frame_refused,
             on_resent=self._events.messages_resent,
             on_reset=lambda incarnation: self._reset(opened, incarnation),
@@ -128,13 +168,21 @@ class PrefillLinks:
 
     def _received(self, opened: _Opened, peer: str, message: PeerMessage) -> None:
         self._meet(opened.address)
-        self._peers.received(opened.address, peer, message)
+        self._nodes.received(opened.address, peer, message)
 
     def _meet(self, address: PeerAddress) -> None:
         self._met[address] = None
         self._met.move_to_end(address)
         if len(self._met) > self.settings.max_connections:
             self._met.popitem(last=False)
+
+    def _undelivered(self, address: PeerAddress, message: PeerMessage, age_s: float) -> None:
+        """Give a node up that acknowledges nothing."""
+        self._events.emit(MessageUndelivered(peer=address.endpoint, message=message.type, age_s=age_s))
+        # A younger message fell with its link, which the node has forgotten: `restarted` introduces us anew.
+        if address in self._opened and age_s >= self._config.timeouts.control_delivery_s:
+            why = f"a {message.type} of {age_s:.1f} s ago was never acknowledged (limit: timeouts.control_delivery_s)"
+            self._nodes.lost(address, why)
 
     def _reset(self, opened: _Opened, incarnation: str) -> None:
         if not self._is_same(opened, incarnation):
@@ -172,34 +220,12 @@ class PrefillLinks:
                 "peer_unreachable", peer=address.endpoint, message=message.type, code=error.code, reason=str(error)
             )
 
-    def close(self, address: PeerAddress) -> None:
+    def disconnect(self, address: PeerAddress) -> None:
         """Close a link; what was not acknowledged is not sent any more. Harmless where there is none."""
         opened = self._opened.pop(address, None)
         if opened is not None:
             opened.client.close()
 
-    def look(self) -> None:
-        """Report the links that lead nowhere (any more): to those, too, that are connected and silent."""
-        for opened in list(self._opened.values()):
-            self._look(opened)
-
-    def barred(self) -> list[tuple[PeerAddress, str]]:
-        """The links to nodes whose key is not accepted any more, each with the reason; looks at the list of keys."""
-        found = []
-        for address in self._opened if self._allowed.follow() else ():
-            try:
-                self._allowed.check_server(address)
-            except BridgeError as error:
-                found.append((address, str(error)))
-        return found
-
-    async def stop(self, timeout_s: float) -> None:
-        """Let the last messages out, of all links at once, and close the links. No link is opened from now on."""
-        context, self._context = self._context, None
-        try:
-            await asyncio.gather(*(opened.client.flush(timeout_s) for opened in self._opened.values()))
-        finally:
-            for address in tuple(self._opened):
-                self.close(address)
-            if context is not None:
-                context.close()
+    def soon(self, do: Callable[[], None]) -> None:
+        """Have `do` called in the loop's next turn, on nobody's behalf."""
+        asyncio.get_running_loop().call_soon(do, context=Context())

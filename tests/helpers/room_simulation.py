@@ -16,23 +16,16 @@ from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.wire.messages import (
-    Digests,
-    Done,
-    Drained,
-    Failed,
     NodeDescription,
-    PathLost,
     PeerMessage,
     RankDescription,
-    Rejected,
     TransportEndpoint,
-    Welcome,
 )
 from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.worker_messages import NodeToWorker, RenewEndpoints, RevokeEndpoints, Send, Verified, Verify
 from kvbridge.node.decode.fence import Fence
+from kvbridge.node.decode.prefill_nodes import PrefillNodes
 from kvbridge.node.decode.rooms import DecodeRooms
-from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.node.room_pages import RoomSettings
 from kvbridge.node.rooms import RoomParts
 from kvbridge.pool.accounts.book import PageBook
@@ -127,7 +120,7 @@ class World(SimulatedCalls, Checked):
         space = {IndexSpace.FULL: PAGES}
         self.book = PageBook({}, adopted=space) if adopted else PageBook(space)
         self.prefixes = self.prefix_cache(self.book)
-        self.decode_nodes = PrefillNodes(describe=self.describe, links=OneLink(self), events=EventStream())
+        self.decode_nodes = PrefillNodes(self.describe, OneLink(self), EventStream())
         self.receiver = DecodeRooms(
             RoomParts(
                 book=self.book,
@@ -146,7 +139,7 @@ class World(SimulatedCalls, Checked):
         self.receiver_verbs = EngineVerbs(self.receiver)
         self.admission = own_admission(self.receiver, self.book, self)
         self.fence.watch(self.receiver.writers)
-        self.decode_nodes.watch(self.receiver.writers)
+        self.decode_nodes.writers = self.receiver.writers
         self.prefill = self.new_life()
 
     def describe(self) -> NodeDescription:
@@ -196,14 +189,7 @@ class World(SimulatedCalls, Checked):
             self.check()
 
     def deliver_to_decode(self) -> None:
-        peer, message = self.towards_decode.popleft()
-        match message:
-            case Welcome():
-                self.decode_nodes.welcome(ADDRESS, message)
-            case Rejected():
-                self.decode_nodes.rejected(ADDRESS, message)
-            case Digests() | Done() | PathLost() | Failed() | Drained():
-                self.receiver.writers.hear(peer, message)
+        self.decode_nodes.received(ADDRESS, *self.towards_decode.popleft())
 
     def verify(self, order: Verify, *, changed: bool = False, error: str = "") -> None:
         """Our rank looks at what has arrived: as it was sent, or `changed`, or it cannot look."""

@@ -44,9 +44,9 @@ from kvbridge.core.wire.messages import (
 )
 from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.worker_messages import NodeToWorker
+from kvbridge.node.decode.prefill_nodes import KnownNode
 from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.engines import AttachedEngine
-from kvbridge.node.handshake.prefill_nodes import KnownNode
 from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room import Room
 from kvbridge.pool.accounts.book import PageBook

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvbridge.config.admission import AdmissionConfig
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.core.wire.messages import Abort, Failed, Hello, Intend, Offer, PeerMessage
+from kvbridge.core.wire.messages import PeerMessage
 from kvbridge.core.wire.worker_messages import Digested, NodeToWorker, PeerConnected, Rerouted, RoomClosed, Send, Sent
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.decode.rooms import DecodeRooms
 from kvbridge.node.engines import Engines as AttachedEngines
-from kvbridge.node.handshake.decode_nodes import DecodeNodes
-from kvbridge.node.handshake.inspections import Inspections
-from kvbridge.node.handshake.introduction import Self
+from kvbridge.node.prefill.decode_nodes import DecodeNodes
 from kvbridge.node.prefill.rooms import PrefillRooms
 from kvbridge.node.room_pages import RoomSettings
 from kvbridge.node.rooms import RoomParts
@@ -61,18 +60,9 @@ class PrefillNode:
         )
         self.verbs = EngineVerbs(self.service)
         self.admission = own_admission(self.service, self.book, world)
-        inspections = Inspections(
-            lambda work, ended: world.inspections.append((work, ended)), limit_s=20, clock=world.clock
-        )
-        inspections.deliver_to(lambda _, message: self.take(message))
-        self.nodes = DecodeNodes(
-            Self(welcome_of(incarnation, tp_size=len(RANKS), ranks=RANKS), GEOMETRY),
-            self,
-            inspections=inspections,
-            events=EventStream(),
-            send=lambda peer, message: world.to_decode(message),
-        )
-        self.nodes.watch(self.service.peer_gone)
+        introduction = welcome_of(incarnation, tp_size=len(RANKS), ranks=RANKS)
+        self.nodes = DecodeNodes(introduction, GEOMETRY, self, self, EventStream(), check_s=20, clock=world.clock)
+        self.nodes.rooms = self.service
 
     @property
     def layers(self) -> dict[Rank, tuple[int, ...]]:
@@ -96,14 +86,17 @@ class PrefillNode:
     def transport(self, peer: str, rank: Rank) -> str:
         return self.nodes.transport(peer, rank)
 
+    def key_of(self, peer: str) -> str:
+        return ""
+
+    def names_of(self, key: str) -> frozenset[str]:
+        return frozenset()
+
+    def inspect(self, work: Callable[[], None], ended: Callable[[BaseException | None], None]) -> None:
+        self.world.inspections.append((work, ended))
+
     def take(self, message: PeerMessage) -> None:
-        if self.nodes.holds(DECODE, message):
-            return
-        match message:
-            case Hello():
-                self.nodes.hello(DECODE, message)
-            case Intend() | Offer() | Abort() | Failed():
-                self.service.hear(DECODE, message)
+        self.nodes.received(DECODE, message)
 
     def hear(self, rank: Rank) -> None:
         message = self.workers[rank].outbox.popleft()
@@ -137,17 +130,23 @@ class PrefillNode:
 class OneLink:
     """Between the decode node and the prefill node, whatever life it is in."""
 
+    def names_of(self, key: str) -> frozenset[str]:
+        return frozenset()
+
+    def soon(self, do: Callable[[], None]) -> None:
+        do()
+
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def open(self, address: PeerAddress) -> None:
+    def connect(self, address: PeerAddress) -> None:
         assert not self.world.linked
         self.world.linked = True
 
     def send(self, address: PeerAddress, message: PeerMessage) -> None:
         self.world.towards_prefill.append(message)
 
-    def close(self, address: PeerAddress) -> None:
+    def disconnect(self, address: PeerAddress) -> None:
         self.world.linked = False
         self.world.towards_decode.clear()
         self.world.towards_prefill.append(None)

@@ -11,8 +11,8 @@ from kvbridge.core.session.decode import DECODE_TABLE, DecodeSpeaker, DecodeStat
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Digests, Done, Drained, Failed, PathLost
 from kvbridge.core.wire.worker_messages import Digested, Verified
+from kvbridge.node.decode.prefill_nodes import KnownNode
 from kvbridge.node.decode.verification import Verification
-from kvbridge.node.handshake.prefill_nodes import KnownNode
 from kvbridge.node.prompt_keys import Answer
 from kvbridge.node.room import Room, named
 from kvbridge.tier.keys import Keys

@@ -34,11 +34,11 @@ from kvbridge.core.wire.engine_messages import (
 from kvbridge.core.wire.messages import Abort, Failed, Intend, Offer, PeerMessage, to_wire
 from kvbridge.core.wire.worker_messages import Digested, Verified
 from kvbridge.node.decode.fence import Fence
+from kvbridge.node.decode.prefill_nodes import PrefillNodes
 from kvbridge.node.decode.room import ARRIVED, BEFORE_COMMIT, DecodeRoom, speaker_of, user_state
 from kvbridge.node.decode.verification import Verification
 from kvbridge.node.decode.writers import Writers
 from kvbridge.node.engines import AttachedEngine
-from kvbridge.node.handshake.prefill_nodes import PrefillNodes
 from kvbridge.node.prompt_keys import Answer, answer_of
 from kvbridge.node.room import Quarantine, slowest
 from kvbridge.node.room_pages import RoomPages, RoomSettings

@@ -39,8 +39,8 @@ from kvbridge.core.wire.messages import (
     PathLost,
 )
 from kvbridge.node.decode.fence import ALL, Fence
+from kvbridge.node.decode.prefill_nodes import KnownNode, PrefillNodes
 from kvbridge.node.decode.room import ASKED, DecodeRoom, FromPrefill, WriterNode
-from kvbridge.node.handshake.prefill_nodes import KnownNode, PrefillNodes
 from kvbridge.node.prompt_keys import end_differs
 from kvbridge.node.room import slowest
 from kvbridge.pool.accounts.pages import Owner

@@ -37,8 +37,8 @@ from kvbridge.core.wire.engine_messages import (
 )
 from kvbridge.core.wire.messages import REASON_CHARS, Abort, Drained, Failed, Intend, Offer, PeerMessage
 from kvbridge.node.engines import AttachedEngine
-from kvbridge.node.handshake.decode_nodes import DecodeNodes
 from kvbridge.node.prefill.checkpoints import RoomCheckpoints
+from kvbridge.node.prefill.decode_nodes import DecodeNodes
 from kvbridge.node.prefill.early_offers import EarlyOffers, check_offer
 from kvbridge.node.prefill.orders import Orders
 from kvbridge.node.prefill.room import Asking, FromDecode, PrefillRoom, RankWork, speaker_of, user_state

@@ -20,10 +20,9 @@ from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError, CapacityError, FingerprintMismatchError, NotReadyError, PeerError
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.messages import MAX_INSTANCE_NODES, Hello, PeerMessage, Rejected, Welcome
-from kvbridge.daemon.decode import PrefillPeers
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.prefill_links import PrefillLinks
-from kvbridge.node.handshake.prefill_nodes import LINKS_A_TURN, KnownNode, PrefillNodes
+from kvbridge.node.decode.prefill_nodes import LINKS_A_TURN, KnownNode, PrefillNodes
 from tests.helpers.held_ports import held_ports
 
 pytestmark = pytest.mark.asyncio
@@ -69,17 +68,15 @@ class Decode:
             }
         )
         parts = NodeParts.build(config, Role.DECODE)
-        self.links = PrefillLinks(config, parts.events)
-        loop = asyncio.get_running_loop()
-        self.nodes = PrefillNodes(
-            describe=parts.description, links=self.links, events=parts.events, soon=loop.call_soon
-        )
-        self.nodes.watch(SimpleNamespace(nodes_changed=lambda: None, peer_gone=lambda _peer, _reason: None))
-        self.peers = PrefillPeers(
-            parts, self.links, self.nodes, rooms=None, fence=SimpleNamespace(tick=None, status=None)
-        )
-        self.links.start(PeerIdentity(parts.identity.incarnation))
+        self.links = PrefillLinks(config, parts)
+        self.nodes = PrefillNodes(parts.description, self.links, parts.events)
+        self.hears(lambda: None)
+        self.links.serve(self.nodes, None, SimpleNamespace(tick=None, status=None))
+        self.links.open(PeerIdentity(parts.identity.incarnation))
         self.links.settings = settings
+
+    def hears(self, nodes_changed: Callable[[], None]) -> None:
+        self.nodes.writers = SimpleNamespace(nodes_changed=nodes_changed, peer_gone=lambda _peer, _reason: None)
 
 
 @pytest_asyncio.fixture
@@ -88,7 +85,7 @@ async def opened() -> AsyncIterator[Callable[[PeerSettings], Decode]]:
 
         def make(settings: PeerSettings) -> Decode:
             node = Decode(settings)
-            stack.push_async_callback(node.peers.close, 0.01)
+            stack.push_async_callback(node.links.close, 0.01)
             return node
 
         yield make
@@ -107,7 +104,7 @@ async def answer_of(node: Decode, where: PeerAddress) -> KnownNode | BridgeError
             if found is not None:
                 answer.put_nowait(found)
 
-    node.nodes.watch(SimpleNamespace(nodes_changed=look, peer_gone=lambda _peer, _reason: None))
+    node.hears(look)
     look()
     async with asyncio.timeout(WAIT_S):
         return await answer.get()
@@ -195,7 +192,7 @@ async def test_a_link_to_a_node_that_refuses_is_closed_and_it_can_be_met_later(o
     found = await answer_of(node, first.address)
     assert isinstance(found, KnownNode)
     assert found.peer == first.incarnation
-    node.peers.watch()
+    node.links.watch()
     assert node.nodes.addresses() == [first.address]
     for each in (first, *others):
         each.server.close()
@@ -225,11 +222,11 @@ async def test_a_node_that_is_lost_while_links_end_does_not_keep_the_others_open
     node = opened(PeerSettings())
     for number in (1, 2, 3):
         assert node.nodes.known_node(address(number)) is None  # each has a Hello that nobody acknowledges
-    ending = asyncio.create_task(node.links.stop(0.2))
+    ending = asyncio.create_task(node.links.close(0.2))
     await asyncio.sleep(0)  # the task waits from now on
     node.nodes.lost(address(1), "silent")
     async with asyncio.timeout(WAIT_S):
         await ending
     assert not any(address(number) in node.links for number in (1, 2, 3))
     with pytest.raises(NotReadyError, match="starting or ending"):
-        node.links.open(address(4))
+        node.links.connect(address(4))

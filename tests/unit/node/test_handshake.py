@@ -11,13 +11,11 @@ from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.wire.features import PEER_FEATURES, Features
-from kvbridge.core.wire.messages import Hello, Offer, RankDescription, Rejected, Welcome, WireTable
+from kvbridge.core.wire.messages import Failed, Hello, Offer, RankDescription, Rejected, Welcome, WireTable
 from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PathsChanged, PeerConnected
-from kvbridge.node.handshake import decode_nodes, inspections
-from kvbridge.node.handshake.decode_nodes import DecodeNodes
-from kvbridge.node.handshake.inspections import Inspections
-from kvbridge.node.handshake.introduction import ClaimedName, Self, check_name
+from kvbridge.node.prefill import decode_nodes
+from kvbridge.node.prefill.decode_nodes import ClaimedName, DecodeNodes, check_name
 from kvbridge.telemetry.events import PeerAccepted, PeerFact, PeerLost, PeerRejected
 from kvbridge.telemetry.path_events import PathLost, PathsFound
 from tests.helpers.manual_clock import ManualClock
@@ -51,21 +49,25 @@ class PrefillSide:
         self.delivered: list[object] = []
         self.messages: list[tuple[object, object]] = []
         self.gone: list[tuple[str, str]] = []
-        inspections = Inspections(self.inspect, limit_s=20, clock=self.clock)
-        inspections.deliver_to(self.deliver)
-        self.nodes = DecodeNodes(
-            Self(welcome_of(tp_size=2, ranks=(R0, R1), **about), GEOMETRY),
-            self.workers,
-            inspections=inspections,
-            events=self.events,
-            send=lambda peer, message: self.messages.append((peer, message)),
-        )
-        self.nodes.watch(lambda peer, reason: self.gone.append((peer, reason)))
+        self.key = ""
+        introduction = welcome_of(tp_size=2, ranks=(R0, R1), **about)
+        self.nodes = DecodeNodes(introduction, GEOMETRY, self.workers, self, self.events, check_s=20, clock=self.clock)
+        self.nodes.rooms = self
 
-    def deliver(self, peer: str, message: object) -> None:
+    def send(self, peer: str, message: object) -> None:
+        self.messages.append((peer, message))
+
+    def key_of(self, peer: str) -> str:
+        return self.key
+
+    def names_of(self, key: str) -> frozenset[str]:
+        return frozenset()
+
+    def hear(self, peer: str, message: object) -> None:
         self.delivered.append(message)
-        if isinstance(message, Hello):
-            self.nodes.hello(peer, message)
+
+    def peer_gone(self, peer: str, reason: str) -> None:
+        self.gone.append((peer, reason))
 
     def inspect(self, work, ended) -> None:
         if self.later is None:
@@ -77,7 +79,8 @@ class PrefillSide:
         run_inspection(*self.later.pop(0))
 
     def hello(self, peer: str = DECODE, *, key: str = "", features: Features = Features(), **fields) -> None:  # noqa: B008
-        self.nodes.hello(peer, Hello(node=describe_decode(peer, **fields), features=features), key=key)
+        self.key = key
+        self.nodes.received(peer, Hello(node=describe_decode(peer, **fields), features=features))
 
     def connected(self, rank=R0, peer: str = DECODE, **fields) -> None:
         self.nodes.worker_connected(PeerConnected(rank=rank, peer=peer, transports=("local",), **fields))
@@ -232,7 +235,7 @@ def offer(room: int = 1, payload_bytes: int = 0) -> Offer:
 
 def test_what_a_peer_said_is_forgotten_with_it():
     side = slow()
-    side.nodes.holds(DECODE, offer())
+    side.nodes.received(DECODE, offer())
     side.nodes.gone(DECODE, "it begins anew")
     side.end_inspection()
     assert side.delivered == []
@@ -241,23 +244,23 @@ def test_what_a_peer_said_is_forgotten_with_it():
 
 def test_an_introduction_that_is_not_checked_in_time_or_by_a_defect_is_rejected():
     side = slow()
-    side.nodes.holds(DECODE, offer())
+    side.nodes.received(DECODE, offer())
     side.clock.advance(21)
     side.end_inspection()
     [rejected] = pick(side.messages, Rejected, DECODE)
     assert (rejected.code, "timeouts.handshake_s" in rejected.message) == ("deadline", True)
-    assert len(side.delivered) == 1, "an offer of a stranger is answered, too"
+    assert pick(side.messages, Failed, DECODE)[0].code == "not_ready", "an offer of a stranger is answered, too"
     side = slow()
     side.later.pop()[1](ZeroDivisionError("ours"))
     [rejected] = pick(side.messages, Rejected, DECODE)
     assert (rejected.code, rejected.message) == ("internal", "its introduction could not be checked: ZeroDivisionError")
 
 
-@pytest.mark.parametrize(("count", "payload_bytes"), [(inspections.MOST_MESSAGES, 0), (64, 256 * 1024)])
+@pytest.mark.parametrize(("count", "payload_bytes"), [(decode_nodes.MOST_MESSAGES, 0), (64, 256 * 1024)])
 def test_what_waits_is_bounded(count, payload_bytes):
     side = slow()
     for room in range(count + 1):
-        side.nodes.holds(DECODE, offer(room + 1, payload_bytes))
+        side.nodes.received(DECODE, offer(room + 1, payload_bytes))
         if pick(side.messages, Rejected):
             break
     assert side.rejected == "capacity"

@@ -10,8 +10,8 @@ from kvbridge.core.errors import BridgeError, FeatureError, InvalidInputError
 from kvbridge.core.prefixes import ModelIdentity
 from kvbridge.core.wire.features import PEER_FEATURES, Features
 from kvbridge.core.wire.messages import Heartbeat, Hello, Rejected
-from kvbridge.node.handshake import prefill_nodes
-from kvbridge.node.handshake.prefill_nodes import PrefillNodes
+from kvbridge.node.decode import prefill_nodes
+from kvbridge.node.decode.prefill_nodes import PrefillNodes
 from kvbridge.telemetry.events import PeerRejected
 from tests.helpers.rooms import ADDRESS, OTHER_ADDRESS, PREFILL, R0, RecordedEvents, describe_decode, pick, welcome_of
 
@@ -28,18 +28,22 @@ class DecodeSide:
         self.messages: list[tuple[object, object]] = []
         self.gone: list[str] = []
         self.found_at_change: list[object] = []
-        self.nodes = PrefillNodes(
-            describe=partial(describe_decode, **about), links=self, events=self.events, features=features
-        )
-        self.nodes.watch(self)
+        self.nodes = PrefillNodes(partial(describe_decode, **about), self, self.events, features)
+        self.nodes.writers = self
 
-    def open(self, address) -> None:
+    def names_of(self, key: str) -> frozenset[str]:
+        return frozenset()
+
+    def soon(self, do) -> None:
+        do()
+
+    def connect(self, address) -> None:
         self.opened.append(address)
 
     def send(self, address, message) -> None:
         self.messages.append((address, message))
 
-    def close(self, address) -> None:
+    def disconnect(self, address) -> None:
         self.closed.append(address)
 
     def peer_gone(self, peer: str, reason: str) -> None:
@@ -52,7 +56,7 @@ class DecodeSide:
             self.found_at_change.append(error)
 
     def welcome(self, incarnation: str = PREFILL, address=ADDRESS, **fields) -> None:
-        self.nodes.welcome(address, welcome_of(incarnation, **fields))
+        self.nodes.received(address, incarnation, welcome_of(incarnation, **fields))
 
     def introduce(self) -> None:
         assert self.nodes.known_node(ADDRESS) is None
@@ -99,7 +103,9 @@ def test_a_known_node_that_is_out_of_reach_is_gone(how):
         case "lost":
             side.nodes.lost(ADDRESS, "silent")
         case "rejected":
-            side.nodes.rejected(ADDRESS, Rejected(code="transport_failed", message="cannot reach you any more"))
+            side.nodes.received(
+                ADDRESS, PREFILL, Rejected(code="transport_failed", message="cannot reach you any more")
+            )
         case "restarted":
             side.nodes.restarted(ADDRESS)
         case _:

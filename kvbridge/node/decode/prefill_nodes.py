@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kvbridge.api.status import PrefillNodeStatus
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import (
     BridgeError,
-    FeatureError,
     FingerprintMismatchError,
     InvalidInputError,
     PeerError,
@@ -20,7 +19,20 @@ from kvbridge.core.errors import (
 from kvbridge.core.ids import Rank
 from kvbridge.core.prefixes import identity_conflict
 from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
-from kvbridge.core.wire.messages import MAX_PACKED_NODE_BYTES, Hello, NodeDescription, PeerMessage, Rejected, Welcome
+from kvbridge.core.wire.messages import (
+    MAX_PACKED_NODE_BYTES,
+    Digests,
+    Done,
+    Drained,
+    Failed,
+    Heartbeat,
+    Hello,
+    NodeDescription,
+    PathLost,
+    PeerMessage,
+    Rejected,
+    Welcome,
+)
 from kvbridge.telemetry.events import PeerAccepted, PeerLost, PeerRejected
 from kvbridge.telemetry.stream import EventStream
 
@@ -82,18 +94,25 @@ class _KnownPrefill:
 
 
 class Links(Protocol):
-    """The connections to prefill nodes, by address. Only `open` raises."""
+    """The connections to prefill nodes, by address. Only `connect` raises."""
 
-    def open(self, address: PeerAddress) -> None:
+    def connect(self, address: PeerAddress) -> None:
         """Connect to an address that is not connected to."""
 
     def send(self, address: PeerAddress, message: PeerMessage) -> None:
         """Queue a message."""
 
-    def close(self, address: PeerAddress) -> None:
+    def disconnect(self, address: PeerAddress) -> None:
         """End the connection; nothing more comes from it."""
 
+    def names_of(self, key: str) -> frozenset[str]:
+        """The instances that the holder of a key may speak for; empty: any."""
 
+    def soon(self, do: Callable[[], None]) -> None:
+        """Have `do` called in the loop's next turn."""
+
+
+@dataclass(eq=False)
 class PrefillNodes:
     """The prefill nodes that write to this decode node.
 
@@ -101,41 +120,25 @@ class PrefillNodes:
     milliseconds. A node that is gone may still write, or have written what is still on its way: rooms do not rely on it (`fence`).
     """
 
-    def __init__(
-        self,
-        *,
-        describe: Callable[[], NodeDescription],
-        links: Links,
-        events: EventStream,
-        features: Features = PEER_FEATURES,
-        names_of: Callable[[str], frozenset[str]] = lambda _key: frozenset(),
-        soon: Callable[[Callable[[], None]], object] = lambda do: do(),
-    ) -> None:
-        """`features`: what we have, and require of prefill nodes. `soon(do)` has `do` called in the loop's next turn.
+    describe: Callable[[], NodeDescription]
+    links: Links
+    events: EventStream
+    features: Features = PEER_FEATURES
+    """What we have, and require of prefill nodes."""
+    writers: Writers = field(init=False)
+    """Hears of nodes that have answered or are gone, and of what they say about rooms; set before anybody is asked for."""
+    _unmet: deque[_KnownPrefill] = field(init=False, default_factory=deque)
+    """Those to which there is no link yet."""
+    _opened_in_turn: int = field(init=False, default=0)
+    _known: dict[PeerAddress, _KnownPrefill] = field(init=False, default_factory=dict)
+    _former: OrderedDict[PeerAddress, str] = field(init=False, default_factory=OrderedDict)
+    """The incarnation that answered last behind an address, as long as it does not now."""
+    _by_peer: dict[str, _KnownPrefill] = field(init=False, default_factory=dict)
+    """Those that have welcomed us, by their incarnation."""
+    _same: dict[PeerAddress, _KnownPrefill] = field(init=False, default_factory=dict)
+    """Further addresses of nodes, as long as those answer: there is one link to an incarnation."""
 
-        `names_of(key)`: the instances that the holder of a key may speak for (empty: any). No callback raises.
-        """
-        self._describe = describe
-        self._links = links
-        self._events = events
-        self._features = features
-        self._names_of = names_of
-        self._soon = soon
-        self._unmet: deque[_KnownPrefill] = deque()
-        """Those to which there is no link yet."""
-        self._opened_in_turn = 0
-        self._known: dict[PeerAddress, _KnownPrefill] = {}
-        self._former: OrderedDict[PeerAddress, str] = OrderedDict()
-        """The incarnation that answered last behind an address, as long as it does not now."""
-        self._by_peer: dict[str, _KnownPrefill] = {}
-        """Those that have welcomed us, by their incarnation."""
-        self._same: dict[PeerAddress, _KnownPrefill] = {}
-        """Further addresses of nodes, as long as those answer: there is one link to an incarnation."""
-        self._listener: Writers
-
-    def watch(self, listener: Writers) -> None:
-        """Say who hears of nodes that have answered or are gone; before anybody is asked for."""
-        self._listener = listener
+    # ------------------------------------------------------------------ for rooms
 
     def known_node(self, address: PeerAddress) -> KnownNode | None:
         """Return the node behind an address if it has welcomed us, else say hello (once) and return None.
@@ -151,7 +154,7 @@ class PrefillNodes:
         return known.node
 
     def _introduce(self, address: PeerAddress) -> None:
-        ranks = self._describe().ranks
+        ranks = self.describe().ranks
         size_bytes = sum(map(len, ranks))
         if size_bytes > MAX_PACKED_NODE_BYTES:
             raise InvalidInputError(
@@ -168,8 +171,8 @@ class PrefillNodes:
     def _meet(self, known: _KnownPrefill) -> None:
         self._opened_in_turn += 1
         if self._opened_in_turn == 1:
-            self._soon(self._next_turn)
-        self._links.open(known.address)
+            self.links.soon(self._next_turn)
+        self.links.connect(known.address)
         self._say_hello(known.address)
 
     def _next_turn(self) -> None:
@@ -185,7 +188,27 @@ class PrefillNodes:
         """Queue a message; dropped when the node is lost: rooms ask again when it is back. Never raises."""
         known = self._by_peer.get(peer)
         if known is not None:
-            self._links.send(known.address, message)
+            self.links.send(known.address, message)
+
+    # ------------------------------------------------------------------ what prefill nodes say
+
+    def received(self, address: PeerAddress, peer: str, message: PeerMessage) -> None:
+        """Take what a node says. Raises the BridgeError for which rooms refuse it."""
+        match message:
+            case Welcome() if message.incarnation == peer:
+                self._welcomed(address, message)
+            case Rejected():
+                self._rejected(address, message)
+            case Digests() | Done() | PathLost() | Failed() | Drained() if self.speaks(address, peer):
+                self.writers.hear(peer, message)
+            case Welcome() | Digests() | Done() | PathLost() | Failed() | Drained():
+                text = f"{message.type} from {address.endpoint} in the name of {peer}"
+                self.events.frame_refused("unmet", text)
+            case Heartbeat():
+                pass
+            case _:
+                text = f"{message.type} from {peer}: a decode daemon does not take it"
+                self.events.frame_refused("wrong_direction", text)
 
     def speaks(self, address: PeerAddress, peer: str) -> bool:
         """Whether an incarnation is the one that answers behind an address, or did last."""
@@ -193,77 +216,85 @@ class PrefillNodes:
         current = known.node if known is not None else None
         return (current is not None and current.peer == peer) or self._former.get(address) == peer
 
-    def welcome(self, address: PeerAddress, message: Welcome) -> None:
-        """A prefill node has accepted us."""
+    def _welcomed(self, address: PeerAddress, message: Welcome) -> None:
         known = self._known.get(address)
         if known is None:
             return
         try:
-            us, them = "this decode node", f"the prefill node {message.instance}/{message.node} at {address.endpoint}"
-            known.features = agree(self._features, message.features, us=us, them=them)
-        except FeatureError as error:
+            self._believe(known, message)
+        except BridgeError as error:
             self._reject(known, error)
-            return
-        if conflict := identity_conflict(message.model_identity, self._describe().model_identity):
-            self._reject(known, FingerprintMismatchError(f"{them}: {conflict}"))
-            return
-        if reason := self._disbelief(address, message):
-            self._reject(known, PeerError(f"the prefill node at {address.endpoint} is not believed: {reason}"))
             return
         if known.node is not None and known.node.peer != message.incarnation:
             self._lose(known, f"another incarnation answers at {address.endpoint}")
         facts = message.model_dump(exclude={"type", "incarnation", "model_identity", "ranks", "features"})
         known.node = KnownNode(message.incarnation, **facts, ranks=message.ranks, features=known.features)
         self._by_peer.setdefault(message.incarnation, known)
-        self._events.emit(PeerAccepted(peer=message.incarnation, name=known.node.name, features=known.features))
-        self._listener.nodes_changed()
+        self.events.emit(PeerAccepted(peer=message.incarnation, name=known.node.name, features=known.features))
+        self.writers.nodes_changed()
 
-    def _disbelief(self, address: PeerAddress, message: Welcome) -> str:
-        """Why a node cannot be who it says; empty when it can. One node may well have two addresses, with one key."""
-        names = self._names_of(address.public_key)
+    def _believe(self, known: _KnownPrefill, message: Welcome) -> None:
+        """Raise when a node does not fit, or cannot be who it says. One node may well have two addresses, with one key."""
+        address = known.address
+        us, them = "this decode node", f"the prefill node {message.instance}/{message.node} at {address.endpoint}"
+        known.features = agree(self.features, message.features, us=us, them=them)
+        if conflict := identity_conflict(message.model_identity, self.describe().model_identity):
+            raise FingerprintMismatchError(f"{them}: {conflict}")
+        doubt = f"the prefill node at {address.endpoint} is not believed: "
+        names = self.links.names_of(address.public_key)
         if names and message.instance not in names:
-            return f"its key speaks for instance {', '.join(sorted(names))}, not for {message.instance}"
+            raise PeerError(
+                f"{doubt}its key speaks for instance {', '.join(sorted(names))}, not for {message.instance}"
+            )
         others = {other for other in (*self._known, *self._former) if other.public_key != address.public_key}
         if any(self.speaks(other, message.incarnation) for other in others):
-            return f"it calls itself {message.incarnation}, which is another node's incarnation under another key"
-        return ""
+            incarnation = message.incarnation
+            raise PeerError(
+                f"{doubt}it calls itself {incarnation}, which is another node's incarnation under another key"
+            )
 
-    def rejected(self, address: PeerAddress, message: Rejected) -> None:
-        """A prefill node will not work with us (any more)."""
+    def _rejected(self, address: PeerAddress, message: Rejected) -> None:
         known = self._known.get(address)
-        if known is None:
-            return
-        kind = errors_by_code().get(message.code, PeerError)
-        self._reject(known, kind(f"the prefill node at {address.endpoint} rejected us: {message.message}"))
+        if known is not None:
+            kind = errors_by_code().get(message.code, PeerError)
+            self._reject(known, kind(f"the prefill node at {address.endpoint} rejected us: {message.message}"))
 
     def _reject(self, known: _KnownPrefill, error: BridgeError) -> None:
-        self._events.emit(PeerRejected(peer=known.peer, code=error.code, reason=str(error)))
+        self.events.emit(PeerRejected(peer=known.peer, code=error.code, reason=str(error)))
         self._fail(known, error, str(error))
+
+    # ------------------------------------------------------------------ what links say
 
     def lost(self, address: PeerAddress, reason: str) -> None:
         """A prefill node does not answer any more; the next room says hello again."""
         known = self._known.get(address)
-        if known is None:
-            return
-        self._events.emit(PeerLost(peer=known.peer, reason=reason))
-        self._fail(known, PeerError(f"the prefill node at {address.endpoint} cannot be reached: {reason}"), reason)
-
-    def _lose(self, known: _KnownPrefill, reason: str) -> None:
-        if known.node is not None:
-            self._events.emit(PeerLost(peer=known.node.peer, reason=reason))
-        self._disconnect(known, reason)
+        if known is not None:
+            self.events.emit(PeerLost(peer=known.peer, reason=reason))
+            self._fail(known, PeerError(f"the prefill node at {address.endpoint} cannot be reached: {reason}"), reason)
 
     def same(self, address: PeerAddress, other: PeerAddress) -> None:
         """Behind an address answers the incarnation to which the link of another address leads: that link serves both."""
         known, meant = self._known.pop(address, None), self._known.get(other)
-        self._links.close(address)
+        self.links.disconnect(address)
         if known is not None:
             self._lose(known, f"the node at {other.endpoint} answers there now")
         if meant is not None:
             if len(self._same) >= FORMER_KEPT:
                 del self._same[next(iter(self._same))]
             self._same[address] = meant
-        self._listener.nodes_changed()
+        self.writers.nodes_changed()
+
+    def restarted(self, address: PeerAddress) -> None:
+        """Another incarnation answers at a known address, or the same one has forgotten us: introduce ourselves."""
+        known = self._known.get(address)
+        if known is not None:
+            self._lose(known, f"the prefill node at {address.endpoint} was restarted or has forgotten us")
+            self._say_hello(address)
+
+    def _lose(self, known: _KnownPrefill, reason: str) -> None:
+        if known.node is not None:
+            self.events.emit(PeerLost(peer=known.node.peer, reason=reason))
+        self._disconnect(known, reason)
 
     def _disconnect(self, known: _KnownPrefill, reason: str) -> None:
         """The incarnation that answered is out of reach: from here on nothing is sent to it, by whatever address."""
@@ -276,23 +307,18 @@ class PrefillNodes:
             self._former.move_to_end(known.address)
             if len(self._former) > FORMER_KEPT:
                 self._former.popitem(last=False)
-            self._listener.peer_gone(node.peer, reason)
+            self.writers.peer_gone(node.peer, reason)
 
     def _fail(self, known: _KnownPrefill, error: BridgeError, reason: str) -> None:
         """Let every room that waits see the error, then forget the node: the next room says hello again."""
         self._disconnect(known, reason)
         known.error = error
-        self._listener.nodes_changed()
+        self.writers.nodes_changed()
         if self._known.get(known.address) is known:
             del self._known[known.address]
-            self._links.close(known.address)
+            self.links.disconnect(known.address)
 
-    def restarted(self, address: PeerAddress) -> None:
-        """Another incarnation answers at a known address, or the same one has forgotten us: introduce ourselves."""
-        known = self._known.get(address)
-        if known is not None:
-            self._lose(known, f"the prefill node at {address.endpoint} was restarted or has forgotten us")
-            self._say_hello(address)
+    # ------------------------------------------------------------------ for the daemon
 
     def refresh(self) -> None:
         """We have changed (a rank worker is back with new endpoints): tell everybody."""
@@ -300,7 +326,7 @@ class PrefillNodes:
             self._say_hello(address)
 
     def _say_hello(self, address: PeerAddress) -> None:
-        self._links.send(address, Hello(node=self._describe(), features=self._features))
+        self.links.send(address, Hello(node=self.describe(), features=self.features))
 
     def peers(self) -> tuple[PrefillNodeStatus, ...]:
         """For `/status`."""

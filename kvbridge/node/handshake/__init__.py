@@ -1,1 +1,0 @@
-"""How nodes get to know each other before the first room."""
