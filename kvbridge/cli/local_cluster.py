@@ -13,15 +13,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import Field
-
 from kvbridge.api.client import BlockingClient
 from kvbridge.api.directory import PairReport, PairRequest, Ticket
 from kvbridge.api.endpoint_file import ENDPOINT_FILE, DaemonEndpoint, read_endpoint
 from kvbridge.api.rooms import RoomReport
 from kvbridge.api.status import Readiness
 from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, RoomFailedError
-from kvbridge.core.ids import FrozenModel, Positive, Role
+from kvbridge.core.ids import Role
 from kvbridge.pool.memory.leftovers import sweep
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.processes import ChildProcess, module_command, stop_all, wait_for
@@ -147,67 +145,51 @@ class Cluster:
         sweep([DEFAULT_DIRECTORY])
 
 
-class NodeSpec(FrozenModel):
-    """What is special about one daemon."""
-
-    instance: str
-    pp: Positive = 1
-    tp: Positive = 1
-    pools: Section = Field(default_factory=dict)
-    more: Section = Field(default_factory=dict)
-    """Further top-level keys of its configuration; they replace what is chosen here."""
-
-
-class ClusterSpec(FrozenModel):
-    """A cluster that does not run yet."""
-
-    model: Section
-    """The `model` section of both daemons."""
-    transport: str
-    """The only transport that both may use."""
-    prefill: NodeSpec
-    decode: NodeSpec
-    bootstrap: Section = Field(default_factory=dict)
-    """Further top-level keys of bootstrap's configuration."""
-    ends_with_us: bool = False
-    """Daemons get SIGTERM when the thread that starts them ends, however it ends."""
-
-
 LOG_JSON: Final[Section] = {"telemetry": {"log_format": "json"}}
 
 
-def plan_cluster(folder: Path, spec: ClusterSpec) -> Cluster:
-    """Return a cluster in `folder`, not started. Socket paths are long: keep the folder's path short."""
-    bootstrap = DaemonProcess("bootstrap", "bootstrap", folder / "b", ends_with_us=spec.ends_with_us)
-    bootstrap.config = {"http": {"port": 0}, **LOG_JSON, **spec.bootstrap}
-    bootstrap.arguments = ("--endpoint-dir", str(bootstrap.runtime_dir))
-    prefill = DaemonProcess(Role.PREFILL, "the prefill daemon", folder / "p", ends_with_us=spec.ends_with_us)
-    decode = DaemonProcess(Role.DECODE, "the decode daemon", folder / "d", ends_with_us=spec.ends_with_us)
-    for daemon, node in ((prefill, spec.prefill), (decode, spec.decode)):
-        parts = node.model_dump(exclude={"more"})
-        daemon.config = daemon_config(spec.model, runtime_dir=daemon.runtime_dir, transport=spec.transport, **parts)
-        daemon.config |= node.more
-    return Cluster(folder, bootstrap, prefill, decode)
+def plan_cluster(
+    folder: Path, *, prefill: Section, decode: Section, bootstrap: Section | None = None, ends_with_us: bool = False
+) -> Cluster:
+    """Return a cluster in `folder`, not started, from the configurations of its daemons (`daemon_config`).
+
+    Socket paths are long: keep the folder's path short. `ends_with_us`: daemons get SIGTERM when the thread that starts them ends.
+    """
+    configs = {
+        "bootstrap": {"http": {"port": 0}, **LOG_JSON, **(bootstrap or {})},
+        Role.PREFILL: prefill,
+        Role.DECODE: decode,
+    }
+    made = [
+        DaemonProcess(role, name, folder / role[0], config, ends_with_us=ends_with_us)
+        for (role, config), name in zip(
+            configs.items(), ("bootstrap", "the prefill daemon", "the decode daemon"), strict=True
+        )
+    ]
+    for node in made[1:]:
+        node.config = {"runtime_dir": str(node.runtime_dir), **node.config}
+    made[0].arguments = ("--endpoint-dir", str(made[0].runtime_dir))
+    return Cluster(folder, made[0], made[1], made[2])
 
 
 def daemon_config(
     model: Mapping[str, Any],
     *,
     instance: str,
-    runtime_dir: Path,
     transport: str,
     pp: int = 1,
     tp: int = 1,
+    runtime_dir: Path | None = None,
     **more: Any,  # noqa: ANN401 - sections of the file
 ) -> Section:
-    """Return a node daemon's configuration on loopback with free ports."""
+    """Return a node daemon's configuration on loopback with free ports; `more` replaces sections."""
     return {
+        **({} if runtime_dir is None else {"runtime_dir": str(runtime_dir)}),
         "instance": instance,
         "model": dict(model),
         "parallelism": {"pp_size": pp, "tp_size": tp},
         "transports": transport_section(transport),
         "http": {"port": 0},
-        "runtime_dir": str(runtime_dir),
         **LOG_JSON,
         **more,
     }

@@ -46,7 +46,7 @@ COMMANDS = {
         "Print what requests of some lengths cost on a decode node, and how many of each fit, by its configuration.",
     ),
     "demo": (
-        "kvbridge.demo.command:demo",
+        "kvbridge.demo.run:demo",
         "Prefill in one process, decode in another, and compare every logit.",
     ),
     "doctor": (

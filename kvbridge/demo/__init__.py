@@ -1,4 +1,1 @@
-"""`kvbridge demo`: a real model over real daemons on this machine, compared logit by logit with the model alone.
-
-Only `engines` and `reference` import torch and transformers: they run in processes of their own.
-"""
+"""`kvbridge demo`. Only `engines` imports torch and transformers: it runs in processes of its own."""

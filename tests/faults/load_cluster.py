@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from kvbridge.cli.local_cluster import Cluster, ClusterSpec, DaemonProcess, NodeSpec, daemon_config, plan_cluster
+from kvbridge.cli.local_cluster import Cluster, DaemonProcess, daemon_config, plan_cluster
 from kvbridge.core.errors import DetachedError, PeerError
 from kvbridge.core.ids import Role
 from tests.helpers.cut_paths import CutSettings, cut_worker
@@ -56,23 +56,18 @@ def load_cluster(transport: str) -> Iterator[Cluster]:
     def pools(**host: Any) -> dict[str, Any]:
         return {"device": PAGES, "keep_s": KEEP_S} | host
 
-    spec = ClusterSpec(
-        model={"preset": MODEL},
-        transport=order[0],
+    common: dict[str, Any] = {"model": {"preset": MODEL}, "transport": order[0]}
+    with_host = pools(host={"pages": HOST_PAGES})
+    cluster = plan_cluster(
+        folder,
+        prefill=daemon_config(**common, instance=f"prefill-{folder.name}", pools=pools())
+        | more(checkpoint_pages=CHECKPOINTS),
+        decode=daemon_config(**common, instance=f"decode-{folder.name}", pools=with_host) | more(),
         ends_with_us=True,
-        prefill=NodeSpec(instance=f"prefill-{folder.name}", pools=pools(), more=more(checkpoint_pages=CHECKPOINTS)),
-        decode=NodeSpec(instance=f"decode-{folder.name}", pools=pools(host={"pages": HOST_PAGES}), more=more()),
     )
-    cluster = plan_cluster(folder, spec)
     second = DaemonProcess("decode", "the second decode daemon", folder / "e", ends_with_us=True)
     second.config = (
-        daemon_config(
-            spec.model,
-            instance=f"second-{folder.name}",
-            runtime_dir=second.runtime_dir,
-            transport=order[0],
-            pools=pools(host={"pages": HOST_PAGES}),
-        )
+        daemon_config(**common, instance=f"second-{folder.name}", runtime_dir=second.runtime_dir, pools=with_host)
         | more()
     )
     cluster.others.append(second)

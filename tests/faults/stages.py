@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from kvbridge.cli.local_cluster import (
-    ClusterSpec,
     DaemonProcess,
-    NodeSpec,
     daemon_config,
     plan_cluster,
     transport_section,
@@ -66,23 +64,17 @@ def scene(
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
     waits = {"timeouts": TIMEOUTS | dict(timeouts or {})} | (TIER if shares else {})
     # Names that no other run on this machine has: each start sweeps what is left of its own name.
-    spec = ClusterSpec(
-        model={"preset": "tiny-v4"},
-        transport=transport,
+    common = {"model": {"preset": "tiny-v4"}, "transport": transport, **waits}
+    pools, host = {"device": DEVICE_PAGES}, {"host": {"pages": HOST_PAGES}}
+    cluster = plan_cluster(
+        folder,
+        bootstrap={"directory": {"expire_after_s": EXPIRE_S}},
+        prefill=daemon_config(**common, instance=f"prefill-{folder.name}", pools=pools)
+        | {**Gpus.section(gpus, Role.PREFILL), **dict(prefill or {})},
+        decode=daemon_config(**common, instance=f"decode-{folder.name}", pools=pools | host)
+        | {**Gpus.section(gpus, Role.DECODE)},
         ends_with_us=True,
-        prefill=NodeSpec(
-            instance=f"prefill-{folder.name}",
-            pools={"device": DEVICE_PAGES},
-            more={**waits, **Gpus.section(gpus, Role.PREFILL), **dict(prefill or {})},
-        ),
-        decode=NodeSpec(
-            instance=f"decode-{folder.name}",
-            pools={"device": DEVICE_PAGES, "host": {"pages": HOST_PAGES}},
-            more={**waits, **Gpus.section(gpus, Role.DECODE)},
-        ),
     )
-    cluster = plan_cluster(folder, spec)
-    cluster.bootstrap.config = cluster.bootstrap.config | {"directory": {"expire_after_s": EXPIRE_S}}
     if faults:
         cluster.prefill = mutated(cluster.prefill, worker_code=faulty_worker(faults))
     with started(FaultCluster(cluster, shares=shares, gpus=gpus)) as stage:
@@ -158,27 +150,16 @@ def late_writer_cluster(
     both = {"transports": section | {"order": list(dict.fromkeys([transport, "local"]))}}
     pools = {"device": {"full": PAGES}}
     model = {"preset": MODEL}
-    spec = ClusterSpec(
-        model=model,
-        transport=transport,
+    common = {"model": model, "transport": transport, **waits}
+    prefill = {"transports": section, "timeouts": waits["timeouts"] | (EXPIRING if expiring else {})}
+    cluster = plan_cluster(
+        folder,
+        prefill=daemon_config(**common, instance=f"late-{folder.name}", pools=pools)
+        | {**prefill, **Gpus.section(gpus, Role.PREFILL)},
+        decode=daemon_config(**common, instance=f"decode-{folder.name}", pools=pools | {"host": {"components": []}})
+        | {**both, **Gpus.section(gpus, Role.DECODE)},
         ends_with_us=True,
-        prefill=NodeSpec(
-            instance=f"late-{folder.name}",
-            pools=pools,
-            more={
-                "transports": section,
-                "timeouts": waits["timeouts"] | (EXPIRING if expiring else {}),
-                **tier,
-                **Gpus.section(gpus, Role.PREFILL),
-            },
-        ),
-        decode=NodeSpec(
-            instance=f"decode-{folder.name}",
-            pools=pools | {"host": {"components": []}},
-            more={**both, **waits, **Gpus.section(gpus, Role.DECODE)},
-        ),
     )
-    cluster = plan_cluster(folder, spec)
     gate = Gate(Path("/dev/shm") / f"{folder.name}-gate", create=True) if gpus is not None else None
     changed = (faulty_worker(faults) if faults else "") + (gated_worker(gate.path) if gate else "")
     cluster.prefill = mutated(cluster.prefill, worker_code=changed + worker_mistake)

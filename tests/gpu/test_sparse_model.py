@@ -10,10 +10,9 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 import torch
 
 from kvbridge.core.geometry.components import Encoding
-from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder
-from kvbridge.engine.adapters.transformers import weights_digest
+from kvbridge.engine.adapters.transformers import SparseDecoder
 from tests.helpers import torch_pools
-from tests.helpers.sparse_model import SparseModelPair, admitted, fed
+from tests.helpers.sparse_model import SparseModelPair, admitted
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +39,7 @@ def test_past_many_evictions(device, encoding, hot_rows):
         SparseDecoder(scene.model, scene.codec, store) as decoder,
     ):
         request = admitted(decoder, pools, 1, tokens=tokens)
-        logits = fed(decoder, request, alone.tokens)
+        logits = request.feed(alone.tokens)
         store.check()
         counts = store.counts(1)
     print(f"{encoding}, hot_rows {hot_rows}: {alone.share_of_rounding:.1e} of what rounding explains, {counts}")
@@ -63,9 +62,10 @@ def test_the_newest_rows_are_right_from_the_first_step(device, tokens):
         scene.store(pools, hot_rows=64, max_tokens=1024, preload_rows=0) as store,
         SparseDecoder(scene.model, scene.codec, store) as decoder,
     ):
-        logits = fed(decoder, admitted(decoder, pools, 0, tokens=tokens), alone.tokens)
+        logits = admitted(decoder, pools, 0, tokens=tokens).feed(alone.tokens)
     assert torch.equal(logits, alone.logits)
 
 
 def test_weights_are_the_same_on_every_device(device):
-    assert weights_digest(SparseModelPair().model) == weights_digest(SparseModelPair(device=f"cuda:{device}").model)
+    here, there = (SparseModelPair(device=each).model.state_dict() for each in ("cpu", f"cuda:{device}"))
+    assert all(torch.equal(tensor, there[name].cpu()) for name, tensor in here.items())

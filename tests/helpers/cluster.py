@@ -17,9 +17,7 @@ from typing import Any
 from kvbridge.api.directory import PairRequest
 from kvbridge.cli.local_cluster import (
     START_S,
-    ClusterSpec,
     DaemonProcess,
-    NodeSpec,
     daemon_config,
     plan_cluster,
     transport_section,
@@ -81,20 +79,17 @@ def cluster(
     folder = Path(tempfile.mkdtemp(prefix="kvb-", dir="/tmp"))
     pools = {"device": dict(pages or {"full": 64, "swa": 16, "request": 8})}
     pools |= {"device_layout": device_layout} if device_layout else {}
-    spec = ClusterSpec(
-        model=dict(model),
-        transport=transport,
-        prefill=NodeSpec(instance="prefill-0", pp=prefill_pp, tp=prefill_tp, pools=pools, more=dict(prefill or {})),
-        decode=NodeSpec(
-            instance="decode-0",
-            pp=decode_pp,
-            tp=decode_tp,
-            pools=pools | {"host": {"pages": host_pages}},
-            more=dict(decode or {}),
-        ),
+    common = {"model": model, "transport": transport}
+    planned = plan_cluster(
+        folder,
+        bootstrap=dict(bootstrap or {}),
+        prefill=daemon_config(**common, instance="prefill-0", pp=prefill_pp, tp=prefill_tp, pools=pools)
+        | dict(prefill or {}),
+        decode=daemon_config(
+            **common, instance="decode-0", pp=decode_pp, tp=decode_tp, pools=pools | {"host": {"pages": host_pages}}
+        )
+        | dict(decode or {}),
     )
-    planned = plan_cluster(folder, spec)
-    planned.bootstrap.config |= dict(bootstrap or {})
     if faults:
         planned.prefill = mutated(planned.prefill, worker_code=faulty_worker(faults))
     made = Cluster(**{field.name: getattr(planned, field.name) for field in fields(planned)})

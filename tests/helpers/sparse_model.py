@@ -13,11 +13,17 @@ from kvbridge.core.geometry.components import ComponentKind, Encoding
 from kvbridge.core.geometry.hot_buffer import SparseSettings
 from kvbridge.core.geometry.models import geometry_from_config
 from kvbridge.core.ids import IndexSpace, PageTable, Tables
-from kvbridge.demo.reference import SelectedAttention
 from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker, reencoded
-from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder, SparseRequest, reencoding_cache
-from kvbridge.engine.adapters.transformers import Generated, Prefill, generate, load_model, prefill_chunks
+from kvbridge.engine.adapters.transformers import (
+    Generated,
+    Prefill,
+    SparseDecoder,
+    generate,
+    load_model,
+    prefill_chunks,
+)
 from kvbridge.sparse import SparseCache
+from tests.helpers.sparse_reference import SelectedAttention, reencoding_cache
 from tests.helpers.tiny_model import load_config, prompt_tokens
 from tests.helpers.torch_pools import Form, Pools, make_pools
 
@@ -58,7 +64,7 @@ class SparseModelPair:
         self.device = torch.device(device)
         self.model = load_model(facts, device=self.device)
         self.geometry = geometry_from_config(facts, encoding=encoding)
-        self.codec = CacheCodec(self.geometry, self.model.config, device=self.device)
+        self.codec = CacheCodec(self.geometry, self.model)
         self.c4 = self.geometry.component(C4)
         self.top_k = int(self.model.config.index_topk)
 
@@ -96,12 +102,25 @@ class SparseModelPair:
         return self.codec.row_codec(C4).decode(rows).to(self.device)
 
 
-def admitted(decoder: SparseDecoder, pools: Pools, slot: int, *, tokens: int, host: PageTable | None = None):
+@dataclass
+class SparseRequest:
+    """One request that is decoded sparsely."""
+
+    decoder: SparseDecoder
+    slot: int
+    cache: DynamicCache
+
+    def step(self, token: int) -> torch.Tensor:
+        return self.decoder.step(self.slot, self.cache, token=token)
+
+    def feed(self, tokens: Sequence[int]) -> torch.Tensor:
+        """Feed tokens one by one: logits [steps, vocabulary]."""
+        return torch.stack([self.step(token) for token in tokens])
+
+
+def admitted(
+    decoder: SparseDecoder, pools: Pools, slot: int, *, tokens: int, host: PageTable | None = None
+) -> SparseRequest:
     """Admit the request in `pools`, with its own host table or another one."""
     tables = pools.tables if host is None else {**pools.tables, IndexSpace.HOST: host}
-    return decoder.admit(slot, Placement([pools.views], tables), tokens=tokens)
-
-
-def fed(decoder: SparseDecoder, request: SparseRequest, tokens: Sequence[int]) -> torch.Tensor:
-    """Feed tokens one by one: logits [steps, vocabulary]."""
-    return torch.stack([decoder.step(request, token=token) for token in tokens])
+    return SparseRequest(decoder, slot, decoder.admit(slot, Placement([pools.views], tables), tokens=tokens))

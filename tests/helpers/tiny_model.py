@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from kvbridge.demo.prompts import prose
-from kvbridge.engine.adapters.transformers import decode_step
+from kvbridge.demo.plan import prose
+from kvbridge.engine.adapters.transformers import forward
 
 
 def load_config() -> dict[str, Any]:
@@ -27,4 +27,4 @@ def prompt_tokens(count: int, *, offset: int = 0) -> list[int]:
 
 def follow(model: Any, cache: Any, *, tokens: Sequence[int]) -> torch.Tensor:
     """Feed given tokens one by one, those of another run: logits [steps, vocabulary]."""
-    return torch.stack([decode_step(model, cache, token=token) for token in tokens])
+    return torch.stack([forward(model, cache, [token]) for token in tokens])

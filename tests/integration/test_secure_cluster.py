@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
-from kvbridge.cli.local_cluster import ClusterSpec, NodeSpec, plan_cluster
+from kvbridge.cli.local_cluster import daemon_config, plan_cluster
 from kvbridge.control.keys import CurveKeys, generate_keys, write_keys
 from kvbridge.core.wire.messages import Heartbeat, Hello, NodeDescription, Rejected, Welcome
 from tests.helpers.cluster import Cluster, DaemonProcess, eventually
@@ -82,15 +82,13 @@ def secure() -> Iterator[Secure]:
             "timeouts": {"control_heartbeat_s": 0.2, "handshake_s": 5.0},
         }
 
-    spec = ClusterSpec(
-        model={"preset": "tiny-v4"},
-        transport="local",
-        prefill=NodeSpec(instance="prefill-0", pools=POOLS, more=settings("prefill", "allowed", **PUBLIC)),
-        decode=NodeSpec(
-            instance="decode-0", pools={**POOLS, "host": {"pages": 16}}, more=settings("decode", "accepted")
-        ),
+    common: dict[str, Any] = {"model": {"preset": "tiny-v4"}, "transport": "local"}
+    decode_pools = {**POOLS, "host": {"pages": 16}}
+    planned = plan_cluster(
+        folder,
+        prefill=daemon_config(**common, instance="prefill-0", pools=POOLS) | settings("prefill", "allowed", **PUBLIC),
+        decode=daemon_config(**common, instance="decode-0", pools=decode_pools) | settings("decode", "accepted"),
     )
-    planned = plan_cluster(folder, spec)
     cluster = Cluster(planned.folder, planned.bootstrap, planned.prefill, planned.decode)
     live = LiveCluster(cluster, bearer(NODE_TOKEN), bearer(BOOTSTRAP_TOKEN))
     found = Secure(live, folder, server, decode)

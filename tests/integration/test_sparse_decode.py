@@ -18,14 +18,13 @@ pytest.importorskip("transformers", reason="the extra 'transformers' is not inst
 from kvbridge.core.errors import ConflictError, InvalidInputError
 from kvbridge.core.geometry.components import Encoding
 from kvbridge.core.ids import IndexSpace, PageTable
-from kvbridge.demo import reference
-from kvbridge.demo.reference import rounding_bound
 from kvbridge.engine.adapters.deepseek_v4 import Placement
-from kvbridge.engine.adapters.sparse_deepseek_v4 import SparseDecoder, SparseLayer
-from kvbridge.engine.adapters.transformers import CACHE_ARGUMENT
+from kvbridge.engine.adapters.transformers import CACHE_ARGUMENT, SparseDecoder, SparseLayer
+from tests.helpers import sparse_reference
 from tests.helpers.foreign_processor import foreign_processor
 from tests.helpers.matrices import kept, one_in
-from tests.helpers.sparse_model import C4, SparseModelPair, admitted, fed
+from tests.helpers.sparse_model import C4, SparseModelPair, admitted
+from tests.helpers.sparse_reference import rounding_bound
 from tests.helpers.tiny_model import follow, prompt_tokens
 
 STEPS = 120
@@ -59,7 +58,7 @@ def test_a_hundred_steps_past_many_evictions(scene, hot_rows):
     alone = scene.alone(prefill, STEPS)
     pools = scene.pools(prefill, steps=STEPS)
     with decoding(scene, pools, hot_rows=hot_rows) as decoder:
-        logits = fed(decoder, admitted(decoder, pools, 1, tokens=2049), alone.tokens)
+        logits = admitted(decoder, pools, 1, tokens=2049).feed(alone.tokens)
         decoder.store.check()
         counts = decoder.store.counts(1)
     assert torch.equal(logits, alone.logits)
@@ -85,7 +84,7 @@ def test_quantised_rows_on_any_processor(seed):
             alone = scene.alone(prefill, 12)
             pools = scene.pools(prefill, steps=12)
             with decoding(scene, pools) as decoder:
-                logits = fed(decoder, admitted(decoder, pools, 0, tokens=1031), alone.tokens)
+                logits = admitted(decoder, pools, 0, tokens=1031).feed(alone.tokens)
         assert torch.equal(logits, alone.logits)
         ours.append(prefill.logits)
     assert not torch.equal(*ours)
@@ -98,7 +97,7 @@ def test_the_newest_rows_are_right_from_the_first_step(scene, tokens):
     alone = scene.alone(prefill, 9)
     pools = scene.pools(prefill, steps=9)
     with decoding(scene, pools, preload_rows=0) as decoder:
-        logits = fed(decoder, admitted(decoder, pools, 0, tokens=tokens), alone.tokens)
+        logits = admitted(decoder, pools, 0, tokens=tokens).feed(alone.tokens)
         decoder.store.check()
     assert torch.equal(logits, alone.logits)
 
@@ -129,10 +128,10 @@ def test_requests_in_turn_share_a_buffer_and_grow(scene):
         for step in range(steps):
             for number, request in ((0, first), (1, second)):
                 if step == 3:
-                    decoder.store.extend(request.request_slot, tables[number])
-                got[number].append(decoder.step(request, token=answers[number].tokens[step]))
-        assert decoder.store.release(first.request_slot).reached()
-        got[2] = list(fed(decoder, arrive(2, 1), answers[2].tokens))
+                    decoder.store.extend(request.slot, tables[number])
+                got[number].append(request.step(answers[number].tokens[step]))
+        assert decoder.store.release(first.slot).reached()
+        got[2] = list(arrive(2, 1).feed(answers[2].tokens))
         decoder.store.check()
     for number in range(3):
         assert torch.equal(torch.stack(got[number]), answers[number].logits), f"request {number}"
@@ -146,13 +145,13 @@ def test_without_a_host_page_a_step_is_refused_before_it_begins(scene):
     with decoding(scene, pools) as decoder:
         request = admitted(decoder, pools, 0, tokens=3, host=PageTable(IndexSpace.HOST, table[:0], 0))
         tokens = prompt_tokens(260, offset=50)  # as good as any
-        fed(decoder, request, tokens[:252])
+        request.feed(tokens[:252])
         with pytest.raises(InvalidInputError, match="extend the request first"):
-            decoder.step(request, token=tokens[252])
-        assert request.tokens == request.cache.get_seq_length() == 255
+            request.step(tokens[252])
+        assert request.cache.get_seq_length() == 255
         decoder.store.extend(0, table)
-        decoder.step(request, token=tokens[252])
-        assert request.tokens == 256
+        request.step(tokens[252])
+        assert request.cache.get_seq_length() == 256
     written = pools.views.read_rows(C4, scene.c4.layers[0], tables=pools.tables, start_row=0, stop_row=64)
     assert (written != 0xA5).any(dim=1).all()
 
@@ -229,14 +228,14 @@ def test_the_dense_sum_may_be_off_by_what_rounding_explains_and_no_more(monkeypa
     """Noise of the derived size in the dense model's own sum, as far as another processor's could be and beyond."""
     scene = SparseModelPair()
     prefill = scene.prefill(515)
-    real, compared = reference._Layer.compare, []
+    real, compared = sparse_reference._Layer.compare, []
 
     def noisy(layer, dense, selected, bound):
         sign = torch.from_numpy(np.random.default_rng(len(compared)).choice([-1.0, 1.0], tuple(dense.shape)))
         compared.append(dense)
         real(layer, dense.double() + times * bound * sign, selected, bound)
 
-    monkeypatch.setattr(reference._Layer, "compare", noisy)
+    monkeypatch.setattr(sparse_reference._Layer, "compare", noisy)
     if right:
         assert 0.4 < scene.alone(prefill, 4).share_of_rounding < 1
         assert len(compared) == 4 * 3

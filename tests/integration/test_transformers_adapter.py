@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from kvbridge.core.geometry.huggingface import geometry_from_config
 
 from kvbridge.core.errors import ConflictError, InvalidInputError
-from kvbridge.core.geometry.components import ComponentKind, Encoding, Liveness
-from kvbridge.core.geometry.models import geometry_from_config
+from kvbridge.core.geometry.components import ComponentKind, Encoding
 from kvbridge.core.geometry.pages import first_window_page
 from kvbridge.core.ids import IndexSpace, PageTable
 from tests.helpers.matrices import one_in
@@ -16,8 +16,8 @@ from tests.helpers.torch_pools import Form, Pools, copy_request, make_pools
 
 pytest.importorskip("transformers", reason="the extra 'transformers' is not installed")
 
-from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker, append, reencoded, unpack
-from kvbridge.engine.adapters.transformers import generate, load_model, prefill_chunks, weights_digest
+from kvbridge.engine.adapters.deepseek_v4 import CacheCodec, Placement, PrefillPacker, reencoded
+from kvbridge.engine.adapters.transformers import generate, load_model, prefill_chunks
 from tests.helpers.tiny_model import follow, load_config, prompt_tokens
 
 PAGE, CHUNK, STEPS = 256, 100, 6
@@ -48,7 +48,7 @@ class Engine:
     def __init__(self, config, encoding=Encoding.NATIVE):
         self.model = load_model(config, seed=3)
         self.geometry = geometry_from_config(config, encoding=encoding)
-        self.codec = CacheCodec(self.geometry, self.model.config)
+        self.codec = CacheCodec(self.geometry, self.model)
 
     def stages(self, tokens: int) -> list[Pools]:
         """Pools of two pipeline stages, whose tables are the same."""
@@ -63,7 +63,7 @@ class Engine:
             self.codec, placement, prompt_tokens=len(tokens), computed_tokens=computed, checkpoints=checkpoints
         )
         before = Placement(placement.views, checkpoints[computed]) if computed else None
-        cache = unpack(self.codec, before, tokens=computed) if before else None
+        cache = self.codec.decode(computed, before.read) if before else None
         made = prefill_chunks(
             self.model, tokens, chunk_tokens=chunk, on_chunk=lambda held, _: packer.advance(held), cache=cache
         )
@@ -78,7 +78,7 @@ class Engine:
         target = make_pools(self.geometry, tokens=len(tokens), seed=9, form=form)
         for source in sources:
             copy_request(self.geometry, source, target, tokens=len(tokens))
-        return made, unpack(self.codec, Placement([target.views], target.tables), tokens=len(tokens))
+        return made, self.codec.decode(len(tokens), Placement([target.views], target.tables).read)
 
 
 def together(stages: list[Pools], tables=None) -> Placement:
@@ -151,7 +151,7 @@ def test_every_component_decides_the_logits(tiny, kind):
         nothing = torch.zeros((rows.count, component.row_bytes), dtype=torch.uint8)
         source.views.write_rows(kind, layer, tables=source.tables, start_row=rows.start, rows=nothing)
     ours = generate(tiny.model, made.cache, first_token=made.first_token, steps=STEPS)
-    cache = unpack(tiny.codec, placement, tokens=length)
+    cache = tiny.codec.decode(length, placement.read)
     assert not torch.equal(ours.logits, follow(tiny.model, cache, tokens=ours.tokens))
 
 
@@ -172,8 +172,9 @@ def test_fp8_pages_equal_an_encoded_cache_and_stay_close_to_the_model(length):
 def test_weights_depend_on_the_seed_alone():
     one = load_model(SMALL, seed=1)
     torch.manual_seed(99)
-    assert weights_digest(load_model(SMALL, seed=1)) == weights_digest(one)
-    assert weights_digest(load_model(SMALL, seed=2)) != weights_digest(one)
+    for seed in (1, 2):
+        same = map(torch.equal, load_model(SMALL, seed=seed).state_dict().values(), one.state_dict().values())
+        assert all(same) == (seed == 1)
 
 
 # ---------------------------------------------------------------------------------------------- prefixes
@@ -228,41 +229,15 @@ def rows_of(engine, placement: Placement, tokens: int) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize(("length", "steps"), [(249, 7), (253, 3)])
-def test_whole_pages_of_an_answer_hold_what_the_cache_holds(tiny, length, steps):
-    """Also of an answer that ends exactly on a page: decode's growing pages, with C4 in the host pool."""
-    form = Form(host=HOST, page_first=True, extent_pages=2)
-    pools = make_pools(tiny.geometry, tokens=length + steps, prompt_tokens=length, seed=9, form=form)
-    placement = Placement([pools.views], pools.tables)
-    made = tiny.prefill(placement, prompt_tokens(length))
-    before = growing(tiny, placement, length)
-    generate(tiny.model, made.cache, first_token=made.first_token, steps=steps)
-    append(tiny.codec, made.cache, placement, from_token=length)
-    for key, rows in growing(tiny, placement, length + steps).items():
-        assert torch.equal(
-            rows, tiny.codec.encode(made.cache, tiny.geometry.component(key[0]), key[1], start=0, stop=len(rows))
-        )
-        assert torch.equal(rows[: len(before[key])], before[key])
-
-
-def growing(engine, placement, tokens):
-    return {
-        (component.kind, layer): placement.read(component, layer, 0, component.live_rows(tokens).stop)
-        for component in engine.geometry.components
-        if component.liveness is Liveness.GROWING
-        for layer in component.layers
-    }
-
-
 # ---------------------------------------------------------------------------------------------- refusals
 
 
 def test_what_does_not_fit_is_refused(tiny, small):
     first, _ = small.stages(40)
     with pytest.raises(InvalidInputError, match="no rank here holds swa_kv layer 2"):
-        unpack(small.codec, together([first]), tokens=20)
+        small.codec.decode(20, together([first]).read)
     with pytest.raises(InvalidInputError, match="a cache of 0 tokens"):
-        unpack(small.codec, together([first]), tokens=0)
+        small.codec.decode(0, together([first]).read)
     with pytest.raises(InvalidInputError, match="prefix of 100 tokens ends inside a page of 256"):
         PrefillPacker(small.codec, together([first]), prompt_tokens=300, computed_tokens=100)
     cache = prefill_chunks(small.model, prompt_tokens(40), chunk_tokens=40).cache
@@ -271,8 +246,8 @@ def test_what_does_not_fit_is_refused(tiny, small):
     with pytest.raises(InvalidInputError, match="longer than the 40 tokens that are computed"):
         prefill_chunks(small.model, prompt_tokens(40), chunk_tokens=40, cache=cache)
     with pytest.raises(InvalidInputError, match="layer_types"):
-        CacheCodec(small.geometry, tiny.model.config)
+        CacheCodec(small.geometry, tiny.model)
     with pytest.raises(InvalidInputError, match="window of 64"):
-        CacheCodec(geometry_from_config({**SMALL, "sliding_window": 64}), small.model.config)
+        CacheCodec(geometry_from_config({**SMALL, "sliding_window": 64}), small.model)
     with pytest.raises(InvalidInputError, match="dtype"):
-        CacheCodec(geometry_from_config(SMALL, native_dtype_bytes=2), small.model.config)
+        CacheCodec(geometry_from_config(SMALL, native_dtype_bytes=2), small.model)

@@ -1,5 +1,1 @@
-"""Engines that kvbridge knows well enough to fill and read their caches itself.
-
-`transformers`, `deepseek_v4` and `sparse_deepseek_v4` need the extra of the first one's name. vLLM loads `vllm`, and brings
-what that needs.
-"""
+"""Adapters for one engine each: `transformers` and `deepseek_v4` need the extra `transformers`, vLLM loads `vllm`."""

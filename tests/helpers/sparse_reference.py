@@ -1,14 +1,6 @@
 """The model alone, in the arithmetic of sparse decode: whole caches, and attention over the selected entries only.
 
-Why logits are compared bit by bit. Two processes on one machine that do the same operations in the same order get the same
-bits, whatever the processor. With whole caches they do. Sparse decode differs from the dense model in one place: in a C4 layer
-the dense model sums over all entries, where a bias of -inf gives weight zero to those that the indexer did not select; sparse
-decode sums over the selected ones, in the order of the selection. It is the same sum in another order, so the two are rounded
-differently. The least difference is enough for an indexer, a router or a quantised row to fall to the other side of a tie
-later on; two right runs then part for good, where and when depends on the processor, and no tolerance of logits is right for
-all. So the reference takes the order of the one sum from sparse decode: it gathers, from its own whole cache, what its own
-indexer selected. After that every operation is the same on both sides: scores, selections, new rows and their quantised bytes
-are the same bits, nothing can tie or lie at a boundary, and every logit of every step must be equal. The tolerance is zero.
+`kvbridge.demo.engines` says why logits are compared bit by bit and why one sum is taken in the order of sparse decode.
 
 Why that is the dense model still. In every C4 layer of every step both sums are computed, of the same query and entries, and
 must agree within what rounding explains. Say the query is q [d], the entries with weight are x_1 to x_n (in this model keys and
@@ -34,11 +26,13 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 from transformers.masking_utils import eager_mask
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import eager_attention_forward
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4CSACache, eager_attention_forward
 
 from kvbridge.core.errors import ConflictError
+from kvbridge.core.geometry.components import ComponentKind
+from kvbridge.engine.adapters.deepseek_v4 import SPARSE, CacheCodec
 
 _NAME = "kvbridge_selected"
 EXP_ULP = 4
@@ -51,7 +45,7 @@ class SelectedAttention:
     For one model and one thread.
     """
 
-    def __init__(self, model: Any) -> None:  # noqa: ANN401 - transformers is untyped
+    def __init__(self, model: Any) -> None:
         self._model = model
         self._layers = {
             module: _Layer(name)
@@ -91,10 +85,10 @@ class _Layer:
     """int64 [k]"""
     share: float = 0.0
 
-    def on_entries(self, _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor | None]) -> None:  # noqa: ANN401
+    def on_entries(self, _: torch.nn.Module, __: Any, output: tuple[torch.Tensor, torch.Tensor | None]) -> None:
         self.entries = output[0].shape[2]
 
-    def on_selection(self, _: torch.nn.Module, __: Any, top_k: torch.Tensor) -> None:  # noqa: ANN401
+    def on_selection(self, _: torch.nn.Module, __: Any, top_k: torch.Tensor) -> None:
         self.rows = top_k[0, 0]
 
     def compare(self, dense: torch.Tensor, selected: torch.Tensor, bound: torch.Tensor) -> None:
@@ -133,14 +127,14 @@ def rounding_bound(query: torch.Tensor, entries: torch.Tensor, scaling: float, s
 
 
 def _attend(
-    module: Any,  # noqa: ANN401 - transformers is untyped
+    module: Any,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor,
     scaling: float,
-    **more: Any,  # noqa: ANN401
-) -> Any:  # noqa: ANN401
+    **more: Any,
+) -> Any:
     """As transformers calls it: query [1, heads, tokens, d], key and value [1, 1, n, d] -> [1, tokens, heads, d] and weights."""
     dense = eager_attention_forward(module, query, key, value, attention_mask, scaling, **more)
     layer: _Layer | None = getattr(module, "selected", None)
@@ -157,6 +151,30 @@ def _attend(
     bound = rounding_bound(query[0, :, 0], entries[0, 0], scaling, module.sinks)
     layer.compare(dense[0][0, 0], selected[0][0, 0], bound)
     return selected
+
+
+class ReencodingLayer(DeepseekV4CSACache):
+    """A dense C4 layer whose new entries lose what they would lose as rows."""
+
+    _layer_type = None  # with a type it would replace the library's own class
+
+    def __init__(self, config, codec) -> None:
+        super().__init__(config)
+        self._codec = codec
+
+    def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
+        if name == "compressor" and compressed.shape[1]:
+            compressed = self._codec.decode(self._codec.encode(compressed[0]))[None]
+        return super().update_compressor_states(name, compressed)
+
+
+def reencoding_cache(config: Any, codec: CacheCodec) -> DynamicCache:
+    """An empty cache of whole entries that are kept as `codec` encodes them."""
+    cache = DynamicCache(config=config)
+    for layer, kind in enumerate(config.layer_types):
+        if kind == SPARSE:
+            cache.layers[layer] = ReencodingLayer(config, codec.row_codec(ComponentKind.C4_KV))
+    return cache
 
 
 AttentionInterface.register(_NAME, _attend)
