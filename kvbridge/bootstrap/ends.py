@@ -17,7 +17,7 @@ from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, StaleErr
 from kvbridge.core.ids import Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.context import TRACE
-from kvbridge.telemetry.events import EndReserved
+from kvbridge.telemetry.facts import EndReserved
 from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)

@@ -23,7 +23,7 @@ from kvbridge.bootstrap.prefixes import guess_held_pages, holders, judge, keeps_
 from kvbridge.bootstrap.stores.base import RoomStore
 from kvbridge.core.errors import FingerprintMismatchError, InvalidInputError, NotReadyError
 from kvbridge.core.ids import Role
-from kvbridge.telemetry.events import PrefixGuessed
+from kvbridge.telemetry.facts import PrefixGuessed
 from kvbridge.tier.keys import Keys
 
 DRAWN: Final = (5, 64)

@@ -47,7 +47,7 @@ from kvbridge.core.errors import (
 from kvbridge.core.ids import ROOM_BITS, Role
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces
 from kvbridge.telemetry.context import TRACE
-from kvbridge.telemetry.events import PairingEnded
+from kvbridge.telemetry.facts import PairingEnded
 from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.keys import Keys
 

@@ -40,11 +40,10 @@ from kvbridge.http.operations import AppSettings
 from kvbridge.http.server import Application, HttpServer
 from kvbridge.pool.memory.leftovers import remove_leftovers
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
-from kvbridge.telemetry.events import PairingEnded, PrefixGuessed
+from kvbridge.telemetry.facts import PairingEnded, PrefixGuessed
 from kvbridge.telemetry.logs import Seldom
-from kvbridge.telemetry.metrics import BUILD, READY, ROOMS
-from kvbridge.telemetry.registry import Metrics, library_versions
-from kvbridge.telemetry.service_metrics import INSTANCES, PAIRING_DURATION, PAIRING_PREFIXES, PAIRINGS
+from kvbridge.telemetry.metrics import INSTANCES, PAIRING_DURATION, PAIRING_PREFIXES, PAIRINGS, READY, ROOMS
+from kvbridge.telemetry.registry import Metrics
 
 log = structlog.get_logger(__name__)
 
@@ -76,7 +75,7 @@ class BootstrapDaemon:
         self.config = config
         self.incarnation = secrets.token_hex(8)
         self.metrics = Metrics(role="bootstrap")
-        self.metrics.assign(BUILD, 1, __version__, "bootstrap", "bootstrap", "", "", *library_versions())
+        self.metrics.built("bootstrap", "bootstrap")
         self._endpoint_dir = endpoint_dir
         self._started_s = time.monotonic()
         timeouts = config.timeouts

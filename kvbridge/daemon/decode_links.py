@@ -19,7 +19,7 @@ from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import AllowedPeers, peer_settings, why_lost
 from kvbridge.node.prefill.decode_nodes import DecodeNodes, Ended
 from kvbridge.node.prefill.rooms import PrefillRooms
-from kvbridge.telemetry.events import MessageUndelivered
+from kvbridge.telemetry.facts import MessageUndelivered
 
 log = structlog.get_logger(__name__)
 

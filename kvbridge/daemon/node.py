@@ -26,11 +26,10 @@ from kvbridge.daemon.front import open_http
 from kvbridge.daemon.kept_pools import RestoredTwins
 from kvbridge.daemon.lifecycle import ToldReadiness
 from kvbridge.daemon.memory import file_prefix, memory_directory, require_memory_directory
-from kvbridge.daemon.node_status import NodeOverview, Peers
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import curve_keys
-from kvbridge.daemon.room_timeline import timeline
 from kvbridge.daemon.secret_files import SecretFiles
+from kvbridge.daemon.status import NodeOverview, Peers
 from kvbridge.daemon.traces import Traces
 from kvbridge.daemon.twin_journal import PageDigests, TwinJournal
 from kvbridge.http.daemon_app import create_daemon_app
@@ -203,7 +202,7 @@ class NodeDaemon:
             metrics=self.parts.metrics,
             secrets=self._secrets,
         )
-        self._traces.read(self.parts.events, PARTS[identity.role])
+        self._traces.read(self.parts.events, PARTS[identity.role], self.parts.recent)
 
     def _open_peers(self) -> None:
         config = self.parts.config
@@ -217,7 +216,7 @@ class NodeDaemon:
             rooms=self.rooms,
             status=self.overview,
             settings=settings,
-            timeline_of=partial(timeline, self.parts.timelines),
+            timeline_of=self.overview.timeline,
             page=self.overview.page,
             begin_trace=self._traces.begin,
         )

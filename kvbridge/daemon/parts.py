@@ -6,7 +6,6 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvbridge import __version__
 from kvbridge.config.pools import MemoryOwner
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.tier import CopyBackend
@@ -31,14 +30,11 @@ from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.node.workers import WorkerSet
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.layout import even_boundaries
-from kvbridge.telemetry.host_tier import HostTierReader
 from kvbridge.telemetry.logs import Seldom
-from kvbridge.telemetry.metrics import BUILD
-from kvbridge.telemetry.phases import PHASES
+from kvbridge.telemetry.metrics import PHASES, RECEIVED, SENT
 from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames
-from kvbridge.telemetry.recent import RoomTimelines, StatusReader
-from kvbridge.telemetry.registry import Metrics, library_versions
-from kvbridge.telemetry.specs import Direction
+from kvbridge.telemetry.recent import Recent
+from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.stream import EventStream
 from kvbridge.tier.controller import BackupController
 from kvbridge.tier.copies import copy_backend
@@ -58,14 +54,12 @@ class NodeParts:
     metrics: Metrics
     seldom: Seldom
     """What keeps lines of the log few that strangers, or many rooms, can cause."""
-    recent: StatusReader
-    timelines: RoomTimelines
+    recent: Recent
     events: EventStream
     layout: NodeLayout
     book: PageBook
     prefixes: PrefixCache | None
     """The pages of the book that stay; None: none do."""
-    copies: HostTierReader
     backups: Backups | None
     """What moves those pages down to host memory; None: nothing does."""
     stored: StoredPrefixes | None
@@ -78,18 +72,11 @@ class NodeParts:
     @classmethod
     def build(cls, config: NodeConfig, role: Role) -> NodeParts:
         """Decide everything that can be decided without opening anything. Raises ConfigError, InvalidInputError."""
-        timelines = RoomTimelines()
         geometry = load_geometry(config.model)
         layout = plan_memory(config, geometry)
-        metrics, names, recent, events = (
-            _metrics(config, role, geometry, layout),
-            PeerNames(),
-            StatusReader(),
-            EventStream(),
-        )
-        seldom = Seldom(metrics.line_left_out)
-        copies = HostTierReader(metrics, seldom)
-        for reader in (names, MetricsReader(metrics, names), LogReader(names, seldom), recent, timelines, copies):
+        metrics = _metrics(config, role, geometry, layout)
+        names, recent, events, seldom = PeerNames(), Recent(), EventStream(), Seldom(metrics.line_left_out)
+        for reader in (names, MetricsReader(metrics, names), LogReader(names, seldom), recent):
             events.add_reader(reader.table)
         layers, book = {rank: part.layers for rank, part in layout.parts.items()}, layout.book()
         socket = EngineSocket(config.timeouts.engine_settle_s, events)
@@ -102,12 +89,10 @@ class NodeParts:
             metrics=metrics,
             seldom=seldom,
             recent=recent,
-            timelines=timelines,
             events=events,
             layout=layout,
             book=book,
             prefixes=prefixes,
-            copies=copies,
             backups=_backups(config, prefixes, worker_host.workers, book, events),
             stored=_stored(config, prefixes, book, geometry),
             memory=NodeMemory(layout),
@@ -283,12 +268,11 @@ def _metrics(config: NodeConfig, role: Role, geometry: ModelGeometry, layout: No
     """Metrics with every series that the configuration and the model lead to."""
     values: dict[str, Sequence[str]] = {
         "component": [component.kind.value for component in geometry.components],
-        "direction": [(Direction.SENT if role is Role.PREFILL else Direction.RECEIVED).value],
+        "direction": [SENT if role is Role.PREFILL else RECEIVED],
         "transport": [name.value for name in config.transports.order],
         "space": [space.value for space in (*layout.owned, *layout.adopted)],
         "phase": list(PHASES[role]),
     }
     metrics = Metrics(role=role.value, values=values)
-    name = f"{config.instance}/{config.node}"
-    metrics.assign(BUILD, 1, __version__, role.value, name, geometry.name, fingerprint(geometry), *library_versions())
+    metrics.built(role.value, f"{config.instance}/{config.node}", geometry.name, fingerprint(geometry))
     return metrics

@@ -24,7 +24,7 @@ from kvbridge.daemon.peer_setup import AllowedPeers, peer_settings, why_lost
 from kvbridge.node.decode.fence import Fence
 from kvbridge.node.decode.prefill_nodes import PrefillNodes
 from kvbridge.node.decode.rooms import DecodeRooms
-from kvbridge.telemetry.events import MessageUndelivered
+from kvbridge.telemetry.facts import MessageUndelivered
 
 log = structlog.get_logger(__name__)
 

@@ -24,9 +24,8 @@ from kvbridge.router.exchange import Router
 from kvbridge.router.servers import Servers, ServerWatch
 from kvbridge.router.upstream import OpenAiServers
 from kvbridge.telemetry.logs import Seldom
-from kvbridge.telemetry.metrics import BUILD, READY
-from kvbridge.telemetry.registry import Metrics, library_versions
-from kvbridge.telemetry.service_metrics import ROUTER_SERVERS
+from kvbridge.telemetry.metrics import READY, ROUTER_SERVERS
+from kvbridge.telemetry.registry import Metrics
 
 log = structlog.get_logger(__name__)
 
@@ -41,7 +40,7 @@ class RouterDaemon:
         self.config = config
         self.servers = Servers()
         self.metrics = Metrics(role="router")
-        self.metrics.assign(BUILD, 1, __version__, "router", "router", "", "", *library_versions())
+        self.metrics.built("router", "router")
         self._started_s = monotonic()
         self._secrets = SecretFiles()
         self._seldom = Seldom(self.metrics.line_left_out)

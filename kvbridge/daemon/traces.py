@@ -12,6 +12,7 @@ from kvbridge.core.errors import ConfigError
 from kvbridge.core.session.states import RoomState
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.telemetry.context import BeginTrace, begin_with, pass_on
+from kvbridge.telemetry.recent import Recent
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.spans import SpanReader
 from kvbridge.telemetry.stream import EventStream
@@ -56,10 +57,12 @@ class Traces:
         headers.on_change = self._export.use_headers
         self.begin = begin_with(config.sampled_ratio)
 
-    def read(self, events: EventStream, parts: Mapping[RoomState, str] | None = None) -> None:
+    def read(
+        self, events: EventStream, parts: Mapping[RoomState, str] | None = None, recent: Recent | None = None
+    ) -> None:
         """Make spans of what happens from now on; `parts`: those of the role's rooms."""
         if self._export is not None:
-            events.add_reader(SpanReader(self._export.record, parts=parts or {}).table)
+            events.add_reader(SpanReader(self._export.record, parts, recent).table)
 
     def look(self) -> None:
         """Count, and say now and then what was lost."""

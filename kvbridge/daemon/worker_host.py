@@ -47,7 +47,7 @@ from kvbridge.core.wire.worker_messages import (
 from kvbridge.daemon.worker_output import WorkerOutput
 from kvbridge.node.workers import WorkerSet, WorkerState
 from kvbridge.processes import ChildEnd, EndCause, SupervisedChild
-from kvbridge.telemetry.events import WorkerLost, WorkerStarted
+from kvbridge.telemetry.facts import WorkerLost, WorkerStarted
 from kvbridge.telemetry.logs import Seldom
 from kvbridge.telemetry.stream import EventStream
 
@@ -312,8 +312,10 @@ class WorkerHost:
 
     def _on_process_gone(self, rank: Rank, end: ChildEnd) -> None:
         if not self._closing:
-            event = "worker_start_failed" if end.cause is EndCause.START_FAILED else "worker_gone"
-            log.error(event, rank=str(rank), pid=end.pid, reason=end.reason)
+            if end.cause is EndCause.START_FAILED:
+                log.error("worker_start_failed", rank=str(rank), reason=end.reason)
+            else:
+                log.error("worker_gone", rank=str(rank), pid=end.pid, reason=end.reason)
             self._lost(rank, end.reason, cause=end.cause.value)
 
     def _lost(self, rank: Rank, reason: str, *, cause: str = "") -> None:

@@ -50,7 +50,7 @@ from kvbridge.core.wire.engine_messages import (
 from kvbridge.core.wire.features import agree
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.node.room import AdmittingEngine
-from kvbridge.telemetry.events import EngineAttached, EngineEnded, EngineLeft, EngineLost
+from kvbridge.telemetry.facts import EngineAttached, EngineEnded, EngineLeft, EngineLost
 from kvbridge.telemetry.stream import EventStream
 
 if TYPE_CHECKING:

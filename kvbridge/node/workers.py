@@ -25,8 +25,7 @@ from kvbridge.core.wire.worker_messages import (
     WorkerReady,
     WorkerSetup,
 )
-from kvbridge.telemetry.events import MemoryRegistered
-from kvbridge.telemetry.path_events import SuccessorsFailed
+from kvbridge.telemetry.facts import MemoryRegistered, SuccessorsFailed
 from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)

@@ -28,8 +28,8 @@ from kvbridge.router.bodies import HOLD, Asked, HeldPrompt, paired_params
 from kvbridge.router.servers import Server, Servers
 from kvbridge.router.upstream import OpenAiServers, UpstreamError
 from kvbridge.telemetry.logs import Seldom
+from kvbridge.telemetry.metrics import ATTEMPTS_FAILED, FIRST_BYTE, ROUTED
 from kvbridge.telemetry.registry import Metrics
-from kvbridge.telemetry.service_metrics import ATTEMPTS_FAILED, FIRST_BYTE, ROUTED
 
 log = structlog.get_logger(__name__)
 

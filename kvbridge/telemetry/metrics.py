@@ -1,29 +1,97 @@
-"""Every metric of kvbridge, declared once: those of nodes here, the others in `telemetry/service_metrics.py`.
+"""Every metric of kvbridge, declared once; `telemetry/registry.py` keeps the values.
 
 Names start with `kvbridge_` and end with a base unit. Label values come from small closed sets, or are bounded: `peer` is the name
 of a node as `instance/node`, at most `MAX_LABEL_VALUES` of them. A room or an address is never a label: those belong in logs.
-`instance` and `job` are no labels of ours, since Prometheus sets them; a daemon's own name is `daemon`.
+Prometheus sets the labels `instance` and `job`, so a daemon's own name is `daemon`.
 """
 
 from __future__ import annotations
 
-from kvbridge.core.errors import DeadlineError, TransportError
+from collections.abc import Mapping
+from functools import partial
+
+from kvbridge.core.errors import (
+    CapacityError,
+    DeadlineError,
+    FingerprintMismatchError,
+    NamespaceError,
+    NotReadyError,
+    TransportError,
+)
+from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import Evicted
 from kvbridge.core.session.states import RoomState
-from kvbridge.telemetry import service_metrics  # noqa: F401 - declares its own
-from kvbridge.telemetry.phases import LIMITS, PHASES
-from kvbridge.telemetry.specs import (
-    DECLARED,
-    DECODE,
-    EVERYBODY,
-    PHASE_BUCKETS_S,
-    counter,
-    gauge,
-    histogram,
-)
 
+PREFILL, DECODE, BOOTSTRAP, ROUTER = Role.PREFILL.value, Role.DECODE.value, "bootstrap", "router"
+SENT, RECEIVED = "sent", "received"
+"""The way of bytes, seen from this daemon."""
+NODES = (PREFILL, DECODE)
+EVERYBODY = (*NODES, BOOTSTRAP, ROUTER)
+PHASE_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+"""Buckets for whatever a request waits for."""
 MAX_LABEL_VALUES = 64
 """Distinct words that an open label of one metric may show; further ones count as "other"."""
+
+PHASES: Mapping[Role, Mapping[str, str]] = {
+    Role.PREFILL: {
+        "admit_to_begin": "from admission until an engine begins the room",
+        "admit_to_offer_received": "from admission until decode's page tables are here",
+        "offer_to_order": "from the offer until the first order to a rank",
+        "plan": "planning, all orders of the slowest rank",
+        "submit": "handing planned operations to the transports, all orders of the slowest rank",
+        "first_byte": "from an order until its first bytes were submitted, all orders of the slowest rank",
+        "move": "bytes under way, all orders of the slowest rank, which may overlap",
+        "digest": "checksums of what was sent, all orders of the slowest rank",
+        "offer_to_sent": "from the offer until everything has been sent",
+    },
+    Role.DECODE: {
+        "admit_to_offer": "from admission until the page tables are on their way to prefill",
+        "verify": "from the order to compare checksums until all are compared, the slowest rank",
+        "verify_busy": "the part of that in which checksums were computed",
+        "offer_to_commit": "from the offer until every row is accounted for",
+        "admit_to_commit": "from admission until then",
+        "commit_to_claim": "a committed room waits for its first engine",
+        "claim_to_release": "engines use the pages",
+    },
+}
+"""By role, the phases of a room by the names of metrics, reports and logs. A phase is counted on its node when it is over."""
+
+LIMITS = (
+    "begin_within_s",
+    *(f"timeouts.{name}_s" for name in ("begin", "claim", "handshake", "offer", "pages", "room", "verify")),
+)
+"""Everything that can end a room because nothing happened in time."""
+
+
+class MetricSpec:
+    """One metric of the daemons `roles`. `name` is the name that is scraped."""
+
+    def __init__(  # noqa: PLR0913 - the parts of a declaration
+        self,
+        kind: str,
+        name: str,
+        meaning: str,
+        labels: str = "",
+        *,
+        on: tuple[str, ...] = NODES,
+        series: tuple[tuple[str, ...], ...] = (),
+        buckets: tuple[float, ...] = (),
+        **values: tuple[str, ...],
+    ) -> None:
+        """`values`: all that a label can be, where that is known here; such labels need not be named in `labels`.
+
+        `series`: label values that are shown from the start, where not every combination can occur.
+        """
+        self.kind, self.name, self.help, self.roles = kind, name, meaning, on
+        self.labels = tuple(labels.split()) or tuple(values)
+        self.values, self.series, self.buckets = values, series, buckets
+        METRICS.append(self)
+
+
+METRICS: list[MetricSpec] = []
+COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+counter, gauge, histogram = partial(MetricSpec, COUNTER), partial(MetricSpec, GAUGE), partial(MetricSpec, HISTOGRAM)
+
 DONE = "done"
 DIRECTIONS = ("backup", "load_back")
 _ENDINGS = (
@@ -42,6 +110,11 @@ _STORE_OUTCOMES = {
     "clear": ("dropped", *_UNUSABLE),
 }
 """By what a store is asked: how that can end."""
+METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE")
+ROUTED_ORDERS = ("none", "paired", "plain", "decode_alone")
+ROUTED_OUTCOMES = ("answered", "refused", "failed", "broken", "over_limit", "client_left")
+_REFUSALS = (CapacityError, NotReadyError, DeadlineError, FingerprintMismatchError, NamespaceError)
+_PAIRING_OUTCOMES = ("paired", *(error.code for error in _REFUSALS))
 
 # What runs.
 BUILD = gauge(
@@ -257,18 +330,115 @@ FRAMES_REFUSED = counter(
 RESENT = counter("kvbridge_control_resends_total", "Control messages that were sent again.")
 UNDELIVERED = counter("kvbridge_control_undelivered_total", "Control messages that were given up unacknowledged.")
 
+# The directory.
+INSTANCES = gauge(
+    "kvbridge_instances",
+    "Registered instances: ready to be paired, complete and not ready, or with ranks missing.",
+    on=(BOOTSTRAP,),
+    role=NODES,
+    state=("ready", "not_ready", "incomplete"),
+)
+PAIRINGS = counter(
+    "kvbridge_pairings_total",
+    "Requests for a pair: `paired`, or the code of the error that the caller was answered.",
+    on=(BOOTSTRAP,),
+    outcome=_PAIRING_OUTCOMES,
+)
+PAIRING_DURATION = histogram(
+    "kvbridge_pairing_duration_seconds",
+    "How long they took, both reservations included.",
+    on=(BOOTSTRAP,),
+    outcome=_PAIRING_OUTCOMES,
+    buckets=PHASE_BUCKETS_S,
+)
+PAIRING_PREFIXES = counter(
+    "kvbridge_pairing_prefixes_total",
+    "Requests with page keys that got a pair, by what became of the guess who holds the beginning of the prompt: `right`, "
+    "`stale` (it holds none), `passed_over` (another was so much emptier, or it was full), `none` (there was no guess).",
+    on=(BOOTSTRAP,),
+    role=NODES,
+    outcome=("right", "stale", "passed_over", "none"),
+)
+STORE_REFUSED = counter(
+    "kvbridge_store_values_refused_total",
+    "Values in the directory's store that were malformed and treated as absent: node or room.",
+    on=(BOOTSTRAP,),
+    reason=("node", "room"),
+)
+STORE_FAILED = counter(
+    "kvbridge_store_failures_total",
+    "Calls to the directory's store that failed: timeout, connection or refused.",
+    on=(BOOTSTRAP,),
+    reason=("connection", "refused", "timeout"),
+)
 
-METRICS = tuple(DECLARED)
+# The router.
+ROUTED = counter(
+    "kvbridge_router_requests_total",
+    "Requests to the router, by how they were sent (`none`: nothing came back) and what became of them: answered, refused by "
+    "a server as the client's mistake, failed before or broken after the first byte, over the limit, or the client left.",
+    on=(ROUTER,),
+    order=ROUTED_ORDERS,
+    outcome=ROUTED_OUTCOMES,
+)
+FIRST_BYTE = histogram(
+    "kvbridge_router_first_byte_seconds",
+    "From a request to the first byte of its answer, all that was tried included.",
+    on=(ROUTER,),
+    order=ROUTED_ORDERS[1:],
+    buckets=(*PHASE_BUCKETS_S, 60.0, 120.0, 300.0),
+)
+ATTEMPTS_FAILED = counter(
+    "kvbridge_router_attempts_failed_total",
+    "Attempts before the first byte that failed at a server: no connection, a status of 500 or more, an answer that broke, "
+    "ill health while it was waited for, other addresses than the router knew.",
+    on=(ROUTER,),
+    role=NODES,
+    reason=("broken", "busy", "connect", "health", "moved", "status"),
+)
+ROUTER_SERVERS = gauge(
+    "kvbridge_router_servers",
+    "Servers that are well, and those that get no request now.",
+    on=(ROUTER,),
+    role=NODES,
+    state=("well", "out"),
+)
 
-
-def metrics_table() -> str:
-    """Return Markdown: every metric in a table, and every phase."""
-    lines = ["| name | type | labels | daemons | meaning |", "|---|---|---|---|---|"]
-    for spec in METRICS:
-        labels = ", ".join(f"`{label}`" for label in spec.labels) or "-"
-        roles = "all" if spec.roles == EVERYBODY else ", ".join(spec.roles)
-        lines.append(f"| `{spec.name}` | {spec.kind} | {labels} | {roles} | {spec.help} |")
-    lines += ["", "The usual `process_*` metrics are there as well.", "", "## Phases of a room", ""]
-    lines += ["| daemon | `phase` | meaning |", "|---|---|---|"]
-    lines += [f"| {role} | `{phase}` | {what} |" for role, phases in PHASES.items() for phase, what in phases.items()]
-    return "\n".join([*lines, ""])
+# HTTP, the log, traces.
+HTTP_REQUESTS = counter(
+    "kvbridge_http_requests_total",
+    "HTTP requests that were answered, by the route's template (`other`: no route) and status; 499: the caller left first.",
+    "route method code",
+    on=EVERYBODY,
+)
+HTTP_DURATION = histogram(
+    "kvbridge_http_request_duration_seconds",
+    "How long they took, until the last byte of the answer; those that wait for something wait.",
+    "route method",
+    on=EVERYBODY,
+    buckets=(*PHASE_BUCKETS_S, 60.0),
+)
+LINES_LEFT_OUT = counter(
+    "kvbridge_log_lines_left_out_total",
+    "Log lines that were not written because there were too many of their kind, which a line `lines_left_out` tells.",
+    on=EVERYBODY,
+    event=(
+        "attempt_failed",
+        "connection_refused",
+        "frame_refused",
+        "library_output",
+        "pages_not_copied",
+        "prefix_not_kept",
+        "request_failed",
+        "request_refused_unread",
+        "room_ended",
+        "room_message_refused",
+    ),
+)
+SPANS = counter(
+    "kvbridge_trace_spans_total",
+    "Spans of traces (telemetry.traces): taken by the collector, lost because it did not take them, or dropped because too "
+    "many waited for it.",
+    on=EVERYBODY,
+    outcome=("exported", "failed", "dropped"),
+)

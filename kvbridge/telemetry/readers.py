@@ -1,7 +1,4 @@
-"""What becomes of facts: metrics and log lines (`telemetry/recent.py`: what `/status` shows of the recent past).
-
-Each reader has a table from a fact's type to what it does with it; a fact that the table leaves out does not concern that reader.
-"""
+"""Readers that turn facts into metrics and into lines of the log."""
 
 from __future__ import annotations
 
@@ -12,78 +9,45 @@ import structlog
 
 from kvbridge.core.ids import Rank
 from kvbridge.core.session.states import RoomState
-from kvbridge.telemetry.busy import BusyTime
-from kvbridge.telemetry.events import (
-    DisputedPagesDropped,
-    EngineAttached,
-    EngineEnded,
-    EngineLeft,
-    EngineLost,
-    Fact,
-    FrameRefused,
+from kvbridge.telemetry import metrics as m
+from kvbridge.telemetry.facts import (
+    CopyEnded,
     MemoryRegistered,
-    MessagesResent,
     MessageUndelivered,
     OrderBegan,
     OrderEnded,
     PagesDiffer,
+    PathLost,
     PeerAccepted,
     PeerFact,
     PeerLost,
     PeerRejected,
     PhasesEnded,
-    PrefixesDropped,
     PrefixMatched,
-    PromptNotKept,
     RankReceived,
     RequestRefused,
     RequestWaited,
     RoomEntered,
     RoomFact,
     RoomMessageRefused,
-    RoomQuarantined,
-    RoomRejected,
     SparseDecoded,
     WorkerLost,
-    WorkerStarted,
 )
 from kvbridge.telemetry.logs import Seldom
-from kvbridge.telemetry.metrics import (
-    ADMISSION_TO_CLAIM,
-    DIGEST_MISMATCHES,
-    ENDED_BY_LIMIT,
-    FRAMES_REFUSED,
-    MESSAGES_REFUSED,
-    PEER_FAILURES,
-    PHASE,
-    PREFIX_TOKENS,
-    REFUSED,
-    REGISTRATION,
-    RESENT,
-    ROOMS_ENDED,
-    SPARSE_ROWS,
-    UNDELIVERED,
-    WAIT,
-    WORKER_RESTARTS,
-)
-from kvbridge.telemetry.path_events import FenceBegan, PathLost, PathsFound, WritersShutOut
-from kvbridge.telemetry.registry import Metrics
-from kvbridge.telemetry.specs import Direction
-from kvbridge.telemetry.stream import Reader
+from kvbridge.telemetry.registry import BusyTime, Metrics
+from kvbridge.telemetry.stream import Fact, FrameRefused, MessagesResent, Reader
 
 log = structlog.get_logger(__name__)
 
 KNOWN_NAMES = 1_024
 UNKNOWN = "unknown"
-"""A peer that has never been accepted, or an older one's transport."""
-LOST = "lost"
-PATH_LOST = "path_lost"
+"""A peer that has never been accepted, or the transport of an older peer."""
 WHOLE = "admit_to_claim"
 """The phase that has a metric of its own."""
 
 
 class PeerNames:
-    """How the incarnations of peers are called, as their handshakes said. A reader of facts, to be added before its users."""
+    """The names of incarnations of peers, from their handshakes. A reader of facts, to be added before its users."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}
@@ -96,7 +60,7 @@ class PeerNames:
             del self._names[next(iter(self._names))]
 
     def get(self, peer: str) -> str:
-        """Return instance and node of an incarnation; `unknown` for one that was never accepted, or long ago."""
+        """Return `instance/node` of an incarnation; `unknown` for one that was never accepted, or long ago."""
         return self._names.get(peer, UNKNOWN)
 
 
@@ -108,25 +72,27 @@ class MetricsReader:
         self._names = names
         self._registered: dict[Rank, float] = {}
         self._under_way: dict[int, BusyTime] = {}
-        """Orders, and where their time is counted."""
+        """By order, where its time is counted."""
+        count = metrics.count
         self.table: Reader = {
             RoomEntered: self._room,
             OrderBegan: self._order_began,
             OrderEnded: self._order_ended,
             RankReceived: self._received,
             PhasesEnded: self._phases_ended,
-            PagesDiffer: lambda _, fact: metrics.count(DIGEST_MISMATCHES, fact.component.value, by=fact.pages),
+            PagesDiffer: lambda _, fact: count(m.DIGEST_MISMATCHES, fact.component.value, by=fact.pages),
             PrefixMatched: self._prefix_matched,
             SparseDecoded: self._sparse_decoded,
-            RequestRefused: lambda _, fact: metrics.count(REFUSED, fact.code),
-            RoomMessageRefused: lambda _, fact: metrics.count(MESSAGES_REFUSED, fact.code),
-            RequestWaited: lambda _, fact: metrics.observe(WAIT, fact.seconds, fact.outcome.value),
-            PeerRejected: lambda _, fact: metrics.count(PEER_FAILURES, names.get(fact.peer), fact.code),
-            PeerLost: lambda _, fact: metrics.count(PEER_FAILURES, names.get(fact.peer), LOST),
-            PathLost: lambda _, fact: metrics.count(PEER_FAILURES, names.get(fact.peer), PATH_LOST),
-            FrameRefused: lambda _, fact: metrics.count(FRAMES_REFUSED, fact.kind),
-            MessagesResent: lambda _, fact: metrics.count(RESENT, by=fact.count),
-            MessageUndelivered: lambda _, __: metrics.count(UNDELIVERED),
+            CopyEnded: self._copied,
+            RequestRefused: lambda _, fact: count(m.REFUSED, fact.code),
+            RoomMessageRefused: lambda _, fact: count(m.MESSAGES_REFUSED, fact.code),
+            RequestWaited: lambda _, fact: metrics.observe(m.WAIT, fact.seconds, fact.outcome.value),
+            PeerRejected: lambda _, fact: count(m.PEER_FAILURES, names.get(fact.peer), fact.code),
+            PeerLost: lambda _, fact: count(m.PEER_FAILURES, names.get(fact.peer), "lost"),
+            PathLost: lambda _, fact: count(m.PEER_FAILURES, names.get(fact.peer), "path_lost"),
+            FrameRefused: lambda _, fact: count(m.FRAMES_REFUSED, fact.kind),
+            MessagesResent: lambda _, fact: count(m.RESENT, by=fact.count),
+            MessageUndelivered: lambda _, __: count(m.UNDELIVERED),
             MemoryRegistered: self._memory_registered,
             WorkerLost: self._worker_lost,
         }
@@ -134,84 +100,63 @@ class MetricsReader:
     def _room(self, _now_s: float, fact: RoomEntered) -> None:
         if not fact.state.final:
             return
-        self._metrics.count(ROOMS_ENDED, fact.state.value, fact.code)
+        self._metrics.count(m.ROOMS_ENDED, fact.state.value, fact.code)
         if fact.limit:
-            self._metrics.count(ENDED_BY_LIMIT, fact.limit)
+            self._metrics.count(m.ENDED_BY_LIMIT, fact.limit)
         if fact.state is RoomState.FAILED and fact.peer:
-            self._metrics.count(PEER_FAILURES, self._names.get(fact.peer), fact.code)
+            self._metrics.count(m.PEER_FAILURES, self._names.get(fact.peer), fact.code)
 
     def _order_began(self, now_s: float, fact: OrderBegan) -> None:
-        busy = self._metrics.busy(Direction.SENT, fact.transport, self._names.get(fact.peer))
+        busy = self._metrics.busy(m.SENT, fact.transport, self._names.get(fact.peer))
         self._under_way[fact.order] = busy
         busy.begin(now_s)
 
     def _order_ended(self, now_s: float, fact: OrderEnded) -> None:
         self._under_way.pop(fact.order).end(now_s)
         if fact.amounts:
-            self._metrics.transferred(fact.amounts, Direction.SENT, fact.transport, self._names.get(fact.peer))
+            self._metrics.transferred(fact.amounts, m.SENT, fact.transport, self._names.get(fact.peer))
 
     def _received(self, now_s: float, fact: RankReceived) -> None:
-        way = Direction.RECEIVED, fact.transport or UNKNOWN, self._names.get(fact.peer)
+        way = m.RECEIVED, fact.transport or UNKNOWN, self._names.get(fact.peer)
         self._metrics.transferred(fact.amounts, *way)
         busy = self._metrics.busy(*way)
         for began_ago_s, ended_ago_s in fact.under_way_ago_s:
             busy.add(now_s - began_ago_s, now_s - ended_ago_s)
 
     def _prefix_matched(self, _now_s: float, fact: PrefixMatched) -> None:
-        self._metrics.count(PREFIX_TOKENS, "hit", by=fact.hit_tokens)
-        self._metrics.count(PREFIX_TOKENS, "miss", by=fact.miss_tokens)
+        self._metrics.count(m.PREFIX_TOKENS, "hit", by=fact.hit_tokens)
+        self._metrics.count(m.PREFIX_TOKENS, "miss", by=fact.miss_tokens)
 
     def _phases_ended(self, _now_s: float, fact: PhasesEnded) -> None:
         for phase, seconds in fact.phases_s.items():
             if phase == WHOLE:
-                self._metrics.observe(ADMISSION_TO_CLAIM, seconds, trace_id=fact.trace_id)
+                self._metrics.observe(m.ADMISSION_TO_CLAIM, seconds, trace_id=fact.trace_id)
             else:
-                self._metrics.observe(PHASE, seconds, phase, trace_id=fact.trace_id)
+                self._metrics.observe(m.PHASE, seconds, phase, trace_id=fact.trace_id)
 
     def _sparse_decoded(self, _now_s: float, fact: SparseDecoded) -> None:
         for outcome, rows in fact.rows.items():
-            self._metrics.count(SPARSE_ROWS, outcome, by=rows)
+            self._metrics.count(m.SPARSE_ROWS, outcome, by=rows)
+
+    def _copied(self, _now_s: float, fact: CopyEnded) -> None:
+        self._metrics.count(m.TIER_COPIES, fact.direction, fact.code or m.DONE)
+        self._metrics.count(m.TIER_COPIED, fact.direction, by=fact.bytes)
+        self._metrics.count(m.TIER_COPY_SECONDS, fact.direction, by=fact.busy_s)
 
     def _memory_registered(self, _now_s: float, fact: MemoryRegistered) -> None:
         """A node is as far as the slowest of its ranks."""
         self._registered[fact.rank] = fact.share
-        self._metrics.assign(REGISTRATION, min(self._registered.values()))
+        self._metrics.assign(m.REGISTRATION, min(self._registered.values()))
 
     def _worker_lost(self, _now_s: float, fact: WorkerLost) -> None:
         if fact.cause:
-            self._metrics.count(WORKER_RESTARTS, fact.cause)
-
-
-LINES: Mapping[type[Fact], tuple[str, str, str]] = {
-    RoomRejected: ("warning", "room_rejected", "code reason"),
-    RoomQuarantined: ("error", "room_quarantined", "cause reason"),
-    PromptNotKept: ("warning", "prefix_not_kept", "reason"),
-    DisputedPagesDropped: ("warning", "disputed_pages_dropped", "page dropped_pages=dropped read_pages=read"),
-    PrefixesDropped: ("info", "prefixes_dropped", "pages read_pages=read"),
-    PeerAccepted: ("info", "peer_accepted", "features"),
-    PeerRejected: ("warning", "peer_rejected", "code reason"),
-    PeerLost: ("warning", "peer_lost", "reason"),
-    PathLost: ("warning", "path_lost", "rank transport goes_on_over=transports reason"),
-    PathsFound: ("info", "paths_found", "rank transports standby"),
-    FrameRefused: ("warning", "frame_refused", "kind detail"),
-    RoomMessageRefused: ("warning", "room_message_refused", "rank code"),
-    WorkerStarted: ("info", "worker_ready", "rank pid"),
-    EngineAttached: ("info", "engine_attached", "engine pid ranks"),
-    EngineLost: ("warning", "engine_lost", "engine reason pages_wait"),
-    EngineLeft: ("info", "engine_left", "engine"),
-    EngineEnded: ("info", "engine_ended", "engine"),
-    FenceBegan: ("warning", "fence_began", "epoch rooms"),
-    WritersShutOut: ("info", "writers_shut_out", "epoch rooms"),
-}
-"""By fact: level, event, and the keys of the line, as `key=field` where the field has another name."""
-SELDOM = {PromptNotKept: "", FrameRefused: "kind", RoomMessageRefused: "code"}
-"""What happens often, or at a stranger's will, and the field that tells its kinds apart."""
+            self._metrics.count(m.WORKER_RESTARTS, fact.cause)
 
 
 class LogReader:
-    """Writes a line for each fact that an operator should find again.
+    """Writes a line for each fact that declares one, and for rooms that ended and copies that failed.
 
-    Of rooms that ended, and of what strangers can cause, `seldom` lets only so many lines through.
+    Unauthenticated callers can cause some lines, and many rooms others: `seldom` limits their number.
     """
 
     def __init__(self, names: PeerNames, seldom: Seldom) -> None:
@@ -219,14 +164,14 @@ class LogReader:
         self._seldom = seldom
         # A module's logger is made anew for each line, also for one that is not written; a room has many.
         self._rooms = log.bind()
-        self.table: Reader = {RoomEntered: self._room, **dict.fromkeys(LINES, self._line)}
+        lines = dict.fromkeys((kind for kind in Fact.kinds if kind.line), self._line)
+        self.table: Reader = {**lines, RoomEntered: self._room, CopyEnded: self._copy}
 
     def _line(self, _now_s: float, fact: Fact) -> None:
-        kind = type(fact)
-        level, event, keys = LINES[kind]
-        if kind in SELDOM and not self._seldom.admits(event, getattr(fact, SELDOM[kind], "")):
+        level, event, *keys = fact.line.split()
+        if fact.seldom is not None and not self._seldom.admits(event, getattr(fact, fact.seldom, "")):
             return
-        named = {key: getattr(fact, field or key) for key, _, field in (each.partition("=") for each in keys.split())}
+        named = {key: getattr(fact, name or key) for key, _, name in (each.partition("=") for each in keys)}
         shown = {key: _shown(value) for key, value in named.items() if value != ""}
         getattr(log, level)(event, **self._whose(fact), **shown)
 
@@ -252,6 +197,13 @@ class LogReader:
         else:
             limit = {"limit": fact.limit} if fact.limit else {}
             self._rooms.warning("room_ended", **facts, code=fact.code, reason=fact.reason, **limit)
+
+    def _copy(self, _now_s: float, fact: CopyEnded) -> None:
+        about = {"direction": fact.direction, "pages": fact.pages}
+        if not fact.code:
+            log.debug("pages_copied", **about, bytes=fact.bytes, seconds=round(fact.seconds, 4))
+        elif self._seldom.admits("pages_not_copied", fact.code):
+            log.warning("pages_not_copied", **about, code=fact.code, reason=fact.reason)
 
     def _whose(self, fact: Fact) -> dict[str, object]:
         """Return the keys that say which room a line is about, and which peer."""

@@ -6,9 +6,10 @@ by the thread of the daemon's loop only.
 
 from __future__ import annotations
 
+import math
 import platform
 import time
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -22,18 +23,25 @@ from prometheus_client.openmetrics.exposition import ALLOWUTF8
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.samples import Exemplar
 
+from kvbridge import __version__
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.plan.operations import Amounts
-from kvbridge.telemetry.busy import BusyTime
 from kvbridge.telemetry.context import TRACE, exemplar
-from kvbridge.telemetry.metrics import MAX_LABEL_VALUES, METRICS, PEER_BUSY, PEER_TRANSFERRED, TRANSFERRED
-from kvbridge.telemetry.service_metrics import (
+from kvbridge.telemetry.metrics import (
+    BUILD,
+    COUNTER,
+    HISTOGRAM,
     HTTP_DURATION,
     HTTP_REQUESTS,
     LINES_LEFT_OUT,
+    MAX_LABEL_VALUES,
     METHODS,
+    METRICS,
+    PEER_BUSY,
+    PEER_TRANSFERRED,
+    TRANSFERRED,
+    MetricSpec,
 )
-from kvbridge.telemetry.specs import Direction, MetricKind, MetricSpec
 
 OTHER = "other"
 LIBRARIES = (
@@ -42,8 +50,60 @@ LIBRARIES = (
     ("nixl", "nixl-cu12", "nixl-cu13"),
 )
 """Their packages, each of which has several names."""
+KEPT_INTERVALS = 1_024
+"""`BusyTime.add` keeps this many intervals apart; it does not count intervals from before the oldest one."""
 Labels = tuple[str, ...]
 LabelsT = TypeVar("LabelsT", bound=Labels)
+
+
+class BusyTime:
+    """The length of the union of overlapping time intervals. Times are the caller's clock.
+
+    Either `begin` and `end` come in pairs as things happen, or `add` takes intervals that are over, in any order.
+    """
+
+    def __init__(self) -> None:
+        self._under_way = 0
+        self._since_s = 0.0
+        self._total_s = 0.0
+        self._begins_s: list[float] = []
+        self._ends_s: list[float] = []
+        """The added intervals, disjoint and in order."""
+        self._horizon_s = -math.inf
+
+    def begin(self, now_s: float) -> None:
+        """One more thing is under way."""
+        if self._under_way == 0:
+            self._since_s = now_s
+        self._under_way += 1
+
+    def end(self, now_s: float) -> None:
+        """One thing has ended."""
+        if self._under_way == 0:
+            raise ValueError("nothing is under way")
+        self._under_way -= 1
+        if self._under_way == 0:
+            self._total_s += now_s - self._since_s
+
+    def add(self, begin_s: float, end_s: float) -> None:
+        """Something was under way from `begin_s` to `end_s`."""
+        begins_s, ends_s = self._begins_s, self._ends_s
+        begin_s = max(begin_s, self._horizon_s)
+        first, last = bisect_left(ends_s, begin_s), bisect_right(begins_s, end_s)  # those that it touches
+        touched_s = sum(ends_s[first:last]) - sum(begins_s[first:last]) if first < last else 0.0
+        if first < last:
+            begin_s, end_s = min(begin_s, begins_s[first]), max(end_s, ends_s[last - 1])
+        if begin_s < end_s:
+            begins_s[first:last], ends_s[first:last] = [begin_s], [end_s]
+            self._total_s += end_s - begin_s - touched_s
+        if len(begins_s) > KEPT_INTERVALS:
+            half = KEPT_INTERVALS // 2
+            self._horizon_s = ends_s[half - 1]
+            del begins_s[:half], ends_s[:half]
+
+    def total_s(self, now_s: float) -> float:
+        """Busy seconds so far, including what is still under way."""
+        return self._total_s + (now_s - self._since_s if self._under_way else 0.0)
 
 
 class _Distribution:
@@ -106,7 +166,7 @@ class Metrics:
         if not closed and all(label in values for label in spec.labels):
             closed = tuple(product(*(values[label] for label in spec.labels)))
         self._closed[spec] = closed
-        if spec.kind is MetricKind.HISTOGRAM:
+        if spec.kind == HISTOGRAM:
             self._distributions[spec] = {labels: _Distribution(spec.buckets) for labels in closed}
         else:
             self._values[spec] = dict.fromkeys(closed, 0.0)
@@ -145,16 +205,16 @@ class Metrics:
             found = series.setdefault(self._bounded(metric, labels), _Distribution(metric.buckets))
         found.observe(size, trace_id or exemplar(TRACE.get()))
 
-    def transferred(self, amounts: Amounts, direction: Direction, transport: str, peer: str) -> None:
+    def transferred(self, amounts: Amounts, direction: str, transport: str, peer: str) -> None:
         """Count bytes that have arrived, by component and by peer."""
         for kind, amount in amounts.items():
-            self.count(TRANSFERRED, kind.value, direction.value, transport, by=amount.bytes)
+            self.count(TRANSFERRED, kind.value, direction, transport, by=amount.bytes)
         moved = sum(amount.bytes for amount in amounts.values())
-        self.count(PEER_TRANSFERRED, peer, direction.value, transport, by=moved)
+        self.count(PEER_TRANSFERRED, peer, direction, transport, by=moved)
 
-    def busy(self, direction: Direction, transport: str, peer: str) -> BusyTime:
+    def busy(self, direction: str, transport: str, peer: str) -> BusyTime:
         """Return where the time of transfers with a peer is kept."""
-        labels = peer, direction.value, transport
+        labels = peer, direction, transport
         return self._busy.get(labels) or self._busy.setdefault(self._bounded(PEER_BUSY, labels), BusyTime())
 
     def serves(self, route: str, methods: Sequence[str], code: int) -> None:
@@ -172,6 +232,11 @@ class Metrics:
     def line_left_out(self, event: str) -> None:
         """Count a line that the log does not have."""
         self.count(LINES_LEFT_OUT, event)
+
+    def built(self, role: str, name: str, model: str = "", fingerprint: str = "") -> None:
+        """Say what is running, and which versions of its libraries."""
+        libraries = (next(filter(None, map(_version, names)), "") for names in LIBRARIES)
+        self.assign(BUILD, 1, __version__, role, name, model, fingerprint, platform.python_version(), *libraries)
 
     def _bounded(self, metric: MetricSpec, labels: Labels) -> Labels:
         """Words of labels may come from outside, peers even choose some: only so many of them are shown."""
@@ -209,7 +274,7 @@ class Metrics:
         for labels, busy in self._busy.items():
             self._values[PEER_BUSY][labels] = busy.total_s(now_s)
         for metric, series in self._values.items():
-            kind = CounterMetricFamily if metric.kind is MetricKind.COUNTER else GaugeMetricFamily
+            kind = CounterMetricFamily if metric.kind == COUNTER else GaugeMetricFamily
             family = kind(metric.name, metric.help, labels=metric.labels)
             for labels, value in series.items():
                 family.add_metric(labels, value)
@@ -220,11 +285,6 @@ class Metrics:
             for labels, distribution in distributions.items():
                 distribution.add_to(histogram, labels, names)
             yield histogram
-
-
-def library_versions() -> tuple[str, ...]:
-    """The versions that `kvbridge_build_info` tells: of Python, torch, Mooncake and NIXL; empty for what is not installed."""
-    return (platform.python_version(), *(next(filter(None, map(_version, names)), "") for names in LIBRARIES))
 
 
 def _version(package: str) -> str:

@@ -1,19 +1,19 @@
-"""Traces: the spans of a request, read from what has happened.
+"""Traces: the spans of a request, computed from facts; the spans of a room are computed from its timeline when the room has ended.
 
-A span is told of when it has ended. Moments are this process's monotonic seconds, as all facts have them. Of a rank worker the node
-knows when it was told, when it had ended, and how long each step took in between.
+Moments are this process's monotonic seconds. Of a rank worker the node knows when the worker was told, when it had ended, and how
+long each step took in between.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 
 from kvbridge.core.ids import Role
 from kvbridge.core.session.states import RoomState
 from kvbridge.telemetry.context import TraceContext
-from kvbridge.telemetry.events import (
+from kvbridge.telemetry.facts import (
     EndReserved,
     OrderBegan,
     OrderEnded,
@@ -26,11 +26,11 @@ from kvbridge.telemetry.events import (
     RoomFinished,
     RoomOffered,
 )
-from kvbridge.telemetry.recent import RoomKey
+from kvbridge.telemetry.recent import Recent, Timeline
 from kvbridge.telemetry.stream import Reader
 
 MAX_ORDERS = 32
-"""Orders of a room that are spans of their own, the first ones; a long prompt on many ranks has thousands."""
+"""The first orders of a room are spans of their own; a long prompt on many ranks has thousands."""
 
 COMMIT, SEND = "commit", "send"
 PARTS: Mapping[Role, Mapping[RoomState, str]] = {
@@ -47,7 +47,7 @@ PARTS: Mapping[Role, Mapping[RoomState, str]] = {
         RoomState.TRANSFERRING: SEND,
     },
 }
-"""By role: what a room waits for while it is in a state."""
+"""By role and state of a room, the name of the span of the wait in that state."""
 
 Attributes = dict[str, str | int | float | bool]
 
@@ -73,53 +73,25 @@ Record = Callable[[Span], None]
 """Takes a span that has ended. Must not raise, nor wait."""
 
 
-@dataclass(slots=True)
-class _Room:
-    """A room that is traced, as long as it is open."""
-
-    trace: TraceContext | None
-    """The room's own span; None where only what is sent is a part of a trace."""
-    begin_s: float
-    about: Attributes
-    part: str = ""
-    part_s: float = 0.0
-    send: TraceContext | None = None
-    engines: dict[str, float] = field(default_factory=dict)
-    """When each engine has begun to compute it."""
-    orders: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    context: TraceContext
-    begin_s: float
-
-
 class SpanReader:
-    """A reader of facts that tells of spans. Used from the event loop's thread only."""
+    """A reader of facts that records spans. Used from the event loop's thread only."""
 
-    def __init__(self, record: Record, *, parts: Mapping[RoomState, str]) -> None:
-        """`parts`: those of the role's rooms, none where there are no rooms."""
+    def __init__(
+        self, record: Record, parts: Mapping[RoomState, str] | None = None, recent: Recent | None = None
+    ) -> None:
+        """`parts` and `recent`: of the role's rooms, None where there are no rooms. `recent` has to read each fact before this."""
         self._record = record
-        self._parts = parts
-        self._name = secrets.token_hex(4)
-        """Tells what several prefill nodes send of one offer apart."""
-        self._rooms: dict[RoomKey, _Room] = {}
-        self._orders: dict[int, _Order] = {}
+        self._parts = parts or {}
+        self._recent = recent or Recent()
+        self._sender = secrets.token_hex(4)
+        """Distinguishes the `send` spans of several prefill nodes below one offer."""
         self.table: Reader = {
             RequestAnswered: self._request_answered,
             RoomEntered: self._room_entered,
-            RoomOffered: self._room_offered,
-            RoomBegun: self._room_begun,
-            RoomFinished: self._room_finished,
-            OrderBegan: self._order_began,
             OrderEnded: self._order_ended,
-            PhasesEnded: self._phases_ended,
             EndReserved: self._end_reserved,
             PairingEnded: self._pairing_ended,
         }
-
-    # ------------------------------------------------------------------ bootstrap
 
     def _pairing_ended(self, now_s: float, fact: PairingEnded) -> None:
         if fact.trace is None or not fact.trace.recorded:
@@ -133,159 +105,165 @@ class SpanReader:
     def _end_reserved(self, now_s: float, fact: EndReserved) -> None:
         if fact.trace is None or not fact.trace.recorded:
             return
-        about: Attributes = {
-            "kvbridge.room": fact.room,
-            "kvbridge.generation": fact.generation,
-            "kvbridge.role": fact.role,
-            "url.full": fact.url,
-        }
+        about = {**_named(fact), "kvbridge.role": fact.role, "url.full": fact.url}
         self._record(Span("reserve", fact.trace, now_s - fact.seconds, now_s, about, calls=True, error=fact.code))
 
-    # ------------------------------------------------------------------ a node's rooms
-
     def _request_answered(self, now_s: float, fact: RequestAnswered) -> None:
-        """Of a room that was admitted this is a part; of one that was not it is all that there is."""
+        """The admission is a part of the room's span, or a span of its own when the room was not admitted."""
         if fact.trace is None or not fact.trace.recorded:
             return
-        begin_s, room = now_s - fact.seconds, self._rooms.get((fact.room, fact.generation))
-        about: Attributes = {"kvbridge.generation": fact.generation}
+        begin_s = now_s - fact.seconds
         if fact.code:
+            about: Attributes = {"kvbridge.generation": fact.generation}
             self._record(Span("admission", fact.trace, begin_s, now_s, about, serves=True, error=fact.code))
-            return
-        about["kvbridge.room"] = fact.room
-        if room is not None:  # else it has ended before its caller was told
-            room.begin_s = min(room.begin_s, begin_s)
-        self._record(Span("admission", fact.trace.child("admission"), begin_s, now_s, about))
+        else:
+            self._record(Span("admission", fact.trace.child("admission"), begin_s, now_s, _named(fact)))
 
-    def _room_entered(self, now_s: float, fact: RoomEntered) -> None:
-        key = (fact.room, fact.generation)
-        room = self._rooms.get(key)
-        if room is None:
-            if fact.trace is None or not fact.trace.recorded or fact.state.final:
-                return
-            room = self._open(now_s, fact, fact.trace)
-        about: Attributes = {"kvbridge.bytes": fact.bytes, "kvbridge.orders": room.orders} if room.part == SEND else {}
-        error = fact.reason if fact.state is RoomState.FAILED else ""
-        self._go_on(room, now_s, self._parts.get(fact.state, ""), about | _peer(fact), error=error)
-        if not fact.state.final:
-            return
-        del self._rooms[key]
-        for engine, begun_s in room.engines.items():
-            self._published(room, engine, begun_s, now_s, error=fact.reason or fact.state.value)
-        if room.trace is None:
-            return
-        about = {
-            **room.about,
-            "kvbridge.state": fact.state.value,
-            "kvbridge.prompt_tokens": fact.prompt_tokens,
-            "kvbridge.bytes": fact.bytes,
-        }
-        if fact.code:
-            about |= {"kvbridge.code": fact.code, "kvbridge.reason": fact.reason}
-        if fact.limit:
-            about["kvbridge.limit"] = fact.limit
-        self._record(Span("room", room.trace, room.begin_s, now_s, about, serves=True, error=error))
-
-    def _room_offered(self, now_s: float, fact: RoomOffered) -> None:
-        """What is sent is a part of the decode node's trace, whoever has admitted the room here."""
-        if fact.trace is None or not fact.trace.sampled:
-            return
-        room = self._rooms.get((fact.room, fact.generation)) or self._open(now_s, fact, None)
-        room.send = fact.trace.child(f"{SEND} {self._name}")
-        self._go_on(room, now_s, SEND, _peer(fact))
-
-    def _open(self, now_s: float, fact: RoomFact, trace: TraceContext | None) -> _Room:
-        about: Attributes = {"kvbridge.room": fact.room, "kvbridge.generation": fact.generation}
-        room = self._rooms[fact.room, fact.generation] = _Room(trace, now_s, about)
-        return room
-
-    def _go_on(self, room: _Room, now_s: float, part: str, about: Attributes, *, error: str = "") -> None:
-        """The room waits for something else now; `about` and `error` say how the wait before has ended."""
-        if part == room.part:
-            return
-        context = room.send if room.part == SEND else room.trace and room.trace.child(room.part)
-        if room.part and context is not None:
-            self._record(Span(room.part, context, room.part_s, now_s, room.about | about, error=error))
-        room.part, room.part_s = part, now_s
-
-    def _phases_ended(self, now_s: float, fact: PhasesEnded) -> None:
-        """Only how long the comparison of checksums took is no state of a room; it ends with the wait that it is a part of."""
-        room = self._rooms.get((fact.room, fact.generation))
-        seconds = fact.phases_s.get("verify")
-        if room is None or room.trace is None or seconds is None:
-            return
-        about: Attributes = {**room.about, "kvbridge.busy_s": fact.phases_s.get("verify_busy", 0.0)}
-        context = room.trace.child(COMMIT).child("verify")
-        self._record(Span("verify", context, now_s - seconds, now_s, about))
-
-    # ------------------------------------------------------------------ what engines and rank workers do
-
-    def _room_begun(self, now_s: float, fact: RoomBegun) -> None:
-        room = self._rooms.get((fact.room, fact.generation))
-        if room is not None:
-            room.engines[fact.engine] = now_s
-
-    def _room_finished(self, now_s: float, fact: RoomFinished) -> None:
-        room = self._rooms.get((fact.room, fact.generation))
-        begun_s = room.engines.pop(fact.engine, None) if room is not None else None
-        if room is not None and begun_s is not None:
-            self._published(room, fact.engine, begun_s, now_s)
-
-    def _published(self, room: _Room, engine: str, begun_s: float, now_s: float, *, error: str = "") -> None:
-        above = room.trace or room.send
-        if above is not None:
-            about: Attributes = {**room.about, "kvbridge.engine": engine}
-            self._record(Span("publish", above.child(f"publish {engine}"), begun_s, now_s, about, error=error))
-
-    def _order_began(self, now_s: float, fact: OrderBegan) -> None:
-        room = self._rooms.get((fact.room, fact.generation))
-        if room is None or room.send is None:
-            return
-        room.orders += 1
-        if room.orders <= MAX_ORDERS:
-            self._orders[fact.order] = _Order(room.send.child(f"order {fact.order}"), now_s)
+    def _room_entered(self, _now_s: float, fact: RoomEntered) -> None:
+        if fact.state.final and (found := self._recent.of(fact.room, fact.generation)) is not None:
+            for span in _RoomSpans(found[1], self._parts, self._sender).all():
+                self._record(span)
 
     def _order_ended(self, now_s: float, fact: OrderEnded) -> None:
-        order = self._orders.pop(fact.order, None)
-        if order is None:
+        """Record an order that ends after its room: the others are among the room's spans."""
+        found = self._recent.of(fact.room, fact.generation)
+        if found is not None and found[1].entered.state.final:
+            for span in _RoomSpans(found[1], self._parts, self._sender).late(now_s, fact):
+                self._record(span)
+
+
+class _RoomSpans:
+    """Computes the spans of a room from its timeline."""
+
+    def __init__(self, timeline: Timeline, parts: Mapping[RoomState, str], sender: str) -> None:
+        self._timeline = timeline
+        self._parts = parts
+        first = timeline.facts[0][1]
+        own = first.trace if isinstance(first, RoomEntered) and not first.state.final else None
+        self._room = own if own is not None and own.recorded else None
+        """The room's own span; None where only what is sent is a part of a trace."""
+        self._send: TraceContext | None = None
+        for _, fact in timeline.facts:
+            # What is sent is a part of the decode node's trace, whoever has admitted the room here.
+            if isinstance(fact, RoomOffered) and fact.trace is not None and fact.trace.sampled:
+                self._send = fact.trace.child(f"{SEND} {sender}")
+        self._about = _named(timeline.entered)
+
+    def all(self) -> Iterator[Span]:
+        """Return every span of a room that has ended."""
+        if self._room is None and self._send is None:
             return
-        about = _about(fact)
-        self._record(
-            Span(
-                "order",
-                order.context,
-                order.begin_s,
-                now_s,
-                {
-                    **about,
-                    "kvbridge.transport": fact.transport,
-                    "kvbridge.bytes": sum(amount.bytes for amount in fact.amounts.values()),
-                },
-                error=fact.code,
-            )
-        )
-        seconds = fact.seconds
-        # Its worker was told after it began and had ended before we knew: from the end backwards, all of it is inside.
-        submitted_s = now_s - seconds.get("move", 0.0)
-        planned_s = submitted_s - seconds.get("submit", 0.0)
+        yield from self._waits()
+        yield from self._publications()
+        yield from self._orders()
+        yield from self._verification()
+        if self._room is not None:
+            yield self._whole(self._room)
+
+    def late(self, now_s: float, ended: OrderEnded) -> Iterator[Span]:
+        """Return the spans of an order that has ended after its room."""
+        for began_s, began in self._began():
+            if began.order == ended.order:
+                yield from self._order(began_s, now_s, ended)
+
+    def _whole(self, room: TraceContext) -> Span:
+        last = self._timeline.entered
+        about: Attributes = {
+            **self._about,
+            "kvbridge.state": last.state.value,
+            "kvbridge.prompt_tokens": last.prompt_tokens,
+            "kvbridge.bytes": last.bytes,
+        }
+        if last.code:
+            about |= {"kvbridge.code": last.code, "kvbridge.reason": last.reason}
+        if last.limit:
+            about["kvbridge.limit"] = last.limit
+        begin_s, end_s = self._timeline.asked_s, self._timeline.entered_s
+        return Span("room", room, begin_s, end_s, about, serves=True, error=_error(last))
+
+    def _waits(self) -> Iterator[Span]:
+        """Return a span for each wait of the room; a wait may cover several states."""
+        part, part_s = "", 0.0
+        for at_s, fact in self._timeline.facts:
+            following = part
+            if isinstance(fact, RoomEntered):
+                following = self._parts.get(fact.state, "")
+            elif isinstance(fact, RoomOffered) and self._send is not None:
+                following = SEND
+            if following == part:
+                continue
+            context = self._send if part == SEND else self._room and self._room.child(part)
+            if part and context is not None:
+                about = self._about | ({"kvbridge.peer": fact.peer} if fact.peer else {})
+                if part == SEND and isinstance(fact, RoomEntered):
+                    orders = self._timeline.counts[OrderBegan]
+                    about |= {"kvbridge.bytes": fact.bytes, "kvbridge.orders": orders}
+                yield Span(part, context, part_s, at_s, about, error=_error(fact))
+            part, part_s = following, at_s
+
+    def _publications(self) -> Iterator[Span]:
+        """Return a span for each engine that has begun to compute the room, until it has published everything or the room ends."""
+        begun_s: dict[str, float] = {}
+        last, above = self._timeline.entered, self._room or self._send
+        for at_s, fact in self._timeline.facts:
+            if isinstance(fact, RoomBegun):
+                begun_s[fact.engine] = at_s
+            elif isinstance(fact, RoomFinished) and fact.engine in begun_s:
+                yield from self._published(above, fact.engine, begun_s.pop(fact.engine), at_s)
+        for engine, at_s in begun_s.items():
+            error = last.reason or last.state.value
+            yield from self._published(above, engine, at_s, self._timeline.entered_s, error=error)
+
+    def _published(
+        self, above: TraceContext | None, engine: str, begun_s: float, end_s: float, *, error: str = ""
+    ) -> Iterator[Span]:
+        if above is not None:
+            about = self._about | {"kvbridge.engine": engine}
+            yield Span("publish", above.child(f"publish {engine}"), begun_s, end_s, about, error=error)
+
+    def _verification(self) -> Iterator[Span]:
+        """Return how long the comparison of checksums took: no state of a room, a part of the wait for the commit."""
+        for at_s, fact in self._timeline.facts:
+            if isinstance(fact, PhasesEnded) and self._room is not None and "verify" in fact.phases_s:
+                about = self._about | {"kvbridge.busy_s": fact.phases_s.get("verify_busy", 0.0)}
+                yield Span(
+                    "verify", self._room.child(COMMIT).child("verify"), at_s - fact.phases_s["verify"], at_s, about
+                )
+
+    def _began(self) -> list[tuple[float, OrderBegan]]:
+        began = [(at_s, fact) for at_s, fact in self._timeline.facts if isinstance(fact, OrderBegan)]
+        return began[:MAX_ORDERS]
+
+    def _orders(self) -> Iterator[Span]:
+        began_s = {fact.order: at_s for at_s, fact in self._began()}
+        for at_s, fact in self._timeline.facts:
+            if isinstance(fact, OrderEnded) and fact.order in began_s:
+                yield from self._order(began_s[fact.order], at_s, fact)
+
+    def _order(self, began_s: float, ended_s: float, fact: OrderEnded) -> Iterator[Span]:
+        if self._send is None:
+            return
+        context = self._send.child(f"order {fact.order}")
+        about: Attributes = {**self._about, "kvbridge.rank": str(fact.rank), "kvbridge.peer": fact.peer}
+        moved_bytes = sum(part.bytes for part in fact.amounts.values())
+        moved: Attributes = {**about, "kvbridge.transport": fact.transport, "kvbridge.bytes": moved_bytes}
+        yield Span("order", context, began_s, ended_s, moved, error=fact.code)
+        # The worker was told after the order began, and had ended before we knew: from the end backwards, all of it is inside.
+        submitted_s = ended_s - fact.seconds.get("move", 0.0)
+        planned_s = submitted_s - fact.seconds.get("submit", 0.0)
         steps = (
-            ("plan", planned_s - seconds.get("plan", 0.0), planned_s),
+            ("plan", planned_s - fact.seconds.get("plan", 0.0), planned_s),
             ("submit", planned_s, submitted_s),
-            ("wait", submitted_s, now_s),
+            ("wait", submitted_s, ended_s),
         )
         for name, begin_s, end_s in steps:
-            if name == "wait" or name in seconds:
-                self._record(Span(name, order.context.child(name), max(begin_s, order.begin_s), end_s, about))
+            if name == "wait" or name in fact.seconds:
+                yield Span(name, context.child(name), max(begin_s, began_s), end_s, about)
 
 
-def _peer(fact: RoomFact) -> Attributes:
-    return {"kvbridge.peer": fact.peer} if fact.peer else {}
+def _named(fact: RoomFact | RequestAnswered | EndReserved) -> Attributes:
+    return {"kvbridge.room": fact.room, "kvbridge.generation": fact.generation}
 
 
-def _about(fact: OrderEnded) -> Attributes:
-    return {
-        "kvbridge.room": fact.room,
-        "kvbridge.generation": fact.generation,
-        "kvbridge.rank": str(fact.rank),
-        "kvbridge.peer": fact.peer,
-    }
+def _error(fact: RoomFact) -> str:
+    return fact.reason if isinstance(fact, RoomEntered) and fact.state is RoomState.FAILED else ""

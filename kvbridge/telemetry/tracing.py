@@ -33,8 +33,8 @@ from opentelemetry.util.types import AnyValue
 from kvbridge import __version__
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import ConfigError
+from kvbridge.telemetry.metrics import SPANS
 from kvbridge.telemetry.registry import Metrics
-from kvbridge.telemetry.service_metrics import SPANS
 from kvbridge.telemetry.spans import Span
 
 log = structlog.get_logger(__name__)

@@ -13,7 +13,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from kvbridge.core.geometry.models import preset
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
-from kvbridge.telemetry.phases import PHASES
+from kvbridge.telemetry.metrics import PHASES
 from tests.contract.harness import BACKENDS, require_library
 from tests.helpers import synthetic
 from tests.helpers.cluster import Cluster, DaemonProcess, cluster, eventually, live_rows_only

@@ -18,7 +18,7 @@ from kvbridge.core.wire.worker_messages import CopyPages, PagesCopied
 from kvbridge.node.backups import Backups, CopyLimits
 from kvbridge.node.workers import WorkerSet, WorkerState
 from kvbridge.pool.accounts.pages import PageState
-from kvbridge.telemetry.host_tier import CopyEnded
+from kvbridge.telemetry.facts import CopyEnded
 from tests.helpers.examples import fewer
 from tests.helpers.rooms import R0, R1, RecordedEvents
 from tests.helpers.worker_sets import WorkerBench

@@ -15,7 +15,7 @@ from kvbridge import __version__
 from kvbridge.engine import __all__ as engine_names
 from kvbridge.sparse import __all__ as sparse_names
 from kvbridge.telemetry.metrics import METRICS
-from kvbridge.telemetry.readers import LINES
+from kvbridge.telemetry.stream import Fact
 from tests.helpers.config_keys import known_keys
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def test_metrics_that_are_named_are_there(page: Path) -> None:
 def test_log_events_that_the_runbook_names_are_written() -> None:
     source = "\n".join(path.read_text() for path in (ROOT / "kvbridge").rglob("*.py"))
     written = re.findall(r"\b(?:log|_rooms)\.\w+\(\s*\"([a-z_]+)\"", source)
-    events = {*written, *(event for _, event, _ in LINES.values()), "library_output"}
+    events = {*written, *(kind.line.split()[1] for kind in Fact.kinds if kind.line), "library_output"}
     named = set(
         re.findall(
             r"`((?:room|peer|worker|engine|daemon|frame|fence|store|bootstrap|request|accept|allowed|lines|writers|transport)_[a-z_]+)`",

@@ -33,8 +33,8 @@ from kvbridge.bootstrap.stores.base import Claim, InstanceNodes, PairingState, R
 from kvbridge.bootstrap.stores.scripts import PRELUDE, SCRIPTS
 from kvbridge.core.errors import BridgeError, ConfigError, NotReadyError
 from kvbridge.core.ids import NonNegative
+from kvbridge.telemetry.metrics import STORE_FAILED, STORE_REFUSED
 from kvbridge.telemetry.registry import Metrics
-from kvbridge.telemetry.service_metrics import STORE_FAILED, STORE_REFUSED
 
 log = structlog.get_logger(__name__)
 

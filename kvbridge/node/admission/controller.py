@@ -33,7 +33,7 @@ from kvbridge.node.room import AdmittingEngine
 from kvbridge.node.rooms import Rooms
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.telemetry.context import TRACE
-from kvbridge.telemetry.events import RequestAnswered, RequestRefused, RequestWaited, WaitOutcome
+from kvbridge.telemetry.facts import RequestAnswered, RequestRefused, RequestWaited, WaitOutcome
 from kvbridge.telemetry.stream import EventStream
 
 log = structlog.get_logger(__name__)

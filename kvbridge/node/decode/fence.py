@@ -28,7 +28,7 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import NodeToWorker, RenewEndpoints, RevokeEndpoints
 from kvbridge.pool.accounts.pages import Owner
-from kvbridge.telemetry.path_events import FenceBegan, WritersShutOut
+from kvbridge.telemetry.facts import FenceBegan, WritersShutOut
 from kvbridge.telemetry.stream import EventStream
 
 if TYPE_CHECKING:

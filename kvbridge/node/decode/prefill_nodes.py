@@ -33,7 +33,7 @@ from kvbridge.core.wire.messages import (
     Rejected,
     Welcome,
 )
-from kvbridge.telemetry.events import PeerAccepted, PeerLost, PeerRejected
+from kvbridge.telemetry.facts import PeerAccepted, PeerLost, PeerRejected
 from kvbridge.telemetry.stream import EventStream
 
 if TYPE_CHECKING:

@@ -43,8 +43,8 @@ from kvbridge.node.prompt_keys import Answer, answer_of
 from kvbridge.node.room import Quarantine, slowest
 from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.node.rooms import WORKER_GONE, RoomParts, Rooms
-from kvbridge.telemetry.events import PagesDiffer, SparseDecoded
-from kvbridge.telemetry.phases import PHASES
+from kvbridge.telemetry.facts import PagesDiffer, SparseDecoded
+from kvbridge.telemetry.metrics import PHASES
 from kvbridge.telemetry.spans import COMMIT
 from kvbridge.tier.keys import Keys
 

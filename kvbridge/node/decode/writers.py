@@ -45,8 +45,7 @@ from kvbridge.node.prompt_keys import end_differs
 from kvbridge.node.room import slowest
 from kvbridge.pool.accounts.pages import Owner
 from kvbridge.pool.memory.layout import stage_layers
-from kvbridge.telemetry.events import PromptNotKept, RankReceived
-from kvbridge.telemetry.path_events import RoomRerouted
+from kvbridge.telemetry.facts import PromptNotKept, RankReceived, RoomRerouted
 
 if TYPE_CHECKING:
     from kvbridge.node.decode.rooms import DecodeRooms

@@ -44,8 +44,7 @@ from kvbridge.core.wire.messages import (
 from kvbridge.core.wire.packed_ranks import unpack_rank
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PathsChanged, PeerConnected
 from kvbridge.node.workers import WorkerSet
-from kvbridge.telemetry.events import PeerAccepted, PeerLost, PeerRejected
-from kvbridge.telemetry.path_events import PathLost, PathsFound
+from kvbridge.telemetry.facts import PathLost, PathsFound, PeerAccepted, PeerLost, PeerRejected
 from kvbridge.telemetry.stream import EventStream
 
 if TYPE_CHECKING:

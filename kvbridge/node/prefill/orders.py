@@ -16,8 +16,7 @@ from kvbridge.core.wire.worker_messages import CloseRoom, Digested, OpenRoom, Re
 from kvbridge.node.prefill.room import FromRank, PrefillRoom, RankWork
 from kvbridge.node.room import Quarantine, slowest
 from kvbridge.node.rooms import WORKER_GONE
-from kvbridge.telemetry.events import OrderBegan, OrderEnded
-from kvbridge.telemetry.path_events import RoomRerouted
+from kvbridge.telemetry.facts import OrderBegan, OrderEnded, RoomRerouted
 from kvbridge.tier.keys import Keys
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ from kvbridge.node.room import Quarantine, named
 from kvbridge.node.room_pages import RoomPages, RoomSettings
 from kvbridge.node.rooms import RoomParts, Rooms
 from kvbridge.telemetry.context import parse_traceparent
-from kvbridge.telemetry.events import RoomBegun, RoomFinished, RoomOffered, RoomRejected
+from kvbridge.telemetry.facts import RoomBegun, RoomFinished, RoomOffered, RoomRejected
 
 
 class PrefillRooms(Rooms[PrefillRoom]):

@@ -13,8 +13,8 @@ from structlog.testing import LogCapture
 from kvbridge.core.errors import ConfigError
 from kvbridge.telemetry import tracing
 from kvbridge.telemetry.context import TraceContext
+from kvbridge.telemetry.metrics import SPANS
 from kvbridge.telemetry.registry import Metrics
-from kvbridge.telemetry.service_metrics import SPANS
 from kvbridge.telemetry.spans import Span
 from kvbridge.telemetry.tracing import SpanExport, parse_headers
 from tests.helpers.held_ports import held_ports

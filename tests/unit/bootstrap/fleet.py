@@ -26,8 +26,7 @@ from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.session.states import RoomState
-from kvbridge.telemetry.service_metrics import STORE_FAILED
-from kvbridge.telemetry.specs import MetricSpec
+from kvbridge.telemetry.metrics import STORE_FAILED, MetricSpec
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.redis_server import RedisServer, let_time_pass
 

@@ -15,7 +15,7 @@ from kvbridge.bootstrap.stores.base import Claim
 from kvbridge.core.errors import CapacityError
 from kvbridge.core.ids import Role
 from kvbridge.core.prefixes import ModelIdentity
-from kvbridge.telemetry.events import PrefixGuessed
+from kvbridge.telemetry.facts import PrefixGuessed
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from tests.unit.bootstrap.fleet import TIMES, FakeDaemons, node
 

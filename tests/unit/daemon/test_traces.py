@@ -12,7 +12,7 @@ from kvbridge.config.endpoints import TracesConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.daemon.secret_files import SecretFiles
 from kvbridge.daemon.traces import Traces
-from kvbridge.telemetry.events import PairingEnded
+from kvbridge.telemetry.facts import PairingEnded
 from kvbridge.telemetry.registry import Metrics
 from kvbridge.telemetry.stream import EventStream
 from tests.helpers.span_collector import span_collector

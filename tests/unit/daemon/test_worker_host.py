@@ -25,9 +25,8 @@ from kvbridge.core.wire.worker_messages import (
 from kvbridge.daemon.engine_socket import EngineSocket
 from kvbridge.daemon.worker_host import WorkerHost
 from kvbridge.node.workers import WorkerState
-from kvbridge.telemetry.events import Fact, FrameRefused
 from kvbridge.telemetry.logs import Seldom
-from kvbridge.telemetry.stream import EventStream
+from kvbridge.telemetry.stream import EventStream, Fact, FrameRefused
 from tests.helpers.rooms import R0, R1, manifest
 from tests.helpers.worker_sets import setup
 

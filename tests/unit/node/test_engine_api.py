@@ -35,7 +35,7 @@ from kvbridge.core.wire.features import Features
 from kvbridge.core.wire.messages import Failed, Heartbeat, Intend, Offer, to_wire
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engines import Engines
-from kvbridge.telemetry.events import EngineAttached, EngineEnded, EngineFact, EngineLost, SparseDecoded
+from kvbridge.telemetry.facts import EngineAttached, EngineEnded, EngineFact, EngineLost, SparseDecoded
 from tests.helpers.node_bench import DecodeBench, PrefillBench
 from tests.helpers.rooms import ADDRESS, DECODE, GEOMETRY, PAGE, R0, R1, TOKENS, full_amounts, pages_table
 

@@ -16,8 +16,7 @@ from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PathsChanged, PeerConnected
 from kvbridge.node.prefill import decode_nodes
 from kvbridge.node.prefill.decode_nodes import ClaimedName, DecodeNodes, check_name
-from kvbridge.telemetry.events import PeerAccepted, PeerFact, PeerLost, PeerRejected
-from kvbridge.telemetry.path_events import PathLost, PathsFound
+from kvbridge.telemetry.facts import PathLost, PathsFound, PeerAccepted, PeerFact, PeerLost, PeerRejected
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import (
     DECODE,

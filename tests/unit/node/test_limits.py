@@ -10,7 +10,7 @@ from kvbridge.core.ids import IndexSpace
 from kvbridge.core.session.decode import DecodeState
 from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.messages import Drained, Failed
-from kvbridge.telemetry.events import RoomEntered
+from kvbridge.telemetry.facts import RoomEntered
 from tests.helpers.node_bench import DecodeBench, NodeBench, PrefillBench, offered
 from tests.helpers.rooms import ADDRESS, DECODE, PAGE, PREFILL, TOKENS
 

@@ -11,7 +11,7 @@ from kvbridge.core.geometry.pages import tables_from_wire
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner
-from kvbridge.telemetry.host_tier import CopyEnded
+from kvbridge.telemetry.facts import CopyEnded
 from tests.helpers.node_bench import FULL, FULL_TWIN, HISTORY, KeyedDecode, NodeBench, PrefixBench, keys_of
 from tests.helpers.rooms import PAGE, R0, R1
 

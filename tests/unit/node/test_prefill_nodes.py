@@ -12,7 +12,7 @@ from kvbridge.core.wire.features import PEER_FEATURES, Features
 from kvbridge.core.wire.messages import Heartbeat, Hello, Rejected
 from kvbridge.node.decode import prefill_nodes
 from kvbridge.node.decode.prefill_nodes import PrefillNodes
-from kvbridge.telemetry.events import PeerRejected
+from kvbridge.telemetry.facts import PeerRejected
 from tests.helpers.rooms import ADDRESS, OTHER_ADDRESS, PREFILL, R0, RecordedEvents, describe_decode, pick, welcome_of
 
 NEXT_LIFE = "dddd000000000002"

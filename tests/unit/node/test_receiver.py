@@ -24,7 +24,7 @@ from kvbridge.core.wire.messages import MAX_METADATA_BYTES, Abort, Intend, Offer
 from kvbridge.node.decode import writers
 from kvbridge.node.engines import AttachedEngine
 from kvbridge.pool.accounts.pages import Owner, PageState
-from kvbridge.telemetry.path_events import RoomRerouted
+from kvbridge.telemetry.facts import RoomRerouted
 from tests.helpers.node_bench import DecodeBench, offered
 from tests.helpers.rooms import ADDRESS, OTHER_ADDRESS, PAGE, PREFILL, R0, R1, TOKENS, full_amounts, pages_table
 

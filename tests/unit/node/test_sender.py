@@ -25,9 +25,8 @@ from kvbridge.node.prefill import early_offers as offers
 from kvbridge.node.prefill import room as sender
 from kvbridge.node.prefill.early_offers import EarlyOffers, check_offer
 from kvbridge.pool.accounts.pages import Owner, PageState
-from kvbridge.telemetry.events import OrderBegan, OrderEnded, PhasesEnded
-from kvbridge.telemetry.path_events import RoomRerouted
-from kvbridge.telemetry.phases import PHASES
+from kvbridge.telemetry.facts import OrderBegan, OrderEnded, PhasesEnded, RoomRerouted
+from kvbridge.telemetry.metrics import PHASES
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.node_bench import PrefillBench
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, R0, R1, TOKENS, full_amounts, pages_table, pick

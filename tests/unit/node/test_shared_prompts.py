@@ -19,7 +19,7 @@ from kvbridge.node.decode.fence import ALL
 from kvbridge.node.decode.room import DecodeRoom
 from kvbridge.node.prefill.early_offers import check_offer
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
-from kvbridge.telemetry.events import DisputedPagesDropped, PromptNotKept
+from kvbridge.telemetry.facts import DisputedPagesDropped, PromptNotKept
 from kvbridge.tier.keys import NO_KEYS, Keys, Link
 from tests.helpers.node_bench import FULL, HISTORY, DecodeBench, KeyedDecode, keys_of
 from tests.helpers.rooms import ADDRESS, GEOMETRY, PAGE, PREFILL, R0, R1, full_amounts

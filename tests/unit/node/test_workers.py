@@ -9,8 +9,7 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import Heartbeat
 from kvbridge.core.wire.shared_memory import FileOrigin, SharedRegion
 from kvbridge.core.wire.worker_messages import Shutdown, TransportsNotBuilt, WorkerFailed, WorkerProgress
-from kvbridge.telemetry.events import MemoryRegistered
-from kvbridge.telemetry.path_events import SuccessorsFailed
+from kvbridge.telemetry.facts import MemoryRegistered, SuccessorsFailed
 from tests.helpers.rooms import R0, R1, manifest
 from tests.helpers.worker_sets import WorkerBench, setup
 

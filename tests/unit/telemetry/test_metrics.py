@@ -1,5 +1,6 @@
 """The metrics: their table, their names, and what a scrape shows."""
 
+import random
 import re
 from collections.abc import Iterator
 
@@ -10,15 +11,19 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvbridge.telemetry.context import TRACE, TraceContext
 from kvbridge.telemetry.metrics import (
     ADMISSION_TO_CLAIM,
+    BOOTSTRAP,
+    COUNTER,
+    DECODE,
+    EVERYBODY,
+    HISTOGRAM,
     MAX_LABEL_VALUES,
     METRICS,
     PEER_FAILURES,
+    PHASES,
     ROOMS,
-    metrics_table,
 )
-from kvbridge.telemetry.phases import PHASES
-from kvbridge.telemetry.registry import Metrics
-from kvbridge.telemetry.specs import BOOTSTRAP, DECODE, EVERYBODY, MetricKind
+from kvbridge.telemetry.registry import KEPT_INTERVALS, BusyTime, Metrics
+from mkdocs_hooks import metrics_table
 from tests.helpers.manual_clock import ManualClock
 
 VALUES = {
@@ -60,8 +65,8 @@ def test_declarations_are_whole_and_each_is_in_the_table():
     table = metrics_table()
     for spec in METRICS:
         assert re.fullmatch(r"kvbridge_[a-z_]+", spec.name)
-        assert spec.name.endswith("_total") == (spec.kind is MetricKind.COUNTER)
-        assert (spec.kind is MetricKind.HISTOGRAM) == bool(spec.buckets)
+        assert spec.name.endswith("_total") == (spec.kind == COUNTER)
+        assert (spec.kind == HISTOGRAM) == bool(spec.buckets)
         assert not {"job", "instance"} & set(spec.labels), "they are Prometheus's own"
         assert f"| `{spec.name}` | {spec.kind} |" in table
         assert spec.help in table
@@ -134,3 +139,40 @@ def test_requests_are_shown_before_the_first_and_counted_by_route(metrics):
     assert found["kvbridge_http_requests_total", "/v1/requests", "201", "POST"] == 1
     assert found["kvbridge_http_requests_total", "405", "other", "other"] == 1
     assert found["kvbridge_http_request_duration_seconds_count", "/v1/requests", "POST"] == 1
+
+
+# ------------------------------------------------------------------ busy time
+
+
+def test_what_overlaps_counts_once():
+    busy = BusyTime()
+    busy.begin(100.0)
+    busy.begin(101.0)
+    busy.end(102.0)
+    assert busy.total_s(102.5) == 2.5
+    busy.end(102.5)
+    assert busy.total_s(110.0) == 2.5
+    with pytest.raises(ValueError, match="nothing is under way"):
+        BusyTime().end(0.0)
+
+
+def test_intervals_told_afterwards_are_the_union_whatever_their_order():
+    draw = random.Random(7)
+    for _ in range(200):
+        intervals = [(begin, begin + draw.randrange(0, 6)) for begin in (draw.randrange(60) for _ in range(25))]
+        busy, covered, former_s = BusyTime(), set(), 0.0
+        for begin, end in intervals:
+            busy.add(float(begin), float(end))
+            covered |= set(range(begin, end))
+            assert busy.total_s(0.0) == len(covered)
+            assert busy.total_s(0.0) >= former_s, "a counter never falls"
+            former_s = busy.total_s(0.0)
+
+
+def test_what_lies_before_those_that_are_kept_is_not_counted_twice():
+    busy = BusyTime()
+    for number in range(3 * KEPT_INTERVALS):
+        busy.add(2.0 * number, 2.0 * number + 1)
+    assert busy.total_s(0.0) == 3 * KEPT_INTERVALS
+    busy.add(0.0, 1.0)
+    assert busy.total_s(0.0) == 3 * KEPT_INTERVALS

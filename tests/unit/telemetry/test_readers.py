@@ -1,4 +1,4 @@
-"""What becomes of facts in metrics and in logs."""
+"""Facts: how they reach their readers, what they become in metrics and in the log."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
-from kvbridge.telemetry.events import (
-    Fact,
+from kvbridge.telemetry.facts import (
     MemoryRegistered,
     OrderBegan,
     OrderEnded,
     PeerAccepted,
+    PeerFact,
     PeerLost,
     PeerRejected,
     PrefixMatched,
     RankReceived,
     RoomEntered,
+    WorkerStarted,
 )
 from kvbridge.telemetry.logs import Seldom
-from kvbridge.telemetry.readers import LINES as LINES_OF_FACTS
 from kvbridge.telemetry.readers import LogReader, MetricsReader, PeerNames
 from kvbridge.telemetry.registry import Metrics
-from kvbridge.telemetry.stream import EventStream
+from kvbridge.telemetry.stream import EventStream, Fact, MessagesResent
 from tests.helpers.manual_clock import ManualClock
 
 R0, R1 = Rank(pp=0, tp=0), Rank(pp=0, tp=1)
@@ -167,7 +167,40 @@ def test_the_log_has_a_line_for_each_room_that_ended_and_says_why_it_failed() ->
     ]
 
 
-@pytest.mark.parametrize("kind", LINES_OF_FACTS)
+@pytest.mark.parametrize("kind", [kind for kind in Fact.kinds if kind.line])
 def test_every_field_that_a_line_shows_is_one_of_its_fact(kind: type[Fact]) -> None:
     fields = {field.name for field in dataclasses.fields(kind)}
-    assert {each.rpartition("=")[2] for each in LINES_OF_FACTS[kind][2].split()} <= fields
+    level, _, *keys = kind.line.split()
+    assert level in {"info", "warning", "error"}
+    assert {key.rpartition("=")[2] for key in keys} <= fields
+    assert kind.seldom in {None, "", *fields}
+
+
+# ------------------------------------------------------------------ the stream
+
+
+def test_every_reader_has_every_fact_in_order_with_its_time() -> None:
+    clock = ManualClock(5.0)
+    stream = EventStream(clock)
+    first: list[tuple[float, Fact]] = []
+    second: list[tuple[float, Fact]] = []
+    stream.add_reader({Fact: lambda now_s, fact: first.append((now_s, fact))})
+    one, two = MessagesResent(count=2), MemoryRegistered(rank=Rank(pp=0, tp=0), share=0.5)
+    stream.emit(one)
+    clock.advance(1)
+    stream.add_reader({Fact: lambda now_s, fact: second.append((now_s, fact))})
+    stream.emit(two)
+    assert first == [(5.0, one), (6.0, two)]
+    assert second == [(6.0, two)]
+
+
+def test_a_reader_has_the_facts_of_its_table_and_of_the_kinds_below() -> None:
+    stream, heard = EventStream(), []
+    stream.emit(MessagesResent(count=1))  # before anybody reads
+    stream.add_reader({MessagesResent: lambda _, fact: heard.append(fact.count)})
+    stream.add_reader(
+        {PeerFact: lambda _, fact: heard.append(fact.peer), MemoryRegistered: lambda *_: heard.append("m")}
+    )
+    for fact in (MessagesResent(count=2), PeerLost(peer="p", reason="r"), WorkerStarted(rank=Rank(pp=0, tp=0), pid=1)):
+        stream.emit(fact)
+    assert heard == [2, "p"]

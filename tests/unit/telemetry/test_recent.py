@@ -6,21 +6,13 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import Rank
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
-from kvbridge.telemetry.events import (
-    OrderEnded,
-    PeerLost,
-    RankReceived,
-    RoomEntered,
-    RoomMessageRefused,
-    WorkerLost,
-)
+from kvbridge.telemetry.facts import OrderEnded, PeerLost, RankReceived, RoomEntered, RoomMessageRefused, WorkerLost
 from kvbridge.telemetry.recent import (
     KEPT_ENDED,
-    MAX_FACTS,
+    MAX_FACTS_OF_KIND,
     RECENT_PEERS,
     RECENT_PROBLEMS,
-    RoomTimelines,
-    StatusReader,
+    Recent,
 )
 from kvbridge.telemetry.stream import EventStream
 from tests.helpers.manual_clock import ManualClock
@@ -32,13 +24,13 @@ S = RoomState
 
 
 class Node:
-    """A stream of facts and the timelines that read it; each fact comes a second after the one before."""
+    """A stream of facts and the recent that read it; each fact comes a second after the one before."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
         self.stream = EventStream(self.clock)
-        self.timelines = RoomTimelines()
-        self.stream.add_reader(self.timelines.table)
+        self.recent = Recent()
+        self.stream.add_reader(self.recent.table)
 
     def enter(self, room: int, *states: RoomState, generation: int = 1, peer: str = "", code: str = "") -> None:
         for state in states:
@@ -46,14 +38,14 @@ class Node:
             self.stream.emit(RoomEntered(room=room, generation=generation, state=state, peer=peer, code=code))
 
     def shown(self, limit: int = 10) -> list[tuple[int, RoomState]]:
-        return [(room, timeline.entered.state) for (room, _), timeline in self.timelines.shown(limit)]
+        return [(room, timeline.entered.state) for (room, _), timeline in self.recent.shown(limit)]
 
 
 def test_a_room_keeps_the_peer_that_it_had():
     node = Node()
     node.enter(5, S.ADMITTED, S.OFFERED, peer="p")
     node.enter(5, S.COMPLETED)
-    assert node.timelines.of(5)[1].peer == "p"
+    assert node.recent.of(5)[1].peer == "p"
 
 
 def test_open_rooms_are_shown_longest_in_their_state_first_and_ended_ones_latest_first():
@@ -65,17 +57,17 @@ def test_open_rooms_are_shown_longest_in_their_state_first_and_ended_ones_latest
     node.enter(4, S.ADMITTED, S.FAILED)
     assert node.shown() == [(3, S.ADMITTED), (1, S.OFFERED), (4, S.FAILED), (2, S.FAILED)]
     assert node.shown(1) == [(3, S.ADMITTED), (1, S.OFFERED), (4, S.FAILED)]
-    assert node.timelines.ended == {S.FAILED: 2}
+    assert node.recent.ended == {S.FAILED: 2}
 
 
 def test_attempts_are_told_apart_and_the_newest_is_meant():
     node = Node()
     node.enter(5, S.ADMITTED, S.FAILED, generation=1)
     node.enter(5, S.ADMITTED, generation=3)
-    assert node.timelines.of(5)[0] == 3
-    assert node.timelines.of(5, 1)[1].entered.state is S.FAILED
-    assert node.timelines.of(5, 2) is None
-    assert node.timelines.of(6) is None
+    assert node.recent.of(5)[0] == 3
+    assert node.recent.of(5, 1)[1].entered.state is S.FAILED
+    assert node.recent.of(5, 2) is None
+    assert node.recent.of(6) is None
 
 
 def test_a_stranger_s_messages_are_no_rooms_and_do_not_fill_one():
@@ -83,10 +75,10 @@ def test_a_stranger_s_messages_are_no_rooms_and_do_not_fill_one():
     node.enter(5, S.ADMITTED)
     for room in range(1000):
         node.stream.emit(RoomMessageRefused(room=room, generation=1, peer="p", code="stale"))
-    for _ in range(2 * MAX_FACTS):
+    for _ in range(2 * MAX_FACTS_OF_KIND):
         node.stream.emit(RoomMessageRefused(room=5, generation=1, peer="p", code="stale"))
     assert node.shown() == [(5, S.ADMITTED)]
-    assert len(node.timelines.of(5)[1].facts) == MAX_FACTS
+    assert len(node.recent.of(5)[1].facts) == 1 + MAX_FACTS_OF_KIND
 
 
 def test_ended_rooms_are_forgotten_the_oldest_first_and_completed_ones_do_not_displace_failures():
@@ -94,37 +86,37 @@ def test_ended_rooms_are_forgotten_the_oldest_first_and_completed_ones_do_not_di
     node.enter(1, S.ADMITTED, S.FAILED)
     for room in range(2, 2000):
         node.enter(room, S.ADMITTED, S.COMPLETED)
-    assert node.timelines.of(1) is not None
-    assert node.timelines.of(2) is None
-    assert node.timelines.of(1999) is not None
-    assert len(node.timelines._timelines) == 1 + KEPT_ENDED[S.COMPLETED]
+    assert node.recent.of(1) is not None
+    assert node.recent.of(2) is None
+    assert node.recent.of(1999) is not None
+    assert len(node.recent._timelines) == 1 + KEPT_ENDED[S.COMPLETED]
 
 
 def test_status_keeps_the_last_problems_with_their_time() -> None:
     clock = ManualClock(7.0)
-    stream, recent = EventStream(clock), StatusReader()
+    stream, recent = EventStream(clock), Recent()
     stream.add_reader(recent.table)
     for number in range(RECENT_PROBLEMS):
         stream.emit(RoomEntered(room=number, generation=1, state=RoomState.FAILED, code="c", reason="r"))
     clock.advance(1)
     stream.emit(PeerLost(peer="dddd", reason="silent"))
     stream.emit(WorkerLost(rank=R0, cause="killed", reason="killed by SIGKILL"))
-    problems = recent.problems()
+    problems = recent.problems
     assert len(problems) == RECENT_PROBLEMS
     assert (problems[0].at_s, problems[0].what, problems[0].whom) == (7.0, "room failed", "2")
-    assert [problem.reason for problem in problems[-2:]] == ["silent", "killed by SIGKILL"]
+    assert [problem.reason for problem in list(problems)[-2:]] == ["silent", "killed by SIGKILL"]
 
 
 def test_status_knows_the_traffic_with_each_peer_and_forgets_the_longest_unheard_of() -> None:
-    stream, recent = EventStream(), StatusReader()
+    stream, recent = EventStream(), Recent()
     stream.add_reader(recent.table)
     stream.emit(OrderEnded(**ROOM, rank=R0, order=1, transport="mooncake", amounts=AMOUNTS))
     stream.emit(RankReceived(**ROOM, rank=R0, amounts=AMOUNTS, transport="local"))
     stream.emit(RoomEntered(**ROOM, state=RoomState.COMPLETED))
     stream.emit(RoomEntered(**ROOM, state=RoomState.FAILED, code="c"))
-    peer = recent.traffic()["dddd"]
+    peer = recent.traffic["dddd"]
     assert (peer.sent_bytes, peer.received_bytes, peer.rooms_completed, peer.rooms_failed) == (584, 584, 1, 1)
     for number in range(RECENT_PEERS):
         stream.emit(RoomEntered(room=number, generation=1, peer=str(number), state=RoomState.COMPLETED))
-    assert len(recent.traffic()) == RECENT_PEERS
-    assert "dddd" not in recent.traffic()
+    assert len(recent.traffic) == RECENT_PEERS
+    assert "dddd" not in recent.traffic

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from typing import Any, Protocol
 
 from kvbridge import __version__
 from kvbridge.api.directory import Load, NodeRegistration
+from kvbridge.api.rooms import RoomTimeline, TimelineEntry
 from kvbridge.api.status import (
     BootstrapLinkStatus,
     DecodeNodeStatus,
@@ -26,21 +29,27 @@ from kvbridge.api.status import (
 )
 from kvbridge.control.peers import PeerIdentity
 from kvbridge.core.addresses import PeerAddress
+from kvbridge.core.errors import UnknownRoomError
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import REQUEST_SPACES
+from kvbridge.core.plan.operations import Amount
+from kvbridge.core.session.states import RoomState
 from kvbridge.core.wire.features import DIRECTORY_FEATURES
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.daemon.announce import Announcer
-from kvbridge.daemon.node_gauges import set_gauges
 from kvbridge.daemon.parts import NodeParts
 from kvbridge.daemon.peer_setup import control_modes
 from kvbridge.http.page import Document
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.room_book import RoomBook
+from kvbridge.telemetry import metrics as m
+from kvbridge.telemetry.facts import RoomEntered, RoomFact
 from kvbridge.telemetry.registry import Metrics
 
 SHOWN_LINKS = 64
 """Of one node: those that carried most."""
+_NOT_SHOWN = {field.name for field in fields(RoomFact)} | {"state", "trace"}
+"""Fields that every fact has, and those that are shown elsewhere."""
 ROOMS_OF_STATE = 25
 """Rooms of each state that the status page shows; all are counted."""
 
@@ -114,14 +123,15 @@ class NodeOverview:
 
     def status(self) -> NodeStatus:
         """Everything an operator wants to see."""
-        parts = self._parts
+        parts, now_s = self._parts, time.monotonic()
+        kept = parts.memory.restored
         return NodeStatus(
             role=parts.identity.role,
             instance=parts.identity.instance,
             node=parts.identity.node,
             incarnation=parts.identity.incarnation,
             version=__version__,
-            uptime_s=round(time.monotonic() - self._started_s, 1),
+            uptime_s=round(now_s - self._started_s, 1),
             model=ModelStatus(
                 name=parts.geometry.name,
                 fingerprint=fingerprint(parts.geometry),
@@ -140,12 +150,24 @@ class NodeOverview:
             pools=parts.book.counts(),
             available_pages=parts.book.available_pages(),
             prefixes=self._prefixes(),
-            host_tier=host_tier_status(parts),
-            kept_pools=kept_pools_status(parts),
+            host_tier=self._host_tier(),
+            kept_pools=None if kept is None else KeptPoolsStatus.model_validate(kept, from_attributes=True),
             store=None if parts.stored is None else parts.stored.status(),
             quarantine={reason: tuple(map(str, owners)) for reason, owners in parts.book.quarantine_reasons().items()},
-            problems=self._problems(),
-            traffic=self._traffic(),
+            problems=tuple(
+                ProblemStatus(ago_s=round(now_s - found.at_s, 1), what=found.what, whom=found.whom, reason=found.reason)
+                for found in parts.recent.problems
+            ),
+            traffic={
+                peer: TrafficStatus(
+                    sent_bytes=found.sent_bytes,
+                    received_bytes=found.received_bytes,
+                    rooms_completed=found.rooms_completed,
+                    rooms_failed=found.rooms_failed,
+                    last_ago_s=round(now_s - found.last_s, 1),
+                )
+                for peer, found in parts.recent.traffic.items()
+            },
             fence=self._peers.fence(),
         )
 
@@ -167,34 +189,70 @@ class NodeOverview:
             retention_refused=prefixes.retention_refused,
         )
 
-    def _problems(self) -> tuple[ProblemStatus, ...]:
-        now_s = time.monotonic()
-        return tuple(
-            ProblemStatus(ago_s=round(now_s - found.at_s, 1), what=found.what, whom=found.whom, reason=found.reason)
-            for found in self._parts.recent.problems()
+    def _host_tier(self) -> HostTierStatus | None:
+        """Where pages of prefixes are, and what was copied between device and host; None without a host tier."""
+        prefixes, backups, copies = self._parts.prefixes, self._parts.backups, self._parts.recent.copies
+        if prefixes is None or backups is None:
+            return None
+        where, copied, loaded = prefixes.residency(), copies["backup"], copies["load_back"]
+        return HostTierStatus(
+            device_pages=where.device,
+            both_pages=where.both,
+            host_pages=where.host,
+            waiting_prompts=backups.controller.waiting,
+            in_flight_pages=backups.pages_in_flight,
+            backed_up_pages=copied.pages,
+            backed_up_bytes=copied.bytes,
+            failed_orders=copied.failed,
+            last_failure=copied.last_failure,
+            longest_order_s=round(copied.longest_s, 4),
+            refused_prompts=backups.controller.refused,
+            loaded_back_pages=loaded.pages,
+            failed_loads=loaded.failed,
+            last_failed_load=loaded.last_failure,
+            evicted_read_back_pages=where.evicted.read_back,
+            evicted_unused_pages=where.evicted.unused,
         )
-
-    def _traffic(self) -> dict[str, TrafficStatus]:
-        now_s = time.monotonic()
-        return {
-            peer: TrafficStatus(
-                sent_bytes=found.sent_bytes,
-                received_bytes=found.received_bytes,
-                rooms_completed=found.rooms_completed,
-                rooms_failed=found.rooms_failed,
-                last_ago_s=round(now_s - found.last_s, 1),
-            )
-            for peer, found in self._parts.recent.traffic().items()
-        }
 
     def render_metrics(self, accept: str = "") -> tuple[Iterator[bytes], str]:
         """Set what is only known now, and return the metrics page in pieces, in an accepted form, and its content type."""
-        set_gauges(self.status(), self._parts, self._rooms, self._admission.starvation.seconds())
+        self._set_gauges(self.status())
         return self.metrics.render(accept)
+
+    def _set_gauges(self, status: NodeStatus) -> None:
+        metrics, parts = self.metrics, self._parts
+        metrics.replace(m.ROOMS, {(state.value,): status.rooms.get(state.value, 0) for state in RoomState})
+        metrics.replace(m.QUARANTINED, {(reason,): count for reason, count in self._rooms.quarantined().items()})
+        metrics.replace(m.ENGINES, {(state,): count for state, count in parts.engines.states().items()})
+        metrics.replace(m.WORKERS, Counter((rank.state,) for rank in status.ranks))
+        metrics.replace(m.DIRECTORY_REGISTRATION, {(status.bootstrap.state.value,): 1})
+        if status.fence is not None:
+            metrics.assign(m.EPOCH, status.fence.epoch)
+        metrics.assign(m.WAITING, status.admission.waiting)
+        metrics.assign(m.STARVED, self._admission.starvation.seconds())
+        metrics.assign(m.READY, status.ready.ready)
+        pages = {(space.value, state.value): count for space, of in status.pools.items() for state, count in of.items()}
+        metrics.replace(m.POOL, pages)
+        metrics.replace(m.AVAILABLE, {(space.value,): count for space, count in status.available_pages.items()})
+        if (prefixes := status.prefixes) is not None:
+            for reason, count in prefixes.evicted_pages.items():
+                metrics.assign(m.PREFIX_EVICTED, count, reason.value)
+        if (tier := status.host_tier) is not None:
+            residencies = {"device": tier.device_pages, "both": tier.both_pages, "host": tier.host_pages}
+            metrics.replace(m.TIER_PAGES, {(residency,): count for residency, count in residencies.items()})
+        if status.store is not None and parts.stored is not None and parts.stored.client is not None:
+            metrics.replace(m.STORE_STATE, {(status.store.state,): 1})
+            for verb, outcomes in status.store.objects.items():
+                for outcome, objects in outcomes.items():
+                    metrics.assign(m.STORE_OBJECTS, objects, verb, outcome)
+            for asked, moved_bytes in parts.stored.client.moved_bytes.items():
+                metrics.assign(m.STORE_BYTES, moved_bytes, asked.value)
+            for outcome, requests in status.store.prefetches.items():
+                metrics.assign(m.STORE_PREFETCHES, requests, outcome)
 
     def page(self) -> Document:
         """Return what the status page shows: the status, and the rooms that came into each state last."""
-        now_s, timelines = time.monotonic(), self._parts.timelines
+        now_s, recent = time.monotonic(), self._parts.recent
         rooms = [
             {
                 "room": room,
@@ -205,9 +263,25 @@ class NodeOverview:
                 "peer": kept.peer,
                 "reason": kept.entered.reason,
             }
-            for (room, generation), kept in timelines.shown(ROOMS_OF_STATE)
+            for (room, generation), kept in recent.shown(ROOMS_OF_STATE)
         ]
-        return {"status": self.status(), "rooms": rooms, "ended": timelines.ended}
+        return {"status": self.status(), "rooms": rooms, "ended": recent.ended}
+
+    def timeline(self, room: int, generation: int | None) -> RoomTimeline:
+        """Return what happened to a room, by default to the newest attempt. Raises UnknownRoomError."""
+        found = self._parts.recent.of(room, generation)
+        if found is None:
+            which = f"room {room}" if generation is None else f"room {room} in generation {generation}"
+            raise UnknownRoomError(
+                f"what happened to {which} is not kept here (never admitted, or ended and forgotten)"
+            )
+        generation, kept = found
+        return RoomTimeline(
+            room=room,
+            generation=generation,
+            age_s=time.monotonic() - kept.admitted_s,
+            entries=tuple(_entry(at_s - kept.admitted_s, fact) for at_s, fact in kept.facts),
+        )
 
     # ------------------------------------------------------------------ the directory
 
@@ -239,7 +313,7 @@ class NodeOverview:
 
     def _sent_bytes(self) -> dict[str, int]:
         """Bytes sent to each instance; not in `load`, which is asked for many times a second."""
-        traffic, found = self._parts.recent.traffic(), Counter[str]()
+        traffic, found = self._parts.recent.traffic, Counter[str]()
         for peer in self._peers.status():
             if isinstance(peer, DecodeNodeStatus) and peer.incarnation in traffic:
                 found[peer.instance] += traffic[peer.incarnation].sent_bytes
@@ -260,33 +334,25 @@ class NodeOverview:
         )
 
 
-def host_tier_status(parts: NodeParts) -> HostTierStatus | None:
-    """Where pages of prefixes are, and what was copied between device and host; None without a host tier."""
-    prefixes, backups = parts.prefixes, parts.backups
-    if prefixes is None or backups is None:
-        return None
-    where, copied, loaded = prefixes.residency(), parts.copies.sums["backup"], parts.copies.sums["load_back"]
-    return HostTierStatus(
-        device_pages=where.device,
-        both_pages=where.both,
-        host_pages=where.host,
-        waiting_prompts=backups.controller.waiting,
-        in_flight_pages=backups.pages_in_flight,
-        backed_up_pages=copied.pages,
-        backed_up_bytes=copied.bytes,
-        failed_orders=copied.failed,
-        last_failure=copied.last_failure,
-        longest_order_s=round(copied.longest_s, 4),
-        refused_prompts=backups.controller.refused,
-        loaded_back_pages=loaded.pages,
-        failed_loads=loaded.failed,
-        last_failed_load=loaded.last_failure,
-        evicted_read_back_pages=where.evicted.read_back,
-        evicted_unused_pages=where.evicted.unused,
-    )
+def _entry(after_s: float, fact: RoomFact) -> TimelineEntry:
+    """Return a fact in words: each field with a value, by its name."""
+    state = fact.state if isinstance(fact, RoomEntered) else None
+    details = {
+        name.removesuffix("_s"): _text(value)
+        for name in (field.name for field in fields(fact))
+        if name not in _NOT_SHOWN and (value := getattr(fact, name)) not in ("", {}, ())
+    }
+    if fact.peer:
+        details["peer"] = fact.peer
+    what = state.value if state else re.sub(r"(?<!^)(?=[A-Z])", " ", type(fact).__name__).lower()
+    return TimelineEntry(after_s=after_s, what=what, state=state, details=details)
 
 
-def kept_pools_status(parts: NodeParts) -> KeptPoolsStatus | None:
-    """What was found of the pools of the daemon before; None where none are kept."""
-    found = parts.memory.restored
-    return None if found is None else KeptPoolsStatus.model_validate(found, from_attributes=True)
+def _text(value: Any) -> str:  # noqa: ANN401 - whatever a fact has
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_text(each)}".replace("_", " ") for key, each in value.items())
+    if isinstance(value, Amount):
+        return f"{value.bytes:,} bytes"
+    if isinstance(value, float):
+        return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.2f} ms"
+    return str(value)
