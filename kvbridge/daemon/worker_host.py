@@ -294,7 +294,7 @@ class WorkerHost:
         process.when_ended(lambda: self._on_ended(link, rank))
 
     def _on_returned(self, rank: Rank, process: PeerProcess) -> None:
-        """A process serves a rank again: only when the endpoints with which it did so before are closed (`engine/attach.py`)."""
+        """A process serves a rank again: only when the endpoints with which it did so before are closed (`engine/adopted.py`)."""
         unended = self._unended.get(rank, {})
         for link in [link for link, before in unended.items() if process.pid and before.pid == process.pid]:
             self._on_ended(link, rank)

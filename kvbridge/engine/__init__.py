@@ -31,7 +31,7 @@ from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.prefixes import Retention
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.attach import WorkerEnd, adopted_region
+from kvbridge.engine.adopted import WorkerEnd, adopted_region
 from kvbridge.engine.base import Engine, Room
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.encodings import RowCodec, row_codec

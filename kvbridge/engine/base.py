@@ -4,27 +4,53 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
+import structlog
 
 from kvbridge.core.closing import Closing
 from kvbridge.core.errors import BridgeError, DetachedError, InvalidInputError, UnsupportedError
 from kvbridge.core.geometry.components import Component, ModelGeometry, RowInterval
 from kvbridge.core.geometry.manifest import Region, fingerprint
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Role, Tables
-from kvbridge.core.wire.engine_messages import AbortRoom, Accepted, Call, Loaded, Pages, Release, RoomEvent
+from kvbridge.core.wire.engine_messages import (
+    AbortRoom,
+    Accepted,
+    Attached,
+    Call,
+    Detach,
+    Loaded,
+    Pages,
+    Release,
+    RoomEvent,
+)
 from kvbridge.core.wire.messages import REASON_CHARS
-from kvbridge.engine.attach import DEFAULT_CALL_TIMEOUT_S, Attachment, WorkerEnd, adopt, attach
+from kvbridge.engine.adopted import AdoptedWorker, WorkerEnd
 from kvbridge.engine.link import AnswerT, EngineLink, RoomCall
-from kvbridge.engine.streams import LOOK_AGAIN_S, DeferredCalls, Load, LoadBacks, StreamChoice, rank_copiers
+from kvbridge.engine.memory import EngineMemory, adopted_pages, call_attach, present_gpu_kept, shared_regions
+from kvbridge.engine.streams import (
+    LOOK_AGAIN_S,
+    DeferredCalls,
+    Load,
+    LoadBacks,
+    StreamChoice,
+    StreamOrder,
+    rank_copiers,
+)
 from kvbridge.engine.views import Part, PoolViews
 from kvbridge.pool.memory.extent import Progress, ignore_progress
+from kvbridge.pool.memory.sharing import MappedRegions
+from kvbridge.telemetry.logs import leave_standard_output
 from kvbridge.tier.keys import Keys, PrefixIdentity, TokenIds, page_keys
 
+log = structlog.get_logger(__name__)
+
+DEFAULT_CALL_TIMEOUT_S = 10.0
 OwnPages = Sequence[int] | Mapping[IndexSpace, Sequence[int] | PageTable]
 """Block ids of an engine with adopted memory, in the order of the tokens; by index space where the model has several."""
 RowsOf = Callable[[Component, int], RowInterval]
@@ -36,22 +62,32 @@ class Engine(Closing):
 
     role: ClassVar[Role]
 
-    def __init__(self, attachment: Attachment, *, close_timeout_s: float = DEFAULT_CALL_TIMEOUT_S) -> None:
-        """Use `attach` or `adopt` instead."""
-        self._attachment = attachment
-        self._link = attachment.link
-        self._order = attachment.order
+    def __init__(
+        self,
+        link: EngineLink,
+        answer: Attached,
+        memory: EngineMemory,
+        order: StreamOrder,
+        *,
+        workers: Sequence[AdoptedWorker] | None = None,
+        close_timeout_s: float = DEFAULT_CALL_TIMEOUT_S,
+    ) -> None:
+        """Use `attach` or `adopt` instead. `workers`: those of adopted memory; None with pools of the node."""
+        self._link = link
+        self._answer = answer
+        self._memory = memory
+        self._order = order
+        self._workers = workers
         self._deferred = DeferredCalls()
         self._close_timeout_s = close_timeout_s
         self._closed = False
+        self._loads = LoadBacks({}, order)
         try:
-            twins = attachment.twins
-            copiers = rank_copiers(attachment.views, twins, attachment.answer.copy_backend) if twins else {}
-            self._loads = LoadBacks(copiers, self._order)
+            if memory.twins:
+                self._loads = LoadBacks(rank_copiers(memory.views, memory.twins, answer.copy_backend), order)
         except BaseException:
-            attachment.close(through=True)
+            self._leave(through=True)
             raise
-        attachment.closers.append(self._loads.close)
 
     @classmethod
     def attach(
@@ -75,8 +111,7 @@ class Engine(Closing):
         page-locked, UnsupportedError when its GPU cannot be used here.
         """
         link = EngineLink(runtime_dir, timeout_s=call_timeout_s, daemon_user=daemon_user)
-        attachment = attach(link, cls.role, ranks=ranks, on_progress=on_progress)
-        return cls(attachment, close_timeout_s=call_timeout_s)
+        return cls._attach(link, tuple(ranks), {}, None, on_progress)
 
     @classmethod
     def adopt(
@@ -96,8 +131,39 @@ class Engine(Closing):
         Calls about a room do not wait for an answer, except `begin` and `claim`: a refusal by the node arrives as an event
         `refused`. A call raises NotReadyError when the node does not read, PeerError when the node is gone.
         """
-        attachment = adopt(runtime_dir, cls.role, regions, call_timeout_s=call_timeout_s, on_progress=on_progress)
-        return cls(attachment, close_timeout_s=call_timeout_s)
+        leave_standard_output()
+        with ExitStack() as stack:
+            workers = [AdoptedWorker(Path(runtime_dir), rank, ours) for rank, ours in regions.items()]
+            for worker in workers:
+                stack.callback(worker.close)
+            link = EngineLink(runtime_dir, timeout_s=call_timeout_s)
+            engine = cls._attach(link, tuple(regions), regions, workers, on_progress)
+            stack.pop_all()
+        return engine
+
+    @classmethod
+    def _attach(
+        cls,
+        link: EngineLink,
+        ranks: tuple[Rank, ...],
+        adopted: Mapping[Rank, Sequence[Region]],
+        workers: Sequence[AdoptedWorker] | None,
+        on_progress: Progress | None,
+    ) -> Self:
+        """Attach over a link, which is closed when this fails."""
+        leave_standard_output()
+        with ExitStack() as stack:
+            stack.callback(link.close)
+            answer = call_attach(link, cls.role, ranks)
+            brought = {rank: adopted_pages(answer, rank, given) for rank, given in adopted.items()}
+            with present_gpu_kept():
+                mapped = stack.enter_context(MappedRegions(shared_regions(answer), link.daemon_user))
+                memory = EngineMemory(answer, mapped, brought)
+                order = StreamOrder(memory.views)
+                if order.devices and on_progress is not None:
+                    memory.register(order.devices[0], on_progress)
+            stack.pop_all()
+        return cls(link, answer, memory, order, workers=workers, close_timeout_s=link.timeout_s)
 
     def worker_ends(self) -> list[WorkerEnd]:
         """Adopted pools: return the ends of this process's rank workers since the last call.
@@ -105,17 +171,17 @@ class Engine(Closing):
         An ended rank worker reads and writes no page any more, whatever has become of the node. Its transfers fail, and it starts
         again by itself.
         """
-        return [end for ended in self._attachment.worker_ends for end in ended()]
+        return [end for worker in self._workers or () for end in worker.ends()]
 
     @property
     def incarnation(self) -> str:
         """Incarnation of the node. Another incarnation knows nothing of the rooms of this one."""
-        return self._attachment.answer.incarnation
+        return self._answer.incarnation
 
     @property
     def geometry(self) -> ModelGeometry:
         """The model that the node serves."""
-        return self._attachment.answer.geometry
+        return self._answer.geometry
 
     def page_keys(self, tokens: TokenIds, *, adapter: str = "", namespace: str = "") -> Keys:
         """Return the page keys of a request's tokens, a sequence or a one-dimensional array of ids (`kvbridge.tier.keys`).
@@ -124,10 +190,10 @@ class Engine(Closing):
         does not say which model it holds (`tier.model_name`, `tier.model_revision`), InvalidInputError when `tokens` are no token
         ids.
         """
-        model = self._attachment.answer.model_identity
+        model = self._answer.model_identity
         if model is None:
             raise UnsupportedError(
-                f"instance {self._attachment.answer.instance} does not say which model it holds, so its pages have no keys: set "
+                f"instance {self._answer.instance} does not say which model it holds, so its pages have no keys: set "
                 "tier.model_name and tier.model_revision in the configuration of its daemons"
             )
         identity = PrefixIdentity(
@@ -143,16 +209,16 @@ class Engine(Closing):
     @property
     def ranks(self) -> tuple[Rank, ...]:
         """The ranks that this process serves."""
-        return self._attachment.answer.ranks
+        return self._answer.ranks
 
     @property
     def views(self) -> dict[Rank, PoolViews]:
         """Zero-copy views of each rank's pools (on decode with the node's host pool); valid until `close`."""
-        return self._attachment.views
+        return self._memory.views
 
     def layers(self, rank: Rank) -> tuple[int, ...]:
         """Global layer ids of a rank."""
-        return self._attachment.answer.layers[str(rank)]
+        return self._answer.layers[str(rank)]
 
     def _parts(self, tables: Tables, rows_of: RowsOf, layers: Collection[int] | None = None) -> Iterator[Part]:
         for rank, views in self.views.items():
@@ -261,12 +327,36 @@ class Engine(Closing):
             self._deferred.finish(self._close_timeout_s)
             through = True
         finally:
-            self._attachment.close(through=through)
+            self._leave(through=through)
 
-    def _tell(self, message: RoomCall) -> None:
-        """Send due calls, then this one. Raises a refusal; with adopted pools nothing waits, and a refusal is an event."""
+    def _leave(self, *, through: bool) -> None:
+        """Unmap the memory and leave the node. `through`: no GPU uses the pools any more; else the node waits for our process."""
+        with present_gpu_kept(), ExitStack() as stack:  # in the order from bottom to top
+            stack.callback(self._link.close)
+            if through:
+                stack.push(self._detach)
+            stack.callback(self._memory.close)
+            stack.callback(self._order.close)
+            for worker in self._workers or ():
+                stack.callback(worker.close)
+            stack.callback(self._loads.close)
+
+    def _detach(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Tell the node that this process uses no page any more, unless something here could not be closed."""
+        if kind is not None:
+            return
+        try:
+            self._link.call(Detach(call=self._link.number()), Accepted)
+        except BridgeError as failure:  # a node that is there waits for the end of this process
+            log.warning("detach_failed", code=failure.code, reason=str(failure))
+
+    def say(self, kind: type[RoomCall], room: int, **fields: Any) -> None:  # noqa: ANN401 - the message's own
+        """Send a call about a room, behind the calls that are due. The verbs of rooms use this, and connectors (`engine.kit`).
+
+        Raises a refusal; with adopted pools this does not wait, and a refusal is an event.
+        """
         self._deferred.send_due()
-        self._say(message)
+        self._say(kind(call=self._link.number(), room=room, **fields))
 
     def _call(self, message: Call, answer: type[AnswerT]) -> AnswerT:
         """Send due calls, then this one. Raises the BridgeError that the node answers, or DeadlineError."""
@@ -278,13 +368,14 @@ class Engine(Closing):
         loaded = self._loads.points(message.room)
         self._loads.forget(message.room)
         if not self._order.devices:
-            self._tell(message)
+            self._deferred.send_due()
+            self._say(message)
             return
         what = f"{message.type} of room {message.room}"
         self._deferred.send_when(self._order.reached(stream, loaded), what, lambda: self._say(message))
 
     def _say(self, message: RoomCall) -> None:
-        if self._attachment.posts:
+        if self._workers is not None:
             self._link.post(message)
         else:
             self._link.call(message, Accepted)

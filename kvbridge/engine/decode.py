@@ -136,9 +136,9 @@ class DecodeEngine(Engine):
         if prefill:
             if prompt_tokens < 1:
                 raise InvalidInputError(f"room {room}: to fetch it takes the length of its prompt (prompt_tokens)")
-            admitted = Fetch(
-                call=self._link.number(),
-                room=room,
+            self.say(
+                Fetch,
+                room,
                 generation=generation,
                 prompt_tokens=prompt_tokens,
                 prompt_digest=prompt_digest,
@@ -147,11 +147,10 @@ class DecodeEngine(Engine):
                 tables=tables,
                 prefix_tokens=held_by_decode,
             )
-            self._tell(admitted)
         elif tables is None:
             raise InvalidInputError(f"room {room}: name the prefill nodes that hold it (prefill), its pages, or both")
         else:
-            self._tell(Provide(call=self._link.number(), room=room, tables=tables, prefix_tokens=held_by_decode))
+            self.say(Provide, room, tables=tables, prefix_tokens=held_by_decode)
 
     def claim(
         self, room: int, *, timeout_s: float | None = None, page_keys: Keys = NO_KEYS, by_layer: bool = False

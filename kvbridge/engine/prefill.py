@@ -114,15 +114,8 @@ class PrefillRoom(Room):
         points: Mapping[str, StreamPoint],
         further: Tables,
     ) -> None:
-        message = Publish(
-            call=self.engine._link.number(),
-            room=self.id,
-            upto_token=upto,
-            layers=None if layers is None else tuple(layers),
-            tables=to_wire(further),
-            after=dict(points),
-        )
-        self.engine._tell(message)
+        named = None if layers is None else tuple(layers)
+        self.engine.say(Publish, self.id, upto_token=upto, layers=named, tables=to_wire(further), after=dict(points))
         if self._points is not None:
             self._points.update(points.values())
 
@@ -140,15 +133,9 @@ class PrefillRoom(Room):
         """
         engine = self.engine
         engine._loads.forget(self.id)
-        message = Finish(
-            call=engine._link.number(),
-            room=self.id,
-            metadata=metadata,
-            by_gpu=self._points is not None,
-            checkpoints=tuple(checkpoints),
-        )
+        by_gpu = self._points is not None
         try:
-            engine._tell(message)
+            engine.say(Finish, self.id, metadata=metadata, by_gpu=by_gpu, checkpoints=tuple(checkpoints))
         finally:  # a room that is over by now is let go of like any other
             if self._points is not None:
                 written = partial(engine._order.passed, frozenset(self._points))
@@ -216,9 +203,9 @@ class PrefillEngine(Engine):
         This does not wait. Events tell the rest: the pages are the room's until `completed`, `refused`, `aborted` or `failed`.
         """
         tables = None if pages is None else self._own_tables(pages)
-        message = Hold(
-            call=self._link.number(),
-            room=room,
+        self.say(
+            Hold,
+            room,
             generation=generation,
             prompt_tokens=prompt_tokens,
             prompt_digest=prompt_digest,
@@ -227,7 +214,6 @@ class PrefillEngine(Engine):
             published_tokens=published_tokens,
             metadata=metadata,
         )
-        self._tell(message)
         published = max(held_by_prefill, published_tokens)
         return PrefillRoom(
             self, room, generation, prompt_tokens, tables or {}, held_by_prefill=held_by_prefill, _published=published

@@ -190,7 +190,7 @@ def test_what_an_engine_backs_up_into_twins_its_gpu_loads_back_elsewhere(device:
     down = {FULL: (ids(3, 9, 4), ids(0, 5, 7)), SWA: (ids(2), ids(3))}
     up = {FULL: (ids(20, 11, 12), ids(0, 5, 7)), SWA: (ids(5), ids(3))}
     with nodes(prefill, on_devices(device)) as running, PrefillEngine.attach(running.prefill.runtime_dir) as engine:
-        (views,), twins = engine.views.values(), engine._attachment.twins
+        (views,), twins = engine.views.values(), engine._memory.twins
         full = [view for homes in views._homes.values() for view in homes.values() if view.region.space is FULL]
         for pages in pages_of(engine):
             pages.random_(0, 256)

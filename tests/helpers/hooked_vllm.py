@@ -25,10 +25,10 @@ from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import Attach, Attached, EngineToNode, NodeToEngine
 from kvbridge.core.wire.features import ENGINE_FEATURES
 from kvbridge.engine import DecodeEngine, PrefillEngine
-from kvbridge.engine.attach import Attachment
 from kvbridge.engine.kit.attachment import NodeAttachment
 from kvbridge.engine.kit.transfers import ServedRole
 from kvbridge.engine.link import EngineLink
+from kvbridge.engine.memory import EngineMemory
 from kvbridge.engine.streams import StreamOrder
 from kvbridge.engine.vllm.decode_rooms import DecodeRooms
 from kvbridge.engine.vllm.prefill_rooms import PrefillRooms
@@ -179,7 +179,7 @@ class Node:
         link._numbers, link._events, link._posted, link._overflowed = itertools.count(1), deque(), {}, False
         answer = link.call(Attach(call=link.number(), role=self.role, ranks=(), features=ENGINE_FEATURES), Attached)
         kind = PrefillEngine if self.role is Role.PREFILL else DecodeEngine
-        return kind(Attachment(link, answer, MappedRegions(()), {}, StreamOrder({}), posts=True))
+        return kind(link, answer, EngineMemory(answer, MappedRegions(()), {}), StreamOrder({}), workers=())
 
     def endpoint(self) -> Any:
         """Where decode reaches it."""

@@ -28,7 +28,11 @@ def instance(*roles: Role, block_tokens: int, tp_size: int = 1, **more: Any) -> 
 
 def attach(attachment: NodeAttachment, link: Any, incarnation: str) -> None:
     """Have an attachment find a node at its user's next look."""
-    attachment._made = SimpleNamespace(link=link, answer=SimpleNamespace(incarnation=incarnation))
+
+    def say(kind: Any, room: int, **fields: Any) -> None:
+        link.post(kind(call=link.number(), room=room, **fields))
+
+    attachment._made = SimpleNamespace(events=lambda: link.events(0.0), say=say, incarnation=incarnation)
 
 
 def rooms_at(

@@ -21,7 +21,7 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Tables
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.attach import adopted_region
+from kvbridge.engine.adopted import adopted_region
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from kvbridge.pool.memory.layout import RankPart
@@ -73,7 +73,7 @@ def check_room(reader: DecodeEngine, room: DecodeRoom) -> None:
 
 def mapped_memory(engine: DecodeEngine) -> list[npt.NDArray[np.uint8]]:
     """Everything of the node that this process has mapped."""
-    return [np.frombuffer(mapping.buffer, dtype=np.uint8) for mapping in engine._attachment.mapped.mappings]
+    return [np.frombuffer(mapping.buffer, dtype=np.uint8) for mapping in engine._memory.mapped.mappings]
 
 
 # ------------------------------------------------------------------------------------------- owned

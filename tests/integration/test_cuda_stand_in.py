@@ -79,8 +79,8 @@ def test_every_byte_crosses_between_pools_that_workers_made(prefill: int, decode
         PrefillEngine.attach(running.prefill.runtime_dir) as sender,
         DecodeEngine.attach(running.decode.runtime_dir) as reader,
     ):
-        assert sender._attachment.mapped.kinds == {MemoryKind.VRAM}
-        assert reader._attachment.mapped.kinds == {MemoryKind.VRAM, MemoryKind.DRAM}
+        assert sender._memory.mapped.kinds == {MemoryKind.VRAM}
+        assert reader._memory.mapped.kinds == {MemoryKind.VRAM, MemoryKind.DRAM}
         for case in CASES:
             cross(running, sender, reader, case).release()
 
@@ -121,7 +121,7 @@ def test_nothing_is_read_before_the_engines_gpu_has_come_to_the_point_of_its_pub
         PrefillEngine.attach(running.prefill.runtime_dir) as sender,
         DecodeEngine.attach(running.decode.runtime_dir) as reader,
     ):
-        own = sender._order = sender._attachment.order = OwnGpu()  # type: ignore[assignment]
+        own = sender._order = OwnGpu()  # type: ignore[assignment]
         room = running.pair(700)["room"]
         begun = sender.begin(room, prompt_tokens=700)
         gpu.events_reached = False
@@ -143,7 +143,7 @@ def test_nothing_is_read_before_the_engines_gpu_has_come_to_the_point_of_its_pub
 def test_pages_of_a_finished_room_that_fails_wait_for_the_engines_gpu(gpu: cuda_stand_in.Runtime) -> None:
     """The node needs nothing of them any more, but the engine's GPU has yet to write them."""
     with gpus() as running, PrefillEngine.attach(running.prefill.runtime_dir) as sender:
-        own = sender._order = sender._attachment.order = OwnGpu()  # type: ignore[assignment]
+        own = sender._order = OwnGpu()  # type: ignore[assignment]
         room = running.pair(700)["room"]
         begun = sender.begin(room, prompt_tokens=700)
         gpu.events_reached = False

@@ -37,7 +37,7 @@ if role == "prefill":
 else:
     tables = engine.claim(room, timeout_s=20).tables
 view = next(iter(engine.views.values()))
-buffer = engine._attachment.mapped.mappings[0].buffer
+buffer = engine._memory.mapped.mappings[0].buffer
 page = np.frombuffer(buffer, dtype=np.uint8)
 print("there", flush=True)
 how = sys.stdin.readline().strip()

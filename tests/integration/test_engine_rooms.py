@@ -17,7 +17,7 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, PageTable, Rank, Tables
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.attach import adopted_region
+from kvbridge.engine.adopted import adopted_region
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from tests.helpers.cluster import Cluster, cluster

@@ -73,7 +73,7 @@ def tiers(request: pytest.FixtureRequest) -> Iterator[Tiers]:
 
 def files_of_twins(live: LiveCluster, backend: str) -> set[Path]:
     """Both engines have attached to what was configured; returns the files that twins lie in."""
-    answers = [engine._attachment.answer for engine in (live.sender, live.reader)]
+    answers = [engine._answer for engine in (live.sender, live.reader)]
     assert {answer.copy_backend for answer in answers} == {backend}
     files = {Path(origin.path) for answer in answers for shared in answer.twins for origin in shared.origins}
     assert all(path.exists() for path in files)

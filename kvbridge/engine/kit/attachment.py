@@ -13,7 +13,6 @@ from kvbridge.core.errors import (
     BridgeError,
     ConfigError,
     DeadlineError,
-    DetachedError,
     InvalidInputError,
     NotReadyError,
     PeerError,
@@ -22,8 +21,10 @@ from kvbridge.core.errors import (
 from kvbridge.core.ids import Role, Tables
 from kvbridge.core.wire.engine_messages import AbortRoom, RoomEvent
 from kvbridge.core.wire.messages import REASON_CHARS, to_wire
-from kvbridge.engine.attach import Attachment, adopt
+from kvbridge.engine.base import Engine
+from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.link import RoomCall
+from kvbridge.engine.prefill import PrefillEngine
 
 log = structlog.get_logger(__name__)
 
@@ -31,6 +32,7 @@ PAUSE_S, LONG_PAUSE_S = 0.05, 2.0
 """Between two attempts to attach: while a node starts up, and while somebody has to change something."""
 ATTEMPT_S = 5.0
 CLOSE_S = 2 * ATTEMPT_S
+ENGINES: dict[Role, type[Engine]] = {Role.PREFILL: PrefillEngine, Role.DECODE: DecodeEngine}
 
 
 class _Unsent(NamedTuple):
@@ -53,9 +55,9 @@ class NodeAttachment:
     def __init__(self, role: Role, runtime_dir: Path) -> None:
         self._role = role
         self._runtime_dir = runtime_dir
-        self._made: Attachment | None = None
+        self._made: Engine | None = None
         """Set by the thread; None again when the user has given it up."""
-        self._used: Attachment | None = None
+        self._used: Engine | None = None
         """The same, once the user has taken it up."""
         self._unsent: deque[_Unsent] = deque()
         self._unsayable: list[RoomEvent] = []
@@ -81,14 +83,14 @@ class NodeAttachment:
                     self._changed.wait()
                 self._made = None
             try:
-                made.close(through=True)
+                made.close()
             except Exception as error:  # noqa: BLE001 - the next attachment does not depend on it
                 reason = str(error) or type(error).__name__
                 log.warning("not_detached", node_role=self._role.value, code=code_of(error), reason=reason)
 
-    def _attach(self) -> Attachment | None:
+    def _attach(self) -> Engine | None:
         try:
-            return adopt(self._runtime_dir, self._role, {}, call_timeout_s=ATTEMPT_S, on_progress=None)
+            return ENGINES[self._role].adopt(self._runtime_dir, {}, call_timeout_s=ATTEMPT_S, on_progress=None)
         except Exception as error:  # noqa: BLE001 - without this thread the node would never be attached to again
             why_not = str(error) or type(error).__name__
             by_itself = isinstance(error, BridgeError) and not isinstance(error, ConfigError)
@@ -110,7 +112,7 @@ class NodeAttachment:
     @property
     def node(self) -> str:
         """Incarnation of the node that calls go to; empty while there is none."""
-        return self._used.answer.incarnation if self._used is not None else ""
+        return self._used.incarnation if self._used is not None else ""
 
     def events(self) -> list[RoomEvent]:
         """Return the node's events since the last call, and send the calls that it did not read. `node` then is up to date."""
@@ -118,12 +120,10 @@ class NodeAttachment:
         if used is None:
             return []
         try:
-            events = used.link.events(0.0)
+            events = used.events()
         except Exception as error:  # noqa: BLE001 - another attachment begins from what the node says then
             self._lose(error)
             return []
-        if used.link.lost and not events:
-            self._lose(DetachedError(used.link.lost))
         self._send()
         unsayable, self._unsayable = self._unsayable, []
         return events + unsayable
@@ -139,10 +139,10 @@ class NodeAttachment:
 
     def _send(self) -> None:
         while self._unsent and self._used is not None:
-            call, link = self._unsent[0], self._used.link
+            call = self._unsent[0]
             try:
                 tables = {} if call.tables is None else {"tables": to_wire(call.tables)}
-                link.post(call.kind(call=link.number(), room=call.room, **tables, **call.fields))
+                self._used.say(call.kind, call.room, **tables, **call.fields)
             except NotReadyError:
                 return
             except PeerError as error:

@@ -19,7 +19,7 @@ import structlog
 from kvbridge.core.ids import IndexSpace, PageTable, Role, Tables
 from kvbridge.core.session.states import WITHDRAWN
 from kvbridge.core.wire.engine_messages import RoomEvent
-from kvbridge.engine.attach import AdoptedWorker
+from kvbridge.engine.adopted import AdoptedWorker
 from kvbridge.engine.kit.attachment import NodeAttachment
 
 log = structlog.get_logger(__name__)

@@ -17,7 +17,7 @@ import torch
 
 from kvbridge.core.errors import BridgeError, UnsupportedError
 from kvbridge.core.ids import FrozenModel, Rank, Role
-from kvbridge.engine.attach import AdoptedWorker
+from kvbridge.engine.adopted import AdoptedWorker
 from kvbridge.engine.kit.attachment import NodeAttachment
 from kvbridge.engine.kit.node import START_S, open_node
 from kvbridge.engine.kit.node_files import NodePlan

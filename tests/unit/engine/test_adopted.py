@@ -15,8 +15,8 @@ import torch
 from kvbridge.core.errors import DeadlineError, InvalidInputError, NotReadyError, PeerError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.worker_messages import NodeToWorker, Shutdown, WorkerClosed, WorkerFailed, WorkerToNode
-from kvbridge.engine import attach
-from kvbridge.engine.attach import AdoptedWorker, Attachment, WorkerEnd, adopted_region
+from kvbridge.engine import DecodeEngine, adopted
+from kvbridge.engine.adopted import AdoptedWorker, WorkerEnd, adopted_region
 from kvbridge.worker import lifecycle as worker_life
 from kvbridge.worker.lifecycle import NoNodeError, UnclosedError, serve_rank
 
@@ -45,8 +45,8 @@ class NodeOf:
 def stuck(monkeypatch):
     """A worker's thread that does not end before this does."""
     go_on = threading.Event()
-    monkeypatch.setattr(attach, "open_node_link", lambda path: NodeOf())
-    monkeypatch.setattr(attach, "serve_rank", lambda *args, **fields: go_on.wait(20))
+    monkeypatch.setattr(adopted, "open_node_link", lambda path: NodeOf())
+    monkeypatch.setattr(adopted, "serve_rank", lambda *args, **fields: go_on.wait(20))
     yield AdoptedWorker(Path("/nowhere"), RANK, ())
     go_on.set()
 
@@ -101,8 +101,8 @@ def test_only_a_worker_that_has_closed_its_transports_says_so(monkeypatch, close
 def lives(monkeypatch, *endings: BaseException | None) -> AdoptedWorker:
     """A worker that ends like this, one life after another, and whose last life goes on until it is closed."""
     left = deque(endings)
-    monkeypatch.setattr(attach, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(attach, "open_node_link", lambda path: NodeOf())
+    monkeypatch.setattr(adopted, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(adopted, "open_node_link", lambda path: NodeOf())
 
     def serve(*args, stopped, **fields) -> None:
         if not left:
@@ -114,7 +114,7 @@ def lives(monkeypatch, *endings: BaseException | None) -> AdoptedWorker:
         if ending is not None:
             raise ending
 
-    monkeypatch.setattr(attach, "serve_rank", serve)
+    monkeypatch.setattr(adopted, "serve_rank", serve)
     return AdoptedWorker(Path("/nowhere"), RANK, ())
 
 
@@ -161,16 +161,16 @@ def test_a_worker_that_has_not_closed_its_transports_never_says_that_it_has_ende
 def test_an_engine_whose_worker_is_not_closed_does_not_say_that_it_is_through(error):
     """A node that heard so would use the pages again while a transport may write to them."""
     closed: list[str] = []
-    parts = [SimpleNamespace(close=partial(closed.append, name)) for name in ("link", "mapped", "order")]
-    link, mapped, order = parts  # the link can say nothing
+    link, memory, order = (SimpleNamespace(close=partial(closed.append, name)) for name in ("link", "memory", "order"))
+    memory.twins, order.devices = (), ()  # the link can say nothing
 
     def close() -> None:
         raise error
 
-    attachment = Attachment(link, None, mapped, {}, order, closers=[close])
+    engine = DecodeEngine(link, None, memory, order, workers=[SimpleNamespace(close=close)])
     with pytest.raises(type(error)):
-        attachment.close(through=True)
-    assert closed == ["order", "mapped", "link"]
+        engine.close()
+    assert closed == ["order", "memory", "link"]
 
 
 def test_nothing_has_begun_where_nobody_listens():
@@ -186,8 +186,8 @@ def test_the_runtime_directory_may_be_relative_to_where_the_engine_runs(monkeypa
     """A socket's address must be absolute: with another one the worker would look for its node for ever."""
     asked: list[Path] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(attach, "open_node_link", lambda path: asked.append(path) or NodeOf())
-    monkeypatch.setattr(attach, "serve_rank", lambda *args, stopped, **fields: None)
+    monkeypatch.setattr(adopted, "open_node_link", lambda path: asked.append(path) or NodeOf())
+    monkeypatch.setattr(adopted, "serve_rank", lambda *args, stopped, **fields: None)
     AdoptedWorker(Path("run"), RANK, ()).close(20)
     assert set(asked) <= {tmp_path / "run/worker.sock"}
     assert asked

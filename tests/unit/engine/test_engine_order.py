@@ -12,7 +12,6 @@ from kvbridge.core.errors import DeadlineError, DetachedError
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.wire.engine_messages import Accepted, Begin, Finish, Pages, Publish, Release, RoomEvent
 from kvbridge.core.wire.shared_memory import StreamPoint
-from kvbridge.engine.attach import Attachment
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine
 
@@ -82,7 +81,9 @@ class Gpu:
         self.closed = True
 
 
-class Mapped:
+class Memory:
+    twins, views = (), {}
+
     def __init__(self) -> None:
         self.closed = False
 
@@ -92,7 +93,7 @@ class Mapped:
 
 def engine(kind, *, gpu: Gpu | None = None):
     gpu = gpu or Gpu()
-    made = kind(Attachment(Link(), SimpleNamespace(geometry=GEOMETRY), Mapped(), {}, gpu), close_timeout_s=0.05)
+    made = kind(Link(), SimpleNamespace(geometry=GEOMETRY), Memory(), gpu, close_timeout_s=0.05)
     return made, made._link, gpu
 
 
@@ -153,7 +154,7 @@ def test_closing_waits_for_the_gpu_and_leaves_all_the_same():
     stuck.release()
     with pytest.raises(DeadlineError, match="release of room 1, close"):
         stuck.engine.close()
-    assert (link.said, link.closed, stuck.engine._attachment.mapped.closed) == ([], True, True)
+    assert (link.said, link.closed, stuck.engine._memory.closed) == ([], True, True)
 
 
 @pytest.mark.parametrize("end", ["nothing", "release", "abort", "error"])

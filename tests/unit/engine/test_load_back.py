@@ -24,11 +24,10 @@ from kvbridge.core.wire.engine_messages import (
 )
 from kvbridge.core.wire.messages import to_wire
 from kvbridge.core.wire.shared_memory import StreamPoint
-from kvbridge.engine.attach import Attachment
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from kvbridge.engine.streams import LoadBacks, RankCopier
-from tests.unit.engine.test_engine_order import Gpu, Link, Mapped
+from tests.unit.engine.test_engine_order import Gpu, Link, Memory
 
 R0, R1 = Rank(pp=0, tp=0), Rank(pp=1, tp=0)
 LOAD_STREAM, COMPUTE = 77, 5
@@ -151,7 +150,7 @@ def streams(monkeypatch):
 
 def loading(kind, *copiers: Copier, ranks=((R0, (0, 1)), (R1, (2, 3)))):
     gpu, link = LoadingGpu(), LoadingLink()
-    made = kind(Attachment(link, None, Mapped(), {}, gpu), close_timeout_s=0.05)
+    made = kind(link, None, Memory(), gpu, close_timeout_s=0.05)
     by_rank = {
         rank: RankCopier(copier, 0, frozenset(layers), {IndexSpace.FULL: 1000, IndexSpace.SWA: 10})
         for (rank, layers), copier in zip(ranks, copiers, strict=False)

@@ -12,10 +12,9 @@ from kvbridge.core.ids import Rank
 from kvbridge.core.prefixes import ModelIdentity, Retention
 from kvbridge.core.wire.engine_messages import Attached, Pages
 from kvbridge.engine import DecodeEngine, PrefillEngine
-from kvbridge.engine.attach import Attachment
 from kvbridge.engine.streams import StreamOrder
 from kvbridge.tier.keys import PrefixIdentity, page_keys
-from tests.unit.engine.test_engine_order import Link
+from tests.unit.engine.test_engine_order import Link, Memory
 
 GEOMETRY = preset("tiny-gqa")
 PAGE = GEOMETRY.tokens_per_page
@@ -43,7 +42,7 @@ def engine(kind, model: ModelIdentity | None):
         tp_size=1,
     )
     link = KeyedLink()
-    return kind(Attachment(link, answer, None, {}, StreamOrder({}))), link
+    return kind(link, answer, Memory(), StreamOrder({})), link
 
 
 MODEL = ModelIdentity(name="m", revision="r")

@@ -24,7 +24,7 @@ class Attempts:
 
     def __init__(self, *errors: Exception) -> None:
         self.left = list(errors)
-        self.made = Node(Role.DECODE).attach()._attachment
+        self.made = Node(Role.DECODE).attach()
         self.pauses: list[float] = []
 
     def adopt(self, *_: object, **__: object) -> Any:
@@ -40,7 +40,7 @@ def attach(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
     def attach(*errors: Exception) -> Attempts:
         attempts = Attempts(*errors)
-        monkeypatch.setattr(attachment, "adopt", attempts.adopt)
+        monkeypatch.setitem(attachment.ENGINES, Role.DECODE, attempts)
 
         def counted(self: threading.Condition, predicate: Any, timeout: float | None = None) -> bool:
             if timeout in {attachment.PAUSE_S, attachment.LONG_PAUSE_S}:
