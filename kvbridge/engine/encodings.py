@@ -1,6 +1,4 @@
-"""How the numbers of a row become bytes and numbers again.
-
-Owns: one codec for each `Encoding`. Must not know: pages, layers, which model the numbers came from.
+"""Codecs of rows, one for each `Encoding`: numbers to bytes and back.
 
 Every codec is a pure function: equal numbers give equal bytes, padding included. Lossy encodings refuse infinities and
 NaN, which would poison a whole group's scale; plain ones keep every bit.
@@ -8,8 +6,8 @@ NaN, which would poison a whole group's scale; plain ones keep every bit.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -25,78 +23,73 @@ _POWERS = torch.tensor([2.0 ** (byte - _BIAS) for byte in range(255)], dtype=tor
 _INVERSE_POWERS = torch.tensor([2.0 ** (_BIAS - byte) for byte in range(255)], dtype=torch.float32)
 
 
-class RowCodec(Protocol):
-    """Numbers to rows and back."""
-
-    @property
-    def width(self) -> int:
-        """How many numbers a row stores."""
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of an encoded row."""
-
-    def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """[n, width] floating -> uint8 [n, row_bytes]. Raises InvalidInputError for numbers it cannot store."""
-
-    def decode(self, rows: torch.Tensor) -> torch.Tensor:
-        """uint8 [n, row_bytes], contiguous -> [n, width] in the codec's dtype, memory of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlainCodec:
-    """Numbers as they are, in `stored`; decoded into `dtype`. Bit-exact when both are the numbers' own dtype."""
+@dataclass(frozen=True)
+class RowCodec(ABC):
+    """Numbers to rows and back. `width`: numbers of a row; `dtype`: that of decoded numbers."""
 
     width: int
-    stored: torch.dtype
     dtype: torch.dtype
 
     @property
+    @abstractmethod
     def row_bytes(self) -> int:
         """Bytes of an encoded row."""
+
+    @abstractmethod
+    def encode(self, values: torch.Tensor) -> torch.Tensor:
+        """[n, width] floating -> uint8 [n, row_bytes]. Raises InvalidInputError for numbers that it cannot store."""
+
+    @abstractmethod
+    def decode(self, rows: torch.Tensor) -> torch.Tensor:
+        """uint8 [n, row_bytes], contiguous -> [n, width] in `dtype`, memory of its own."""
+
+
+@dataclass(frozen=True)
+class PlainCodec(RowCodec):
+    """Numbers as they are, in `stored`. Bit-exact when both dtypes are the numbers' own."""
+
+    stored: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
         return self.width * self.stored.itemsize
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """[n, width] -> uint8 [n, row_bytes]."""
         _check_shape(values, self.width)
         return values.to(self.stored, copy=True).contiguous().view(torch.uint8)
 
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
-        """uint8 [n, row_bytes] -> [n, width] in `dtype`."""
         return rows.clone().view(self.stored).to(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8V4Codec:
+@dataclass(frozen=True)
+class Fp8V4Codec(RowCodec):
     """The DeepSeek-V4 row: e4m3 in groups of 64 under a power-of-two scale, then `rope` values in bf16; scales apart.
 
-    A row is [width - rope e4m3][rope bf16][one ue8m0 byte a group][pad to 8 scale bytes, zero]. The last group may be
-    shorter. A group's scale is the smallest power of two that brings its largest value to 448 or less, so a value v of
-    a group whose largest is m is off by at most max(|v| / 16, m / 2**17). A group of zeros has scale 1.
+    A row is [width - rope e4m3][rope bf16][one ue8m0 byte a group][pad to 8 scale bytes, zero]. The last group may be shorter.
+    Values that are too large for bf16 become its largest. A group's scale is the smallest power of two that brings its largest
+    value to 448 or less, so a value v of a group whose largest is m is off by at most max(|v| / 16, m / 2**17). A group of zeros
+    has scale 1. A scale byte of 255 is refused.
     """
 
-    width: int
     rope: int
-    dtype: torch.dtype
 
     @property
     def plain(self) -> int:
-        """How many values are quantised: the leading ones."""
+        """Number of quantised values: the leading ones."""
         return self.width - self.rope
 
     @property
     def groups(self) -> int:
-        """How many scales."""
+        """Number of scales."""
         return -(-self.plain // FP8_SCALED_VALUES)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of an encoded row: values, then scales."""
         scale_bytes = -(-self.groups // FP8_SCALE_ROW_BYTES) * FP8_SCALE_ROW_BYTES
         return self.plain + 2 * self.rope + scale_bytes
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """[n, width] -> uint8 [n, row_bytes]; bf16 values too large for bf16 become its largest."""
         numbers = _finite(values, self.width, "fp8_v4")
         count = len(numbers)
         grouped = _grouped(numbers[:, : self.plain], FP8_SCALED_VALUES)
@@ -114,7 +107,6 @@ class Fp8V4Codec:
         return row
 
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
-        """uint8 [n, row_bytes] -> [n, width] in `dtype`. Raises InvalidInputError for a scale byte of 255."""
         scales = self.plain + 2 * self.rope
         exponent = rows[:, scales : scales + self.groups].to(torch.int64)
         if bool((exponent > len(_POWERS) - 1).any()):
@@ -128,28 +120,23 @@ class Fp8V4Codec:
         return _within(torch.cat([flat, rope.to(torch.float32)], dim=1), self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class Fp8IndexerCodec:
+@dataclass(frozen=True)
+class Fp8IndexerCodec(RowCodec):
     """An indexer key: e4m3 values, then one fp32 scale for each 128 of them (a shorter rest is a group too).
 
     The scale is the group's largest value / 448, so no value saturates. A group of zeros has scale 1.
     """
 
-    width: int
-    dtype: torch.dtype
-
     @property
     def groups(self) -> int:
-        """How many scales."""
+        """Number of scales."""
         return -(-self.width // FP8_INDEXER_SCALED_VALUES)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of an encoded row: values, then scales."""
         return self.width + 4 * self.groups
 
     def encode(self, values: torch.Tensor) -> torch.Tensor:
-        """[n, width] -> uint8 [n, row_bytes]."""
         grouped = _grouped(_finite(values, self.width, "fp8_indexer"), FP8_INDEXER_SCALED_VALUES)
         largest = grouped.abs().amax(dim=2)
         # A subnormal scale could round to zero, and dividing by it would not be finite.
@@ -159,7 +146,6 @@ class Fp8IndexerCodec:
         return torch.cat([quantised, scale.contiguous().view(torch.uint8)], dim=1)
 
     def decode(self, rows: torch.Tensor) -> torch.Tensor:
-        """uint8 [n, row_bytes] -> [n, width] in `dtype`."""
         scale = rows[:, self.width :].clone().view(torch.float32)
         quantised = rows[:, : self.width].contiguous().view(_E4M3).to(torch.float32)
         values = _grouped(quantised, FP8_INDEXER_SCALED_VALUES) * scale.unsqueeze(2)

@@ -7,7 +7,7 @@ came from `page`, is gone; a later use is a crash.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -52,12 +52,13 @@ def place_rows(component: Component, table: PageTable, start_row: int, stop_row:
             f"{pages[-1] + table.first_page}, the request's '{table.space}' table holds {table.first_page} to "
             f"{table.first_page + len(table) - 1}; reserve the pages before using them"
         )
-    if component.is_ring and len(rows) > component.slots_per_page and _overwrites_itself(component, pages):
+    slots = component.slots_per_page
+    if component.is_ring and len(rows) > slots and int(np.unique(pages, return_counts=True)[1].max()) > slots:
         raise InvalidInputError(
-            f"{component.kind}: rows [{start_row}, {stop_row}) do not fit a ring of {component.slots_per_page} slots "
+            f"{component.kind}: rows [{start_row}, {stop_row}) do not fit a ring of {slots} slots "
             "at once; ask for live rows only (Component.live_rows)"
         )
-    return RowPlaces(page_ids=table.ids[pages].astype(np.int64), slots=rows % component.slots_per_page)
+    return RowPlaces(page_ids=table.ids[pages].astype(np.int64), slots=rows % slots)
 
 
 def section_rows(component: Component, section: Section) -> RowInterval:
@@ -71,13 +72,9 @@ def section_rows(component: Component, section: Section) -> RowInterval:
     return RowInterval(start=min(start, rows.stop), stop=rows.stop)
 
 
-def _overwrites_itself(component: Component, pages: IndexArray) -> bool:
-    return int(np.unique(pages, return_counts=True)[1].max()) > component.slots_per_page
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class _PagePart:
-    """One part of one lane: rows `columns` (in words) of a row, and where they lie in the pages of each extent."""
+    """One part of one lane: its columns in a row, in words, and its memory in the pages of each extent."""
 
     columns: slice
     extents: tuple[torch.Tensor, ...]
@@ -96,13 +93,16 @@ class RegionView:
         self.region = region
         self.row_bytes = region.lanes * component.row_bytes
         """Bytes of a row, all lanes of the region together."""
-        self._word_bytes = _word_bytes(component, region)
+        self._word_bytes = gcd(
+            max(_WORDS), *component.row_parts_bytes, region.page_stride_bytes, *region.extent_addresses
+        )
         self._device = torch.device("cpu") if region.memory is MemoryKind.DRAM else torch.device("cuda", region.device)
         self._pages = tuple(
             torch.as_strided(memory, (pages, region.page_bytes), (region.page_stride_bytes, 1))
             for memory, pages in _extents(region, 1)
         )
-        self._parts = tuple(self._part(lane, part) for lane in range(region.lanes) for part in self._part_numbers())
+        parts = range(len(component.row_parts_bytes))
+        self._parts = tuple(self._part(lane, part) for lane in range(region.lanes) for part in parts)
 
     def page(self, page_id: int) -> torch.Tensor:
         """Return the memory of one page: uint8 [page_bytes], shared with the pool. Raises PageOutOfBoundsError."""
@@ -161,9 +161,6 @@ class RegionView:
     def _index(self, numbers: IndexArray) -> torch.Tensor:
         return torch.from_numpy(numbers).to(self._device)
 
-    def _part_numbers(self) -> range:
-        return range(len(self.component.row_parts_bytes))
-
     def _part(self, lane: int, part: int) -> _PagePart:
         word, region, component = self._word_bytes, self.region, self.component
         part_bytes = component.row_parts_bytes[part]
@@ -203,7 +200,11 @@ class PoolViews:
 
     def __init__(self, geometry: ModelGeometry, regions: Sequence[Region]) -> None:
         self.geometry = geometry
-        self._device = _only_device(regions)
+        devices = sorted({region.device for region in regions if region.memory is MemoryKind.VRAM})
+        if len(devices) > 1:
+            raise InvalidInputError(f"the regions of one rank lie on several GPUs: {', '.join(map(str, devices))}")
+        self.device = devices[0] if devices else None
+        """CUDA ordinal of the rank's GPU in this process, None when all of its pools are host memory."""
         self._homes: dict[tuple[ComponentKind, int], dict[IndexSpace, RegionView]] = {}
         for region in regions:
             spaces = self._homes.setdefault((region.component, region.layer), {})
@@ -214,13 +215,8 @@ class PoolViews:
             spaces[region.space] = RegionView(geometry.component(region.component), region)
 
     @property
-    def device(self) -> int | None:
-        """CUDA ordinal of the rank's GPU in this process, None when all of its pools are host memory."""
-        return self._device
-
-    @property
     def regions(self) -> tuple[Region, ...]:
-        """All of them, at addresses of this process."""
+        """All regions, at addresses of this process."""
         return tuple(view.region for spaces in self._homes.values() for view in spaces.values())
 
     def layers(self, kind: ComponentKind) -> tuple[int, ...]:
@@ -246,13 +242,8 @@ class PoolViews:
         for space, view in spaces.items():
             if space in tables:
                 return view
-        raise InvalidInputError(
-            f"{kind} layer {layer}: the request has pages in {_names(tables)}, this rank needs one of {_names(spaces)}"
-        )
-
-    def page(self, kind: ComponentKind, layer: int, *, space: IndexSpace, page_id: int) -> torch.Tensor:
-        """Return the memory of one page: uint8 [page_bytes], shared with the pool."""
-        return self.region(kind, layer, space=space).page(page_id)
+        has, needs = (", ".join(f"'{space}'" for space in sorted(each)) or "no space" for each in (tables, spaces))
+        raise InvalidInputError(f"{kind} layer {layer}: the request has pages in {has}, this rank needs one of {needs}")
 
     def write_rows(
         self, kind: ComponentKind, layer: int, *, tables: Tables, start_row: int, rows: torch.Tensor
@@ -311,17 +302,6 @@ class Part:
         return place_rows(self.view.component, self.table, self.rows.start, self.rows.stop)
 
 
-def _only_device(regions: Iterable[Region]) -> int | None:
-    found = sorted({region.device for region in regions if region.memory is MemoryKind.VRAM})
-    if len(found) > 1:
-        raise InvalidInputError(f"the regions of one rank lie on several GPUs: {', '.join(map(str, found))}")
-    return found[0] if found else None
-
-
-def _names(spaces: Iterable[IndexSpace]) -> str:
-    return ", ".join(f"'{space}'" for space in sorted(spaces)) or "no space"
-
-
 def _check_form(component: Component, region: Region) -> None:
     needed = component.page_bytes(region.lanes)
     if region.page_bytes < needed or region.lane_stop > component.lanes:
@@ -364,8 +344,3 @@ class _DeviceArray:
             "typestr": _ARRAY_TYPES[word_bytes],
             "version": 3,
         }
-
-
-def _word_bytes(component: Component, region: Region) -> int:
-    facts = (*component.row_parts_bytes, region.page_stride_bytes, *region.extent_addresses)
-    return gcd(max(_WORDS), *facts)

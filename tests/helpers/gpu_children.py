@@ -130,7 +130,7 @@ def mark_late(pipe: Connection, shared: tuple[SharedRegion, ...]) -> None:
     """Have the GPU write the first page after a second, name that point at once, and again whenever told to."""
     with MappedRegions(shared) as mapped:
         views = PoolViews(TINY, mapped.regions)
-        page = views.page(ComponentKind.C4_KV, views.layers(ComponentKind.C4_KV)[0], space=IndexSpace.FULL, page_id=0)
+        page = views.region(ComponentKind.C4_KV, views.layers(ComponentKind.C4_KV)[0], space=IndexSpace.FULL).page(0)
         ring = EventRing.on(mapped.regions[0].device)
         stream = torch.cuda.current_stream(page.device)
         page.fill_(0)
@@ -191,7 +191,7 @@ def _count_in(engine: Engine, tables: Tables, pipe: Connection, witness: str) ->
 def counter_of(views: PoolViews, page_id: int) -> torch.Tensor:
     """The first 8 bytes of a page of the full space, as a number: int64 [1], shared with the pool; on a GPU on either side."""
     kind = ComponentKind.C4_INDEXER
-    page = views.page(kind, views.layers(kind)[0], space=IndexSpace.FULL, page_id=page_id)
+    page = views.region(kind, views.layers(kind)[0], space=IndexSpace.FULL).page(page_id)
     return page[:8].view(torch.int64)
 
 

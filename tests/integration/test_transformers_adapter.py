@@ -216,7 +216,7 @@ def spoil_windows(engine, stages: list[Pools], ids: list[int]) -> None:
         for stage in stages if component.space is IndexSpace.SWA else ():
             for layer in stage.views.layers(component.kind):
                 for page in ids:
-                    stage.views.page(component.kind, layer, space=component.space, page_id=page).fill_(0x5C)
+                    stage.views.region(component.kind, layer, space=component.space).page(page).fill_(0x5C)
 
 
 def rows_of(engine, placement: Placement, tokens: int) -> list[torch.Tensor]:

@@ -128,7 +128,7 @@ class NodeAttachment:
         unsayable, self._unsayable = self._unsayable, []
         return events + unsayable
 
-    def say(self, kind: type[RoomCall], room: int, *, tables: Tables | None = None, **fields: Any) -> bool:  # noqa: ANN401
+    def say(self, kind: type[RoomCall], room: int, *, tables: Tables | None = None, **fields: Any) -> bool:
         """Send a call, now or when the node reads; return False when there is no node. A refusal, by whomever, is an event."""
         if self._used is None:
             return False

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import vllm
@@ -147,13 +147,6 @@ class KvbridgePromMetrics(KVConnectorPromMetrics):
             self._failures.labels(*self.per_engine_labelvalues[engine_idx], code).inc(count)
 
 
-class _Known(NamedTuple):
-    """A request of vLLM, and our copy of it."""
-
-    request: Any
-    told: Request
-
-
 class KvbridgeConnector(KVConnectorBase_V1):
     """vLLM finds it by its name, or by `kv_connector_module_path`."""
 
@@ -165,8 +158,8 @@ class KvbridgeConnector(KVConnectorBase_V1):
         self._instance = read_instance(vllm_config, kv_cache_config, version=vllm.__version__)
         self._layers = frozenset(kv_cache_config.transfer_group_index_by_layer)
         """Layers with a KV cache of their own; vLLM adds those that share one later."""
-        self._requests: dict[str, _Known] = {}
-        """In the scheduler's process: requests with `kv_transfer_params`, until they have finished."""
+        self._requests: dict[str, tuple[Any, Request]] = {}
+        """In the scheduler's process: requests with `kv_transfer_params`, of vLLM and as we copy them, until they have finished."""
         self._handshake: KvbridgeHandshake | None = None
         self._stats = TransferStats()
         self.guard = Guard(self._stats.failed)
@@ -208,7 +201,7 @@ class KvbridgeConnector(KVConnectorBase_V1):
         if (rooms := self._scheduler.prefill) is None:
             return False
         preempted = RequestStatus.PREEMPTED
-        return rooms.blocks_return([one for one in rooms.computing if self._requests[one].request.status is preempted])
+        return rooms.blocks_return([one for one in rooms.computing if self._requests[one][0].status is preempted])
 
     @hook(bool)
     def has_pending_push_work(self) -> bool:
@@ -227,13 +220,13 @@ class KvbridgeConnector(KVConnectorBase_V1):
         if told is None:
             self._scheduler.declined(refused)  # the API has refused it: it comes aborted, with another prompt
             return
-        self._requests[request.request_id] = _Known(request, told)
+        self._requests[request.request_id] = request, told
         self._scheduler.arrived(told)
 
     @hook(lambda: (0, False), of_request=True)
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         known, rooms = self._requests.get(request.request_id), self._scheduler.decode
-        tokens = 0 if known is None or rooms is None else rooms.matched_tokens(known.told, num_computed_tokens)
+        tokens = 0 if known is None or rooms is None else rooms.matched_tokens(known[1], num_computed_tokens)
         return tokens, tokens > 0
 
     def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
@@ -244,14 +237,14 @@ class KvbridgeConnector(KVConnectorBase_V1):
     def update_state_after_alloc(self, request: Any, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         known, rooms = self._requests.get(request.request_id), self._scheduler.decode
         if known is not None and rooms is not None:
-            rooms.allocated(known.told, blocks.get_block_ids()[0], num_external_tokens)
+            rooms.allocated(known[1], blocks.get_block_ids()[0], num_external_tokens)
 
     @hook(lambda: (False, None), of_request=True)
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         known = self._requests.pop(request.request_id, None)
         if known is None:
             return False, None
-        return self._scheduler.finished(known.told, block_ids, well=request.status in HANDED_OVER)
+        return self._scheduler.finished(known[1], block_ids, well=request.status in HANDED_OVER)
 
     @hook(KvbridgeMetadata)
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -270,7 +263,7 @@ class KvbridgeConnector(KVConnectorBase_V1):
             with self.guard.over("computed", request, lost=partial(self.guard.lose, request)):
                 groups = state.get_block_ids(request)
                 if groups is not None:
-                    known = self._requests[request].request
+                    known = self._requests[request][0]
                     rooms.computed(request, known.num_computed_tokens, known.num_in_flight_tokens, groups[0])
 
     @hook(nothing)
