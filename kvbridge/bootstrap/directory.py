@@ -30,7 +30,7 @@ from kvbridge.bootstrap.nodes import (
 from kvbridge.bootstrap.stores.base import NodeStore
 from kvbridge.core.errors import BridgeError, ConflictError, NotFoundError, NotReadyError, StaleError
 from kvbridge.core.ids import Role
-from kvbridge.core.wire.features import DIRECTORY_FEATURES, agree
+from kvbridge.core.wire.features import FEATURES, agree
 from kvbridge.core.wire.messages import MAX_INSTANCE_NODES
 
 log = structlog.get_logger(__name__)
@@ -81,7 +81,7 @@ class Directory:
         StaleError for an incarnation already replaced, FeatureError.
         """
         who = f"node '{registration.node}' of instance '{registration.instance}'"
-        agree(DIRECTORY_FEATURES, registration.features, us="this bootstrap", them=who)
+        agree(FEATURES, registration.features, us="this bootstrap", them=who)
         check_registration(registration)
         for _ in range(REGISTER_ATTEMPTS):
             found = await self._store.of_instance(registration.instance)
@@ -109,7 +109,7 @@ class Directory:
                     )
                 self._learn(registration)
                 view = node_view(NodeRecord(entry, entry.beat, silent_s=0.0))
-                return Registered(**dict(view), features=DIRECTORY_FEATURES)
+                return Registered(**dict(view), features=FEATURES)
         raise NotReadyError(
             f"{who} could not be registered: other nodes of the instance came in between {REGISTER_ATTEMPTS} times; register again"
         )

@@ -15,7 +15,7 @@ from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.pages import GROWING_SPACES
 from kvbridge.core.ids import TWINS, IndexSpace, NodeIdentity, Rank, Role
 from kvbridge.core.wire.engine_messages import Attached
-from kvbridge.core.wire.features import ENGINE_FEATURES, Feature, Features
+from kvbridge.core.wire.features import FEATURES
 from kvbridge.core.wire.messages import NodeDescription
 from kvbridge.core.wire.worker_messages import PagesCopied, WorkerSetup
 from kvbridge.daemon.engine_socket import EngineSocket
@@ -182,7 +182,6 @@ class NodeParts:
         if self.memory.problem and self.layout.total_bytes:  # engines that adopt still share our host pool
             raise NotReadyError(f"nothing to attach to yet: {self.memory.problem}; try again shortly")
         made = {rank: self.workers.device(rank) for rank in ranks if rank in self.layout.orders}
-        tier = self.config.tier.host
         return Attached(
             call=call,
             instance=self.identity.instance,
@@ -197,7 +196,7 @@ class NodeParts:
             host=self.memory.host,
             twins=self.memory.twins,
             copy_backend=self._copy_backend.value,
-            features=Features(has=ENGINE_FEATURES.has, requires=(Feature.LOAD_BACK,) if tier else ()),
+            features=FEATURES,
         )
 
     @property

@@ -6,7 +6,7 @@ from kvbridge.config.schema import PrefillConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.geometry.tiers import why_no_prefixes
 from kvbridge.core.ids import Role
-from kvbridge.core.wire.features import PEER_FEATURES
+from kvbridge.core.wire.features import FEATURES
 from kvbridge.core.wire.messages import (
     Welcome,
 )
@@ -68,5 +68,5 @@ def _introduction(parts: NodeParts) -> Welcome:
         tp_size=sizes.tp_size,
         stage_boundaries=parts.stage_boundaries,
         ranks=tuple(parts.workers.layers),
-        features=PEER_FEATURES,
+        features=FEATURES,
     )

@@ -34,7 +34,7 @@ from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.ids import REQUEST_SPACES
 from kvbridge.core.plan.operations import Amount
 from kvbridge.core.session.states import RoomState
-from kvbridge.core.wire.features import DIRECTORY_FEATURES
+from kvbridge.core.wire.features import FEATURES
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.daemon.announce import Announcer
 from kvbridge.daemon.parts import NodeParts
@@ -305,7 +305,7 @@ class NodeOverview:
             model_identity=config.tier.model,
             geometry=parts.geometry,
             host=tuple(sorted(parts.layout.host_kinds)),
-            features=DIRECTORY_FEATURES,
+            features=FEATURES,
             ready=not reasons,
             reasons=tuple(reason[:REASON_CHARS] for reason in reasons),
             load=self.load().model_copy(update={"sent_bytes": self._sent_bytes()}),

@@ -13,7 +13,7 @@ from kvbridge.core.errors import NotReadyError
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.wire.engine_messages import Attach, Attached
-from kvbridge.core.wire.features import ENGINE_FEATURES, agree
+from kvbridge.core.wire.features import FEATURES, agree
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.engine.link import EngineLink
 from kvbridge.engine.views import PoolViews
@@ -78,14 +78,14 @@ def call_attach(link: EngineLink, role: Role, ranks: tuple[Rank, ...]) -> Attach
     until_s = time.monotonic() + link.timeout_s
     while True:
         try:
-            call = Attach(call=link.number(), role=role, ranks=ranks, features=ENGINE_FEATURES)
+            call = Attach(call=link.number(), role=role, ranks=ranks, features=FEATURES)
             answer = link.call(call, Attached)
         except NotReadyError:
             if time.monotonic() >= until_s:
                 raise
             time.sleep(RETRY_PAUSE_S)
             continue
-        agree(ENGINE_FEATURES, answer.features, us="this engine", them=f"the {role} node of {answer.instance}")
+        agree(FEATURES, answer.features, us="this engine", them=f"the {role} node of {answer.instance}")
         return answer
 
 

@@ -12,8 +12,8 @@ from kvbridge.api.status import RankStatus
 from kvbridge.core.errors import BridgeError, NotReadyError, ProtocolError
 from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.ids import Rank
+from kvbridge.core.wire.codec import pack_rank
 from kvbridge.core.wire.messages import RankDescription
-from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.core.wire.worker_messages import (
     NodeToWorker,

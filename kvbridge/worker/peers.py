@@ -17,8 +17,8 @@ from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.plan.neighbours import page_operations
 from kvbridge.core.plan.pairing import Pairing
+from kvbridge.core.wire.codec import unpack_rank
 from kvbridge.core.wire.messages import TransportEndpoint
-from kvbridge.core.wire.packed_ranks import unpack_rank
 from kvbridge.transport.base import Endpoint, Peer, Pending, Steps, Transport
 from kvbridge.worker.containment import contained
 from kvbridge.worker.paths import ConnectedPeer, Target

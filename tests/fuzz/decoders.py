@@ -38,8 +38,9 @@ from kvbridge.core.wire.codec import (
     Envelope,
     FrameError,
     MessageCodec,
+    pack_rank,
+    unpack_rank,
 )
-from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from kvbridge.core.wire.shared_memory import CudaOrigin, DeviceAllocationRequest, FileOrigin, SharedRegion, StreamPoint
 from kvbridge.http.problems import problem_response
 from kvbridge.node.prefill.early_offers import check_offer

@@ -23,7 +23,7 @@ from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
 from kvbridge.core.wire.engine_messages import Attach, Attached, EngineToNode, NodeToEngine
-from kvbridge.core.wire.features import ENGINE_FEATURES
+from kvbridge.core.wire.features import FEATURES
 from kvbridge.engine import DecodeEngine, PrefillEngine
 from kvbridge.engine.kit.attachment import NodeAttachment
 from kvbridge.engine.kit.transfers import ServedRole
@@ -161,7 +161,7 @@ class Node:
 
     def _describe(self, call: int, ranks: Any) -> Attached:
         facts = {"instance": "i", "incarnation": "n", "geometry": GEOMETRY, "pp_size": 1, "tp_size": 1}
-        return Attached(call=call, **facts, ranks=ranks, layers={}, features=ENGINE_FEATURES)
+        return Attached(call=call, **facts, ranks=ranks, layers={}, features=FEATURES)
 
     def _send(self, engine: str, message: NodeToEngine) -> None:
         self.wires[engine].inbox.append(NODE_TO_ENGINE.encode_body(message))
@@ -177,7 +177,7 @@ class Node:
         link = EngineLink.__new__(EngineLink)
         link._client, link.timeout_s, link.daemon_user, link.lost = wire, 1.0, None, ""
         link._numbers, link._events, link._posted, link._overflowed = itertools.count(1), deque(), {}, False
-        answer = link.call(Attach(call=link.number(), role=self.role, ranks=(), features=ENGINE_FEATURES), Attached)
+        answer = link.call(Attach(call=link.number(), role=self.role, ranks=(), features=FEATURES), Attached)
         kind = PrefillEngine if self.role is Role.PREFILL else DecodeEngine
         return kind(link, answer, EngineMemory(answer, MappedRegions(()), {}), StreamOrder({}), workers=())
 

@@ -25,8 +25,8 @@ from kvbridge.core.ids import IndexSpace, PageIdArray, PageTable, Tables
 from kvbridge.core.plan.accounting import Demand, shortfall
 from kvbridge.core.plan.operations import Amounts, Section, add_amounts
 from kvbridge.core.plan.runs import split_rows
+from kvbridge.core.wire.codec import pack_rank
 from kvbridge.core.wire.messages import to_wire
-from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.worker_messages import CloseRoom, ConnectPeer, OpenRoom, PeerConnected, RoomClosed, Send, Sent
 from tests.helpers import synthetic
 from tests.helpers.rank_pools import Form, NodePools, Ranks

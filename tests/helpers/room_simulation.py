@@ -15,13 +15,13 @@ from operator import xor
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.ids import IndexSpace
 from kvbridge.core.plan.digests import DigestKind
+from kvbridge.core.wire.codec import pack_rank
 from kvbridge.core.wire.messages import (
     NodeDescription,
     PeerMessage,
     RankDescription,
     TransportEndpoint,
 )
-from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.worker_messages import NodeToWorker, RenewEndpoints, RevokeEndpoints, Send, Verified, Verify
 from kvbridge.node.decode.fence import Fence
 from kvbridge.node.decode.prefill_nodes import PrefillNodes

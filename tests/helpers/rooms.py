@@ -19,6 +19,7 @@ from kvbridge.core.ids import IndexSpace, MemoryKind, PageTable, Rank, Role, Tab
 from kvbridge.core.plan.accounting import Demand, LaneRows
 from kvbridge.core.plan.operations import Amount, Amounts
 from kvbridge.core.session.states import RoomState
+from kvbridge.core.wire.codec import pack_rank
 from kvbridge.core.wire.engine_messages import (
     AbortRoom,
     Begin,
@@ -33,7 +34,7 @@ from kvbridge.core.wire.engine_messages import (
     Release,
     RoomEvent,
 )
-from kvbridge.core.wire.features import PEER_FEATURES
+from kvbridge.core.wire.features import FEATURES
 from kvbridge.core.wire.messages import (
     NodeDescription,
     PeerMessage,
@@ -42,7 +43,6 @@ from kvbridge.core.wire.messages import (
     Welcome,
     to_wire,
 )
-from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.worker_messages import NodeToWorker
 from kvbridge.node.decode.prefill_nodes import KnownNode
 from kvbridge.node.decode.rooms import DecodeRooms
@@ -116,7 +116,7 @@ def describe_decode(incarnation: str = DECODE, endpoint: bytes = b"1", **fields)
 
 def welcome_of(incarnation: str = PREFILL, **fields) -> Welcome:
     """What a prefill node says of itself."""
-    fields = {"tp_size": 1, "ranks": (R0,), "features": PEER_FEATURES} | fields
+    fields = {"tp_size": 1, "ranks": (R0,), "features": FEATURES} | fields
     return Welcome(instance="prefill", node="p0", incarnation=incarnation, pp_size=1, **fields)
 
 
@@ -233,7 +233,7 @@ class FakeNodes:
         instance: str = "prefill",
         tp_size: int = 1,
         stage_boundaries: tuple[int, ...] = (),
-        features: tuple[str, ...] = PEER_FEATURES.has,
+        features: tuple[str, ...] = FEATURES.has,
     ) -> None:
         self.answers[address] = KnownNode(
             peer,

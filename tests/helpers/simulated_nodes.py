@@ -19,9 +19,9 @@ from kvbridge.core.plan.digests import DigestKind, PageDigests
 from kvbridge.core.plan.operations import Amounts, add_amounts
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import plan
+from kvbridge.core.wire.codec import unpack_rank
 from kvbridge.core.wire.engine_messages import RoomEvent
 from kvbridge.core.wire.messages import RoomMessage, to_wire
-from kvbridge.core.wire.packed_ranks import unpack_rank
 from kvbridge.core.wire.worker_messages import (
     CloseRoom,
     ConnectPeer,

@@ -116,12 +116,12 @@ KILLED = """
 import sys, os
 from pathlib import Path
 from kvbridge.core.wire.engine_messages import *
-from kvbridge.core.wire.features import ENGINE_FEATURES
+from kvbridge.core.wire.features import FEATURES
 from kvbridge.core.ids import Role
 from kvbridge.engine.link import EngineLink
 folder, room, keys = sys.argv[1], int(sys.argv[2]), bytes.fromhex(sys.argv[3])
 link = EngineLink(Path(folder), timeout_s=20)
-link.call(Attach(call=link.number(), role=Role.DECODE, features=ENGINE_FEATURES), Attached)
+link.call(Attach(call=link.number(), role=Role.DECODE, features=FEATURES), Attached)
 pages = link.call(Claim(call=link.number(), room=room, page_hashes=keys), Pages)
 print(len(pages.load), flush=True)
 sys.stdin.read()

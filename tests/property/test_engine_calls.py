@@ -14,7 +14,7 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import MAX_ROOM, IndexSpace, Role
 from kvbridge.core.wire import engine_messages as calls
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE
-from kvbridge.core.wire.features import ENGINE_FEATURES
+from kvbridge.core.wire.features import FEATURES
 from kvbridge.core.wire.messages import WireTable
 from tests.helpers.hooked_vllm import Node, Wire
 from tests.helpers.rooms import ADDRESS, PAGE, R0
@@ -96,7 +96,7 @@ def test_every_call_is_answered_once_and_none_fails_by_a_defect(role, adopted, s
     if role is Role.DECODE:
         node.bench.nodes.know()
     wire = node.wires["e"] = Wire("e", node)
-    node.api.handle("e", calls.Attach(call=1, role=role, ranks=(R0,), features=ENGINE_FEATURES))
+    node.api.handle("e", calls.Attach(call=1, role=role, ranks=(R0,), features=FEATURES))
     wire.inbox.clear()
     for call in said:
         node.api.handle("e", ENGINE_TO_NODE.decode_body(ENGINE_TO_NODE.encode_body(call)))

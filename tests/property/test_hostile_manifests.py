@@ -18,8 +18,8 @@ from kvbridge.core.plan.neighbours import page_operations
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.plan.planner import plan
+from kvbridge.core.wire.codec import pack_rank, unpack_rank
 from kvbridge.core.wire.messages import RankDescription
-from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from tests.helpers.manifests import Instance, Layout
 
 MODELS = ("tiny-gqa", "tiny-v4")

@@ -1,28 +1,36 @@
 """Frames to messages and back: msgpack outside, pydantic inside, limits before either.
 
-A frame is one msgpack array: version, sender, recipient, link, sequence, acknowledged, body. Everything about a frame
-is checked before anything is returned; whatever is wrong with it is a `FrameError`, never another exception. Its text
-names the field and never repeats what the sender put there.
+A frame between nodes is one msgpack array: version, sender, recipient, link, sequence, acknowledged, body. Everything is checked
+before anything is returned. Whatever is wrong is a `FrameError`, which names the field and never repeats what the sender wrote.
 
-Two releases meet, so what a later one adds is ignored: unknown fields of messages, and elements behind the body of an envelope.
-`PROTOCOL_VERSION` rises only when the envelope itself changes its meaning; only equal versions talk. Everything else is added as
-a field with a default that means what its absence meant. Where an older receiver would do wrong by ignoring it, and for every new
-type of message, a feature is added as well (`features`), which whoever depends on it requires.
+Two releases may meet, so a receiver ignores unknown fields of messages and elements behind the body. `PROTOCOL_VERSION` rises only
+when the envelope changes its meaning; only equal versions talk. A new field has a default that means what its absence meant. Where
+an older receiver would do wrong by ignoring the field, and for every new type of message, whoever depends on it requires a new
+feature (`features`).
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Annotated, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 import msgpack
-from pydantic import TypeAdapter, ValidationError
+import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
 
 from kvbridge.core.errors import InvalidInputError, ProtocolError
-from kvbridge.core.ids import FrozenModel
+from kvbridge.core.geometry.manifest import REGION_PLACE, RankManifest, Region
+from kvbridge.core.ids import FrozenModel, NonNegative
 from kvbridge.core.wire.engine_messages import EngineToNode, NodeToEngine
-from kvbridge.core.wire.messages import MAX_TABLE_BYTES, PROTOCOL_VERSION, PeerMessage
+from kvbridge.core.wire.messages import (
+    MAX_PACKED_RANK_BYTES,
+    MAX_TABLE_BYTES,
+    PROTOCOL_VERSION,
+    PeerMessage,
+    RankDescription,
+    TransportEndpoint,
+)
 from kvbridge.core.wire.worker_messages import NodeToWorker, WorkerToNode
 
 MessageT = TypeVar("MessageT", bound=FrozenModel)
@@ -94,7 +102,7 @@ class MessageCodec(Generic[MessageT]):
 
     @cached_property
     def _validator(self) -> Any:  # noqa: ANN401 - pydantic's
-        """What checks bodies; made for the first, since a process imports more unions than it speaks."""
+        # Made for the first body, since a process imports more unions than it speaks.
         return TypeAdapter(self._union).validator
 
     def encode_body(self, message: MessageT) -> bytes:
@@ -213,3 +221,75 @@ NODE_TO_WORKER: MessageCodec[NodeToWorker] = MessageCodec(NodeToWorker, "node-to
 WORKER_TO_NODE: MessageCodec[WorkerToNode] = MessageCodec(WorkerToNode, "worker-to-node")
 ENGINE_TO_NODE: MessageCodec[EngineToNode] = MessageCodec(EngineToNode, "engine-to-node")
 NODE_TO_ENGINE: MessageCodec[NodeToEngine] = MessageCodec(NodeToEngine, "node-to-engine")
+
+
+# ---------------------------------------------------------------------------------------------- packed ranks
+
+# A peer learns of a rank in packed bytes, which are small to send and to keep, and opened only by whoever needs them. Regions of
+# one component mostly differ in layer and addresses alone, so they travel as groups: the form once, the layers, and eight bytes
+# for each extent. The time and memory that opening takes follow from the length.
+
+
+class _RegionGroup(FrozenModel):
+    """Regions that differ in layer and addresses only."""
+
+    form: dict[str, str | int]
+    """Every other field of a region."""
+    layers: Annotated[tuple[NonNegative, ...], Field(min_length=1)]
+    addresses: bytes
+    """uint64, little-endian: the extents of each layer, layer after layer."""
+
+
+class _PackedRank(FrozenModel):
+    manifest: dict[str, str | int | dict[str, int]]
+    """Every field but the regions."""
+    groups: tuple[_RegionGroup, ...]
+    endpoints: tuple[TransportEndpoint, ...]
+
+
+_CODEC: MessageCodec[_PackedRank] = MessageCodec(_PackedRank, "packed rank", max_frame_bytes=MAX_PACKED_RANK_BYTES)
+
+
+def pack_rank(description: RankDescription) -> bytes:
+    """Return a description as bytes. Raises InvalidInputError when they are more than MAX_PACKED_RANK_BYTES."""
+    groups: dict[tuple[object, ...], list[Region]] = {}
+    for region in description.manifest.regions:
+        groups.setdefault((*region.form, len(region.extent_addresses)), []).append(region)
+    packed = _PackedRank(
+        manifest=description.manifest.model_dump(exclude={"regions"}),
+        groups=tuple(
+            _RegionGroup(
+                form=regions[0].model_dump(exclude=REGION_PLACE),
+                layers=tuple(region.layer for region in regions),
+                addresses=np.array([region.extent_addresses for region in regions], dtype="<u8").tobytes(),
+            )
+            for regions in groups.values()
+        ),
+        endpoints=description.endpoints,
+    )
+    return _CODEC.encode_body(packed)
+
+
+def unpack_rank(packed: bytes) -> RankDescription:
+    """Return the description that was packed; regions come by groups. Raises BridgeError for bytes that are none."""
+    rank = _CODEC.decode_body(packed)
+    regions = []
+    for group in rank.groups:
+        extents, rest = divmod(len(group.addresses), 8 * len(group.layers))
+        if rest:
+            raise InvalidInputError(
+                f"packed rank: {len(group.addresses)} bytes of addresses do not divide among {len(group.layers)} layers"
+            )
+        addresses = np.frombuffer(group.addresses, dtype="<u8").reshape(len(group.layers), extents).tolist()
+        regions += [
+            {**group.form, "layer": layer, "extent_addresses": found}
+            for layer, found in zip(group.layers, addresses, strict=True)
+        ]
+    try:
+        return RankDescription(
+            manifest=RankManifest.model_validate({**rank.manifest, "regions": regions}, extra="ignore"),
+            endpoints=rank.endpoints,
+        )
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_input=False)[0]
+        raise InvalidInputError(f"packed rank: {'.'.join(map(str, found['loc']))}: {found['msg']}"[:400]) from None

@@ -40,6 +40,12 @@ class Call(FrozenModel):
     call: Positive
 
 
+class RoomCall(Call):
+    """A call about a room."""
+
+    room: RoomId
+
+
 class Attach(Call):
     """First call: which ranks this engine process serves (empty: every rank of the node)."""
 
@@ -50,45 +56,43 @@ class Attach(Call):
 
 
 class Detach(Call):
-    """Last call: this engine's GPUs are through with every page, and it uses none any more.
+    """Last call: this engine's GPUs are through with every page, and the engine uses none any more.
 
-    What it has begun or claimed and not ended fails. Pages of an engine that leaves without this call wait for the end of its
-    process.
+    Rooms that the engine has begun or claimed and not ended fail. The pages of an engine that leaves without this call wait for
+    the end of its process.
     """
 
     type: Literal["detach"] = "detach"
 
 
-class Admit(Call):
+class Admit(RoomCall):
     """Admit a room from the engine itself, as `POST /v1/requests` does."""
 
     type: Literal["admit"] = "admit"
-    room: RoomId
     generation: Positive = 1
     prompt_tokens: Positive
     max_new_tokens: NonNegative = 0
     page_hashes: PageHashes = b""
     namespace: Namespace = ""
-    """Any: an engine maps the node's pools, so it can read every prefix in them."""
+    """Any namespace: an engine maps the node's pools, so it can read every prefix in them."""
     retention: Retention | None = None
 
 
-class Hold(Call):
+class Hold(RoomCall):
     """Prefill, adopted pools: admit a room for a prompt that this engine computes or has computed, and hold its pages for decode.
 
-    In one message what admission, Begin, Publish and Finish say, as far as it is known. What is refused leaves nothing behind.
+    One message says what admission, Begin, Publish and Finish say, as far as that is known. A refused Hold leaves nothing behind.
     """
 
     type: Literal["hold"] = "hold"
-    room: RoomId
     generation: Positive = 1
     prompt_tokens: Positive
     prompt_digest: PromptDigest = b""
     tables: tuple[WireTable, ...] | None = None
-    """The pages so far, as in Begin; none: not begun yet."""
+    """The pages so far, as in Begin; None: not begun yet."""
     computed_tokens: NonNegative = 0
     published_tokens: NonNegative = 0
-    """As in Publish; the whole prompt: finished, too."""
+    """As in Publish; the whole prompt means finished, too."""
     metadata: Metadata = b""
 
 
@@ -96,120 +100,112 @@ PrefillNodes = Annotated[tuple[PeerAddress, ...], Field(min_length=1, max_length
 """The nodes of one prefill instance."""
 
 
-class Fetch(Call):
+class Fetch(RoomCall):
     """Decode, adopted pools: admit a room that these prefill nodes hold or will hold. They hear at once that we will come for it.
 
-    In one message what admission and Provide say. What is refused leaves nothing behind.
+    One message says what admission and Provide say. A refused Fetch leaves nothing behind.
     """
 
     type: Literal["fetch"] = "fetch"
-    room: RoomId
     generation: Positive = 1
     prompt_tokens: Positive
     prompt_digest: PromptDigest = b""
     prefill: PrefillNodes
     held: bool = False
-    """The prefill engine has said that it holds the room: one that its node does not know is refused without a long wait."""
+    """The prefill engine has said that it holds the room, so its node refuses an unknown room without a long wait."""
     tables: tuple[WireTable, ...] | None = None
-    """As in Provide; none: it follows when the engine has pages for the room."""
+    """As in Provide; None: Provide follows when the engine has pages for the room."""
     prefix_tokens: NonNegative = 0
 
 
-class Begin(Call):
-    """Prefill: start to compute an admitted room. Adopted pools name their pages here, those that there are."""
+class Begin(RoomCall):
+    """Prefill: start to compute an admitted room."""
 
     type: Literal["begin"] = "begin"
-    room: RoomId
     prompt_tokens: Positive
     page_hashes: PageHashes = b""
-    """The keys of the tokens that the engine computes, which have to be those that the room was admitted with."""
+    """The keys of the tokens that the engine computes; they must equal those that the room was admitted with."""
     end_key: EndKey = b""
     """Of the same tokens."""
     tables: tuple[WireTable, ...] = ()
+    """Adopted pools: the engine's pages so far."""
     at_most: NonNegative | None = None
-    """The engine is to start at no more than so many tokens."""
+    """The engine starts at this token at the latest."""
     computed_tokens: NonNegative = 0
-    """Adopted pools: tokens from the prompt's start that the engine's own prefix cache holds; pages of only these are only read."""
+    """Adopted pools: tokens from the prompt's start that the engine's own prefix cache holds; their whole pages are only read."""
     by_gpu: bool = False
-    """A GPU writes for this engine, so that with this call it has not let go of an earlier attempt at the room."""
+    """A GPU writes asynchronously, so this call does not imply that earlier attempts at the room are no longer written."""
 
 
-class AskRestorable(Call):
-    """Prefill: at which tokens can the engine of a room start here?"""
+class AskRestorable(RoomCall):
+    """Prefill: ask at which tokens the engine of a room can start here."""
 
     type: Literal["ask_restorable"] = "ask_restorable"
-    room: RoomId
 
 
-class Publish(Call):
+class Publish(RoomCall):
     """Prefill: the first `upto_token` tokens are final in memory, on all layers or on some."""
 
     type: Literal["publish"] = "publish"
-    room: RoomId
     upto_token: NonNegative
     layers: tuple[NonNegative, ...] | None = None
     tables: tuple[WireTable, ...] = ()
-    """Adopted pools: further pages of the room, behind those that it has; only read where they hold published tokens only."""
+    """Adopted pools: further pages, behind those that the room has; pages of published tokens alone are only read."""
     after: dict[str, StreamPoint] = Field(default_factory=dict)
-    """For each rank whose pages a GPU writes, keyed by `str(rank)`: where in its work they are final."""
+    """For each rank whose pages a GPU writes, keyed by `str(rank)`: the point in the GPU's work at which the pages are final."""
 
 
-class Finish(Call):
+class Finish(RoomCall):
     """Prefill: everything is published; `metadata` (first token, log-probabilities) travels with Done."""
 
     type: Literal["finish"] = "finish"
-    room: RoomId
     metadata: Metadata = b""
     by_gpu: bool = False
-    """A GPU may still have to write what was published: the engine lets go of the pages by Release."""
+    """A GPU may still have to write what was published, so the engine lets go of the pages by Release."""
     checkpoints: Annotated[tuple[Positive, ...], Field(max_length=MAX_CHECKPOINTS)] = ()
-    """Of the checkpoints that were wanted, those that were written before the last publication, in tokens."""
+    """The wanted checkpoints that were written before the last publication, in tokens."""
 
 
-class Provide(Call):
+class Provide(RoomCall):
     """Decode, adopted pools: the device pages that the engine gives to a room that asked for them."""
 
     type: Literal["provide"] = "provide"
-    room: RoomId
     tables: tuple[WireTable, ...]
     prefix_tokens: NonNegative = 0
-    """Tokens from the start of the prompt whose rows are in these pages already: they are not sent again, and their pages are only
-    read, so that other rooms may have them too."""
+    """Tokens from the prompt's start whose rows are in these pages already. The rows are not sent again, and the pages are only
+    read, so other rooms may have them too."""
 
 
-class Claim(Call):
+class Claim(RoomCall):
     """Decode: take a committed room."""
 
     type: Literal["claim"] = "claim"
-    room: RoomId
     page_hashes: PageHashes = b""
-    """The keys of the tokens of the engine's request, which have to be those that the room was admitted with."""
+    """The keys of the tokens of the engine's request; they must equal those that the room was admitted with."""
     end_key: EndKey = b""
-    """Of the same tokens. The page that it is of, and the answer behind it, are kept only where all engines state the same one."""
+    """Of the same tokens. Its page, and the answer behind that page, are kept only where all engines state the same key."""
 
 
-class Loaded(Call):
-    """What the answer to begin or claim said is to be loaded is in the room's own pages, on every rank of this engine."""
+class Loaded(RoomCall):
+    """All that the answer to begin or claim said to load is in the room's own pages, on every rank of this engine."""
 
     type: Literal["loaded"] = "loaded"
-    room: RoomId
     generation: Positive
     bytes: NonNegative = 0
-    """Over all these ranks."""
+    """Over all ranks of this engine."""
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """While the slowest of them was copying."""
+    """The time that the slowest rank was copying."""
 
 
-class Extend(Call):
-    """Decode: the request will hold `tokens` tokens in all; reserve what is missing and return the tables for it."""
+class Extend(RoomCall):
+    """Decode: the request will hold `tokens` tokens in all; reserve the missing pages and return their tables."""
 
     type: Literal["extend"] = "extend"
-    room: RoomId
     tokens: Positive
 
 
 class SparseRows(FrozenModel):
-    """What sparse decode did for a request, in rows over all layers of a rank."""
+    """The work of sparse decode for a request, in rows over all layers of a rank."""
 
     hit: NonNegative = 0
     """Selected rows that were in a hot slot, each step's distinct ones; rows of the ring are not counted."""
@@ -221,29 +217,27 @@ class SparseRows(FrozenModel):
     """New rows that were written to the host."""
 
 
-class Release(Call):
-    """Decode: the request is over, its pages can be used again. Prefill: the engine's GPU is through with a finished room."""
+class Release(RoomCall):
+    """Decode: the request is over, and its pages can be used again. Prefill: the engine's GPU is through with a finished room."""
 
     type: Literal["release"] = "release"
-    room: RoomId
     generation: NonNegative = 0
     """On prefill, the attempt that was finished."""
     valid_tokens: NonNegative = 0
-    """On decode: of so many tokens, the prompt's and those that were fed after it, all rows are in the pages. 0: not said."""
+    """On decode: the pages hold all rows of this many tokens, those of the prompt and those that were fed after it. 0: not said."""
     page_hashes: PageHashes = b""
     """On decode: the keys of all whole pages of those tokens."""
     sparse: SparseRows | None = None
-    """On decode with a hot buffer: what it did for the request."""
+    """On decode with a hot buffer."""
 
 
-class AbortRoom(Call):
+class AbortRoom(RoomCall):
     """Either side: stop this room."""
 
     type: Literal["abort_room"] = "abort_room"
-    room: RoomId
     reason: Text
     load_failed: bool = False
-    """Since what the answer to begin or claim said is to be loaded could not be."""
+    """The engine could not load what the answer to begin or claim said."""
     again: bool = False
     """Prefill: the engine computes the prompt once more, and holds the room's next generation. The room fails as `withdrawn`."""
 
@@ -273,13 +267,13 @@ EngineToNode = Annotated[
 
 
 class Answer(FrozenModel):
-    """What every answer carries."""
+    """What every answer carries: the number of its call."""
 
     call: Positive
 
 
 class Accepted(Answer):
-    """The call was carried out; there is nothing to tell."""
+    """The call was carried out."""
 
     type: Literal["accepted"] = "accepted"
 
@@ -294,7 +288,7 @@ class Refused(Answer):
 
 
 class Attached(Answer):
-    """Everything that an engine needs to find its memory."""
+    """Answer to Attach: everything that an engine needs to find its memory."""
 
     type: Literal["attached"] = "attached"
     instance: Name
@@ -312,14 +306,14 @@ class Attached(Answer):
     host: tuple[SharedRegion, ...] = ()
     """The node's host pool."""
     twins: tuple[SharedRegion, ...] = ()
-    """The node's twins of device pages, from which an engine loads what its rooms are told to."""
+    """The node's host copies of device pages, from which an engine loads what `Pages.load` says."""
     copy_backend: Name = "kernel"
-    """What copies them (`tier.host.backend`)."""
+    """`tier.host.backend`: what copies them."""
     features: Features = Features()
 
 
 class Restorable(Answer):
-    """Where the engine of a room can start: 0, and as many tokens as its node holds to go on from."""
+    """Answer to AskRestorable: the tokens at which the engine can start, 0 among them."""
 
     type: Literal["restorable"] = "restorable"
     tokens: Annotated[tuple[NonNegative, ...], Field(max_length=MAX_RESTORABLE)]
@@ -327,39 +321,39 @@ class Restorable(Answer):
 
 
 class Checkpoint(FrozenModel):
-    """Pages for windows and states as they are after exactly so many tokens of a prompt."""
+    """Pages of windows and states as they are after exactly this many tokens of a prompt."""
 
     tokens: Positive
     table: WireTable
 
 
 class Pages(Answer):
-    """The tables of a room, for begin, claim and extend."""
+    """Answer to Begin, Claim and Extend: the tables of a room."""
 
     type: Literal["pages"] = "pages"
     room: RoomId
     generation: Positive
     prompt_tokens: Positive
     prefix_tokens: NonNegative = 0
-    """What decode held already, and is not sent."""
+    """Tokens that decode held already, which are not sent."""
     computed_tokens: NonNegative = 0
     """On prefill: where the engine starts to compute."""
     host_tokens: NonNegative = 0
-    """Of what this node held of the prompt, the last so many tokens, which `load` is about."""
+    """How many of the last cached tokens are in host memory only; `load` says how to copy them."""
     tables: tuple[WireTable, ...]
     restore: Checkpoint | None = None
-    """On begin: the windows and states that the engine starts from, to be read only; none where the model has none."""
+    """On begin: the windows and states that the engine starts from, to be read only; None where the model has none."""
     checkpoints: Annotated[tuple[Checkpoint, ...], Field(max_length=MAX_CHECKPOINTS)] = ()
     """On begin: windows and states that the engine is asked to write when it stands there; ascending."""
     load: tuple[WireTable, ...] = ()
-    """On begin and claim: pages of the node's host memory that the engine copies into the room's own pages, before anything reads
-    them: of `full_twin` into those of `full` from the same page on, of `swa_twin` into those of `restore`."""
+    """On begin and claim: host pages that the engine copies into the room's own pages before anything reads those: `full_twin` into
+    `full` from the same page on, `swa_twin` into `restore`."""
     metadata: dict[str, bytes] = Field(default_factory=dict)
-    """On claim: what each writer rank sent along, keyed by `str(rank)`."""
+    """On claim: the metadata of each writer rank, keyed by `str(rank)`."""
     amounts: Amounts = Field(default_factory=dict)
     phases_s: dict[str, float] = Field(default_factory=dict)
     traceparent: Traceparent = ""
-    """On begin and claim: the room's span, which the engine may go on with; empty when there is no trace."""
+    """On begin and claim: the room's span, to which the engine may add; empty when there is no trace."""
 
 
 class RoomEvent(FrozenModel):
@@ -368,27 +362,27 @@ class RoomEvent(FrozenModel):
     type: Literal["room_event"] = "room_event"
     room: RoomId
     generation: NonNegative
-    """Of a refused message, the one that it named; 0: it named none."""
+    """On `refused`: the generation that the message named, or 0."""
     kind: Literal["wanted", "committed", "completed", "aborted", "failed", "cancel", "refused"]
-    """wanted: decode asks for pages (adopted). committed: can be claimed, or is the engine's from now on where no page of it is the
-    node's (adopted, without a host pool): then nothing follows. completed, aborted, failed: over, the pages are free again. cancel:
-    the claimed room is to be released soon. refused: a message whose answer nobody waits for changed nothing (made by the link)."""
+    """wanted: decode asks for pages (adopted). committed: the room can be claimed, or, where no page of it is the node's (adopted,
+    without a host pool), is the engine's from now on, and nothing follows. completed, aborted, failed: over, the pages are free
+    again. cancel: release the claimed room soon. refused: a call whose answer nobody awaits changed nothing (made by the link)."""
     prompt_tokens: NonNegative = 0
     prefix_tokens: NonNegative = 0
-    """What decode held already, and is not sent."""
+    """As in Pages."""
     computed_tokens: NonNegative = 0
-    """On prefill: where the engine starts to compute."""
+    """As in Pages."""
     max_new_tokens: NonNegative = 0
     code: str = ""
     reason: Text = ""
     metadata: dict[str, bytes] = Field(default_factory=dict)
-    """On committed, where the room is handed over by this event: what each writer rank sent along, keyed by `str(rank)`."""
+    """On a `committed` that hands the room over: the metadata of each writer rank, keyed by `str(rank)`."""
     amounts: Amounts = Field(default_factory=dict)
     phases_s: dict[str, float] = Field(default_factory=dict)
 
 
 class Detached(FrozenModel):
-    """Pushed to an engine whose device memory is gone with the process that made it. It is to let go and attach again."""
+    """Pushed to an engine whose device memory is gone with the process that made it: let go and attach again."""
 
     type: Literal["detached"] = "detached"
     reason: Text

@@ -1,12 +1,12 @@
 """Features: how two releases of kvbridge agree on what they both can do.
 
 Each side says what it has and what it requires of the other, in the first message of a conversation. Both sides decide, since an
-older release does not know what a later one requires of it. A feature that is agreed is one that both have.
+older release does not know what a later one requires of it. A feature that is agreed is one that both have. Names on the wire are
+texts, because a later release has others.
 """
 
 from __future__ import annotations
 
-from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field
@@ -14,31 +14,19 @@ from pydantic import Field
 from kvbridge.core.errors import FeatureError
 from kvbridge.core.ids import FrozenModel
 
-MAX_FEATURES = 64
-
-FeatureName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
-FeatureNames = Annotated[tuple[FeatureName, ...], Field(max_length=MAX_FEATURES)]
-
-
-class Feature(StrEnum):
-    """The features of this release. Names on the wire are texts: a later release has others."""
-
-    LOAD_BACK = "load_back"
-    """Of an engine: it copies what a room shares out of host memory into the room's pages (`Pages.load`)."""
+_Names = Annotated[tuple[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")], ...], Field(max_length=64)]
 
 
 class Features(FrozenModel):
-    """What one side of a conversation says; an older release says nothing, and has none."""
+    """What one side of a conversation says."""
 
-    has: FeatureNames = ()
-    requires: FeatureNames = ()
+    has: _Names = ()
+    requires: _Names = ()
     """What the other side must have."""
 
 
-PEER_FEATURES = Features()
-ENGINE_FEATURES = Features(has=(Feature.LOAD_BACK,))
-DIRECTORY_FEATURES = Features()
-"""What this release has and requires in each conversation."""
+FEATURES = Features()
+"""What this release has and requires, in every conversation: nothing that another release could lack."""
 
 
 def agree(ours: Features, theirs: Features, *, us: str, them: str) -> tuple[str, ...]:

@@ -136,7 +136,7 @@ class RankDescription(FrozenModel):
 
 
 PackedRank = Annotated[bytes, Field(max_length=MAX_PACKED_RANK_BYTES)]
-"""A RankDescription as bytes (`packed_ranks`)."""
+"""A RankDescription as bytes (`codec.pack_rank`)."""
 
 
 class NodeDescription(FrozenModel):

@@ -31,8 +31,15 @@ MAX_MOVES = 2
 """One for each space of device pages that have twins."""
 
 
+class Outcome(FrozenModel):
+    """How something ended: well, or with an error."""
+
+    error_code: str = ""
+    error: Text = ""
+
+
 class WorkerHello(FrozenModel):
-    """Worker to node, first message: I serve this rank. A worker in an engine's process brings its own device memory."""
+    """Worker to node, first message: I serve this rank. An adopted worker is in an engine's process, with the engine's memory."""
 
     type: Literal["worker_hello"] = "worker_hello"
     rank: Rank
@@ -41,7 +48,7 @@ class WorkerHello(FrozenModel):
 
 
 class WorkerSetup(FrozenModel):
-    """Node to worker: what you are to serve. `transports` is the configuration section of that name, as JSON."""
+    """Node to worker: what you are to serve."""
 
     type: Literal["worker_setup"] = "worker_setup"
     geometry: ModelGeometry
@@ -51,22 +58,23 @@ class WorkerSetup(FrozenModel):
     layers: tuple[NonNegative, ...]
     """The global layer ids of the rank."""
     device: tuple[SharedRegion, ...]
-    """Device memory of this rank that the node has made (device: cpu)."""
+    """Device memory of the rank that the node has made (device: cpu)."""
     allocate: DeviceAllocationRequest | None = None
-    """Device memory of this rank that the worker is to make (device: cuda). With neither, it adopts an engine's."""
+    """Device memory that the worker is to make (device: cuda). With neither, the worker adopts an engine's."""
     host: tuple[SharedRegion, ...]
     """The node's host pool; empty when there is none."""
     twins: tuple[SharedRegion, ...] = ()
-    """The node's twins of device pages, for this worker's copies alone: no peer hears of them, and no transport registers them."""
+    """The node's host copies of device pages, for this worker alone: no peer hears of them, and no transport registers them."""
     stage_tp_ranks: tuple[NonNegative, ...] = ()
-    """The tensor-parallel indices of the ranks of this worker's stage on this node, who share the twins."""
+    """The tensor-parallel indices of the ranks of this stage on this node, which share the host copies."""
     copy_backend: Name = "kernel"
-    """`tier.host.backend`: what copies pages to their twins on a GPU."""
+    """`tier.host.backend`: what copies device pages to host memory on a GPU."""
     transports: Annotated[str, Field(max_length=100_000)]
+    """The configuration section of that name, as JSON."""
     transfer_timeout_s: Annotated[float, Field(gt=0)]
     """`timeouts.transfer_s`."""
     epoch: NonNegative = 0
-    """Of the endpoints that the worker is to give out."""
+    """The epoch of the endpoints that the worker is to give out."""
 
 
 class WorkerReady(FrozenModel):
@@ -80,7 +88,7 @@ class WorkerReady(FrozenModel):
     pid: Positive
     description: RankDescription
     epoch: NonNegative = 0
-    """Of the endpoints in the description."""
+    """The epoch of the endpoints in the description."""
     device: tuple[SharedRegion, ...] = ()
     """The device memory that this worker has made, for engines to open."""
 
@@ -122,27 +130,25 @@ class TransportsNotBuilt(FrozenModel):
     error: Text
 
 
-class PeerConnected(FrozenModel):
-    """Worker to node: ready (`error` empty), or why not."""
+class PeerConnected(Outcome):
+    """Worker to node: ready to write to a decode node, or why not."""
 
     type: Literal["peer_connected"] = "peer_connected"
     rank: Rank
     peer: Name
     transports: tuple[str, ...] = ()
-    error_code: str = ""
-    error: Text = ""
 
 
 class PathsChanged(FrozenModel):
-    """Worker to node: a decode node is reached otherwise than was said last."""
+    """Worker to node: a decode node is reached by other transports than was said last."""
 
     type: Literal["paths_changed"] = "paths_changed"
     rank: Rank
     peer: Name
     transports: tuple[str, ...]
-    """By what each of its ranks is reached now."""
+    """The transport by which each of the node's ranks is reached now."""
     standby: tuple[str, ...] = ()
-    """Transports by which every one of its ranks could be reached instead."""
+    """Transports by which every rank of the node could be reached instead."""
     lost: str = ""
     """The transport that was lost; empty when one has been found."""
     error: Text = ""
@@ -165,7 +171,7 @@ class OpenRoom(RoomMessage):
     source: tuple[WireTable, ...]
     destination: tuple[WireTable, ...]
     digest: DigestKind = DigestKind.NONE
-    """What is computed over each order's pages and reported before it ends."""
+    """The digest that the worker computes over each order's pages, and reports before the order ends."""
 
 
 class Send(RoomMessage):
@@ -175,12 +181,12 @@ class Send(RoomMessage):
     order: Positive
     section: Section
     source: tuple[WireTable, ...] = ()
-    """Source pages that the room has got since; they follow those that the worker knows."""
+    """Source pages that the room got since the last order; they follow those that the worker knows."""
     after: Annotated[tuple[StreamPoint, ...], Field(max_length=MAX_POINTS)] = ()
-    """Read nothing of it before the engine's GPU has reached all of these."""
+    """Read nothing of the section before the engine's GPU has reached all of these points."""
 
 
-class Sent(RoomMessage):
+class Sent(RoomMessage, Outcome):
     """Worker to node: how an order ended. `quiet` is False when bytes may still move."""
 
     type: Literal["sent"] = "sent"
@@ -188,10 +194,8 @@ class Sent(RoomMessage):
     order: Positive
     amounts: Amounts = Field(default_factory=dict)
     seconds: dict[str, float] = Field(default_factory=dict)
-    """Phases of the order: `plan`, `submit`, `first_byte` (monotonic seconds from receipt to the end of both), `digest` (computing,
-    while bytes move) and `move` (from there to the end of both)."""
-    error_code: str = ""
-    error: Text = ""
+    """Phases of the order: `plan`, `submit`, `first_byte` (from receipt to the end of both), `digest` (computing, while bytes move)
+    and `move` (from there to the end of both)."""
     quiet: bool = True
     in_transit: bool = False
     """Something was sent whose arrival was never confirmed."""
@@ -200,7 +204,7 @@ class Sent(RoomMessage):
 class Rerouted(RoomMessage):
     """Worker to node, ahead of an order's Sent: what `lost` had not confirmed is sent again over another transport.
 
-    Nothing of the room is read or sent by means of the lost endpoint any more, or its transport is closed before the Sent.
+    Nothing of the room is read or sent through the lost endpoint any more, or the transport is closed before the Sent.
     """
 
     type: Literal["rerouted"] = "rerouted"
@@ -208,96 +212,88 @@ class Rerouted(RoomMessage):
     lost: Name
     over: Name
     epoch: NonNegative
-    """Of the endpoint that was lost."""
+    """The epoch of the lost endpoint."""
     in_transit: bool
     """Something was sent there whose arrival was never confirmed."""
     error: Text = ""
 
 
 class Verify(RoomMessage):
-    """Node to worker, on decode: compute the digests of what has arrived for a room in your own memory.
-
-    Those of components in the spaces of `tables`.
-    """
+    """Node to worker, on decode: compute the digests of the room's components in the spaces of `tables`, in your own memory."""
 
     type: Literal["verify"] = "verify"
     prompt_tokens: Positive
     prefix_tokens: NonNegative
     tables: tuple[WireTable, ...]
     host_index: NonNegative
-    """Which share of the host pool's pages is this rank's to look at."""
+    """The share of the host pool's pages that this rank looks at."""
     host_count: Positive
 
 
 class Digested(RoomMessage):
-    """Worker to node: digests that an order has led to, ahead of its Sent; or Verify, ahead of its Verified."""
+    """Worker to node: digests of an order, ahead of its Sent, or of a Verify, ahead of its Verified."""
 
     type: Literal["digested"] = "digested"
     rank: Rank
     order: NonNegative = 0
-    """That of Send; 0 for Verify."""
+    """The order of the Send; 0 for Verify."""
     digests: Annotated[tuple[PageDigests, ...], Field(max_length=MAX_DIGESTS)]
 
 
-class Verified(RoomMessage):
+class Verified(RoomMessage, Outcome):
     """Worker to node: all digests that Verify asked for have been reported, or why they could not be computed."""
 
     type: Literal["verified"] = "verified"
     rank: Rank
     seconds: dict[str, float] = Field(default_factory=dict)
     """`verify`: from the order to its end; `verify_busy`: computing."""
-    error_code: str = ""
-    error: Text = ""
 
 
 class PageMove(FrozenModel):
-    """Pages on the device and their twins in host memory, in the same order."""
+    """Pages on the device and their host copies, in the same order."""
 
     device: WireTable
     twins: WireTable
 
 
 class CopyPages(FrozenModel):
-    """Node to worker: copy what device pages hold to their twins, as far as that is yours; answered by PagesCopied.
+    """Node to worker: copy your part of device pages to host memory; answered by PagesCopied.
 
-    What was to be written to the device pages has been. Of what every rank of a stage holds whole, each copies its share.
+    The device pages are final. The ranks of a stage divide among them what each of them holds whole.
     """
 
     type: Literal["copy_pages"] = "copy_pages"
     order: Positive
     moves: Annotated[tuple[PageMove, ...], Field(max_length=MAX_MOVES)]
     link_share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Copy at most so much of the time: the link to the device is there for transfers, too."""
+    """Copy for at most this share of the time, since transfers need the link to the device, too."""
 
 
-class PagesCopied(FrozenModel):
-    """Worker to node: how an order to copy pages ended. Without an error the twins hold, by proof, what is this rank's to copy."""
+class PagesCopied(Outcome):
+    """Worker to node: how CopyPages ended. Without an error the host copies hold, by proof, this rank's part."""
 
     type: Literal["pages_copied"] = "pages_copied"
     rank: Rank
     order: Positive
     bytes: NonNegative = 0
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """While a part of it was being copied; without the pauses that leave the link to others."""
-    error_code: str = ""
-    error: Text = ""
+    """The time during which something was being copied, without the pauses that leave the link to others."""
     quiet: bool = True
-    """False: the device may still write to the twins. The same answer comes again, with True, as soon as it does not."""
+    """False: the device may still write to the host copies. The same answer comes again, with True, when it does not."""
 
 
 class CloseRoom(RoomMessage):
-    """Node to worker: forget the room; what is in flight is aborted, and RoomClosed is the proof that it is quiet."""
+    """Node to worker: forget the room and abort what is in flight; RoomClosed proves that the room is quiet."""
 
     type: Literal["close_room"] = "close_room"
     all_sent: bool = False
-    """Every order of the room has ended well, so there is nothing to prove: it is forgotten, and not answered."""
+    """Every order of the room has ended well, so there is nothing to prove, and no answer."""
 
 
 class RoomClosed(RoomMessage):
-    """Worker to node: the room is forgotten and nothing of it is being read or sent (`quiet`).
+    """Worker to node: the room is forgotten, and nothing of it is being read or sent (`quiet`).
 
-    Or something may be until a transport that would not become quiet has been torn down (`reason` says which); it is said
-    again then, with `quiet`.
+    Not `quiet`: something may be, until the transport that `reason` names has been torn down. RoomClosed comes again then.
     """
 
     type: Literal["room_closed"] = "room_closed"
@@ -312,11 +308,11 @@ class RenewEndpoints(FrozenModel):
     type: Literal["renew_endpoints"] = "renew_endpoints"
     epoch: Positive
     transports: TransportNames = ()
-    """Those of these transports; empty: of all."""
+    """Endpoints of these transports only; empty: of all."""
 
 
 class RevokeEndpoints(FrozenModel):
-    """Node to worker: let nobody write any more by means of an endpoint of an epoch earlier than this one."""
+    """Node to worker: let nobody write any more through an endpoint of an earlier epoch."""
 
     type: Literal["revoke_endpoints"] = "revoke_endpoints"
     before_epoch: Positive
@@ -325,7 +321,7 @@ class RevokeEndpoints(FrozenModel):
 
 
 class EndpointsRevoked(FrozenModel):
-    """Worker to node: nobody can write to this rank by means of an endpoint of an epoch earlier than this one."""
+    """Worker to node: nobody can write to this rank through an endpoint of an earlier epoch."""
 
     type: Literal["endpoints_revoked"] = "endpoints_revoked"
     rank: Rank

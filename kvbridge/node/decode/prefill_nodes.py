@@ -18,7 +18,7 @@ from kvbridge.core.errors import (
 )
 from kvbridge.core.ids import Rank
 from kvbridge.core.prefixes import identity_conflict
-from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
+from kvbridge.core.wire.features import FEATURES, Features, agree
 from kvbridge.core.wire.messages import (
     MAX_PACKED_NODE_BYTES,
     Digests,
@@ -123,7 +123,7 @@ class PrefillNodes:
     describe: Callable[[], NodeDescription]
     links: Links
     events: EventStream
-    features: Features = PEER_FEATURES
+    features: Features = FEATURES
     """What we have, and require of prefill nodes."""
     writers: Writers = field(init=False)
     """Hears of nodes that have answered or are gone, and of what they say about rooms; set before anybody is asked for."""

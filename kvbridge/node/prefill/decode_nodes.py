@@ -26,7 +26,8 @@ from kvbridge.core.geometry.components import ModelGeometry
 from kvbridge.core.geometry.manifest import check_manifest, first_difference
 from kvbridge.core.ids import Rank, Role
 from kvbridge.core.prefixes import identity_conflict
-from kvbridge.core.wire.features import PEER_FEATURES, Features, agree
+from kvbridge.core.wire.codec import unpack_rank
+from kvbridge.core.wire.features import FEATURES, Features, agree
 from kvbridge.core.wire.messages import (
     REASON_CHARS,
     Abort,
@@ -41,7 +42,6 @@ from kvbridge.core.wire.messages import (
     Rejected,
     Welcome,
 )
-from kvbridge.core.wire.packed_ranks import unpack_rank
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PathsChanged, PeerConnected
 from kvbridge.node.workers import WorkerSet
 from kvbridge.telemetry.facts import PathLost, PathsFound, PeerAccepted, PeerLost, PeerRejected
@@ -218,7 +218,7 @@ class DecodeNodes:
 
     def _agree(self, node: NodeDescription, theirs: Features) -> tuple[str, ...]:
         us, them = f"prefill instance {self.introduction.instance}", f"decode instance {node.instance}"
-        return agree(PEER_FEATURES, theirs, us=us, them=them)
+        return agree(FEATURES, theirs, us=us, them=them)
 
     # ------------------------------------------------------------------ checks of introductions
 

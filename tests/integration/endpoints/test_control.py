@@ -15,8 +15,8 @@ import zmq
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.operations import Amount
-from kvbridge.core.wire.codec import MAX_FRAME_BYTES, PEER
-from kvbridge.core.wire.features import PEER_FEATURES
+from kvbridge.core.wire.codec import MAX_FRAME_BYTES, PEER, pack_rank, unpack_rank
+from kvbridge.core.wire.features import FEATURES
 from kvbridge.core.wire.messages import (
     Abort,
     Done,
@@ -28,7 +28,6 @@ from kvbridge.core.wire.messages import (
     Welcome,
     WireTable,
 )
-from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from tests.helpers.cluster import eventually
 from tests.helpers.later_release import LaterCodec
 from tests.helpers.live_rooms import LiveCluster, ends, http, metric, refuses, report, status
@@ -232,7 +231,7 @@ def test_a_decode_node_of_a_later_release_that_lacks_a_feature_is_met(
     raw.codec = LaterCodec.of(PEER)
     raw.send(raw.introduction(real))
     answer = raw.take(Welcome)
-    assert answer.features == PEER_FEATURES
+    assert answer.features == FEATURES
     raw.recipient = answer.incarnation
     raw.send(Abort(room=4712, generation=1, code="aborted", message="mine"))
     raw.take(Drained, 4712)

@@ -21,7 +21,7 @@ from kvbridge.control.local import framed
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import REQUEST_SPACES, IndexSpace
 from kvbridge.core.plan.operations import Amount
-from kvbridge.core.wire.codec import ENGINE_TO_NODE, PEER, WORKER_TO_NODE, MessageCodec
+from kvbridge.core.wire.codec import ENGINE_TO_NODE, PEER, WORKER_TO_NODE, MessageCodec, pack_rank, unpack_rank
 from kvbridge.core.wire.messages import (
     MAX_NODE_RANKS,
     Abort,
@@ -34,7 +34,6 @@ from kvbridge.core.wire.messages import (
     Rejected,
     Welcome,
 )
-from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from tests.fuzz.decoders import MESSAGES
 from tests.helpers.cluster import DaemonProcess, eventually
 from tests.helpers.live_rooms import LiveCluster, ends, frames_refused, http, metric, refuses, report

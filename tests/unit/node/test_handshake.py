@@ -10,9 +10,9 @@ from kvbridge.core.errors import UnauthorizedError
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.prefixes import ModelIdentity
-from kvbridge.core.wire.features import PEER_FEATURES, Features
+from kvbridge.core.wire.codec import pack_rank
+from kvbridge.core.wire.features import FEATURES, Features
 from kvbridge.core.wire.messages import Failed, Hello, Offer, RankDescription, Rejected, Welcome, WireTable
-from kvbridge.core.wire.packed_ranks import pack_rank
 from kvbridge.core.wire.worker_messages import ConnectPeer, DisconnectPeer, PathsChanged, PeerConnected
 from kvbridge.node.prefill import decode_nodes
 from kvbridge.node.prefill.decode_nodes import ClaimedName, DecodeNodes, check_name
@@ -274,9 +274,9 @@ def test_what_waits_is_bounded(count, payload_bytes):
 def test_an_older_decode_node_is_welcomed_with_what_both_have(monkeypatch):
     side = PrefillSide()
     side.introduce()
-    assert pick(side.messages, Welcome, DECODE)[0].features == PEER_FEATURES
+    assert pick(side.messages, Welcome, DECODE)[0].features == FEATURES
     assert side.nodes.peers()[0].features == ()
-    monkeypatch.setattr(decode_nodes, "PEER_FEATURES", Features(has=("digests",)))
+    monkeypatch.setattr(decode_nodes, "FEATURES", Features(has=("digests",)))
     side.hello(features=Features(has=("digests", "later")))
     assert side.nodes.peers()[0].features == ("digests",)
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvbridge.core.errors import BridgeError, FeatureError, InvalidInputError
 from kvbridge.core.prefixes import ModelIdentity
-from kvbridge.core.wire.features import PEER_FEATURES, Features
+from kvbridge.core.wire.features import FEATURES, Features
 from kvbridge.core.wire.messages import Heartbeat, Hello, Rejected
 from kvbridge.node.decode import prefill_nodes
 from kvbridge.node.decode.prefill_nodes import PrefillNodes
@@ -21,7 +21,7 @@ ONE, TWO = ModelIdentity(name="m", revision="1"), ModelIdentity(name="m", revisi
 
 
 class DecodeSide:
-    def __init__(self, features: Features = PEER_FEATURES, **about) -> None:
+    def __init__(self, features: Features = FEATURES, **about) -> None:
         self.events = RecordedEvents()
         self.opened: list[object] = []
         self.closed: list[object] = []

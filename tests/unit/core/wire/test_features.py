@@ -6,9 +6,8 @@ import msgpack
 import pytest
 
 from kvbridge.core.errors import FeatureError, errors_by_code
-from kvbridge.core.wire.codec import Envelope
+from kvbridge.core.wire.codec import Envelope, pack_rank, unpack_rank
 from kvbridge.core.wire.features import Features, agree
-from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from tests.fuzz.decoders import DESCRIPTION, ME, MESSAGES, YOU
 from tests.helpers.later_release import LaterCodec
 

@@ -12,7 +12,7 @@ from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.manifest import check_manifest
 from kvbridge.core.geometry.models import PRESETS, preset
 from kvbridge.core.ids import IndexSpace, Role
-from kvbridge.core.wire.codec import PEER, Envelope
+from kvbridge.core.wire.codec import PEER, Envelope, pack_rank, unpack_rank
 from kvbridge.core.wire.messages import (
     MAX_NODE_RANKS,
     MAX_PACKED_NODE_BYTES,
@@ -22,7 +22,6 @@ from kvbridge.core.wire.messages import (
     RankDescription,
     TransportEndpoint,
 )
-from kvbridge.core.wire.packed_ranks import pack_rank, unpack_rank
 from tests.helpers.manifests import Instance, Layout
 
 PAGES = dict.fromkeys(IndexSpace, 4_000)
