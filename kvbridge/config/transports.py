@@ -169,8 +169,8 @@ class LocalSettings(FrozenModel):
     device_slice_bytes: Annotated[int, Field(ge=65536, le=1 << 30)] = 128 * MIB
     """Given to a device at a time (2.4 ms over a PCIe 5 link), four times at most; an abort waits for what was given."""
     copy_kernel_below_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = 256 * 1024
-    """On a device, shorter operations are copied by a kernel and the others by its copy engines. The engines take about 2 us for
-    each operation, the kernel takes a share of the device from whatever else it computes."""
+    """A device copies a transfer by a kernel where operations are shorter on average, else by its copy engines. The engines take
+    about 2 us for each operation, the kernel takes a share of the device from whatever else it computes."""
     copy_kernel_blocks: Annotated[int, Field(ge=1, le=1024)] = 16
     """Blocks of the copy kernel, of 1,024 threads or fewer. 8 fill a PCIe 5 link; between devices more are faster."""
     connect_timeout_s: Seconds = 5.0

@@ -11,8 +11,7 @@ from kvbridge.core.errors import ConfigError
 from kvbridge.core.geometry.components import Component, ComponentKind, ModelGeometry
 from kvbridge.core.geometry.tiers import needs_checkpoints, twin_components
 from kvbridge.core.ids import IndexSpace
-from kvbridge.pool.memory.layout import Chunking, RankPart, twin_placement
-from kvbridge.pool.memory.placement import Placement
+from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, twin_placement
 from kvbridge.tier.copies import copy_backend
 
 UNREGISTERED = Chunking(extent_bytes=1 << 60)

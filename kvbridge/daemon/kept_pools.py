@@ -27,8 +27,8 @@ from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner
 from kvbridge.pool.memory.extent import Progress
 from kvbridge.pool.memory.kept_files import KeptFiles
-from kvbridge.pool.memory.placement import Placement
-from kvbridge.pool.memory.pools import MappedPool
+from kvbridge.pool.memory.layout import Placement
+from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.residence import Pages
 from kvbridge.tier.twins import Twins
@@ -97,12 +97,12 @@ class KeptPools:
         self.found, self._old = Contents(), {}
         self.files.remove_pools(besides=self.header.incarnation)
 
-    def pool(self, placement: Placement, name: str, on_progress: Progress) -> MappedPool:
+    def pool(self, placement: Placement, name: str, on_progress: Progress) -> MemoryPool:
         """Take a pool over, or make it. Raises RegistrationError when it can neither be had nor made."""
         prefix = self.files.new_path(f"{self.header.incarnation}.{name}")
         pool = self._take_over(placement, name, prefix, on_progress) if self._old else None
         if pool is None:
-            pool = MappedPool.create(placement, prefix.parent, prefix.name, on_progress=on_progress)
+            pool = MemoryPool.in_files(placement, prefix.parent, prefix.name, on_progress=on_progress)
         pool.leave()  # the end of this process, at any moment, leaves what the journal says
         made = tuple(
             KeptFile(name=f"{name}.{planned.name}", length_bytes=planned.length_bytes, inode=mapping.path.stat().st_ino)
@@ -111,10 +111,10 @@ class KeptPools:
         self.header = self.header.model_copy(update={"files": (*self.header.files, *made)})
         return pool
 
-    def _take_over(self, placement: Placement, name: str, prefix: Path, on_progress: Progress) -> MappedPool | None:
+    def _take_over(self, placement: Placement, name: str, prefix: Path, on_progress: Progress) -> MemoryPool | None:
         try:
             old = [self._old[f"{name}.{planned.name}"] for planned in placement.mappings]
-            return MappedPool.take_over(placement, old, prefix, wait_s=self.wait_s, on_progress=on_progress)
+            return MemoryPool.taken_over(placement, old, prefix, wait_s=self.wait_s, on_progress=on_progress)
         except (KeyError, RegistrationError) as error:
             self.refuse(str(error))
             return None

@@ -26,11 +26,10 @@ from kvbridge.daemon.twin_journal import KeptHeader
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.pool.memory.kept_files import ForeignFilesError, KeptFiles, discard_files
-from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
+from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, device_placement, host_placement
 from kvbridge.pool.memory.leftovers import POOL_PREFIX
 from kvbridge.pool.memory.memory_limits import why_not_memory
-from kvbridge.pool.memory.placement import Placement
-from kvbridge.pool.memory.pools import MappedPool
+from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 
 log = structlog.get_logger(__name__)
@@ -300,12 +299,12 @@ class NodeMemory:
             self.close()
             raise
 
-    def _make(self, placement: Placement, name: str, prefix: Path, report: Progress) -> MappedPool:
+    def _make(self, placement: Placement, name: str, prefix: Path, report: Progress) -> MemoryPool:
         if self.kept is not None and placement in (self.layout.host, self.layout.twins):
             return self.kept.pool(placement, name, report)
-        return MappedPool.create(placement, prefix.parent, f"{prefix.name}.{name}", on_progress=report)
+        return MemoryPool.in_files(placement, prefix.parent, f"{prefix.name}.{name}", on_progress=report)
 
-    def _have(self, whose: Rank | str, pool: MappedPool) -> None:
+    def _have(self, whose: Rank | str, pool: MemoryPool) -> None:
         self._stack.callback(pool.close)
         self._share(pool)
         if isinstance(whose, Rank):
@@ -317,7 +316,7 @@ class NodeMemory:
         else:
             self.twins = pool.shared_regions()
 
-    def _share(self, pool: MappedPool) -> None:
+    def _share(self, pool: MemoryPool) -> None:
         if self.group is not None:
             for mapping in pool.mappings:
                 mapping.share(self.group)

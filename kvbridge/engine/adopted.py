@@ -18,7 +18,7 @@ from kvbridge.core.geometry.components import Component, ComponentKind
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.worker.lifecycle import NoNodeError, UnclosedError, serve_rank
-from kvbridge.worker.link import NodeLink, open_node_link
+from kvbridge.worker.rank import NodeLink, open_node_link
 
 log = structlog.get_logger(__name__)
 

@@ -44,7 +44,7 @@ from kvbridge.engine.streams import (
 )
 from kvbridge.engine.views import Part, PoolViews
 from kvbridge.pool.memory.extent import Progress, ignore_progress
-from kvbridge.pool.memory.sharing import MappedRegions
+from kvbridge.pool.memory.pools import MappedRegions
 from kvbridge.telemetry.logs import leave_standard_output
 from kvbridge.tier.keys import Keys, PrefixIdentity, TokenIds, page_keys
 

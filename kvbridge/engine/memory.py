@@ -17,11 +17,10 @@ from kvbridge.core.wire.features import FEATURES, agree
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.engine.link import EngineLink
 from kvbridge.engine.views import PoolViews
-from kvbridge.pool.memory.adopted_pool import AdoptedPool
 from kvbridge.pool.memory.extent import Progress
-from kvbridge.pool.memory.host_registration import HostRegistration
+from kvbridge.pool.memory.gpu_memory import HostRegistration
 from kvbridge.pool.memory.layout import RankPart
-from kvbridge.pool.memory.sharing import MappedRegions
+from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
 
 RETRY_PAUSE_S = 0.05
 
@@ -44,7 +43,9 @@ class EngineMemory:
 
     def register(self, device: int, on_progress: Progress) -> None:
         """Page-lock the mapped host memory for a GPU."""
-        self._registration = HostRegistration(self.mapped.mappings, device=device, on_progress=on_progress)
+        self._registration = HostRegistration(
+            self.mapped.mappings, extents=self.mapped.extents(), device=device, on_progress=on_progress
+        )
 
     def close(self) -> None:
         """Drop the views and unmap the memory. Tensors that came from the views must not be used any more."""
@@ -93,4 +94,4 @@ def adopted_pages(answer: Attached, rank: Rank, given: Sequence[Region]) -> tupl
     """Check an adopted rank's memory here as well as in its worker, so that the caller gets the error."""
     part = RankPart(rank=rank, pp_size=answer.pp_size, tp_size=answer.tp_size, layers=answer.layers[str(rank)])
     on_host = {shared.region.component for shared in answer.host}
-    return AdoptedPool(answer.geometry, part, given, exclude=on_host).regions()
+    return MemoryPool.adopted(answer.geometry, part, given, exclude=on_host).regions()

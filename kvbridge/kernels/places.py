@@ -45,15 +45,8 @@ class PageMemory:
 
     @classmethod
     def of(cls, region: Region) -> Self:
-        """The pages of a manifest's region, whose addresses must be those of this process.
-
-        Extents that follow one another are one here: they are registrations for a network card, and nothing to a processor.
-        """
-        first, stride = region.extent_addresses[0], region.page_stride_bytes
-        extent_bytes = region.pages_per_extent * stride
-        if all(address == first + index * extent_bytes for index, address in enumerate(region.extent_addresses)):
-            return cls.contiguous(first, page_count=region.page_count, page_stride_bytes=stride)
-        return cls(region.extent_addresses, region.pages_per_extent, stride, region.page_count)
+        """The pages of a manifest's region, whose addresses must be those of this process."""
+        return cls(region.extent_addresses, region.pages_per_extent, region.page_stride_bytes, region.page_count)
 
     @classmethod
     def contiguous(cls, address: int, *, page_count: int, page_stride_bytes: int) -> Self:

@@ -20,7 +20,6 @@ from kvbridge.kernels.cuda.segments import StagingPool
 from kvbridge.kernels.page_copies import CudaPageCopier
 from kvbridge.kernels.places import IdPairs, PagePair
 from kvbridge.kernels.reference import copy_each
-from kvbridge.pool.memory.host_registration import Range, registered_ranges
 
 IdLists = Sequence[tuple[PageIdArray, PageIdArray]]
 """For each list that pairs name: ids of the pages that are read and of those that are written."""
@@ -171,18 +170,10 @@ class DirectCopies(DeviceCopies):
     def __init__(self, device: int, pairs: Sequence[PagePair]) -> None:
         super().__init__(device)
         self._addresses = _Addresses(pairs)
-        self._ranges = tuple(registered_ranges())
 
     def copy(self, lists: IdLists, *, stream: int) -> int:
         """Submit one batch; `stream` is not the default one."""
-        operations = split_at_registrations(self._addresses.operations(lists), self._ranges)
-        runtime.copy_batch(
-            operations.destination.tolist(),
-            operations.source.tolist(),
-            operations.length.tolist(),
-            device=self._device,
-            stream=stream,
-        )
+        runtime.copy_batch(self._addresses.operations(lists), device=self._device, stream=stream)
         return self._record(stream)
 
 
@@ -197,17 +188,6 @@ def joined(pairs: Sequence[PagePair]) -> list[PagePair]:
             pair = PagePair(last.source, last.destination, whole, last.group, last.table)  # noqa: PLW2901 - what was two is one
         found.append(pair)
     return found
-
-
-def split_at_registrations(operations: Operations, ranges: Sequence[Range]) -> Operations:
-    """Cut operations where host memory that was registered as one piece ends: copy engines refuse what crosses into the next.
-
-    `ranges` are (address, bytes) of mappings, which are registered in chunks of `runtime.REGISTER_CHUNK_BYTES`.
-    """
-    for address, length_bytes in ranges:
-        for side in ("source", "destination"):
-            operations = _split(operations, side, address, length_bytes)
-    return operations
 
 
 # ------------------------------------------------------------------------------------------- inside
@@ -291,24 +271,6 @@ def _form(pair: PagePair) -> tuple[int, bool]:
     sides = pair.source, pair.destination
     dense = all(len(side.extent_addresses) == 1 and side.page_stride_bytes == pair.page_bytes for side in sides)
     return pair.table, dense
-
-
-def _split(operations: Operations, side: str, address: int, length_bytes: int) -> Operations:
-    columns = np.array([operations.source, operations.destination, operations.length])
-    here = 0 if side == "source" else 1
-    begin, edge, done = np.uint64(address), np.uint64(runtime.REGISTER_CHUNK_BYTES), list[npt.NDArray[np.uint64]]()
-    while True:
-        inside = (columns[here] >= begin) & (columns[here] < np.uint64(address + length_bytes))
-        room = edge - (columns[here] - begin) % edge
-        crossing = inside & (columns[2] > room)
-        if not crossing.any():
-            return Operations(*np.concatenate([*done, columns], axis=1)) if done else Operations(*columns)
-        cut = room[crossing]
-        head = columns[:, crossing].copy()
-        head[2] = cut
-        done.append(head)
-        columns[:2, crossing] += cut
-        columns[2, crossing] -= cut
 
 
 def _require_known(ticket: int, last: int) -> None:

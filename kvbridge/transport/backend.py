@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import weakref
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import structlog
 from pydantic import BaseModel, ValidationError
@@ -16,21 +17,26 @@ from kvbridge.core.errors import ConfigError, InvalidInputError, RegistrationErr
 from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport import extents
-from kvbridge.transport.base import Connection, Endpoint, Peer, Steps, Transfer, Transport
+from kvbridge.transport.base import Connection, Endpoint, Peer, Transfer, Transport
+from kvbridge.transport.calls import Call
 
 log = structlog.get_logger(__name__)
+
+
+PeerT = TypeVar("PeerT", bound="KnownPeer")
+ContentT = TypeVar("ContentT", bound=BaseModel)
 
 
 class KnownPeer(Protocol):
     """What a backend knows of a connected peer."""
 
     @property
+    def label(self) -> str:
+        """Its name in messages."""
+
+    @property
     def extents(self) -> extents.Extents:
         """Its memory, as announced."""
-
-
-PeerT = TypeVar("PeerT", bound=KnownPeer)
-ContentT = TypeVar("ContentT", bound=BaseModel)
 
 
 class Backend(Transport, Generic[PeerT]):
@@ -54,10 +60,17 @@ class Backend(Transport, Generic[PeerT]):
         self._memory = joined
 
     def connect(self, endpoint: Endpoint) -> Connection:
-        return Connection(self._connect(endpoint))
+        return _Connecting(self, endpoint)
+
+    def take(self, known: PeerT) -> Peer:
+        """Return the handle of a peer that has been connected."""
+        self._require_open()
+        peer = Peer(known.label)
+        self._peers[peer] = known
+        return peer
 
     def disconnect(self, peer: Peer) -> None:
-        """See `Transport.disconnect`. Transfers that are still active are aborted; their owner keeps polling them."""
+        """Transfers that are still active are aborted; their owner keeps polling them."""
         self._known(peer)
         for transfer, to in list(self._transfers.items()):
             if to is peer:
@@ -77,8 +90,8 @@ class Backend(Transport, Generic[PeerT]):
         """Register memory that overlaps none: all of it, or raise a TransportError."""
 
     @abstractmethod
-    def _connect(self, endpoint: Endpoint) -> Steps[Peer]:
-        """The steps of `connect`."""
+    def begin_connect(self, endpoint: Endpoint) -> Call[PeerT]:
+        """Read an endpoint and return the call that connects it. Raises TransportError, InvalidInputError."""
 
     def _checked(self, peer: Peer, operations: Operations) -> PeerT:
         """Return what is known of a peer to which operations are to go. Raises InvalidInputError, TransportError."""
@@ -98,6 +111,24 @@ class Backend(Transport, Generic[PeerT]):
         if known is None:
             raise InvalidInputError(f"{peer!r} is not connected to this {self.name} transport; connect it first")
         return known
+
+
+class _Connecting(Connection):
+    """A call of a backend that connects a peer; it begins with the first poll."""
+
+    def __init__(self, backend: Backend[PeerT], endpoint: Endpoint) -> None:
+        self._begin = partial(backend.begin_connect, endpoint)
+        self._take: Callable[[Any], Peer] = backend.take
+        self._call: Call[Any] | None = None
+
+    def poll(self) -> Peer | None:
+        if self._call is None:
+            self._call = self._begin()
+        return self._take(self._call.result()) if self._call.done() else None
+
+    def cancel(self) -> None:
+        if self._call is not None:
+            self._call.give_up()
 
 
 def labels(memory: Sequence[Extent]) -> str:

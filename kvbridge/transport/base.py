@@ -14,19 +14,14 @@ none of them can use an earlier one any more.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar
 
 from kvbridge.core.ids import FrozenModel
 from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.extent import Extent
-
-T = TypeVar("T")
-
-Steps = Generator[None, None, T]
-"""Work in short steps: it yields wherever it has to wait, and returns its result."""
 
 
 class Endpoint(FrozenModel):
@@ -80,39 +75,26 @@ class Transfer(ABC):
         """Submit nothing further; the transfer then ends as after a failure. Harmless on a terminal transfer."""
 
 
-class Peer(ABC):
-    """A connected remote transport; made by `Transport.connect`."""
+class Peer:
+    """A connected remote transport; made by `Transport.connect`. The transport keeps what it knows of the peer, not this handle."""
 
-    transport_name: ClassVar[str]
+    def __init__(self, label: str = "") -> None:
+        self._label = label
+
+    def __repr__(self) -> str:
+        return f"<{self._label or 'Peer'}>"
 
 
-class Pending(Generic[T]):
-    """Work that takes time and whose caller has more to do: polled until it has a result or fails."""
+class Connection(ABC):
+    """A peer that is being connected: polled until there is one. Used by the thread that uses the transport."""
 
-    def __init__(self, steps: Steps[T]) -> None:
-        """Nothing is done before the first poll. A step blocks for a few milliseconds at most."""
-        self._steps = steps
+    @abstractmethod
+    def poll(self) -> Peer | None:
+        """Return the peer once it is connected, and raise what made that impossible; each only once. Never blocks."""
 
-    def __iter__(self) -> Steps[T]:
-        """For `yield from`, when it is a part of other work."""
-        return self._steps
-
-    def poll(self) -> T | None:
-        """Do the next step. Returns the result once there is one and raises what made it impossible; each only once."""
-        try:
-            next(self._steps)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        return None
-
+    @abstractmethod
     def cancel(self) -> None:
         """Give it up, and undo what has been done. Harmless when it has ended."""
-        self._steps.close()
-
-
-Connection = Pending[Peer]
-"""A peer that is being connected."""
 
 
 class Transport(ABC):
@@ -148,7 +130,7 @@ class Transport(ABC):
 
         Polling the connection returns the peer, or raises TransportError when it cannot be reached or is not on the
         required host, InvalidInputError for our own endpoint. Transfers to other peers go on meanwhile: whatever waits for the
-        peer waits on another thread, or between two polls. Connecting again to a newer incarnation of the same peer is a new
+        peer waits on another thread (`calls`). Connecting again to a newer incarnation of the same peer is a new
         connection; the old one is to be disconnected first.
         """
 

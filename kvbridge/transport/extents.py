@@ -20,6 +20,8 @@ from kvbridge.pool.memory.extent import Extent
 AddressRange = tuple[int, int]
 """(address, bytes) of one registration."""
 
+IndexArray = npt.NDArray[np.intp]
+
 
 class Extents:
     """A set of extents that do not overlap; never changed.
@@ -51,41 +53,35 @@ class Extents:
         """Return these and some more. Raises InvalidInputError when one overlaps another."""
         return Extents(self._whose, [*self.ranges, *((part.address, part.length_bytes) for part in memory)])
 
+    def find(self, addresses: AddressArray) -> IndexArray:
+        """Return which of `ranges` each address lies in; all of them have been checked."""
+        return np.searchsorted(self._starts, addresses, side="right") - 1
+
     def require(self, addresses: AddressArray, lengths: AddressArray) -> None:
         """Raise InvalidInputError, naming the first offender, unless each range is not empty and within one extent."""
-        if self._within_one(addresses, lengths):
+        if not len(addresses) or self._within_one(addresses, lengths):
             return
-        outside = self._outside(addresses, lengths)
-        if not outside.any():
-            return
-        first = int(outside.argmax())
-        raise InvalidInputError(
-            f"{int(outside.sum())} of {len(addresses)} operations leave the registered memory of {self._whose}; "
-            f"the first is operation {first}, {_range(int(addresses[first]), int(lengths[first]))}. "
-            "Nothing was submitted"
-        )
+        inside = np.zeros(len(addresses), dtype=np.bool_)
+        if len(self):
+            found = self.find(addresses)
+            stops = self._stops[found]  # of the last extent where there is none; masked below
+            inside = (found >= 0) & (addresses < stops) & (lengths > 0) & (lengths <= stops - addresses)
+        if not inside.all():
+            first = int(inside.argmin())
+            raise InvalidInputError(
+                f"{int((~inside).sum())} of {len(addresses)} operations leave the registered memory of {self._whose}; "
+                f"the first is operation {first}, {_range(int(addresses[first]), int(lengths[first]))}. "
+                "Nothing was submitted"
+            )
 
     def _within_one(self, addresses: AddressArray, lengths: AddressArray) -> bool:
-        """Whether all ranges together lie in one extent, which is the usual case and quicker to see."""
-        if not len(self) or not len(addresses) or not lengths.all():
+        """Return whether all ranges together lie in one extent, which is the usual case and quicker to see."""
+        if not len(self) or not lengths.all():
             return False
-        lowest, highest = int(addresses.min()), int(addresses.max())
-        extent = int(np.searchsorted(self._starts, np.uint64(lowest), side="right")) - 1
-        if extent < 0 or highest >= int(self._stops[extent]):
+        extent = int(np.searchsorted(self._starts, addresses.min(), side="right")) - 1
+        if extent < 0 or addresses.max() >= self._stops[extent]:
             return False
-        room = self._stops[extent] - addresses
-        return bool((lengths <= room).all())
-
-    def _outside(self, addresses: AddressArray, lengths: AddressArray) -> npt.NDArray[np.bool_]:
-        if not len(self):
-            return np.ones(len(addresses), dtype=np.bool_)
-        position = np.searchsorted(self._starts, addresses, side="right")
-        extent = np.maximum(position, 1) - 1
-        room = self._stops[extent] - addresses  # meaningless (wrapped) where the address is outside; masked below
-        inside: npt.NDArray[np.bool_] = (
-            (position > 0) & (addresses < self._stops[extent]) & (lengths > 0) & (lengths <= room)
-        )
-        return ~inside
+        return bool((lengths <= self._stops[extent] - addresses).all())
 
 
 def _range(address: int, length: int) -> str:

@@ -10,24 +10,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, MutableSequence
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 from kvbridge.core.errors import TransportError
-from kvbridge.transport.background import start_thread
 from kvbridge.transport.base import Transfer, TransferState, TransferStatus
+from kvbridge.transport.calls import start_thread
 from kvbridge.transport.windowed import WindowedTransfer
 
 IDLE_WAIT_S = 1.0
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 0.00005, 0.0004
 """Between two rounds in which nothing was started and nothing ended; doubled each time, so that a page is answered for at once and
 a long transfer is not asked after more often than is good for it."""
-
-Chore = Callable[[], bool]
-"""Does a step of some milliseconds, and says whether there are more."""
-
-T = TypeVar("T")
 
 
 class PumpedTransfer(Transfer):
@@ -47,11 +41,11 @@ class PumpedTransfer(Transfer):
         return f"<PumpedTransfer: {self._status.state.value}, {self._inner!r}>"
 
     def poll(self) -> TransferStatus:
-        """See `Transfer.poll`; looks only."""
+        """Look only."""
         return self._status
 
     def abort(self, reason: str) -> None:
-        """See `Transfer.abort`; takes effect with the pump's next round."""
+        """Takes effect with the pump's next round."""
         self._stop = self._stop or reason
 
     def push(self) -> bool:
@@ -73,13 +67,12 @@ class PumpedTransfer(Transfer):
 
 
 class Pump:
-    """Pushes transfers until each is terminal; they take turns. Its thread starts with the first one, or the first chore."""
+    """Pushes transfers until each is terminal; they take turns. Its thread starts with the first one."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._changed = threading.Condition()
         self._active: list[PumpedTransfer] = []
-        self._chores: deque[Chore] = deque()
         self._closed = False
         self._thread: threading.Thread | None = None
         self._pause_s = SHORTEST_PAUSE_S
@@ -94,18 +87,11 @@ class Pump:
 
     def add(self, transfer: PumpedTransfer) -> None:
         """Push this transfer until it is terminal. Raises TransportError when the pump has ended, or cannot begin."""
-        self._queue(self._active, transfer)
-
-    def add_chore(self, chore: Chore) -> None:
-        """Do this whenever there is nothing to push. Raises TransportError when the pump has ended, or cannot begin."""
-        self._queue(self._chores, chore)
-
-    def _queue(self, queue: MutableSequence[T], item: T) -> None:
         with self._changed:
             self.require_open()
             if self._thread is None:
                 self._thread = start_thread(self._run, name=self._name)
-            queue.append(item)
+            self._active.append(transfer)
             self._changed.notify_all()
 
     def close(self, *, timeout_s: float) -> list[PumpedTransfer]:
@@ -136,11 +122,9 @@ class Pump:
 
     def _round(self) -> None:
         with self._changed:
-            if not self._active and not self._chores:
+            if not self._active:
                 self._changed.wait(IDLE_WAIT_S)
             active = list(self._active)
-        if not active:
-            self._do_chore()
         moved = False
         ended = set()
         for transfer in active:
@@ -157,13 +141,6 @@ class Pump:
         if ended:
             with self._changed:
                 self._active[:] = [transfer for transfer in self._active if transfer not in ended]
-
-    def _do_chore(self) -> None:
-        """A step of the first one; only this thread takes from the queue."""
-        if self._chores and not self._closed and self._chores[0]():
-            self._chores.rotate(-1)
-        elif self._chores:
-            self._chores.popleft()
 
     def _fail_unless_closed(self) -> None:
         """A defect has ended the thread, and its traceback tells of it: nobody pushes any more, so nothing is quiet."""

@@ -11,10 +11,11 @@ about in the order in which they were started: asking takes a lock of the librar
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -62,17 +63,26 @@ class PartlyStartedError(TransportError):
         self.stop = stop
 
 
-class Submitter(Protocol[HandleT]):
-    """A library's side of one transfer. Neither call blocks for longer than a fraction of a millisecond."""
+class Submitter(ABC, Generic[HandleT]):
+    """A library's side of one transfer. No call blocks for longer than a fraction of a millisecond."""
 
+    @abstractmethod
     def start(self, first: int, stop: int) -> HandleT:
         """Give the operations [first, stop) to the library; each call begins where the one before stopped.
 
         Raises TransportError when it took none of them, PartlyStartedError when that is not so, or not certain.
         """
 
+    @abstractmethod
     def check(self, handle: HandleT) -> Check:
         """Ask after a batch: the oldest one that is pending, or one that is stalled. Not called after DONE, FAILED or LOST."""
+
+    def waits_for(self) -> str:
+        """Say what has to be there before anything is started; empty when all is. Raises TransportError when it never will be."""
+        return ""
+
+    def end(self) -> None:
+        """Hear that the transfer has become terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,13 +240,9 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         self._settle()
         return self._status
 
-    def _waits_for(self) -> str:
-        """Say what has to be there before anything is started; empty when all is. Raises TransportError when it never will be."""
-        return ""
-
     def _go_on(self, submitter: Submitter[HandleT]) -> None:
         try:
-            missing = self._waits_for()
+            missing = submitter.waits_for()
         except TransportError as error:
             self._fail(str(error))
             return
@@ -366,8 +372,10 @@ class WindowedTransfer(Transfer, Generic[HandleT]):
         self._status = TransferStatus(state, error, in_transit)
         if error:
             self._status = replace(self._status, unconfirmed=self._left())
-        self._submitter = None
+        submitter, self._submitter = self._submitter, None
         self._in_flight.clear()
         self._stalled.clear()
         self._lost.clear()
         self._window.transfers -= 1
+        if submitter is not None:
+            submitter.end()

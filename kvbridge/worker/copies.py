@@ -27,9 +27,7 @@ from kvbridge.core.wire.worker_messages import CopyPages, PagesCopied
 from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.layout import RankPart
 from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier, backup_shares
-from kvbridge.worker.containment import contained
-from kvbridge.worker.link import NodeLink
-from kvbridge.worker.transports import RankIdentity
+from kvbridge.worker.rank import NodeLink, RankIdentity, contained
 
 log = structlog.get_logger(__name__)
 

@@ -21,9 +21,7 @@ from kvbridge.core.plan.pairing import LayerGroup, Stripe, held_groups
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.core.wire.worker_messages import Digested, Verified, Verify
 from kvbridge.kernels.digest import raw_checksums
-from kvbridge.worker.containment import contained
-from kvbridge.worker.link import NodeLink
-from kvbridge.worker.transports import RankIdentity
+from kvbridge.worker.rank import NodeLink, RankIdentity, contained
 
 SLICE_BYTES = 4 << 20
 """Computed between two looks at the transfers: 0.3 to 0.4 ms on one core, in host memory and pieces of 37 KiB and more."""

@@ -12,10 +12,9 @@ from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import Rank
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.core.wire.worker_messages import PathsChanged, PeerConnected, Rerouted
-from kvbridge.worker.link import NodeLink
 from kvbridge.worker.orders import Loss, Order
-from kvbridge.worker.paths import ConnectedPeer, Target
-from kvbridge.worker.peers import RankPeers
+from kvbridge.worker.peers import ConnectedPeer, RankPeers, Target
+from kvbridge.worker.rank import NodeLink
 
 
 class Failover:

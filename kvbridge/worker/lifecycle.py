@@ -28,10 +28,9 @@ from kvbridge.core.wire.worker_messages import (
 from kvbridge.telemetry.logs import configure_logs
 from kvbridge.transport.local.host import PROCESS_LOCK_FILES
 from kvbridge.transport.registry import create_transport
-from kvbridge.worker.link import NodeLink, open_node_link
 from kvbridge.worker.loop import RankWorker
 from kvbridge.worker.memory import WorkerMemory, bring_memory
-from kvbridge.worker.transports import RankIdentity, WorkerLimits
+from kvbridge.worker.rank import NodeLink, RankIdentity, WorkerLimits, open_node_link
 
 log = structlog.get_logger(__name__)
 

@@ -3,7 +3,7 @@
 When a transfer ends without being quiet, its transport is replaced (`worker/transports.py`): once the successor is there, what is
 new goes through that, and the old one is closed when what other peers have under way has ended. Only then is a room of it closed,
 or an order over that went on by another path (`worker/failover.py`). What goes wrong for one order or peer ends with that
-(`worker/containment.py`). The end of the node, and a transport that does not close, end the worker: its agents are torn down first.
+(`worker/rank.py`). The end of the node, and a transport that does not close, end the worker: its agents are torn down first.
 """
 
 from __future__ import annotations
@@ -42,19 +42,10 @@ from kvbridge.transport.base import Transport
 from kvbridge.worker.copies import PageCopies
 from kvbridge.worker.digests import Verifications
 from kvbridge.worker.failover import Failover
-from kvbridge.worker.link import NodeLink
-from kvbridge.worker.order_book import OrderBook
-from kvbridge.worker.orders import OpenedRoom, Order, RoomKey
-from kvbridge.worker.pause import Pauses
+from kvbridge.worker.orders import OpenedRoom, Order, OrderBook, RoomKey
 from kvbridge.worker.peers import RankPeers
-from kvbridge.worker.transports import (
-    Background,
-    RankIdentity,
-    RankTransports,
-    TransportFactory,
-    WorkerLimits,
-    in_background,
-)
+from kvbridge.worker.rank import NodeLink, Pauses, RankIdentity, WorkerLimits
+from kvbridge.worker.transports import Background, RankTransports, TransportFactory, in_background
 
 log = structlog.get_logger(__name__)
 

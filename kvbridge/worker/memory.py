@@ -14,13 +14,10 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.core.wire.worker_messages import WorkerSetup
-from kvbridge.pool.memory.adopted_pool import AdoptedPool
-from kvbridge.pool.memory.device_memory import export
 from kvbridge.pool.memory.extent import Extent, Progress
-from kvbridge.pool.memory.host_registration import HostRegistration
+from kvbridge.pool.memory.gpu_memory import HostRegistration, export
 from kvbridge.pool.memory.layout import RankPart, device_placement
-from kvbridge.pool.memory.pools import CudaPool
-from kvbridge.pool.memory.sharing import MappedRegions, registered_extents
+from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
 
 log = structlog.get_logger(__name__)
 
@@ -48,12 +45,12 @@ def bring_memory(
 ) -> WorkerMemory:
     """Map what the node owns, make what it asks for on the GPU, adopt what this process brings; `stack` undoes it.
 
-    Only device memory that was made stays: others may have it open until this process ends (see `CudaPool`). `on_progress`
+    Only device memory that was made stays: others may have it open until this process ends (see `MemoryPool`). `on_progress`
     hears how far page-locking the host pool and the twins has come. Raises RegistrationError, InvalidInputError, UnsupportedError.
     """
     mapped = stack.enter_context(MappedRegions((*setup.device, *setup.host)))
     kept = stack.enter_context(MappedRegions(setup.twins))
-    regions, extents = mapped.regions, registered_extents(mapped.regions, mapped.opened)
+    regions, extents = mapped.regions, mapped.extents()
     made: tuple[SharedRegion, ...] = ()
     part = RankPart(rank=setup.rank, pp_size=setup.pp_size, tp_size=setup.tp_size, layers=setup.layers)
     if setup.allocate is not None:
@@ -62,16 +59,20 @@ def bring_memory(
     if adopted:
         on_host = {shared.region.component for shared in setup.host}
         exported = _exported(adopted, stack, required=TransportName.LOCAL in settings.order)
-        ours = AdoptedPool(setup.geometry, part, adopted, exclude=on_host, shared=exported)
+        ours = MemoryPool.adopted(setup.geometry, part, adopted, exclude=on_host, shared=exported)
         regions, extents = regions + ours.regions(), [*extents, *ours.extents()]
     device = _gpu(regions)
     if device is not None:
         locked = (*mapped.mappings, *kept.mappings)
-        stack.enter_context(HostRegistration(locked, device=device, on_progress=on_progress))
+        stack.enter_context(
+            HostRegistration(
+                locked, extents=[*mapped.extents(), *kept.extents()], device=device, on_progress=on_progress
+            )
+        )
     return WorkerMemory(regions, tuple(extents), made, kept.regions)
 
 
-def _make(setup: WorkerSetup, part: RankPart, on_progress: Progress) -> CudaPool:
+def _make(setup: WorkerSetup, part: RankPart, on_progress: Progress) -> MemoryPool:
     request = setup.allocate
     assert request is not None
     placement = device_placement(
@@ -81,7 +82,7 @@ def _make(setup: WorkerSetup, part: RankPart, on_progress: Progress) -> CudaPool
         exclude=request.exclude,
         page_first=request.page_first,
     )
-    return CudaPool.create(placement, on_progress=on_progress)
+    return MemoryPool.on_gpu(placement, on_progress=on_progress)
 
 
 def _gpu(regions: Iterable[Region]) -> int | None:

@@ -8,21 +8,22 @@ it is there: one that connects and is lost again costs one room its second in so
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import structlog
 
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, TransportError
+from kvbridge.core.geometry.manifest import RankManifest
 from kvbridge.core.plan.neighbours import page_operations
 from kvbridge.core.plan.pairing import Pairing
 from kvbridge.core.wire.codec import unpack_rank
 from kvbridge.core.wire.messages import TransportEndpoint
-from kvbridge.transport.base import Endpoint, Peer, Pending, Steps, Transport
-from kvbridge.worker.containment import contained
-from kvbridge.worker.paths import ConnectedPeer, Target
-from kvbridge.worker.transports import RankIdentity, RankTransports
+from kvbridge.transport.base import Endpoint, Peer, Transport
+from kvbridge.worker.rank import RankIdentity, contained
+from kvbridge.worker.transports import RankTransports
 
 log = structlog.get_logger(__name__)
 
@@ -31,6 +32,90 @@ RANKS_AT_ONCE = 8
 STANDBY_AT_ONCE = 4
 """Further paths that are being connected, over all peers: nobody waits for them."""
 RETRY_S = 10.0
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""Work in short steps: it yields wherever it has to wait, and returns its result."""
+
+
+@dataclass(eq=False)
+class Target:
+    """One path to one rank of a connected peer."""
+
+    pairing: Pairing
+    transport: Transport
+    peer: Peer
+    endpoint: TransportEndpoint
+    manifest: RankManifest
+    lost: bool = False
+    """A transfer has failed by it, and it is used only as long as there is no other."""
+    told: dict[tuple[int, int], bool] = field(default_factory=dict)
+    """The rooms (with their generation) of which the node knows that they have left it, and whether something was in transit."""
+
+
+@dataclass(eq=False)
+class ConnectedPeer:
+    """One peer node, by its incarnation."""
+
+    name: str
+    ranks: tuple[bytes, ...]
+    """Packed, to see later which of them have changed."""
+    paths: dict[int, list[Target]] = field(default_factory=dict)
+    """By the ordinal of the rank in `ranks`; those of a rank in order of preference, at least one."""
+    wanted: dict[tuple[int, str], float] = field(default_factory=dict)
+    """Further paths, by ordinal and transport, and from when on each is to be connected.
+
+    0 for a path that was never there: it is tried once. One that was lost is tried until it is there.
+    """
+
+    @property
+    def targets(self) -> tuple[Target, ...]:
+        """The paths that are used, one to each rank, in the order of `ranks`."""
+        return tuple(self.target(ordinal) for ordinal in sorted(self.paths))
+
+    def target(self, ordinal: int) -> Target:
+        """The path to one rank that is used."""
+        paths = self.paths[ordinal]
+        return next((target for target in paths if not target.lost), paths[0])
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """By what each of its ranks is reached."""
+        return tuple(target.transport.name for target in self.targets)
+
+    @property
+    def standby(self) -> tuple[str, ...]:
+        """Transports by which every rank could be reached instead."""
+        others = [
+            {target.transport.name for target in paths if target is not self.target(ordinal) and not target.lost}
+            for ordinal, paths in self.paths.items()
+        ]
+        return tuple(sorted(set.intersection(*others))) if others else ()
+
+    def all_paths(self) -> Iterator[Target]:
+        """Every path to every rank."""
+        for paths in self.paths.values():
+            yield from paths
+
+
+class Pending(Generic[T]):
+    """Steps that are polled until they have a result or fail. Nothing is done before the first poll."""
+
+    def __init__(self, steps: Steps[T]) -> None:
+        self._steps = steps
+
+    def poll(self) -> T | None:
+        """Do the next step. Returns the result once there is one and raises what made it impossible; each only once."""
+        try:
+            next(self._steps)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        return None
+
+    def cancel(self) -> None:
+        """Give it up, and undo what has been done. Harmless when it has ended."""
+        self._steps.close()
 
 
 @dataclass(frozen=True)
@@ -369,4 +454,11 @@ class RankPeers:
         """A transport that meets a defect is one that does not connect: there may be others."""
         transport = self._transports[endpoint.transport]
         with contained("connecting", rank=str(self._identity.rank), peer=peer.name, transport=transport.name):
-            return (yield from transport.connect(Endpoint(transport=endpoint.transport, data=endpoint.data)))
+            connection = transport.connect(Endpoint(transport=endpoint.transport, data=endpoint.data))
+            try:
+                while (found := connection.poll()) is None:
+                    yield
+            except GeneratorExit:
+                connection.cancel()
+                raise
+            return found

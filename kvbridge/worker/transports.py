@@ -24,16 +24,13 @@ import structlog
 
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, TransportError
-from kvbridge.core.geometry.components import ModelGeometry
-from kvbridge.core.geometry.manifest import RankManifest, Region
-from kvbridge.core.ids import MemoryKind, Rank
+from kvbridge.core.ids import MemoryKind
 from kvbridge.core.wire.messages import TransportEndpoint
-from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.extent import Extent, Progress, ignore_progress
-from kvbridge.transport.background import start_thread
+from kvbridge.pool.memory.extent import Progress, ignore_progress
 from kvbridge.transport.base import Transport
-from kvbridge.worker.containment import contained
+from kvbridge.transport.calls import start_thread
+from kvbridge.worker.rank import RankIdentity, contained
 
 log = structlog.get_logger(__name__)
 
@@ -46,42 +43,6 @@ RETRY_S = 10.0
 
 TransportFactory = Callable[[str, int], Transport]
 """Builds one transport by its name, for an epoch; raises TransportError with cause and fix when it cannot run here."""
-
-
-@dataclass(frozen=True)
-class RankIdentity:
-    """What a worker serves."""
-
-    geometry: ModelGeometry
-    manifest: RankManifest
-    memory: tuple[Extent, ...]
-    transports: tuple[str, ...]
-    """Transport names in order of preference."""
-    epoch: int = 0
-    """Of the first endpoints that are given out."""
-    made: tuple[SharedRegion, ...] = ()
-    """Device memory that this worker has made, as engines open it."""
-    twins: tuple[Region, ...] = ()
-    """The node's twins of device pages, at addresses of this process."""
-    stage_tp_ranks: tuple[int, ...] = ()
-    """The tensor-parallel indices of the ranks of this stage on this node, who share the twins."""
-    copy_backend: str = "kernel"
-    """`tier.host.backend`."""
-
-    @property
-    def rank(self) -> Rank:
-        """The worker's place in its instance."""
-        return self.manifest.rank
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLimits:
-    """Limits of the time that a worker's work may take."""
-
-    transfer_s: float
-    """A transfer, from its submission."""
-    close_s: float
-    """The end of all transports, and of the GPU's copies, together."""
 
 
 Background = Callable[[Callable[[], Any], str], "Future[Any]"]

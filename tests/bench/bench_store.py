@@ -31,7 +31,7 @@ from kvbridge.config.stores import FileStoreSettings, MooncakeStoreSettings
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.models import preset
 from kvbridge.pool.memory.layout import host_placement
-from kvbridge.pool.memory.pools import MappedPool
+from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores import pages as page_store
 from kvbridge.tier.stores.base import Answer, ObjectStore
@@ -105,7 +105,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/dev/shm", prefix="kvbridge-bench-")))
         placement = host_placement(preset(MODEL), [ComponentKind.C4_KV], page_count=2 * BATCH)
-        pool = stack.enter_context(MappedPool.create(placement, folder, "pool"))
+        pool = stack.enter_context(MemoryPool.in_files(placement, folder, "pool"))
         memory = np.frombuffer(pool.mappings[0].buffer, dtype=np.uint8)
         memory[:] = np.random.default_rng(5).integers(0, 256, len(memory), dtype=np.uint8)
         del memory
@@ -132,7 +132,7 @@ def _store(kind: str, folder: Path) -> Iterator[tuple[ObjectStore, BareFiles | B
 
 
 def _measure(
-    kind: str, store: ObjectStore, bare: BareFiles | BareMooncake, pool: MappedPool, turns: int
+    kind: str, store: ObjectStore, bare: BareFiles | BareMooncake, pool: MemoryPool, turns: int
 ) -> dict[str, Any]:
     pages = PageStore(store, [pool.regions()])
     [form] = pages.forms

@@ -25,7 +25,8 @@ from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.base import Peer, Transfer, TransferState, TransferStatus
 from kvbridge.transport.mooncake import transport as mooncake
-from kvbridge.transport.mooncake.transport import MooncakeTransport
+from kvbridge.transport.mooncake.engine import BatchWrites
+from kvbridge.transport.mooncake.transport import MooncakePeer, MooncakeTransport
 from kvbridge.transport.windowed import WindowLimits
 from tests.contract.conftest import BUFFER_BYTES, MIB
 from tests.contract.harness import BACKENDS, Pair, PeerProcess, require_library, wait
@@ -336,7 +337,11 @@ def test_the_library_itself_takes_batches(shm: Path, monkeypatch: pytest.MonkeyP
     limits = WindowLimits(
         operations=1024, bytes=4 * MIB, quiet_timeout_s=0.2, batch_operations=64, batch_bytes=MIB // 2
     )
-    monkeypatch.setitem(mooncake.WRITES, TCP, mooncake.WRITES[RDMA])
+
+    def in_batches(self: MooncakeTransport, known: MooncakePeer, given: Operations) -> BatchWrites:
+        return BatchWrites(self._engine, known.session, given, known.waiter)
+
+    monkeypatch.setattr(MooncakeTransport, "_writes", in_batches)
     monkeypatch.setattr(mooncake, "_limits", lambda _: limits)
     transport = backend.create()
     source = backend.source_buffer(shm / "source", BUFFER_BYTES)

@@ -28,7 +28,7 @@ from kvbridge.node.stored_prefixes import StoredPrefixes
 from kvbridge.pool.accounts.book import PageBook
 from kvbridge.pool.accounts.pages import NO_ROOM, Owner, PageState
 from kvbridge.pool.memory.layout import RankPart, twin_placement
-from kvbridge.pool.memory.pools import MappedPool
+from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.tier.index import PrefixIndex
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.prefix_cache import PrefixCache
@@ -54,7 +54,7 @@ class Node(Looped):
         part = RankPart.of(self.geometry, Rank(pp=0, tp=0), pp_size=1, tp_size=1)
         components = twin_components(self.geometry, frozenset(), checkpoints=True)
         counts = {space: TOTAL[space] for space in (FULL_TWIN, SWA_TWIN)}
-        self.pool = MappedPool.create(
+        self.pool = MemoryPool.in_files(
             twin_placement(self.geometry, [part], components, page_counts=counts),
             folder,
             f"twins-{os.urandom(4).hex()}",

@@ -13,12 +13,11 @@ import torch
 from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.ids import MemoryKind
+from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.engine.views import PoolViews
 from kvbridge.kernels.cuda import runtime
-from kvbridge.kernels.cuda.allocations import allocation_of, device_uuid
-from kvbridge.pool.memory.device_memory import OpenedAllocation, export
-from kvbridge.pool.memory.pools import CudaPool
-from kvbridge.pool.memory.sharing import MappedRegions
+from kvbridge.pool.memory.gpu_memory import OpenedAllocation, allocation_of, device_uuid, export
+from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
 from kvbridge.pool.memory.stream_points import StreamPoints
 from tests.helpers.gpu_children import (
     TINY,
@@ -36,12 +35,12 @@ REACHED_S = 20.0
 
 
 @pytest.fixture
-def pool(device: int) -> Iterator[CudaPool]:
-    with CudaPool.create(placement(device)) as made:
+def pool(device: int) -> Iterator[MemoryPool]:
+    with MemoryPool.on_gpu(placement(device)) as made:
         yield made
 
 
-def first_byte(pool: CudaPool) -> int:
+def first_byte(pool: MemoryPool) -> int:
     """The first byte of the first C4 page, read past all streams of everybody else."""
     region = next(one for one in pool.regions() if one.component is ComponentKind.C4_KV)
     found = ctypes.c_ubyte()
@@ -52,7 +51,7 @@ def first_byte(pool: CudaPool) -> int:
     return found.value
 
 
-def test_a_new_pool_is_zero_everywhere(pool: CudaPool, device: int) -> None:
+def test_a_new_pool_is_zero_everywhere(pool: MemoryPool, device: int) -> None:
     views = PoolViews(TINY, pool.regions())
     for homes in views._homes.values():
         for view in homes.values():
@@ -60,7 +59,7 @@ def test_a_new_pool_is_zero_everywhere(pool: CudaPool, device: int) -> None:
             assert not any(bool(pages.any()) for pages in view._pages)
 
 
-def test_two_processes_see_the_same_pages(pool: CudaPool) -> None:
+def test_two_processes_see_the_same_pages(pool: MemoryPool) -> None:
     views = PoolViews(TINY, pool.regions())
     write(views, 1)
     assert wrong_rows(views, 1) == []
@@ -70,7 +69,7 @@ def test_two_processes_see_the_same_pages(pool: CudaPool) -> None:
         assert wrong_rows(views, 2) == []
 
 
-def test_devices_are_found_by_their_uuid(pool: CudaPool, second_device: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_found_by_their_uuid(pool: MemoryPool, second_device: int, monkeypatch: pytest.MonkeyPatch) -> None:
     write(PoolViews(TINY, pool.regions()), 1)
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{seen[second_device]},{seen[pool.placement.device]}")
@@ -79,7 +78,7 @@ def test_devices_are_found_by_their_uuid(pool: CudaPool, second_device: int, mon
     assert wrong_rows(PoolViews(TINY, pool.regions()), 2) == []
 
 
-def test_a_point_is_reached_when_the_other_processs_kernels_are_done_and_not_before(pool: CudaPool) -> None:
+def test_a_point_is_reached_when_the_other_processs_kernels_are_done_and_not_before(pool: MemoryPool) -> None:
     points = StreamPoints()
     with child(mark_late, pool.shared_regions()) as engine:
         assert engine.hear() == "ready"
@@ -109,7 +108,7 @@ def ask(points: StreamPoints, point: object) -> str:
         return str(error)
 
 
-def test_an_engine_that_is_killed_with_work_on_its_gpu_harms_nobody(pool: CudaPool) -> None:
+def test_an_engine_that_is_killed_with_work_on_its_gpu_harms_nobody(pool: MemoryPool) -> None:
     points = StreamPoints()
     with child(mark_late, pool.shared_regions()) as engine:
         assert engine.hear() == "ready"
@@ -150,9 +149,11 @@ def test_a_tensor_lies_in_an_allocation_that_can_be_shared(device: int) -> None:
     assert allocation.address <= whole.data_ptr()
     assert inner.data_ptr() + inner.numel() <= allocation.address + allocation.length_bytes
     exported = export(device, inner.data_ptr())
-    assert exported.device_uuid == device_uuid(device)
-    with OpenedAllocation(exported.handle, device_uuid=exported.device_uuid) as own:
-        assert own.address == allocation.address
+    origin = exported.extent.origin
+    assert isinstance(origin, CudaOrigin)
+    assert origin.device_uuid == device_uuid(device)
+    with OpenedAllocation(origin) as own:
+        assert own.extent.address == allocation.address
     exported.forget()
     host = torch.zeros(64, dtype=torch.uint8)
     with pytest.raises(RegistrationError, match="is not in any device memory"):
@@ -166,6 +167,6 @@ def test_a_pool_that_does_not_fit_says_what_is_free(device: int) -> None:
     far = large.model_copy(update={"mappings": (mapping.model_copy(update={"length_bytes": 1 << 45}),)})
     before = runtime.device_facts(device).free_bytes
     with pytest.raises(RegistrationError, match=r"has no \d+ bytes left .* are free"):
-        CudaPool.create(far)
+        MemoryPool.on_gpu(far)
     assert runtime.device_facts(device).free_bytes == pytest.approx(before, abs=64 << 20)
     assert far.memory is MemoryKind.VRAM

@@ -8,14 +8,14 @@ import sys
 import pytest
 
 from kvbridge.kernels.cuda import runtime
-from kvbridge.kernels.cuda.allocations import device_by_uuid, device_uuid
+from kvbridge.pool.memory.gpu_memory import device_by_uuid, device_uuid
 
 pytestmark = pytest.mark.gpu
 
 CHILD = """
 import sys
 from kvbridge.kernels.cuda import runtime
-from kvbridge.kernels.cuda.allocations import device_by_uuid
+from kvbridge.pool.memory.gpu_memory import device_by_uuid
 
 def contexts():
     driver = runtime.library("cuda.bindings.driver")

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.host_registration import HostRegistration, registered_ranges
+from kvbridge.pool.memory.gpu_memory import HostRegistration, registered_ranges
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
 from tests.helpers.gpu_children import child, register
 
@@ -47,13 +49,13 @@ def test_the_copy_engines_reach_it(mapping: SharedMapping, device: int) -> None:
     half = LENGTH // 2
     with HostRegistration([mapping], device=device), runtime.Stream.create(device) as stream:
         # The two halves change places.
-        runtime.copy_batch(
-            [mapping.address + half, mapping.address],
+        columns = (
             [source.data_ptr(), source.data_ptr() + half],
+            [mapping.address + half, mapping.address],
             [half, half],
-            device=device,
-            stream=stream.handle,
         )
+        swapped = Operations(*(np.array(column, dtype=np.uint64) for column in columns))
+        runtime.copy_batch(swapped, device=device, stream=stream.handle)
         stream.synchronize()
     found = torch.frombuffer(mapping.buffer, dtype=torch.int32)
     assert torch.equal(torch.cat([found[half // 4 :], found[: half // 4]]), source.cpu())

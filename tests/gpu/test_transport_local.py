@@ -19,6 +19,7 @@ from kvbridge.config.transports import LocalSettings
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import runtime
+from kvbridge.pool.memory import gpu_memory
 from kvbridge.transport.base import Endpoint, TransferState
 from kvbridge.transport.local.transport import LocalTransport
 from tests.contract.harness import wait
@@ -99,24 +100,23 @@ def test_one_submission_to_both_kinds_of_memory_and_of_any_length(device: int, s
         buffer.close()
 
 
-@pytest.mark.skipif(SMALL, reason="needs a pool of more than a GiB")
-def test_an_operation_across_two_registrations(device: int, shm: Path) -> None:
-    """Host memory is registered by the GiB, and the copy engines refuse what crosses from one piece into the next."""
-    edge = runtime.REGISTER_CHUNK_BYTES
-    pool = SharedBuffer(shm / "pool", edge + 4 * MIB)
-    source = DeviceBuffer(0, 4 * MIB)
+def test_operations_up_to_the_border_of_two_registrations(
+    device: int, shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host memory is registered by extents: the copy engines refuse what crosses from one registration into the next."""
+    monkeypatch.setattr(gpu_memory, "PIECE_BYTES", 4 * MIB)
+    pool, source = SharedBuffer(shm / "pool", 8 * MIB), DeviceBuffer(0, 4 * MIB)
     source.fill(9)
     writer, reader = LocalTransport(WAITING), LocalTransport(WAITING)
     writer.register([source.memory()])
-    reader.register([pool.memory()])
-    begun_s = time.monotonic()
+    reader.register([pool.memory(0, 4 * MIB), pool.memory(4 * MIB)])
     peer = connect(writer, reader.endpoint())
-    print(f"mapped and registered {pool.length_bytes / 1e9:.2f} GB in {time.monotonic() - begun_s:.2f} s")
-    crossing = one(source.address, pool.address + edge - MIB, 3 * MIB)
-    assert wait(writer.submit(peer, crossing, deadline_s=LIMIT_S)).state is TransferState.DONE
-    assert (pool.read(edge - MIB, 3 * MIB) == 9).all()
-    assert not pool.read(edge - MIB - 4096, 4096).any()
-    assert not pool.read(edge + 2 * MIB).any()
+    for offset in (3 * MIB, 4 * MIB):
+        near = one(source.address, pool.address + offset, MIB)
+        assert wait(writer.submit(peer, near, deadline_s=LIMIT_S)).state is TransferState.DONE
+    assert (pool.read(3 * MIB, 2 * MIB) == 9).all()
+    assert not pool.read(0, 3 * MIB).any()
+    assert not pool.read(5 * MIB).any()
     writer.close()
     reader.close()
     source.close()

@@ -12,10 +12,10 @@ from kvbridge.config.tier import CopyBackend
 from kvbridge.core.errors import UnsupportedError
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace
-from kvbridge.kernels.cuda import runtime
 from kvbridge.kernels.page_copies import CudaPageCopier
-from kvbridge.pool.memory.host_registration import HostRegistration
-from kvbridge.pool.memory.pools import MappedPool
+from kvbridge.pool.memory import gpu_memory
+from kvbridge.pool.memory.gpu_memory import HostRegistration
+from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.tier.copies import CopyMeans, Direction, TwinCopier
 from tests.helpers.kernel_memory import DEVICE, Bytes
@@ -51,11 +51,11 @@ def test_each_legal_combination_copies_what_twins_keep(device: int, streams: Str
 def test_the_copy_engines_cross_no_border_of_registered_memory(
     device: int, stream: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(runtime, "REGISTER_CHUNK_BYTES", 64 * 1024)
+    monkeypatch.setattr(gpu_memory, "PIECE_BYTES", 64 * 1024)
     with (
         TwinPools(TINY, layout=HostLayout.PAGE_FIRST, page_first=True) as pools,
-        MappedPool.create(pools.placements[-1], DEFAULT_DIRECTORY, f"kvbridge-test-{tmp_path.name}") as twins,
-        HostRegistration(twins.mappings, device=device),
+        MemoryPool.in_files(pools.placements[-1], DEFAULT_DIRECTORY, f"kvbridge-test-{tmp_path.name}") as twins,
+        HostRegistration(twins.mappings, extents=twins.extents(), device=device),
         Bytes(DEVICE, pools.memory[0][0], device) as memory,
     ):
         regions = pools.placements[0].regions_at([memory.address])

@@ -12,9 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbridge.core.ids import MemoryKind
+from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.device_memory import OpenedAllocation, export
 from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.gpu_memory import OpenedAllocation, export
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -28,8 +29,8 @@ class DeviceBuffer:
         self._stream = runtime.Stream.create(device)
         self._give_back: Callable[[], None]
         if opened is not None:
-            found = OpenedAllocation(bytes.fromhex(opened["handle"]), device_uuid=opened["uuid"], device=device)
-            self.address = found.address + opened["offset_bytes"]
+            found = OpenedAllocation(CudaOrigin.model_validate_json(opened["origin"]), device=device)
+            self.address = found.extent.address + opened["offset_bytes"]
             self._give_back = found.close
             return
         self.address = runtime.allocate(device, length_bytes)
@@ -39,9 +40,9 @@ class DeviceBuffer:
 
     def facts(self) -> dict[str, Any]:
         """What `opened` takes in another process."""
-        exported = self._exported
-        offset = self.address - exported.allocation.address
-        return {"handle": exported.handle.hex(), "uuid": exported.device_uuid, "offset_bytes": offset}
+        whole = self._exported.extent
+        assert whole.origin is not None
+        return {"origin": whole.origin.model_dump_json(), "offset_bytes": self.address - whole.address}
 
     def memory(self, offset_bytes: int = 0, length_bytes: int | None = None) -> Extent:
         """Part of the buffer (all of it by default) as something to register."""

@@ -14,12 +14,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvbridge.core.errors import RegistrationError, UnsupportedError
-from kvbridge.kernels.cuda import allocations, runtime
-from kvbridge.kernels.cuda.allocations import Allocation
-from kvbridge.pool.memory import device_memory, host_registration, stream_points
-from kvbridge.pool.memory.device_memory import ProcessAllocations
-from kvbridge.pool.memory.holding import HeldThings
+from kvbridge.core.errors import RegistrationError, TransportError, UnsupportedError
+from kvbridge.kernels.cuda import runtime
+from kvbridge.pool.memory import gpu_memory, stream_points
+from kvbridge.pool.memory.gpu_memory import Allocation, HeldThings, ProcessAllocations
 
 
 class FakeCuda:
@@ -36,27 +34,34 @@ class FakeCuda:
         self.shareable = True
         self.refuse_register = ""
         self.free_bytes = 1 << 30
-        for name in ("allocate", "free", "fill", "synchronize", "open_memory", "close_memory", "device_facts"):
+        for name in (
+            "allocate",
+            "free",
+            "fill",
+            "synchronize",
+            "open_memory",
+            "close_memory",
+            "device_facts",
+            "export_memory",
+        ):
             monkeypatch.setattr(runtime, name, getattr(self, name))
         for name in ("register_host", "unregister_host", "use"):
             monkeypatch.setattr(runtime, name, getattr(self, name))
         monkeypatch.setattr(runtime, "device_count", lambda: devices)
-        monkeypatch.setattr(allocations, "allocation_of", self.allocation_of)
-        for module in (device_memory, stream_points):
+        for module in (gpu_memory, stream_points):
             monkeypatch.setattr(module, "device_by_uuid", self.device_by_uuid)
             monkeypatch.setattr(module, "device_uuid", self.device_uuid)
-        monkeypatch.setattr(device_memory, "allocation_of", self.allocation_of)
-        monkeypatch.setattr(device_memory, "export_allocation", self.export_allocation)
+        monkeypatch.setattr(gpu_memory, "allocation_of", self.allocation_of)
         # What other tests have left of this process's own: a worker's device memory, for one, stays until the process ends.
-        monkeypatch.setattr(device_memory, "_here", ProcessAllocations())
-        monkeypatch.setattr(host_registration, "_ranges", HeldThings())
+        monkeypatch.setattr(gpu_memory, "_here", ProcessAllocations())
+        monkeypatch.setattr(gpu_memory, "_ranges", HeldThings())
         monkeypatch.setattr(stream_points, "_own", {})
 
     @contextmanager
     def other_process(self) -> Iterator[None]:
         """Within, nothing is known of what this process has exported."""
         with self._monkeypatch.context() as patch:
-            patch.setattr(device_memory, "_here", ProcessAllocations())
+            patch.setattr(gpu_memory, "_here", ProcessAllocations())
             yield
 
     def use(self, device: int) -> None:
@@ -101,12 +106,12 @@ class FakeCuda:
                 return Allocation(start, len(memory))
         raise RegistrationError(f"{address:#x} is not in any device memory")
 
-    def export_allocation(self, device: int, allocation: Allocation) -> bytes:
+    def export_memory(self, device: int, address: int) -> bytes:
         if not self.shareable:
-            raise RegistrationError("device memory cannot be shared with other processes: no expandable_segments")
-        known = [handle for handle, address in self.handles.items() if address == allocation.address]
+            raise TransportError("no handle")
+        known = [handle for handle, of in self.handles.items() if of == address]
         handle = known[0] if known else secrets.token_bytes(64)
-        self.handles[handle] = allocation.address
+        self.handles[handle] = address
         return handle
 
     def open_memory(self, device: int, handle: bytes) -> int:
@@ -118,21 +123,16 @@ class FakeCuda:
     def close_memory(self, device: int, address: int) -> None:
         self.opened.remove((device, address))
 
-    def register_host(
-        self, address: int, length_bytes: int, *, device: int = 0, on_progress=None, label: str = "", **_: object
-    ) -> None:
+    def register_host(self, address: int, length_bytes: int, *, device: int = 0, label: str = "") -> None:
         self.use(device)
         if self.refuse_register:
             raise RegistrationError(f"{label}: {self.refuse_register}")
         assert address not in self.registered
-        if on_progress is not None:
-            on_progress(length_bytes // 2, length_bytes)
-            on_progress(length_bytes, length_bytes)
         self.registered[address] = length_bytes
         self.registrations += 1
 
-    def unregister_host(self, address: int, length_bytes: int, **_: object) -> None:
-        assert self.registered.pop(address) == length_bytes
+    def unregister_host(self, address: int) -> None:
+        del self.registered[address]
 
 
 class FakeEvent:

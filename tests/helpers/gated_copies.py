@@ -15,7 +15,7 @@ from typing import Any
 
 from kvbridge.core.plan.operations import Operations
 from kvbridge.kernels.cuda import buffers, runtime
-from kvbridge.transport.local.streams import CopyStream
+from kvbridge.transport.local.gpu import CopyStream
 
 ROOT = Path(__file__).resolve().parents[2]
 OPEN = 0x7FFF_0000

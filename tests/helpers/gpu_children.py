@@ -27,12 +27,10 @@ from kvbridge.engine.base import Engine
 from kvbridge.engine.decode import DecodeEngine
 from kvbridge.engine.prefill import PrefillEngine
 from kvbridge.engine.views import PoolViews
-from kvbridge.pool.memory.host_registration import HostRegistration
-from kvbridge.pool.memory.layout import RankPart, device_placement
-from kvbridge.pool.memory.placement import Placement
-from kvbridge.pool.memory.pools import CudaPool
+from kvbridge.pool.memory.gpu_memory import HostRegistration
+from kvbridge.pool.memory.layout import Placement, RankPart, device_placement
+from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
 from kvbridge.pool.memory.shared_mapping import SharedMapping
-from kvbridge.pool.memory.sharing import MappedRegions
 from kvbridge.pool.memory.stream_points import EventRing
 from tests.helpers import synthetic
 
@@ -148,7 +146,7 @@ def mark_late(pipe: Connection, shared: tuple[SharedRegion, ...]) -> None:
 
 def own_pool(pipe: Connection, device: int) -> None:
     """Make a pool, write one request into it and say how others open it."""
-    pool = CudaPool.create(placement(device))
+    pool = MemoryPool.on_gpu(placement(device))
     views = PoolViews(TINY, pool.regions())
     write(views, 1)
     pipe.send(pool.shared_regions())

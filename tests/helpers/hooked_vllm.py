@@ -34,7 +34,7 @@ from kvbridge.engine.vllm.decode_rooms import DecodeRooms
 from kvbridge.engine.vllm.prefill_rooms import PrefillRooms
 from kvbridge.node.admission.controller import AdmissionController
 from kvbridge.node.engines import Engines
-from kvbridge.pool.memory.sharing import MappedRegions
+from kvbridge.pool.memory.pools import MappedRegions
 from tests.helpers.node_bench import DecodeBench, PrefillBench
 from tests.helpers.rooms import GEOMETRY, PAGE, R0
 from tests.helpers.vllm_links import attach

@@ -46,7 +46,7 @@ class Bytes:
         if self.kind == DEVICE:
             runtime.free(self.device, self.address)
         else:
-            runtime.unregister_host(self.address, self.length)
+            runtime.unregister_host(self.address)
 
     def _copy(self, destination: int, source: int, length: int) -> None:
         runtime.synchronize(self.device)

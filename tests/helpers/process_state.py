@@ -34,7 +34,7 @@ WATCHED_SIGNALS = set(signal.Signals) - {signal.SIGALRM}
 ENDS_WITH_THE_PROCESS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "import zygote")
 """Helpers that are started once and end with whoever started them."""
 ONCE_A_PROCESS = {
-    "kvbridge.kernels.cuda.allocations._uuids",  # names of devices
+    "kvbridge.pool.memory.gpu_memory._uuids",  # names of devices
     "kvbridge.kernels.cuda.programs._loaded",  # compiled kernels
     "kvbridge.kernels.digest._devices",  # compiled kernels
     "kvbridge.transport.mooncake.library._process_environment",  # settings that the library reads once

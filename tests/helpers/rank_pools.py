@@ -17,7 +17,7 @@ from kvbridge.core.plan.runs import split_rows
 from kvbridge.core.wire.worker_messages import WorkerSetup
 from kvbridge.engine.views import PoolViews, RegionView, place_rows
 from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
-from kvbridge.pool.memory.pools import MappedPool
+from kvbridge.pool.memory.pools import MemoryPool
 
 SCAN_BYTES = 1 << 20
 NO_KINDS: frozenset[ComponentKind] = frozenset()
@@ -149,7 +149,7 @@ class NodePools:
         ]
         name = f"{directory.name}-{colour:x}"
         self._device = [
-            MappedPool.create(
+            MemoryPool.in_files(
                 device_placement(
                     geometry,
                     part,
@@ -164,7 +164,7 @@ class NodePools:
             for part in self._parts
         ]
         self._host = (
-            MappedPool.create(
+            MemoryPool.in_files(
                 host_placement(
                     geometry,
                     form.host,
@@ -178,7 +178,7 @@ class NodePools:
             if form.host
             else None
         )
-        self.pools: list[MappedPool] = [*self._device, *([self._host] if self._host else [])]
+        self.pools: list[MemoryPool] = [*self._device, *([self._host] if self._host else [])]
         self.canvas = Canvas(
             [PoolViews(geometry, pool.regions()) for pool in self.pools],
             [np.frombuffer(mapping.buffer, dtype=np.uint8) for pool in self.pools for mapping in pool.mappings],

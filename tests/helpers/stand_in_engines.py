@@ -16,7 +16,7 @@ import torch
 
 from kvbridge.core.ids import MemoryKind
 from kvbridge.engine import base
-from kvbridge.pool.memory.sharing import MappedRegions
+from kvbridge.pool.memory.pools import MappedRegions
 from tests.helpers.stand_in_cuda import cuda_stand_in
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ import numpy as np
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.models import preset
 from kvbridge.pool.memory.layout import Chunking, HostLayout, host_placement
-from kvbridge.pool.memory.pools import MappedPool
+from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 from kvbridge.tier.stores.base import StoredObject
 from kvbridge.tier.stores.objects import ObjectForm
@@ -28,7 +28,7 @@ class StoredPages:
         geometry = preset("tiny-v4")
         kinds = [component.kind for component in geometry.components if component.host_capable]
         self.pools = [
-            MappedPool.create(
+            MemoryPool.in_files(
                 host_placement(
                     geometry, kinds, page_count=PAGES, layout=layout, chunking=Chunking(extent_bytes=extent_bytes)
                 ),

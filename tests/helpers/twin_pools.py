@@ -16,8 +16,7 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.pages import window_pages
 from kvbridge.core.geometry.tiers import twin_components, twin_space
 from kvbridge.core.ids import IndexSpace, PageIdArray, PageMoves, Rank
-from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, twin_placement
-from kvbridge.pool.memory.placement import Placement
+from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, device_placement, twin_placement
 from kvbridge.tier.copies import CopyMeans, Direction, Shares, TwinCopier
 
 Bytes = npt.NDArray[np.uint8]

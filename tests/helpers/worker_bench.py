@@ -22,14 +22,14 @@ from kvbridge.transport.base import (
     Connection,
     Endpoint,
     Peer,
-    Steps,
     Transfer,
     TransferState,
     TransferStatus,
     Transport,
 )
 from kvbridge.worker.loop import RankWorker
-from kvbridge.worker.transports import Background, RankIdentity, WorkerLimits
+from kvbridge.worker.rank import RankIdentity, WorkerLimits
+from kvbridge.worker.transports import Background
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, manifest
 
@@ -67,6 +67,26 @@ class FakeTransfer(Transfer):
         self.aborted = self.aborted or reason
 
 
+class FakeConnection(Connection):
+    def __init__(self, transport: FakeTransport, data: bytes) -> None:
+        self.transport, self.data = transport, data
+
+    def poll(self) -> Peer | None:
+        transport = self.transport
+        if self.data in transport.silent:
+            return None
+        if transport.refuse is not None:
+            raise transport.refuse
+        assert not transport.closed
+        assert not any(peer.data == self.data for peer in transport.peers), "the old connection is still there"
+        peer = FakePeer(self.data)
+        transport.peers.append(peer)
+        return peer
+
+    def cancel(self) -> None:
+        self.transport.given_up.append(self.data)
+
+
 class FakeTransport(Transport):
     def __init__(self, name: str, log: list[str], epoch: int = 0) -> None:
         self.name = name
@@ -94,22 +114,7 @@ class FakeTransport(Transport):
         return Endpoint(transport=self.name, data=b"me" if self.epoch == 0 else b"me, epoch %d" % self.epoch)
 
     def connect(self, endpoint: Endpoint) -> Connection:
-        return Connection(self._connect(endpoint))
-
-    def _connect(self, endpoint: Endpoint) -> Steps[Peer]:
-        while endpoint.data in self.silent:
-            try:
-                yield
-            except GeneratorExit:
-                self.given_up.append(endpoint.data)
-                raise
-        if self.refuse is not None:
-            raise self.refuse
-        assert not self.closed
-        assert not any(peer.data == endpoint.data for peer in self.peers), "the old connection is still there"
-        peer = FakePeer(endpoint.data)
-        self.peers.append(peer)
-        return peer
+        return FakeConnection(self, endpoint.data)
 
     def disconnect(self, peer: Peer) -> None:
         assert isinstance(peer, FakePeer)

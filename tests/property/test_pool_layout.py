@@ -13,9 +13,8 @@ from kvbridge.core.geometry.manifest import check_disjoint
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.tiers import twin_components, twin_space
 from kvbridge.core.ids import IndexSpace, Rank
-from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement, twin_placement
-from kvbridge.pool.memory.placement import Placement
-from kvbridge.pool.memory.sharing import registered_extents
+from kvbridge.pool.memory.extent import registered_extents
+from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, device_placement, host_placement, twin_placement
 
 TINY = preset("tiny-v4")
 GAP = 1 << 40

@@ -16,7 +16,7 @@ from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind
 from kvbridge.pool.memory.layout import HostLayout, host_placement
-from kvbridge.pool.memory.pools import MappedPool
+from kvbridge.pool.memory.pools import MemoryPool
 from kvbridge.tier.stores.base import Outcome
 from kvbridge.tier.stores.objects import (
     ObjectForm,
@@ -148,7 +148,7 @@ def test_parts_that_follow_one_another_are_one_stretch(tmp_path: Path):
         forms = []
         for layout in HostLayout:
             placement = host_placement(geometry, kinds, page_count=3, layout=layout)
-            pool = stack.enter_context(MappedPool.create(placement, tmp_path, layout))
+            pool = stack.enter_context(MemoryPool.in_files(placement, tmp_path, layout))
             forms.append(ObjectForm(pool.regions()))
     apart, together = forms
     assert len(apart.lengths) > len(kinds)

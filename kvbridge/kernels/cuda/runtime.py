@@ -8,16 +8,13 @@ the current one of its thread, and leaves it so.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Self
 
 from kvbridge.core.closing import Closing
 from kvbridge.core.errors import RegistrationError, TransportError, UnsupportedError
-
-REGISTER_CHUNK_BYTES = 1 << 30
-"""Host memory is registered in pieces of this size, so that progress can be shown: 0.05 to 0.4 s each."""
+from kvbridge.core.plan.operations import Operations
 
 _ALREADY_REGISTERED = 712
 _NOT_READY = 600
@@ -159,44 +156,15 @@ def close_memory(device: int, address: int) -> None:
 # ------------------------------------------------------------------------------------------- host memory
 
 
-def register_host(
-    address: int,
-    length_bytes: int,
-    *,
-    device: int = 0,
-    on_progress: Callable[[int, int], None] | None = None,
-    label: str = "host memory",
-) -> None:
-    """Page-lock host memory and map it for every device, in chunks; afterwards its address is valid on devices, too.
+def register_host(address: int, length_bytes: int, *, device: int = 0, label: str = "host memory") -> None:
+    """Page-lock host memory and map it for every device; afterwards its address is valid on devices, too.
 
-    All or nothing: what was registered is undone when a chunk fails. Raises RegistrationError with cause and fix. A mapping
-    that another process registered as well is fine; memory must be page-aligned and in memory already, or it is touched now.
+    Raises RegistrationError with cause and fix. A mapping that another process registered as well is fine; memory must be
+    page-aligned and in memory already, or it is touched now.
     """
     use(device)
     flags = library().cudaHostRegisterPortable | library().cudaHostRegisterMapped
-    done: list[int] = []
-    try:
-        for start in range(0, length_bytes, REGISTER_CHUNK_BYTES):
-            length = min(REGISTER_CHUNK_BYTES, length_bytes - start)
-            answer = library().cudaHostRegister(address + start, length, flags)
-            _require_registered(answer, label, start, length, length_bytes)
-            done.append(address + start)
-            if on_progress is not None:
-                on_progress(start + length, length_bytes)
-    except BaseException:
-        for registered in done:
-            library().cudaHostUnregister(registered)
-        raise
-
-
-def unregister_host(address: int, length_bytes: int) -> None:
-    """Undo `register_host`; nothing on any device uses the memory any more."""
-    for start in range(0, length_bytes, REGISTER_CHUNK_BYTES):
-        call("cudaHostUnregister", address + start)
-
-
-def _require_registered(answer: Any, label: str, start: int, length: int, total: int) -> None:  # noqa: ANN401
-    (code,) = answer
+    (code,) = library().cudaHostRegister(address, length_bytes, flags)
     if not int(code):
         return
     cure = (
@@ -206,8 +174,13 @@ def _require_registered(answer: Any, label: str, start: int, length: int, total:
         "docker --ulimit memlock=-1), the container's memory limit, or configure a smaller host pool"
     )
     raise RegistrationError(
-        f"{label}: {length} bytes at byte {start} of {total} cannot be registered with CUDA ({_text(code)}); {cure}"
+        f"{label}: {length_bytes} bytes at {address:#x} cannot be registered with CUDA ({_text(code)}); {cure}"
     )
+
+
+def unregister_host(address: int) -> None:
+    """Undo `register_host`; nothing on any device uses the memory any more."""
+    call("cudaHostUnregister", address)
 
 
 # ------------------------------------------------------------------------------------------- streams and events
@@ -322,20 +295,19 @@ def copy(destination: int, source: int, length_bytes: int, *, device: int, strea
     call("cudaMemcpyAsync", destination, source, length_bytes, library().cudaMemcpyKind.cudaMemcpyDefault, stream)
 
 
-def copy_batch(
-    destinations: Sequence[int], sources: Sequence[int], lengths: Sequence[int], *, device: int, stream: int
-) -> None:
+def copy_batch(operations: Operations, *, device: int, stream: int) -> None:
     """Copy many stretches in one call, in any order among themselves, by the copy engines. `stream` is not the default one.
 
-    Registered host memory and device memory only. Raises TransportError when this driver cannot (before CUDA 12.8).
+    Registered host memory and device memory only, and none across the border of a registration. Raises TransportError when this
+    driver cannot (before CUDA 12.8).
     """
-    if not len(lengths):
+    if not len(operations):
         return
     use(device)
     attributes = library().cudaMemcpyAttributes()
     attributes.srcAccessOrder = library().cudaMemcpySrcAccessOrder.cudaMemcpySrcAccessOrderStream
-    count = len(lengths)
-    call("cudaMemcpyBatchAsync", list(destinations), list(sources), list(lengths), count, [attributes], [0], 1, stream)
+    columns = (operations.destination.tolist(), operations.source.tolist(), operations.length.tolist())
+    call("cudaMemcpyBatchAsync", *columns, len(operations), [attributes], [0], 1, stream)
 
 
 def can_reach(device: int, other: int) -> bool:

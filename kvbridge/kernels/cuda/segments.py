@@ -93,7 +93,7 @@ class Staging:
             self._event.synchronize()
             self._memory.close()
             self._event.close()
-            runtime.unregister_host(self._host.ctypes.data, self.length_bytes)
+            runtime.unregister_host(self._host.ctypes.data)
 
     def _copy(self, destination: int, source: int, length_bytes: int, stream: int) -> None:
         runtime.copy(destination, source, length_bytes, device=self._device, stream=stream)

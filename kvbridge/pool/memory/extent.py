@@ -1,22 +1,17 @@
 """Contiguous memory of this process, as pools hand it to transports.
 
-How the names of memory relate:
-
-- A `Region` (core.geometry.manifest) is where the pages of one component's layer are, in one process: one or more pieces.
-- An `Extent` is a contiguous piece that is registered as a whole; pages of several regions may lie in it.
-- An `Origin` (core.wire.shared_memory) is what other processes of the host map or open to reach it: a file or a device
-  allocation. A `SharedRegion` is a region by its origins, with offsets for addresses.
-- Peers are told of extents by the endpoint of a backend: `local` says where in which origin (`SharedExtent`), `nixl` the kind
-  and device (`NixlExtent`), `mooncake` the address only.
-- A `ReachableExtent` (transport.local.memory) is a peer's extent, or ours, with the address by which this process reaches it.
+A `Region` (core.geometry.manifest) says where the pages of one component's layer are. An `Extent` is a piece that is registered
+as a whole; pages of several regions may lie in it. An `Origin` (core.wire.shared_memory) is the file or device allocation that
+other processes of the host open to reach an extent. A `PageArray` (core.plan.page_array) computes addresses of pages.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvbridge.core.errors import InvalidInputError
+from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive
 from kvbridge.core.wire.shared_memory import Origin
 
@@ -37,7 +32,7 @@ def part_of(on_progress: Progress, before_bytes: int, total_bytes: int) -> Progr
 
 
 def align_up(length_bytes: int, alignment_bytes: int) -> int:
-    """The next multiple of `alignment_bytes` that is not less than `length_bytes`."""
+    """Return the next multiple of `alignment_bytes` that is not less than `length_bytes`."""
     return -(-length_bytes // alignment_bytes) * alignment_bytes
 
 
@@ -78,3 +73,37 @@ def pages_per_extent(page_count: int, stride_bytes: int, limit_bytes: int) -> in
         return page_count
     step = EXTENT_ALIGNMENT_BYTES // math.gcd(stride_bytes, EXTENT_ALIGNMENT_BYTES)
     return most // step * step or most
+
+
+def registered_extents(regions: Iterable[Region], shared: Sequence[Extent] = ()) -> list[Extent]:
+    """Return the extents that hold `regions`, in address order: what is to be registered, each once.
+
+    Regions whose pages interleave (`page_first`) share an extent, also where each has a single page, which then touch but
+    do not interleave; regions that merely touch do not. An extent inside one of `shared`, whole files and allocations,
+    carries its origin.
+    """
+    spans = sorted(
+        (address, address + length_bytes, str(region.memory), region.device, region.page_stride_bytes)
+        for region in regions
+        for address, _, length_bytes in region.extents()
+    )
+    merged: list[tuple[int, int, str, int, int]] = []
+    for start, stop, kind, device, stride in spans:
+        first, before, *home, first_stride = merged[-1] if merged else (0, 0, "", 0, 0)
+        interleave = start < before
+        one_page = start == before and stride == first_stride and stop - first <= stride
+        if home == [kind, device] and (interleave or one_page):
+            merged[-1] = (first, max(before, stop), kind, device, first_stride)
+        else:
+            merged.append((start, stop, kind, device, stride))
+    return [_extent(start, stop, MemoryKind(kind), device, shared) for start, stop, kind, device, _ in merged]
+
+
+def _extent(start: int, stop: int, kind: MemoryKind, device: int, shared: Sequence[Extent]) -> Extent:
+    found = Extent(address=start, length_bytes=stop - start, kind=kind, device=device, label=f"{kind} at {start:#x}")
+    for whole in shared:
+        if whole.holds(start, stop, kind):
+            offset = start - whole.address
+            facts = {"origin": whole.origin, "offset_bytes": offset, "label": f"{whole.label} at {offset}"}
+            return found.model_copy(update=facts)
+    return found

@@ -3,34 +3,61 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
 from kvbridge.core.closing import Closing
 from kvbridge.core.errors import InvalidInputError, RegistrationError, UnsupportedError
-from kvbridge.core.geometry.manifest import Region
+from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
+from kvbridge.core.geometry.manifest import RankManifest, Region, check_manifest, fingerprint
 from kvbridge.core.ids import IndexSpace, MemoryKind
-from kvbridge.core.wire.shared_memory import SharedRegion
+from kvbridge.core.wire.shared_memory import FileOrigin, Origin, SharedRegion
 from kvbridge.kernels.cuda import runtime
-from kvbridge.pool.memory.device_memory import export
-from kvbridge.pool.memory.extent import Extent, Progress, align_up, ignore_progress, part_of
-from kvbridge.pool.memory.placement import Placement
+from kvbridge.pool.memory.extent import (
+    Extent,
+    Progress,
+    align_up,
+    ignore_progress,
+    pages_per_extent,
+    part_of,
+    registered_extents,
+)
+from kvbridge.pool.memory.gpu_memory import OpenedAllocation, export
+from kvbridge.pool.memory.layout import DEFAULT_EXTENT_BYTES, Placement, RankPart
 from kvbridge.pool.memory.shared_mapping import SharedMapping, close_all, require_memory
-from kvbridge.pool.memory.sharing import registered_extents
 
 SHARED_ALIGNMENT_BYTES = 2 << 20
 """Shorter allocations share a block of the driver's, and CUDA IPC would give all of that block away."""
 
 
 class MemoryPool(Closing):
-    """The regions of one rank's device pool, or of a node's host pool, in this process."""
+    """The regions of one rank's device pool, or of a node's host pool, in this process.
 
-    def __init__(self, regions: Sequence[Region], shared: Sequence[Extent] = ()) -> None:
+    Its memory is shared files (`in_files`, `taken_over`), a GPU's (`on_gpu`), or an engine's, which is described and never touched
+    (`adopted`). Freeing GPU memory that another process still has open is undefined, so such a pool is closed only when nobody else
+    can have it open any more. A rank worker leaves that to the end of its process, which the driver survives: it keeps such memory
+    until the last process that opened it has closed it, and nothing can be allocated in its place before.
+    """
+
+    def __init__(
+        self,
+        regions: Sequence[Region],
+        shared: Sequence[Extent] = (),
+        *,
+        placement: Placement | None = None,
+        mappings: Sequence[SharedMapping] = (),
+        allocations: ExitStack | None = None,
+    ) -> None:
         """`shared`: whole files and allocations in which some of the regions lie, and that other processes can reach."""
         self._regions = tuple(regions)
         self._extents = tuple(registered_extents(regions, shared))
+        self._origins = [whole.origin for whole in shared if whole.origin is not None]
+        self.placement = placement
+        self.mappings = tuple(mappings)
+        """The shared files, for whoever builds views of whole regions or pins memory for a device."""
+        self._allocations = allocations or ExitStack()
         self._page_counts: dict[IndexSpace, int] = {}
         for region in regions:
             if self._page_counts.setdefault(region.space, region.page_count) != region.page_count:
@@ -39,60 +66,22 @@ class MemoryPool(Closing):
                     f"{self._page_counts[region.space]}; a page id must exist in all of them"
                 )
 
-    def regions(self) -> tuple[Region, ...]:
-        """All regions, for the rank's manifest. Addresses are valid until `close`."""
-        return self._regions
-
-    def extents(self) -> tuple[Extent, ...]:
-        """All memory, in the pieces to register it in."""
-        return self._extents
-
-    def close(self) -> None:
-        """Give up what the pool has made. No peer holds a manifest of it and nothing is in flight. Harmless when closed."""
-
-    def __repr__(self) -> str:
-        pages = ", ".join(f"{count} {space}" for space, count in self._page_counts.items())
-        size_bytes = sum(extent.length_bytes for extent in self._extents)
-        return f"<{type(self).__name__}: {len(self._regions)} regions, pages {pages}, {size_bytes} bytes>"
-
-
-class PlacedPool(MemoryPool):
-    """A pool in memory that this process made for it, which other processes of the host can reach."""
-
-    def __init__(self, placement: Placement, made: Sequence[Extent]) -> None:
-        """`made`: the placement's mappings, each as a whole."""
-        super().__init__(placement.regions_at([whole.address for whole in made]), made)
-        self.placement = placement
-        self._origins = [whole.origin for whole in made if whole.origin is not None]
-
-    def shared_regions(self) -> tuple[SharedRegion, ...]:
-        """The regions as other processes of the host open them (`sharing.MappedRegions`)."""
-        return self.placement.shared_regions(self._origins)
-
-
-class MappedPool(PlacedPool):
-    """A pool whose mappings are shared files. Made by `create`."""
-
-    def __init__(self, placement: Placement, mappings: Sequence[SharedMapping]) -> None:
-        if placement.memory is not MemoryKind.DRAM:
-            raise UnsupportedError(f"a pool of {placement.memory} cannot be a shared file; allocate it on the device")
-        super().__init__(placement, [mapping.extent for mapping in mappings])
-        self.mappings = tuple(mappings)
-        """For whoever builds views of whole regions or pins memory for a device."""
+    @classmethod
+    def _in_mappings(cls, placement: Placement, mappings: Sequence[SharedMapping]) -> Self:
+        made = [mapping.extent for mapping in mappings]
+        regions = placement.regions_at([whole.address for whole in made])
+        return cls(regions, made, placement=placement, mappings=mappings)
 
     @classmethod
-    def create(
-        cls,
-        placement: Placement,
-        directory: Path | str,
-        prefix: str,
-        *,
-        on_progress: Progress = ignore_progress,
+    def in_files(
+        cls, placement: Placement, directory: Path | str, prefix: str, *, on_progress: Progress = ignore_progress
     ) -> Self:
         """Create the files of a placement, zeroed and in memory; this pool owns them and removes them in `close`.
 
         `on_progress` counts over all files. Raises RegistrationError, and leaves nothing, when they cannot be created.
         """
+        if placement.memory is not MemoryKind.DRAM:
+            raise UnsupportedError(f"a pool of {placement.memory} cannot be a shared file; allocate it on the device")
         require_memory(Path(directory) / prefix, placement.total_bytes)
         mappings: list[SharedMapping] = []
         done_bytes = 0
@@ -102,13 +91,13 @@ class MappedPool(PlacedPool):
                 name = f"{prefix}.{planned.name}"
                 mappings.append(SharedMapping.create(directory, name, planned.length_bytes, on_progress=report))
                 done_bytes += planned.length_bytes
-            return cls(placement, mappings)
+            return cls._in_mappings(placement, mappings)
         except BaseException:
             close_all(mappings)
             raise
 
     @classmethod
-    def take_over(
+    def taken_over(
         cls,
         placement: Placement,
         old: Sequence[Path],
@@ -131,7 +120,7 @@ class MappedPool(PlacedPool):
                 left_s = max(0.0, deadline_s - time.monotonic())
                 mappings.append(SharedMapping.take_over(file, path, wait_s=left_s, on_progress=report))
                 done_bytes += planned.length_bytes
-            return cls(placement, mappings)
+            return cls._in_mappings(placement, mappings)
         except RegistrationError:
             close_all(mappings)
             for path in (*old, *paths):
@@ -143,38 +132,8 @@ class MappedPool(PlacedPool):
             close_all(mappings)
             raise
 
-    def leave(self) -> None:
-        """Let the files stay when this is closed, for whoever takes them over."""
-        for mapping in self.mappings:
-            mapping.leave()
-
-    def close(self) -> None:
-        """Unmap everything; the creator removes the files. Harmless when closed.
-
-        Raises ConflictError while views are in use; what could be closed is closed then, and `close` can be called
-        again.
-        """
-        close_all(self.mappings)
-
-
-class CudaPool(PlacedPool):
-    """Components on the GPU of one rank. Made by `create`; other processes open it by `shared_regions`.
-
-    Freeing memory that another process still has open is undefined, so it is closed only when nobody else can have it open any
-    more. A rank worker leaves that to the end of its process, which the driver survives: it keeps such memory until the last
-    process that opened it has closed it, and nothing can be allocated in its place before.
-    """
-
-    def __init__(self, placement: Placement, addresses: Sequence[int], stack: ExitStack) -> None:
-        """Export the allocations of a placement. `stack` frees them."""
-        exported = [export(placement.device, address) for address in addresses]
-        for one in exported:
-            stack.callback(one.forget)
-        super().__init__(placement, [one.extent for one in exported])
-        self._stack = stack
-
     @classmethod
-    def create(cls, placement: Placement, *, on_progress: Progress = ignore_progress) -> Self:
+    def on_gpu(cls, placement: Placement, *, on_progress: Progress = ignore_progress) -> Self:
         """Allocate every mapping of a placement in VRAM, zeroed.
 
         Raises RegistrationError with what is free when it does not fit, UnsupportedError without CUDA or without that
@@ -192,10 +151,195 @@ class CudaPool(PlacedPool):
                 done_bytes += mapping.length_bytes
                 on_progress(done_bytes, placement.total_bytes)
             runtime.synchronize(device)
-            pool = cls(placement, addresses, stack)
-            pool._stack = stack.pop_all()
-            return pool
+            exported = [export(device, address) for address in addresses]
+            for one in exported:
+                stack.callback(one.forget)
+            regions, made = placement.regions_at(addresses), [one.extent for one in exported]
+            return cls(regions, made, placement=placement, allocations=stack.pop_all())
+
+    @classmethod
+    def adopted(
+        cls,
+        geometry: ModelGeometry,
+        part: RankPart,
+        given: Sequence[Region],
+        *,
+        exclude: Collection[ComponentKind] = frozenset(),
+        shared: Sequence[Extent] = (),
+        extent_bytes: int = DEFAULT_EXTENT_BYTES,
+    ) -> Self:
+        """Check and adopt an engine's memory: every component of `part` but `exclude`, each layer once, in the geometry's form.
+
+        `given` are regions of one extent each, at this process's addresses; `shared` are whole allocations in which
+        some of them lie and that other processes of the host can reach. The engine frees it all, when no peer holds a manifest of
+        it. Raises InvalidInputError that names the component and layer that is missing, too much, or of another form.
+        """
+        _require_complete(geometry, part, given, exclude)
+        manifest = RankManifest(
+            fingerprint=fingerprint(geometry),
+            rank=part.rank,
+            pp_size=part.pp_size,
+            tp_size=part.tp_size,
+            regions=tuple(given),
+        )
+        check_manifest(manifest, geometry)
+        return cls(cut_regions(given, extent_bytes), shared)
+
+    def regions(self) -> tuple[Region, ...]:
+        """All regions, for the rank's manifest. Addresses are valid until `close`."""
+        return self._regions
+
+    def extents(self) -> tuple[Extent, ...]:
+        """All memory, in the pieces to register it in."""
+        return self._extents
+
+    def shared_regions(self) -> tuple[SharedRegion, ...]:
+        """Return the regions as other processes of the host open them (`MappedRegions`); none of an engine's memory."""
+        return () if self.placement is None else self.placement.shared_regions(self._origins)
+
+    def leave(self) -> None:
+        """Let the files stay when this is closed, for whoever takes them over."""
+        for mapping in self.mappings:
+            mapping.leave()
 
     def close(self) -> None:
-        """Free it. Nobody else has it open, nothing on any device uses it. Harmless when closed."""
-        self._stack.close()
+        """Give up what the pool has made. No peer holds a manifest of it and nothing is in flight. Harmless when closed.
+
+        Raises ConflictError while views of files are in use; what could be closed is closed then, and `close` can be called
+        again.
+        """
+        close_all(self.mappings)
+        self._allocations.close()
+
+    def __repr__(self) -> str:
+        pages = ", ".join(f"{count} {space}" for space, count in self._page_counts.items())
+        size_bytes = sum(extent.length_bytes for extent in self._extents)
+        return f"<MemoryPool: {len(self._regions)} regions, pages {pages}, {size_bytes} bytes>"
+
+
+class MappedRegions(Closing):
+    """The regions of a node's pools, in another process. Each file and each allocation is opened once; `close` closes them all.
+
+    `regions` are valid until `close`, in the order in which they were given; the `device` of those in VRAM is this
+    process's ordinal.
+    """
+
+    def __init__(self, shared: Iterable[SharedRegion], owner: int | None = None) -> None:
+        """`owner`: the user whose files they are (default: this process's).
+
+        Raises RegistrationError for memory that is gone or not ours, InvalidInputError for a region beyond it,
+        UnsupportedError for VRAM in a process without CUDA, or that does not see its device.
+        """
+        self._owner = owner
+        self._opened: dict[Origin, SharedMapping | OpenedAllocation] = {}
+        try:
+            self.regions: tuple[Region, ...] = tuple(self._place(region) for region in shared)
+        except BaseException:
+            self.close()
+            raise
+
+    def _place(self, shared: SharedRegion) -> Region:
+        region, extents = shared.region, shared.region.extents()
+        if len(shared.origins) != len(extents):
+            raise InvalidInputError(f"{region.label} has {len(extents)} extents, but {len(shared.origins)} origins")
+        opened = [self._open(origin) for origin in shared.origins]
+        if any(extent.kind is not region.memory for extent in opened):
+            raise InvalidInputError(f"{region.label} is {region.memory}, which is not what its origins hold")
+        for whole, (offset, _, length_bytes) in zip(opened, extents, strict=True):
+            end = offset + length_bytes
+            if end > whole.length_bytes:  # that would only show as a crash, in whoever touches it
+                where = whole.origin.path if isinstance(whole.origin, FileOrigin) else whole.label
+                raise InvalidInputError(f"{region.label} ends at byte {end} of {where}, which has {whole.length_bytes}")
+        placed = region.at(extent.address for extent in opened)
+        return placed.model_copy(update={"device": opened[0].device})
+
+    def _open(self, origin: Origin) -> Extent:
+        if origin not in self._opened:
+            if isinstance(origin, FileOrigin):
+                self._opened[origin] = SharedMapping.open(origin.path, self._owner)
+            else:
+                self._opened[origin] = OpenedAllocation(origin)
+        return self._opened[origin].extent
+
+    @property
+    def mappings(self) -> tuple[SharedMapping, ...]:
+        """Every file that is mapped."""
+        return tuple(opened for opened in self._opened.values() if isinstance(opened, SharedMapping))
+
+    def extents(self) -> list[Extent]:
+        """Return what holds the regions, with the origins, in the pieces to register it in."""
+        return registered_extents(self.regions, [opened.extent for opened in self._opened.values()])
+
+    def close(self) -> None:
+        """Unmap everything. Harmless when closed. Nothing on any device uses any of it any more.
+
+        Raises ConflictError while views of a file are in use; all else is closed then, and `close` can be called again.
+        """
+        with ExitStack() as stack:
+            for opened in self._opened.values():
+                stack.callback(opened.close)
+
+
+# ------------------------------------------------------------------------------------------- an engine's memory
+
+
+def cut_regions(given: Sequence[Region], extent_bytes: int) -> tuple[Region, ...]:
+    """Cut regions of one extent between pages into extents of at most `extent_bytes`. The order stays.
+
+    Regions that interleave are cut at the same pages, where they follow one pattern: one stride, one page count, all of
+    page 0 within one stride. Otherwise no cut could keep their extents apart, and they stay whole, however long.
+    """
+    cut: dict[tuple[ComponentKind, int], Region] = {}
+    for group in _interleaving(given):
+        stride, count, start = group[0].page_stride_bytes, group[0].page_count, group[0].extent_addresses[0]
+        if all(
+            (region.page_stride_bytes, region.page_count) == (stride, count)
+            and region.extent_addresses[0] < start + stride
+            for region in group
+        ):
+            per_extent = pages_per_extent(count, stride, extent_bytes)
+            pages = range(0, count, per_extent)
+            for region in group:
+                addresses = tuple(region.extent_addresses[0] + page * stride for page in pages)
+                update = {"extent_addresses": addresses, "pages_per_extent": per_extent}
+                cut[region.component, region.layer] = region.model_copy(update=update)
+    return tuple(cut.get((region.component, region.layer), region) for region in given)
+
+
+def _require_complete(
+    geometry: ModelGeometry, part: RankPart, given: Sequence[Region], exclude: Collection[ComponentKind]
+) -> None:
+    held = {(component.kind, layer) for component, layers in part.components(geometry, exclude) for layer in layers}
+    named = {(region.component, region.layer) for region in given}
+    if missing := sorted(held - named):
+        kind, layer = missing[0]
+        raise InvalidInputError(
+            f"rank {part.rank}: the engine gave no memory for {kind} layer {layer} ({len(missing)} regions are missing)"
+        )
+    if foreign := sorted(named - held):
+        kind, layer = foreign[0]
+        raise InvalidInputError(
+            f"rank {part.rank} holds no {kind} layer {layer} of '{geometry.name}' on its device, but the engine gave it"
+        )
+    if len(named) != len(given):
+        raise InvalidInputError(f"rank {part.rank}: {len(given)} regions for {len(named)} components of layers")
+    for region in given:
+        if region.space is IndexSpace.HOST or len(region.extent_addresses) != 1:
+            raise InvalidInputError(f"rank {part.rank}: {region.label} must be device memory, given as one extent")
+
+
+def _interleaving(given: Sequence[Region]) -> list[list[Region]]:
+    """Group regions whose memory reaches into each other; most groups have one member. Ascending addresses."""
+    groups: list[list[Region]] = []
+    end = 0
+    for region in sorted(given, key=lambda one: (one.memory, one.device, one.extent_addresses[0])):
+        start = region.extent_addresses[0]
+        stop = start + (region.page_count - 1) * region.page_stride_bytes + region.page_bytes
+        last = groups[-1][0] if groups else None
+        if last and (last.memory, last.device) == (region.memory, region.device) and start < end:
+            groups[-1].append(region)
+            end = max(end, stop)
+        else:
+            groups.append([region])
+            end = stop
+    return groups

@@ -19,7 +19,7 @@ from typing import Protocol, Self
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.kernels.cuda import runtime
-from kvbridge.kernels.cuda.allocations import device_by_uuid, device_uuid
+from kvbridge.pool.memory.gpu_memory import device_by_uuid, device_uuid
 
 FEWEST_EVENTS = 64
 MOST_EVENTS = 4_096

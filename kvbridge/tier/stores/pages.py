@@ -19,7 +19,7 @@ import numpy.typing as npt
 from kvbridge.core.clock import monotonic
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.kernels.digest import checksum
-from kvbridge.pool.memory.sharing import registered_extents
+from kvbridge.pool.memory.extent import registered_extents
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores.base import (
     BAD,

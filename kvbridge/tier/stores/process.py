@@ -22,7 +22,7 @@ from pydantic import TypeAdapter
 from kvbridge.config.stores import FileStoreSettings, StoreSettings
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.wire.messages import REASON_CHARS
-from kvbridge.pool.memory.sharing import MappedRegions
+from kvbridge.pool.memory.pools import MappedRegions
 from kvbridge.processes import end_with_parent
 from kvbridge.telemetry.logs import configure_logs
 from kvbridge.tier.keys import Keys

@@ -20,7 +20,7 @@ The life of an endpoint, with R who gives it out and W who writes by it:
 5. W lets go of the peer, or ends: W's lock goes. R's next look finds the bytes free, and epoch 3 is revoked.
 
 A killed writer's locks go a little before its CUDA context, so what the device was given still arrives. It is bounded by bytes
-(`local.streams`), and on a host with a GPU the locks have to be gone for `transports.local.settle_s` before they count.
+(`local.gpu`), and on a host with a GPU the locks have to be gone for `transports.local.settle_s` before they count.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from queue import SimpleQueue
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import AddressArray, Operations
 from kvbridge.transport.mooncake.library import LIBRARY_ERRORS, Library
-from kvbridge.transport.windowed import DONE, PENDING, Check, PartlyStartedError, Progress
+from kvbridge.transport.windowed import DONE, PENDING, Check, PartlyStartedError, Progress, Submitter
 
 NO_BATCH = frozenset({-1, 0, 2**64 - 1})
 """What the library answers instead of a batch id when it took nothing (its type differs between builds)."""
@@ -84,7 +84,7 @@ class Singles:
     """The first thing that went wrong; terminal once `ids` is empty."""
 
 
-class SingleWrites:
+class SingleWrites(Submitter[Singles]):
     """Gives each operation of a transfer by itself, some with each call of `start`."""
 
     def __init__(self, engine: Engine, session: str, operations: Operations) -> None:
@@ -154,7 +154,7 @@ class Batch:
     failure: str = ""
 
 
-class BatchWrites:
+class BatchWrites(Submitter[Batch]):
     """Gives the operations of a transfer in batches.
 
     The first one of a transfer is given by itself as well, before anything else: a peer that cannot be reached, or whose

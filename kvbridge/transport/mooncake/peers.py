@@ -13,16 +13,14 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
-from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-from kvbridge.core.clock import Clock
 from kvbridge.core.errors import TransportError
-from kvbridge.transport.background import Call, give_turn_back, start_thread
-from kvbridge.transport.base import Steps
+from kvbridge.transport.calls import start_thread
 
 DESCRIPTORS = Path("/proc/self/fd")
 AGAIN_S = 0.02
@@ -30,76 +28,78 @@ AGAIN_S = 0.02
 GRACE_S = 2.0
 """For a call to return once its connections have been shut down; only the resolver of host names takes longer."""
 
-
 T = TypeVar("T")
 
 Address = tuple[IPv4Address | IPv6Address, int]
 
 
-class PeerCall(Generic[T]):
-    """A call on a thread of its own, which is cut off when it has not ended after `timeout_s`. Begins at once (`take_turn`)."""
+class PeerCall:
+    """What watches over calls to one peer, made one after another by one thread."""
 
-    def __init__(self, ask: Callable[[], T], session: str, *, timeout_s: float, name: str) -> None:
-        """`session` is the peer's host:port; `name` says what is done, for messages. Raises TransportError if it cannot begin."""
-        self._timeout_s = timeout_s
+    def __init__(self, session: str) -> None:
+        """`session` is the peer's host:port."""
+        self._session = session
+        self._known: set[str] = set()
+        """Sockets that were there before the present call."""
         self._addresses: frozenset[Address] = frozenset()
-        """Where the connections of the call lead to; empty until the host of the peer has been resolved."""
+        """Where the connections of a call lead to; empty until the host of the peer has been resolved."""
         self._late = False
-        self._ended = threading.Event()
-        self._watch_name = f"watch: {name}"
+        self._unwanted = False
+        self._returned = threading.Event()
+        self._returned.set()
+
+    def ask(self, function: Callable[[], T], *, timeout_s: float, name: str, late: str) -> T:
+        """Return what the library answers; the call is cut off when it has not ended after `timeout_s`.
+
+        `name` says what is done, for messages. Raises TransportError: with `late` when the call was cut off.
+        """
+        self._late = False
         try:
             self._known = {inode for inode, _ in _sockets()}
         except OSError as error:
-            give_turn_back()
             raise TransportError(
                 f"cannot {name}: {error}; raise the limit of open files of this rank worker (ulimit -n, LimitNOFILE)"
             ) from error
-        self._call = Call(partial(self._watched, ask, session), name=name)
-
-    def answer(self, *, clock: Clock, late: str) -> Steps[T]:
-        """Return what the library answers. Raises TransportError with `late` when the call was cut off."""
+        self._returned.clear()
         try:
-            found = yield from self._call.result(until_s=clock() + self._timeout_s + GRACE_S, clock=clock, late=late)
-        except GeneratorExit:
-            self._try_to_cut_off()
-            raise
+            # Not by the caller: while the library fetches what one peer has, writes to all others wait inside of it.
+            start_thread(self._watch, timeout_s, name=f"watch: {name}")
+            self._addresses = _addresses(self._session)
+            self._late = self._unwanted
+            found = None if self._late else function()
         except TransportError as error:
             raise TransportError(late if self._late else str(error)) from error
-        if self._late:
+        finally:
+            self._returned.set()
+        if self._late or found is None:
             raise TransportError(late)
         return found
 
     def end(self, timeout_s: float) -> bool:
-        """Cut the call off now. Returns whether it has ended, at the latest after `timeout_s`."""
+        """Cut the present call off, and those that follow. Returns whether none is under way, at the latest after `timeout_s`."""
+        self._unwanted = True
         self._try_to_cut_off()
-        return self._call.wait(timeout_s)
+        return self._returned.wait(timeout_s)
 
-    def _watched(self, ask: Callable[[], T], session: str) -> T:
-        """Ask, once somebody is there to cut that off."""
-        # Not the caller's thread: while the library fetches what one peer has, writes to all others wait inside of it.
-        start_thread(self._watch, name=self._watch_name)
-        try:
-            self._addresses = _addresses(session)
-            return ask()
-        finally:
-            self._ended.set()
+    def cancel(self) -> None:
+        """Cut everything off, and wait for nothing."""
+        self.end(0.0)
 
-    def _watch(self) -> None:
-        if self._ended.wait(self._timeout_s):
-            return
+    def _watch(self, timeout_s: float) -> None:
+        ends_at_s = time.monotonic() + timeout_s
+        while not self._unwanted and time.monotonic() < ends_at_s:
+            if self._returned.wait(min(AGAIN_S, max(0.0, ends_at_s - time.monotonic()))):
+                return
         self._late = True
-        while not self._ended.wait(AGAIN_S):
+        while not self._returned.wait(AGAIN_S):
             self._try_to_cut_off()
 
     def _try_to_cut_off(self) -> None:
         """Cut the call off, unless the process has no descriptor left to look for its sockets by: the watch tries again."""
         with contextlib.suppress(OSError):
-            self._cut_off()
-
-    def _cut_off(self) -> None:
-        for inode, descriptor in _sockets():
-            if inode not in self._known:
-                _shut_down(descriptor, self._addresses)
+            for inode, descriptor in _sockets():
+                if inode not in self._known:
+                    _shut_down(descriptor, self._addresses)
 
 
 def _sockets() -> list[tuple[str, int]]:

@@ -32,10 +32,11 @@ What the library does and does not do (0.3.13, measured), and what follows for t
 from __future__ import annotations
 
 import functools
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -46,18 +47,19 @@ from kvbridge.core.errors import RegistrationError, TransportError
 from kvbridge.core.ids import FrozenModel, MemoryKind, Positive
 from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.extent import Extent
-from kvbridge.transport import extents
 from kvbridge.transport.backend import Backend, labels, read_endpoint
-from kvbridge.transport.background import take_turn
-from kvbridge.transport.base import Endpoint, Peer, Steps, Transfer
+from kvbridge.transport.base import Endpoint, Peer, Transfer
+from kvbridge.transport.calls import Call
+from kvbridge.transport.extents import Extents
 from kvbridge.transport.mooncake.engine import BatchWrites, Engine, SingleWrites, Waiter
 from kvbridge.transport.mooncake.library import create_library, why_no_device_memory
-from kvbridge.transport.mooncake.peers import PeerCall
+from kvbridge.transport.mooncake.peers import GRACE_S, PeerCall
 from kvbridge.transport.windowed import Progress, Submitter, Window, WindowedTransfer, WindowLimits
 
 NAME = "mooncake"
 
-T = TypeVar("T")
+ASK_EVERY_S = 0.0005
+"""Between two looks whether the empty write of a connection has ended."""
 
 
 class MooncakeEndpoint(FrozenModel):
@@ -70,26 +72,21 @@ class MooncakeEndpoint(FrozenModel):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class MooncakePeer(Peer):
+class MooncakePeer:
     """A peer's session, its memory as announced, and what is in flight to it."""
 
-    transport_name: ClassVar[str] = NAME
+    label: str
     session: str
-    extents: extents.Extents
+    extents: Extents
     window: Window
     waiter: Waiter
 
 
-def _singles(engine: Engine, peer: MooncakePeer, operations: Operations) -> Submitter[Any]:
-    return SingleWrites(engine, peer.session, operations)
-
-
-def _batches(engine: Engine, peer: MooncakePeer, operations: Operations) -> Submitter[Any]:
-    return BatchWrites(engine, peer.session, operations, peer.waiter)
-
-
-WRITES = {MooncakeProtocol.TCP: _singles, MooncakeProtocol.RDMA: _batches}
-"""How the operations of a transfer are given to the library."""
+def _silent(session: str, settings: MooncakeSettings) -> str:
+    return (
+        f"mooncake peer {session} gave no answer in {settings.connect_timeout_s} s (transports.mooncake.connect_timeout_s); its "
+        "process hangs or a firewall drops what is sent to it"
+    )
 
 
 def _limits(settings: MooncakeSettings) -> WindowLimits:
@@ -118,7 +115,7 @@ class MooncakeTransport(Backend[MooncakePeer]):
         super().__init__(clock)
         self._settings = settings
         self._limits = _limits(settings)
-        self._calls: weakref.WeakSet[PeerCall[Any] | Waiter] = weakref.WeakSet()
+        self._calls: weakref.WeakSet[PeerCall | Waiter] = weakref.WeakSet()
         """Each may hold the engine until it has ended."""
         self._engine = Engine(create_library(settings))
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
@@ -161,34 +158,41 @@ class MooncakeTransport(Backend[MooncakePeer]):
         content = MooncakeEndpoint(session=self._session, protocol=self._settings.protocol, extents=self._memory.ranges)
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
-    def _connect(self, endpoint: Endpoint) -> Steps[MooncakePeer]:
+    def begin_connect(self, endpoint: Endpoint) -> Call[MooncakePeer]:
         content = read_endpoint(endpoint, NAME, MooncakeEndpoint)
         if content.protocol is not self._settings.protocol:
             raise TransportError(
                 f"peer {content.session} speaks mooncake over {content.protocol}, this process over "
                 f"{self._settings.protocol}; set transports.mooncake.protocol alike on both"
             )
-        yield from self._probe(content.session)
+        asked = PeerCall(content.session)
+        self._calls.add(asked)
+        timeout_s = 2 * self._settings.connect_timeout_s + self._settings.metadata_timeout_s + GRACE_S
+        return Call(
+            functools.partial(self._connected, content, asked),
+            name=f"connect mooncake peer {content.session}",
+            timeout_s=timeout_s,
+            late=_silent(content.session, self._settings),
+            clock=self._clock,
+            given_up=lambda _: asked.cancel(),
+        )
+
+    def _connected(self, content: MooncakeEndpoint, asked: PeerCall) -> MooncakePeer:
+        self._probe(content.session, asked)
         if self._settings.protocol is MooncakeProtocol.TCP and content.extents:
-            yield from self._fetch(content)
+            self._fetch(content, asked)
         _ = self._engine.library
         whose = f"peer {content.session}"
         waiter = Waiter(self._engine, f"batches to {whose}")
-        self._calls.add(waiter)
-        peer = MooncakePeer(content.session, extents.Extents(whose, content.extents), Window(self._limits), waiter)
-        self._peers[peer] = peer
-        return peer
+        return MooncakePeer(whose, content.session, Extents(whose, content.extents), Window(self._limits), waiter)
 
-    def _probe(self, session: str) -> Steps[None]:
+    def _probe(self, session: str, asked: PeerCall) -> None:
         """Go on only with a peer that answers."""
-        timeout_s = self._settings.connect_timeout_s
-        engine = self._engine
-        answer = yield from self._ask(
-            lambda: engine.library.send_probe(session),
-            session,
-            timeout_s=timeout_s,
-            late=f"mooncake peer {session} gave no answer in {timeout_s} s (transports.mooncake.connect_timeout_s); its process "
-            "hangs or a firewall drops what is sent to it",
+        answer = asked.ask(
+            lambda: self._engine.library.send_probe(session),
+            timeout_s=self._settings.connect_timeout_s,
+            name=f"ask mooncake peer {session}",
+            late=_silent(session, self._settings),
         )
         if answer != 0:
             raise TransportError(
@@ -196,23 +200,23 @@ class MooncakeTransport(Backend[MooncakePeer]):
                 "to 17000 and the ephemeral ports of its host are open from here"
             )
 
-    def _fetch(self, content: MooncakeEndpoint) -> Steps[None]:
+    def _fetch(self, content: MooncakeEndpoint, asked: PeerCall) -> None:
         """Have the library fetch what it has to know of a peer, by an empty write, so that no submission waits for that later."""
         timeout_s = self._settings.metadata_timeout_s
         address, _ = content.extents[0]
         nothing = Operations(*(np.array([number], dtype=np.uint64) for number in (address, address, 0)))
         writes = SingleWrites(self._engine, content.session, nothing)
-        handle = yield from self._ask(
+        handle = asked.ask(
             functools.partial(writes.start, 0, 1),
-            content.session,
             timeout_s=timeout_s,
+            name=f"ask mooncake peer {content.session}",
             late=f"mooncake peer {content.session} answers and does not say what it has; it was given {timeout_s:g} s "
             "(transports.mooncake.metadata_timeout_s)",
         )
         ends_at_s = self._clock() + self._settings.connect_timeout_s
         check = writes.check(handle)
         while check.progress is Progress.PENDING and self._clock() < ends_at_s:
-            yield
+            time.sleep(ASK_EVERY_S)
             check = writes.check(handle)
         if check.progress is not Progress.DONE:
             raise TransportError(
@@ -220,29 +224,31 @@ class MooncakeTransport(Backend[MooncakePeer]):
                 "check that its ephemeral data port is open from here"
             )
 
-    def _ask(self, ask: Callable[[], T], session: str, *, timeout_s: float, late: str) -> Steps[T]:
-        name = f"ask mooncake peer {session}"
-        yield from take_turn(name, until_s=self._clock() + timeout_s, clock=self._clock)
-        call = PeerCall(ask, session, timeout_s=timeout_s, name=name)
-        self._calls.add(call)
-        return (yield from call.answer(clock=self._clock, late=late))
+    def take(self, known: MooncakePeer) -> Peer:
+        self._calls.add(known.waiter)
+        return super().take(known)
 
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
-        """See `Transport.submit`; a destination outside of the peer's announced memory is refused the same way."""
+        """A destination outside of the peer's announced memory is refused, too."""
         known = self._checked(peer, operations)
         transfer: WindowedTransfer[Any] = WindowedTransfer(
             operations,
-            WRITES[self._settings.protocol](self._engine, known, operations),
+            self._writes(known, operations),
             known.window,
-            peer=f"peer {known.session}",
+            peer=known.label,
             deadline_s=deadline_s,
             clock=self._clock,
         )
         self._transfers[transfer] = peer
         return transfer
 
+    def _writes(self, known: MooncakePeer, operations: Operations) -> Submitter[Any]:
+        if self._settings.protocol is MooncakeProtocol.TCP:
+            return SingleWrites(self._engine, known.session, operations)
+        return BatchWrites(self._engine, known.session, operations, known.waiter)
+
     def close(self) -> None:
-        """See `Transport.close`; takes about a second. Harmless when closed already.
+        """Takes about a second. Harmless when closed already.
 
         Raises TransportError when the library does not return from a call, so that the engine lives on.
         """

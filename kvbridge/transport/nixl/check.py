@@ -17,16 +17,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 
 from kvbridge.config.transports import NixlSettings
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.ids import FrozenModel, NonNegative
-from kvbridge.pool.memory.holding import HeldThings
+from kvbridge.pool.memory.gpu_memory import HeldThings
 from kvbridge.processes import child_environment, module_command
-from kvbridge.transport.background import Call, take_turn
-from kvbridge.transport.base import Steps
 from kvbridge.transport.nixl.agent import NixlAgent, load_library
 from kvbridge.transport.nixl.peers import NixlEndpoint, ProbeTarget, introduce
 
@@ -48,28 +44,14 @@ class PeerCheck:
         self._process: subprocess.Popen[bytes] | None = None
         self._control, self._theirs = socket.socketpair()
 
-    def check(self, content: NixlEndpoint, device: int | None, *, clock: Clock = monotonic) -> Steps[None]:
-        """Go on only with a description that a process of its own has survived. Raises TransportError with what it died of."""
-        limit_s, name = self._settings.check_timeout_s, f"check nixl peer {content.agent}"
-        late = f"peer {content.agent} could not be checked within transports.nixl.check_timeout_s ({limit_s:g} s)"
-        until_s = clock() + limit_s
-        yield from take_turn(name, until_s=until_s, clock=clock)
-        call = Call(functools.partial(self._check, _Task(content=content, device=device)), name=name)
-        yield from call.result(until_s=until_s, clock=clock, late=f"{late}: the peer hangs, or this host is overloaded")
-
-    def close(self) -> None:
-        """End the process. Checks that are under way fail, and so do later ones."""
-        with self._lock:
-            self._control.close()
-            self._theirs.close()
-            if self._process is not None:
-                self._process.kill()
-                self._process.wait()
-
-    def _check(self, task: _Task) -> None:
-        agent = task.content.agent
+    def check(self, content: NixlEndpoint, device: int | None) -> None:
+        """Return when a process of its own has survived a description; blocks. Raises TransportError with what it died of."""
+        limit_s, agent = self._settings.check_timeout_s, content.agent
         try:
-            said = self._ask(task.model_dump_json().encode())
+            said = self._ask(_Task(content=content, device=device).model_dump_json().encode())
+        except TimeoutError as error:
+            late = f"peer {agent} could not be checked within transports.nixl.check_timeout_s ({limit_s:g} s)"
+            raise TransportError(f"{late}: the peer hangs, or this host is overloaded") from error
         except OSError as error:
             raise TransportError(f"peer {agent} could not be checked: {error}") from error
         *printed, verdict = said.splitlines() or [b""]
@@ -80,6 +62,15 @@ class PeerCheck:
             raise TransportError(
                 f"peer {agent} was refused: the process that read its metadata first was ended by it ({last or 'no word'})"
             )
+
+    def close(self) -> None:
+        """End the process. Checks that are under way fail, and so do later ones."""
+        with self._lock:
+            self._control.close()
+            self._theirs.close()
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
 
     def _ask(self, task: bytes) -> bytes:
         ours, theirs = socket.socketpair()
@@ -133,8 +124,7 @@ def _read(connection: socket.socket, settings: NixlSettings) -> None:
         signal.alarm(math.ceil(settings.check_timeout_s))  # nobody else ends it
         agent = NixlAgent(settings)
         agent.device = task.device
-        for _ in introduce(agent, task.content, ProbeTarget(agent), timeout_s=settings.connect_timeout_s):
-            time.sleep(0.0005)
+        introduce(agent, task.content, ProbeTarget(agent), timeout_s=settings.connect_timeout_s)
         agent.forget_peer(task.content.agent)
         verdict = PASSED
     except BridgeError as error:

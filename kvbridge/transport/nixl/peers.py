@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Annotated, Self
 
@@ -9,12 +10,12 @@ import numpy as np
 from crc32c import crc32c
 from pydantic import ConfigDict, Field
 
-from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import TransportError
 from kvbridge.core.ids import FrozenModel, MemoryKind, NonNegative, Positive
-from kvbridge.transport.base import Steps
 from kvbridge.transport.nixl.agent import NixlAgent
 from kvbridge.transport.windowed import Progress
+
+ASK_EVERY_S = 0.0005
 
 
 class NixlExtent(FrozenModel):
@@ -71,12 +72,10 @@ class ProbeTarget:
         agent.register(MemoryKind.DRAM, self.row)
 
 
-def introduce(
-    agent: NixlAgent, content: NixlEndpoint, target: ProbeTarget, *, timeout_s: float, clock: Clock = monotonic
-) -> Steps[None]:
+def introduce(agent: NixlAgent, content: NixlEndpoint, target: ProbeTarget, *, timeout_s: float) -> None:
     """Have an agent take a peer's metadata in and read a byte of its memory, which opens the connection (1 to 20 ms).
 
-    A read that does not end stays behind; all it can ever touch is the byte of `target`. Raises TransportError.
+    A read that does not end stays behind; all it can ever touch is the byte of `target`. Blocks; raises TransportError.
     """
     name = agent.load_peer(content.metadata)
     if name != content.agent:
@@ -85,14 +84,14 @@ def introduce(
     for extent in ordered[:1]:
         remote = np.array([[extent.address, 1, extent.device]], dtype=np.uint64)
         request = agent.post_read(name, (MemoryKind.DRAM, target.row), (extent.kind, remote))
-        ends_at_s = clock() + timeout_s
+        ends_at_s = time.monotonic() + timeout_s
         while (answer := agent.check(request)).progress is Progress.PENDING:
-            if clock() >= ends_at_s:
+            if time.monotonic() >= ends_at_s:
                 agent.release(request)
                 raise TransportError(
                     f"peer {name} did not answer within transports.nixl.connect_timeout_s ({timeout_s:g} s); it hangs, or its UCX "
                     "ports are closed from here"
                 )
-            yield
+            time.sleep(ASK_EVERY_S)
         if answer.progress is not Progress.DONE:
             raise TransportError(f"peer {name} cannot be reached: {answer.reason}")

@@ -32,8 +32,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
+import threading
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
@@ -45,44 +47,63 @@ from kvbridge.core.errors import InvalidInputError, RegistrationError, Transport
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import AddressArray, Operations
 from kvbridge.pool.memory.extent import Extent
-from kvbridge.transport import extents
 from kvbridge.transport.backend import Backend, labels, read_endpoint
-from kvbridge.transport.base import Endpoint, Peer, Steps, Transfer, TransferState
+from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState
+from kvbridge.transport.calls import Call
+from kvbridge.transport.extents import Extents
 from kvbridge.transport.nixl.agent import Descriptors, NixlAgent, Side, UnclearPostError
 from kvbridge.transport.nixl.check import CHECKS, PeerCheck
 from kvbridge.transport.nixl.peers import NixlEndpoint, NixlExtent, ProbeTarget, introduce
 from kvbridge.transport.pump import Pump, PumpedTransfer
-from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowedTransfer, WindowLimits
+from kvbridge.transport.windowed import (
+    DONE,
+    PENDING,
+    Check,
+    Progress,
+    Submitter,
+    Window,
+    WindowedTransfer,
+    WindowLimits,
+)
 
 NAME = "nixl"
 KINDS = tuple(MemoryKind)
 CLOSED = "the nixl transport was closed while this transfer was active"
 
 
-class _Places:
-    """Of which kind and device the memory at an address is. Addresses have been checked against the extents before."""
+class Places:
+    """Registered memory of one side, with the kind and the device of each extent."""
 
-    def __init__(self, known: Sequence[NixlExtent]) -> None:
+    def __init__(self, whose: str, known: Iterable[NixlExtent]) -> None:
+        """Raises InvalidInputError when two overlap."""
         ordered = sorted(known, key=lambda extent: extent.address)
-        self._starts = np.array([extent.address for extent in ordered], dtype=np.uint64)
+        self.extents = Extents(whose, [(extent.address, extent.length_bytes) for extent in ordered])
         self._kinds = np.array([KINDS.index(extent.kind) for extent in ordered], dtype=np.uint8)
         self._devices = np.array([extent.device for extent in ordered], dtype=np.uint64)
 
     def of(self, addresses: AddressArray) -> tuple[npt.NDArray[np.uint8], AddressArray]:
-        """The kind (an index into `KINDS`) and the device of each address."""
-        found = np.searchsorted(self._starts, addresses, side="right") - 1
+        """Return the kind (an index into `KINDS`) and the device of each address; all of them have been checked."""
+        found = self.extents.find(addresses)
         return self._kinds[found], self._devices[found]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class NixlPeer(Peer):
+class NixlPeer:
     """A remote agent whose metadata has been loaded and which has answered."""
 
-    transport_name: ClassVar[str] = NAME
     agent: str
-    extents: extents.Extents
-    places: _Places
+    places: Places
     window: Window
+
+    @property
+    def label(self) -> str:
+        """The peer's name in messages."""
+        return f"peer {self.agent}"
+
+    @property
+    def extents(self) -> Extents:
+        """The peer's memory, as announced."""
+        return self.places.extents
 
 
 @dataclass(slots=True, eq=False)
@@ -96,10 +117,10 @@ class _Batch:
     """A further request may be under way, and there is nothing to ask after: the batch never ends."""
 
 
-class _Writes:
+class _Writes(Submitter[_Batch]):
     """Submits the operations of one transfer. A batch's list shrinks with each request that has ended."""
 
-    def __init__(self, agent: NixlAgent, peer: NixlPeer, own: _Places, operations: Operations) -> None:
+    def __init__(self, agent: NixlAgent, peer: NixlPeer, own: Places, operations: Operations) -> None:
         self._agent = agent
         self._peer = peer
         self._own = own
@@ -158,9 +179,10 @@ class NixlTransport(Backend[NixlPeer]):
             batch_bytes=settings.batch_bytes,
         )
         self._registered: dict[int, NixlExtent] = {}
-        self._places = _Places(())
-        self._connecting: list[str] = []
-        """Agents that the library may know and that are not peers yet."""
+        self._places = Places("this process", ())
+        self._uses: Counter[str] = Counter()
+        """Of agents that the library may know: attempts to connect, and peers."""
+        self._lock = threading.Lock()
         self._pump = Pump(NAME)
         self._agent = NixlAgent(settings)
         self._probe_target = ProbeTarget(self._agent)
@@ -194,37 +216,47 @@ class NixlTransport(Backend[NixlPeer]):
                 ) from error
             undo.pop_all()
         self._registered |= {part.address: _announced(part) for part in memory}
-        self._places = _Places(list(self._registered.values()))
+        self._places = Places("this process", self._registered.values())
 
     def endpoint(self) -> Endpoint:
         content = NixlEndpoint.of(self._agent, self._registered.values())
         return Endpoint(transport=NAME, data=content.model_dump_json().encode())
 
-    def _connect(self, endpoint: Endpoint) -> Steps[NixlPeer]:
-        """A process apart reads first what a peer says of itself."""
+    def begin_connect(self, endpoint: Endpoint) -> Call[NixlPeer]:
         content = read_endpoint(endpoint, NAME, NixlEndpoint)
         name = content.agent
         if name == self._agent.name:
             raise InvalidInputError("this is the transport's own endpoint; it cannot write to itself")
         self._agent.require_alive()
         content.require_readable(self._agent.library_release)
-        yield from self._check.check(content, self._agent.device, clock=self._clock)
-        timeout_s = self._settings.connect_timeout_s
-        self._connecting.append(name)
+        limit_s = self._settings.check_timeout_s
+        return Call(
+            functools.partial(self._connected, content),
+            name=f"connect nixl peer {name}",
+            timeout_s=limit_s + self._settings.connect_timeout_s,
+            late=f"peer {name} could not be checked within transports.nixl.check_timeout_s ({limit_s:g} s): the peer hangs, or "
+            "this host is overloaded",
+            clock=self._clock,
+            given_up=lambda peer: None if peer is None else self._forget_unused(peer.agent),
+        )
+
+    def _connected(self, content: NixlEndpoint) -> NixlPeer:
+        """A process apart reads first what a peer says of itself."""
+        name = content.agent
+        self._check.check(content, self._agent.device)
+        with self._lock:
+            self._uses[name] += 1
         try:
-            yield from introduce(self._agent, content, self._probe_target, timeout_s=timeout_s, clock=self._clock)
-            known = self._connections(name)
-            peer = NixlPeer(
-                name,
-                extents.Extents(f"peer {name}", [(extent.address, extent.length_bytes) for extent in content.extents]),
-                _Places(content.extents),
-                known[0].window if known else Window(self._limits),
-            )
-            self._peers[peer] = peer
-        finally:
-            self._connecting.remove(name)
+            introduce(self._agent, content, self._probe_target, timeout_s=self._settings.connect_timeout_s)
+            return NixlPeer(name, Places(f"peer {name}", content.extents), Window(self._limits))
+        except BaseException:
             self._forget_unused(name)
-        return peer
+            raise
+
+    def take(self, known: NixlPeer) -> Peer:
+        """A peer that has registered more memory and was connected again has one window."""
+        others = [peer.window for peer in self._peers.values() if peer.agent == known.agent]
+        return super().take(replace(known, window=others[0]) if others else known)
 
     def disconnect(self, peer: Peer) -> None:
         known = self._known(peer)
@@ -232,7 +264,7 @@ class NixlTransport(Backend[NixlPeer]):
         self._forget_unused(known.agent)
 
     def submit(self, peer: Peer, operations: Operations, *, deadline_s: float) -> Transfer:
-        """See `Transport.submit`; a destination outside of the peer's announced memory is refused the same way."""
+        """A destination outside of the peer's announced memory is refused, too."""
         known = self._checked(peer, operations)
         writes = _Writes(self._agent, known, self._places, operations)
         make = functools.partial(
@@ -240,7 +272,7 @@ class NixlTransport(Backend[NixlPeer]):
             operations,
             writes,
             known.window,
-            peer=f"peer {known.agent}",
+            peer=known.label,
             deadline_s=deadline_s,
             clock=self._clock,
         )
@@ -250,7 +282,7 @@ class NixlTransport(Backend[NixlPeer]):
         return transfer
 
     def close(self) -> None:
-        """See `Transport.close`; takes milliseconds. Harmless when closed already."""
+        """Takes milliseconds. Harmless when closed already."""
         left = self._pump.close(timeout_s=self._settings.close_timeout_s)
         self._agent.destroy()
         for transfer in left:
@@ -260,13 +292,13 @@ class NixlTransport(Backend[NixlPeer]):
             self._closed = True
             CHECKS.let_go(self._settings, PeerCheck.close)
 
-    def _connections(self, agent: str) -> list[NixlPeer]:
-        """More than one after a peer has registered more memory and was connected again."""
-        return [peer for peer in self._peers.values() if peer.agent == agent]
-
     def _forget_unused(self, agent: str) -> None:
-        if not self._connections(agent) and agent not in self._connecting:
-            self._agent.forget_peer(agent)
+        """Let go of one use of an agent; the library forgets it after the last one."""
+        with self._lock:
+            self._uses[agent] -= 1
+            if not self._uses[agent]:
+                del self._uses[agent]
+                self._agent.forget_peer(agent)
 
 
 def _announced(part: Extent) -> NixlExtent:

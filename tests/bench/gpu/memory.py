@@ -52,7 +52,7 @@ def host_memory(length_bytes: int, device: int = 0) -> Iterator[SharedMapping]:
             yield mapping
         finally:
             runtime.synchronize(device)
-            runtime.unregister_host(mapping.address, length_bytes)
+            runtime.unregister_host(mapping.address)
 
 
 @contextmanager

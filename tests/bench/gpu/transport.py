@@ -30,7 +30,7 @@ from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY, SharedMapping
 from kvbridge.transport.base import Endpoint, Transfer, TransferState
 from kvbridge.transport.local.transport import LocalTransport
 from kvbridge.transport.registry import create_transport
-from kvbridge.worker.pause import Pauses
+from kvbridge.worker.rank import Pauses
 from tests.bench.gpu.budgets import of_transport, with_budgets
 from tests.bench.gpu.memory import PAGE_BYTES, device_memory, fill_random, host_memory, tensor_at
 from tests.helpers.connecting import connect

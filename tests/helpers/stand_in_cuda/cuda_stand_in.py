@@ -250,15 +250,16 @@ class Copier:
 def install(replace: Any = setattr) -> Runtime:
     """Take CUDA's place in this process; `replace` sets an attribute (`monkeypatch.setattr` undoes it again)."""
     from kvbridge.kernels import cuda
-    from kvbridge.kernels.cuda import allocations, runtime
-    from kvbridge.transport.local import streams as local_streams
+    from kvbridge.kernels.cuda import runtime
+    from kvbridge.pool.memory import gpu_memory
+    from kvbridge.transport.local import gpu as local_gpu
 
     made = Runtime()
     driver = Driver(made)
     replace(runtime, "library", lambda name="cuda.bindings.runtime": driver if name.endswith("driver") else made)
-    replace(allocations, "_uuids", {})
+    replace(gpu_memory, "_uuids", {})
     replace(cuda, "ACCELERATOR_NODES", (Path("/dev/null"),))
-    replace(local_streams, "StretchCopier", Copier)
+    replace(local_gpu, "StretchCopier", Copier)
     return made
 
 

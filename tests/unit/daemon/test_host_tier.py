@@ -14,7 +14,7 @@ from kvbridge.core.errors import ConfigError
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace
 from kvbridge.daemon.memory import NodeLayout, NodeMemory, plan_memory
-from kvbridge.pool.memory.sharing import MappedRegions
+from kvbridge.pool.memory.pools import MappedRegions
 
 FLASH, TINY = preset("deepseek-v4-flash"), preset("tiny-v4")
 FULL_TWIN, SWA_TWIN = IndexSpace.FULL_TWIN, IndexSpace.SWA_TWIN

@@ -26,8 +26,8 @@ from kvbridge.engine.kit.tensors import (
     rank_regions,
 )
 from kvbridge.engine.vllm import VLLM
-from kvbridge.pool.memory.adopted_pool import AdoptedPool
 from kvbridge.pool.memory.layout import RankPart
+from kvbridge.pool.memory.pools import MemoryPool
 from tests.helpers.vllm_caches import BLOCKS, TOKENS, caches, name_of
 
 LAYERS = 4
@@ -66,7 +66,7 @@ class Instance:
         """As its rank worker makes it of the adopted tensors."""
         geometry, boundaries = self.cache.geometry, self.cache.stage_boundaries
         part = RankPart.of(geometry, rank, pp_size=self.pp, tp_size=self.tp, boundaries=boundaries)
-        regions = AdoptedPool(
+        regions = MemoryPool.adopted(
             geometry, part, rank_regions(geometry.components[0], self.tensors[rank], rank, tp_size=self.tp)
         ).regions()
         manifest = RankManifest(

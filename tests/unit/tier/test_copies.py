@@ -20,7 +20,7 @@ from kvbridge.kernels.page_copies import ReferencePageCopier
 from kvbridge.kernels.places import PageMemory, PagePair
 from kvbridge.tier import copy_backends
 from kvbridge.tier.copies import CopyMeans, Direction, copy_backend
-from kvbridge.tier.copy_backends import joined, split_at_registrations
+from kvbridge.tier.copy_backends import joined
 from tests.helpers.fake_cuda import FakeEvent
 from tests.helpers.twin_pools import TwinPools, pages
 
@@ -81,29 +81,6 @@ def test_pairs_that_follow_each_other_are_joined():
     assert len(joined([pair(0, 5000, 600), pair(600, 5600, 600)])) == 2, "longer than a page's stride"
 
 
-def test_operations_end_where_registered_memory_does(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(runtime, "REGISTER_CHUNK_BYTES", 100)
-
-    def column(*numbers: int) -> np.ndarray:
-        return np.array(numbers, dtype=np.uint64)
-
-    given = Operations(column(9000, 9100, 9200, 7000), column(1000, 1090, 1150, 8000), column(90, 20, 230, 500))
-    cut = split_at_registrations(given, [(1000, 1000)])
-    found = sorted(zip(cut.source.tolist(), cut.destination.tolist(), cut.length.tolist(), strict=True))
-    assert found == [
-        (7000, 8000, 500),
-        (9000, 1000, 90),
-        (9100, 1090, 10),
-        (9110, 1100, 10),
-        (9200, 1150, 50),
-        (9250, 1200, 100),
-        (9350, 1300, 80),
-    ]
-    assert split_at_registrations(given, [(5000, 100)]) is not None
-    back = split_at_registrations(Operations(given.destination, given.source, given.length), [(1000, 1000)])
-    assert sorted(back.destination.tolist()) == sorted(cut.source.tolist())
-
-
 # ---------------------------------------------------------------------------------------------- what a GPU is asked to do
 
 
@@ -128,11 +105,9 @@ class Queue:
         event.synchronize = lambda: setattr(event, "done", True)  # type: ignore[attr-defined]
         return event
 
-    def _batch(
-        self, destinations: list[int], sources: list[int], lengths: list[int], *, device: int, stream: int
-    ) -> None:
-        reference.copy_each(sources, destinations, lengths)
-        self.batches.append(lengths)
+    def _batch(self, operations: Operations, *, device: int, stream: int) -> None:
+        reference.copy_operations(operations.source, operations.destination, operations.length)
+        self.batches.append(operations.length.tolist())
 
     def _copier(self, device: int, pairs: list[PagePair], *, blocks: int, signals: bool) -> ReferencePageCopier:
         assert blocks == 4

@@ -14,20 +14,18 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.transport.backend import Backend
-from kvbridge.transport.base import Endpoint, Peer, Steps, Transfer, TransferState, TransferStatus
+from kvbridge.transport.base import Endpoint, Peer, Transfer, TransferState, TransferStatus
+from kvbridge.transport.calls import Call
 from kvbridge.transport.extents import Extents
 from tests.helpers.connecting import connect
 
 HERE, THERE, SIZE = 1 << 20, 1 << 30, 1 << 16
 
 
-class Handle(Peer):
-    transport_name = "plain"
-
-
 @dataclass
 class Known:
     extents: Extents
+    label: str = "peer"
 
 
 class Started(Transfer):
@@ -77,11 +75,9 @@ class Plain(Backend[Known]):
             raise RegistrationError(self.refusal)
         self.registered += memory
 
-    def _connect(self, endpoint: Endpoint) -> Steps[Peer]:
-        handle = Handle()
-        self._peers[handle] = Known(Extents("peer", [(THERE, SIZE)]))
-        yield
-        return handle
+    def begin_connect(self, endpoint: Endpoint) -> Call[Known]:
+        known = Known(Extents("peer", [(THERE, SIZE)]))
+        return Call(lambda: known, name="connect", timeout_s=10.0, late="late", clock=monotonic)
 
 
 def extent(address: int, kind: MemoryKind = MemoryKind.DRAM) -> Extent:
@@ -108,7 +104,7 @@ def test_what_is_submitted_is_checked_first(plain: Plain) -> None:
     with pytest.raises(InvalidInputError, match="4097 bytes is longer than max_operation_bytes"):
         plain.submit(peer, one(HERE, THERE, 4097), deadline_s=1.0)
     with pytest.raises(InvalidInputError, match="not connected to this plain transport"):
-        plain.submit(Handle(), one(HERE, THERE), deadline_s=1.0)
+        plain.submit(Peer(), one(HERE, THERE), deadline_s=1.0)
     plain.submit(peer, Operations(*(np.empty(0, dtype=np.uint64) for _ in range(3))), deadline_s=1.0)
     plain.close()
     with pytest.raises(TransportError, match="closed"):

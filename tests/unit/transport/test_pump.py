@@ -11,14 +11,14 @@ from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import TransferState
 from kvbridge.transport.pump import Pump, PumpedTransfer
-from kvbridge.transport.windowed import DONE, PENDING, Check, Window, WindowedTransfer, WindowLimits
+from kvbridge.transport.windowed import DONE, PENDING, Check, Submitter, Window, WindowedTransfer, WindowLimits
 from tests.contract.harness import wait
 
 LIMIT_S = 20.0
 LIMITS = WindowLimits(operations=4, bytes=1 << 20, quiet_timeout_s=0.05)
 
 
-class Library:
+class Library(Submitter[int]):
     """Batches end when `gate` is open; every call says which thread made it."""
 
     def __init__(self, answer: Check = DONE) -> None:

@@ -13,6 +13,7 @@ from kvbridge.transport.windowed import (
     Check,
     PartlyStartedError,
     Progress,
+    Submitter,
     Window,
     WindowedTransfer,
     WindowLimits,
@@ -20,7 +21,7 @@ from kvbridge.transport.windowed import (
 from tests.helpers.manual_clock import ManualClock
 
 
-class FakeLibrary:
+class FakeLibrary(Submitter[int]):
     """Batches stay pending until `answers` says otherwise; asking after a terminal batch again is an error."""
 
     def __init__(self) -> None:

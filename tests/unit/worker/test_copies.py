@@ -16,7 +16,7 @@ from kvbridge.core.wire.worker_messages import CopyPages, PageMove, PagesCopied
 from kvbridge.tier.copies import Direction
 from kvbridge.worker import copies
 from kvbridge.worker.copies import PageCopies
-from kvbridge.worker.transports import RankIdentity
+from kvbridge.worker.rank import RankIdentity
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import GEOMETRY, R1, manifest
 from tests.helpers.twin_pools import TwinPools, pages

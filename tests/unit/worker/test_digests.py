@@ -25,7 +25,7 @@ from kvbridge.kernels.cuda import runtime
 from kvbridge.pool.memory.extent import Extent
 from kvbridge.worker import digests as rank_digests
 from kvbridge.worker.loop import RankWorker
-from kvbridge.worker.transports import RankIdentity, WorkerLimits
+from kvbridge.worker.rank import RankIdentity, WorkerLimits
 from tests.helpers.manual_clock import ManualClock
 from tests.helpers.rooms import DECODE, GEOMETRY, PAGE, manifest
 from tests.helpers.worker_bench import DONE, QUIET, FakeTransport, Link, node_ranks

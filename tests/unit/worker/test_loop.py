@@ -26,7 +26,7 @@ from kvbridge.core.wire.worker_messages import (
 from kvbridge.kernels.cuda import runtime
 from kvbridge.worker import loop as rank_worker
 from kvbridge.worker import peers as rank_peers
-from kvbridge.worker.pause import BUSY_PAUSE_S, SHORTEST_PAUSE_S
+from kvbridge.worker.rank import BUSY_PAUSE_S, SHORTEST_PAUSE_S
 from kvbridge.worker.transports import RETRY_S
 from tests.helpers.rooms import DECODE, full_amounts
 from tests.helpers.worker_bench import (

@@ -7,8 +7,7 @@ import pytest
 from kvbridge.core.plan.operations import Section
 from kvbridge.core.wire.worker_messages import Send
 from kvbridge.worker import loop as rank_worker
-from kvbridge.worker.order_book import OrderBook
-from kvbridge.worker.orders import Order
+from kvbridge.worker.orders import Order, OrderBook
 from tests.helpers.worker_bench import TOKENS
 
 SECTION = Section(prompt_tokens=TOKENS, start_token=0, stop_token=TOKENS)

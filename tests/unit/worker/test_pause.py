@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.worker.pause import BUSY_PAUSE_S, SHORTEST_PAUSE_S, Pauses
+from kvbridge.worker.rank import BUSY_PAUSE_S, SHORTEST_PAUSE_S, Pauses
 from tests.helpers.manual_clock import ManualClock
 
 

@@ -8,12 +8,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from kvbridge.core.errors import TransportError
-from kvbridge.transport.background import take_turn
-from kvbridge.transport.base import Pending
+from kvbridge.transport.calls import Call
 from kvbridge.transport.mooncake import peers
 from kvbridge.transport.mooncake.peers import PeerCall
 
@@ -45,17 +45,19 @@ class Asker:
         return answer[0] if answer else -1
 
 
-def ask(asker: Asker, timeout_s: float, host: str = "127.0.0.1") -> tuple[PeerCall, Pending[int]]:
-    list(take_turn("ask", until_s=0.0, clock=time.monotonic))
-    call = PeerCall(asker, f"{host}:{asker.port}", timeout_s=timeout_s, name="ask")
-    return call, Pending(call.answer(clock=time.monotonic, late="it gave no answer"))
+def ask(asker: Asker, timeout_s: float, host: str = "127.0.0.1") -> tuple[PeerCall, Call[int]]:
+    asked = PeerCall(f"{host}:{asker.port}")
+    function = partial(asked.ask, asker, timeout_s=timeout_s, name="ask", late="it gave no answer")
+    call = Call(function, name="ask", timeout_s=60.0, late="", clock=time.monotonic, given_up=lambda _: asked.cancel())
+    assert not call.done()  # and so it begins
+    return asked, call
 
 
-def answer(pending: Pending[int]) -> int:
+def answer(call: Call[int]) -> int:
     ends_at_s = time.monotonic() + LIMIT_S
-    while (found := pending.poll()) is None:
+    while not call.done():
         assert time.monotonic() < ends_at_s
-    return found
+    return call.result()
 
 
 def test_a_peer_that_answers(silent: socket.socket) -> None:
@@ -63,7 +65,7 @@ def test_a_peer_that_answers(silent: socket.socket) -> None:
     _, pending = ask(asker, LIMIT_S)
     connection, _ = silent.accept()
     with connection:
-        assert pending.poll() is None
+        assert not pending.done()
         connection.sendall(b"\x05")
         assert answer(pending) == 5
 
@@ -109,10 +111,10 @@ def test_a_peer_is_known_by_its_addresses_however_it_is_named(silent: socket.soc
 def test_a_call_that_nobody_needs_ends_at_once(silent: socket.socket, how: str) -> None:
     asker = Asker(silent.getsockname()[1])
     call, pending = ask(asker, 60.0)
-    assert pending.poll() is None
+    assert not pending.done()
     assert asker.waiting.wait(LIMIT_S)
     if how == "cancelled":
-        pending.cancel()
+        pending.give_up()
     else:
         assert call.end(LIMIT_S)
     assert asker.returned.wait(LIMIT_S)
@@ -130,6 +132,6 @@ def test_a_call_is_given_up_and_cut_off_later_when_no_descriptor_is_left(silent,
         assert asker.waiting.wait(LIMIT_S)
         with monkeypatch.context() as patch:
             patch.setattr(peers, "_sockets", refuse_to_list)
-            pending.cancel()
+            pending.give_up()
             assert not call.end(0.0)
         assert asker.returned.wait(LIMIT_S)

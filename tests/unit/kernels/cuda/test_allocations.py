@@ -9,8 +9,8 @@ import pytest
 
 from kvbridge.core.errors import UnsupportedError
 from kvbridge.kernels.cuda import runtime
-from kvbridge.kernels.cuda.allocations import device_by_uuid, device_uuid
 from kvbridge.pool.memory import stream_points
+from kvbridge.pool.memory.gpu_memory import device_by_uuid, device_uuid
 from kvbridge.pool.memory.stream_points import StreamPoints
 from tests.helpers.stand_in_cuda import cuda_stand_in
 

@@ -9,9 +9,8 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
-from kvbridge.pool.memory.adopted_pool import AdoptedPool
 from kvbridge.pool.memory.layout import RankPart, device_placement
-from kvbridge.pool.memory.pools import MappedPool
+from kvbridge.pool.memory.pools import MemoryPool
 from tests.helpers.pool_pages import page_address, region_of
 
 TINY = preset("tiny-v4")
@@ -53,7 +52,7 @@ def interleaved(memory) -> list[Region]:
 
 
 def test_interleaved_layers_share_extents_and_are_cut_at_the_same_page(memory):
-    pool = AdoptedPool(GQA, PART, interleaved(memory), extent_bytes=12 * PAGE)
+    pool = MemoryPool.adopted(GQA, PART, interleaved(memory), extent_bytes=12 * PAGE)
     assert [extent.length_bytes // PAGE for extent in pool.extents()] == [12, 6]
     for layer in range(3):
         for page in range(PAGES):
@@ -65,8 +64,8 @@ def test_interleaved_layers_share_extents_and_are_cut_at_the_same_page(memory):
 def test_memory_in_a_shared_mapping_carries_its_file(shm):
     part = RankPart.of(TINY, Rank(pp=0, tp=0), pp_size=1, tp_size=1)
     counts = {IndexSpace.FULL: 3, IndexSpace.SWA: 3, IndexSpace.REQUEST: 3}
-    with MappedPool.create(device_placement(TINY, part, page_counts=counts), shm, "engine") as owned:
-        pool = AdoptedPool(TINY, part, owned.regions(), shared=[mapping.extent for mapping in owned.mappings])
+    with MemoryPool.in_files(device_placement(TINY, part, page_counts=counts), shm, "engine") as owned:
+        pool = MemoryPool.adopted(TINY, part, owned.regions(), shared=[mapping.extent for mapping in owned.mappings])
         assert pool.extents() == owned.extents()
         assert {extent.origin for extent in pool.extents()} == {mapping.extent.origin for mapping in owned.mappings}
 
@@ -83,21 +82,21 @@ def test_memory_in_a_shared_mapping_carries_its_file(shm):
 def test_memory_of_another_form_is_refused(memory, change, message):
     given = apart(memory)
     with pytest.raises(InvalidInputError, match=message):
-        AdoptedPool(GQA, PART, [given[0].model_copy(update=change), *given[1:]])
+        MemoryPool.adopted(GQA, PART, [given[0].model_copy(update=change), *given[1:]])
 
 
 def test_missing_foreign_and_double_regions_are_refused(memory):
     given = apart(memory)
     with pytest.raises(InvalidInputError, match="gave no memory for mha_kv layer 2 \\(1 regions"):
-        AdoptedPool(GQA, PART, given[:2])
+        MemoryPool.adopted(GQA, PART, given[:2])
     with pytest.raises(InvalidInputError, match="holds no mha_kv layer 0"):
-        AdoptedPool(GQA, PART, given, exclude={KV})
+        MemoryPool.adopted(GQA, PART, given, exclude={KV})
     with pytest.raises(InvalidInputError, match="4 regions for 3"):
-        AdoptedPool(GQA, PART, [*given, given[0]])
+        MemoryPool.adopted(GQA, PART, [*given, given[0]])
 
 
 def test_layers_that_share_memory_are_refused(memory):
     given = apart(memory)
     aliased = region(given[0].extent_addresses[0], 2)
     with pytest.raises(InvalidInputError, match="share memory"):
-        AdoptedPool(GQA, PART, [*given[:2], aliased])
+        MemoryPool.adopted(GQA, PART, [*given[:2], aliased])

@@ -11,12 +11,10 @@ from kvbridge.core.geometry.manifest import RankManifest, check_manifest, finger
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace, MemoryKind, Rank
 from kvbridge.core.wire.shared_memory import CudaOrigin, FileOrigin, SharedRegion
-from kvbridge.pool.memory import device_memory
-from kvbridge.pool.memory.device_memory import OpenedAllocation
-from kvbridge.pool.memory.layout import Chunking, RankPart, device_placement, host_placement
-from kvbridge.pool.memory.placement import Placement
-from kvbridge.pool.memory.pools import SHARED_ALIGNMENT_BYTES, CudaPool, MappedPool
-from kvbridge.pool.memory.sharing import MappedRegions
+from kvbridge.pool.memory import gpu_memory
+from kvbridge.pool.memory.gpu_memory import OpenedAllocation
+from kvbridge.pool.memory.layout import Chunking, Placement, RankPart, device_placement, host_placement
+from kvbridge.pool.memory.pools import SHARED_ALIGNMENT_BYTES, MappedRegions, MemoryPool
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.pool_pages import page_address, region_of
 
@@ -32,7 +30,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch):
     yield fake
     assert fake.opened == []
     assert fake.memory == {}
-    assert device_memory._here.exported == {}
+    assert gpu_memory._here.exported == {}
 
 
 def placement(device: int = 1, **chunking: int) -> Placement:
@@ -44,7 +42,7 @@ def placement(device: int = 1, **chunking: int) -> Placement:
 def test_a_pool_is_zeroed_and_every_region_lies_in_an_allocation_that_can_be_shared(cuda):
     told: list[tuple[int, int]] = []
     planned = placement(extent_bytes=1 << 19, mapping_bytes=1 << 19)
-    with CudaPool.create(planned, on_progress=lambda done, total: told.append((done, total))) as pool:
+    with MemoryPool.on_gpu(planned, on_progress=lambda done, total: told.append((done, total))) as pool:
         assert len(cuda.memory) == len(planned.mappings) > 1
         assert all(len(memory) % SHARED_ALIGNMENT_BYTES == 0 for memory in cuda.memory.values())
         assert told[-1] == (planned.total_bytes, planned.total_bytes)
@@ -58,11 +56,11 @@ def test_a_pool_is_zeroed_and_every_region_lies_in_an_allocation_that_can_be_sha
             assert cuda.handles[extent.origin.handle] + extent.offset_bytes == extent.address
         manifest = RankManifest(fingerprint=fingerprint(TINY), rank=RANK, pp_size=1, tp_size=1, regions=pool.regions())
         check_manifest(manifest, TINY)
-        assert "<CudaPool: " in repr(pool)
+        assert "<MemoryPool: " in repr(pool)
 
 
 def test_another_process_sees_the_same_bytes_and_counts_devices_its_own_way(cuda):
-    with CudaPool.create(placement()) as pool:
+    with MemoryPool.on_gpu(placement()) as pool:
         ctypes.memset(page_address(region_of(pool, *first(pool)), 2), 0xA5, 8)
         shared = pool.shared_regions()
         cuda.uuids.reverse()  # as CUDA_VISIBLE_DEVICES may do
@@ -75,20 +73,20 @@ def test_another_process_sees_the_same_bytes_and_counts_devices_its_own_way(cuda
 
 
 def test_in_the_process_that_made_it_nothing_is_opened(cuda):
-    with CudaPool.create(placement()) as pool, MappedRegions(pool.shared_regions()) as mapped:
+    with MemoryPool.on_gpu(placement()) as pool, MappedRegions(pool.shared_regions()) as mapped:
         assert cuda.opened == []
         assert mapped.regions == pool.regions()
 
 
 def test_an_allocation_is_opened_once_and_closed_by_its_last_holder(cuda):
-    with CudaPool.create(placement()) as pool:
+    with MemoryPool.on_gpu(placement()) as pool:
         origin = pool.extents()[0].origin
         with cuda.other_process():
-            first_holder = OpenedAllocation(origin.handle, device_uuid=origin.device_uuid)
-            with OpenedAllocation(origin.handle, device_uuid=origin.device_uuid) as second:
-                assert second.address == first_holder.address
+            first_holder = OpenedAllocation(origin)
+            with OpenedAllocation(origin) as second:
+                assert second.extent == first_holder.extent
                 assert len(cuda.opened) == 1
-                with OpenedAllocation(origin.handle, device_uuid=origin.device_uuid, device=0):
+                with OpenedAllocation(origin, device=0):
                     assert len(cuda.opened) == 2
             assert len(cuda.opened) == 1
             first_holder.close()
@@ -96,17 +94,17 @@ def test_an_allocation_is_opened_once_and_closed_by_its_last_holder(cuda):
 
 
 def test_memory_of_a_process_that_is_gone_is_refused_and_nothing_stays_open(cuda, tmp_path: Path):
-    pool = CudaPool.create(placement(extent_bytes=1 << 19, mapping_bytes=1 << 19))
+    pool = MemoryPool.on_gpu(placement(extent_bytes=1 << 19, mapping_bytes=1 << 19))
     shared = pool.shared_regions()
     host = host_placement(TINY, {C4}, page_count=3)
-    with MappedPool.create(host, tmp_path, "h") as on_host:
+    with MemoryPool.in_files(host, tmp_path, "h") as on_host:
         pool.close()
         with pytest.raises(RegistrationError, match="cannot open another process's"):
             MappedRegions((*on_host.shared_regions(), *shared))
 
 
 def test_a_region_must_fit_its_origin(cuda, tmp_path: Path):
-    with CudaPool.create(placement()) as pool:
+    with MemoryPool.on_gpu(placement()) as pool:
         good = pool.shared_regions()[0]
         beyond = good.region.model_copy(update={"extent_addresses": (SHARED_ALIGNMENT_BYTES * 99,)})
         with pytest.raises(InvalidInputError, match=r"ends at byte .* of cuda:1"):
@@ -119,12 +117,12 @@ def test_a_region_must_fit_its_origin(cuda, tmp_path: Path):
 def test_what_does_not_fit_leaves_nothing_behind(cuda):
     cuda.free_bytes = 3 << 20
     with pytest.raises(RegistrationError, match="bytes left"):
-        CudaPool.create(placement(extent_bytes=1 << 19, mapping_bytes=1 << 19))
+        MemoryPool.on_gpu(placement(extent_bytes=1 << 19, mapping_bytes=1 << 19))
     assert cuda.free_bytes == 3 << 20
     with pytest.raises(InvalidInputError, match="made of VRAM"):
-        CudaPool.create(host_placement(TINY, {C4}, page_count=3))
+        MemoryPool.on_gpu(host_placement(TINY, {C4}, page_count=3))
 
 
-def first(pool: CudaPool) -> tuple[ComponentKind, int]:
+def first(pool: MemoryPool) -> tuple[ComponentKind, int]:
     region = pool.regions()[0]
     return region.component, region.layer

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from kvbridge.core.errors import ConflictError, RegistrationError, UnsupportedError
-from kvbridge.pool.memory.host_registration import HostRegistration, registered_ranges
+from kvbridge.pool.memory import gpu_memory
+from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.gpu_memory import HostRegistration, registered_ranges
 from kvbridge.pool.memory.shared_mapping import SharedMapping
 from tests.helpers.fake_cuda import FakeCuda
 
@@ -51,20 +53,28 @@ def test_a_failure_undoes_what_was_registered_before_and_says_what_limits_there_
         assert len(cuda.registered) == 2
 
 
-def test_parts_of_what_is_registered_are_refused(cuda, tmp_path):
-    class Part:
-        path = tmp_path / "part"
-        address, length_bytes = 0, PAGE
+def test_what_overlaps_registered_memory_is_refused_and_a_part_of_it_costs_nothing(cuda, tmp_path):
+    def part(whole: SharedMapping, offset: int, length: int) -> Extent:
+        return Extent(address=whole.address + offset, length_bytes=length)
 
-        @property
-        def buffer(self) -> memoryview:
-            return memoryview(b"")
+    with SharedMapping.create(tmp_path, "whole", 4 * PAGE) as whole:
+        with HostRegistration([part(whole, PAGE, PAGE)]), pytest.raises(ConflictError, match="whole mappings only"):
+            HostRegistration([part(whole, 0, 2 * PAGE)])
+        owner = HostRegistration([whole])
+        with HostRegistration([part(whole, PAGE, PAGE)]):
+            owner.close()
+            assert registered_ranges() == {(whole.address, 4 * PAGE): 1}
 
-    with SharedMapping.create(tmp_path, "whole", 4 * PAGE) as whole, HostRegistration([whole]):
-        part = Part()
-        part.address = whole.address + PAGE
-        with pytest.raises(ConflictError, match="register whole mappings only"):
-            HostRegistration([part])
+
+def test_no_piece_ends_inside_of_an_extent(cuda, tmp_path, monkeypatch):
+    """Copy engines refuse what crosses from one registration into the next."""
+    monkeypatch.setattr(gpu_memory, "PIECE_BYTES", 3 * PAGE)
+    with SharedMapping.create(tmp_path, "pool", 12 * PAGE) as pool:
+        starts = [0, PAGE, 2 * PAGE, 2 * PAGE + 8, 6 * PAGE, 11 * PAGE]
+        extents = [Extent(address=pool.address + start, length_bytes=8) for start in starts]
+        with HostRegistration([pool], extents=extents):
+            found = {(address - pool.address) // PAGE: length // PAGE for address, length in cuda.registered.items()}
+            assert found == {0: 2, 2: 4, 6: 5, 11: 1}, "at page borders alone, and the fewest pieces"
 
 
 def test_without_such_a_device_nothing_is_registered(cuda, mappings):

@@ -8,16 +8,16 @@ from kvbridge.core.geometry.manifest import RankManifest, check_manifest, finger
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.tiers import twin_components
 from kvbridge.core.ids import IndexSpace, Rank
+from kvbridge.pool.memory.extent import registered_extents
 from kvbridge.pool.memory.layout import (
     Chunking,
+    Placement,
     RankPart,
     device_placement,
     host_placement,
     stage_layers,
     twin_placement,
 )
-from kvbridge.pool.memory.placement import Placement
-from kvbridge.pool.memory.sharing import registered_extents
 
 FLASH = preset("deepseek-v4-flash")
 GQA = preset("tiny-gqa")

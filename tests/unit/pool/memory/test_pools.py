@@ -14,9 +14,8 @@ from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.pool.memory.layout import Chunking, host_placement
-from kvbridge.pool.memory.pools import MappedPool
+from kvbridge.pool.memory.pools import MappedRegions, MemoryPool
 from kvbridge.pool.memory.shared_mapping import SharedMapping
-from kvbridge.pool.memory.sharing import MappedRegions
 
 TINY = preset("tiny-v4")
 C4 = ComponentKind.C4_KV
@@ -32,13 +31,13 @@ def test_a_pool_that_cannot_be_created_leaves_nothing(shm):
     last = shm / f"kvb-1.{placement.mappings[-1].name}"
     last.touch()
     with pytest.raises(RegistrationError, match="exists"):
-        MappedPool.create(placement, shm, "kvb-1")
+        MemoryPool.in_files(placement, shm, "kvb-1")
     assert list(shm.iterdir()) == [last]
     last.unlink()
 
 
 def test_a_region_beyond_its_file_is_refused_before_it_is_touched(shm):
-    with MappedPool.create(host(), shm, "kvb-1") as pool:
+    with MemoryPool.in_files(host(), shm, "kvb-1") as pool:
         good = pool.shared_regions()[0]
         offset = host().total_bytes - good.region.page_bytes
         far = good.region.model_copy(update={"extent_addresses": (offset,)})
@@ -49,7 +48,7 @@ def test_a_region_beyond_its_file_is_refused_before_it_is_touched(shm):
 
 
 def test_regions_of_which_one_is_gone_leave_none_mapped(shm):
-    with MappedPool.create(host(chunking=SPLIT), shm, "kvb-1") as pool:
+    with MemoryPool.in_files(host(chunking=SPLIT), shm, "kvb-1") as pool:
         good = pool.shared_regions()[0]
         origins = (*good.origins[:-1], good.origins[-1].model_copy(update={"path": str(shm / "gone")}))
         mine = Path("/proc/self/maps").read_text().count(str(shm))

@@ -11,10 +11,9 @@ import pytest
 
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import TransferState
-from kvbridge.transport.local import copier as local_copier
-from kvbridge.transport.local.copier import POPULATE_STEP_BYTES, Populating, copy_transfer
-from kvbridge.transport.pump import Pump, PumpedTransfer
-from tests.contract.harness import wait
+from kvbridge.transport.local import peer as local_peer
+from kvbridge.transport.local.transport import copy_transfer
+from kvbridge.transport.pump import PumpedTransfer
 
 SLICE = 1 << 16
 LIMIT_S = 10.0
@@ -45,17 +44,6 @@ def copying(operations: Operations, slice_bytes: int = SLICE, deadline_s: float 
     return copy_transfer(operations, peer="p", deadline_s=deadline_s, slice_bytes=slice_bytes, **facts)
 
 
-def finish(transfer: PumpedTransfer) -> TransferState:
-    return wait(transfer, LIMIT_S).state
-
-
-@pytest.fixture
-def pump():
-    made = Pump("test")
-    yield made
-    made.close(timeout_s=LIMIT_S)
-
-
 def test_slices_hold_as_many_operations_as_fit() -> None:
     operations, source, target = blocks(10)
     transfer = copying(operations, 3 * SLICE)
@@ -70,7 +58,7 @@ def test_slices_hold_as_many_operations_as_fit() -> None:
     assert (target == source).all()
 
 
-def test_pages_that_nobody_keeps_any_more_are_forgotten(pump: Pump, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_nobody_keeps_any_more_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """What keeps them mapped holds the lock by which their owner sees a writer."""
     inside, go_on, steps = threading.Event(), threading.Event(), []
 
@@ -82,20 +70,17 @@ def test_pages_that_nobody_keeps_any_more_are_forgotten(pump: Pump, monkeypatch:
             go_on.wait(LIMIT_S)
             return 0
 
-    class Kept:
-        pass
+    class File:
+        address, length_bytes = 1 << 30, 1_000 * local_peer.POPULATE_STEP_BYTES
 
-    monkeypatch.setattr(local_copier, "_libc", Libc)
-    kept = Kept()
-    seen = weakref.ref(kept)
-    pump.add_chore(Populating(1 << 30, 1_000 * POPULATE_STEP_BYTES, kept))
+    monkeypatch.setattr(local_peer, "_libc", Libc)
+    file = File()
+    seen = weakref.ref(file)
+    local_peer.populate(file)
     assert inside.wait(LIMIT_S)
-    del kept
+    del file
     assert seen() is not None, "while the kernel is at its pages"
     go_on.set()
-    transfer = copying(blocks(1)[0])
-    pump.add(transfer)
-    assert finish(transfer) is TransferState.DONE
-    while pump._chores:
+    while seen() is not None:
         time.sleep(0.001)
-    assert (steps, seen()) == ([1 << 30], None)
+    assert steps == [1 << 30]

@@ -18,7 +18,8 @@ from kvbridge.transport.local.host import (
     require_same_host,
     shared_file,
 )
-from kvbridge.transport.local.peer import MappedFiles
+from kvbridge.transport.local.memory import LocalEndpoint
+from kvbridge.transport.local.peer import PeerMemory
 
 
 @pytest.fixture
@@ -26,6 +27,11 @@ def proof(tmp_path: Path):
     made = Proof(tmp_path)
     yield made
     made.close()
+
+
+def reach(proof: Proof, files: list[FileIdentity], *extents: SharedExtent) -> PeerMemory:
+    content = LocalEndpoint(claim=proof.claim, files=files, extents=extents, epoch=0, private=())
+    return PeerMemory(content, device=None)
 
 
 def written(path: Path, content: bytes) -> FileIdentity:
@@ -88,7 +94,7 @@ def test_extent_beyond_its_file_is_refused(proof: Proof, tmp_path: Path) -> None
         SharedExtent(address=1, length_bytes=1, origin=1, offset_bytes=0),
     ):
         with pytest.raises(TransportError, match="does not have"):
-            MappedFiles(proof.claim, files, [extent])
+            reach(proof, files, extent)
 
 
 def test_file_of_another_user_is_refused(proof: Proof, tmp_path: Path) -> None:
@@ -96,7 +102,7 @@ def test_file_of_another_user_is_refused(proof: Proof, tmp_path: Path) -> None:
     identity = written(tmp_path / "a", b"x" * 4096)
     foreign = identity.model_copy(update={"owner": identity.owner + 1})
     with pytest.raises(TransportError, match="another user"):
-        MappedFiles(proof.claim, [foreign], [])
+        reach(proof, [identity, foreign])
 
 
 def test_replaced_file_is_refused(proof: Proof, tmp_path: Path) -> None:
@@ -104,7 +110,7 @@ def test_replaced_file_is_refused(proof: Proof, tmp_path: Path) -> None:
     (tmp_path / "new").write_bytes(b"y" * 4096)
     (tmp_path / "new").rename(tmp_path / "a")
     with pytest.raises(TransportError, match="another file here"):
-        MappedFiles(proof.claim, [identity], [])
+        reach(proof, [identity])
 
 
 def test_shared_memory_must_lie_within_its_file(tmp_path: Path) -> None:

@@ -22,14 +22,14 @@ from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.core.wire.shared_memory import CudaOrigin
 from kvbridge.kernels.cuda import runtime
-from kvbridge.kernels.cuda.allocations import Allocation
 from kvbridge.pool.memory.extent import Extent
+from kvbridge.pool.memory.gpu_memory import Allocation
 from kvbridge.transport.base import TransferState
-from kvbridge.transport.local import own as local_own
+from kvbridge.transport.local import memory as local_memory
 from kvbridge.transport.local import peer as local_peer
 from kvbridge.transport.local import transport as local
+from kvbridge.transport.local.gpu import Route, Way
 from kvbridge.transport.local.transport import LocalTransport
-from kvbridge.transport.local.ways import Route, Way
 from tests.contract.harness import wait
 from tests.helpers.cluster import eventually
 from tests.helpers.connecting import connect
@@ -83,10 +83,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
     seen = World(registered=[], streams={})
 
     class Opened:
-        def __init__(self, handle: bytes, *, device_uuid: str, device: int | None) -> None:
-            self.device = 0 if device is None else device
-            self.address = int.from_bytes(handle[:8], "little")
-            self.length_bytes = int.from_bytes(handle[8:16], "little")
+        def __init__(self, origin: CudaOrigin, *, device: int | None) -> None:
+            address = int.from_bytes(origin.handle[:8], "little")
+            lengths[address] = int.from_bytes(origin.handle[8:16], "little")
+            self.extent = Extent(address=address, length_bytes=lengths[address], device=device or 0)
             seen.opened += 1
 
         def close(self) -> None:
@@ -95,16 +95,13 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
     lengths: dict[int, int] = {}
 
-    def open_it(handle: bytes, **facts: object) -> Opened:
-        made = Opened(handle, **facts)
-        lengths[made.address] = made.length_bytes
-        return made
-
     class Registration:
-        def __init__(self, mappings: list, *, device: int, on_progress: Callable[[int, int], None]) -> None:
+        def __init__(
+            self, memory: list, *, extents: list, device: int, on_progress: Callable[[int, int], None]
+        ) -> None:
             if seen.refusal:
                 raise RegistrationError(seen.refusal)
-            seen.registered.append(mappings[0].address)
+            seen.registered += [each.address for each in memory]
 
         def close(self) -> None:
             pass
@@ -118,14 +115,10 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
         return seen.streams[route]
 
     monkeypatch.setattr(runtime, "reason_without_device", lambda: "")
-    monkeypatch.setattr(local_peer, "OpenedAllocation", open_it)
+    monkeypatch.setattr(local_peer, "OpenedAllocation", Opened)
     monkeypatch.setattr(local_peer, "allocation_of", lambda device, at: Allocation(at, lengths[at]))
     monkeypatch.setattr(local_peer, "_require_reach", reach)
-    monkeypatch.setattr(local_peer, "HostRegistration", Registration)
-    monkeypatch.setattr(
-        local_own.runtime, "register_host", lambda address, length, **_: seen.registered.append(address)
-    )
-    monkeypatch.setattr(local_own.runtime, "unregister_host", lambda address, length: None)
+    monkeypatch.setattr(local_memory, "HostRegistration", Registration)
     monkeypatch.setattr(local, "has_accelerator", lambda: seen.gpu)
     monkeypatch.setattr(LocalTransport, "_make_stream", stream)
     return seen
@@ -149,8 +142,9 @@ def operations(*rows: tuple[int, int, int]) -> Operations:
     return Operations(*(column.copy() for column in np.array(rows, dtype=np.uint64).T))
 
 
-def test_each_end_wherever_it_is(world: World, make, tmp_path: Path) -> None:
-    """One submission from host and device memory to host and device memory, long and short: every byte in its place."""
+@pytest.mark.parametrize(("length", "way"), [(BELOW - 1, Way.KERNEL), (3 * BELOW, Way.ENGINES)])
+def test_each_end_wherever_it_is(world: World, make, tmp_path: Path, length: int, way: Way) -> None:
+    """One submission from host and device memory to host and device memory: one way for all, and every byte in its place."""
     source, own, target = DeviceArray(), SharedBuffer(tmp_path / "own", SIZE), DeviceArray()
     pool = SharedBuffer(tmp_path / "pool", SIZE)
     rng = np.random.default_rng(0)
@@ -162,23 +156,24 @@ def test_each_end_wherever_it_is(world: World, make, tmp_path: Path) -> None:
     peer = connect(writer, reader.endpoint())
     rows, offset = [], 8192
     expected = {pool.address: np.zeros(SIZE, np.uint8), target.address: np.zeros(SIZE, np.uint8)}
-    for length in (100, BELOW - 1, BELOW, 3 * BELOW):
+    for size in (100, 2 * length - 100):  # the mean decides
         for origin in (source, own):
             for goal in (pool, target):
-                rows.append((origin.address + offset, goal.address + offset, length))
-                expected[goal.address][offset : offset + length] = origin.bytes[offset : offset + length]
-                offset += length
+                rows.append((origin.address + offset, goal.address + offset, size))
+                expected[goal.address][offset : offset + size] = origin.bytes[offset : offset + size]
+                offset += size
     assert wait(writer.submit(peer, operations(*rows), deadline_s=5.0)).state is TransferState.DONE
     for goal in (pool, target):
         np.testing.assert_array_equal(goal.bytes, expected[goal.address])
-    copied = {route: sum(len(part) for part in stream.started) for route, stream in world.streams.items()}
-    assert copied == {  # from own to pool the processor copies
-        Route(Way.KERNEL, 0, over_host_link=True): 4,
-        Route(Way.ENGINES, 0, over_host_link=True): 4,
-        Route(Way.KERNEL, 0): 2,
-        Route(Way.ENGINES, 0): 2,
-    }
+    copied = {route: len(stream.started) for route, stream in world.streams.items() if stream.started}
+    assert copied == {Route(way, 0, over_host_link=True): 1}
     assert own.address in world.registered
+    between = operations((source.address, target.address + 4096, length))
+    assert wait(writer.submit(peer, between, deadline_s=5.0)).state is TransferState.DONE
+    assert world.streams[Route(way, 0)].started, "what stays on devices does not wait for the host link"
+    on_host = operations((own.address, pool.address, length))
+    assert wait(writer.submit(peer, on_host, deadline_s=5.0)).state is TransferState.DONE
+    assert sum(len(stream.started) for stream in world.streams.values()) == 2, "the processor copies on the host"
 
 
 def test_device_memory_beyond_what_was_named_is_refused(world: World, make) -> None:
@@ -221,7 +216,7 @@ def test_extents_of_a_pool_that_is_registered_as_a_whole_cost_nothing(
     source, target, extents = SharedBuffer(tmp_path / "own", SIZE), DeviceArray(), 8
     source.bytes[:] = 7
     span = source.address, SIZE
-    monkeypatch.setattr(local_own, "registered_ranges", lambda: {span: 1})
+    monkeypatch.setattr(local_memory, "registered_range", lambda _: span)
     writer, reader = make(), make()
     each = SIZE // extents
     writer.register([source.memory(at * each, each) for at in range(extents)])
@@ -237,35 +232,25 @@ def test_extents_of_a_pool_that_is_registered_as_a_whole_cost_nothing(
     assert (target.bytes == 7).sum() == extents * BELOW
     assert not [name for name in started if name.startswith(("kvbridge-register", "kvbridge-unregister"))]
     assert not [line for line in lines if line["event"] == "registering_memory"]
-    assert not world.registered
 
 
-@pytest.mark.parametrize("refused", ["processor", "stream"])
-def test_a_submission_of_which_a_part_cannot_be_made_leaves_nothing_behind(
-    world: World, make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
-) -> None:
-    """No operation of it is started, and the parts that were made keep neither the peer's memory nor a share of a stream."""
-    source, own, target = DeviceArray(), SharedBuffer(tmp_path / "own", SIZE), DeviceArray()
-    pool = SharedBuffer(tmp_path / "pool", SIZE)
+def test_a_submission_that_cannot_be_made_leaves_nothing_behind(world: World, make, monkeypatch) -> None:
+    """No operation of it is started, and it keeps neither the peer's memory nor a share of a stream."""
+    source, target = DeviceArray(), DeviceArray()
     writer, reader = make(), make()
-    writer.register([source.memory(), own.memory()])
-    reader.register([pool.memory(), target.memory()])
+    writer.register([source.memory()])
+    reader.register([target.memory()])
     peer = connect(writer, reader.endpoint())
 
     def refuse(*_: object) -> None:
         raise TransportError("no more today")
 
-    rows = [(origin.address, target.address + 4096 * at, 64) for at, origin in enumerate((source, own))]
-    if refused == "processor":
-        rows.append((own.address, pool.address, 64))
-        monkeypatch.setattr(writer._pump, "add", refuse)
-    else:
-        writer._devices._streams.pop(Route(Way.KERNEL, 0, over_host_link=True))
-        monkeypatch.setattr(writer._devices, "_make_stream", refuse)
+    writer._devices._streams.pop(Route(Way.KERNEL, 0))
+    monkeypatch.setattr(writer._devices, "_make_stream", refuse)
     with pytest.raises(TransportError, match="no more today"):
-        writer.submit(peer, operations(*rows), deadline_s=5.0)
+        writer.submit(peer, operations((source.address, target.address, 64)), deadline_s=5.0)
     assert not target.bytes.any()
-    assert {window.transfers for window in writer._devices._windows.values()} == {0}
+    assert {window.transfers for _, window in writer._devices._streams.values()} == {0}
     writer.disconnect(peer)
     eventually("the peer's memory is let go", lambda: world.closed == 1)
 

@@ -14,12 +14,11 @@ from kvbridge.core.errors import TransportError
 from kvbridge.core.ids import MemoryKind
 from kvbridge.core.plan.operations import Operations
 from kvbridge.pool.memory.extent import Extent
-from kvbridge.transport import extents
 from kvbridge.transport.base import Endpoint
 from kvbridge.transport.nixl import agent as nixl_agent
 from kvbridge.transport.nixl.agent import Side, UnclearPostError, environment
 from kvbridge.transport.nixl.peers import NixlExtent
-from kvbridge.transport.nixl.transport import NixlPeer, NixlTransport, _Batch, _Places, _Writes
+from kvbridge.transport.nixl.transport import NixlPeer, NixlTransport, Places, _Batch, _Writes
 from kvbridge.transport.windowed import DONE, PENDING, Check, Progress, Window, WindowLimits
 from tests.helpers.connecting import connect
 
@@ -61,12 +60,12 @@ def writes(agent: ScriptedAgent) -> _Writes:
     """Four operations: host to host, host to device, device to host, host to host."""
     window = Window(WindowLimits(operations=8, bytes=1 << 20, quiet_timeout_s=1.0))
     known = [DEVICE, HOST]
-    peer = NixlPeer("peer", extents.Extents("peer"), _Places(known), window)
+    peer = NixlPeer("peer", Places("peer", known), window)
     source, target = np.array([0x1000, 0x1100, 0x8000, 0x1FF0]), np.array([0x1000, 0x8FF0, 0x1200, 0x1300])
     operations = Operations(
         source.astype(np.uint64), target.astype(np.uint64), np.array([16, 16, 32, 16], dtype=np.uint64)
     )
-    return _Writes(agent, peer, _Places(known), operations)
+    return _Writes(agent, peer, Places("us", known), operations)
 
 
 def test_refused_first_request_started_nothing(writes: _Writes, agent: ScriptedAgent) -> None:

@@ -11,18 +11,16 @@ import weakref
 import numpy as np
 import pytest
 
+from kvbridge.core.closing import Closing
 from kvbridge.core.errors import TransportError
 from kvbridge.core.plan.operations import Operations
 from kvbridge.transport.base import TransferState
-from kvbridge.transport.local.device_copier import CopyLimits, DeviceCopier, DeviceJob
+from kvbridge.transport.local.gpu import STREAM_SLICES, DeviceCopier, Route, Way
 from kvbridge.transport.local.memory import DeviceAccess
-from kvbridge.transport.local.streams import STREAM_SLICES
-from kvbridge.transport.local.ways import Route, Way
 from tests.helpers.fake_streams import FakeStream
 from tests.helpers.manual_clock import ManualClock
 
 SIZE = 64
-LIMITS = CopyLimits(slice_bytes=4 * SIZE, quiet_timeout_s=2.0)
 ROUTE = Route(Way.KERNEL, 0, over_host_link=True)
 KEPT: list[np.ndarray] = []
 """Operations are bare addresses, so what they point to has to be kept until a test is over."""
@@ -47,6 +45,11 @@ def blocks(count: int) -> tuple[Operations, np.ndarray, np.ndarray]:
     )
 
 
+class Undone(Closing):
+    def close(self) -> None:
+        pass
+
+
 class Kept:
     """What keeps memory mapped."""
 
@@ -56,8 +59,8 @@ class World:
 
     def __init__(self, **stream: int) -> None:
         self.streams: list[FakeStream] = []
-        self.copier = DeviceCopier(self.make, LIMITS)
         self.clock = ManualClock()
+        self.copier = DeviceCopier(self.make, slice_bytes=4 * SIZE, quiet_timeout_s=2.0, clock=self.clock)
         self._facts = stream
 
     @property
@@ -68,8 +71,8 @@ class World:
         self.streams.append(FakeStream(route, **self._facts))
         return self.streams[-1]
 
-    def begin(self, operations: Operations, route: Route = ROUTE, deadline_s: float = 5.0, **job: object):
-        return self.copier.begin(route, DeviceJob(operations, "p", deadline_s, **job), clock=self.clock)
+    def begin(self, operations: Operations, route: Route = ROUTE, deadline_s: float = 5.0, **more: object):
+        return self.copier.begin(route, operations, peer="p", deadline_s=deadline_s, **more)
 
 
 def test_slices_are_bounded_by_bytes_and_by_operations_and_the_stream_by_slices() -> None:
@@ -174,9 +177,9 @@ def test_nothing_is_started_before_the_memory_is_registered() -> None:
 
     def register(_: object):
         assert gate.wait(10)
-        return lambda: None
+        return Undone()
 
-    access = DeviceAccess(1, 2, register, label="pool")
+    access = DeviceAccess(2, register, label="pool")
     transfer = world.begin(blocks(4)[0], accesses=[access], deadline_s=50.0)
     late = world.begin(blocks(4)[0], accesses=[access])
     assert transfer.poll().state is TransferState.ACTIVE

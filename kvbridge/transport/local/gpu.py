@@ -1,0 +1,307 @@
+"""Transfers that a device makes: the streams of one transport, and slices of transfers on them.
+
+A device copies by its copy engines where operations are long, by a kernel where they are short and many (37,440-byte pages to
+the host on one H200: engines 20 GB/s, kernel 49; 786 KB rows: engines 51). Four streams a device (engines and kernel, over the
+host link and between devices), so that what goes over NVLink does not wait for what goes over PCIe. How much may be on a stream
+is bounded, which bounds how long an aborted transfer takes to become quiet, how long a short transfer waits behind long ones, and
+what still arrives from a process that was killed.
+
+There is no thread: a device copies by itself, so a poll looks at what is done, starts the next slices and returns. A
+slice that was started cannot be taken back; after a failure nothing further is started, and the transfer is quiet when
+the device has passed its last slice. A device that never does is broken: the transfer ends not quiet after the quiet
+timeout, and `close` raises, since only the end of the process stops such a device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from kvbridge.core.clock import Clock, monotonic
+from kvbridge.core.errors import BridgeError, TransportError
+from kvbridge.core.plan.operations import Operations
+from kvbridge.kernels.cuda import runtime
+from kvbridge.kernels.cuda.runtime import Event
+from kvbridge.kernels.stretch_copies import StretchCopier
+from kvbridge.transport.local.memory import DeviceAccess
+from kvbridge.transport.windowed import (
+    DONE,
+    PENDING,
+    Check,
+    PartlyStartedError,
+    Progress,
+    Submitter,
+    Window,
+    WindowedTransfer,
+    WindowLimits,
+)
+
+CLOSE_PAUSE_S = 0.0002
+UNBOUNDED = 1 << 62
+
+_abandoned: list[object] = []
+"""Copies that a device may still be working on although their transport is gone: kept until the process ends."""
+
+
+class Way(Enum):
+    """What of a device copies."""
+
+    ENGINES = "copy engines"
+    KERNEL = "copy kernel"
+
+
+STREAM_SLICES = 4
+"""Slices on a stream at a time, over all transfers: half a GiB at the default size, 10 ms over a PCIe 5 link."""
+SLICE_OPERATIONS = {Way.ENGINES: 128, Way.KERNEL: 8192}
+"""The engines' queue holds about a thousand copies, and a call waits when it is full."""
+FIRST_OPERATIONS = {Way.ENGINES: 16, Way.KERNEL: 256}
+"""Of a transfer: few, so that the device begins at once and copies these while it is given the next ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What transfers have in common that share a stream. Routes of one device run beside each other."""
+
+    way: Way
+    device: int
+    over_host_link: bool = False
+    """Whether some end is host memory: such copies must not hold up those between devices."""
+
+
+class CopyStream:
+    """Copies slices one after another, without the caller's waiting for them."""
+
+    def __init__(self, route: Route, *, kernel_blocks: int) -> None:
+        """`kernel_blocks`: for copies to and from the host; between devices every multiprocessor works.
+
+        Raises UnsupportedError or KernelBuildError when the device cannot copy this way.
+        """
+        self.slice_operations = SLICE_OPERATIONS[route.way]
+        """The most that one slice may hold, so that starting it takes a fraction of a millisecond."""
+        self.first_operations = FIRST_OPERATIONS[route.way]
+        """The most that a transfer's first slice may hold."""
+        self._route = route
+        self._stream = runtime.Stream.create(route.device)
+        self._free: list[Event] = []
+        self._kernel: StretchCopier | None = None
+        if route.way is Way.KERNEL:
+            all_blocks = runtime.device_facts(route.device).multiprocessors
+            self._kernel = StretchCopier(route.device, blocks=kernel_blocks if route.over_host_link else all_blocks)
+            self._kernel.reserve(self.slice_operations, STREAM_SLICES)  # later it would stop an engine of this process
+
+    def start(self, operations: Operations) -> None:
+        """Give operations to the device. After an error some of them may be on their way."""
+        if self._kernel is not None:
+            self._kernel.submit(operations, stream=self._stream.handle)
+        else:
+            runtime.copy_batch(operations, device=self._route.device, stream=self._stream.handle)
+
+    def mark(self) -> Event:
+        """Mark the present end of the stream."""
+        event = self._free.pop() if self._free else Event.create(self._route.device)
+        event.record(self._stream.handle)
+        return event
+
+    def release(self, mark: Event) -> None:
+        """Return a mark that was reached."""
+        self._free.append(mark)
+
+    def close(self) -> None:
+        """Give everything up. Nothing is on its way."""
+        for event in self._free:
+            event.close()
+        self._free.clear()
+        if self._kernel is not None:
+            self._kernel.close()
+        self._stream.close()
+
+
+@dataclass(slots=True, eq=False)
+class _Slice:
+    mark: Event | None
+    """None when the device failed before there was one."""
+    operations: int
+    size_bytes: int
+    refused: str = ""
+    """Why it was refused; a part of it may have been taken all the same."""
+
+
+class DeviceWrites(Submitter[_Slice]):
+    """The slices of one transfer. They keep their memory mapped until the device has passed the last one."""
+
+    def __init__(
+        self,
+        operations: Operations,
+        stream: CopyStream,
+        window: Window,
+        *,
+        accesses: Sequence[DeviceAccess],
+        keep_alive: object,
+    ) -> None:
+        self._operations = operations
+        self._keep_alive = keep_alive
+        self._accesses = list(accesses)
+        self._stream = stream
+        self._window = window
+        self._slices: deque[_Slice] = deque()
+        self.broken = ""
+        """How the device has failed, which then will not finish anything any more."""
+
+    def waits_for(self) -> str:
+        """Say which memory the device may not use yet."""
+        for access in self._accesses:
+            if access.error:
+                raise TransportError(access.error)
+        self._accesses = [access for access in self._accesses if not access.ready]
+        return repr(self._accesses[0]) if self._accesses else ""
+
+    def start(self, first: int, stop: int) -> _Slice:
+        """Give a slice to the device. One that is refused is waited for like any other."""
+        part = self._operations[first:stop]
+        made = _Slice(None, stop - first, part.total_bytes)
+        try:
+            self._stream.start(part)
+        except BridgeError as error:
+            made.refused = str(error)
+        self._slices.append(made)
+        try:
+            made.mark = self._stream.mark()
+        except BridgeError as error:
+            self.broken = str(error)
+        if made.refused or self.broken:
+            raise PartlyStartedError(made.refused or self.broken, made, stop)
+        return made
+
+    def check(self, handle: _Slice) -> Check:
+        """Ask the device. One that has failed says so of every later call, and nobody can say when its copies end."""
+        try:
+            if not self.broken and handle.mark is not None and not handle.mark.reached():
+                return PENDING
+        except BridgeError as error:
+            self.broken = str(error)
+        if self.broken or handle.mark is None:
+            return Check(Progress.LOST, self.broken)
+        self._slices.remove(handle)
+        self._stream.release(handle.mark)
+        return Check(Progress.FAILED, handle.refused) if handle.refused else DONE
+
+    def end(self) -> None:
+        """Let go of the memory, unless the device is still at it."""
+        self.drained()
+
+    def drained(self) -> bool:
+        """Return whether nothing of a transfer that has ended is on its way; its slices leave the window as they end."""
+        while self._slices:
+            oldest = self._slices[0]
+            if self.check(oldest).progress not in {Progress.DONE, Progress.FAILED}:
+                return False
+            self._window.give_back(oldest.operations, oldest.size_bytes)
+        self._keep_alive = None
+        return True
+
+
+DeviceTransfer = WindowedTransfer[_Slice]
+
+
+class DeviceCopier:
+    """The streams of one transport, each made when it is first needed, and what is on them."""
+
+    def __init__(
+        self,
+        make_stream: Callable[[Route], CopyStream],
+        *,
+        slice_bytes: int,
+        quiet_timeout_s: float,
+        clock: Clock = monotonic,
+    ) -> None:
+        """`slice_bytes`: how much is started at a time."""
+        self._make_stream = make_stream
+        self._slice_bytes = slice_bytes
+        self._quiet_timeout_s = quiet_timeout_s
+        self._clock = clock
+        self._streams: dict[Route, tuple[CopyStream, Window]] = {}
+        """With what is on each of them, over all transfers."""
+        self._begun: list[tuple[DeviceTransfer, DeviceWrites]] = []
+
+    def __repr__(self) -> str:
+        return f"<DeviceCopier: {len(self._begun)} transfers on {len(self._streams)} streams>"
+
+    def prepare(self, routes: Iterable[Route]) -> None:
+        """Make streams now, which may compile a kernel and takes up to a second, instead of with the first transfer."""
+        for route in routes:
+            self._stream(route)
+
+    def begin(
+        self,
+        route: Route,
+        operations: Operations,
+        *,
+        peer: str,
+        deadline_s: float,
+        accesses: Sequence[DeviceAccess] = (),
+        keep_alive: object = None,
+    ) -> DeviceTransfer:
+        """Return a transfer between addresses of this process; its first slices are started by its first poll.
+
+        Nothing is started before all of `accesses` are ready; one that has failed fails the transfer. `keep_alive` is whatever
+        keeps both ends mapped.
+        """
+        self._begun = [each for each in self._begun if not _has_ended(*each)]
+        stream, window = self._stream(route)
+        writes = DeviceWrites(operations, stream, window, accesses=accesses, keep_alive=keep_alive)
+        made = WindowedTransfer(
+            operations,
+            writes,
+            window,
+            peer=peer,
+            deadline_s=deadline_s,
+            clock=self._clock,
+        )
+        self._begun.append((made, writes))
+        return made
+
+    def close(self, *, timeout_s: float) -> None:
+        """Start nothing further, wait for what was started, and end. Raises TransportError after `timeout_s`."""
+        ends_at_s = time.monotonic() + timeout_s
+        for transfer, _ in self._begun:
+            transfer.abort("the transport was closed")
+        while self._begun and time.monotonic() < ends_at_s:
+            for transfer, _ in self._begun:
+                transfer.poll()
+            self._begun = [each for each in self._begun if not _has_ended(*each)]
+            if self._begun and all(writes.broken for _, writes in self._begun):
+                break
+            time.sleep(CLOSE_PAUSE_S)
+        if self._begun:
+            _abandoned.extend(self._begun)
+            transfer, writes = self._begun[0]
+            raise TransportError(
+                f"a device has not finished what {len(self._begun)} transfers had started, and either has failed or takes longer "
+                f"than transports.local.close_timeout_s ({timeout_s:g} s): {writes.broken or transfer.poll().error or transfer}. "
+                "It may still write, so the pages of these transfers must not be used again before this process has ended"
+            )
+        for stream, _ in self._streams.values():
+            stream.close()
+        self._streams.clear()
+
+    def _stream(self, route: Route) -> tuple[CopyStream, Window]:
+        if route not in self._streams:
+            made = self._make_stream(route)
+            limits = WindowLimits(
+                UNBOUNDED,
+                UNBOUNDED,
+                self._quiet_timeout_s,
+                batch_operations=made.slice_operations,
+                batch_bytes=self._slice_bytes,
+                batches=STREAM_SLICES,
+                first_operations=made.first_operations,
+            )
+            self._streams[route] = made, Window(limits)
+        return self._streams[route]
+
+
+def _has_ended(transfer: DeviceTransfer, writes: DeviceWrites) -> bool:
+    return transfer.state.terminal and writes.drained()
