@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, Generic, NamedTuple, TypedDict, TypeVar
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from kvbridge.core.errors import RoomFailedError
 from kvbridge.core.ids import TWINS, IndexSpace, PageIdArray, PageMoves, PageTable, Rank, Tables
@@ -49,14 +49,6 @@ class AdmittingEngine(NamedTuple):
     """The engine's statement of the prompt."""
     held: bool = False
     """Decode: the engine was told that prefill holds the room already."""
-
-
-class RoomIdentity(TypedDict):
-    """The fields of every fact about a room."""
-
-    room: int
-    generation: int
-    peer: str
 
 
 @dataclass(slots=True, eq=False)
@@ -170,9 +162,23 @@ class Room(Generic[StateT]):
         raise NotImplementedError
 
     @property
-    def identity(self) -> RoomIdentity:
+    def about(self) -> dict[str, Any]:
+        """The fields of every message about the room."""
+        return {"room": self.room, "generation": self.generation}
+
+    @property
+    def identity(self) -> dict[str, Any]:
         """The fields of every fact about the room."""
         return {"room": self.room, "generation": self.generation, "peer": self.first_peer}
+
+    @property
+    def tokens(self) -> dict[str, Any]:
+        """The numbers of tokens in every description of the room."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "prefix_tokens": self.prefix_tokens,
+            "computed_tokens": self.computed_tokens,
+        }
 
     @property
     def users(self) -> set[str]:

@@ -229,15 +229,12 @@ class RoomBook(Generic[RoomT]):
         now_s = self._clock()
         limit_s, limit = room.next_limit
         return RoomReport(
-            room=room.room,
-            generation=room.generation,
+            **room.about,
+            **room.tokens,
             role=self.role,
             state=self._describe_state(room),
             client=room.client,
             peers=room.peers,
-            prompt_tokens=room.prompt_tokens,
-            prefix_tokens=room.prefix_tokens,
-            computed_tokens=room.computed_tokens,
             host_tokens=room.host_tokens,
             namespace=room.namespace,
             reason_code=room.reason_code,

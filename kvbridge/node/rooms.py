@@ -294,9 +294,7 @@ class Rooms(ABC, Generic[RoomT]):
                     reason=room.reason,
                     limit=room.missed,
                     age_s=self.clock() - room.created_s,
-                    prompt_tokens=room.prompt_tokens,
-                    prefix_tokens=room.prefix_tokens,
-                    computed_tokens=room.computed_tokens,
+                    **room.tokens,
                     bytes=sum(amount.bytes for amount in room.amounts.values()),
                     ids=room.ids,
                     trace=room.trace,
@@ -310,12 +308,9 @@ class Rooms(ABC, Generic[RoomT]):
     def event(self, room: RoomT) -> RoomEvent:
         """Return the event to engines about a room in its present state."""
         return RoomEvent(
-            room=room.room,
-            generation=room.generation,
+            **room.about,
             kind=self.engine_words[room.state],
-            prompt_tokens=room.prompt_tokens,
-            prefix_tokens=room.prefix_tokens,
-            computed_tokens=room.computed_tokens,
+            **room.tokens,
             max_new_tokens=room.max_new_tokens,
             code=room.reason_code,
             reason=room.reason,
@@ -330,11 +325,8 @@ class Rooms(ABC, Generic[RoomT]):
         """Answer a call with a room's tables."""
         return Pages(
             call=call,
-            room=room.room,
-            generation=room.generation,
-            prompt_tokens=room.prompt_tokens,
-            prefix_tokens=room.prefix_tokens,
-            computed_tokens=room.computed_tokens,
+            **room.about,
+            **room.tokens,
             host_tokens=room.host_tokens,
             tables=to_wire(room.tables),
             traceparent=room.trace.traceparent if room.trace is not None else "",

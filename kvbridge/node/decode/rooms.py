@@ -10,27 +10,12 @@ import structlog
 
 from kvbridge.api.rooms import AdmissionRequest
 from kvbridge.core.clock import Clock, monotonic
-from kvbridge.core.errors import (
-    BridgeError,
-    ConflictError,
-    DigestMismatchError,
-    InvalidInputError,
-    RoomFailedError,
-)
+from kvbridge.core.errors import BridgeError, ConflictError, DigestMismatchError, InvalidInputError, RoomFailedError
 from kvbridge.core.geometry.pages import tables_cover, tables_from_wire
 from kvbridge.core.ids import IndexSpace, Rank, Role
 from kvbridge.core.plan.digests import DigestKind
 from kvbridge.core.session.decode import DECODE_HEARS, DECODE_TABLE, DecodeAction, DecodeEvent, DecodeState
-from kvbridge.core.wire.engine_messages import (
-    AbortRoom,
-    Claim,
-    Extend,
-    Loaded,
-    Pages,
-    Provide,
-    Release,
-    RoomEvent,
-)
+from kvbridge.core.wire.engine_messages import AbortRoom, Claim, Extend, Loaded, Pages, Provide, Release, RoomEvent
 from kvbridge.core.wire.messages import Abort, Failed, Intend, Offer, PeerMessage, to_wire
 from kvbridge.core.wire.worker_messages import Digested, Verified
 from kvbridge.node.decode.fence import Fence
@@ -165,7 +150,7 @@ class DecodeRooms(Rooms[DecodeRoom]):
                 self.writers.withdraw(room.addresses, _intent(room), _abort(room))
             case DecodeAction.VERIFY:
                 assert room.verification is not None, "ARRIVED is raised for rooms with digests only"
-                for rank, order in room.verification.orders(room.room, room.generation, room.tables):
+                for rank, order in room.verification.orders(room.about, room.tables):
                     self.workers.send(rank, order)
             case DecodeAction.REJECT:
                 failed = Failed(room=room.room, generation=room.generation, code=room.reason_code, message=room.reason)
@@ -439,8 +424,7 @@ def _check_answer(room: DecodeRoom, said: Answer) -> None:
 def _about(room: DecodeRoom) -> dict[str, Any]:
     """Return the fields that an intent and an offer have in common."""
     return {
-        "room": room.room,
-        "generation": room.generation,
+        **room.about,
         "prompt_tokens": room.prompt_tokens,
         "prompt_digest": room.prompt_digest,
         "held": room.held,
@@ -452,4 +436,4 @@ def _intent(room: DecodeRoom) -> Intend:
 
 
 def _abort(room: DecodeRoom) -> Abort:
-    return Abort(room=room.room, generation=room.generation, code=room.reason_code, message=room.reason)
+    return Abort(**room.about, code=room.reason_code, message=room.reason)

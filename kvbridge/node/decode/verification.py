@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from kvbridge.core.errors import ProtocolError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
@@ -77,14 +78,13 @@ class Verification:
                 f"{self._parts[done.writer]} have come"
             )
 
-    def orders(self, room: int, generation: int, tables: Tables) -> Iterator[tuple[Rank, Verify]]:
+    def orders(self, about: dict[str, Any], tables: Tables) -> Iterator[tuple[Rank, Verify]]:
         """Yield the order to each rank of this node: its own memory and a share of the host pool."""
         for index, rank in enumerate(self._held):
             yield (
                 rank,
                 Verify(
-                    room=room,
-                    generation=generation,
+                    **about,
                     prompt_tokens=self._prompt_tokens,
                     prefix_tokens=self._prefix_tokens,
                     tables=to_wire(tables),

@@ -28,16 +28,7 @@ from kvbridge.core.plan.accounting import Demand, Share, shortfall
 from kvbridge.core.plan.operations import add_amounts
 from kvbridge.core.session.decode import DecodeState
 from kvbridge.core.session.tables import Meaning
-from kvbridge.core.wire.messages import (
-    MAX_ROOM_METADATA_BYTES,
-    Abort,
-    Digests,
-    Done,
-    Drained,
-    Failed,
-    Intend,
-    PathLost,
-)
+from kvbridge.core.wire.messages import MAX_ROOM_METADATA_BYTES, Abort, Digests, Done, Drained, Failed, Intend, PathLost
 from kvbridge.node.decode.fence import ALL, Fence
 from kvbridge.node.decode.prefill_nodes import KnownNode, PrefillNodes
 from kvbridge.node.decode.room import ASKED, DecodeRoom, FromPrefill, WriterNode
@@ -230,8 +221,7 @@ class Writers:
         slowest(room.phases_s, message.phases_s)
         self._rooms.events.emit(
             RankReceived(
-                room=room.room,
-                generation=room.generation,
+                **room.about,
                 peer=writer.node.peer,
                 rank=message.writer,
                 amounts=message.amounts,

@@ -29,7 +29,7 @@ class RoomCheckpoints:
     def admitted(self, room: PrefillRoom) -> None:
         """Give a room pages for the checkpoints that its engine is to write, before its pages are leased."""
         prefixes, settings = self.pages.prefixes, self.pages.settings
-        if prefixes is None or not room.keys:
+        if prefixes is None:
             return
         geometry, page = settings.geometry, settings.geometry.tokens_per_page
         reusable = most_reusable_tokens(geometry, room.prompt_tokens)

@@ -44,8 +44,7 @@ class Orders:
             return  # the engines of all nodes agree first how much of its prefix it keeps
         if not room.open_ranks:
             opening = OpenRoom(
-                room=room.room,
-                generation=room.generation,
+                **room.about,
                 peer=room.peer,
                 prompt_tokens=room.prompt_tokens,
                 prefix_tokens=room.prefix_tokens,
@@ -84,8 +83,7 @@ class Orders:
                 work.order_began(self._last, transport, self._clock())
                 work.phases_s.setdefault("offer_to_order", self._clock() - room.offered_s)
                 order = Send(
-                    room=room.room,
-                    generation=room.generation,
+                    **room.about,
                     order=self._last,
                     section=section,
                     source=to_wire(further),
@@ -98,7 +96,7 @@ class Orders:
         """Tell the workers to stop, or that everything was sent."""
         all_sent = room.state is PrefillState.COMPLETED
         for rank in room.open_ranks:
-            self._workers.send(rank, CloseRoom(room=room.room, generation=room.generation, all_sent=all_sent))
+            self._workers.send(rank, CloseRoom(**room.about, all_sent=all_sent))
             room.ranks[rank].open = not all_sent
 
     # ------------------------------------------------------------------ what rank workers say
@@ -150,8 +148,7 @@ class Orders:
         self._events.emit(RoomRerouted(**room.identity, rank=message.rank, lost=message.lost, over=message.over))
         if message.in_transit and tell:
             lost = PathLost(
-                room=room.room,
-                generation=room.generation,
+                **room.about,
                 writer=message.rank,
                 transport=message.lost,
                 epoch=message.epoch,
@@ -205,7 +202,7 @@ class Orders:
             work.done = True
             room.amounts = add_amounts(room.amounts, work.amounts)
             slowest(room.phases_s, work.phases_s)
-            about = {"room": room.room, "generation": room.generation, "writer": rank}
+            about = {**room.about, "writer": rank}
             parts = list(work.digests.parts()) if work.digests is not None else []
             for number, part in enumerate(parts):
                 self._nodes.send(room.peer, Digests(**about, part=number, digests=part))

@@ -87,7 +87,8 @@ class PrefillRooms(Rooms[PrefillRoom]):
         for rank, layers in self.workers.layers.items():
             progress = RankProgress(layers, prompt_tokens=room.prompt_tokens, computed_tokens=room.published_tokens)
             room.ranks[rank] = RankWork(progress)
-        self.checkpoints.admitted(room)
+        if room.keys:
+            self.checkpoints.admitted(room)
         room.wait_until(room.created_s + self.limits.offer_s, "timeouts.offer_s")
         if request.begin_within_s is not None:
             room.begin_within(request.begin_within_s, "begin_within_s")
@@ -133,16 +134,15 @@ class PrefillRooms(Rooms[PrefillRoom]):
                 room.wait_until(None)
 
     def act(self, room: PrefillRoom, action: StrEnum) -> None:
-        about = {"room": room.room, "generation": room.generation}
         match action:
             case PrefillAction.OPEN_ROOM:
                 self.orders.open(room)
             case PrefillAction.CLOSE_ROOM:
                 self.orders.close(room)
             case PrefillAction.TELL_FAILED:
-                self._tell(room, Failed(**about, code=room.reason_code, message=room.reason))
+                self._tell(room, Failed(**room.about, code=room.reason_code, message=room.reason))
             case PrefillAction.TELL_DRAINED:
-                self._tell(room, Drained(**about, in_transit=room.in_transit))
+                self._tell(room, Drained(**room.about, in_transit=room.in_transit))
             case PrefillAction.TELL_ENGINE:
                 self.engines.push(self.event(room))
             case PrefillAction.FREE_SOURCE:
