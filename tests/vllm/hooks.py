@@ -19,7 +19,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
-from kvbridge.engine.adapters import vllm as plugin
+from kvbridge.engine import vllm as plugin
 from kvbridge.engine.vllm import connector
 from kvbridge.engine.vllm.connector import KvbridgeConnector, KvbridgeStats, KvbridgeWorkerMetadata
 from kvbridge.engine.vllm.prefill_rooms import BlockPins

@@ -41,35 +41,26 @@ class NodeOf:
         pass
 
 
-@pytest.fixture
-def stuck(monkeypatch):
-    """A worker's thread that does not end before this does."""
+def test_a_worker_that_does_not_end_in_time_is_not_taken_for_silent(monkeypatch):
     go_on = threading.Event()
     monkeypatch.setattr(adopted, "open_node_link", lambda path: NodeOf())
     monkeypatch.setattr(adopted, "serve_rank", lambda *args, **fields: go_on.wait(20))
-    yield AdoptedWorker(Path("/nowhere"), RANK, ())
-    go_on.set()
-
-
-def test_a_worker_that_does_not_end_in_time_is_not_taken_for_silent(stuck):
     with pytest.raises(
         DeadlineError, match=r"rank worker of pp0\.tp0 .* did not end within 0\.01 s; it may still read"
     ):
-        stuck.close(0.01)
+        AdoptedWorker(Path("/nowhere"), RANK, ()).close(0.01)
+    go_on.set()
 
 
-def test_an_adopted_worker_says_that_it_has_closed_everything_and_waits_until_that_is_read():
-    node = NodeOf(Shutdown(), Shutdown(), Shutdown())
+@pytest.mark.parametrize(("answers", "left"), [(3, 1), (1, 0)])
+def test_an_adopted_worker_says_that_it_has_closed_everything_and_waits_a_while_until_that_is_read(
+    monkeypatch, answers, left
+):
+    monkeypatch.setattr(worker_life, "CLOSE_ANSWER_S", 5.0 if left else 0.01)
+    node = NodeOf(*[Shutdown()] * answers)
     serve_rank(node, RANK, setup_timeout_s=1, adopted=(object(),))
     assert node.said[1:] == [WorkerClosed(rank=RANK)]
-    assert len(node.answers) == 1
-
-
-def test_a_node_that_does_not_answer_is_not_waited_for_longer(monkeypatch):
-    monkeypatch.setattr(worker_life, "CLOSE_ANSWER_S", 0.01)
-    node = NodeOf(Shutdown())
-    serve_rank(node, RANK, setup_timeout_s=1, adopted=(object(),))
-    assert node.said[1:] == [WorkerClosed(rank=RANK)]
+    assert len(node.answers) == left
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -118,33 +109,17 @@ def lives(monkeypatch, *endings: BaseException | None) -> AdoptedWorker:
     return AdoptedWorker(Path("/nowhere"), RANK, ())
 
 
-def ends_of(worker: AdoptedWorker, count: int) -> list[str]:
-    found: list[str] = []
-    deadline_s = time.monotonic() + 20
-    while len(found) < count and time.monotonic() < deadline_s:
-        found += [end.reason for end in worker.ends()]
-        time.sleep(0.001)
-    return found
-
-
-def test_a_worker_that_has_ended_says_so_and_comes_back(monkeypatch):
+def test_a_worker_that_has_ended_says_so_with_its_node_and_comes_back(monkeypatch):
     worker = lives(monkeypatch, PeerError("the node has gone"), NoNodeError("nobody there"), None, ValueError("?"))
-    assert ends_of(worker, 3) == ["the node has gone", "its node has ended it", "?"]
-    worker.close(20)
-    assert worker.ends() == []
-
-
-@pytest.mark.parametrize(("ending", "gone"), [(ValueError("?"), False), (None, True)])
-def test_an_end_says_of_which_node_and_whether_that_has_ended_too(monkeypatch, ending, gone):
-    worker = lives(monkeypatch, ending)
     ends: list[WorkerEnd] = []
     deadline_s = time.monotonic() + 20
-    while not ends and time.monotonic() < deadline_s:
-        ends = worker.ends()
+    while len(ends) < 3 and time.monotonic() < deadline_s:
+        ends += worker.ends()
         time.sleep(0.001)
+    told = [("the node has gone", "first", False), ("its node has ended it", "first", True), ("?", "first", False)]
+    assert [(end.reason, end.node, end.node_gone) for end in ends] == told
     worker.close(20)
-    assert [(end.node, end.node_gone) for end in ends] == [("first", gone)]
-    assert worker.node == ""
+    assert (worker.ends(), worker.node) == ([], "")
 
 
 def test_a_worker_that_has_not_closed_its_transports_never_says_that_it_has_ended_nor_comes_back(monkeypatch):

@@ -1,4 +1,4 @@
-"""The verbs of engines whose pools are on a GPU: what is said when. The node and the GPU are this test's."""
+"""The verbs of engines: what is said when pools are on a GPU, and of page keys. The node and the GPU are this test's."""
 
 from __future__ import annotations
 
@@ -6,23 +6,30 @@ from collections import deque
 from contextlib import nullcontext
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from kvbridge.core.errors import DeadlineError, DetachedError
+from kvbridge.core.errors import DeadlineError, DetachedError, UnsupportedError
+from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.models import preset
+from kvbridge.core.prefixes import ModelIdentity, Retention
 from kvbridge.core.wire.engine_messages import Accepted, Begin, Finish, Pages, Publish, Release, RoomEvent
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
 from kvbridge.engine.prefill import PrefillEngine
+from kvbridge.engine.streams import StreamOrder
+from kvbridge.tier.keys import PrefixIdentity, page_keys
 
 GEOMETRY = preset("tiny-gqa")
+MODEL = ModelIdentity(name="m", revision="r")
 POINT = StreamPoint(ring="ring", handle=bytes(64), device_uuid="0" * 32)
 
 
 class Link:
-    """A node that accepts everything."""
+    """A node that accepts everything, and whose answers about pages say `held`, too."""
 
-    def __init__(self) -> None:
+    def __init__(self, **held: object) -> None:
+        self.held = held
         self.said: list[object] = []
         self.coming: deque[RoomEvent] = deque()
         self.lost = ""
@@ -36,7 +43,8 @@ class Link:
         self.said.append(message)
         if answer is Pages:
             tokens = getattr(message, "prompt_tokens", 1200)  # a claim names none
-            return Pages(call=message.call, room=message.room, generation=3, prompt_tokens=tokens, tables=())
+            given = {"generation": 3, "prompt_tokens": tokens, "tables": ()} | self.held
+            return Pages(call=message.call, room=message.room, **given)
         return answer(call=message.call) if answer is Accepted else None
 
     def events(self, timeout_s: float) -> list[RoomEvent]:
@@ -184,3 +192,42 @@ def test_an_engine_without_memory_hears_of_it_after_the_last_event(kind):
     made.abort(5, "lost")
     assert [message.room for message in link.said] == [5]
     made.close()
+
+
+# ---------------------------------------------------------------------------------------------- page keys
+
+PAGE = GEOMETRY.tokens_per_page
+TOKENS = list(range(2 * PAGE + 1))
+
+
+def keyed(kind, model: ModelIdentity | None = MODEL):
+    """An engine in host memory, at a node that holds a page of every prompt."""
+    answer = SimpleNamespace(geometry=GEOMETRY, instance="prefill-0", model_identity=model)
+    link = Link(prefix_tokens=PAGE, computed_tokens=2)
+    return kind(link, answer, Memory(), StreamOrder({})), link
+
+
+def test_keys_begin_with_what_the_node_holds():
+    prefill, _ = keyed(PrefillEngine)
+    own = {"model": "m", "revision": "r", "fingerprint": fingerprint(GEOMETRY), "tokens_per_page": PAGE}
+    assert prefill.page_keys(TOKENS) == page_keys(PrefixIdentity(**own), TOKENS)
+    assert prefill.page_keys(np.array(TOKENS)) == prefill.page_keys(TOKENS)
+    named = prefill.page_keys(TOKENS, adapter="lora", namespace="acme")
+    assert named == page_keys(PrefixIdentity(**own, adapter="lora", namespace="acme"), TOKENS)
+    assert len({prefill.page_keys(TOKENS).data, named.data, prefill.page_keys(TOKENS, namespace="acme").data}) == 3
+    with pytest.raises(UnsupportedError, match=r"prefill-0 does not say .*tier\.model_name and tier\.model_revision"):
+        keyed(PrefillEngine, None)[0].page_keys(TOKENS)
+
+
+def test_the_verbs_carry_them():
+    (prefill, link), (decode, other) = keyed(PrefillEngine), keyed(DecodeEngine)
+    keys, keep = prefill.page_keys(TOKENS), Retention(priority=1, for_s=60)
+    prefill.admit(1, prompt_tokens=len(TOKENS), page_keys=keys, namespace="acme", retention=keep)
+    begun = prefill.begin(1, prompt_tokens=len(TOKENS), page_keys=keys)
+    assert (begun.held_by_decode, begun.held_by_prefill) == (PAGE, 2)
+    assert decode.claim(1, page_keys=keys).held_by_decode == PAGE
+    decode.claim(1, timeout_s=1.0, page_keys=keys).release(valid_tokens=len(TOKENS), page_keys=keys)
+    said = [*link.said, *other.said]
+    assert [message.type for message in said] == ["admit", "begin", "claim", "claim", "release"]
+    assert {message.page_hashes for message in said} == {keys.data}
+    assert (said[0].namespace, said[0].retention, said[-1].valid_tokens) == ("acme", keep, len(TOKENS))

@@ -5,6 +5,9 @@ The node, the GPU and the copies are this test's.
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -18,7 +21,6 @@ from kvbridge.core.wire.engine_messages import (
     Claim,
     Finish,
     Loaded,
-    Pages,
     Publish,
     Release,
 )
@@ -47,15 +49,8 @@ LOAD = wire(table(IndexSpace.FULL_TWIN, 40, 42, first=1), table(IndexSpace.SWA_T
 RESTORE = Checkpoint(tokens=768, table=wire(table(IndexSpace.SWA, 7, first=2))[0])
 
 
-class LoadingLink(Link):
-    """A node that has two pages of the prompt, from the second on, in host memory, with a checkpoint."""
-
-    def call(self, message, answer):
-        found = super().call(message, answer)
-        if answer is not Pages:
-            return found
-        held = {"computed_tokens": 768, "host_tokens": 512, "tables": wire(FULL, SWA), "restore": RESTORE, "load": LOAD}
-        return found.model_copy(update=held)
+HELD = {"computed_tokens": 768, "host_tokens": 512, "tables": wire(FULL, SWA), "restore": RESTORE, "load": LOAD}
+"""Two pages of the prompt, from the second on, are in host memory, with a checkpoint."""
 
 
 class LoadingGpu(Gpu):
@@ -103,11 +98,6 @@ class Copier:
         self.closed = True
 
 
-class Stream:
-    def __init__(self, device: int) -> None:
-        self.cuda_stream = LOAD_STREAM
-
-
 class GpuInUse:
     """The thread's current GPU, as a context."""
 
@@ -127,12 +117,11 @@ class GpuInUse:
 class Event:
     """Reached a millisecond after the one before it."""
 
-    made = 0
+    numbers = itertools.count()
 
     def __init__(self, *, enable_timing: bool) -> None:
         assert enable_timing
-        Event.made += 1
-        self.number = Event.made
+        self.number = next(self.numbers)
 
     def record(self, stream) -> None:
         assert stream.cuda_stream == LOAD_STREAM
@@ -143,13 +132,13 @@ class Event:
 
 @pytest.fixture(autouse=True)
 def streams(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(cuda_stream=LOAD_STREAM))
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "device", GpuInUse)
 
 
 def loading(kind, *copiers: Copier, ranks=((R0, (0, 1)), (R1, (2, 3)))):
-    gpu, link = LoadingGpu(), LoadingLink()
+    gpu, link = LoadingGpu(), Link(**HELD)
     made = kind(link, None, Memory(), gpu, close_timeout_s=0.05)
     by_rank = {
         rank: RankCopier(copier, 0, frozenset(layers), {IndexSpace.FULL: 1000, IndexSpace.SWA: 10})

@@ -59,25 +59,19 @@ def attach(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         one.close()
 
 
-def test_what_somebody_has_to_change_is_said_once_and_asked_seldom(attach: Any) -> None:
+@pytest.mark.parametrize(
+    ("errors", "said", "pause"),
+    [
+        ([ConfigError("it can be entered by others")] * 20 + [ConfigError("another")], ["config_invalid"] * 2, "LONG_PAUSE_S"),
+        ([NotReadyError("it starts")] * 3, [], "PAUSE_S"),
+        ([OSError("no descriptors are left")] * 2, ["internal"], "LONG_PAUSE_S"),
+    ],
+)  # fmt: skip
+def test_what_somebody_has_to_change_is_said_once_and_asked_seldom_and_a_node_that_starts_up_often(
+    attach: Any, errors: list[Exception], said: list[str], pause: str
+) -> None:
     with capture_logs() as lines:
-        attempts = attach(*[ConfigError("it can be entered by others")] * 20, ConfigError("another"))
-    assert [line["reason"] for line in lines if line["event"] == "not_attached"] == [
-        "it can be entered by others",
-        "another",
-    ]
-    assert attempts.pauses == [attachment.LONG_PAUSE_S] * 21
-
-
-def test_a_node_that_starts_up_is_asked_often_and_nothing_is_said_of_it(attach: Any) -> None:
-    with capture_logs() as lines:
-        attempts = attach(*[NotReadyError("it starts")] * 3)
-    assert not lines
-    assert attempts.pauses == [attachment.PAUSE_S] * 3
-
-
-def test_the_thread_goes_on_after_an_error_that_nobody_foresaw(attach: Any) -> None:
-    with capture_logs() as lines:
-        attempts = attach(OSError("no descriptors are left"), OSError("no descriptors are left"))
-    assert [(line["event"], line["code"]) for line in lines] == [("not_attached", "internal")]
+        attempts = attach(*errors)
+    assert [(line["event"], line["code"]) for line in lines] == [("not_attached", code) for code in said]
+    assert attempts.pauses == [getattr(attachment, pause)] * len(errors)
     assert not attempts.left

@@ -6,6 +6,8 @@ import fcntl
 import os
 import stat
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from kvbridge.core.ids import Rank, Role
 from kvbridge.daemon.memory import plan_memory
 from kvbridge.daemon.model import load_geometry
 from kvbridge.engine.kit import node_files
+from kvbridge.engine.kit.node import LAST_ENDS, NodeProcess
 from kvbridge.engine.kit.node_files import (
     NodePlace,
     NodePlan,
@@ -108,22 +111,23 @@ def test_what_others_can_reach_has_keys_or_is_told_insecure(role: Role) -> None:
     node_config(plan(role, transports={"order": ["local", "nixl"], "mooncake": {"host": "10.0.0.1"}}))
 
 
-def test_directories_are_short_and_each_engine_and_role_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    for home in (None, "/run/user/1000", "/" + "x" * 80):
-        if home is None:
-            monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
-        else:
-            monkeypatch.setenv("XDG_RUNTIME_DIR", home)
-        for temporary in ("/tmp", "/" + "y" * 80):
-            monkeypatch.setattr(tempfile, "tempdir", temporary)
-            found = {place(role, {}, engine).runtime_dir for role in Role for engine in (ENGINE, "other", "x" * 300)}
-            assert len(found) == 6
-            assert all(map(fits_sockets, found))
-            assert found == {
-                place(role, {}, engine).runtime_dir for role in Role for engine in (ENGINE, "other", "x" * 300)
-            }
-            private = home == "/run/user/1000" or f"kvbridge-{os.getuid()}-" in str(next(iter(found)))
-            assert private
+@pytest.mark.parametrize("home", [None, "/run/user/1000", "/" + "x" * 80])
+@pytest.mark.parametrize("temporary", ["/tmp", "/" + "y" * 80])
+def test_directories_are_short_and_each_engine_and_role_has_its_own(
+    home: str | None, temporary: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    if home is not None:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", home)
+    monkeypatch.setattr(tempfile, "tempdir", temporary)
+    first, again = (
+        {place(role, {}, engine).runtime_dir for role in Role for engine in (ENGINE, "other", "x" * 300)}
+        for _ in range(2)
+    )
+    assert len(first) == 6
+    assert first == again
+    assert all(map(fits_sockets, first))
+    assert home == "/run/user/1000" or all(f"kvbridge-{os.getuid()}-" in str(one) for one in first)
 
 
 def test_a_node_that_somebody_runs_is_where_it_was_said() -> None:
@@ -204,3 +208,22 @@ def test_a_directory_that_is_removed_meanwhile_is_nobodys_and_can_be_had_at_the_
     remove_orphans(runtime_home, VLLM)
     assert place.exists()
     held.close()
+
+
+def test_a_node_is_started_again_though_the_one_before_could_not_be_followed() -> None:
+    """As when there is no descriptor left for a moment."""
+    node, runs = NodeProcess.__new__(NodeProcess), iter([OSError("no descriptors are left"), "exit code 0"])
+    node._role, node.ends, node._closing = Role.DECODE, deque(maxlen=LAST_ENDS), threading.Event()
+    node._closing.wait = lambda *_: False
+
+    def run() -> str:
+        match next(runs):
+            case str() as how:
+                node._closing.set()
+                return how
+            case error:
+                raise error
+
+    node._run = run
+    node._keep()
+    assert (list(runs), list(node.ends)) == ([], ["it could not be followed: OSError: no descriptors are left"])
