@@ -11,10 +11,8 @@ from kvbridge.core.geometry.hot_buffer import SparseBytes, SparseSettings
 from kvbridge.core.wire.engine_messages import SparseRows
 from kvbridge.sparse.cache import SparseCache
 from kvbridge.sparse.reading import ReleasedRequest, RequestCounts
-from kvbridge.sparse.streams import PendingCopies
 
 __all__ = [
-    "PendingCopies",
     "ReleasedRequest",
     "RequestCounts",
     "SparseBytes",

@@ -33,12 +33,12 @@ from kvbridge.core.wire.engine_messages import SparseRows
 from kvbridge.kernels.append_rows import append_rows
 from kvbridge.kernels.page_copies import page_copier
 from kvbridge.kernels.places import PagePair
-from kvbridge.kernels.swap_in import LayerMemory, ReferenceSwapIn, SwapIn
+from kvbridge.kernels.swap_in import ReferenceSwapIn, SwapIn
 from kvbridge.kernels.swap_in_device import CudaSwapIn
 from kvbridge.sparse.memory import HotMemory, checked_regions, id_pairs, layer_memory, layer_pages
 from kvbridge.sparse.reading import ReleasedRequest, RequestCounts, check_structure, gather_rows
 from kvbridge.sparse.requests import PagePlace, Request, RequestBook
-from kvbridge.sparse.streams import PendingCopies, Point, Staging, Streams
+from kvbridge.sparse.streams import Point, Staging, Streams
 
 STEPS_AHEAD = 16
 """So many steps may a host be ahead of its device before it waits."""
@@ -68,13 +68,18 @@ class SparseCache(Closing):
         self.requests = RequestBook(self.memory.shape, settings.max_requests)
         self._host_page_count = min(region.page_count for region in regions)
         self._positions = {layer: position for position, layer in enumerate(self.layers)}
-        self._streams = Streams.on(device)
+        self._streams = Streams(device)
         self._load_stream, self._backup_stream = self._streams.side_stream(), self._streams.side_stream()
         places = layer_pages(self.memory.pages, regions)
         page_bytes = component.page_bytes()
         self._load = page_copier(ordinal, [PagePair(host, hot, page_bytes, n) for n, (hot, host) in enumerate(places)])
         self._back_up = page_copier(ordinal, [PagePair(*both, page_bytes, n) for n, both in enumerate(places)])
-        self._swap_in = _swap_in(self.memory, [layer_memory(*both) for both in places], ordinal)
+        layers = [layer_memory(*both) for both in places]
+        self._swap_in: SwapIn = (
+            ReferenceSwapIn(self.memory.shape, self.memory.state, layers)
+            if ordinal is None
+            else CudaSwapIn(ordinal, self.memory.shape, self.memory.state, layers)
+        )
         self._append = append_rows(self.memory.shape, ordinal)
         self._admitted = [self._streams.point() for _ in range(settings.max_requests)]
         self._unsettled: set[int] = set()
@@ -85,18 +90,15 @@ class SparseCache(Closing):
         self._preloaded = [0] * settings.max_requests
         self._first_rows = [0] * settings.max_requests
         """How many rows each request had when it was admitted."""
-        self._open()
-
-    def _open(self) -> None:
-        requests, pinned = self.settings.max_requests, self.device.type == "cuda"
+        requests, pinned = settings.max_requests, device.type == "cuda"
         table_words = 2 * self.memory.shape.max_pages + 1
-        id_words = 2 * self.settings.pages_per_request(self.component)
+        id_words = 2 * settings.pages_per_request(component)
         self._tables = Staging(self._streams, words=table_words + id_words, count=ADMISSIONS_AHEAD, pinned=pinned)
         self._steps = Staging(self._streams, words=3 * requests, count=STEPS_AHEAD, pinned=pinned)
         self._ids = Staging(self._streams, words=2 * requests, count=STEPS_AHEAD, pinned=pinned)
         # The memory was set on the current stream; the other streams come after it.
-        self._load_stream.follow_compute()
-        self._backup_stream.follow_compute()
+        self._load_stream.follow()
+        self._backup_stream.follow()
 
     # ------------------------------------------------------------------ requests come and go
 
@@ -114,16 +116,15 @@ class SparseCache(Closing):
         self._first_rows[request_slot] = rows
         loads = self._loads(request)
         stream, memory = self._load_stream, self.memory
-        stream.follow_compute()  # steps of whoever was in the slot before
+        stream.follow()  # steps of whoever was in the slot before
         stream.follow(self._backup_stream)
         with self._tables.buffer(stream) as words, stream.running():
             memory.forget(request_slot)
             self._send_table(request, words)
-            memory.ring_begin[request_slot : request_slot + 1].copy_(
-                self._number(words, request.ring_begin), non_blocking=True
-            )
+            begin, ids = words[2 * memory.shape.max_pages :].tensor_split([1])
+            begin[0] = request.ring_begin
+            memory.ring_begin[request_slot : request_slot + 1].copy_(begin, non_blocking=True)
             if loads:
-                ids = words[2 * memory.shape.max_pages + 1 :]
                 pairs = id_pairs(ids, [(place.host_page, place.hot_page) for place in loads])
                 self._load.copy([pairs], stream=stream.handle())
             if self._preloaded[request_slot]:
@@ -146,7 +147,7 @@ class SparseCache(Closing):
         rows, slots = self.requests.get(request_slot).rows, self.component.slots_per_page
         self.requests.release(request_slot)
         self._settle(request_slot)
-        self._backup_stream.follow_compute()
+        self._backup_stream.follow()
         tallies = torch.empty_like(self.memory.tallies, device="cpu", pin_memory=self.device.type == "cuda")
         with self._backup_stream.running():
             tallies.copy_(self.memory.tallies, non_blocking=True)  # all of them: a part would take device memory
@@ -155,7 +156,9 @@ class SparseCache(Closing):
             backed_up=(rows // slots - self._first_rows[request_slot] // slots) * slots * len(self.layers),
         )
         self._preloaded[request_slot] = 0
-        return ReleasedRequest(self._pending(f"request slot {request_slot}"), told, tallies[:, request_slot])
+        point = self._streams.point()
+        self._backup_stream.mark(point)
+        return ReleasedRequest(request_slot, point, told, tallies[:, request_slot])
 
     # ------------------------------------------------------------------ a step
 
@@ -184,7 +187,7 @@ class SparseCache(Closing):
         if not plan.completed:
             return
         stream = self._backup_stream
-        stream.follow_compute()
+        stream.follow()
         with self._ids.buffer(stream) as words:
             pairs = id_pairs(words, [(place.hot_page, place.host_page) for place in plan.completed])
             self._back_up.copy([pairs], stream=stream.handle())
@@ -317,22 +320,11 @@ class SparseCache(Closing):
         numbers[np.argsort(request.pages), 1] = np.arange(count)
         table.copy_(staged, non_blocking=True)
 
-    def _number(self, words: torch.Tensor, number: int) -> torch.Tensor:
-        """One integer in the staging buffer, behind the table."""
-        at = 2 * self.memory.shape.max_pages
-        words[at] = number
-        return words[at : at + 1]
-
     def _settle(self, slot: int) -> None:
         """Compute goes on only when the slot's admission is done; said once an admission."""
         if slot in self._unsettled:
             self._unsettled.discard(slot)
             self._streams.wait(self._admitted[slot])
-
-    def _pending(self, label: str) -> PendingCopies:
-        point = self._streams.point()
-        self._backup_stream.mark(point)
-        return PendingCopies(point, label)
 
     def _point(self, place: PagePlace) -> Point:
         return self._backed_up[place.slot][place.page % self.settings.ring_pages]
@@ -356,12 +348,6 @@ class SparseCache(Closing):
                 f"request slot {slot}: host page {int(host_page_ids.max())} does not exist: the host pool has "
                 f"{self._host_page_count} pages"
             )
-
-
-def _swap_in(memory: HotMemory, layers: Sequence[LayerMemory], ordinal: int | None) -> SwapIn:
-    if ordinal is None:
-        return ReferenceSwapIn(memory.shape, memory.state, layers)
-    return CudaSwapIn(ordinal, memory.shape, memory.state, layers)
 
 
 def _resolved(device: torch.device) -> torch.device:

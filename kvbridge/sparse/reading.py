@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvbridge.core.errors import ConflictError, IntegrityError
+from kvbridge.core.errors import ConflictError, DeadlineError, IntegrityError
 from kvbridge.core.geometry.components import Component
 from kvbridge.core.geometry.hot_buffer import AGE_PLANES
 from kvbridge.core.wire.engine_messages import SparseRows
 from kvbridge.sparse.memory import HotMemory
 from kvbridge.sparse.requests import Request, RequestBook
-from kvbridge.sparse.streams import PendingCopies
+from kvbridge.sparse.streams import Point
+
+POLL_S = 0.0002
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,19 +42,23 @@ class RequestCounts:
 class ReleasedRequest:
     """A request that has ended, while copies between its hot rows and its host pages may still be under way."""
 
-    def __init__(self, pending: PendingCopies, known: SparseRows, tallies: torch.Tensor) -> None:
-        """`tallies`: int32 [layers, TALLIES] on the host, there when `pending` is reached; `known`: what the host knows itself."""
-        self._pending = pending
-        self._known = known
-        self._tallies = tallies
+    def __init__(self, slot: int, point: Point, known: SparseRows, tallies: torch.Tensor) -> None:
+        """`tallies`: int32 [layers, TALLIES] on the host, there when `point` is reached; `known`: the figures of the host."""
+        self._slot, self._point, self._known, self._tallies = slot, point, known, tallies
 
     def reached(self) -> bool:
-        """Whether all of them have ended, so that its host pages may be given back; never waits."""
-        return self._pending.reached()
+        """Whether all copies have ended, so that its host pages may be given back; never waits."""
+        return self._point.reached()
 
     def wait(self, timeout_s: float) -> None:
         """Wait until then. Raises DeadlineError after `timeout_s`: the pages must then not be given back."""
-        self._pending.wait(timeout_s)
+        deadline_s = time.monotonic() + timeout_s
+        while not self.reached():
+            if time.monotonic() > deadline_s:
+                raise DeadlineError(
+                    f"request slot {self._slot}: copies of its rows are still under way after {timeout_s:g} s"
+                )
+            time.sleep(POLL_S)
 
     def rows(self) -> SparseRows:
         """What was done for the request, for `DecodeEngine.release`. Raises ConflictError before all copies have ended."""

@@ -58,7 +58,7 @@ class StepPlan:
     """Pages that are complete with this step, and go to the host after it."""
 
 
-@dataclass(slots=True)
+@dataclass
 class RequestBook:
     """All request slots of one cache. Called from the engine's thread."""
 
@@ -66,6 +66,10 @@ class RequestBook:
     max_requests: int
     _requests: dict[int, Request] = field(default_factory=dict)
     _step: StepPlan | None = None
+
+    def __post_init__(self) -> None:
+        self._page_rows = self.shape.slots_per_page
+        self._ring_pages = self.shape.ring_rows // self._page_rows
 
     # ------------------------------------------------------------------ asking
 
@@ -204,14 +208,6 @@ class RequestBook:
 
     # ------------------------------------------------------------------ inside
 
-    @property
-    def _page_rows(self) -> int:
-        return self.shape.slots_per_page
-
-    @property
-    def _ring_pages(self) -> int:
-        return self.shape.ring_rows // self._page_rows
-
     def _place(self, request: Request, page: int) -> PagePlace:
         return PagePlace(request.slot, page, self.hot_page(request.slot, page), int(request.pages[page]))
 
@@ -224,11 +220,14 @@ class RequestBook:
             )
         return self._place(request, page)
 
-    def _check(self, slot: int, rows: int, pages: PageIdArray) -> None:
+    def _check_rows(self, slot: int, rows: int) -> None:
         if not 0 <= rows <= self.shape.max_rows:
             raise InvalidInputError(
                 f"request slot {slot}: {rows} rows, the hot buffer's tables hold {self.shape.max_rows} (sparse.max_tokens)"
             )
+
+    def _check(self, slot: int, rows: int, pages: PageIdArray) -> None:
+        self._check_rows(slot, rows)
         if pages.dtype != np.int32 or pages.ndim != 1:
             raise InvalidInputError(
                 f"request slot {slot}: host page ids are a one-dimensional int32 array, got {pages.dtype} of shape {pages.shape}"
@@ -246,11 +245,7 @@ class RequestBook:
             raise InvalidInputError(
                 f"request slot {request.slot} has {request.rows} rows; after one step it has as many or one more, got {rows}"
             )
-        if rows > self.shape.max_rows:
-            raise InvalidInputError(
-                f"request slot {request.slot}: {rows} rows, the hot buffer's tables hold {self.shape.max_rows} "
-                "(sparse.max_tokens)"
-            )
+        self._check_rows(request.slot, rows)
         page = (rows - 1) // self._page_rows
         if rows > request.rows and rows % self._page_rows == 0 and page >= len(request.pages):
             raise InvalidInputError(self._without_page(request, page))

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 
+from kvbridge.sparse import cache
 from kvbridge.sparse.streams import Point, SideStream, Streams
 from tests.helpers.sparse_simulation import SparseSimulation, settings
 
@@ -34,11 +35,8 @@ class WrittenSideStream(SideStream):
         self.log.append((self.name, "launches"))
         return 0
 
-    def follow_compute(self) -> None:
-        self.log.append((self.name, "follows compute"))
-
-    def follow(self, other: SideStream) -> None:
-        self.log.append((self.name, f"follows {other.name}"))
+    def follow(self, other: SideStream | None = None) -> None:
+        self.log.append((self.name, f"follows {other.name if other else 'compute'}"))
 
     def mark(self, point: Point) -> None:
         point.marked_on = self.name
@@ -76,7 +74,7 @@ class WrittenStreams(Streams):
 
 @pytest.fixture
 def world(monkeypatch):
-    monkeypatch.setattr(Streams, "on", staticmethod(lambda device: WrittenStreams()))
+    monkeypatch.setattr(cache, "Streams", lambda device: WrittenStreams())
     return SparseSimulation(settings(max_requests=2))
 
 
