@@ -2,7 +2,7 @@
 
 import os
 
-from kvbridge.cli.interrupts import interrupts_end_at_once
+from kvbridge.cli.signals import interrupts_end_at_once
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ from kvbridge.cli.config import (
     aligned,
     fail,
     load_or_exit,
+    with_options,
 )
-from kvbridge.cli.options import with_options
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.transports import TransportName, TransportSettings
 from kvbridge.control.keys import CurveKeys

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from enum import StrEnum
+from inspect import Parameter, Signature
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
 
 import typer
 from pydantic import BaseModel
@@ -18,6 +20,7 @@ from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
+OptionsT = TypeVar("OptionsT")
 
 EXIT_FAILED = 1
 """Exit code of a command that could not do what it was told to."""
@@ -110,6 +113,31 @@ def aligned(rows: Iterable[Sequence[str]]) -> str:
         for row in cells
     )
     return "\n".join("  ".join(line).rstrip() for line in lines)
+
+
+def with_options(options: type[OptionsT]) -> Callable[[Callable[[OptionsT], None]], Callable[..., None]]:
+    """Make a command of a function that takes its options, a dataclass."""
+    hints = get_type_hints(options, include_extras=True)
+    parameters = [
+        Parameter(
+            field.name,
+            Parameter.KEYWORD_ONLY,
+            annotation=hints[field.name],
+            default=Parameter.empty if field.default is MISSING else field.default,
+        )
+        for field in fields(options)  # type: ignore[arg-type]
+    ]
+
+    def decorate(action: Callable[[OptionsT], None]) -> Callable[..., None]:
+        def command(**given: Any) -> None:  # noqa: ANN401 - what typer has parsed
+            action(options(**given))
+
+        command.__doc__ = action.__doc__
+        command.__annotations__ = hints
+        command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+        return command
+
+    return decorate
 
 
 @app.callback()

@@ -8,13 +8,21 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import structlog
 import typer
 
-from kvbridge.cli.config import EXIT_FAILED, EXIT_UNAVAILABLE, FileOption, InsecureOption, SetOption, fail, load_or_exit
-from kvbridge.cli.options import with_options
+from kvbridge.cli.config import (
+    EXIT_FAILED,
+    EXIT_UNAVAILABLE,
+    FileOption,
+    InsecureOption,
+    SetOption,
+    fail,
+    load_or_exit,
+    with_options,
+)
 from kvbridge.config.endpoints import TelemetryConfig
 from kvbridge.config.router import DispatchOrder, RouterConfig
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
@@ -27,41 +35,42 @@ from kvbridge.telemetry.logs import configure_logs
 
 log = structlog.get_logger(__name__)
 
-ParentOption = Annotated[
-    int | None,
-    typer.Option(
-        "--parent", hidden=True, help="End with this process, which has started it with a pipe as standard input."
-    ),
-]
+NodeConfigT = TypeVar("NodeConfigT", PrefillConfig, DecodeConfig)
 
 
-def prefill(
-    config: FileOption = None,
-    overrides: SetOption = None,
-    insecure: InsecureOption = False,
-    parent: ParentOption = None,
-) -> None:
+@dataclass
+class NodeOptions:
+    """The options of a node daemon; the rest is for `--config` and `--set`."""
+
+    config: FileOption = None
+    overrides: SetOption = None
+    insecure: InsecureOption = False
+    parent: Annotated[int | None, typer.Option("--parent", hidden=True, help="End with this process, our parent.")] = (
+        None
+    )
+
+    def load(self, role: str, kind: type[NodeConfigT]) -> NodeConfigT:
+        """Load the configuration of the node, and have the process end with its parent."""
+        if self.parent is not None:
+            end_with_parent(self.parent, signal.SIGTERM, watch_input=True)
+        loaded = load_or_exit(kind, self.config, self.overrides, insecure=self.insecure)
+        _logs(role, loaded.telemetry, instance=loaded.instance, node=loaded.node)
+        return loaded
+
+
+@with_options(NodeOptions)
+def prefill(options: NodeOptions) -> None:
     """Run a prefill daemon: rooms whose pages an engine computes, and which are sent to a decode node."""
-    if parent is not None:
-        end_with_parent(parent, signal.SIGTERM, watch_input=True)
-    loaded = load_or_exit(PrefillConfig, config, overrides, insecure=insecure)
-    _logs("prefill", loaded.telemetry, instance=loaded.instance, node=loaded.node)
+    loaded = options.load("prefill", PrefillConfig)
     with importing(*UNUSED_BY_DAEMONS):
         from kvbridge.daemon.prefill import prefill_daemon  # noqa: PLC0415 - a process has one role
     _run(lambda: prefill_daemon(loaded))
 
 
-def decode(
-    config: FileOption = None,
-    overrides: SetOption = None,
-    insecure: InsecureOption = False,
-    parent: ParentOption = None,
-) -> None:
+@with_options(NodeOptions)
+def decode(options: NodeOptions) -> None:
     """Run a decode daemon: rooms whose pages are written by prefill nodes and claimed by an engine."""
-    if parent is not None:
-        end_with_parent(parent, signal.SIGTERM, watch_input=True)
-    loaded = load_or_exit(DecodeConfig, config, overrides, insecure=insecure)
-    _logs("decode", loaded.telemetry, instance=loaded.instance, node=loaded.node)
+    loaded = options.load("decode", DecodeConfig)
     with importing(*UNUSED_BY_DAEMONS):
         from kvbridge.daemon.decode import decode_daemon  # noqa: PLC0415 - a process has one role
     _run(lambda: decode_daemon(loaded))

@@ -11,8 +11,16 @@ from typing import Annotated
 import typer
 
 from kvbridge import __version__
-from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED, DaemonRole, FileOption, SetOption, fail, load_or_exit
-from kvbridge.cli.options import with_options
+from kvbridge.cli.config import (
+    EXIT_CONFIG,
+    EXIT_FAILED,
+    DaemonRole,
+    FileOption,
+    SetOption,
+    fail,
+    load_or_exit,
+    with_options,
+)
 from kvbridge.config.loading import read_token
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError

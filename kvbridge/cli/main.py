@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvbridge import __version__
-from kvbridge.cli.interrupts import EXIT_INTERRUPTED, interrupts_raise
+from kvbridge.cli.signals import EXIT_INTERRUPTED, interrupts_raise
 from kvbridge.core.imports import UNUSED_BY_DAEMONS, importing
 
 COMMANDS = {
@@ -22,7 +22,7 @@ COMMANDS = {
         "Run the whole cluster of a directory that `kvbridge init` wrote, in the foreground.",
     ),
     "wait": (
-        "kvbridge.cli.wait:wait",
+        "kvbridge.cli.up:wait",
         "Wait until daemons are ready: all that are named, or the cluster of a directory.",
     ),
     "prefill": (

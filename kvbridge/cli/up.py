@@ -1,4 +1,4 @@
-"""`kvbridge up`: the cluster of a directory in the foreground, for trying."""
+"""`kvbridge up`: the cluster of a directory in the foreground, for trying. `kvbridge wait`: for scripts that need daemons."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -18,11 +19,11 @@ from rich.text import Text
 
 from kvbridge.api.client import BlockingClient
 from kvbridge.api.endpoint_file import read_endpoint
-from kvbridge.cli.cluster_directory import ConfiguredDaemon, read_cluster
-from kvbridge.cli.config import EXIT_FAILED, DaemonRole, fail
+from kvbridge.api.status import Readiness
+from kvbridge.cli.config import EXIT_FAILED, ROLES, DaemonRole, fail
 from kvbridge.cli.signals import Interrupts
-from kvbridge.cli.wait import why_not_ready
 from kvbridge.config.endpoints import LogFormat
+from kvbridge.config.loading import load_config
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import BridgeError, ConfigError, DeadlineError, PeerError
 from kvbridge.daemon.memory import memory_directory
@@ -32,13 +33,111 @@ from kvbridge.processes import ChildProcess, module_command, wait_for
 
 START_S = 60.0
 LOOK_S, ASK_S = 0.1, 0.5
-CALL_S = 2.0
+CALL_S, WAIT_CALL_S = 2.0, 5.0
 QUIET_S = 15.0
-"""While there is no pair, the reasons are told so often."""
+"""While there is no pair, the reasons are told at this interval."""
 GRACE_S = 5.0
 """How long after its own limits a daemon that was told to end is killed."""
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue")
 ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class ConfiguredDaemon:
+    """One file of the directory."""
+
+    name: str
+    """The file's, as `prefill` or `prefill-1`."""
+    role: DaemonRole
+    path: Path
+    config: PrefillConfig | DecodeConfig | BootstrapConfig
+
+    @property
+    def url(self) -> str:
+        """Where others reach its HTTP API."""
+        http = self.config.http
+        scheme = "http" if http.tls_key_file is None else "https"
+        host = f"[{http.host}]" if ":" in http.host else http.host
+        return http.advertised(f"{scheme}://{host}:{http.port}")
+
+
+def read_cluster(folder: Path) -> list[ConfiguredDaemon]:
+    """Return the daemons of ROLE.yaml and ROLE-ANYTHING.yaml, bootstrap first. Raises ConfigError for what is wrong or missing."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no directory; `kvbridge init {folder}` makes one that can be run")
+    found = []
+    for role in (DaemonRole.BOOTSTRAP, DaemonRole.PREFILL, DaemonRole.DECODE):
+        paths = [*folder.glob(f"{role}.yaml"), *sorted(folder.glob(f"{role}-*.yaml"))]
+        if not paths:
+            raise ConfigError(f"{folder} has no {role}.yaml; `kvbridge init` writes one for each role")
+        found += [_read(path, role) for path in paths]
+    return found
+
+
+def _read(path: Path, role: DaemonRole) -> ConfiguredDaemon:
+    try:
+        config = load_config(role.schema, file=path, environment={}, roles=ROLES)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    assert isinstance(config, PrefillConfig | DecodeConfig | BootstrapConfig)
+    if not config.http.port:
+        raise ConfigError(f"{path}: http.port is 0, a port that is chosen at each start: give it a number")
+    return ConfiguredDaemon(path.stem, role, path, config)
+
+
+def wait(
+    targets: Annotated[
+        list[str], typer.Argument(metavar="URL|DIR...", help="Daemons, as http://127.0.0.1:7900; or what `up` runs.")
+    ],
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0, metavar="SECONDS", help="Wait at most so long.")
+    ] = 60.0,
+) -> None:
+    """Wait until daemons are ready: all that are named, or the cluster of a directory.
+
+    A node is ready when it can admit requests, bootstrap when it has a pair.
+
+    Exit codes: 0: all are ready; 1: not in time (standard error says why);
+    2: wrong arguments.
+    """
+    try:
+        waiting = [url for target in targets for url in _urls(target)]
+    except BridgeError as error:
+        fail(error)
+    calls = BlockingClient(timeout_s=WAIT_CALL_S, timeout_key="a limit of this command")
+    deadline_s = time.monotonic() + timeout_s
+    next_word_s = time.monotonic() + QUIET_S
+    while True:
+        unready = {url: reason for url in waiting if (reason := why_not_ready(calls, url))}
+        if not unready:
+            return
+        if time.monotonic() >= deadline_s:
+            break
+        waiting = list(unready)
+        if time.monotonic() >= next_word_s:
+            next_word_s = time.monotonic() + QUIET_S
+            typer.echo("; ".join(f"{url} is not ready yet: {reason}" for url, reason in unready.items()), err=True)
+        time.sleep(LOOK_S)
+    for url, reason in unready.items():
+        typer.echo(f"{url} is not ready after {timeout_s:g} s: {reason}", err=True)
+    raise typer.Exit(EXIT_FAILED)
+
+
+def why_not_ready(calls: BlockingClient, url: str) -> str:
+    """Ask a daemon whether it can serve requests; return why not, nothing when it can."""
+    try:
+        found = calls.ask(Readiness, "GET", f"{url}/ready")
+    except BridgeError as error:
+        return str(error)
+    return "" if found.ready else "; ".join(found.reasons) or "it gives no reason"
+
+
+def _urls(target: str) -> list[str]:
+    if target.startswith(("http://", "https://")):
+        return [target.rstrip("/")]
+    if "://" in target:
+        raise ConfigError(f"'{target}' is neither a URL that begins with http:// or https:// nor a directory")
+    return [daemon.url for daemon in read_cluster(Path(target))]
 
 
 def up(

@@ -27,9 +27,8 @@ import typer
 
 from kvbridge.api.directory import PairRequest
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
-from kvbridge.cli.config import EXIT_FAILED, fail
+from kvbridge.cli.config import EXIT_FAILED, fail, with_options
 from kvbridge.cli.local_cluster import calls, check_workers, used_pages, wait_all_ready, wait_ended
-from kvbridge.cli.options import with_options
 from kvbridge.cli.signals import interrupts_ignored, terminated_like_interrupted
 from kvbridge.config.pools import DeviceKind
 from kvbridge.core.errors import BridgeError, ConfigError, DeadlineError, InvalidInputError, PeerError

@@ -20,10 +20,9 @@ from typer.testing import CliRunner
 
 from kvbridge.api.endpoint_file import read_endpoint
 from kvbridge.cli import up
-from kvbridge.cli.cluster_directory import read_cluster
 from kvbridge.cli.main import app
 from kvbridge.cli.signals import Interrupts
-from kvbridge.cli.up import ForegroundCluster, ShownDaemon
+from kvbridge.cli.up import ForegroundCluster, ShownDaemon, read_cluster
 from tests.helpers.cluster import eventually
 from tests.helpers.matrices import kept
 from tests.helpers.tried_cluster import END_S, TriedCluster, short_folder

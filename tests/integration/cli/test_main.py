@@ -40,7 +40,7 @@ def test_what_needs_no_command_imports_none(argument: str) -> None:
     modules = set(json.loads(found.stderr))
     assert not modules & (HEAVY | OF_TYPER if argument == "--help" else HEAVY)
     ours = {name for name in modules if name.startswith("kvbridge")}
-    assert ours == {"kvbridge", "kvbridge.__main__", "kvbridge.cli", "kvbridge.cli.interrupts", "kvbridge.cli.main"} | {
+    assert ours == {"kvbridge", "kvbridge.__main__", "kvbridge.cli", "kvbridge.cli.signals", "kvbridge.cli.main"} | {
         "kvbridge.core",
         "kvbridge.core.imports",
     }

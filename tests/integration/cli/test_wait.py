@@ -70,7 +70,7 @@ def test_it_says_what_is_not_ready_in_time():
 
 
 def test_it_says_what_it_waits_for_before_its_time_is_over(monkeypatch):
-    monkeypatch.setattr("kvbridge.cli.wait.QUIET_S", 0.0)
+    monkeypatch.setattr("kvbridge.cli.up.QUIET_S", 0.0)
     with daemon(NOT_READY, READY) as node:
         result = wait(node)
     assert (result.exit_code, result.stdout) == (0, "")

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvbridge.cli.cluster_directory import read_cluster
 from kvbridge.cli.config import DaemonRole
 from kvbridge.cli.init import POOL_BYTES
 from kvbridge.cli.main import app
+from kvbridge.cli.up import read_cluster
 from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.geometry.models import PRESETS
