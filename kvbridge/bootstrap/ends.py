@@ -11,7 +11,7 @@ import structlog
 
 from kvbridge.api.directory import EndReport, PairReport, Ticket
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
-from kvbridge.config.timeouts import BootstrapTimeouts
+from kvbridge.config.limits import BootstrapTimeouts
 from kvbridge.core.clock import Clock
 from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, StaleError, UnknownRoomError
 from kvbridge.core.ids import Role

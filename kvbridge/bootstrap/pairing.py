@@ -29,8 +29,8 @@ from kvbridge.bootstrap.looks import Looks
 from kvbridge.bootstrap.nodes import Instance
 from kvbridge.bootstrap.prefixes import noted_keys
 from kvbridge.bootstrap.stores.base import Claim, RoomStore
-from kvbridge.config.schema import PairingConfig
-from kvbridge.config.timeouts import BootstrapTimeouts
+from kvbridge.config.limits import BootstrapTimeouts
+from kvbridge.config.services import PairingConfig
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import (
     BridgeError,

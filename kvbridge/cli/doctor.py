@@ -22,7 +22,8 @@ from kvbridge.cli.config import (
     with_options,
 )
 from kvbridge.config.loading import read_token
-from kvbridge.config.schema import BootstrapConfig, DecodeConfig, PrefillConfig
+from kvbridge.config.schema import DecodeConfig, PrefillConfig
+from kvbridge.config.services import BootstrapConfig
 from kvbridge.core.errors import BridgeError, ConfigError
 from kvbridge.daemon.peer_setup import curve_keys
 from kvbridge.doctor.findings import Finding, Level

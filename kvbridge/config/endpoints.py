@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 
-from kvbridge.core.addresses import SERVER_URL
+from kvbridge.core.addresses import SERVER_URL, is_loopback
 from kvbridge.core.ids import FrozenModel, Positive
 
 Port = Annotated[int, Field(ge=0, le=65_535)]
@@ -178,6 +178,20 @@ class HttpConfig(TokenConfig):
         if not self.advertise_url:
             return bound
         return re.sub(r":0/?$", f":{urlsplit(bound).port}", self.advertise_url.rstrip("/"))
+
+
+def open_http_problem(http: HttpConfig) -> str:
+    """Say what is wrong with an endpoint that others can reach without a token; empty: nothing."""
+    if http.has_token or is_loopback(http.host):
+        return ""
+    remedy = "set http.token_file, bind a loopback address, or set insecure"
+    return f"http.host is {http.host}, which others can reach, and there is no token: {remedy}"
+
+
+def refuse(*problems: str) -> None:
+    """Raise ValueError with all problems that are not empty."""
+    if found := [problem for problem in problems if problem]:
+        raise ValueError("\n".join(found))
 
 
 class PrefillHttpConfig(HttpConfig):

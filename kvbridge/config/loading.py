@@ -5,10 +5,12 @@ Every mistake is reported at once, each as `path: what is wrong, got value (from
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import date
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,10 +18,20 @@ import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from kvbridge.config.endpoints import TokenConfig
-from kvbridge.config.mistakes import KeyPath, describe
 from kvbridge.core.errors import ConfigError, UnavailableError
 from kvbridge.core.prefixes import TokenGrant
 from kvbridge.processes import PROCESS_VARIABLES, SETTINGS_PREFIX
+
+KeyPath = tuple[str, ...]
+
+LONGEST_VALUE = 80
+LONGEST_PLAIN = 24
+_ADDRESSES = ("tcp://", "ipc://", "http://", "https://")
+_SOUNDS_SECRET = re.compile(r"token|secret|key|passw|credential", re.IGNORECASE)
+"""Keys whose value may be a secret, or one that was put into the wrong place: it is not shown."""
+_COUNTS_TOKENS = re.compile(r"tokens(_per_\w+)?$", re.IGNORECASE)
+
+_Sections = list[tuple[str, type[BaseModel] | None]]
 
 RESERVED_VARIABLES = frozenset({"KVBRIDGE_CONFIG", *PROCESS_VARIABLES})
 """Variables with the prefix that are no settings: the command line reads the first, every process reads the others."""
@@ -28,15 +40,6 @@ _DOTTED_KEY = re.compile(r"[a-z_]+(\.[a-z_]+)*")
 _SERVICE_LINK = re.compile(r"_SERVICE_(HOST|PORT)|_PORT_\d+_(TCP|UDP)")
 
 ConfigT = TypeVar("ConfigT", bound=BaseModel)
-
-
-@dataclass(frozen=True, slots=True)
-class _Document:
-    """A YAML file's content, and the line (from 1) on which each key stands."""
-
-    path: Path
-    values: dict[str, Any]
-    lines: dict[KeyPath, int]
 
 
 class _Layers:
@@ -94,11 +97,12 @@ def load_config(
     Mappings merge, lists replace one another. `roles` are the schemas, `kind` among them, that the file may have been written for.
     """
     layers, mistakes = _Layers(), list[str]()
-    document = None if file is None else _read_document(file)
-    if document is not None:
-        layers.add(document.values, str(file))
-        for path in layers.origins.keys() & document.lines.keys():
-            layers.origins[path] = f"{file} line {document.lines[path]}"
+    document: dict[str, Any] = {}
+    if file is not None:
+        document, lines = _read_document(file)
+        layers.add(document, str(file))
+        for path in layers.origins.keys() & lines.keys():
+            layers.origins[path] = f"{file} line {lines[path]}"
     _add_environment(layers, kind, os.environ if environment is None else environment, mistakes)
     _add_overrides(layers, overrides, mistakes)
     for key, value in (flags or {}).items():
@@ -107,9 +111,10 @@ def load_config(
     try:
         return layers.build(kind, mistakes)
     except ConfigError as error:
-        hint = "" if document is None else _other_role(kind, document, roles or {})
-        if not hint:
+        names = [name for name, schema in (roles or {}).items() if _is_valid(schema, document)]
+        if not document or not names or _is_valid(kind, document):
             raise
+        hint = f"{file}: as it stands, this is a valid {' or '.join(names)} configuration"
         raise ConfigError(f"{error}\n  {hint}") from None
 
 
@@ -127,8 +132,11 @@ def merge_config(
     return layers.build(kind), layers.values
 
 
-def _read_document(path: Path) -> _Document:
-    """Read a YAML mapping. Raises ConfigError for a file that is missing, is no mapping or repeats a key."""
+def _read_document(path: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
+    """Return a YAML mapping, and the line (from 1) on which each key stands.
+
+    Raises ConfigError for a file that is missing, is no mapping or repeats a key.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -137,12 +145,12 @@ def _read_document(path: Path) -> _Document:
     try:
         root = loader.get_single_node()
         if root is None:
-            return _Document(path, {}, {})
+            return {}, {}
         if not isinstance(root, yaml.MappingNode):
             raise ConfigError(f"{path}: expected a mapping of keys at the top, got something else")
         lines: dict[KeyPath, int] = {}
         _collect_lines(root, (), lines, path)
-        return _Document(path, loader.construct_document(root), lines)
+        return loader.construct_document(root), lines
     except (yaml.YAMLError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -167,14 +175,6 @@ def _yaml_problem(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
     return f"{where}{getattr(error, 'problem', None) or 'a value cannot be read'}"
-
-
-def _other_role(kind: type[BaseModel], document: _Document, roles: Mapping[str, type[BaseModel]]) -> str:
-    """Say that a wrong file is right for other roles; empty when it is not."""
-    if not document.values or _is_valid(kind, document.values):
-        return ""
-    names = [name for name, schema in roles.items() if _is_valid(schema, document.values)]
-    return f"{document.path}: as it stands, this is a valid {' or '.join(names)} configuration" if names else ""
 
 
 def _is_valid(kind: type[BaseModel], values: Mapping[str, Any]) -> bool:
@@ -223,6 +223,101 @@ def _add_overrides(layers: _Layers, overrides: Iterable[str], mistakes: list[str
             mistakes.append(f"flag --set {key}: the value is not valid YAML: {_yaml_problem(error)}")
             continue
         layers.add(value, f"flag --set {key}", tuple(key.split(".")))
+
+
+def describe(error: ValidationError, kind: type[BaseModel], origins: Mapping[KeyPath, str]) -> list[str]:
+    """Return one line for each mistake that pydantic found in data whose leaves came from `origins`."""
+    lines: list[str] = []
+    for found in error.errors(include_url=False):
+        sections = _sections(kind, found["loc"])
+        path = tuple(key for key, _ in sections)
+        name = ".".join(path)
+        if found["type"] == "extra_forbidden":
+            lines.append(f"{name}: {_unknown_key(sections)}{_origin(path, origins)}")
+        elif found["type"] == "union_tag_invalid":
+            expected = found["ctx"]["expected_tags"].replace("'", "")
+            lines.append(f"{name}.kind: one of {expected}{_origin((*path, 'kind'), origins)}")
+        elif found["type"] == "missing":
+            lines.append(f"{name}: is required and has no default")
+        else:
+            for text in found["msg"].removeprefix("Value error, ").split("\n"):
+                what = f"{name}: {text}" if name else text
+                is_bare = found["type"] == "string_type" and isinstance(found["input"], (int, float, date))
+                hint = "; put it in quotes" if is_bare else ""
+                lines.append(f"{what}{_value(found['input'], sections)}{hint}{_origin(path, origins)}")
+    return lines
+
+
+def _sections(kind: type[BaseModel], place: tuple[str | int, ...]) -> _Sections:
+    """Return each key of a place, with the section that the key stands in; None below what is no section.
+
+    pydantic puts the kind of a section behind the key of a section of several kinds; a file has no such key.
+    """
+    found: _Sections = []
+    choices: list[type[BaseModel]] = [kind]
+    for part in place:
+        kinds = {model.model_fields["kind"].default: model for model in choices} if len(choices) > 1 else {}
+        if part in kinds:
+            choices = [kinds[part]]
+            continue
+        section = choices[0] if choices else None
+        found.append((str(part), section))
+        if isinstance(part, str):  # a number stands for one of several sections of a kind
+            field = section.model_fields.get(part) if section is not None else None
+            choices = [] if field is None else list(_models(field.annotation))
+    return found
+
+
+def _models(annotation: object) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in typing.get_args(annotation):
+        yield from _models(part)
+
+
+def _unknown_key(sections: _Sections) -> str:
+    """Say that the last key does not exist, and which one may have been meant."""
+    *above, (key, section) = sections
+    close = difflib.get_close_matches(key, section.model_fields if section is not None else (), n=1)
+    where = f"'{'.'.join(name for name, _ in above)}' has" if above else "there is"
+    return f"unknown key, {where} no '{key}'" + (f"; did you mean '{close[0]}'?" if close else "")
+
+
+def _value(value: object, sections: _Sections) -> str:
+    """Show scalars only: a mapping can hold a secret, and is printed by nobody who looks for one wrong key."""
+    if isinstance(value, (BaseModel, Mapping)) or not sections:
+        return ""
+    if _is_secret(sections) or not _is_plain(value):
+        return ", got a value that is not shown"
+    text = repr(value)
+    return f", got {text if len(text) <= LONGEST_VALUE else text[:LONGEST_VALUE] + '...'}"
+
+
+def _is_plain(value: object) -> bool:
+    """Whether a value is certainly no token or key that was put under the wrong name: these are long, and may begin like a path."""
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_plain, value))
+    if isinstance(value, Mapping):
+        return False
+    return not isinstance(value, str) or len(value) < LONGEST_PLAIN or value.startswith(_ADDRESSES)
+
+
+def _is_secret(sections: _Sections) -> bool:
+    if any(_SOUNDS_SECRET.search(key) and not _COUNTS_TOKENS.search(key) for key, _ in sections):
+        return True
+    fields = [section.model_fields.get(key) for key, section in sections if section is not None]
+    return any(
+        field is not None and SecretStr in (field.annotation, *typing.get_args(field.annotation)) for field in fields
+    )
+
+
+def _origin(path: KeyPath, origins: Mapping[KeyPath, str]) -> str:
+    """Name the source of the key, or of the list that holds it, or of all keys of the section."""
+    for length in range(len(path), 0, -1):
+        if path[:length] in origins:
+            return f" (from {origins[path[:length]]})"
+    below = sorted({origin for key, origin in origins.items() if path and key[: len(path)] == path})
+    return f" (from {', '.join(below)})" if below else ""
 
 
 def render_config(config: BaseModel) -> str:

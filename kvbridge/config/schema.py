@@ -1,4 +1,4 @@
-"""The whole configuration of prefill, decode and bootstrap, and the relations between their sections."""
+"""The whole configuration of a prefill and of a decode daemon, and the relations between their sections."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from kvbridge.config.admission import AdmissionConfig
-from kvbridge.config.directory import DirectoryConfig
 from kvbridge.config.endpoints import (
     BootstrapLinkConfig,
     ConnectingControlConfig,
@@ -21,14 +19,14 @@ from kvbridge.config.endpoints import (
     HttpUrl,
     ListeningControlConfig,
     PrefillHttpConfig,
-    Seconds,
     TelemetryConfig,
-    TokenConfig,
     is_wildcard,
+    open_http_problem,
+    refuse,
 )
+from kvbridge.config.limits import AdmissionConfig, DaemonTimeouts
 from kvbridge.config.pools import DecodePools, MemoryOwner, ModelConfig, ParallelismConfig, PrefillPools
 from kvbridge.config.tier import TierConfig
-from kvbridge.config.timeouts import BootstrapTimeouts, DaemonTimeouts
 from kvbridge.config.transports import TransportSettings
 from kvbridge.core.addresses import MAX_SOCKET_PATH_BYTES, is_loopback
 from kvbridge.core.geometry.hot_buffer import SparseSettings
@@ -82,7 +80,7 @@ class DaemonConfig(FrozenModel):
 
     @model_validator(mode="after")
     def _check_endpoints(self) -> Self:
-        _refuse(*self._problems())
+        refuse(*self._problems())
         return self
 
     def _problems(self) -> list[str]:
@@ -143,68 +141,6 @@ class DecodeConfig(DaemonConfig):
                 "(sparse.max_requests): a request beyond them could not decode; make them equal"
             )
         return self
-
-
-class PairingConfig(FrozenModel):
-    """How a pair is found."""
-
-    attempts: Annotated[int, Field(ge=1, le=32)] = 3
-    """Pairs tried for one request before it is refused."""
-    max_under_way: Annotated[int, Field(ge=1, le=100_000)] = 128
-    """Requests that are paired at once; more are told to come back (503), so that those under way are not late."""
-    max_wait_s: Seconds = 30.0
-    """Longest `wait_s` of a request that is served; no longer than the nodes' `admission.max_wait_s`, and shorter than their
-    `timeouts.offer_s`: the prefill side is reserved first and waits for decode."""
-    max_waiting: Annotated[int, Field(ge=0, le=1_000)] = 256
-    """Requests that wait for pages at once, each at one pair; beyond it they are refused at once. 0: nobody waits."""
-    max_rooms: Annotated[int, Field(ge=1, le=10_000_000)] = 100_000
-    """Rooms remembered at most; the oldest are forgotten first."""
-
-
-class BootstrapConfig(FrozenModel):
-    """The bootstrap service."""
-
-    http: HttpConfig = HttpConfig()
-    directory: DirectoryConfig = DirectoryConfig()
-    pairing: PairingConfig = PairingConfig()
-    daemons: TokenConfig = TokenConfig()
-    """How bootstrap calls the daemons: every one of them accepts the token."""
-    timeouts: BootstrapTimeouts = BootstrapTimeouts()
-    telemetry: TelemetryConfig = TelemetryConfig()
-    insecure: bool = False
-    """Allow an endpoint that the network can reach without a token."""
-
-    @model_validator(mode="after")
-    def _check_endpoints(self) -> Self:
-        if not self.insecure:
-            _refuse(open_http_problem(self.http), _open_redis(self.directory))
-        ticket_s, keep_s = self.pairing.max_wait_s + self.timeouts.ticket_s, self.timeouts.room_keep_s
-        if ticket_s > keep_s:
-            raise ValueError(
-                f"pairing.max_wait_s and timeouts.ticket_s ({ticket_s:g} s together) must not exceed timeouts.room_keep_s "
-                f"({keep_s:g} s): a ticket would outlive the memory of its room"
-            )
-        return self
-
-
-def _refuse(*problems: str) -> None:
-    if found := [problem for problem in problems if problem]:
-        raise ValueError("\n".join(found))
-
-
-def _open_redis(directory: DirectoryConfig) -> str:
-    if not directory.open_redis:
-        return ""
-    remedy = "set directory.redis_password_file, use a Redis on this machine, or set insecure"
-    return f"directory.redis_url names {directory.open_redis}, which others can reach, without a password: {remedy}"
-
-
-def open_http_problem(http: HttpConfig) -> str:
-    """Say what is wrong with an endpoint that others can reach without a token; empty: nothing."""
-    if http.has_token or is_loopback(http.host):
-        return ""
-    remedy = "set http.token_file, bind a loopback address, or set insecure"
-    return f"http.host is {http.host}, which others can reach, and there is no token: {remedy}"
 
 
 def _open_control(control: ListeningControlConfig) -> str:

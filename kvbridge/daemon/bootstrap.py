@@ -27,9 +27,8 @@ from kvbridge.bootstrap.directory import Directory, absences
 from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.base import NodeStore, PairingState, RoomStore, RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
-from kvbridge.config.directory import StoreKind
 from kvbridge.config.loading import read_secret, read_token
-from kvbridge.config.schema import BootstrapConfig
+from kvbridge.config.services import BootstrapConfig, StoreKind
 from kvbridge.core.errors import BridgeError, ConfigError, UnavailableError
 from kvbridge.daemon.front import open_http
 from kvbridge.daemon.lifecycle import ToldReadiness, first_ended

@@ -6,8 +6,8 @@ import structlog
 
 from kvbridge.api.directory import ControlMode
 from kvbridge.config.endpoints import CurveConfig
+from kvbridge.config.limits import DaemonTimeouts
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
-from kvbridge.config.timeouts import DaemonTimeouts
 from kvbridge.control.keys import AllowedKeys, AllowList, CurveKeys, load_keys, read_allowed
 from kvbridge.control.link import Link, PeerSettings
 from kvbridge.core.addresses import PeerAddress, is_loopback, parse_tcp

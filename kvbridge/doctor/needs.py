@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from kvbridge.config.schema import BootstrapConfig, DaemonConfig, DecodeConfig, PrefillConfig
+from kvbridge.config.schema import DaemonConfig, DecodeConfig, PrefillConfig
+from kvbridge.config.services import BootstrapConfig
 from kvbridge.config.transports import MooncakeProtocol, TransportName, TransportSettings
 from kvbridge.core.addresses import is_loopback, parse_tcp
 from kvbridge.core.ids import FrozenModel

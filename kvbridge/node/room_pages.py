@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from kvbridge.config.timeouts import DaemonTimeouts
+from kvbridge.config.limits import DaemonTimeouts
 from kvbridge.core.errors import BridgeError, TransportError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry
 from kvbridge.core.geometry.pages import GROWING_SPACES, check_demand, joined_tables, pages_needed, request_tables

@@ -27,7 +27,7 @@ from unittest import mock
 
 import numpy as np
 
-from kvbridge.config.stores import FileStoreSettings, MooncakeStoreSettings
+from kvbridge.config.tier import FileStoreSettings, MooncakeStoreSettings
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.models import preset
 from kvbridge.pool.memory.layout import host_placement

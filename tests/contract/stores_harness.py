@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from kvbridge.config.stores import FileStoreSettings, MooncakeStoreSettings, StoreLimits, StoreSettings
+from kvbridge.config.tier import FileStoreSettings, MooncakeStoreSettings, StoreLimits, StoreSettings
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores.base import Answer, ObjectStore
 from kvbridge.tier.stores.client import Operation, StoreClient

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.config.stores import FileStoreSettings, StoreLimits
+from kvbridge.config.tier import FileStoreSettings, StoreLimits
 from kvbridge.tier.stores.base import Outcome
 from tests.contract.stores_harness import LIMITS, READY_S, TIMEOUT_S, Client, settings_of
 from tests.helpers.mooncake_servers import MooncakeServers
@@ -75,7 +75,7 @@ def test_after_close_everything_is_settled(pages: StoredPages):
 _NODE = """
 import asyncio, sys
 from pathlib import Path
-from kvbridge.config.stores import FileStoreSettings
+from kvbridge.config.tier import FileStoreSettings
 from tests.contract.stores_harness import Client
 from tests.helpers.stopping import stop
 from tests.helpers.stored_pages import StoredPages

@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvbridge.config.stores import StoreLimits
-from kvbridge.config.tier import HostTier, TierConfig
+from kvbridge.config.tier import HostTier, StoreLimits, TierConfig
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.geometry.tiers import twin_components
 from kvbridge.core.ids import IndexSpace, Rank

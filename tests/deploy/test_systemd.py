@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvbridge.cli.config import EXIT_CONFIG, EXIT_UNAVAILABLE
-from kvbridge.config.timeouts import BootstrapTimeouts, DaemonTimeouts
+from kvbridge.config.limits import BootstrapTimeouts, DaemonTimeouts
 
 UNITS = Path(__file__).resolve().parents[2] / "deploy" / "systemd"
 NAMES = ("kvbridge-bootstrap.service", "kvbridge-prefill@prefill-0.service", "kvbridge-decode@decode-0.service")

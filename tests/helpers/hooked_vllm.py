@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvbridge.config.admission import AdmissionConfig
+from kvbridge.config.limits import AdmissionConfig
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import Role
 from kvbridge.core.wire.codec import ENGINE_TO_NODE, NODE_TO_ENGINE

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvbridge.config.timeouts import DaemonTimeouts
+from kvbridge.config.limits import DaemonTimeouts
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.geometry.components import ComponentKind, ModelGeometry

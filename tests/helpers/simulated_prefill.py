@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kvbridge.config.admission import AdmissionConfig
+from kvbridge.config.limits import AdmissionConfig
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.wire.engine_messages import RoomEvent

@@ -23,7 +23,7 @@ import structlog
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
 from kvbridge.api.status import AdmissionStatus, ClientStatus
-from kvbridge.config.admission import AdmissionConfig
+from kvbridge.config.limits import AdmissionConfig
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, ClientLimitError, InvalidInputError, NotReadyError
 from kvbridge.core.prefixes import ANY_NAMESPACE, Namespaces

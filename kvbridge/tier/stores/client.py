@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import structlog
 
-from kvbridge.config.stores import StoreLimits, StoreSettings
+from kvbridge.config.tier import StoreLimits, StoreSettings
 from kvbridge.core.wire.shared_memory import SharedRegion
 from kvbridge.tier.keys import Keys
 from kvbridge.tier.stores.base import BAD, Answer, Outcome, Verb

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import structlog
 
-from kvbridge.config.stores import FileStoreSettings
+from kvbridge.config.tier import FileStoreSettings
 from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import ConfigError, NotReadyError
 from kvbridge.tier.stores.base import Answer, Capabilities, Outcome, StoredObject, Stretches

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvbridge.config.stores import MooncakeStoreSettings
+from kvbridge.config.tier import MooncakeStoreSettings
 from kvbridge.config.transports import MooncakeProtocol
 from kvbridge.core.clock import monotonic
 from kvbridge.core.errors import NotReadyError, RegistrationError, TransportError

@@ -19,7 +19,7 @@ import numpy as np
 import structlog
 from pydantic import TypeAdapter
 
-from kvbridge.config.stores import FileStoreSettings, StoreSettings
+from kvbridge.config.tier import FileStoreSettings, StoreSettings
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.wire.messages import REASON_CHARS
 from kvbridge.pool.memory.pools import MappedRegions

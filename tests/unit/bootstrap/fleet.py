@@ -17,8 +17,8 @@ from kvbridge.bootstrap.pairing import PairingService
 from kvbridge.bootstrap.stores.base import RoomTimes
 from kvbridge.bootstrap.stores.memory import MemoryStore
 from kvbridge.bootstrap.stores.redis import RedisStore, redis_client
-from kvbridge.config.schema import PairingConfig
-from kvbridge.config.timeouts import BootstrapTimeouts
+from kvbridge.config.limits import BootstrapTimeouts
+from kvbridge.config.services import PairingConfig
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.clock import Clock, monotonic
 from kvbridge.core.errors import BridgeError, CapacityError, StaleError, UnknownRoomError

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvbridge.config.timeouts import DaemonTimeouts
+from kvbridge.config.limits import DaemonTimeouts
 from kvbridge.core.errors import ConfigError, InvalidInputError
 from kvbridge.demo.plan import LENGTHS, SPARSE_LENGTHS, SYSTEM_TOKENS, DemoOptions, RowEncoding, make_cluster, make_plan
 from kvbridge.demo.run import compare, concluded, described

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from kvbridge.api.rooms import AdmissionRequest, RoomReport
-from kvbridge.config.admission import AdmissionConfig
+from kvbridge.config.limits import AdmissionConfig
 from kvbridge.core.errors import (
     BridgeError,
     CapacityError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from structlog.testing import capture_logs
 
-from kvbridge.config.admission import AdmissionConfig
+from kvbridge.config.limits import AdmissionConfig
 from kvbridge.core.addresses import PeerAddress
 from kvbridge.core.errors import NotReadyError
 from kvbridge.core.ids import Role

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.api.rooms import AdmissionRequest
-from kvbridge.config.admission import AdmissionConfig
+from kvbridge.config.limits import AdmissionConfig
 from kvbridge.core.errors import ConflictError, InvalidInputError, KeyMismatchError, NamespaceError, RoomFailedError
 from kvbridge.core.prefixes import Namespaces
 from kvbridge.core.session.states import RoomState

@@ -10,8 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvbridge.config.stores import FileStoreSettings
-from kvbridge.config.tier import HostTier, TierConfig
+from kvbridge.config.tier import FileStoreSettings, HostTier, TierConfig
 from kvbridge.core.errors import InvalidInputError
 from kvbridge.core.geometry.models import preset
 from kvbridge.core.ids import IndexSpace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvbridge.config.router import RouterTimeouts
+from kvbridge.config.services import RouterTimeouts
 from kvbridge.core.ids import Role
 from kvbridge.router.servers import Servers, ServerWatch
 from kvbridge.router.upstream import OpenAiServers

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvbridge.config.stores import FileStoreSettings
+from kvbridge.config.tier import FileStoreSettings
 from kvbridge.core.errors import ConfigError, NotReadyError
 from kvbridge.tier.stores import files
 from kvbridge.tier.stores.base import StoredObject

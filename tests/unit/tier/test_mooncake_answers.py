@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbridge.config.stores import MooncakeStoreSettings
+from kvbridge.config.tier import MooncakeStoreSettings
 from kvbridge.core.errors import TransportError
 from kvbridge.tier.stores import mooncake
 from kvbridge.tier.stores.base import BROKEN

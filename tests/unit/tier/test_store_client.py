@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvbridge.config.stores import FileStoreSettings, StoreLimits
+from kvbridge.config.tier import FileStoreSettings, StoreLimits
 from kvbridge.core.geometry.components import ComponentKind
 from kvbridge.core.geometry.manifest import Region
 from kvbridge.core.ids import IndexSpace, MemoryKind
