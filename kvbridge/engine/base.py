@@ -393,15 +393,16 @@ class Room:
     tables: Tables
     """Pages of the room, by index space."""
     host_tokens: int = 0
-    """The last so many tokens of the prefix here were in the node's host memory alone, and are being loaded (`by_layer`)."""
+    """The last so many tokens of the prefix here were in the node's host memory alone. They are loaded by copies on a GPU stream of
+    their own, for which the current stream of each GPU waits; with `by_layer` the engine calls `wait_layer` instead. With pools in
+    host memory they are there."""
     traceparent: str = ""
     """The room's span in W3C's form, as the parent of the engine's own spans; empty when the request is not traced."""
 
     def wait_layer(self, layer: int, *, stream: StreamChoice = None) -> None:
         """Let `stream` (default: the current one) wait until a layer of the prefix is loaded; the host does not wait.
 
-        For rooms that were begun or claimed `by_layer`: call this before the layer reads or writes a page of the room. No effect
-        in a room that loads nothing, and with pools in host memory.
+        For rooms that were begun or claimed `by_layer`: call this before the layer reads or writes a page of the room.
         """
         self.engine._loads.wait_layer(self.id, layer, stream)
 

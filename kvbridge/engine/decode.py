@@ -160,10 +160,8 @@ class DecodeEngine(Engine):
         `page_keys`: those of the request's prompt as this engine has it. Needed for a room that was admitted with keys, otherwise
         without effect. Other keys than the room's raise KeyMismatchError, and the room fails.
 
-        The part of the prefix that only the node's host memory holds, though it belongs on the device, is loaded by copies on a GPU
-        stream of their own. The current stream of each GPU waits for all of them; with `by_layer` it does not, and the engine calls
-        `wait_layer` of the room before it touches a layer. With pools in host memory everything is loaded when this returns. Raises
-        TransportError when the copies cannot be submitted; the room is given up then.
+        `by_layer`: see `host_tokens` and `wait_layer` of the room. Raises TransportError when the copies from host memory cannot be
+        submitted; the room is given up then.
 
         Raises RoomFailedError, with the first cause, when the room ends first or the node refuses what this engine has said of it;
         ConflictError when it is not committed yet and `timeout_s` is None, otherwise DeadlineError.

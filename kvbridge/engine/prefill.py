@@ -250,10 +250,8 @@ class PrefillEngine(Engine):
         token: they compare their answers of `restorable`, and all begin with the largest number that is in every answer. Raises
         CapacityError when there are no pages for the rest of the prompt.
 
-        The part of the prefix that is in the node's host memory, windows and states at its end included, is loaded by copies on a
-        GPU stream of their own. The current stream of each GPU waits for all of them; with `by_layer` it does not, and the engine
-        calls `wait_layer` of the room before it touches a layer of `tables` or `restore`. With pools in host memory everything is
-        loaded when this returns. Raises TransportError when the copies cannot be submitted; the room is given up then.
+        `by_layer`: see `host_tokens` and `wait_layer` of the room. Raises TransportError when the copies from host memory cannot be
+        submitted; the room is given up then.
 
         Raises UnknownRoomError; ConflictError on a second begin, and with pools on a GPU for a room of which an earlier attempt was
         neither finished nor aborted; InvalidInputError when the lengths differ.

@@ -7,6 +7,7 @@ names it until it is reported, and no report comes from anything else.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -216,8 +217,9 @@ class ServedRole:
         """Incarnations of which a rank worker has ended, and that are not known to have ended themselves."""
         self._next_look_s = 0.0
 
-    def look_at_step(self, now_s: float) -> None:
+    def look_at_step(self) -> None:
         """Take the node's events, and the ends of the rank worker: seldom while nothing is under way."""
+        now_s = time.monotonic()
         if now_s < self._next_look_s and self.reports.idle:
             return
         self._next_look_s = now_s + IDLE_LOOK_S

@@ -186,7 +186,7 @@ class DecodeRooms(RoomsOfRole):
         return max(0, request.prompt_tokens - computed_tokens)
 
     def allocated(self, request: Request, blocks: Sequence[int], external_tokens: int) -> None:
-        """VLLM has allocated all blocks of the request, from the prompt's first on.
+        """Blocks are allocated: all blocks of the request, from the prompt's first on.
 
         `external_tokens`: number of tokens to load. vLLM calls this once more when they are there.
         """

@@ -257,7 +257,7 @@ class PrefillRooms(RoomsOfRole):
                 self.pins.pin(further)
 
     def preempted(self, requests: Iterable[str]) -> None:
-        """VLLM has preempted these requests since the last step, and freed their blocks; perhaps it has scheduled them again."""
+        """Preempted since the last step: vLLM has freed the blocks of these requests, and has perhaps scheduled them again."""
         for request in requests:
             paired = self._of.get(request)
             if paired is None or paired.finished:

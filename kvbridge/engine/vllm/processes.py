@@ -7,7 +7,6 @@ Worker 0 reports for all; the other workers only tell that they have closed thei
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -35,6 +34,7 @@ from kvbridge.engine.vllm.decode_rooms import DecodeRooms
 from kvbridge.engine.vllm.guard import Guard
 from kvbridge.engine.vllm.prefill_rooms import BlockPins, PrefillRooms
 from kvbridge.engine.vllm.requests import Instance, Request
+from kvbridge.engine.vllm.rooms import RoomsOfRole
 from kvbridge.engine.vllm.stats import TransferStats
 
 _STAYING: list[Mapping[str, torch.Tensor]] = []
@@ -121,14 +121,14 @@ class Scheduler:
 
     def arrived(self, request: Request) -> None:
         """A request has come (`on_new_request`). A wrong room is logged, and the request is computed like any other."""
-        self._look_now()
+        self._look(RoomsOfRole.look)
         for rooms in self.roles:
             with self._guard.over("computed_here", request.id, lost=partial(self.lost, request.id)):
                 rooms.arrived(request)
 
     def declined(self, request: Request) -> None:
         """A request has come that is not computed here (`on_new_request` of a request that the API has refused)."""
-        self._look_now()
+        self._look(RoomsOfRole.look)
         if self.decode is not None:
             with self._guard.over("not_withdrawn", request.id):
                 self.decode.declined(request)
@@ -156,16 +156,13 @@ class Scheduler:
 
     def look(self) -> None:
         """Take the nodes' events, at a step. A step without work costs next to nothing, since all requests wait for it."""
-        now_s = time.monotonic()
-        for rooms in self.roles:
-            with self._guard.over("look"):
-                rooms.look_at_step(now_s)
+        self._look(RoomsOfRole.look_at_step)
         self._guard.look()
 
-    def _look_now(self) -> None:
+    def _look(self, how: Callable[[RoomsOfRole], None]) -> None:
         for rooms in self.roles:
             with self._guard.over("look"):
-                rooms.look()
+                how(rooms)
 
     def step(self) -> dict[Role, StepMetadata]:
         """Return the news for the workers (`build_connector_meta`). Call `look` before it."""
@@ -247,10 +244,10 @@ class Worker:
 
     def results(self) -> Results:
         """Return the transfers that have ended."""
-        found, now_s = Results(), time.monotonic()
+        found = Results()
         for served in self.roles:
             with self._guard.over("look"):
-                served.look_at_step(now_s)
+                served.look_at_step()
             over = served.reports.results()
             found = Results(found.sent | over.sent, found.received | over.received)
         self._guard.look()

@@ -5,6 +5,7 @@ Nothing here waits. A refusal by the node arrives as an event; so does a call th
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -56,8 +57,9 @@ class RoomsOfRole(ABC):
         self._closed: list[str] = []
         self._ended: list[RoomEvent] = []
 
-    def look_at_step(self, now_s: float) -> None:
+    def look_at_step(self) -> None:
         """As `look`, but seldom while nothing is under way: nobody waits for the node's events then."""
+        now_s = time.monotonic()
         if now_s >= self._next_look_s or not self.idle:
             self._next_look_s = now_s + IDLE_LOOK_S
             self.look()

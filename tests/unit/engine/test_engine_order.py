@@ -8,19 +8,25 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from kvbridge.core.errors import DeadlineError, DetachedError, UnsupportedError
+from kvbridge.core.errors import DeadlineError, DetachedError, InvalidInputError, UnsupportedError
+from kvbridge.core.geometry.components import Liveness
 from kvbridge.core.geometry.manifest import fingerprint
 from kvbridge.core.geometry.models import preset
+from kvbridge.core.geometry.pages import tables_from_wire
+from kvbridge.core.ids import IndexSpace, Rank
 from kvbridge.core.prefixes import ModelIdentity, Retention
 from kvbridge.core.wire.engine_messages import Accepted, Begin, Finish, Pages, Publish, Release, RoomEvent
 from kvbridge.core.wire.shared_memory import StreamPoint
 from kvbridge.engine.decode import DecodeEngine, DecodeRoom
-from kvbridge.engine.prefill import PrefillEngine
+from kvbridge.engine.prefill import PrefillEngine, PrefillRoom
 from kvbridge.engine.streams import StreamOrder
 from kvbridge.tier.keys import PrefixIdentity, page_keys
+from tests.helpers.rooms import ADDRESS
+from tests.helpers.torch_pools import make_pools
 
-GEOMETRY = preset("tiny-gqa")
+GEOMETRY, TINY = preset("tiny-gqa"), preset("tiny-v4")
 MODEL = ModelIdentity(name="m", revision="r")
 POINT = StreamPoint(ring="ring", handle=bytes(64), device_uuid="0" * 32)
 
@@ -231,3 +237,64 @@ def test_the_verbs_carry_them():
     assert [message.type for message in said] == ["admit", "begin", "claim", "claim", "release"]
     assert {message.page_hashes for message in said} == {keys.data}
     assert (said[0].namespace, said[0].retention, said[-1].valid_tokens) == ("acme", keep, len(TOKENS))
+
+
+# ---------------------------------------------------------------------------------------------- parts
+
+
+def painted(kind, room_of, tokens: int, **held: object):
+    """A room of an engine over pools of tiny-v4, whose window and states lie in tables of their own for a checkpoint."""
+    pools = make_pools(TINY, tokens=tokens)
+    memory = Memory()
+    memory.views = {Rank(pp=0, tp=0): pools.views}
+    engine = kind(Link(), SimpleNamespace(geometry=TINY), memory, StreamOrder({}))
+    return room_of(engine, 1, 1, tokens, pools.tables, **held), pools
+
+
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("held", [0, 256])
+def test_parts_of_chunks_are_all_rows_once_and_come_back(by_layer, held):
+    tokens, start = 700, {"held_by_prefill": held, "_published": held}
+    room, pools = painted(PrefillEngine, PrefillRoom, tokens, **start)
+    seen: dict[tuple, list[int]] = {}
+    for stop in (300, 512, 513, tokens):
+        for layers in [[layer] for layer in range(TINY.layer_count)] if by_layer else [None]:
+            for part in room.final_parts(upto=stop, layers=layers):
+                seen.setdefault((part.kind, part.layer), []).extend(range(part.rows.start, part.rows.stop))
+                part.write(torch.full(part.shape, part.layer + 1, dtype=torch.uint8))
+            room.publish(stop, layers=layers)
+    due = {(part.kind, layer): part.live_rows(tokens, held) for part in TINY.components for layer in part.layers}
+    assert seen == {place: list(range(rows.start, rows.stop)) for place, rows in due.items() if rows.count}
+    read = DecodeRoom(room.engine, 1, 1, tokens, pools.tables)
+    for part in read.parts(behind=held):
+        assert (part.rows.start, part.rows.stop) == (due[part.kind, part.layer].start, due[part.kind, part.layer].stop)
+        assert set(part.read().unique().tolist()) == {part.layer + 1}
+
+
+def test_a_prefix_is_restored_whole_and_a_checkpoint_is_windows_and_states():
+    room, pools = painted(PrefillEngine, PrefillRoom, 512, held_by_prefill=512)
+    room.restore, room.checkpoints = pools.tables, {512: pools.tables}
+    kinds = {part.kind for part in TINY.components if part.live_rows(512).count}
+    assert {part.kind for part in room.restored_parts()} == kinds
+    growing = {part.kind for part in TINY.components if part.liveness is Liveness.GROWING}
+    assert {part.kind for part in room.checkpoint_parts(512)} == kinds - growing
+
+
+def test_pages_are_block_ids_behind_those_that_were_named_or_ids_by_space():
+    link, answer = Link(), SimpleNamespace(geometry=GEOMETRY)
+    prefill = PrefillEngine(link, answer, Memory(), StreamOrder({}), workers=())
+    link.post = link.said.append
+    room = prefill.hold(1, prompt_tokens=3 * PAGE, pages=[7])
+    room.publish(2 * PAGE, pages=[9, 8])
+    tables = [tables_from_wire(message.tables)[IndexSpace.FULL] for message in link.said]
+    assert [(table.first_page, table.ids.tolist()) for table in tables] == [(0, [7]), (1, [9, 8])]
+    assert room.tables[IndexSpace.FULL].ids.tolist() == [7, 9, 8]
+    decode = DecodeEngine(link, answer, Memory(), StreamOrder({}), workers=())
+    decode.fetch(1, pages={IndexSpace.FULL: [4]}, held_by_decode=PAGE)
+    assert tables_from_wire(link.said[-1].tables)[IndexSpace.FULL].first_page == 1
+    for wrong, reason in (({}, "name the prefill nodes"), ({"prefill": [ADDRESS]}, "the length of its prompt")):
+        with pytest.raises(InvalidInputError, match=reason):
+            decode.fetch(2, **wrong)
+    several = DecodeEngine(link, SimpleNamespace(geometry=TINY), Memory(), StreamOrder({}), workers=())
+    with pytest.raises(InvalidInputError, match="are in the spaces full, request, swa: name them by space"):
+        several.fetch(3, pages=[1])
