@@ -26,8 +26,7 @@ from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.services import BootstrapConfig
 from kvbridge.core.errors import BridgeError, ConfigError
 from kvbridge.daemon.peer_setup import curve_keys
-from kvbridge.doctor.findings import Finding, Level
-from kvbridge.doctor.needs import Needs, needs_of
+from kvbridge.doctor.findings import Finding, Level, Needs, needs_of
 from kvbridge.doctor.reach import Credentials
 from kvbridge.doctor.run import Config, Visit, examine, read_host
 
@@ -145,19 +144,12 @@ def _print(needs: Needs, running: str, findings: list[Finding]) -> None:
         typer.echo(f"\n{HEADINGS[level]} ({len(found)})")
         for finding in found:
             typer.echo(f"  {finding.check}: {_words(finding)}")
-    typer.echo(f"\n{_verdict(findings)}")
+    bad, warned = (sum(each.level is level for each in findings) for level in (Level.BREAKS, Level.WARNING))
+    verdict = f"{bad} will break, {warned} warnings." if bad else f"Nothing will break; {warned} warnings."
+    typer.echo(f"\n{verdict if bad or warned else 'Nothing will break.'}")
 
 
 def _words(finding: Finding) -> str:
     if not finding.cure:
         return f"{finding.what}: {finding.why}" if finding.why else finding.what
     return f"{finding.what}\n    why: {finding.why}\n    cure: {finding.cure}"
-
-
-def _verdict(findings: list[Finding]) -> str:
-    bad, warned = (sum(each.level is level for each in findings) for level in (Level.BREAKS, Level.WARNING))
-    if not bad and not warned:
-        return "Nothing will break."
-    if not bad:
-        return f"Nothing will break; {warned} warnings."
-    return f"{bad} will break, {warned} warnings."

@@ -10,7 +10,7 @@ import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from kvbridge.cli.config import EXIT_CONFIG, EXIT_FAILED, FileOption, SetOption, aligned, fail, load_or_exit
-from kvbridge.cli.fit_trace import DEFAULT_POOLS, fit_trace
+from kvbridge.cli.trace import DEFAULT_POOLS, fit_trace
 from kvbridge.config.schema import DecodeConfig
 from kvbridge.core.errors import BridgeError, InvalidInputError
 from kvbridge.core.geometry.costs import DecodePlan, Fit, fit_memory, fit_pools, hot_slot_bytes, request_cost

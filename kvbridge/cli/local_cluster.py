@@ -1,7 +1,6 @@
 """Bootstrap, a prefill and a decode daemon as child processes on loopback: for the demo, tests and benchmarks.
 
-The system chooses every port, and every wait has a deadline. `Cluster.stop` leaves no process and no shared memory, even of a
-daemon that was killed.
+The system chooses every port, and every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from kvbridge.api.endpoint_file import ENDPOINT_FILE, DaemonEndpoint, read_endpo
 from kvbridge.api.rooms import RoomReport
 from kvbridge.api.status import Readiness
 from kvbridge.core.errors import BridgeError, DeadlineError, PeerError, RoomFailedError
-from kvbridge.core.ids import Role
 from kvbridge.pool.memory.leftovers import sweep
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
 from kvbridge.processes import ChildProcess, module_command, stop_all, wait_for
@@ -155,21 +153,21 @@ def plan_cluster(
 
     Socket paths are long: keep the folder's path short. `ends_with_us`: daemons get SIGTERM when the thread that starts them ends.
     """
-    configs = {
-        "bootstrap": {"http": {"port": 0}, **LOG_JSON, **(bootstrap or {})},
-        Role.PREFILL: prefill,
-        Role.DECODE: decode,
-    }
-    made = [
-        DaemonProcess(role, name, folder / role[0], config, ends_with_us=ends_with_us)
-        for (role, config), name in zip(
-            configs.items(), ("bootstrap", "the prefill daemon", "the decode daemon"), strict=True
-        )
-    ]
-    for node in made[1:]:
-        node.config = {"runtime_dir": str(node.runtime_dir), **node.config}
-    made[0].arguments = ("--endpoint-dir", str(made[0].runtime_dir))
-    return Cluster(folder, made[0], made[1], made[2])
+
+    def daemon(role: str, name: str, config: Section) -> DaemonProcess:
+        made = DaemonProcess(role, name, folder / role[0], config, ends_with_us=ends_with_us)
+        if role == "bootstrap":
+            made.arguments = ("--endpoint-dir", str(made.runtime_dir))
+        else:
+            made.config = {"runtime_dir": str(made.runtime_dir), **config}
+        return made
+
+    return Cluster(
+        folder,
+        daemon("bootstrap", "bootstrap", {"http": {"port": 0}, **LOG_JSON, **(bootstrap or {})}),
+        daemon("prefill", "the prefill daemon", prefill),
+        daemon("decode", "the decode daemon", decode),
+    )
 
 
 def daemon_config(
@@ -222,7 +220,7 @@ def wait_all_ready(
 ) -> None:
     """Wait until all can admit rooms, and call `check` meanwhile.
 
-    Raises PeerError when one ends, DeadlineError with their last answers and logs, and what `check` raises.
+    Raises PeerError when one ends, DeadlineError with their last answers and logs, and the errors of `check`.
     """
     waiting = list(daemons)
 

@@ -1,23 +1,31 @@
-"""Request traces: one JSON object a line, as Mooncake's FAST'25 traces have them.
+"""Request traces, and `kvbridge fit --trace`: how much of a trace's prompts a node would have kept, by the size of its pools.
 
-A line is {"timestamp": milliseconds since the trace began, "input_length": tokens, "output_length": tokens, "hash_ids": one
-number for each block of 512 tokens of the prompt, equal where prompts share a prefix}. Other keys are ignored, `hash_ids` may be
-missing.
+A trace has one JSON object a line, as Mooncake's FAST'25 traces have them: {"timestamp": milliseconds since the trace began,
+"input_length": tokens, "output_length": tokens, "hash_ids": one number for each block of 512 tokens of the prompt, equal where
+prompts share a prefix}. Other keys are ignored, `hash_ids` may be missing. The simulation has the index and the pages of a node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError
 
+from kvbridge.cli.config import aligned
 from kvbridge.core.errors import InvalidInputError
-from kvbridge.core.ids import NonNegative
+from kvbridge.core.geometry.components import Liveness, ModelGeometry
+from kvbridge.core.geometry.manifest import fingerprint
+from kvbridge.core.ids import IndexSpace, NonNegative, PageIdArray
+from kvbridge.doctor.findings import size
+from kvbridge.pool.accounts.allocator import RunAllocator
+from kvbridge.tier.index import PrefixIndex
+from kvbridge.tier.keys import Keys, PrefixIdentity, page_keys
 
 BLOCK_TOKENS = 512
 """Tokens of the prompt that one of `hash_ids` stands for."""
@@ -94,3 +102,124 @@ def _fault(error: ValidationError) -> str:
         return f"has no '{where}'"
     got = f", got {first['input']!r}" if where and len(repr(first["input"])) <= 80 else ""
     return f"{where + ': ' if where else ''}{first['msg']}{got}"
+
+
+DEFAULT_POOLS = "4GiB,16GiB,64GiB,256GiB"
+DEVICE, HOST = IndexSpace.FULL, IndexSpace.FULL_TWIN
+_READING = (
+    "Hits: share of all prompt tokens whose pages were there when the request came. Pool: of all components that grow with the\n"
+    "tokens, on device and host together; A + B: below a pool of A a host tier of B that gets a copy of every page. Left out:\n"
+    "requests whose prompt is longer than the pool or the host tier."
+)
+
+
+def fit_trace(geometry: ModelGeometry, path: Path, pools: str) -> str:
+    """Run a whole trace for each pool. Raises InvalidInputError for a trace or sizes that cannot be."""
+    sizes, requests = _sizes(pools), read_trace(path)
+    if not any(request.hash_ids for request in requests):
+        raise InvalidInputError(f"--trace {path}: no request has 'hash_ids', so nothing is known of shared prefixes")
+    growing = [component for component in geometry.components if component.liveness is Liveness.GROWING]
+    page_bytes = sum(component.page_bytes() * len(component.layers) for component in growing)
+    page_tokens = geometry.tokens_per_page
+    identity = PrefixIdentity(
+        model=geometry.name, revision="", fingerprint=fingerprint(geometry), tokens_per_page=page_tokens
+    )
+    prompts = [
+        (request.timestamp / 1000, page_keys(identity, prompt_tokens(request, number)))
+        for number, request in enumerate(requests)
+    ]
+    tokens = sum(request.input_length for request in requests)
+    rows: list[tuple[str, ...]] = [("pool", "pages", "hits", "of them on the host", "left out")]
+    for pool_bytes, host_bytes in (*sizes, (0, 0)):
+        pages = _pages(pool_bytes, page_bytes) if pool_bytes else max(1, sum(len(keys) for _, keys in prompts))
+        cache = SimulatedCache(pages, _pages(host_bytes, page_bytes) if host_bytes else 0)
+        for now, keys in prompts:
+            cache.request(now, keys)
+        name = " + ".join(size(each) for each in (pool_bytes, host_bytes) if each)
+        rates = (f"{count * page_tokens / tokens:.1%}" for count in (cache.hit_pages, cache.host_hit_pages))
+        rows.append((name or "endless", f"{pages:,}", *rates, f"{cache.too_long:,}"))
+    return f"""\
+{path.name}: {len(requests):,} requests, {tokens / 1e6:.1f} M prompt tokens
+{geometry.name}, pages of {page_tokens} tokens and {page_bytes:,} bytes
+{aligned(rows)}
+{_READING}"""
+
+
+def _sizes(text: str) -> list[tuple[int, int]]:
+    """Return the bytes of each pool and of the host tier below it, 0 where there is none."""
+    parse = TypeAdapter(ByteSize).validate_python
+    try:
+        sizes = [[parse(part.strip()) for part in pool.split("+")] for pool in text.split(",")]
+    except ValidationError:
+        raise InvalidInputError(
+            f"--pool: sizes such as 16GiB, or 4GiB+60GiB for a device pool above a host tier, separated by commas, are needed, "
+            f"got '{text}'"
+        ) from None
+    return sorted({(int(pool), int(sum(host))) for pool, *host in sizes})
+
+
+def _pages(pool_bytes: int, page_bytes: int) -> int:
+    pages = pool_bytes // page_bytes
+    if not pages:
+        raise InvalidInputError(f"--pool {size(pool_bytes)}: one page has {page_bytes} bytes")
+    return pages
+
+
+@dataclass
+class SimulatedCache:
+    """A pool of so many pages, with a host tier of `host_pages` below it that gets a copy of every page.
+
+    A prompt is over before the next one comes: nothing is pinned for longer, and copies are done at once.
+    """
+
+    page_count: int
+    host_pages: int = 0
+    hit_pages: int = 0
+    """Pages that prompts found."""
+    host_hit_pages: int = 0
+    """Those of them that were on the host only."""
+    too_long: int = 0
+    """Requests whose prompt has more pages than the device, or the host."""
+
+    def __post_init__(self) -> None:
+        self._free = {DEVICE: RunAllocator(self.page_count)}
+        if self.host_pages:
+            self._free[HOST] = RunAllocator(self.host_pages)
+        capacity = self.page_count + self.host_pages
+        self._index = PrefixIndex([DEVICE], capacity, has_twins=bool(self.host_pages))
+
+    def request(self, now: float, keys: Keys) -> None:
+        """Take in a prompt: what only the host holds comes to the device, the rest is computed, all is copied to the host."""
+        if len(keys) > min(self.page_count, self.host_pages or self.page_count):
+            self.too_long += 1
+            return
+        index = self._index
+        known = index.match(keys)
+        there = index.device.depth(known)
+        restored = len(known) - there
+        on_host = len(known) if restored else 0
+        self.hit_pages += len(known)
+        self.host_hit_pages += restored
+        index.pin(known, device=there, host=on_host)
+        pages = self._take(DEVICE, len(keys) - there)
+        if restored:
+            index.add_device(known, there, {DEVICE: pages[:restored]})
+        index.insert(keys, len(known), {DEVICE: pages[restored:]}, now=now)
+        index.unpin(known, device=there, host=on_host)
+        if index.host is not None:
+            path = index.match(keys)
+            start = index.host.depth(path)
+            index.pin(path, host=start)
+            twins = self._take(HOST, len(path) - start)
+            if len(twins):
+                index.add_twins(path, start, {HOST: twins})
+            index.unpin(path, host=start)
+
+    def _take(self, space: IndexSpace, count: int) -> PageIdArray:
+        pool = self._free[space]
+        if count > pool.free:
+            evicted = self._index.evict({space: count - pool.free})
+            for each, owner in self._free.items():
+                if len(evicted.get(each, ())):
+                    owner.give(evicted[each])
+        return pool.take(count)

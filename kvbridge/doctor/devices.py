@@ -13,9 +13,8 @@ from pathlib import Path
 
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.doctor.findings import Finding, breaks, fine, not_here, size, warning
+from kvbridge.doctor.findings import Finding, Needs, breaks, fine, not_here, size, warning
 from kvbridge.doctor.memory import ROOT, read_text
-from kvbridge.doctor.needs import Needs
 from kvbridge.kernels.cuda import has_accelerator, runtime
 from kvbridge.processes import module_command, signal_name
 

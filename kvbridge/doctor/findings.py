@@ -1,13 +1,125 @@
-"""What a check finds, and in which words."""
+"""What a configuration asks of its host, and what a check finds, in which words."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from functools import partial
 
-from pydantic import ByteSize
+from pydantic import ByteSize, Field
 
+from kvbridge.config.schema import DaemonConfig, DecodeConfig, PrefillConfig
+from kvbridge.config.services import BootstrapConfig
+from kvbridge.config.transports import MooncakeProtocol, TransportName, TransportSettings
+from kvbridge.core.addresses import is_loopback, parse_tcp
 from kvbridge.core.ids import FrozenModel
+from kvbridge.daemon.memory import memory_directory, plan_memory
+from kvbridge.daemon.model import load_geometry
+from kvbridge.daemon.peer_setup import LINK_DESCRIPTORS
+from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
+
+RDMA_TRANSPORTS = ("rc", "ud", "dc", "ib")
+"""How names of UCX transports that need an RDMA device begin."""
+
+
+class Port(FrozenModel):
+    """An address that a daemon listens on."""
+
+    key: str
+    host: str
+    port: int
+    connections: int
+    """At most, as configured."""
+
+
+class Needs(FrozenModel):
+    """What a daemon's configuration asks for. The default is that of no configuration: nothing but libraries."""
+
+    role: str = ""
+    instance: str = ""
+    node: str = ""
+    directory: str = str(DEFAULT_DIRECTORY)
+    """Where shared memory is made."""
+    shared_bytes: int = 0
+    """Of pools in shared memory; a network card has to lock as many."""
+    device_bytes: dict[int, int] = Field(default_factory=dict)
+    """Of pools that the rank workers make, by GPU ordinal."""
+    gpus: tuple[int, ...] = ()
+    transports: tuple[str, ...] = tuple(TransportName)
+    settings: TransportSettings = TransportSettings()
+    ports: tuple[Port, ...] = ()
+    idle_connections: int = 0
+    """Outgoing connections, times the descriptors each takes."""
+    public: bool = False
+    """Whether peers on other hosts are expected: the daemon listens beyond loopback."""
+    bootstraps: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Whose needs they are."""
+        return f"{self.instance}/{self.node}" if self.instance else self.role
+
+    @property
+    def rdma_required(self) -> bool:
+        """Whether a transport was told to use RDMA and nothing else."""
+        tls = self.settings.nixl.ucx_tls
+        return (
+            TransportName.MOONCAKE in self.transports and self.settings.mooncake.protocol is MooncakeProtocol.RDMA
+        ) or (TransportName.NIXL in self.transports and _names_rdma(tls) and "tcp" not in tls)
+
+    @property
+    def rdma_wanted(self) -> bool:
+        """Whether RDMA would be used where there is some."""
+        tls = self.settings.nixl.ucx_tls
+        return self.rdma_required or (TransportName.NIXL in self.transports and (not tls or _names_rdma(tls)))
+
+    @property
+    def rdma_devices(self) -> frozenset[str]:
+        """The RDMA devices that are named; empty: all."""
+        named = f"{self.settings.mooncake.device_name},{self.settings.nixl.ucx_net_devices}".split(",")
+        return frozenset(each.strip().partition(":")[0] for each in named if each.strip())
+
+
+def _names_rdma(ucx_tls: str) -> bool:
+    return not ucx_tls.startswith("^") and any(each.startswith(RDMA_TRANSPORTS) for each in ucx_tls.split(","))
+
+
+def needs_of(config: PrefillConfig | DecodeConfig | BootstrapConfig) -> Needs:
+    """Return what a configuration asks for. Raises ConfigError or InvalidInputError for one that no daemon would start with."""
+    ports, public = [_http_port(config)], not is_loopback(config.http.host)
+    if isinstance(config, BootstrapConfig):
+        return Needs(role="bootstrap", transports=(), ports=tuple(ports), public=public)
+    layout = plan_memory(config, load_geometry(config.model))
+    made: dict[int, int] = {}
+    for rank in layout.orders:
+        placement = layout.device[rank]
+        made[placement.device] = made.get(placement.device, 0) + placement.total_bytes
+    if isinstance(config, PrefillConfig):
+        public = public or not is_loopback(config.control.host)
+        if (address := parse_tcp(config.control.bind)) is not None:
+            most = config.control.max_connections
+            ports.append(Port(key="control.bind", host=address.host, port=address.port, connections=most))
+    used = {placed.cuda_ordinal for placed in config.parallelism.placements()}
+    outgoing = config.control.max_connections * LINK_DESCRIPTORS if isinstance(config, DecodeConfig) else 0
+    return Needs(
+        role="prefill" if isinstance(config, PrefillConfig) else "decode",
+        instance=config.instance,
+        node=config.node,
+        directory=str(memory_directory(config)),
+        shared_bytes=layout.node_bytes,
+        device_bytes=made,
+        gpus=tuple(sorted(ordinal for ordinal in used if ordinal is not None)),
+        transports=tuple(config.transports.order),
+        settings=config.transports,
+        ports=tuple(ports),
+        idle_connections=outgoing,
+        public=public,
+        bootstraps=tuple(url for url in (config.bootstrap.url, *config.bootstrap.other_urls) if url),
+    )
+
+
+def _http_port(config: DaemonConfig | BootstrapConfig) -> Port:
+    http = config.http
+    return Port(key="http.port", host=http.host, port=http.port, connections=http.max_connections)
 
 
 class Level(StrEnum):

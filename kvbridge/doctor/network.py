@@ -14,9 +14,8 @@ from pathlib import Path
 from kvbridge.control.listeners import TcpListener, tcp_listeners
 from kvbridge.core.addresses import is_loopback
 from kvbridge.core.ids import FrozenModel
-from kvbridge.doctor.findings import Finding, breaks, fine, not_here, warning
+from kvbridge.doctor.findings import Finding, Needs, Port, breaks, fine, not_here, warning
 from kvbridge.doctor.memory import ROOT, read_text
-from kvbridge.doctor.needs import Needs, Port
 
 WILDCARDS = {"0.0.0.0", "::", "*"}  # noqa: S104 - recognised here, not bound
 _SIOCGIFADDR = 0x8915

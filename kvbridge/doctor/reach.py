@@ -18,8 +18,7 @@ from kvbridge.control.requests import RequestClient
 from kvbridge.core.addresses import parse_tcp
 from kvbridge.core.errors import BridgeError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.doctor.findings import Finding, breaks, fine, not_here, warning
-from kvbridge.doctor.needs import Needs
+from kvbridge.doctor.findings import Finding, Needs, breaks, fine, not_here, warning
 
 ANSWER_S = 5.0
 HANDSHAKE_S = 3.0

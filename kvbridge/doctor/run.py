@@ -13,13 +13,11 @@ from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.services import BootstrapConfig
 from kvbridge.core.errors import ConfigError
 from kvbridge.core.ids import FrozenModel
-from kvbridge.doctor import devices, memory, network, process, reach, software
+from kvbridge.doctor import devices, memory, network, reach, software
 from kvbridge.doctor.devices import Devices
-from kvbridge.doctor.findings import Finding, Level
-from kvbridge.doctor.memory import Memory
-from kvbridge.doctor.needs import Needs
+from kvbridge.doctor.findings import Finding, Level, Needs
+from kvbridge.doctor.memory import Memory, Process
 from kvbridge.doctor.network import Network
-from kvbridge.doctor.process import Process
 from kvbridge.doctor.reach import Asking, Credentials, Reach
 from kvbridge.doctor.software import Software
 from kvbridge.pool.memory.shared_mapping import DEFAULT_DIRECTORY
@@ -50,8 +48,8 @@ CHECKS: dict[str, Callable[[Host, Needs], Iterator[Finding]]] = {
     "rdma.state": lambda host, needs: network.check_rdma_states(host.network, needs),
     "network.ports": lambda host, needs: network.check_ports(host.network, needs, host.reach.running),
     "network.addresses": lambda host, needs: network.check_addresses(host.network, needs),
-    "process.open_files": lambda host, needs: process.check_open_files(host.process, needs),
-    "process.runtime_directory": lambda host, needs: process.check_runtime_directory(host.process, needs),
+    "process.open_files": lambda host, needs: memory.check_open_files(host.process, needs),
+    "process.runtime_directory": lambda host, needs: memory.check_runtime_directory(host.process, needs),
     "software.mooncake": lambda host, needs: software.check_library("mooncake", host.software, needs),
     "software.nixl": lambda host, needs: software.check_library("nixl", host.software, needs),
     "software.environment": lambda host, needs: software.check_environment(
@@ -92,7 +90,7 @@ def read_host(visit: Visit) -> Host:
         memory=memory.read_memory(directories),
         devices=devices.read_devices(needs.gpus),
         network=network.read_network(needs),
-        process=process.read_process(getattr(config, "runtime_dir", None)),
+        process=memory.read_process(getattr(config, "runtime_dir", None)),
         software=software.read_software(),
     )
     asking = Asking(visit.credentials)

@@ -15,8 +15,7 @@ from pydantic import Field
 
 from kvbridge.config.transports import MooncakeProtocol
 from kvbridge.core.ids import FrozenModel
-from kvbridge.doctor.findings import Finding, breaks, fine, not_here, warning
-from kvbridge.doctor.needs import Needs
+from kvbridge.doctor.findings import Finding, Needs, breaks, fine, not_here, warning
 
 VERBS_LIBRARY = "ibverbs"
 PREFIXES = ("MC_", "UCX_", "NIXL_")

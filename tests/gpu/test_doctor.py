@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvbridge.doctor.devices import read_devices
-from kvbridge.doctor.findings import Level
-from kvbridge.doctor.needs import Needs
+from kvbridge.doctor.findings import Level, Needs
 from kvbridge.doctor.run import Host, examine
 from kvbridge.kernels.cuda import runtime
 

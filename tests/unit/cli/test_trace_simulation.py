@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvbridge.cli.fit_trace import SimulatedCache
+from kvbridge.cli.trace import SimulatedCache
 from kvbridge.tier.keys import PrefixIdentity, page_keys
 
 IDENTITY = PrefixIdentity(model="m", revision="r", fingerprint="f", tokens_per_page=1)

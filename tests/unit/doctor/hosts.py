@@ -9,10 +9,9 @@ from pydantic import BaseModel
 from kvbridge.config.transports import MooncakeProtocol, MooncakeSettings, TransportSettings
 from kvbridge.control.listeners import TcpListener
 from kvbridge.doctor.devices import Devices, Gpu
-from kvbridge.doctor.memory import Limit, Memory, SharedDirectory
-from kvbridge.doctor.needs import Needs, Port
+from kvbridge.doctor.findings import Needs, Port
+from kvbridge.doctor.memory import Directory, Limit, Memory, Process, SharedDirectory
 from kvbridge.doctor.network import Interface, Network, RdmaPort
-from kvbridge.doctor.process import Directory, Process
 from kvbridge.doctor.reach import Answer, Handshake, Reach
 from kvbridge.doctor.run import Host
 from kvbridge.doctor.software import Software

@@ -8,10 +8,8 @@ import pytest
 
 from kvbridge.config.transports import MooncakeSettings, NixlSettings
 from kvbridge.control.listeners import TcpListener
-from kvbridge.doctor.findings import Finding, Level
-from kvbridge.doctor.memory import Limit, SharedDirectory
-from kvbridge.doctor.needs import Needs
-from kvbridge.doctor.process import Directory
+from kvbridge.doctor.findings import Finding, Level, Needs
+from kvbridge.doctor.memory import Directory, Limit, SharedDirectory
 from kvbridge.doctor.reach import Answer, Handshake
 from kvbridge.doctor.run import CHECKS, Host, examine
 from kvbridge.pool.memory.memory_limits import MemoryLimit

@@ -16,10 +16,9 @@ from kvbridge.config.loading import load_config
 from kvbridge.config.schema import DecodeConfig, PrefillConfig
 from kvbridge.config.services import BootstrapConfig
 from kvbridge.config.transports import TransportSettings
-from kvbridge.doctor.memory import read_memory
-from kvbridge.doctor.needs import Needs, Port, needs_of
+from kvbridge.doctor.findings import Needs, Port, needs_of
+from kvbridge.doctor.memory import read_memory, read_process
 from kvbridge.doctor.network import RdmaPort, read_interfaces, read_network, read_rdma
-from kvbridge.doctor.process import read_process
 from kvbridge.doctor.reach import Asking, Credentials
 from tests.helpers.held_ports import held_ports
 
