@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(TIMEOUT_S +
 @pytest.mark.parametrize("options", [(), ("--sparse", "--steps", "20")], ids=["dense", "sparse"])
 def test_turns_on_a_gpu_equal_the_model_alone(options):
     """The order of streams is what is at stake: a page that is shared, restored from or given out anew before a GPU is through."""
-    arguments = ("--device", "cuda", "--turns", str(TURNS), "--prompts", str(CONVERSATIONS), "--keep-answers")
+    arguments = ("--device", "cuda", "--turns", str(TURNS), "--prompts", str(CONVERSATIONS))
     arguments += (*options, "--json")
     command = [sys.executable, "-m", "kvbridge", "demo", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)

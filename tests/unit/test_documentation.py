@@ -14,8 +14,8 @@ from packaging.specifiers import SpecifierSet
 from kvbridge import __version__
 from kvbridge.engine import __all__ as engine_names
 from kvbridge.sparse import __all__ as sparse_names
+from kvbridge.telemetry.facts import Fact
 from kvbridge.telemetry.metrics import METRICS
-from kvbridge.telemetry.stream import Fact
 from tests.helpers.config_keys import known_keys
 
 ROOT = Path(__file__).parents[2]
